@@ -37,6 +37,8 @@ bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/scale.py --quick
 	$(BIN)/python bench/scale.py --seven-b
 	$(BIN)/python bench/batch.py
+	$(BIN)/python bench/plan.py
+	$(BIN)/python bench/suite.py --checkpoints 24
 	$(BIN)/python bench/lab.py
 	$(BIN)/python bench/recurrence.py
 	$(BIN)/python bench/whole.py

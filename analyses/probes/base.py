@@ -219,6 +219,7 @@ class Shape:
         layers, heads: that are measured, and of each layer.
         lengths: of the prompts, in tokens.
         vocabulary, width: number of tokens, and d_model.
+        sampled: whether the model has no tokenizer, so that other prompts than the user's are sampled from it.
     """
 
     layers: float
@@ -226,15 +227,18 @@ class Shape:
     lengths: tuple[float, ...]
     vocabulary: float = math.nan
     width: float = math.nan
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one probe on one model: seconds of one core beside forward passes, forward passes, bytes of its pieces."""
+    """Of one probe on one model: seconds of one core beside forward passes, forward passes, bytes of its pieces, and
+    bytes of memory beside the model's weights."""
 
     seconds: float = 0.0
     passes: float = 0.0
     disk_bytes: float = 0.0
+    memory_bytes: float = 0.0
 
 
 class Probe:

@@ -46,6 +46,7 @@ _BUDGET = 3e11
 # Of one core: multiply-adds a second of the screening, of which it needs half the matrix; then two exponentials and two
 # comparisons an entry; and what comes after it. Measured: 0.77 s for 8192 × 768, most of it products.
 _PRODUCTS, _PER_SCORE, _SECONDS = 8e10, 2e-9, 5.0
+_BYTES = 28.0  # of memory for each number of the unembedding: two copies in float64, and parts of them
 
 
 class Unembedding(Probe):
@@ -61,7 +62,10 @@ class Unembedding(Probe):
 
     def cost(self, shape: Shape) -> Cost:
         screening = shape.vocabulary**2 * (shape.width / _PRODUCTS + _PER_SCORE)
-        return Cost(_SECONDS + (0.0 if math.isnan(screening) else screening))
+        memory = _BYTES * shape.vocabulary * shape.width
+        return Cost(
+            _SECONDS + (0.0 if math.isnan(screening) else screening), memory_bytes=0.0 if math.isnan(memory) else memory
+        )
 
 
 _OF_LOGITS = ("margin_lower", "margin_upper", "attainable", "attainable_upper")

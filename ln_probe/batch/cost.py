@@ -6,29 +6,40 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ln_probe.analyses.files import read_json
 from ln_probe.analyses.probes.base import Shape
 from ln_probe.analyses.probes.registry import chosen
+from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE
 from ln_probe.batch.run import Run
 from ln_probe.batch.shards import DEFAULT, ShardedCorpus
 from ln_probe.batch.suite import Target, hub_info
 from ln_probe.prompt_sources import SAMPLED
 
-# A worker with a small model: Python, torch, TransformerLens, numba (650 MB at its peak with lm-layernorm).
+# What follows was measured on one core of two (`bench/plan.py`, and each unit of its reports alone).
+# A worker without a model: Python, torch, TransformerLens, numba, what a report has drawn.
 _WORKER_BYTES = 700 * 2**20
-# Copies of the weights while a model is loaded: the original's, ours, and what is underway between them.
-_COPIES = 3.0
+# Copies of the weights while a model is loaded, by the bytes of a number: the original's, ours, and what is underway
+# between them; 2.0 to 2.2 in float32, 3.1 in bfloat16.
+_COPIES = {8: 2.2, 4: 2.2, 2: 3.2}
+# Beside the weights while prompts are measured: activations, and two blocks of logits of edits that go together.
+_MEASURING_BYTES = 400 * 2**20
 # Bytes of a number in each format that models are loaded in, and the one they are loaded in by default.
 _ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _DTYPE = "float32"
-_MULTIPLICATIONS = 2.5e10  # a second, of one core on a forward pass
-# Seconds of one core until a worker has imported what it needs, and bytes of weights that are loaded and compared with
-# the original's logits in one: 16 s for GPT-2 small.
-_START_SECONDS, _LOADED = 7.0, 6e7
+# Multiplications a second of one core on a forward pass, by format, and seconds of a block in a pass beside them.
+_MULTIPLICATIONS = {"float32": 2.5e10, "float64": 1.2e10, "bfloat16": 4e10, "float16": 2.5e10}
+_BLOCK_SECONDS = 2e-3
+# Seconds of one core until a worker has imported what it needs, and numbers of weights that are loaded and compared
+# with the original's logits in one.
+_START_SECONDS, _LOADED = 7.0, 3.3e7
+# The first pass, the constants, what pictures show: passes, and seconds of a layer of d_model 768, which grow with its
+# power 1.5. The report and its page: seconds, and of each layer.
+_CALIBRATING, _LAYER_SECONDS, _REPORT_SECONDS, _REPORT_LAYER = 4.0, 1.0, 5.0, 0.6
 _CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
 
 
@@ -40,6 +51,7 @@ class Cost:
         units: of work; shards of them with keys to measure.
         tokens: of all prompts.
         seconds: of one core.
+        serial_seconds: of them, those that no second worker can take: starting, calibration, the report.
         memory_bytes: of the worker that holds it.
         disk_bytes: of results until the report is made.
         download_bytes: of files that are not in the model hub's cache.
@@ -48,6 +60,7 @@ class Cost:
     units: int
     tokens: float
     seconds: float
+    serial_seconds: float
     memory_bytes: float
     disk_bytes: float
     download_bytes: float = 0.0
@@ -60,27 +73,57 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     limit = min(run.settings.max_tokens, shape.get("context", math.inf))
     lengths = [min(length, limit) for length in prompts]
     tokens = float(sum(lengths))
-    layers = len(run.settings.layers) if run.settings.layers is not None else shape.get("layers", math.nan)
-    heads = shape.get("heads", math.nan)
+    about = _measured_shape(run, target, lengths)
+    parameters = _parameters(target) or math.nan
+    pass_of_token = parameters / _MULTIPLICATIONS[run.dtype or _DTYPE]
+    pass_of_prompt = _BLOCK_SECONDS * about.layers
     default = run.corpus.given == DEFAULT
-    of_words = shape.get("vocabulary", math.nan), shape.get("width", math.nan)
-    passed = (1.0 + any(p.watches for p in run.probes)) * tokens  # the first pass, and what the probes watch
-    found = []
+    found, seconds = [], 0.0
     for probe in chosen(run.settings.probes):
         taken = tuple(lengths[: probe.prompts] if default else lengths)
-        found.append(probe.cost(Shape(layers, heads, taken, *of_words)))
-        passed += found[-1].passes * sum(taken)
-    weights = _loaded_bytes(run, target) or math.nan
-    forward = passed * (_parameters(target) or math.nan) / _MULTIPLICATIONS
-    starting = _START_SECONDS + weights / _LOADED
+        found.append(probe.cost(replace(about, lengths=taken)))
+        seconds += found[-1].seconds + found[-1].passes * (sum(taken) * pass_of_token + len(taken) * pass_of_prompt)
+    watched = sum(p.watches for p in run.probes) > 0
+    seconds += watched * (tokens * pass_of_token + len(lengths) * pass_of_prompt)
+    width = 1.0 if math.isnan(about.width) else about.width / 768
+    serial = _START_SECONDS + parameters / _LOADED + _CALIBRATING * tokens * pass_of_token
+    serial += about.layers * (_LAYER_SECONDS * width**1.5 + _REPORT_LAYER) + _REPORT_SECONDS
     return Cost(
         units,
         tokens,
-        sum(c.seconds for c in found) + forward + starting,
-        _WORKER_BYTES + _COPIES * weights,
+        seconds + serial,
+        serial,
+        _memory(run, target),
         sum(c.disk_bytes for c in found),
         hub_info(target).download_bytes,
     )
+
+
+def _measured_shape(run: Run, target: Target, lengths: Sequence[float]) -> Shape:
+    """What is measured of a checkpoint, with prompts of these lengths."""
+    shape = shape_of(target)
+    layers = len(run.settings.layers) if run.settings.layers is not None else shape.get("layers", math.nan)
+    of_words = shape.get("vocabulary", math.nan), shape.get("width", math.nan)
+    return Shape(layers, shape.get("heads", math.nan), tuple(lengths), *of_words, sampled=_has_no_tokenizer(target))
+
+
+def _has_no_tokenizer(target: Target) -> bool:
+    folder = Path(os.path.expanduser(target.name))
+    known = ("tokenizer", "vocab", "merges", "spiece", "lab.json")
+    return (folder / "config.json").is_file() and not any(p.name.startswith(known) for p in folder.iterdir())
+
+
+def _memory(run: Run, target: Target) -> float:
+    """Bytes of a worker at its peak: while the model is loaded, while prompts are measured, or weights."""
+    item = _ITEM_BYTES[run.dtype or _DTYPE]
+    shape = shape_of(target)
+    words = shape.get("vocabulary", 0.0)
+    # TransformerLens has an unembedding of its own where the file has one matrix for both ends.
+    weights = ((_parameters(target) or math.nan) + words * shape.get("width", 0.0)) * item
+    about = _measured_shape(run, target, ())
+    most = max((p.cost(about).memory_bytes for p in chosen(run.settings.probes)), default=0.0)
+    measuring = _MEASURING_BYTES + 8.0 * TOKENS_AT_ONCE * words
+    return _WORKER_BYTES + weights + max((_COPIES[item] - 1) * weights, measuring, most)
 
 
 def prompt_lengths(corpus: ShardedCorpus, file: Path) -> list[float]:
@@ -135,21 +178,24 @@ def _parameters(target: Target) -> float:
     return about.weight_bytes / _ITEM_BYTES.get(stored, _ITEM_BYTES[_DTYPE])
 
 
-def _loaded_bytes(run: Run, target: Target) -> float:
-    """Of the weights in memory, in the format that they are loaded in, not the one on disk; 0: not known."""
-    return _parameters(target) * _ITEM_BYTES[run.dtype or _DTYPE]
-
-
 def default_workers(run: Run, targets: Sequence[Target]) -> int:
     """As many workers as there are processors, units and room in memory for."""
     from ln_probe.analyses.geometry.compiled import available
 
     units = sum(len(list(run.units())) for t in targets if not t.error)
-    largest = max((_loaded_bytes(run, t) for t in targets), default=0.0)
-    room = math.inf
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (_WORKER_BYTES + _COPIES * largest)
-    return int(max(1, min(available(), units, room)))
+    needed = [m for t in targets if not t.error and not math.isnan(m := _memory(run, t))]
+    return int(max(1, min(available(), units, _room() / max([_WORKER_BYTES, *needed]))))
+
+
+def _room(group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes of memory that nobody needs: of this machine, and of the container that this process runs in."""
+    found = [math.inf]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
+    with suppress(OSError, ValueError):  # "max": no limit
+        found.append(float((group / "memory.max").read_text()) - float((group / "memory.current").read_text()))
+    return min(found)
 
 
 def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Mapping[Target, int], workers: int) -> str:
@@ -171,7 +217,7 @@ def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Map
                     size(c.disk_bytes),
                 )
             )
-    seconds = math.fsum(c.seconds for c in known)
+    seconds = _wall(known, workers)
     disk = math.fsum(c.disk_bytes for c in known)
     plain = [r for r in rows if r[1] != "failed:"]
     widths = [max(len(r[i]) for r in plain) for i in range(len(rows[0]))]
@@ -184,7 +230,7 @@ def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Map
     units, each, shards = sum(c.units for c in known), run.corpus.per_shard, run.corpus.shards
     lines.append(
         f"{units} units, {shards} shard{'s' * (shards != 1)} of {each} prompt{'s' * (each != 1)}: "
-        f"about {duration(seconds / workers)} with {workers} worker{'s' * (workers != 1)} (a rough estimate), "
+        f"about {duration(seconds)} with {workers} worker{'s' * (workers != 1)} (a rough estimate), "
         f"at most {size(disk)} of results under {run.work} until the reports are made"
     )
     downloads = sorted(c.download_bytes for c in known)[::-1]
@@ -195,6 +241,12 @@ def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Map
             f"{both} to fetch the next checkpoint while one is measured"
         )
     return "\n".join(lines)
+
+
+def _wall(costs: Sequence[Cost], workers: int) -> float:
+    """Seconds with so many workers, of which one calibrates a checkpoint and makes its report."""
+    serial = math.fsum(c.serial_seconds for c in costs)
+    return (math.fsum(c.seconds for c in costs) - serial) / workers + serial / max(1, min(workers, len(costs)))
 
 
 def number(value: float) -> str:

@@ -53,7 +53,7 @@ REPAIRS = 3
 _COUNTED = {Unit(CALIBRATION), Unit(REPORT)}  # as long as they are not done, running or not
 
 
-@dataclass
+@dataclass(eq=False)
 class _Work:
     """The work that remains on one checkpoint."""
 
@@ -98,23 +98,20 @@ class Schedule:
             calibrate = Unit(CALIBRATION) in left
             waiting = deque(u for u in left if u.kind != CALIBRATION)
             self._works.append(_Work(target, waiting, calibrate, reports))
+        self._of = {work.target: work for work in self._works}
+        self._open = list(self._works)  # those that are neither finished nor failed
         self._held: dict[int, _Work] = {}
         self.awaited: Collection[Target] = ()  # not to be begun: their files are not here yet
 
     def __len__(self) -> int:
         """Units left, running ones included."""
-        return sum(
-            len(w.waiting) + w.calibrate + w.reports + len(w.running - _COUNTED)
-            for w in self._works
-            if not w.finished and not w.error
-        )
+        return sum(len(w.waiting) + w.calibrate + w.reports + len(w.running - _COUNTED) for w in self._open)
 
     def left(self) -> Iterable[Unit]:
-        for w in self._works:
-            if not w.finished and not w.error:
-                yield from [Unit(CALIBRATION)] * w.calibrate
-                yield from w.waiting
-                yield from [Unit(REPORT)] * w.reports
+        for w in self._open:
+            yield from [Unit(CALIBRATION)] * w.calibrate
+            yield from w.waiting
+            yield from [Unit(REPORT)] * w.reports
 
     @property
     def targets(self) -> list[Target]:
@@ -140,8 +137,8 @@ class Schedule:
         mine = self._held.get(worker)
         candidates = [
             *([mine] if mine is not None else []),
-            *(w for w in self._works if not w.begun and w.target not in self.awaited),
-            *sorted((w for w in self._works if w.begun), key=lambda w: -len(w.waiting)),
+            *(w for w in self._open if not w.begun and w.target not in self.awaited),
+            *sorted((w for w in self._open if w.begun), key=lambda w: -len(w.waiting)),
         ]
         for work in candidates:
             unit = work.ready()
@@ -156,7 +153,12 @@ class Schedule:
 
     def ended(self, target: Target, unit: Unit, outcome: Outcome) -> None:
         """Take note of how a unit ended."""
-        work = next(w for w in self._works if w.target == target)
+        work = self._of[target]
+        self._note(work, unit, outcome)
+        if (work.finished or work.error) and work in self._open:
+            self._open.remove(work)
+
+    def _note(self, work: _Work, unit: Unit, outcome: Outcome) -> None:
         work.running.discard(unit)
         if outcome.state == DONE:
             work.died = 0
@@ -539,7 +541,7 @@ def write_index(
 
     `earlier` are those of earlier commands; their messages are of those times.
     """
-    from ln_probe.page.index import IndexEntry, index_page
+    from ln_probe.page.index import IndexEntry, for_index, index_page
     from ln_probe.report import load_report
 
     entries, failures = [], dict[Target, str]()
@@ -560,7 +562,8 @@ def write_index(
             elif target in targets and (refused := run.refusal(report.deviations)):
                 error = refused
             else:
-                entries.append(IndexEntry(label, f"{target.folder}/report.html", report))
+                href = f"{target.folder}/report.html"
+                entries.append(IndexEntry(label, href, for_index(report, len(entries))))
                 if report.failures:
                     probes[target] = tuple(map(str, report.failures))
                 if report.deviations:

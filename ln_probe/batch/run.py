@@ -257,14 +257,18 @@ def locked(out: Path, part: Slice | None = None) -> Iterator[None]:
         else:
             _hold(stack, work / f"{part.lock}lock", out)
             with ExitStack() as brief:
-                _hold(brief, whole, out)
+                _hold(brief, whole, out, _AT_ONCE_S)
         yield
 
 
-def _hold(stack: ExitStack, path: Path, out: Path) -> None:
+# For slices that start together: each holds the folder's own lock for a moment, to see that no whole run does.
+_AT_ONCE_S = 5.0
+
+
+def _hold(stack: ExitStack, path: Path, out: Path, seconds: float = 0.0) -> None:
     who = path.with_suffix(".json")
     try:
-        stack.enter_context(FileLock(path, timeout=0))
+        stack.enter_context(FileLock(path, timeout=seconds))
     except Timeout:
         try:
             held = read_json(who)

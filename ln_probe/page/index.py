@@ -21,10 +21,11 @@ from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
 from ln_probe.analyses.probes.text import disarmed, shortened
 from ln_probe.comparison import paired, run_of, setup_differences, step_of, summary
+from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.page import own_script, policy, render
-from ln_probe.page.compared import answers, compared, sinks_by_head
+from ln_probe.page.compared import MOST, answers, compared, sinks_by_head
 from ln_probe.page.figures import (
     GRID,
     LABEL,
@@ -55,6 +56,21 @@ class IndexEntry:
     href: str = ""
     report: Report | None = None
     error: str = ""
+
+
+# The tables that an index reads; the others of a report are the larger part of it.
+_READ = ("causal", "causal_prompts", "heads", "head_effects", "layernorms", "sink_heads")
+
+
+def for_index(report: Report, place: int) -> Report:
+    """Return what an index reads of a report, so that a thousand of them fit into memory.
+
+    Args:
+        report: the report.
+        place: its number among those of the index; of the first MOST the pictures of attention are kept.
+    """
+    tables = {n: t if n in _READ else t.iloc[:0] for n, t in report.tables.items()}
+    return replace(report, tables=tables, exhibits=report.exhibits if place < MOST else Exhibits())
 
 
 def index_page(entries: Sequence[IndexEntry]) -> str:
@@ -126,8 +142,9 @@ def _losses(reports: Sequence[Report], names: Sequence[str]) -> list[Shown]:
     where = places.pop() if len(places) == 1 else " of the layers that each was asked for"
     found = [_shown("losses", "Change of the loss", forest(names, rows, where=where), caption)]
     against: list[Drawing] = []
-    for baseline in drawn[:BASELINES] if len(drawn) > 1 else []:
-        some = differences(names, paired(names, reports, baseline))
+    # Only models that are drawn are paired: with a thousand, others take minutes.
+    for baseline in [d for d in drawn[:BASELINES] if d < ROWS] if len(drawn) > 1 else []:
+        some = differences(names, paired(names[:ROWS], reports[:ROWS], baseline))
         if len(some):
             text = f"Change of the loss minus its change in {names[baseline]}, paired by prompt. {about}{note}"
             figure = forest(names, some, f"difference from {axis_text(names[baseline])}, nats per token", where)

@@ -24,7 +24,7 @@ from ln_probe.analyses.probes import (
 from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Shape, largest, medians
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.columns import HEAD_EFFECTS
-from ln_probe.analyses.probes.head_effects import LEADING, HeadEffects
+from ln_probe.analyses.probes.head_effects import CHOOSING, LEADING, HeadEffects
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.analyses.probes.sinks import Sinks
 from ln_probe.analyses.probes.unembedding import Unembedding
@@ -46,10 +46,14 @@ def test_scores_and_rows_of_uniform_attention_are_counted() -> None:
 def test_every_key_of_a_head_and_of_the_norm_is_counted() -> None:
     cost = Selectability().cost(SMALL)
     assert cost.disk_bytes == (10 + 20) * 3 * (4 + 1) * 4 * selectability._BYTES_PER_KEY
-    one, two = (Selectability().cost(replace(SMALL, lengths=(n,))).seconds / n for n in (128.0, 512.0))
-    assert one == pytest.approx(3 * 5 * 4 * selectability._SECONDS_PER_KEY[128])
-    assert two == pytest.approx(3 * 5 * 4 * selectability._SECONDS_PER_KEY[512])
+    unknown = replace(SMALL, width=math.nan)
+    one, two = (Selectability().cost(replace(unknown, lengths=(n,))).seconds / n for n in (128.0, 512.0))
+    assert one == pytest.approx(3 * 5 * 4 * selectability._OF_ANY_HEAD[128])
+    assert two == pytest.approx(3 * 5 * 4 * selectability._OF_ANY_HEAD[512])
     assert selectability._per_key(0.0) == selectability._per_key(1.0)
+    wide, narrow = (Selectability().cost(replace(SMALL, width=w, lengths=(128.0,))).seconds for w in (256.0, 64.0))
+    assert wide == pytest.approx(128 * 3 * 5 * 4 * selectability._SECONDS_PER_KEY)
+    assert wide / narrow == pytest.approx(4**selectability._OF_D_HEAD)
 
 
 def test_single_norms_are_run_on_some_prompts_only() -> None:
@@ -64,8 +68,15 @@ def test_single_norms_are_run_on_some_prompts_only() -> None:
 
 def test_every_head_of_a_small_model_is_run() -> None:
     assert HeadEffects().cost(SMALL).passes == 5 + 3 * (3 * 4) / 2
-    assert HeadEffects().cost(replace(SMALL, heads=24)).passes == 5 + 3 * 72 / 2
-    assert HeadEffects().cost(replace(SMALL, heads=25)).passes == 5 + 3 * LEADING / 2
+    unknown = replace(SMALL, width=math.nan)
+    assert HeadEffects().cost(replace(unknown, heads=24)).passes == 5 + 3 * 72 / 2
+    choosing = CHOOSING * 5 * 110 / 30
+    assert HeadEffects().cost(replace(unknown, heads=25)).passes == 5 + choosing + 3 * LEADING / 2
+    large = replace(SMALL, width=4096.0)
+    assert HeadEffects().cost(large).passes == 5 + choosing + 3 * LEADING / 2
+    assert HeadEffects().cost(replace(large, sampled=True)).passes == pytest.approx(
+        5 + choosing + 4 * 16 * 128 / 30 + 3 * LEADING / 2
+    )
 
 
 def test_the_vocabulary_is_screened_against_itself() -> None:

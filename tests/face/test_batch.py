@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,14 +25,16 @@ import psutil
 import pytest
 import torch
 from faulty import command, ended, started, tables, write_prompts
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
+from ln_probe.batch import run as batch_run
 from ln_probe.batch.pool import ATTEMPTS, Schedule
 from ln_probe.batch.results import DAMAGED, DIED, DONE, FAILED, DamagedError, Outcome, Result, Stored, write
-from ln_probe.batch.run import CALIBRATION, PROMPTS, REPORT, WEIGHTS, BusyError, Slice, Unit, locked
+from ln_probe.batch.run import CALIBRATION, PROMPTS, REPORT, WEIGHTS, WORK_FOLDER, BusyError, Slice, Unit, locked
 from ln_probe.batch.suite import SuiteError, Target, suite
 
 TABLES = tuple(table.name for table in BUILT_IN)
@@ -134,7 +137,20 @@ def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: 
     assert "run-layernorm" in (tmp_path / "index.html").read_text()
 
 
-def test_two_runs_in_one_folder(whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
+def test_slices_start_together(tmp_path: Path) -> None:
+    """Each looks for a moment whether a whole run has the folder: another's look is no whole run."""
+    work = tmp_path / WORK_FOLDER
+    work.mkdir()
+    look = FileLock(work / "driver.lock", thread_local=False)
+    look.acquire()
+    threading.Timer(0.3, look.release).start()
+    with locked(tmp_path, Slice(1, 16)):
+        assert not look.is_locked
+
+
+def test_two_runs_in_one_folder(
+    whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = ["--prompts", prompts, "--out", whole]
     code, _, said = report(*lab_suite, *line, "--max-tokens", 8)
     assert code == 2
@@ -148,6 +164,7 @@ def test_two_runs_in_one_folder(whole: Path, lab_suite: list[Path], prompts: Pat
         code, _, said = report(*lab_suite, *line, "--max-tokens", 9)
         assert code == 2
         assert f"{whole} is being written by process {os.getpid()} on" in said
+        monkeypatch.setattr(batch_run, "_AT_ONCE_S", 0.1)
         with pytest.raises(BusyError), locked(whole, Slice(1, 2)):
             pass
     with locked(whole, Slice(1, 2)), locked(whole, Slice(2, 2)), pytest.raises(BusyError), locked(whole):

@@ -28,22 +28,25 @@ def planned(model: object, *options: object) -> dict[str, Any]:
     return found
 
 
-def weights_of(row: dict[str, Any]) -> float:
-    """Bytes of the weights in memory, by which a plan's memory differs from that of no weights at all."""
-    return (row["memory_bytes"] - cost._WORKER_BYTES) / cost._COPIES
+def weights_of(row: dict[str, Any], folder: Path) -> float:
+    """Bytes of the weights in memory, by which a small model's differs from that of no weights at all; W_U stands in
+    the file once for both ends."""
+    words = json.loads((folder / "config.json").read_text())["vocab_size"]
+    found: float = row["memory_bytes"] - cost._WORKER_BYTES - cost._MEASURING_BYTES - 8 * cost.TOKENS_AT_ONCE * words
+    return found
 
 
 def test_a14_a_bfloat16_folder_is_loaded_in_float32(hf_model: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     hf_model("gpt2").to(torch.bfloat16).save_pretrained(folder)
     numbers = sum(t.numel() for t in load_file(folder / "model.safetensors").values())
-    file = 2 * numbers
-    assert abs((folder / "model.safetensors").stat().st_size - file) < 20_000  # its header
+    assert abs((folder / "model.safetensors").stat().st_size - 2 * numbers) < 20_000  # its header
+    config = json.loads((folder / "config.json").read_text())
+    held = numbers + config["vocab_size"] * config["n_embd"]
     by_default = planned(folder)
-    assert weights_of(by_default) == 2 * file
-    assert weights_of(planned(folder, "--dtype", "float32")) == 2 * file
-    assert weights_of(planned(folder, "--dtype", "bfloat16")) == file
-    assert weights_of(planned(folder, "--dtype", "float64")) == 4 * file
+    assert weights_of(by_default, folder) == 4 * held
+    for dtype, size in (("float32", 4), ("bfloat16", 2), ("float64", 8)):
+        assert weights_of(planned(folder, "--dtype", dtype), folder) == size * held
     hf_model("gpt2").save_pretrained(tmp_path / "wide")
     for what in ("memory_bytes", "seconds"):
         assert planned(tmp_path / "wide")[what] == pytest.approx(by_default[what]), "the same model, in another format"
@@ -76,12 +79,29 @@ def test_a14_a_model_on_the_hub(dtype: str | None, gigabytes: int, monkeypatch: 
     corpus = ShardedCorpus("p.jsonl", "p.jsonl", 64, "0" * 64, 1)
     run = Run(Path("out"), Settings(probes=("uniformity",)), corpus, dtype=dtype)
     found = cost.cost(run, target, [10.0])
-    assert found.memory_bytes == cost._WORKER_BYTES + cost._COPIES * gigabytes * 10**9
-    pages = {"SC_AVPHYS_PAGES": 200 * 10**9 // 4096, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(cost.os, "sysconf", pages.__getitem__)
+    copies = cost._COPIES[gigabytes // 8]
+    assert found.memory_bytes == pytest.approx(cost._WORKER_BYTES + copies * gigabytes * 10**9)
+    monkeypatch.setattr(cost, "_room", lambda: 200e9)
     monkeypatch.setattr("ln_probe.analyses.geometry.compiled.available", lambda: 64)
-    room = 200 * 10**9 / found.memory_bytes
-    assert cost.default_workers(run, [target]) == max(1, int(room)) == {32: 2, 16: 4, 64: 1}[gigabytes]
+    workers = cost.default_workers(run, [target])
+    assert workers == {32: 2, 16: 3, 64: 1}[gigabytes]
+    assert workers * found.memory_bytes <= 200e9
+
+
+def test_workers_of_a_container_have_its_memory(tmp_path: Path) -> None:
+    whole = cost._room(tmp_path / "there is none")
+    for limit, room in (("max", whole), (str(3 * 2**30), 2.0 * 2**30)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{2**30}\n")
+        assert cost._room(tmp_path) == pytest.approx(room, rel=0.2)
+
+
+def test_one_worker_calibrates_and_reports() -> None:
+    """Of one checkpoint two workers take only the rest in turn; of two, everything."""
+    one = cost.Cost(1, 1.0, seconds=100.0, serial_seconds=40.0, memory_bytes=0.0, disk_bytes=0.0)
+    assert cost._wall([one], 1) == 100
+    assert cost._wall([one], 2) == 70
+    assert cost._wall([one, one], 2) == 100
 
 
 def test_a14_what_nobody_knows() -> None:
