@@ -563,7 +563,7 @@ def write_index(
                 error = refused
             else:
                 href = f"{target.folder}/report.html"
-                entries.append(IndexEntry(label, href, for_index(report, len(entries))))
+                entries.append(IndexEntry(label, href, for_index(report, len(entries) - len(failures))))
                 if report.failures:
                     probes[target] = tuple(map(str, report.failures))
                 if report.deviations:
