@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import math
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
@@ -166,13 +167,9 @@ def fetch_ahead(repository: str, revision: str | None, allow_pickle: bool, folde
 
     (Here and not beside its caller, so that it starts without torch.) If it fails, whoever loads the model says why.
     """
-    from huggingface_hub.utils import disable_progress_bars
-    from huggingface_hub.utils.logging import set_verbosity_error
-
     follow_parent()
     write_to(sign)
-    disable_progress_bars()
-    set_verbosity_error()
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}  # read when it is imported
     with downloads_in(folder), suppress(OSError, ValueError):
         fetch(repository, revision=revision, allow_pickle=allow_pickle)
 
@@ -221,8 +218,8 @@ def describe(repository: str, *, revision: str | None, allow_pickle: bool = True
         except Exception as error:
             raise _download_error(repository, error, constants.ENDPOINT) from error
         config = _config(Path(path))
-    weights = sum(n for f, n in sizes.items() if f.endswith((".safetensors", ".bin")))
-    return Description(config, weights, 0 if here else sum(sizes.values()))
+    of_weights = sum(n for f, n in sizes.items() if f.endswith((".safetensors", ".bin")))
+    return Description(config, of_weights, 0 if here else sum(sizes.values()))
 
 
 def _config(path: Path) -> dict[str, Any]:
