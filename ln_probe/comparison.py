@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
 
 from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes import statistics
@@ -181,17 +182,24 @@ def _loss(report: Report, first: Report) -> dict[str, float]:
     found = {"loss": float((mine["loss"] * mine["predicted"]).sum() / mine["predicted"].sum())}
     both = mine.merge(other, left_index=True, right_index=True, suffixes=("", "_first"))
     if report is not first and len(both) and same_tokens(first, report):
-        weight = both["predicted"].to_numpy(float)
-        change = (both["loss"] - both["loss_first"]).to_numpy(float) * weight
+        change, weight = _by_group(both, (both["loss"] - both["loss_first"]) * both["predicted"])
         interval = statistics.infer_mean(change, weight)
         found["loss_difference"] = float(change.sum() / weight.sum())
         found |= {"loss_difference_low": interval.low, "loss_difference_high": interval.high}
     return found
 
 
+def _by_group(rows: pd.DataFrame, change: pd.Series) -> tuple[Float[np.ndarray, " group"], Float[np.ndarray, " group"]]:
+    """Summed changes and predicted tokens of each prompt group; in reports without groups every prompt is one."""
+    groups = rows["group"].to_numpy(float)
+    groups = np.arange(len(rows)) if np.isnan(groups).any() else groups.astype(np.int64)
+    sums = (statistics.by_group(values.to_numpy(float), groups) for values in (change, rows["predicted"]))
+    return next(sums), next(sums)
+
+
 def _intact(report: Report) -> pd.DataFrame:
     """The loss of the intact model, by prompt; prompts without a prediction are left out."""
-    rows = report.tables["causal_prompts"].drop_duplicates("prompt").set_index("prompt")[["loss", "predicted"]]
+    rows = report.tables["causal_prompts"].drop_duplicates("prompt").set_index("prompt")[["group", "loss", "predicted"]]
     return rows[rows["loss"].notna() & (rows["predicted"] > 0)]
 
 
@@ -266,9 +274,10 @@ def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -
         both = one.merge(two, on=key, suffixes=("", "_other"))
         both = both[both["predicted"] > 0]
         for (sites, variant), mine in both.groupby(["sites", "variant"], sort=False):
-            weight = mine["predicted"].to_numpy(float)
-            change = (mine["delta_loss_other"] - mine["delta_loss"]).to_numpy(float) * weight
-            found = statistics.infer_mean(change, weight)
+            each = mine["delta_loss_other"] - mine["delta_loss"]
+            change, weight = _by_group(mine, each * mine["predicted"])
+            moved, _ = _by_group(mine, mine["shift_other"].fillna(0.0) - mine["shift"].fillna(0.0))
+            found = statistics.infer_mean(change + moved, weight)
             rows.append(
                 {
                     "model": name,
@@ -280,7 +289,7 @@ def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -
                     "high": found.high,
                     "p_mean": found.p,
                     "prompts": len(mine),
-                    "prompts_more": int((change > 0).sum()) if np.isfinite(change).all() else np.nan,
+                    "prompts_more": int((each > 0).sum()) if np.isfinite(each).all() else np.nan,
                     "p_adjusted": statistics.sign_test(change),
                 }
             )

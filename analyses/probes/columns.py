@@ -526,8 +526,8 @@ SUMMARY = declare(
     step (int): training step; NaN if not known
     loss (float, nats per token): of the intact model, over all prompts
     loss_difference (float, nats per token): of the same prompts, minus the first model's; NaN on other tokens
-    loss_difference_low (float, nats per token): lower end of its 95 % interval over prompts (bootstrap-t of paired
-        differences); NaN with fewer than 32 prompts
+    loss_difference_low (float, nats per token): lower end of its 95 % interval over prompt groups (bootstrap-t of
+        paired differences); NaN with fewer than 32
     loss_difference_high (float, nats per token): upper end of the same
     norms (int): number of norms
     first_attention (float, share): attention to position 0, mean over heads of sink_heads.first_attention
@@ -556,14 +556,14 @@ PAIRED = declare(
     sites (text): a norm, or a group: attention, mlp, final, all
     variant (text): which terms remain: no_scaling, no_projection, both_removed, or a registered one
     difference (float, nats per token): delta_loss of this model minus that of the first
-    low (float, nats per token): lower end of its 95 % interval over prompts (bootstrap-t of paired differences); NaN
-        as in `causal`
+    low (float, nats per token): lower end of its 95 % interval over prompt groups (bootstrap-t of paired differences,
+        the choice of both models' constants included as in `causal`); NaN as there
     high (float, nats per token): upper end of the same
     p_mean (float): two-sided p of the difference being 0, from the interval's own resamples (Holm-adjusted for all
         rows of groups, or all rows of single norms); NaN where there is no interval
     prompts (int): prompts that both were measured on
     prompts_more (int): of them, those on which this model's loss rises more
-    p_adjusted (float): sign test of that number: of the median, not of the mean (Holm-adjusted for all rows)
+    p_adjusted (float): sign test over prompt groups: of the median, not of the mean (Holm-adjusted for all rows)
     """,
 )
 

@@ -72,6 +72,26 @@ def test_models_of_different_shape(report: Report, long_report: Report) -> None:
     assert len(both._repr_html_()) < 150_000
 
 
+def test_prompts_of_a_group_count_once(models: list[Report]) -> None:
+    """Every prompt twice: as one group each, intervals and sign test are what they were; as two, they are narrower."""
+    once = ln_probe.compare(models[:2])
+
+    def twice(grouped: bool) -> ln_probe.Comparison:
+        made = []
+        for report in models[:2]:
+            rows = report.causal_prompts
+            again = rows.assign(prompt=rows["prompt"] + 40, group=rows["group"] + (0 if grouped else 40))
+            made.append(report.with_tables(causal_prompts=pd.concat([rows, again], ignore_index=True)))
+        return ln_probe.compare(made)
+
+    same = ["difference", "low", "high", "p_mean", "p_adjusted"]
+    pd.testing.assert_frame_equal(twice(grouped=True).paired[same], once.paired[same])
+    loss = [c for c in once.summary if c.startswith("loss_difference")]
+    pd.testing.assert_frame_equal(twice(grouped=True).summary[loss], once.summary[loss])
+    widths = [(c.paired["high"] - c.paired["low"]).item() for c in (once, twice(grouped=False))]
+    assert widths[1] < 0.8 * widths[0]
+
+
 def test_names_are_labels(report: Report) -> None:
     reports = [
         named(report, "p", revision="step0"),
