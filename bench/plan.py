@@ -1,4 +1,4 @@
-"""What `ln-probe plan` says beforehand next to what the same report then takes: processor time, wall, memory.
+"""What `ln-probe plan` says beforehand next to what the same report then takes: processor time and memory.
 
 Five shapes: lm-layernorm, and random weights (seed 0) in Hugging Face folders of the shapes of GPT-2 small,
 Pythia-160m, SmolLM2-135m (in bfloat16) and one layer of Llama-3-8B (in bfloat16, vocabulary 16,384). Prompts are random
@@ -17,11 +17,9 @@ import csv
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-c", "from ln_probe.cli import app; app()"]
 COLUMNS = (
     *("shape", "dtype", "prompts", "tokens", "planned_cpu_s", "cpu_s", "cpu_ratio"),
-    *("planned_wall_s", "wall_s", "wall_ratio", "planned_gb", "largest_gb", "memory_ratio"),
+    *("planned_gb", "largest_gb", "memory_ratio"),
 )
 
 
@@ -127,32 +125,22 @@ def _ran(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def planned(arguments: list[str]) -> dict[str, float]:
-    """Processor seconds and bytes that `plan` names, and the seconds of the wall of its last line."""
-    about = json.loads(_ran([*COMMAND, "plan", *arguments, "--json", "--quiet"]).stdout)
-    said = re.search(r"about ([\d.]+) (s|min|h) with", _ran([*COMMAND, "plan", *arguments, "--quiet"]).stdout)
-    assert said is not None
-    model = about["models"][0]
-    return {
-        "cpu": model["seconds"],
-        "memory": model["memory_bytes"],
-        "tokens": model["tokens"],
-        "wall": float(said[1]) * {"s": 1, "min": 60, "h": 3600}[said[2]],
-    }
+    """Processor seconds, bytes and tokens that `plan` names."""
+    model = json.loads(_ran([*COMMAND, "plan", *arguments, "--json", "--quiet"]).stdout)["models"][0]
+    return {"cpu": model["seconds"], "memory": model["memory_bytes"], "tokens": model["tokens"]}
 
 
 def measured(arguments: list[str]) -> dict[str, float]:
-    """Processor seconds of all processes of the report, seconds of the wall, bytes of the largest process."""
+    """Processor seconds of all processes of the report, bytes of the largest one."""
     inner = (
         "import json, resource, subprocess, sys; "
         "done = subprocess.run(json.loads(sys.argv[1]), stdout=sys.stderr); "
         "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
         "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024])); sys.exit(done.returncode)"
     )
-    begun = time.perf_counter()
     done = _ran([sys.executable, "-c", inner, json.dumps([*COMMAND, "report", *arguments, "--quiet"])])
-    wall = time.perf_counter() - begun
     cpu, memory = json.loads(done.stdout.splitlines()[-1])
-    return {"cpu": cpu, "wall": wall, "memory": memory}
+    return {"cpu": cpu, "memory": memory}
 
 
 def row(name: str, scratch: Path) -> tuple[object, ...]:
@@ -166,7 +154,7 @@ def row(name: str, scratch: Path) -> tuple[object, ...]:
     ratios = {what: before[what] / then[what] for what in then}
     count = shape.prompts[0] or "default"
     size = f"{before['memory'] / 2**30:.2f}", f"{then['memory'] / 2**30:.2f}", f"{ratios['memory']:.2f}"
-    times = [f"{v:.{n}f}" for w in ("cpu", "wall") for v, n in ((before[w], 0), (then[w], 0), (ratios[w], 2))]
+    times = f"{before['cpu']:.0f}", f"{then['cpu']:.0f}", f"{ratios['cpu']:.2f}"
     return name, shape.dtype, count, f"{before['tokens']:.0f}", *times, *size
 
 

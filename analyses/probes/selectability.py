@@ -81,9 +81,10 @@ from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, SCALING_FROZEN, VARIAN
 
 _UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # filled by that probe
 
-# Seconds of one core per key (token, layer, head and variant) in prompts of 128 tokens with d_head 64, and the powers
-# of both (bench/scale.py): 2.0e-4 on GPT-2 small's shape, 4.2e-5 on lm-layernorm (d_head 8).
-_SECONDS_PER_KEY, _OF_TOKENS, _OF_D_HEAD = 2e-4, 0.8, 0.75
+# Seconds of one core per key (token, layer, head and variant): 2.2e-4 on lm-layernorm (128 tokens, d_head 8), 2.0e-4 on
+# GPT-2 small's shape (128 tokens, d_head 64), 3.1e-4 on Pythia-160m's (64 tokens); beyond 128 tokens of d_head 64 they
+# grow with powers of both (bench/scale.py).
+_SECONDS_PER_KEY, _OF_TOKENS, _OF_D_HEAD = 2.2e-4, 0.8, 0.75
 # The same where d_head is not known, at 128 tokens (d_head 8) and 512 (d_head 64). It decides which keys are measured
 # (`SAMPLE_ABOVE`), so it stays as it is.
 _OF_ANY_HEAD = {128: 6e-5, 512: 5e-4}
@@ -364,7 +365,7 @@ def _theorem(site: Site, space: str, variant: str) -> str:
 
 def _per_key(tokens: float, d_head: float = math.nan) -> float:
     if not math.isnan(d_head):
-        return _SECONDS_PER_KEY * (max(1.0, tokens) / 128) ** _OF_TOKENS * (d_head / 64) ** _OF_D_HEAD
+        return _SECONDS_PER_KEY * max(1.0, (tokens / 128) ** _OF_TOKENS * (d_head / 64) ** _OF_D_HEAD)
     (short, low), (long, high) = sorted(_OF_ANY_HEAD.items())
     power = math.log(high / low) / math.log(long / short)
     return float(low * (max(1.0, tokens) / short) ** power)

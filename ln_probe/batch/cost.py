@@ -16,7 +16,7 @@ from ln_probe.analyses.probes.base import Shape
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE
 from ln_probe.batch.run import Run
-from ln_probe.batch.shards import DEFAULT, ShardedCorpus
+from ln_probe.batch.shards import DEFAULT, WINDOWS, ShardedCorpus
 from ln_probe.batch.suite import Target, hub_info
 from ln_probe.prompt_sources import SAMPLED
 
@@ -40,6 +40,7 @@ _START_SECONDS, _LOADED = 7.0, 3.3e7
 # The first pass, the constants, what pictures show: passes, and seconds of a layer of d_model 768, which grow with its
 # power 1.5. The report and its page: seconds, and of each layer.
 _CALIBRATING, _LAYER_SECONDS, _REPORT_SECONDS, _REPORT_LAYER = 4.0, 1.0, 5.0, 0.6
+_WINDOW_TOKENS = 128  # of a bundled model's own prompts
 _CHARACTERS_PER_TOKEN = 4.0  # of English text with a vocabulary of 50 000
 
 
@@ -68,16 +69,20 @@ class Cost:
 
 def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     """A rough estimate: what each probe says of itself, and forward passes; `prompts` are lengths in tokens."""
+    from ln_probe.models import bundled_models
+
     units = len(list(run.units())) + 1
     shape = shape_of(target)
     limit = min(run.settings.max_tokens, shape.get("context", math.inf))
+    default = run.corpus.given == DEFAULT
+    if default and target.name in bundled_models():  # which bring windows of their own text
+        prompts = [_WINDOW_TOKENS] * min(WINDOWS, run.corpus.count)
     lengths = [min(length, limit) for length in prompts]
     tokens = float(sum(lengths))
     about = _measured_shape(run, target, lengths)
     parameters = _parameters(target) or math.nan
     pass_of_token = parameters / _MULTIPLICATIONS[run.dtype or _DTYPE]
     pass_of_prompt = _BLOCK_SECONDS * about.layers
-    default = run.corpus.given == DEFAULT
     found, seconds = [], 0.0
     for probe in chosen(run.settings.probes):
         taken = tuple(lengths[: probe.prompts] if default else lengths)
