@@ -1,9 +1,9 @@
 """What `ln-probe plan` says beforehand next to what the same report then takes: processor time and memory.
 
 Five shapes: lm-layernorm, and random weights (seed 0) in Hugging Face folders of the shapes of GPT-2 small,
-Pythia-160m, SmolLM2-135m (in bfloat16) and one layer of Llama-3-8B (in bfloat16, vocabulary 16,384). Prompts are random
-token ids; lm-layernorm has its own. Every report is the default one, a whole command with one worker; memory is the
-largest resident set of one of its processes. Kernels are warm; other work makes seconds longer, not memory.
+Pythia-160m, four layers of SmolLM2-135m (in bfloat16) and one of Llama-3-8B (in bfloat16, vocabulary 16,384). Prompts
+are random token ids; lm-layernorm has its own. Every report is the default one, a whole command in one process
+(`--workers 0`); memory is its largest resident set. Kernels are warm; other work makes seconds longer, not memory.
 
     python bench/plan.py                             all five, a quarter of an hour
     python bench/plan.py --shapes gpt2 pythia-160m
@@ -60,7 +60,7 @@ LLAMA_3_8B = _given(
 )
 SHAPES = {
     "lm-layernorm": Shape(),
-    "gpt2": Shape("GPT2Config", _given(vocab_size=50257), (1, 96)),
+    "gpt2": Shape("GPT2Config", _given(vocab_size=50257), (1, 128)),
     "pythia-160m": Shape(
         "GPTNeoXConfig",
         _given(
@@ -72,25 +72,25 @@ SHAPES = {
             max_position_embeddings=2048,
             rotary_pct=0.25,
         ),
-        (1, 48),
+        (1, 64),
     ),
-    "smollm2-135m": Shape(
+    "smollm2-135m, 4 layers": Shape(
         "LlamaConfig",
         _given(
             vocab_size=49152,
             hidden_size=576,
-            num_hidden_layers=30,
+            num_hidden_layers=4,
             num_attention_heads=9,
             num_key_value_heads=3,
             intermediate_size=1536,
             max_position_embeddings=8192,
             tie_word_embeddings=True,
         ),
-        (1, 32),
+        (2, 64),
         "bfloat16",
     ),
     "llama-3-8b, 1 layer": Shape(
-        "LlamaConfig", (*LLAMA_3_8B, ("num_hidden_layers", 1), ("vocab_size", 16384)), (1, 96), "bfloat16"
+        "LlamaConfig", (*LLAMA_3_8B, ("num_hidden_layers", 1), ("vocab_size", 16384)), (1, 64), "bfloat16"
     ),
 }
 
@@ -149,7 +149,7 @@ def row(name: str, scratch: Path) -> tuple[object, ...]:
     if shape.config:
         where = str(checkpoint(shape, scratch / "model"))
         given = ["--prompts", str(prompts(shape, scratch / "prompts.jsonl")), "--dtype", shape.dtype]
-    arguments = [where, "--out", str(scratch / "out"), "--workers", "1", *given]
+    arguments = [where, "--out", str(scratch / "out"), "--workers", "0", *given]
     before, then = planned(arguments), measured(arguments)
     ratios = {what: before[what] / then[what] for what in then}
     count = shape.prompts[0] or "default"

@@ -44,9 +44,11 @@ _BUDGET = 3e11
 
 
 # Of one core: multiply-adds a second of the screening, of which it needs half the matrix; then two exponentials and two
-# comparisons an entry; and what comes after it. Measured: 0.77 s for 8192 × 768, most of it products.
-_PRODUCTS, _PER_SCORE, _SECONDS = 8e10, 2e-9, 5.0
-_BYTES = 28.0  # of memory for each number of the unembedding: two copies in float64, and parts of them
+# comparisons an entry; and the margins of the tokens that are shown, seconds at d_model 768, which grow with a power of
+# it. Measured: 36 s for 50,257 × 768, 26 s for 49,152 × 576, 313 s for 16,384 × 4096 (of which 14 s screening).
+_PRODUCTS, _PER_SCORE, _SECONDS, _OF_WIDTH = 8e10, 2e-9, 7.0, 2.2
+# Bytes of memory: for each number of the unembedding two copies in float64, and parts of them; of each of d_model².
+_BYTES, _BYTES_OF_SQUARE = 28.0, 54.0
 
 
 class Unembedding(Probe):
@@ -61,11 +63,11 @@ class Unembedding(Probe):
         return [Finding(text, "table-unembedding", DESCRIBED) for text in _hardest(tables[UNEMBEDDING.name])]
 
     def cost(self, shape: Shape) -> Cost:
+        if math.isnan(shape.vocabulary * shape.width):
+            return Cost(_SECONDS)
         screening = shape.vocabulary**2 * (shape.width / _PRODUCTS + _PER_SCORE)
-        memory = _BYTES * shape.vocabulary * shape.width
-        return Cost(
-            _SECONDS + (0.0 if math.isnan(screening) else screening), memory_bytes=0.0 if math.isnan(memory) else memory
-        )
+        memory = _BYTES * shape.vocabulary * shape.width + _BYTES_OF_SQUARE * shape.width**2
+        return Cost(screening + _SECONDS * (shape.width / 768) ** _OF_WIDTH, memory_bytes=memory)
 
 
 _OF_LOGITS = ("margin_lower", "margin_upper", "attainable", "attainable_upper")
