@@ -115,10 +115,8 @@ class Downloads:
     @property
     def awaited(self) -> Collection[Target]:
         """The checkpoints that are not here yet."""
-        return {
-            *self._waiting,
-            *(t for t, process in [self._fetching or (None, None)] if process and process.is_alive()),
-        }
+        fetching = [self._fetching[0]] if self._fetching is not None and self._fetching[1].is_alive() else []
+        return {*self._waiting, *fetching}
 
     @property
     def busy(self) -> bool:
