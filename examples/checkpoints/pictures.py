@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 
 from ln_probe.page.figures import BLUE, GRID, ORANGE, Figure
 
@@ -38,6 +39,7 @@ def uniform_direction() -> Figure:
             ends = np.abs(some[["low", "high"]].to_numpy().T - some["change"].to_numpy())
             axes.errorbar(some["change"], places, xerr=ends, fmt="o", ms=4, color=colour, label=LABELS[contrast])
         axes.axvline(0, color="black", lw=0.6)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set(xlabel=title, yticks=range(len(models)), yticklabels=models)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
