@@ -365,7 +365,7 @@ def _theorem(site: Site, space: str, variant: str) -> str:
 
 def _per_key(tokens: float, d_head: float = math.nan) -> float:
     if not math.isnan(d_head):
-        return _SECONDS_PER_KEY * max(1.0, (tokens / 128) ** _OF_TOKENS * (d_head / 64) ** _OF_D_HEAD)
+        return _SECONDS_PER_KEY * max(1.0, float((tokens / 128) ** _OF_TOKENS * (d_head / 64) ** _OF_D_HEAD))
     (short, low), (long, high) = sorted(_OF_ANY_HEAD.items())
     power = math.log(high / low) / math.log(long / short)
     return float(low * (max(1.0, tokens) / short) ** power)

@@ -544,7 +544,7 @@ def write_index(
     from ln_probe.page.index import IndexEntry, for_index, index_page
     from ln_probe.report import load_report
 
-    entries, failures = [], dict[Target, str]()
+    entries, failures = list[IndexEntry](), dict[Target, str]()
     probes, deviations = dict[Target, tuple[str, ...]](), dict[Target, tuple[str, ...]]()
     everything = [*earlier, *targets]
     labels = Counter(t.label for t in everything if not t.error)

@@ -43,6 +43,16 @@ def models(causal: pd.DataFrame) -> list[Report]:
     return found
 
 
+def test_an_index_keeps_what_it_shows(report: Report) -> None:
+    """The page is the same, while the tables that it does not read are let go."""
+    whole = [IndexEntry(name, f"{name}.html", named(report, name)) for name in ("a", "b")]
+    kept = [replace(e, report=index.for_index(named(report, e.name), i)) for i, e in enumerate(whole)]
+    assert index_page(kept) == index_page(whole)
+    assert kept[0].report is not None
+    assert len(report.keys) > len(kept[0].report.keys) == 0
+    assert index.for_index(report, index.MOST).exhibits.attention == ()
+
+
 def test_tables_stand_side_by_side(report: Report) -> None:
     moved = report.with_tables(heads=report.heads.assign(margin_median=report.heads["margin_median"] + 1))
     both = ln_probe.compare([named(report, "a"), named(moved, "b")])
