@@ -2,6 +2,20 @@
 
 A table is declared once. Empty frames, the page's titles and tooltips, `Report.describe`, the column reference and the
 tests read the declaration, and no frame goes into a report that does not match it.
+
+Example:
+    >>> from ln_probe.analyses.schema import Column, Part, Table, TableError, joined, reference
+    >>> longest = Column("longest", "float", "length of the longest vector", "L2 norm")
+    >>> site = Column("site", "text", "the norm that reads")
+    >>> lengths = Table("lengths", "Lengths", "A row per norm.", ("site",), (site, longest))
+    >>> frame = lengths.frame([{"site": "blocks.0.ln1", "longest": 3.5}])
+    >>> joined(lengths, [frame, frame.assign(site="blocks.1.ln1")])
+    >>> try:
+    ...     lengths.check(frame.rename(columns={"longest": "length"}))
+    ... except TableError as error:
+    ...     print(error)
+    >>> Part(lengths, ("site", "longest"))  # what a probe measures of a table that several make
+    >>> print(reference([lengths]))
 """
 
 from __future__ import annotations

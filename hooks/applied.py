@@ -47,6 +47,11 @@ class Applied(OneLine):
         divisors: what each of them divides by.
         difference: largest difference of its logits from those under `without`, relative to the largest logit.
         tokenizer: the model's; None if it has none.
+
+    Example:
+        >>> folder_model = ln_probe.load_model("examples/retrained/lm-layernorm-seed0")  # a GPT-2
+        >>> applied = ln_probe.hooks.apply(folder_model, "scaling")
+        >>> applied.model, applied.divisors
     """
 
     model: Any
@@ -97,8 +102,8 @@ def apply(
         InterventionError: as `without`; the edit has no standard form (says why).
 
     Example:
-        >>> model = ln_probe.load_model("gpt2", world="bridge")
-        >>> ln_probe.hooks.apply(model, "scaling").save("gpt2-norm-free")
+        >>> model = ln_probe.load_model("examples/retrained/lm-layernorm-seed0")  # or "gpt2", world="bridge"
+        >>> ln_probe.hooks.apply(model, "scaling").save("norm-free")
     """
     hooked = check_model(model)
     made = _hugging_face(hooked)

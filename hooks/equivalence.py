@@ -53,6 +53,11 @@ class Equivalence(OneLine):
         normalized_difference: by norm, in the order of the pass: max |Δ normalized| relative to the largest.
         bound: what the format's rounding explains.
         parts_at: the first norm beyond the bound; empty if there is none.
+
+    Example:
+        >>> same = ln_probe.hooks.check_equivalent(model, model)
+        >>> same.holds, same.parts_at
+        (True, '')
     """
 
     log_prob_difference: float
@@ -79,6 +84,11 @@ def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, " pos"]
             vectors do, and the cause where it is a known one.
         ValueError: the two models do not share a vocabulary.
         TypeError: not TransformerLens models.
+
+    Example:
+        >>> folded = ln_probe.load_model("lm-layernorm", fold_ln=True)
+        >>> ln_probe.hooks.check_equivalent(model, folded).log_prob_difference < 1e-3
+        True
     """
     one, two = check_model(raw), check_model(processed)
     if vocabulary_size(one) != vocabulary_size(two):

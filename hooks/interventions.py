@@ -108,6 +108,10 @@ class Intervention(OneLine):
         no_ops: sites at which the edit changes nothing by construction, and why.
         only: the part of attention that sees the edited norm ("queries", "keys" or "values"); None: everything does.
         heads: the (layer, head) that alone see the edited norms; None: everything that reads them.
+
+    Example:
+        >>> with ln_probe.hooks.without(model, "projection", sites="all") as done:
+        ...     done.sites[:2], done.no_ops
     """
 
     variant: str
@@ -175,6 +179,11 @@ def without(
         NoOpWarning: the edit changes nothing by construction (no projection in an RMSNorm, a centred stream, folded
             weights that ignore the mean).
         UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
+
+    Example:
+        >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as done:
+        ...     loss = model(tokens, return_type="loss")
+        >>> done.divisors["blocks.1.ln1"]
     """
     if what in RENAMED:  # in 0.2 tables called without "both" so
         what = VARIANTS[present_name(what, "without")].without

@@ -42,7 +42,14 @@ Sigma = str | Mapping[str, Float[Tensor, "*_"]]
 
 
 class _Linearized:
-    """`linearized(model)` as a context, `linearized.fwd_hooks(model)` as hooks, `linearized.sigmas(model, tokens)`."""
+    """`linearized(model)` as a context, `linearized.fwd_hooks(model)` as hooks, `linearized.sigmas(model, tokens)`.
+
+    Example:
+        >>> with ln_probe.hooks.linearized(model):  # a gradient that is additive over the components of the stream
+        ...     model(tokens)[0, -1, 7].backward()
+        >>> ln_probe.hooks.linearized.sigmas(model, tokens)["ln_final"].shape == tokens.shape
+        True
+    """
 
     @contextmanager
     def __call__(self, model: object, sigma: Sigma = OWN) -> Iterator[tuple[str, ...]]:

@@ -33,6 +33,11 @@ class Terms(OneLine):
         sigma: the divisor.
         normalized: projected / sigma.
         gain, bias: the affine part; None where the norm has none.
+
+    Example:
+        >>> terms = ln_probe.hooks.find_sites(model)[0].decompose(torch.randn(5, 128))
+        >>> torch.allclose(terms.total(), sum(terms.summands().values()))
+        True
     """
 
     x: Float64[Tensor, "*batch d"]
@@ -94,6 +99,13 @@ class Site(OneLine):
         eps: as found in its answer to a zero vector.
         radius: length of the normalized vectors if eps were 0; NaN for norms that do not scale.
         constant_scale: the divisor of a norm that does not scale; NaN for the others.
+
+    Example:
+        >>> site = ln_probe.hooks.find_sites(model)[0]
+        >>> site.name, site.kind, site.reads
+        ('blocks.0.ln1', 'layernorm', 'attention')
+        >>> site.decompose(torch.randn(5, site.d)).sigma.shape
+        torch.Size([5, 1])
     """
 
     name: str

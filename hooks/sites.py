@@ -418,6 +418,10 @@ def find_sites(model: object) -> list[Site]:
         TypeError: not a TransformerLens model.
         SiteError: a norm with NaN parameters, or one that is under an intervention.
         UnknownNormError: a module with a norm's hook points whose output is none of the known formulas.
+
+    Example:
+        >>> [site.name for site in ln_probe.hooks.find_sites(model)][:2]
+        ['blocks.0.ln1', 'blocks.0.ln2']
     """
     return facts_of(model).norms()
 

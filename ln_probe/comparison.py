@@ -37,6 +37,10 @@ class Comparison:
         paired: difference in the change of the loss between each report and the first one, paired by prompt
             (`ln_probe.analyses.probes.columns.PAIRED`); only reports on the same tokens and layers are paired.
         notes: differences from the first report other than the model (prompts, layers, version).
+
+    Example:
+        >>> both = ln_probe.compare([report, report], names=["a", "b"])
+        >>> both.summary[["model", "loss"]]
     """
 
     names: tuple[str, ...]
@@ -99,6 +103,9 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     Raises:
         ValueError: no reports, or names that are not one per report and all different.
         TypeError: something that is not a Report.
+
+    Example:
+        >>> ln_probe.compare([report, report], names=["before", "after"]).summary
     """
     found = tuple(reports)
     if not found:

@@ -296,6 +296,10 @@ def by_token(exhibits: Exhibits, sinks: pd.DataFrame | None = None) -> pd.DataFr
 
     `keys` counts (layer, head, prompt, position); medians are over them. `attainable_change` is the change of the
     median attainable attention when scaling is frozen.
+
+    Example:
+        >>> from ln_probe.exhibits import by_token
+        >>> by_token(report.exhibits, report.sinks).head(3)
     """
     of_sinks = SINKS.empty() if sinks is None else sinks[sinks["sink"].astype(bool)]
     known = [(int(prompt), int(at)) for prompt, at in of_sinks[["prompt", "position"]].to_numpy()]

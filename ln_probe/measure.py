@@ -447,7 +447,7 @@ def freezing_cost(
 
     Example:
         >>> ln_probe.freezing_cost(ln_probe.load_model("lm-layernorm"))
-        Freezing scaling at every norm raises the loss by 0.408 nats/token (…)
+        Freezing scaling at every norm raises the loss by … nats/token (…)
     """
     objective = Objective.of(loss)
     probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)

@@ -84,6 +84,10 @@ def load_model(
             files that change while they are read; pickles without `allow_pickle`; or logits that are not those of
             the original.
         ImportError: a ``.gguf`` file without the package ``gguf``.
+
+    Example:
+        >>> model = ln_probe.load_model("lm-layernorm")
+        >>> model.generate("The ships", max_new_tokens=3, verbose=False)
     """
     from ln_probe.loading.convert import Processing
 
@@ -121,7 +125,12 @@ def check_name(given: str) -> None:
 
 
 def bundled_models() -> list[str]:
-    """Names of the checkpoints that come with the package, in alphabetical order."""
+    """Names of the checkpoints that come with the package, in alphabetical order.
+
+    Example:
+        >>> ln_probe.bundled_models()
+        ['lm-layernorm', 'lm-layernorm-removed', 'lm-none', 'lm-projection_only', 'lm-scaling_only']
+    """
     home = _bundled_home()
     if not home.is_dir():
         return []

@@ -257,6 +257,11 @@ def sampled(count: int | None = None) -> Sampled:
 
     Raises:
         TypeError, ValueError: not a whole number, or less than one.
+
+    Example:
+        >>> ln_probe.sampled(2)
+        Sampled(count=2)
+        >>> ln_probe.analyze(model, ln_probe.sampled(2), max_tokens=8, probes=["causal"]).causal
     """
     if count is None:
         return Sampled()

@@ -57,6 +57,11 @@ class Prompts:
         given: how many tokens each prompt had before it was cut.
         skipped: the prompts that could not be used, by their number among all that were given, and why; the others are
             numbered without them.
+
+    Example:
+        >>> from ln_probe.prompts import make_prompts
+        >>> prompts = make_prompts(model, ["The ships came home."])
+        >>> prompts.summary, prompts.strings[0][:3]
     """
 
     tokens: tuple[Int[Tensor, " _"], ...]
@@ -172,6 +177,10 @@ def make_prompts(
         ValueError: no prompt that can be used, ids outside the vocabulary, text without a tokenizer, an unknown
             format, the name of an existing file or the word "sampled" as a text.
         TypeError: any other object.
+
+    Example:
+        >>> from ln_probe.prompts import make_prompts
+        >>> make_prompts(model, ["The ships came home."], max_tokens=8).tokens[0]
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")

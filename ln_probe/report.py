@@ -84,6 +84,11 @@ class Report:
         declared: descriptions of the tables, by name.
         probes: probes of other packages that ran and are installed here.
         failures: probes that failed, and why.
+
+    Example:
+        >>> report.findings()
+        >>> report.by_head(sort="delta_loss").head(3)
+        >>> report.describe("heads")
     """
 
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -325,6 +330,12 @@ def load_report(folder: str | Path) -> Report:
 
     Warns:
         DeprecationWarning: it has names of variants that are others today.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> folder = mkdtemp()
+        >>> page = report.save(folder)
+        >>> ln_probe.load_report(folder).causal
     """
     folder = Path(folder)
     path = folder / REPORT_FILE

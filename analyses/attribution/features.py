@@ -41,6 +41,10 @@ class Features:
         top: features named one by one, those with the largest |activation|·|direction| at the positions asked for.
 
     Example:
+        >>> from types import SimpleNamespace
+        >>> from ln_probe.analyses.attribution import Features
+        >>> W = torch.randn(256, 128)  # in the place of a trained SAE, `SAE.from_pretrained(…)`
+        >>> sae = SimpleNamespace(encode=lambda x: (x @ W.T).relu(), decode=lambda a: a @ W, W_dec=W)
         >>> ids = torch.arange(1, 9)[None]
         >>> _, cache = model.run_with_cache(ids)
         >>> features = Features.of(sae, cache, "blocks.1.hook_resid_pre")

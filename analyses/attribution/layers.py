@@ -62,6 +62,11 @@ class LayersAttribution:
             `remainder` (logit − first_order: biases written later, and what later MLPs bend).
         total: the logit (or difference).
         label: what was asked for, as text.
+
+    Example:
+        >>> from ln_probe.analyses.attribution import attribute_through_layers
+        >>> through = attribute_through_layers(model, tokens[0], target=7)
+        >>> through.total, through.remainders
     """
 
     table: pd.DataFrame
@@ -99,6 +104,10 @@ def attribute_through_layers(
     Raises:
         AttributionError, SplitError, LostEditError: as `attribute_logits` and `linearized`; and where this model's
             attention shows its pattern only after it was used, so that it cannot be held.
+
+    Example:
+        >>> from ln_probe.analyses.attribution import attribute_through_layers
+        >>> attribute_through_layers(model, tokens[0], target=7).table.head(3)
     """
     hooked = check_model(model)
     ids = prompt(hooked, tokens)

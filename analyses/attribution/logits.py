@@ -90,6 +90,12 @@ class LogitAttribution(Sums):
         label: what was asked for, as text.
         sigma: what the final norm divided by; NaN if the model has none.
         soft_cap: cap of the model's logits: the sum is of the logit before it; 0 if there is none.
+
+    Example:
+        >>> one = ln_probe.attribute_logits(model, tokens[0], positions=-1, target=7).check()
+        >>> one.top(3)
+        >>> abs(one.total - one.own) <= one.bound
+        True
     """
 
     table: pd.DataFrame
@@ -141,6 +147,10 @@ class LogitAttributions(SumsAtPositions):
         at: the position of every entry, counted from the beginning of its prompt; -1 where there is none.
         label: what was asked for, as text.
         soft_cap: cap of the model's logits: sums are of the logits before it; 0 if there is none.
+
+    Example:
+        >>> every = ln_probe.attribute_logits(model, tokens, components="layers").check()
+        >>> every.values.shape, every.top(3)
     """
 
     components: tuple[Part, ...]

@@ -64,6 +64,11 @@ class ScoreAttribution(Sums):
         weight: attention paid to the key.
         label: what was asked for, as text.
         soft_cap: cap of the layer's scores: the sum is of the score before it; 0 if there is none.
+
+    Example:
+        >>> why = ln_probe.attribute_scores(model, tokens[0], layer=1, head=3, query=-1, key=0, against="mean").check()
+        >>> why.top(3)
+        >>> why.terms
     """
 
     pairs: pd.DataFrame
@@ -127,6 +132,10 @@ class ScoreAttributions(SumsAtPositions):
         bound: relative error that rounding explains.
         label: what was asked for, as text.
         soft_cap: cap of the layer's scores: sums are of the scores before it; 0 if there is none.
+
+    Example:
+        >>> keys = ln_probe.attribute_scores(model, tokens[0], layer=1, head=3, query=-1).check()
+        >>> keys.values.shape, keys.weight
     """
 
     components: tuple[Part, ...]

@@ -21,11 +21,6 @@ without them, in their own coordinates, so the tolerance means the same with a s
 the set itself can do is measured in nats, the same in every basis of a head: margins, whether a query of the set puts a
 key on top (`reachable`), and attention. Nothing is given out that the checker (`checker`) did not prove of the
 given float64 numbers.
-
-Some keys of a large set, each among all others, without measuring the rest.
-
-What `hull.set_geometry` does for every key, for a few: the same solvers propose, the same checker proves. Keys of which
-nothing is asked are still competitors.
 """
 
 from __future__ import annotations
@@ -389,6 +384,13 @@ def key_geometry(
         TypeError: keys, bias or query set are not of a floating-point type, or sparse, or without values.
         ValueError: no keys, no dimensions, NaN or infinite values, shapes that do not fit, a radius that is not
             positive or of unusable size, a budget that is not positive, scores that overflow.
+
+    Example:
+        >>> import numpy as np
+        >>> keys = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0]])
+        >>> geometry = ln_probe.key_geometry(keys)
+        >>> geometry.verdict.tolist()
+        >>> geometry.certify()
     """
     if margins not in (True, False, "exact"):
         raise ValueError(f'margins must be True, False or "exact", got {margins!r}')

@@ -13,6 +13,7 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -26,7 +27,6 @@ import torch
 from filelock import FileLock, Timeout
 from jaxtyping import Float
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
@@ -56,7 +56,7 @@ from ln_probe.analyses.lab.run_folder import (
     why_diverged,
 )
 from ln_probe.analyses.processes import follow_parent, starting_workers
-from ln_probe.analyses.progress import tell
+from ln_probe.analyses.progress import ProgressLine, tell
 
 FORMAT = 1
 
@@ -221,8 +221,8 @@ def train(
     claim(out, _identity(task, spec, training))
     try:
         lock = nullcontext() if (out / MODEL_FILE).exists() else FileLock(out / LOCK_FILE, timeout=0)
-        with lock, _deterministic(device):
-            return _train(task, spec, training, out, until, progress, torch.device(device)).cpu()
+        with lock, _deterministic(device), ProgressLine() if progress else nullcontext():
+            return _train(task, spec, training, out, until, torch.device(device)).cpu()
     except Timeout:
         raise FileExistsError(f"{out} is being trained by another process: wait for it") from None
 
@@ -233,7 +233,6 @@ def _train(
     training: TrainConfig,
     out: Path,
     until: int | None,
-    progress: bool,
     device: torch.device,
 ) -> nn.Module:
     if (out / DIVERGED_FILE).exists():
@@ -260,8 +259,7 @@ def _train(
     write_atomically(metrics, "".join(map(metric_line, rows)).encode())
     began = time.perf_counter() - counters["seconds"]
     stop = training.steps if until is None else max(start, min(until, training.steps))
-    bar = tqdm(range(start, stop), initial=start, total=training.steps, disable=not progress, desc=out.name)
-    for step in bar:
+    for step in range(start, stop):
         tell(out.name, step, training.steps, "steps")
         if step in training.save_at:
             save_model(model, checkpoint_path(out, step), about=about)
@@ -290,7 +288,6 @@ def _train(
             with metrics.open("a") as file:
                 file.write(metric_line(rows[-1]))
             counters["loss"], counters["counted"] = 0.0, 0.0
-            bar.set_postfix({k: f"{v:.3f}" for k, v in row.items() if k.endswith("loss")})
         if done % training.state_every == 0 or done == stop:
             if not finite(model):  # what was saved before stays
                 raise _diverged(out, training, done, math.nan, "a weight")
@@ -498,7 +495,7 @@ def train_all(
     if jobs == 1:
         for i, run in enumerate(runs):
             if progress:
-                tqdm.write(f"[{i + 1}/{len(runs)}] {run.name}")
+                print(f"[{i + 1}/{len(runs)}] {run.name}", file=sys.stderr)
             _one(run, until, progress, device)
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
@@ -509,9 +506,10 @@ def train_all(
         with starting_workers():
             waiting = [pool.submit(_one, run, until, False, device) for run in runs]
         tell("training", 0, len(runs), "runs")
-        for count, done in enumerate(tqdm(as_completed(waiting), total=len(runs), disable=not progress, unit="run"), 1):
-            done.result()
-            tell("training", count, len(runs), "runs")
+        with ProgressLine() if progress else nullcontext():
+            for count, done in enumerate(as_completed(waiting), 1):
+                done.result()
+                tell("training", count, len(runs), "runs")
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in set(multiprocessing.active_children()) - before:

@@ -215,6 +215,9 @@ def outlier_tokens(
         TypeError: not a TransformerLens model.
         ValueError: tokens that are not [batch pos], empty, longer than the context or outside the vocabulary.
         ActivationError: a norm's input or output is not finite.
+
+    Example:
+        >>> ln_probe.outlier_tokens(model, tokens)
     """
     hooked = check_model(model)
     if isinstance(tokens, Tensor) and not tokens.numel():

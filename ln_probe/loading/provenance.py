@@ -80,6 +80,9 @@ def source_of(model: nn.Module) -> ModelSource:
 
     For a model that `load_model` did not load, that is its class, its dtype, and a hash of its state dict (which reads
     all its weights).
+
+    Example:
+        >>> ln_probe.source_of(model).name
     """
     known = _SOURCES.get(model)
     if known is not None:

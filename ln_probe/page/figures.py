@@ -1,4 +1,16 @@
-"""The figures of one report, each a matplotlib Figure that the user may restyle, and how they become SVG."""
+"""The figures of one report, each a matplotlib Figure that the user may restyle, and how they become SVG.
+
+Example:
+    >>> from ln_probe.page import figures
+    >>> figures.geometry(report, "blocks.1.ln1").savefig("geometry.svg")
+    >>> figures.heat_maps(report, "entropy_median", "entropy / log n")
+    >>> for draw in (
+    ...     figures.causal_effects, figures.norms_over_depth, figures.projection_over_depth,
+    ...     figures.margins_over_depth, figures.margins_by_head, figures.unselectable_by_head,
+    ...     figures.attainable_over_depth, figures.entropy_by_layer, figures.uniform_angle_by_layer,
+    ... ):
+    ...     figure: figures.Figure = draw(report)
+"""
 
 from __future__ import annotations
 

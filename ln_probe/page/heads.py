@@ -125,7 +125,12 @@ MEASURES = dict(
 
 
 def measures_of(report: Report) -> list[str]:
-    """Return the names of the measures that this report has values of."""
+    """Return the names of the measures that this report has values of.
+
+    Example:
+        >>> from ln_probe.page.heads import measures_of
+        >>> measures_of(report)
+    """
     table = by_head(report)
     return [name for name in MEASURES if len(table) and table[name].notna().any() and (table[name] != 0).any()]
 
@@ -141,6 +146,10 @@ def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
 
     Raises:
         ValueError: an unknown measure.
+
+    Example:
+        >>> from ln_probe.page.heads import heads_map
+        >>> heads_map(report, "entropy_change").savefig("heads.svg")
     """
     if measure not in MEASURES:
         raise ValueError(f"unknown measure {measure!r}: there are {', '.join(MEASURES)}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,6 +68,45 @@ def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
         reached[start] = seen
     found = {tuple(sorted({b for b in reached[a] if a in reached[b]})) for a in arrows if a in reached[a]}
     return [list(circle) for circle in sorted(found)]
+
+
+TOP = PACKAGE.parent
+READ_AS_FILES = {"circuitsvis"}  # not imported
+IMPORTED_AS = {"flint": "python_flint", "mpl_toolkits": "matplotlib"}
+
+
+def packages_of(path: Path) -> set[str]:
+    """Names of the top-level packages that a module imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"ln_probe"}
+
+
+def test_each_dependency_is_declared_and_earns_its_place() -> None:
+    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[\[<>=~! ]", r)[0].replace("-", "_") for r in requirements}
+
+    core = names(project["dependencies"])
+    extras = {name: names(listed) for name, listed in project["optional-dependencies"].items() if name != "dev"}
+    importers: dict[str, set[str]] = {}
+    for name, path in modules(PACKAGE).items():
+        for package in packages_of(path):
+            importers.setdefault(IMPORTED_AS.get(package, package), set()).add(name)
+    of_lab = {p for p, by in importers.items() if all(".analyses.lab" in n for n in by)}
+    assert not core & of_lab, "the laboratory's own packages belong to its extra"
+    assert importers.keys() - of_lab <= core.union(*extras.values()), "an import that pyproject.toml does not declare"
+    assert of_lab <= core | extras["lab"]
+    assert core <= importers.keys() | READ_AS_FILES, "a dependency that nothing imports"
+    contributing = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for package in core:
+        if len({n for n in importers.get(package, ()) if ".analyses.lab" not in n}) < 2:
+            assert f"| `{package.replace('_', '-')}` |" in contributing, f"{package}: one module needs it; say why"
 
 
 def floor(name: str) -> int:

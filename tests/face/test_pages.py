@@ -447,6 +447,23 @@ def test_a_circuitsvis_without_its_bundle_is_named(monkeypatch: pytest.MonkeyPat
         circuitsvis_script()
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_installed_bundle_of_circuitsvis_is_one_that_was_tested() -> None:
+    """A circuitsvis with another bundle fails here: look at its pictures (test_browser.py), then add it."""
+    circuitsvis_script.cache_clear()
+    assert "CircuitsVis" in circuitsvis_script()
+
+
+def test_another_bundle_of_circuitsvis_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    circuitsvis_script.cache_clear()
+    monkeypatch.setattr(payload, "TESTED_BUNDLES", frozenset())
+    with pytest.warns(
+        UserWarning, match=r"iife\.js \(SHA-256 [0-9a-f]{64}\) is not a bundle that ln_probe was tested with"
+    ):
+        circuitsvis_script()
+    circuitsvis_script.cache_clear()
+
+
 def test_hard_keys_are_the_hardest_that_nobody_can_give_the_greater_part(long_report: Any) -> None:
     shown = long_report.exhibits.of_prompt(0)
     marks = attention.marks(shown)

@@ -9,19 +9,20 @@ sees them through its own W_K, and there the guarantee is lost, so a third map s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float64
 from matplotlib.figure import Figure
-from tqdm.auto import tqdm
 
 from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.coordinates import TAU
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, binomial_interval, select, share_interval_of, summarize
+from ln_probe.analyses.progress import ProgressLine, tell
 
 DRAWS = 100  # published; per seed
 DIMENSIONS, COUNTS = tuple(range(3, 16)), tuple(range(3, 61))  # published
@@ -92,9 +93,11 @@ def run(request: Request) -> Results:
     """Draw all maps for every seed."""
     todo = [(seed, cell) for seed in request.seeds for cell in cells(request.quick)]
     rows = []
-    for seed, cell in tqdm(todo, disable=not request.progress):
-        for measure, value in zip(MEASURES, unselectable(cell, seed, request.jobs), strict=True):
-            rows.append((cell.space, cell.d_model, cell.d, cell.n, measure, seed, value))
+    with ProgressLine() if request.progress else nullcontext():
+        for count, (seed, cell) in enumerate(todo):
+            tell("sets of keys", count, len(todo), "maps")
+            for measure, value in zip(MEASURES, unselectable(cell, seed, request.jobs), strict=True):
+                rows.append((cell.space, cell.d_model, cell.d, cell.n, measure, seed, value))
     table = pd.DataFrame(rows, columns=[*KEYS, "seed", "value"])
     return findings(summarize(table, KEYS).drop(columns="published"), next(cells(request.quick)).draws)
 
