@@ -49,8 +49,7 @@ class Applied(OneLine):
         tokenizer: the model's; None if it has none.
 
     Example:
-        >>> folder_model = ln_probe.load_model("examples/retrained/lm-layernorm-seed0")  # a GPT-2
-        >>> applied = ln_probe.hooks.apply(folder_model, "scaling")
+        >>> applied = ln_probe.hooks.apply(model, "scaling")
         >>> applied.model, applied.divisors
     """
 
@@ -102,7 +101,7 @@ def apply(
         InterventionError: as `without`; the edit has no standard form (says why).
 
     Example:
-        >>> model = ln_probe.load_model("examples/retrained/lm-layernorm-seed0")  # or "gpt2", world="bridge"
+        >>> model = ln_probe.load_model("lm-layernorm")  # or "gpt2", world="bridge"
         >>> ln_probe.hooks.apply(model, "scaling").save("norm-free")
     """
     hooked = check_model(model)

@@ -3,7 +3,7 @@
 Example:
     >>> from ln_probe.page import figures
     >>> figures.geometry(report, "blocks.1.ln1").savefig("geometry.svg")
-    >>> figures.heat_maps(report, "entropy_median", "entropy / log n")
+    >>> figures.heat_maps(report, "entropy_ratio", "entropy / log n")
     >>> for draw in (
     ...     figures.causal_effects, figures.norms_over_depth, figures.projection_over_depth,
     ...     figures.margins_over_depth, figures.margins_by_head, figures.unselectable_by_head,

@@ -88,14 +88,8 @@ def test_an_example_runs(
 ) -> None:
     """After the lines at the beginning of docs/api.md; results that are shown are compared, but for those with "…"."""
     mpl.use("Agg")
-    (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
     monkeypatch.chdir(tmp_path)
-    names = {
-        "torch": torch,
-        "ln_probe": ln_probe,
-        "model": model,
-        "tokens": torch.arange(1, 17)[None],
-    }
+    names = {"torch": torch, "ln_probe": ln_probe, "model": model, "tokens": torch.arange(1, 17)[None]}
     for example in EXAMPLES[name]:
         kind = "eval" if example.want else "exec"
         result = eval(compile(example.source, name, kind), names) if example.want else exec(example.source, names)

@@ -149,6 +149,25 @@ def test_reports_of_0_1_0_are_read(tmp_path: Path) -> None:
     assert again.findings() == report.findings()
 
 
+def test_reports_of_0_2_0_are_read(tmp_path: Path) -> None:
+    """Made by the last commit of 0.2.0: one layer, two heads, two prompts of 6 tokens; norms, heads, sinks, effects."""
+    folder = Path(__file__).parent / "report_0_2_0"
+    report = ln_probe.load_report(folder)
+    assert report.provenance["ln_probe"] == "0.2.0"
+    assert len(report.causal_prompts) == 42
+    assert set(report.causal["variant"]) == {"intact", "no_scaling", "no_projection", "both_removed"}
+    for name, read in report.tables.items():
+        if (folder / f"{name}.parquet").exists():
+            written = pd.read_parquet(folder / f"{name}.parquet").replace({"variant": {"neither": "both_removed"}})
+            assert len(read) == len(written)
+            same = [c for c in written if c in read and c not in ("p_adjusted", "p_mean")]  # Holm within families since
+            pd.testing.assert_frame_equal(read[same], written[same], check_exact=True, check_dtype=False)
+    assert (report.causal["family"] == "primary").sum() == 4
+    again = ln_probe.load_report(report.save(tmp_path / "again"))
+    assert all(again.tables[n].equals(t) for n, t in report.tables.items())
+    assert again.findings() == report.findings()
+
+
 @pytest.mark.slow
 def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -> None:
     """An earlier ln_probe may have known fewer columns, a later one more."""
