@@ -1,6 +1,6 @@
 """The names that a probe is written with.
 
-A probe declares tables and what it needs, `start`s an observer, and makes tables of the observer's pieces.
+A probe declares tables and what it needs, gives an observer (`start`), and makes tables of the observer's pieces.
 
 Example:
     >>> from ln_probe.analyses.probes.protocol import (
