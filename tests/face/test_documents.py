@@ -32,7 +32,7 @@ MEASURED: dict[str, Any] = runpy.run_path(str(TOP / "docs" / "measured.py"))
 SUMMARY: dict[str, Any] = runpy.run_path(str(TOP / "examples" / "checkpoints" / "summary.py"))
 DIRECTIVE = re.compile(r"^```\{measured\} (\S+)\n(?::where: (.*)\n)?((?:.+ = .+\n)+)```$", re.MULTILINE)
 SUBSTITUTION = re.compile(r"\{\{ (\w+) \}\}")
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+BLOCK = re.compile(r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```", re.M | re.S)
 README = (TOP / "README.md").read_text(encoding="utf-8")
 WITH_CODE = [p for p in (TOP / "README.md", *PAGES) if BLOCK.search(p.read_text(encoding="utf-8"))]
 
