@@ -241,6 +241,14 @@ EXPERIMENTS = {
         duration=("about 90 minutes (45 runs of 1-5 minutes)", "1 minute"),
         kept=Kept(("networks", "dimensions", "traces", "readings", "moves"), ("task", "model", "norm", "norm_site")),
     ),
+    "counters": Experiment(
+        "ln_probe.analyses.lab.counting.counters",
+        "counters by hand in float32: LSTM, ReLU-RNN and GRU on a^n b^n, and what each norm does to them (no training)",
+        "Weiss, Goldberg & Yahav 2018, section 3",
+        seeds=1,
+        duration=("4 minutes", "30 seconds"),
+        kept=Kept(("values",)),
+    ),
     "remove_norm": Experiment(
         "ln_probe.analyses.lab.language_model.remove_norm",
         "the bundled lm-layernorm fine-tuned while its norms become constants, and the same with its norms kept",

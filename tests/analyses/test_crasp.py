@@ -77,7 +77,7 @@ def test_quoted_and_long_symbols() -> None:
     ("A := 1\nA := 2", 2, 1, "'A' is already defined; expected a new name"),
     ("min := 1", 1, 1, "'min' is a word of the language; expected another name"),
     ("A := min(1)", 1, 11, "unexpected ')'; expected `,`"),
-    ("A := (Q_a or Q_b))", 1, 18, "unexpected ')'; expected the end of the program or the next definition"),
+    ("A := (Q_a or Q_b))", 1, 18, "unexpected ')'; expected the end or the next definition"),
     ("A := 1 % 2", 1, 8, "unexpected '%'; expected `*` or `+` or `-` or `?` or `and` or `or` or a comparison or"),
     ("A := (1 + 2 $", 1, 13, "unexpected '$'; expected `)` or `*` or `+` or `-` or `?` or `and` or `or` or a"),
     ("A $= 1", 1, 3, "unexpected '$'; expected `:=`"),

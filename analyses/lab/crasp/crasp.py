@@ -44,11 +44,12 @@ except ImportError as error:
     raise ImportError("Reading C-RASP needs the package lark: pip install 'ln-probe[lab]'.") from error
 
 Kind = Literal["Boolean", "count"]
-Values = Bool[np.ndarray, "pos"] | Int[np.ndarray, "pos"]
+Values = Bool[np.ndarray, "pos *word"] | Int[np.ndarray, "pos *word"]
 
 GRAMMAR = r"""
 program: statement+
 statement: NAME ASSIGN expression
+only: expression
 
 ?expression: disjunction
     | disjunction "?" expression ":" expression -> conditional
@@ -108,7 +109,7 @@ _IN_WORDS = {
     "EXTREME": "`min(`",
     "CONSTANT": "`true`",
     "SYMBOL": "a symbol",
-    "$END": "the end of the program",
+    "$END": "the end",
 }
 
 
@@ -164,7 +165,7 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "!=": np.not_equal,
     ">=": np.greater_equal,
     ">": np.greater,
-    "count": partial(np.cumsum, dtype=np.int64),
+    "count": partial(np.cumsum, axis=0, dtype=np.int64),
     "+": np.add,
     "-": np.subtract,
     "minus": np.negative,
@@ -198,16 +199,16 @@ class Expression:
             yield from part.walk()
 
     def evaluate(self, symbols: np.ndarray, known: Mapping[str, Values]) -> Values:
-        """The values at every position of a word, [pos], with those of the names defined above."""
+        """The values at every position of a word, or of equally long words [pos, word], with those of names above."""
         match self.operation:
             case "name":
                 return known[self.value]
             case "symbol":
                 return np.asarray(symbols == self.value, dtype=bool)
             case "constant":
-                return np.full(len(symbols), self.value == "true")
+                return np.full(symbols.shape, self.value == "true")
             case "integer":
-                return np.full(len(symbols), int(self.value), dtype=np.int64)
+                return np.full(symbols.shape, int(self.value), dtype=np.int64)
         values = [part.evaluate(symbols, known) for part in self.parts]
         if self.operation == "multiple":
             return int(self.value) * values[0]
@@ -240,14 +241,18 @@ class Program:
         """What cannot be done with a part of this program."""
         return CRaspError(self.source, at.line, at.column, problem, expected)
 
-    def _values(self, word: Sequence[str]) -> dict[str, Values]:
-        symbols, known = np.asarray(list(word), dtype=object), dict[str, Values]()
+    def _values(self, word: Sequence[str] | np.ndarray) -> dict[str, Values]:
+        symbols = word if isinstance(word, np.ndarray) else np.asarray(list(word), dtype=object)
+        known: dict[str, Values] = {}
         for name, expression in self.definitions.items():
             known[name] = expression.evaluate(symbols, known)
         return known
 
-    def run(self, word: Sequence[str]) -> Values:
-        """The output at every position of `word` (a string of one-letter symbols, or a list of symbols), [pos]."""
+    def run(self, word: Sequence[str] | np.ndarray) -> Values:
+        """The output at every position of `word` (a string of one-letter symbols, or a list of symbols), [pos].
+
+        Equally long words at once are an array of symbols, [pos, word], as is the output.
+        """
         return self._values(word)[self.name]
 
     def trace(self, word: Sequence[str]) -> pd.DataFrame:
@@ -278,16 +283,26 @@ def parse(source: str) -> Program:
             line, the column and what was expected. In one definition DEEPEST brackets or operators may be inside each
             other.
     """
+    definitions: dict[str, Expression] = _parsed(source, "program")
+    return Program(definitions, source)
+
+
+def parse_expression(source: str) -> Expression:
+    """Parse one expression without names; CRaspError as `parse`."""
+    expression: Expression = _parsed(source, "only")
+    return expression
+
+
+def _parsed(source: str, start: str) -> Any:
     _check_brackets(source)
     try:
-        tree = _parser().parse(source)
+        tree = _parser().parse(source, start=start)
         _check_depth(source, tree)
-        definitions: dict[str, Expression] = _Builder(source).transform(tree)
+        return _Builder(source).transform(tree)
     except UnexpectedInput as error:
-        raise _syntax_error(source, error) from None
+        raise _syntax_error(source, error, start) from None
     except VisitError as error:
         raise error.orig_exc from None
-    return Program(definitions, source)
 
 
 def _check_brackets(source: str) -> None:
@@ -322,18 +337,18 @@ def _too_deep(source: str, line: int, column: int) -> CRaspError:
 
 @cache
 def _parser() -> Lark:
-    return Lark(GRAMMAR, start="program", parser="lalr", propagate_positions=True)
+    return Lark(GRAMMAR, start=["program", "only"], parser="lalr", propagate_positions=True)
 
 
-def _syntax_error(source: str, error: UnexpectedInput) -> CRaspError:
+def _syntax_error(source: str, error: UnexpectedInput, start: str) -> CRaspError:
     line, column = error.line, error.column
     expected: set[str] = set()
     if isinstance(error, UnexpectedCharacters):
-        expected = _acceptable(source[: error.pos_in_stream])
+        expected = _acceptable(source[: error.pos_in_stream], start)
         problem = f"unexpected {error.char!r}"
     elif isinstance(error, UnexpectedEOF) or (isinstance(error, UnexpectedToken) and error.token.type == "$END"):
         expected = set(getattr(error, "accepts", None) or error.expected)
-        problem = "the program ends too early"
+        problem = f"the {'program' if start == 'program' else 'formula'} ends too early"
         lines = source.rstrip().split("\n")
         line, column = len(lines), len(lines[-1]) + 1
     else:
@@ -343,9 +358,9 @@ def _syntax_error(source: str, error: UnexpectedInput) -> CRaspError:
     return CRaspError(source, line, column, problem, _in_words(expected))
 
 
-def _acceptable(source: str) -> set[str]:
+def _acceptable(source: str, start: str) -> set[str]:
     """What could follow a beginning of a program; not all that the lexer would read there could."""
-    parser = _parser().parse_interactive(source)
+    parser = _parser().parse_interactive(source, start=start)
     parser.exhaust_lexer()
     return {str(name) for name in parser.accepts()}  # type: ignore[no-untyped-call]
 
@@ -375,6 +390,9 @@ class _Builder(Transformer[Token, Any]):
 
     def program(self, parts: list[None]) -> dict[str, Expression]:
         return self.defined
+
+    def only(self, parts: list[Expression]) -> Expression:
+        return parts[0]
 
     def statement(self, parts: list[Any]) -> None:
         name, _, expression = parts
