@@ -113,7 +113,9 @@ def test_formulas_of_too_many_parts_or_letters(monkeypatch: pytest.MonkeyPatch) 
         str(formula)
     assert program_of(formula).run("bab").tolist() == [False, True, False]
     monkeypatch.setattr(temporal, "MOST_NODES", 20)
-    with pytest.raises(CRaspError, match=r"line 11, .*too wide: more than 20 parts; expected a formula of fewer parts"):
+    with pytest.raises(
+        CRaspError, match=r"line 7, column 7: too wide: more than 20 parts; expected a formula of fewer parts"
+    ):
         formula_of(parse(doubled))
 
 

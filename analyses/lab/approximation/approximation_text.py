@@ -193,11 +193,13 @@ def _products(values: pd.DataFrame) -> pd.DataFrame:
 
     The pooled test was named after its values had been seen.
     """
-    normed = values[values["norm"] == "layernorm"]
-    both = normed.groupby(["layers", "heads"])["dot_product"].transform("nunique") == 2
-    pooled = normed[both].groupby(["norm", "measure", "dot_product", "seed"], as_index=False)["value"].mean()
-    keys = ["layers", "heads", "norm"]
-    parts = [paired(values, keys), paired(pooled.assign(layers=POOLED, heads=POOLED), keys)]
+    keys, normed = ["layers", "heads", "norm"], values[values["norm"] == "layernorm"]
+    parts = [paired(values, keys)]
+    wide = normed.pivot_table(index="seed", columns=["dot_product", "layers", "heads"], values="value")
+    if {True, False} <= set(normed["dot_product"]):
+        gaps = (wide[True].reindex(columns=wide[False].columns) - wide[False]).dropna()  # seeds that have all sizes
+        pooled = gaps.mean(axis=1).rename("value").reset_index()
+        parts.append(contrasted(pooled.assign(layers=POOLED, heads=POOLED, norm="layernorm"), keys))
     return pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
 
 
