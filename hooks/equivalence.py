@@ -71,18 +71,18 @@ class Equivalence(OneLine):
         return self.logits_difference <= self.bound
 
 
-def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, " pos"] | None = None) -> Equivalence:
+def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, "*one pos"] | None = None) -> Equivalence:
     """Compare a folded or centred model with the raw one, on one prompt; raise if they are not the same function.
 
     Args:
         raw: the model as trained.
         processed: the same model folded, centred or both, in either TransformerLens world.
-        tokens: a prompt; by default 48 seeded random tokens.
+        tokens: a prompt, [pos] or [1 pos]; by default 48 seeded random tokens.
 
     Raises:
         NotEquivalentError: log-probabilities differ by more than rounding; names the first norm whose normalized
             vectors do, and the cause where it is a known one.
-        ValueError: the two models do not share a vocabulary.
+        ValueError: the two models do not share a vocabulary; several prompts.
         TypeError: not TransformerLens models.
 
     Example:
@@ -99,6 +99,10 @@ def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, " pos"]
     if tokens is None:
         length = min(PROBE_TOKENS, context_length(one), context_length(two))
         tokens = torch.randint(vocabulary_size(one), (length,), generator=torch.Generator().manual_seed(0))
+    if tokens.ndim != 1:
+        if tokens.shape[:-1] != (1,):
+            raise ValueError(f"tokens must be one prompt, [pos] or [1 pos], got shape {tuple(tokens.shape)}")
+        tokens = tokens[0]
     (raw_logits, before), (logits, after) = (_logits_and_normalized(m, tokens) for m in (one, two))
     bound = max(PROCESSING_BOUND[dtype_of(m)] for m in (one, two))
     shared = [name for name in before if name in after]

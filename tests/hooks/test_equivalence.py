@@ -43,6 +43,13 @@ def test_folded_hooked_transformers_are_equivalent(options: dict[str, Any], make
     assert found.logits_difference < 1e-5
 
 
+def test_one_prompt_as_models_give_it(make_bridge: Callable[..., Any]) -> None:
+    model, tokens = make_bridge("gpt2"), torch.arange(1, 9)
+    assert check_equivalent(model, model, tokens[None]) == check_equivalent(model, model, tokens)
+    with pytest.raises(ValueError, match=r"tokens must be one prompt, \[pos\] or \[1 pos\], got shape \(2, 4\)"):
+        check_equivalent(model, model, tokens.view(2, 4))
+
+
 SQUARE = (
     r"log-probabilities differ by up to .* nats .* bound 1e-04\)\. They part before blocks\.1\.ln1, after "
     r"blocks\.0\.ln2\. d_mlp == d_model == 32: a square W_in is folded the wrong way round, load this model unfolded"
