@@ -223,8 +223,8 @@ class _Translation:
             case "logic":
                 left, right = (self.boolean(part) for part in at.parts)
                 return store.both(left, right) if at.value == "and" else store.either(left, right)
-        left, right = (self.count(part) for part in at.parts)
-        cases = self.pairs(left, right, at)
+        compared = [self.count(part) for part in at.parts]
+        cases = self.pairs(compared[0], compared[1], at)
         return store.any_of([store.both(guard, self.against_zero(plus(a, b, -1), at.value)) for guard, a, b in cases])
 
     def against_zero(self, total: Linear, operator: str) -> Formula:
