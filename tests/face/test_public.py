@@ -90,6 +90,8 @@ def test_an_example_runs(
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     names = {"torch": torch, "ln_probe": ln_probe, "model": model, "tokens": torch.arange(1, 17)[None]}
+    if any(re.search(r"\breport\b", example.source) for example in EXAMPLES[name]):
+        names["report"] = request.getfixturevalue("report")
     for example in EXAMPLES[name]:
         kind = "eval" if example.want else "exec"
         result = eval(compile(example.source, name, kind), names) if example.want else exec(example.source, names)
