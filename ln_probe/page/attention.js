@@ -202,11 +202,14 @@ function read(event) {
 const tell = () => parent.postMessage({ lnProbeHeight: document.documentElement.offsetHeight }, "*");
 
 // A chart keeps the width it was drawn for, be it the none of a frame that had no place on the page yet, or lost it while
-// the chart was being drawn.
+// the chart was being drawn: so it is looked at again until it has one.
 function fit() {
   clearTimeout(fit.later);
-  const blank = at("pattern").querySelector("canvas")?.width === 0;
-  if (blank || Math.abs(at("panels").offsetWidth - drawnFor) > SCROLLBAR) fit.later = setTimeout(pattern, 50);
+  const blank = at("pattern").querySelector("canvas")?.width === 0, width = at("panels").offsetWidth;
+  if (blank || Math.abs(width - drawnFor) > SCROLLBAR) fit.later = setTimeout(() => {
+    pattern();
+    if (width) fit.later = setTimeout(fit, 500);
+  }, 50);
 }
 
 async function start() {
