@@ -115,8 +115,8 @@ def rebuilt(experiment: str, added: Path | None = None) -> Results:
 
 
 def with_seeds(command: str, results: Results) -> str:
-    """The command with as many seeds as the results have: what was added counts."""
-    seeds = [int(table["seed"].max()) + 1 for table in results.tables.values() if "seed" in table]
+    """The command with as many seeds as the results have, from an experiment's first on: what was added counts."""
+    seeds = [int(table["seed"].max() - table["seed"].min()) + 1 for table in results.tables.values() if "seed" in table]
     return re.sub(r"--seeds \d+", f"--seeds {max(seeds)}", command) if seeds else command
 
 

@@ -333,8 +333,8 @@ def summarize() -> None:
         if len(tables) > 1:
             share = float(np.mean([t["share"].sum() / t["predicted"].sum() for t in tables]))
             found = [{"model": f"{trained} {norm}", "share": share, **each} for each in over_seeds(tables)]
-            projects = norm in ("layernorm", "projection_only")
-            rows += found if projects else [row | {"family": "control"} for row in found]
+            family = {"projection_only": "exploratory"}.get(norm, "control")  # confirmatory: `layernorm` alone
+            rows += found if norm == "layernorm" else [row | {"family": family} for row in found]
     made = pd.DataFrame(rows)
     made.to_csv(TABLES / "uniform-summary.csv", index=False, float_format="%.6g")
     print(made.to_string())

@@ -144,6 +144,8 @@ def table_file(where: Path, name: str) -> str:
 def test_the_command_has_the_seeds_that_were_added() -> None:
     made = Results(pd.DataFrame(), {"values": pd.DataFrame({"seed": [0, 4]}), "rest": pd.DataFrame({"a": [1]})})
     assert with_seeds("ln-probe lab run x --seeds 2 --out x", made) == "ln-probe lab run x --seeds 5 --out x"
+    later = Results(pd.DataFrame(), {"values": pd.DataFrame({"seed": [20, 29]})})
+    assert with_seeds("ln-probe lab run x --seeds 2 --out x", later) == "ln-probe lab run x --seeds 10 --out x"
     assert with_seeds("ln-probe lab run x --out x", made) == "ln-probe lab run x --out x"
 
 

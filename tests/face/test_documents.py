@@ -163,7 +163,9 @@ def figures_of_readme() -> list[str]:
         majority("size 1/sqrt(d), with projection"),
         majority("size 1/sqrt(d) of values alone"),
         majority("size 1/sqrt(d) of queries and keys alone"),
+        majority("size 1/sqrt(d) of queries and keys, beside such values"),
         majority("no projection, at radius sqrt(d)"),
+        majority("the published gap"),
         majority("the published gap", 17000),
         majority("no projection, at radius sqrt(d)", 17000),
     ]

@@ -71,7 +71,7 @@ MARGINS = {measure: margin for measure, (*_, margin) in OUTCOMES.items()}
 
 
 def fresh_model(norm: str) -> LabConfig:
-    """The bundled models' shape, halved."""
+    """The bundled models' shape, halved, with an unembedding bias, which these no longer have."""
     return LabConfig(n_layers=2, d_model=64, n_heads=8, d_vocab=D_VOCAB, n_ctx=N_CTX, norm=norm)
 
 
