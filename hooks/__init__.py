@@ -1,6 +1,7 @@
 """Hook points, norms, activations and edits of a TransformerLens model."""
 
 from ln_probe.hooks.applied import Applied, apply
+from ln_probe.hooks.edits import InterventionError, LostEditError
 from ln_probe.hooks.equivalence import Equivalence, NotEquivalentError, check_equivalent
 from ln_probe.hooks.interventions import Intervention, without
 from ln_probe.hooks.linearized import linearized
@@ -11,6 +12,8 @@ __all__ = [
     "Applied",
     "Equivalence",
     "Intervention",
+    "InterventionError",
+    "LostEditError",
     "NotEquivalentError",
     "Site",
     "Terms",

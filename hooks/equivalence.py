@@ -154,13 +154,17 @@ def _explain(found: Equivalence, sites: list[str], raw: object, processed: objec
         f"nats (logits less their mean by {found.logits_difference:.1e} of the largest, bound {found.bound:.0e})"
     )
     if not found.parts_at:
-        return f"{text}. All norms see the same: what follows the last one is wrong, the unembedding"
+        same = {(getattr(c, "d_model", None), getattr(c, "d_vocab", None)) for c in (raw, processed)}
+        square = " (d_vocab == d_model: a square W_U is folded the wrong way round)"
+        text += ". All norms see the same: what follows the last one is wrong, the unembedding"
+        return text + square * any(d is not None and d == vocab for d, vocab in same)
     place = sites.index(found.parts_at)
     text += f". They part before {found.parts_at}" + (f", after {sites[place - 1]}" if place else ", its first norm")
     widths = {(getattr(c, "d_model", None), getattr(c, "d_mlp", None)) for c in (raw, processed)}
     if any(d is not None and d == mlp for d, mlp in widths):
         width = next(d for d, mlp in widths if d == mlp)
-        text += f". d_mlp == d_model == {width}: a square W_in is folded the wrong way round, load this model unfolded"
+        text += f". d_mlp == d_model == {width}: a square W_in is folded or centred the wrong way round, "
+        text += "load this model unfolded"
     elif getattr(processed, "normalization_type", None) in ("RMS", "RMSPre"):
         text += ". Centring changes a model with RMSNorm, which sees the mean"
     return text

@@ -474,6 +474,10 @@ def prove(
     proved |= {s.name for s in left} - set(lost)
     if lost:
         more = f" (and at {len(lost) - 1} more sites)" if len(lost) > 1 else ""
+        if stay := [n for n, p in facts.model.hook_dict.items() if any(h.is_permanent for h in p.fwd_hooks)]:
+            more += (
+                f"; permanent hooks stay on in this check ({', '.join(stay[:3])}): add them once the edit is entered"
+            )
         raise LostEditError(next(iter(lost.values())) + more)
 
 

@@ -432,12 +432,13 @@ def freezing_cost(
     max_tokens: int = 512,
     seed: int = 0,
     tokenizer: Any = None,
+    progress: bool = True,
 ) -> FreezingCost:
     """Measure what freezing LayerNorm's scaling costs: the first number of a report, alone.
 
     Args:
-        model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer: as for `ln_probe.analyze`; the numbers
-            are those of its `causal` table.
+        model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer, progress: as for `ln_probe.analyze`; the
+            numbers are those of its `causal` table.
 
     Returns:
         The loss increase at every norm with its CI, the other primary contrasts, and the constants.
@@ -453,7 +454,7 @@ def freezing_cost(
     probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
     hooked, _ = hooked_model(model, tokenizer)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
-    with Seal(hooked) as seal:
+    with ProgressLine(quiet=not progress), Seal(hooked) as seal:
         passes, ready, calibrated = _first_pass(seal, settings, [probe], objective, prompts, calibration, groups)
         piece = passes.measure(list(enumerate(ready.tokens)), calibrated, default=prompts is None)[probe.name]
     if isinstance(piece, Failure):

@@ -1,4 +1,4 @@
-"""Edits at a norm's hook points act inside `without` (TransformerLens #1526: such edits are ignored)."""
+"""Edits at a norm's hook points act inside `without` (some bridges ignored such edits until TransformerLens #1527)."""
 
 import torch
 

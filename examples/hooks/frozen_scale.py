@@ -1,4 +1,4 @@
-"""A logit as a sum of components, with the final norm's scale frozen at the run's own (TransformerLens #1076)."""
+"""A logit as a sum of components, with the final norm's scale frozen at the run's own."""
 
 import torch
 

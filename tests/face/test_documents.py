@@ -239,7 +239,7 @@ def test_d7_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyt
 def test_d7_the_readme_is_short_and_begins_with_what_to_type() -> None:
     assert len(README.splitlines()) <= 150
     begin = README[: README.index("\n## ")]
-    places = [begin.index(said) for said in ("pip install ln-probe", "make report", "](examples/report.png)")]
+    places = [begin.index(said) for said in ("pip install -c constraints.txt", "make report", "](examples/report.png)")]
     assert places == sorted(places)
     code = BLOCK.findall(README)[0].splitlines()
     assert len([line for line in code if line.strip()]) <= 10
