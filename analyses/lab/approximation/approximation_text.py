@@ -197,7 +197,8 @@ def _products(values: pd.DataFrame) -> pd.DataFrame:
     parts = [paired(values, keys)]
     wide = normed.pivot_table(index="seed", columns=["dot_product", "layers", "heads"], values="value")
     if {True, False} <= set(normed["dot_product"]):
-        gaps = (wide[True].reindex(columns=wide[False].columns) - wide[False]).dropna()  # seeds that have all sizes
+        having, lacking = (cast("pd.DataFrame", wide[has]) for has in (True, False))
+        gaps = (having.reindex(columns=lacking.columns) - lacking).dropna()  # seeds that have all sizes
         pooled = gaps.mean(axis=1).rename("value").reset_index()
         parts.append(contrasted(pooled.assign(layers=POOLED, heads=POOLED, norm="layernorm"), keys))
     return pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)

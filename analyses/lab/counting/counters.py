@@ -161,5 +161,5 @@ def _sentences(summary: pd.DataFrame) -> Iterator[str]:
         found = "" if pd.isna(row["trained"]) else f" (trained: {row['trained']:.0f})"
         yield f"{row['model']}, {norm}: exact to n = {row['mean']:.0f}{found}."
     gru = summary[summary["model"] == "gru"]
-    best = gru.loc[gru["mean"].idxmax()]
+    best = gru.iloc[int(gru["mean"].to_numpy().argmax())]
     yield f"GRU: at most to n = {best['mean']:.0f}, with steps of 2^-{best['step']} (trained: {best['trained']:.0f})."
