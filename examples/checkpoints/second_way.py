@@ -53,7 +53,7 @@ class Gpt2:
                 b = {k.removeprefix(f"blocks.{i}."): v for k, v in w.items() if k.startswith(f"blocks.{i}.")}
                 heads = {x: (b[f"attn.W_{x}"], b[f"attn.b_{x}"]) for x in "QKV"}
                 self.layers.append({
-                    "ln1": (b["ln1.w"], b["ln1.b"]), "ln2": (b["ln2.w"], b["ln2.b"]), **heads,
+                    "ln1": (b["ln1.w"], b["ln1.b"], b.get("ln1.divisor")), "ln2": (b["ln2.w"], b["ln2.b"]), **heads,
                     "O": (b["attn.W_O"], b["attn.b_O"]), "in": (b["mlp.W_in"], b["mlp.b_in"]),
                     "out": (b["mlp.W_out"], b["mlp.b_out"]),
                 })  # fmt: skip
@@ -86,12 +86,12 @@ class Gpt2:
             })  # fmt: skip
 
     @staticmethod
-    def norm(x: Tensor, affine: tuple[Tensor, Tensor], kind: str, held: bool) -> Tensor:
+    def norm(x: Tensor, affine: tuple[Tensor, ...], kind: str, held: bool) -> Tensor:
         if kind in ("layernorm", "projection_only"):
             x = x - x.mean(-1, keepdim=True)
         sigma = (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         if kind not in ("layernorm", "scaling_only"):
-            raise SystemExit(f"a norm of kind {kind} is not written down here")
+            return x / affine[2] * affine[0] + affine[1]
         return x / (sigma.detach() if held else sigma) * affine[0] + affine[1]
 
     def __call__(self, tokens: list[int], edit: Edit = lambda name, layer, x: x, held: bool = False) -> Tensor:
