@@ -199,7 +199,9 @@ def measured(name: str, *, check: bool = False) -> None:
         path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
         # (The books are the default prompts of a bundled model, for which it brings loss-optimal constants.)
         given = None if case.prompts == "books" else path
-        report = ln_probe.analyze(model, given, probes=[Causal(case.single)], progress=False, optimal=check or case.optimal)
+        report = ln_probe.analyze(
+            model, given, probes=[Causal(case.single)], progress=False, optimal=check or case.optimal
+        )
     # (Next to the committed tables, from which the documents take their figures.)
     out = HERE / ("checked" if check else "tables") / name
     out.mkdir(parents=True, exist_ok=True)
