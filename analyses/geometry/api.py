@@ -386,8 +386,7 @@ def key_geometry(
             positive or of unusable size, a budget that is not positive, scores that overflow.
 
     Example:
-        >>> import numpy as np
-        >>> keys = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0]])
+        >>> keys = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0]])
         >>> geometry = ln_probe.key_geometry(keys)
         >>> geometry.verdict.tolist()
         >>> geometry.certify()
