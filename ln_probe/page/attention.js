@@ -201,14 +201,16 @@ function read(event) {
 // told after every drawing (by then React has put its elements in place).
 const tell = () => parent.postMessage({ lnProbeHeight: document.documentElement.offsetHeight }, "*");
 
-// A chart keeps the width it was drawn for, be it the none of a frame that had no place on the page yet, or lost it while
-// the chart was being drawn: so it is looked at again until it has one.
+// A chart keeps the width it was drawn for, be it the none of a frame that has no place on the page yet, or lost it. No
+// observer is sure to say when there is a place again (they rest out of sight), so charts without a width are looked at
+// until they have one; they appear some time after they were asked for, which is why drawing looks later, too.
 function fit() {
   clearTimeout(fit.later);
-  const blank = at("pattern").querySelector("canvas")?.width === 0, width = at("panels").offsetWidth;
-  if (blank || Math.abs(width - drawnFor) > SCROLLBAR) fit.later = setTimeout(() => {
-    pattern();
-    if (width) fit.later = setTimeout(fit, 500);
+  fit.later = setTimeout(() => {
+    const blank = at("pattern").querySelector("canvas")?.width === 0, width = at("panels").offsetWidth;
+    if (!blank && Math.abs(width - drawnFor) <= SCROLLBAR) return;
+    if (width) pattern();
+    fit.later = setTimeout(fit, 500);
   }, 50);
 }
 
@@ -240,7 +242,7 @@ async function start() {
     pattern();
   });
   at("back").addEventListener("click", () => { corner = null; pattern(); });
-  new MutationObserver(nameCharts).observe(at("panels"), { childList: true, subtree: true });
+  new MutationObserver(() => { nameCharts(); fit(); }).observe(at("panels"), { childList: true, subtree: true });
   choosePrompt(first, data.layer, data.head);
   explore();
   new ResizeObserver(() => { tell(); fit(); }).observe(document.documentElement);
