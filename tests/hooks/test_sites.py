@@ -129,27 +129,18 @@ def test_what_has_no_norms_that_can_be_told_is_refused(make_hooked: Callable[...
         damaged.blocks[1].ln2.w[3] = float("nan")
     twisted.blocks[0].ln1 = Twisted("layernorm", 32)
     twisted.setup()
-    for call, given, error, said in (
-        (
-            find_sites,
-            damaged,
-            SiteError,
-            r"^blocks\.1\.ln2: its gain holds NaN or infinite values; the checkpoint is d",
-        ),
+    cases: list[tuple[Callable[[Any], object], Any, type[Exception], str]] = [
+        (find_sites, damaged, SiteError, r"^blocks\.1\.ln2: its gain holds NaN or infinite values; the checkpoint is"),
         (find_sites, twisted, SiteError, r"blocks\.0\.ln1 \(Twisted\): output is not gain·normalized \+ bias"),
         (find_sites, "gpt2", TypeError, r"load it first, ln_probe.load_model\('gpt2'\)"),
         (find_sites, torch.nn.Linear(2, 2), TypeError, "Linear is not a TransformerLens model: pass a HookedTransform"),
-        (
-            site.decompose,
-            torch.zeros(2, 7),
-            ValueError,
-            r"blocks\.0\.ln1 normalizes vectors of length 16, got \[2, 7\]",
-        ),
+        (site.decompose, torch.zeros(2, 7), ValueError, r"blocks\.0\.ln1 normalizes vectors of length 16, got \[2, 7"),
         (site.decompose, torch.zeros(2, 16, dtype=torch.long), TypeError, r"real numbers \[… 16\], got torch\.int64"),
         (site.decompose, [0.0] * 16, TypeError, r"vectors of real numbers \[… 16\], got list"),
-    ):
+    ]
+    for call, what, error, said in cases:
         with pytest.raises(error, match=said):
-            call(given)  # type: ignore[operator]
+            call(what)
 
 
 def test_facts_are_kept_until_a_weight_changes(make_hooked: Callable[..., Any]) -> None:
