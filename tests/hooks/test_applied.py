@@ -44,24 +44,6 @@ def test_a_saved_norm_free_model_gives_the_logits_of_the_edited_one(
     assert not any(s.scales for s in find_sites(loaded))
 
 
-def test_what_has_no_standard_form_is_refused(make_bridge: Callable[..., Any]) -> None:
-    model = make_bridge("gpt2")
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"what": "both"}, r"has no standard form without projection: a LayerNorm always subtracts the mean"),
-        ({"what": "projection"}, r"has no standard form without projection"),
-        ({"what": "scaling", "sites": "attention"}, r"blocks\.0\.ln2 would still scale: a config holds one eps"),
-        ({"what": "scaling", "scale": "frozen"}, r"blocks\.0\.ln1 has a separate constant at position 0"),
-    ]
-    for arguments, message in refused:
-        with pytest.raises(InterventionError, match=message):
-            apply(model, **arguments)
-
-
-def test_a_model_without_a_hugging_face_model_is_refused(make_hooked: Callable[..., Any]) -> None:
-    with pytest.raises(InterventionError, match=r"a HookedTransformer holds no Hugging Face model to edit: load the"):
-        apply(make_hooked(), "scaling", scale=2.0)
-
-
 def test_a_lab_model_in_the_shape_of_gpt2(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -72,13 +54,25 @@ def test_a_lab_model_in_the_shape_of_gpt2(tmp_path: Path) -> None:
         assert largest(again(TOKENS).logits, model(TOKENS)) < 1e-5
 
 
-def test_a_lab_model_with_an_unembedding_bias_is_refused(tmp_path: Path) -> None:
-    """As those that shipped with version 0.2."""
+def test_what_has_no_standard_form_is_refused(
+    make_bridge: Callable[..., Any], make_hooked: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Lab models with an unembedding bias are those that shipped with version 0.2."""
     config = LabConfig(n_layers=1, d_model=16, n_heads=2, d_vocab=32, n_ctx=24)
-    model = config.build()
+    biased = config.build()
     with torch.no_grad():
-        model.unembed.b_U[3] = 1.0
-    save_model(model, tmp_path / "model.safetensors")
+        biased.unembed.b_U[3] = 1.0
+    save_model(biased, tmp_path / "model.safetensors")
     (tmp_path / "lab.json").write_text(json.dumps({"format": 1, "task": "none", "model": config.to_dict()}))
-    with pytest.raises(InterventionError, match="the model has no standard form: a GPT2LMHeadModel has no unembedding"):
-        apply(ln_probe.load_model(tmp_path), "scaling", scale=2.0)
+    model, number = make_bridge("gpt2"), {"what": "scaling", "scale": 2.0}
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (model, {"what": "both"}, "has no standard form without projection: a LayerNorm always subtracts the mean"),
+        (model, {"what": "projection"}, "has no standard form without projection"),
+        (model, {"what": "scaling", "sites": "attention"}, r"blocks\.0\.ln2 would still scale: a config holds one eps"),
+        (model, {"what": "scaling", "scale": "frozen"}, r"blocks\.0\.ln1 has a separate constant at position 0"),
+        (make_hooked(), number, "a HookedTransformer holds no Hugging Face model to edit: load the"),
+        (ln_probe.load_model(tmp_path), number, "the model has no standard form: a GPT2LMHeadModel has no unembedding"),
+    ]
+    for each, arguments, message in refused:
+        with pytest.raises(InterventionError, match=message):
+            apply(each, **arguments)

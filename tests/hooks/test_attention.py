@@ -30,7 +30,7 @@ def layers_of(model: Any, tokens: torch.Tensor = TOKENS) -> list[tuple[Attention
     return found
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", "neo", "llama", "gemma", "qwen3", "bert"])
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "neo", "llama", "qwen3", "bert"])
 def test_keys_and_pattern_are_the_models(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     _, cache = model.run_with_cache(TOKENS[None])
@@ -45,12 +45,7 @@ def test_keys_and_pattern_are_the_models(arch: str, make_bridge: Callable[..., A
             theirs = theirs.repeat_interleave(heads.n_heads // theirs.shape[1], dim=1)
             torch.testing.assert_close(k, theirs, rtol=1e-4, atol=1e-4)
         if not (arch == "neo" and seen.layer == 1):  # a local window: beyond this comparison
-            torch.testing.assert_close(
-                heads.pattern(q, k),
-                seen.pattern.double(),
-                rtol=1e-3,
-                atol=1e-5,
-            )
+            torch.testing.assert_close(heads.pattern(q, k), seen.pattern.double(), rtol=1e-3, atol=1e-5)
         assert seen.causal == heads.causal == (arch != "bert")
 
 
@@ -73,18 +68,17 @@ def test_hooked_layers_are_rebuilt(options: dict[str, Any], make_hooked: Callabl
         torch.testing.assert_close(ours, seen.pattern.double(), rtol=1e-3, atol=1e-5)
 
 
-def test_soft_caps_are_refused_by_name(make_hooked: Callable[..., Any], make_bridge: Callable[..., Any]) -> None:
-    for model, cap in ((make_hooked(attn_scores_soft_cap=2.0), 2), (make_bridge("gemma2"), 50)):
-        with pytest.raises(
-            UnsupportedAttentionError, match=f"layer 0: its scores have a soft cap of {cap}, which head-space measures"
-        ):
+def test_what_is_not_rebuilt_is_refused_by_name(
+    make_hooked: Callable[..., Any], make_bridge: Callable[..., Any], make_lab: Callable[..., Any]
+) -> None:
+    """Without a causal mask ALiBi depends on the query as well: it is no bias per key."""
+    for model, said in (
+        (make_hooked(attn_scores_soft_cap=2.0), "layer 0: its scores have a soft cap of 2, which head-space measures"),
+        (make_bridge("gemma2"), "layer 0: its scores have a soft cap of 50, which head-space measures"),
+        (make_lab(positions="alibi", causal=False), r"fall with distance on both sides \(ALiBi without"),
+    ):
+        with pytest.raises(UnsupportedAttentionError, match=said):
             layers_of(model)
-
-
-def test_alibi_in_both_directions_is_refused_by_name(make_lab: Callable[..., Any]) -> None:
-    """Without a causal mask the bias depends on the query as well: it is no bias per key."""
-    with pytest.raises(UnsupportedAttentionError, match=r"fall with distance on both sides \(ALiBi without"):
-        layers_of(make_lab(positions="alibi", causal=False))
 
 
 def test_b03_alibi_is_a_bias_per_key(make_lab: Callable[..., Any], make_bridge: Callable[..., Any]) -> None:
@@ -127,18 +121,14 @@ def test_b01_windows_are_those_of_the_layers(
     assert [heads.window for _, heads in short] == [None, None]
 
 
-def _ellipsoid(heads: Heads, site: Site, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    found = heads.query_ellipsoid(site, position)
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama", "qwen3"])
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3"])
 def test_every_query_is_in_the_reachable_ellipsoid(arch: str, make_bridge: Callable[..., Any]) -> None:
-    """q = c + A u with |u| ≤ 1 for any residual vector, the extreme ones included."""
+    """q = c + A u with |u| ≤ 1 for any residual vector, near 1 for long ones."""
     seen, heads = layers_of(make_bridge(arch))[0]
     last = len(seen.y) - 1
-    center, axes = _ellipsoid(heads, seen.site, last)
+    found = heads.query_ellipsoid(seen.site, last)
+    assert found is not None
+    center, axes = found
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(400, 32, generator=generator, dtype=torch.float64) * torch.logspace(-3, 3, 400)[:, None]
     kept = x - x.mean(-1, keepdim=True) if seen.site.projects else x
@@ -148,24 +138,11 @@ def test_every_query_is_in_the_reachable_ellipsoid(arch: str, make_bridge: Calla
     back = torch.einsum("hda,pha->phd", axes, u) + center
     torch.testing.assert_close(back, made, rtol=1e-6, atol=1e-8)
     assert float(u.norm(dim=-1).max()) <= 1 + 1e-9
-
-
-def test_the_edge_of_the_ellipsoid_is_reached(make_bridge: Callable[..., Any]) -> None:
-    """A large residual vector along the preimage of an axis makes the query at that axis's end."""
-    seen, heads = layers_of(make_bridge("gpt2"))[0]
-    center, axes = _ellipsoid(heads, seen.site, 0)
-    gain = seen.site.gain
-    assert gain is not None
-    full = seen.site.radius * (heads.W_Q * gain.double()[:, None]).transpose(1, 2)
-    full = full - full.mean(-1, keepdim=True)
-    for head in range(heads.n_heads):
-        left, values, right = torch.linalg.svd(full[head], full_matrices=False)
-        x = 1e6 * right[0]
-        q = heads.queries(seen.site.affine((x - x.mean()) / seen.site.sigma(x[None]))[:1])[0, head] / heads.divisor
-        expected = center[head] + values[0] * left[:, 0] / heads.divisor
-        torch.testing.assert_close(q, expected, rtol=1e-6, atol=1e-8)
-        top = torch.linalg.matrix_norm(axes[head], 2) * heads.divisor
-        assert float(top) == pytest.approx(float(values[0]), rel=1e-9)
+    if arch == "gpt2":  # the axes are no longer than what the norm can put out (others turn queries in float32)
+        full = seen.site.radius * (heads.W_Q * seen.site.gain.double()[:, None]).transpose(1, 2)
+        full = full - full.mean(-1, keepdim=True)
+        longest = torch.linalg.matrix_norm(axes, 2) * heads.divisor
+        torch.testing.assert_close(longest, torch.linalg.matrix_norm(full, 2), rtol=1e-9, atol=1e-9)
 
 
 def test_unbounded_queries_have_no_ellipsoid(make_bridge: Callable[..., Any]) -> None:

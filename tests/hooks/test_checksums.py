@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from ln_probe.hooks.sealing import Fingerprint, checksum
 
-SIZES = (1, 3, 7, 4096, 5000, 40_001)
-
 
 def values(size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(size))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_flipped_bit_shows(size: int) -> None:
+@pytest.mark.parametrize("size", [2, 7, 4096, 40_001])
+def test_every_flipped_bit_and_the_order_show(size: int) -> None:
     x = values(size)
     known = int(checksum(x))
     for place in {0, size // 2, size - 1}:
@@ -26,17 +24,12 @@ def test_every_flipped_bit_shows(size: int) -> None:
             other = x.clone()
             other.view(torch.int32)[place] ^= 1 << bit
             assert int(checksum(other)) != known
-    assert int(checksum(x.clone())) == known
-
-
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_order_shows(size: int) -> None:
-    x = values(size)
     for a, b in ((0, 1), (0, size - 1), (size // 2, size // 2 - 1)):
         other = x.clone()
         other[[a, b]] = other[[b, a]]
-        assert int(checksum(other)) != int(checksum(x))
-    assert int(checksum(x.flip(0))) != int(checksum(x))
+        assert int(checksum(other)) != known
+    assert int(checksum(x.flip(0))) != known
+    assert int(checksum(x.clone())) == known
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_an_edit_that_a_bridge_would_lose_is_refused(options: Any, said: str, ma
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"only": "keys"}, r"blocks\.0\.ln1: the edit for keys alone was lost"),
-    ({"heads": [(0, 1)]}, r"blocks\.0\.ln1: the edit of single heads was lost, because the attention of block 0 did no"),
+    ({"heads": [(0, 1)]}, r"blocks\.0\.ln1: the edit of single heads was lost, because the attention of block 0 did"),
 ])  # fmt: skip
 def test_an_edit_that_is_lost_later_is_an_error(options: Any, said: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")

@@ -48,14 +48,9 @@ def analytic(model: Any, site: Site, x: Tensor, *, project: bool = True) -> Tens
     return out
 
 
-@pytest.fixture
-def in_float64(worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]) -> list[tuple[str, Any]]:
-    bridge = [("bridge", make_bridge(arch, torch.float64)) for arch in ("gpt2", "neox", "opt")]
-    return [(n, m.double()) for n, m in worlds if n != "bridge"] + bridge
-
-
-def test_forward_is_unchanged_and_gradients_are_those_of_the_linear_map(in_float64: list[tuple[str, Any]]) -> None:
-    for name, model in in_float64:
+def test_forward_is_unchanged_and_gradients_are_those_of_the_linear_map(worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
+        model = model.double()
         site = final(model)
         intact = model(TOKENS).detach()
         _, bent = gradient_at(model, site, lambda m=model: m(TOKENS))
@@ -71,8 +66,7 @@ def test_forward_is_unchanged_and_gradients_are_those_of_the_linear_map(in_float
 
 
 def test_hooks_give_the_same_gradients(worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]) -> None:
-    others = [("bridge", make_bridge(arch)) for arch in ("neox", "llama", "gemma", "qwen3")]
-    for name, model in [*worlds, *others]:
+    for name, model in [*worlds, ("bridge", make_bridge("qwen3"))]:
         site = next(s for s in find_sites(model) if s.reads == "mlp")
         with linearized(model):
             _, expected = gradient_at(model, site, lambda m=model: m(TOKENS))
@@ -109,7 +103,7 @@ def test_sigmas_of_another_run(worlds: list[tuple[str, Any]]) -> None:
             model(TOKENS[:, :5])
 
 
-@pytest.mark.parametrize("what", ["projection", "scaling", "both"])
+@pytest.mark.parametrize("what", ["projection", "scaling"])
 def test_it_nests_with_without_in_either_order(what: str, worlds: list[tuple[str, Any]]) -> None:
     for name, model in worlds:
         site = final(model)
@@ -121,22 +115,17 @@ def test_it_nests_with_without_in_either_order(what: str, worlds: list[tuple[str
         with linearized(model), without(model, what, sites=[site.name], scale=3.0):
             outside = model(TOKENS).detach()
             _, two = gradient_at(model, site, lambda m=model: m(TOKENS))
-        size = float(alone.abs().max())
-        assert float((inside - alone).abs().max()) <= 5e-6 * size, name
-        assert float((outside - alone).abs().max()) <= 5e-6 * size, name
         expected = analytic(model, site, x, project=what == "scaling")
-        if what != "projection":  # scaling is gone: a constant divides
+        if what == "scaling":  # a constant divides
             expected = expected * site.sigma(x) / 3.0
         for found in (one, two):
             assert float((found - expected).abs().max()) <= 2e-6 * float(expected.abs().max()), name
-
-
-def test_keys_alone_can_be_edited_under_it(worlds: list[tuple[str, Any]]) -> None:
-    for name, model in worlds:
         with torch.no_grad(), without(model, "scaling", scale=3.0, only="keys"):
-            alone = model(TOKENS)
-        with torch.no_grad(), linearized(model), without(model, "scaling", scale=3.0, only="keys"):
-            assert float((model(TOKENS) - alone).abs().max()) <= 5e-6 * float(alone.abs().max()), name
+            keys = model(TOKENS)
+            with linearized(model):
+                under = model(TOKENS)
+        for this, that in ((inside, alone), (outside, alone), (under, keys)):
+            assert float((this - that).abs().max()) <= 5e-6 * float(that.abs().max()), name
 
 
 def test_a_lost_edit_is_named(make_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

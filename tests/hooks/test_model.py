@@ -19,18 +19,15 @@ def refuses(model: Any, said: str) -> None:
             use(model)
 
 
-def test_a_meta_model(make_bridge: Callable[..., Any]) -> None:
+def test_models_without_all_their_weights(make_bridge: Callable[..., Any]) -> None:
+    half = make_bridge("llama")
+    half.blocks[1].mlp.to("meta")
+    refuses(half, r"model\.layers\.1\.mlp\.gate_proj\.weight is on the meta device")
     refuses(
         make_bridge("gpt2").to("meta"),
         r"no weights to measure: transformer\.wte\.weight is on the meta device \(built without loading, or "
         r"offloaded\)\. Load it onto",
     )
-
-
-def test_a_half_offloaded_model(make_bridge: Callable[..., Any]) -> None:
-    model = make_bridge("llama")
-    model.blocks[1].mlp.to("meta")
-    refuses(model, r"model\.layers\.1\.mlp\.gate_proj\.weight is on the meta device")
 
 
 def test_weights_on_several_devices(make_bridge: Callable[..., Any]) -> None:
@@ -55,7 +52,7 @@ def test_a_block_left_on_the_gpu(make_bridge: Callable[..., Any]) -> None:
     )
 
 
-def test_quantized_modules(make_bridge: Callable[..., Any]) -> None:
+def test_quantized_models(make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]) -> None:
     model = make_bridge("llama")
     mlp = model.blocks[0].mlp.original_component
     mlp.up_proj = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(32, 80)))[0]
@@ -63,12 +60,7 @@ def test_quantized_modules(make_bridge: Callable[..., Any]) -> None:
         model,
         r"weights are quantized \(blocks\.0\.mlp\.up_proj is a torch\.ao\.nn\.quantized\S+\): .* Load it unquantized",
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_quantized_parameters(dtype: torch.dtype, make_hooked: Callable[..., Any]) -> None:
-    model = make_hooked()
-    packed = torch.zeros(8, 4).to(dtype)
-    model.blocks[0].attn.W_Q = torch.nn.Parameter(packed, requires_grad=False)
-    name = str(dtype).removeprefix("torch.")
-    refuses(model, rf"quantized \(blocks\.0\.attn\.W_Q holds {name}\)")
+    for dtype in (torch.uint8, torch.float8_e4m3fn):
+        model = make_hooked()
+        model.blocks[0].attn.W_Q = torch.nn.Parameter(torch.zeros(8, 4).to(dtype), requires_grad=False)
+        refuses(model, rf"quantized \(blocks\.0\.attn\.W_Q holds {str(dtype).removeprefix('torch.')}\)")
