@@ -81,7 +81,7 @@ pathlib.Path(out, "index.html").write_text(index_page(entries))
 
 @dataclass
 class Seen:
-    """What was seen of commands: processor seconds, and (reports there, resident memory in MB) of the driver."""
+    """Measurements of commands: processor seconds, and (reports there, resident memory in MB) of the driver."""
 
     cpu: float = 0.0
     peak: float = 0.0

@@ -59,7 +59,7 @@ CLAIMS = ROOT / "analyses" / "lab" / "published" / "sources.toml"
 
 
 def claims(source: str) -> list[dict[str, str]]:
-    """What is said of every claim of a source, `here` filled in from its kept table.
+    """The rows of a source's claims, `here` filled in from its kept table.
 
     Raises:
         ValueError: an unknown status, a row without what its status asks for, a query that selects not one row.

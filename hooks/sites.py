@@ -341,7 +341,7 @@ class ModelFacts:
         model: the model.
         sites: its norms.
         unknown: modules that stand between the stream and what reads it, and are no norm that ln_probe knows (kind
-            "unknown"); one without a module of its own is measured where attention reads it.
+            "unknown"); one without a separate module is measured where attention reads it.
         bare: for every block whose attention reads the stream itself, a site of kind "none".
         tried: what was found out about its norms later and holds as long as these facts: which edits reach the output,
             where projection is a no-op, the constants of the default prompts.

@@ -112,7 +112,7 @@ def explained(
     """Explain the strongest pairs of every head that is shown, on the beginning of a prompt.
 
     Returns:
-        the sums (none if they cannot be had), and notes on what was left out.
+        the sums (none if they cannot be had), and notes on omissions.
     """
     width, heads, layers = facts.read[0].d, shown.heads, shown.layers
     readings = 2 * len(heads) * (1 + PAIRS)

@@ -90,7 +90,7 @@ def _seen(tensor: Tensor, hook: HookPoint) -> Tensor:
 
 
 def _points(model: HookedRootModule, besides: Iterable[str]) -> Iterator[str]:
-    """Where activations are rounded: not at a norm's own ends, since the stream around it has points of its own."""
+    """Where activations are rounded: not at a norm's own ends, since the stream around it has its own points."""
     others = (*INSIDE_ATTENTION, ".hook_in", ".hook_out", *besides)
     return (name for name in model.hook_dict if not name.endswith(others))
 

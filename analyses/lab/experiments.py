@@ -48,7 +48,7 @@ class Experiment:
         duration: with the default seeds and with `--quick`, as text; on one core unless it says otherwise.
         seeds, quick_seeds: how many by default.
         needs_text: whether the user has to give text files.
-        kept: from what its kept results are made again.
+        kept: from what its kept results are recomputed.
     """
 
     module: str

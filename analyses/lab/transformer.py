@@ -398,7 +398,7 @@ class LabTransformer(HookedRootModule):
         return normalized
 
     def to_hugging_face(self) -> Any:
-        """A `GPT2LMHeadModel` of its own with the same weights and logits.
+        """A separate `GPT2LMHeadModel` with the same weights and logits.
 
         Raises:
             ValueError: GPT-2 has nothing of this kind (an unembedding bias, norms of which some do not scale, other

@@ -233,7 +233,7 @@ class Shape:
 @dataclass(frozen=True)
 class Cost:
     """Of one probe on one model: seconds of one core beside forward passes, forward passes, bytes of its pieces, and
-    bytes of memory beside the model's weights."""
+    bytes of memory in addition to the model's weights."""
 
     seconds: float = 0.0
     passes: float = 0.0

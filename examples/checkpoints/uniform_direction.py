@@ -29,7 +29,7 @@ within ±0.01 nats and ±0.02 of entropy (two one-sided tests at 5 %). Use would
 falls, more than under `random_removed` (95 % CI beyond 0). Contrasts of `redirected`, of single heads, and of models
 without projection (the control, in which u is a direction like others) are exploratory.
 
-Which models. Exploratory, because their angles had been looked at: MGM, the bundled models (seed 0, the only one whose
+Which models. Exploratory, because their angles had been seen: MGM, the bundled models (seed 0, the only one whose
 weights are kept), CAPP-GPT. SmolLM2 has rotary positions, under which no one direction exists, and is left out.
 Confirmatory: the `layernorm` models of `lab run fresh_seeds`, seeds 10 to 19, not trained when this was written;
 unit the seed, Student's t; control: `scaling_only` and `none` of the same seeds. CIs of one model are over prompts.

@@ -26,12 +26,12 @@ _WORKER_BYTES = 700 * 2**20
 # Copies of the weights while a model is loaded, by the bytes of a number: the original's, ours, and what is underway
 # between them; 2.0 to 2.2 in float32, 3.1 in bfloat16.
 _COPIES = {8: 2.2, 4: 2.2, 2: 3.2}
-# Beside the weights while prompts are measured: activations, and two blocks of logits of edits that go together.
+# Besides the weights, while prompts are measured: activations, and two blocks of logits of edits that go together.
 _MEASURING_BYTES = 400 * 2**20
 # Bytes of a number in each format that models are loaded in, and the one they are loaded in by default.
 _ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _DTYPE = "float32"
-# Multiplications a second of one core on a forward pass, by format, and seconds of a block in a pass beside them.
+# Multiplications a second of one core on a forward pass, by format, and seconds of a block in a pass, in addition.
 _MULTIPLICATIONS = {"float32": 2.5e10, "float64": 1.2e10, "bfloat16": 4e10, "float16": 2.5e10}
 _BLOCK_SECONDS = 2e-3
 # Seconds of one core until a worker has imported what it needs, and numbers of weights that are loaded and compared
@@ -123,7 +123,7 @@ def _memory(run: Run, target: Target) -> float:
     item = _ITEM_BYTES[run.dtype or _DTYPE]
     shape = shape_of(target)
     words = shape.get("vocabulary", 0.0)
-    # TransformerLens has an unembedding of its own where the file has one matrix for both ends.
+    # TransformerLens has a separate unembedding where the file has one matrix for both ends.
     weights = ((_parameters(target) or math.nan) + words * shape.get("width", 0.0)) * item
     about = _measured_shape(run, target, ())
     most = max((p.cost(about).memory_bytes for p in chosen(run.settings.probes)), default=0.0)
@@ -193,7 +193,7 @@ def default_workers(run: Run, targets: Sequence[Target]) -> int:
 
 
 def _room(group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes of memory that nobody needs: of this machine, and of the container that this process runs in."""
+    """Bytes of memory that are free: of this machine, and of the container that this process runs in."""
     found = [math.inf]
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -204,7 +204,7 @@ def _room(group: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Mapping[Target, int], workers: int) -> str:
-    """A line per checkpoint, and the sum; what is not known without loading a model is a question mark."""
+    """A line per checkpoint, and the sum; a question mark where a model would have to be loaded."""
     rows = [("checkpoint", "units", "done", "tokens", "core time", "memory", "disk")]
     known = [c for _, c in costs if c is not None]
     for target, c in costs:

@@ -85,7 +85,7 @@ def bytes_in(out: Path) -> int:
 
 
 class Downloads:
-    """Fetches one checkpoint after another ahead of the workers, in a process of its own.
+    """Fetches one checkpoint after another ahead of the workers, in a separate process.
 
     Args:
         folder: of the downloads.

@@ -98,7 +98,7 @@ def hub_revision(repository: str, revision: str | None) -> str | None:
 
 @contextmanager
 def downloads_in(folder: Path | None) -> Iterator[None]:
-    """Download to a cache of its own, while this lasts, what the user's cache does not hold; None: to that one."""
+    """Download to a separate cache, while this lasts, what the user's cache does not hold; None: to that one."""
     token = _downloads.set(folder)
     try:
         yield
@@ -163,9 +163,9 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
 
 
 def fetch_ahead(repository: str, revision: str | None, allow_pickle: bool, folder: Path, sign: Path) -> None:
-    """Fetch into `folder`; what a process of its own does, which writes its progress to `sign`.
+    """Fetch into `folder`; run in a separate process, which writes its progress to `sign`.
 
-    (Here and not beside its caller, so that it starts without torch.) If it fails, whoever loads the model says why.
+    (Here and not beside its caller, so that it starts without torch.) If it fails, loading the model says why.
     """
     follow_parent()
     write_to(sign)

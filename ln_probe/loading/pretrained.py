@@ -322,7 +322,7 @@ def _layers_left_over(unexpected: Iterable[str], config: Any) -> tuple[str, ...]
 
 
 def _in_memory(model: nn.Module) -> nn.Module:
-    """The model with weights of its own: safetensors gives views of the file, which change when it is written to."""
+    """The model with its own weights: safetensors gives views of the file, which change when it is written to."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     return model

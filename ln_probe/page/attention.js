@@ -121,7 +121,7 @@ function pattern() {
   setTimeout(tell, 50);
 }
 
-// What frozen scaling changes, on a scale of its own: nearly all changes are far smaller than the weights.
+// What frozen scaling changes, on a separate scale: nearly all changes are far smaller than the weights.
 function difference(start, n, tokens) {
   const changes = Array.from({ length: n }, (_, i) => Array.from({ length: n }, (_, j) =>
     Number((weight(shown.frozenCells[start + i * n + j]) - weight(shown.cells[start + i * n + j])).toPrecision(2))));
@@ -202,7 +202,7 @@ function read(event) {
 const tell = () => parent.postMessage({ lnProbeHeight: document.documentElement.offsetHeight }, "*");
 
 // A chart keeps the width it was drawn for, be it the none of a frame that has no place on the page yet, or lost it. No
-// observer is sure to say when there is a place again (they rest out of sight), so charts without a width are looked at
+// observer is sure to say when there is a place again (they rest out of sight), so charts without a width are checked
 // until they have one; they appear some time after they were asked for, which is why drawing looks later, too.
 function fit() {
   clearTimeout(fit.later);

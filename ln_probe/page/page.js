@@ -126,7 +126,7 @@ for (const section of document.querySelectorAll("section.table")) {
     .catch((error) => { section.querySelector(".count").textContent = `Only the first rows are shown: ${error.message}.`; });
 }
 
-// A picture as a file of its own: its drawings next to each other, title above and caption below, ink on white.
+// A picture as a separate file: its drawings next to each other, title above and caption below, ink on white.
 const MARGIN = 8, LINE = 14, LETTER = 5.4; // units of the drawing: around it, a line of the caption, a letter of it
 function standalone(figure) {
   const shown = [...figure.querySelectorAll(".drawing")].find((d) => !d.hidden), every = [...shown.querySelectorAll("svg")];

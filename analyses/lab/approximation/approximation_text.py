@@ -189,7 +189,7 @@ def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
 
 
 def _products(values: pd.DataFrame) -> pd.DataFrame:
-    """3b: with the dot product minus without, for every size and, a test of its own, pooled over those with LayerNorm.
+    """3b: with the dot product minus without, for every size and, in a separate test, pooled over those with LayerNorm.
 
     The pooled test was named after its values had been seen.
     """

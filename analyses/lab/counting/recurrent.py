@@ -377,7 +377,7 @@ class QRNNLayer(nn.Module):
 
     z, f, o and i are convolutions over the last `window` inputs, so the state never enters a gate: a weighted sum of
     its inputs, which is why it is rationally recurrent (Merrill et al. 2020). Pooling "fo" has i = 1 - f, "f" also
-    o = 1; with "ifo" the input has a gate of its own, so that f = i = 1 can count.
+    o = 1; with "ifo" the input has a separate gate, so that f = i = 1 can count.
     """
 
     def __init__(self, cfg: RecurrentConfig, width: int, window: int) -> None:

@@ -45,7 +45,7 @@ def read_back(compiled: CompiledProgram) -> Program:
 
     Raises:
         ValueError: it is not in fixed precision, its attention is not uniform, or more than MOST_STATES vectors or
-            MOST_STEPS steps would have to be told apart.
+            MOST_STEPS steps would have to be distinguished.
     """
     model, grid = compiled.model, compiled.precision
     if grid is None:

@@ -191,7 +191,7 @@ def plus(left: Linear, right: Linear, factor: int = 1) -> Linear:
 
 
 class _Translation:
-    """Expressions of C-RASP as formulas; what a name stands for is translated once."""
+    """Expressions of C-RASP as formulas; the definition of a name is translated once."""
 
     def __init__(self, source: str) -> None:
         self.source, self.store = source, Formulas()
