@@ -123,15 +123,17 @@ def test_the_encoder_is_bert() -> None:
 def test_only_what_attention_reads_differs() -> None:
     made = {norm: shaken(norm) for norm in encoder.NORMS}
     for norm, model in made.items():
-        kinds = [model.ln_embed.kind, *(block.ln2.kind for block in model.blocks), *(b.ln1.kind for b in model.blocks)]
+        norms = [model.ln_embed, *(block.ln2 for block in model.blocks), *(block.ln1 for block in model.blocks)]
         read, others = encoder.NORMS[norm]
-        assert kinds == [read] * 4 + [others] * 5
-        assert model.ln_embed.w is None
-        for name, weight in made["layernorm"].named_parameters():
+        assert [getattr(site, "kind", None) for site in norms] == [read] * 4 + [others] * 5
+        assert getattr(model.ln_embed, "w", None) is None
+        for name, weight in made["layernorm"].named_parameters() if read else ():
             torch.testing.assert_close(dict(model.named_parameters())[name], weight, rtol=0, atol=0)
     places = key_places()
-    assert places[0, NORMALIZED] == "ln_embed.hook_normalized"
-    assert (places[2, BEFORE], places[2, NORMALIZED]) == ("blocks.1.hook_resid_post", "blocks.1.ln2.hook_normalized")
+    assert places[2, BEFORE] == "blocks.1.hook_resid_post"
+    _, cache = made["layernorm"].run_with_cache(torch.arange(SIZE.n_ctx)[None])
+    for layer, normed in enumerate(("ln_embed", *(f"blocks.{i}.ln2" for i in range(3)))):
+        torch.testing.assert_close(cache[places[layer, NORMALIZED]], cache[f"{normed}.hook_normalized"])
     good = encoder_config("wide", "layernorm", SIZE)
     with pytest.raises(ValueError, match="an encoder has causal=False, got True"):
         replace(good, causal=True)
@@ -252,7 +254,7 @@ def test_a_classifier_starts_as_its_encoder(books: tuple[Path, Path], text: Text
 def test_costs_are_paired_by_seed() -> None:
     rows = [
         ("wide", norm, 9, "valid_accuracy", s, 0.8 + 0.01 * s - 0.1 * (norm != "layernorm"))
-        for norm in encoder.NORMS
+        for norm in (encoder.WHOLE, *encoder.LEFT_OUT)
         for s in (0, 1)
     ]
     found = costs(pd.DataFrame(rows, columns=["shape", "norm", "step", "measure", "seed", "value"]))

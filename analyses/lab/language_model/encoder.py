@@ -63,17 +63,17 @@ class EncoderConfig(LabConfig):
     """Shape of an encoder: that of a lab model, and the norm that its attention reads.
 
     Attributes:
-        norm_read: kind of the norm on the embeddings and at the end of every block but the last.
+        norm_read: kind of the norm on the embeddings and at the end of every block but the last; None leaves it out.
 
     Raises (on construction):
         ValueError: an unknown norm, a causal or pre-norm shape, a final norm, or what `LabConfig` refuses.
     """
 
-    norm_read: str = "layernorm"
+    norm_read: str | None = "layernorm"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.norm_read not in NORM_KINDS:
+        if self.norm_read not in (*NORM_KINDS, None):
             raise ValueError(f"unknown norm_read {self.norm_read!r}: known norms are {', '.join(NORM_KINDS)}")
         needs = {"causal": False, "norm_order": "post", "norm_final": None}
         for name, wanted in needs.items():
@@ -103,6 +103,8 @@ class Encoder(LabTransformer):
 
 
 def _read(cfg: EncoderConfig) -> nn.Module:
+    if cfg.norm_read is None:
+        return nn.Identity()
     return Norm(cfg.norm_read, cfg.d_model, eps=cfg.eps, gain=False, bias=False)
 
 
@@ -134,7 +136,7 @@ def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, 
     return Results(
         summary=summary,
         tables={"seeds": values, "curves": losses, "effects": differences},
-        figures={"unselectable": _draw(summary)},
+        figures={"unselectable": draw(summary)},
         conclusions=tuple(_sentences(summary, differences, settings)),
         settings={**settings, "seeds": sorted({int(s) for s in values["seed"]})},
     )
@@ -173,7 +175,7 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
             yield f"{shape}: leaving out {LEFT_OUT[row['norm']]} changes {what} by {told}."
 
 
-def _draw(summary: pd.DataFrame) -> Figure:
+def draw(summary: pd.DataFrame) -> Figure:
     """Unselectable keys at the last step, a panel per shape and space: bars over layers, whiskers over seeds."""
     rows = select(summary, measure=FRACTION, step=summary["step"].max())
     shapes, spaces = list(dict.fromkeys(rows["shape"])), (BEFORE, NORMALIZED, HEAD)
@@ -198,15 +200,16 @@ SHAPES = {"narrow": 8, "wide": 64}  # d_model
 RATES = {"narrow": 5e-3, "wide": 2e-3}
 # What attention reads, and every other norm. In post-norm order what attention reads has just passed another norm, so
 # leaving a term out there alone leaves it in the stream: the last two leave it out everywhere.
-NORMS = {
+NORMS: dict[str, tuple[str | None, str | None]] = {
     "layernorm": ("layernorm", "layernorm"),
     "projection_only": ("projection_only", "layernorm"),
     "scaling_only": ("scaling_only", "layernorm"),
     "projection_only everywhere": ("projection_only", "projection_only"),
     "scaling_only everywhere": ("scaling_only", "scaling_only"),
+    "identity": (None, None),  # no norm at all: of `sentences`
 }
 CELLS = (  # the wide shape, whose keys are all within reach, without the last two
-    *(("narrow", norm) for norm in NORMS),
+    *(("narrow", norm) for norm in tuple(NORMS)[:5]),
     *(("wide", norm) for norm in tuple(NORMS)[:3]),
 )
 
@@ -303,6 +306,6 @@ def key_places() -> dict[tuple[int, str], str]:
     places = {}
     for layer in range(LAYERS):
         places[layer, BEFORE] = f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embedded"
-        places[layer, NORMALIZED] = f"blocks.{layer - 1}.ln2.hook_normalized" if layer else "ln_embed.hook_normalized"
+        places[layer, NORMALIZED] = f"blocks.{layer}.hook_resid_pre"  # norms that attention reads have no gain and bias
         places[layer, HEAD] = f"blocks.{layer}.attn.hook_k"
     return places
