@@ -7,8 +7,8 @@ learning rates show how much that is worth. The published model has no norm: her
 sublayers. A norm before them leaves the residual as it is and can express all that the plain model can; a norm after
 them that scales puts the output on a sphere, which a sum of many inputs does not lie on.
 
-Hypotheses, written down before their runs: on 1b and 2b 64 heads with T5's positions leave most of the variance, as with
-logarithmic and linear ones; on 1b 32 heads with an FFN of 256 and a learned bias per lag are no better than 8.
+Hypotheses, written down before their runs: on 1b and 2b 64 heads with T5's positions leave most of the variance, as
+with logarithmic and linear ones; on 1b 32 heads with an FFN of 256 and a learned bias per lag are no better than 8.
 
 Attainable errors: `python -m ln_probe.analyses.lab.approximation.approximation` makes the kept table anew (minutes).
 """
