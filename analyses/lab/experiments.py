@@ -288,6 +288,13 @@ EXPERIMENTS = {
         needs_text=True,
         kept=Kept(("seeds",), ("shape", "norm"), with_settings=True),
     ),
+    "anbk": Experiment(
+        "ln_probe.analyses.lab.counting.anbk",
+        "an LSTM that tags a^n b^2n by an absolute value or a threshold of its count, tested on longer words",
+        "code released with Merrill et al. 2020",
+        duration=("about 10 minutes (12 runs)", "1 minute"),
+        kept=Kept(("values",), ("form", "lr")),
+    ),
 }
 
 
