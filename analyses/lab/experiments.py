@@ -284,7 +284,7 @@ EXPERIMENTS = {
         "ln_probe.analyses.lab.language_model.sentences",
         "a decoder without scaling and an encoder without norms, read on sentences: unselectable keys",
         "Brody, Alon & Yahav 2023, tables 3 and 4",
-        duration=("about 6 minutes (12 runs of 30 seconds)", "2 minutes"),
+        duration=("about 5 minutes (12 runs of 15 to 20 seconds)", "2 minutes"),
         needs_text=True,
         kept=Kept(("seeds",), ("shape", "norm"), with_settings=True),
     ),

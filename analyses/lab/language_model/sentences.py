@@ -58,12 +58,12 @@ from ln_probe.analyses.lab.transformer import LabTransformer
 
 DECODER, ENCODER, IDENTITY, NO_SCALING = "decoder", "encoder", "identity", "projection_only"
 # A step takes a core 0.05 and 0.08 seconds (published: 50,000 steps of 16 windows of 1024 for decoders).
-DECODERS = replace(published_language_model.SMALL, steps=500)
-ENCODERS = replace(encoder.SMALL, batch=4, steps=300, valid_windows=64)
+DECODERS = replace(published_language_model.SMALL, steps=300)
+ENCODERS = replace(encoder.SMALL, batch=4, steps=200, valid_windows=64)
 CELLS = ((DECODER, NO_SCALING), (DECODER, WHOLE), (ENCODER, IDENTITY), (ENCODER, WHOLE))
 HIDDEN = 3072  # published, of the encoder
 LONGEST = 128  # tokens of a sentence, the boundary before it among them: published
-READ, READ_QUICK = 128, 16  # sentences
+READ, READ_QUICK = 64, 16  # sentences
 WINDOWS = 8  # of the decoder's training length, read for comparison
 LONG = f"{NORMALIZED}, long windows"
 KEYS = ["shape", "norm", "step", "layer", "space", "measure"]
