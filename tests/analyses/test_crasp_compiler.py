@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.run_folder import load_run
-from ln_probe.analyses.lab.transformer import LabConfig
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.cli import app
 from ln_probe.hooks import find_sites
 
 SUFFICE = {"scaling": sorted(SCALES), "clip": NORM_KINDS, "rounding": NORM_KINDS}
+FIRST_WRONG_WITH_ALIBI = 13  # the n from which on a^n b^(n-1) has no majority of a's
 MAJORITY_TWICE = gate_program(2)
 PROGRAMS = {  # the smaller ones of the experiment's, and what this file alone tries
     name: compiler.PROGRAMS[name][0]
@@ -58,6 +60,35 @@ def test_programs_on_every_short_word(name: str, construction: Any) -> None:
         assert np.array_equal(compiled.run(words), truth(compiled, words)), norm
         assert compiled.attending <= program.depth
         assert compiled.layers == max(1, program.depth) or construction != "rounding"
+
+
+def with_positions(compiled: CompiledProgram, positions: Any) -> CompiledProgram:
+    """The same weights in a model with positions; a head gets a second dimension, which rotary positions turn."""
+    old = compiled.model
+    size = old.cfg.d_head + old.cfg.d_head % 2
+    model = LabTransformer(replace(old.cfg, positions=positions, d_head=size)).double()
+    weights = {name: torch.zeros_like(model.state_dict()[name]) for name in old.state_dict()}
+    for name, own in old.state_dict().items():
+        weights[name][tuple(slice(n) for n in own.shape)] = own
+    model.load_state_dict(weights)
+    return replace(compiled, model=model.eval())
+
+
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_positions_in_a_compiled_program(construction: Any) -> None:
+    """Its queries are 0, so rotary positions turn nothing. ALiBi adds to every score, and counts are discounted."""
+    for name in PROGRAMS:
+        plain = compile_program(parse(PROGRAMS[name]), construction, n_ctx=64)
+        words = compiler.random_words(plain.alphabet, 40, 9, torch.Generator().manual_seed(0))
+        assert np.array_equal(with_positions(plain, "rotary").run(words), truth(plain, words)), name
+    majority = compile_program(parse(PROGRAMS["majority"]), construction, n_ctx=64)
+    biased = with_positions(majority, "alibi")
+    right = [bool(biased.run([n * "a" + (n - 1) * "b"])[0, -1]) for n in range(2, 31)]
+    assert right == [n < FIRST_WRONG_WITH_ALIBI for n in range(2, 31)]
+    lag = np.arange(2 * FIRST_WRONG_WITH_ALIBI)  # by hand: the last letter has lag 0, BOS half a vote for "no"
+    for n, holds in ((FIRST_WRONG_WITH_ALIBI - 1, True), (FIRST_WRONG_WITH_ALIBI, False)):
+        votes = np.r_[-np.ones(n - 1), np.ones(n), -0.5]
+        assert (votes @ np.exp(-(2.0**-8) * lag[: 2 * n]) > 0) == holds
 
 
 @pytest.mark.parametrize("construction", ["scaling", "clip"])
