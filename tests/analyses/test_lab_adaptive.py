@@ -99,5 +99,4 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     results = ran("adaptive_memory", tmp_path / "adaptive")
     assert len(results.summary) == 4
-    assert (tmp_path / "adaptive" / "adaptive.png").exists()
     assert AdaptiveTask().identity["places"] == (99, 48)

@@ -62,4 +62,4 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = ran("anbk", tmp_path / "anbk")
     assert set(found.summary["seeds"]) == {2}
     assert len(found.summary) == 2 * 2 * 3
-    assert (tmp_path / "anbk" / "anbk.png").exists()
+    assert (tmp_path / "anbk" / "contrasts.csv").exists()

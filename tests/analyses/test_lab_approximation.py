@@ -272,7 +272,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     plain, normed = (errors[errors["norm"] == norm].sort_values("seed")["value"] for norm in ("none", "layernorm"))
     ratios = normed.to_numpy() / plain.to_numpy()
     assert results.tables["norm_factors"]["factor"].tolist() == pytest.approx([np.sqrt(ratios.prod())])
-    assert {"heads.png", "norms.png"} <= {p.name for p in out.iterdir()}
+    assert {"heads.png", "norm_factors.csv"} <= {p.name for p in out.iterdir()}
     pd.testing.assert_frame_equal(ran("approximation", out, collect=True).summary, results.summary)
 
 

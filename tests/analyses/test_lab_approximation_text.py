@@ -65,4 +65,4 @@ def test_a_run_from_end_to_end(prose: Path, tmp_path: Path, monkeypatch: pytest.
     )  # the only size that the quick grid has both of
     by = losses.groupby("dot_product")["value"].mean()
     assert pooled["mean"].tolist() == pytest.approx([by[True] - by[False]])
-    assert (out / "losses.png").exists()
+    assert (out / "dot_product.csv").exists()

@@ -325,7 +325,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     expected = far.loc["layernorm"].mean() - lstm["value"].mean()
     shown = effects[(effects["norm"] == "layernorm") & (effects["measure"] == "accuracy_512")]
     assert shown["mean"].tolist() == pytest.approx([expected])
-    assert {"gate.png", "lengths.png", "norms_over_lengths.png", "effects.png", "exact.png"} <= {
+    assert {"gate.csv", "lengths.png", "norms_over_lengths.png", "effects.csv", "exact.png"} <= {
         p.name for p in out.iterdir()
     }
     pd.testing.assert_frame_equal(ran("counting", out, collect=True).summary, results.summary)

@@ -29,7 +29,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.approximation.approximation import (
@@ -51,7 +50,7 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
 )
 from ln_probe.analyses.lab.approximation.rates import dot_product_factors
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import FACTOR, Results, doubt, interval_text, panels, summarize
+from ln_probe.analyses.lab.results import FACTOR, Results, doubt, interval_text, summarize
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned, step_generator
 from ln_probe.analyses.probes.text import counted
 
@@ -182,7 +181,7 @@ def run(request: Request) -> Results:
 
 
 def findings(values: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables, figures and sentences from the error of every run: KEYS, `seed`, `measure`, `value`."""
+    """Tables and sentences from the error of every run: KEYS, `seed`, `measure`, `value`."""
     values = values.assign(dot_product=values["dot_product"].astype(bool))
     summary = summarize(values, [*KEYS, "measure"], kind="log").drop(columns="published")
     cells = [Cell(int(r["heads"]), int(r["width"]), bool(r["dot_product"])) for r in summary.to_dict("records")]
@@ -192,7 +191,6 @@ def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     return Results(
         summary,
         tables={"errors": values, "dot_product": factors},
-        figures={} if values.empty else {"adaptive": _draw(values)},
         conclusions=tuple(_sentences(summary, factors)),
         settings={
             "places": {"if x_1000 is +1": IF_PLUS, "if it is -1": IF_MINUS},
@@ -220,24 +218,3 @@ def _sentences(summary: pd.DataFrame, factors: pd.DataFrame) -> Iterator[str]:
             f"The dot product, {counted(row['heads'], 'head')}, {ffn}: {interval_text(row, '.2g', columns=FACTOR)} "
             f"times the error without it ({counted(row['seeds'], 'seed')}){doubt(row)}."
         )
-
-
-def _draw(values: pd.DataFrame) -> Figure:
-    """The error of every run over heads, a panel without an FFN and with one; the bound of what is affine."""
-    widths = sorted(set(values["width"]))
-    figure, axes = panels(len(widths), 4, 3, shared=True)
-    for width, ax in zip(widths, axes, strict=True):
-        for number, (product, words) in enumerate(((False, "without the dot product"), (True, "with it"))):
-            part = values[(values["width"] == width) & (values["dot_product"] == product)]
-            ax.plot(
-                part["heads"] * (0.97 if product else 1.03), part["value"], f"C{number}o", markersize=4, label=words
-            )
-        if not width:
-            ax.axhline(AFFINE, color="k", linewidth=0.6, linestyle=":")
-        heads = sorted(set(values["heads"]))
-        ax.set(title=f"FFN of {width}" if width else "no FFN", xscale="log", yscale="log", xlabel="heads")
-        ax.set_xticks(heads, labels=[str(h) for h in heads])
-        ax.minorticks_off()
-    figure.axes[0].set_ylabel("squared error")
-    figure.axes[0].legend(fontsize=7)
-    return figure

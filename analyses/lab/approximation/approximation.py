@@ -49,7 +49,6 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     variance,
 )
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import (
     FACTOR,
     Results,
@@ -254,7 +253,7 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
             "rates_attainable": laws,
             "dot_product": products,
         },
-        figures={} if table.empty else dict(draw(summary, table)),
+        figures={} if table.empty else dict(draw(summary)),
         conclusions=(
             *_conclusions(summary),
             *_norm_conclusions(factors),
@@ -336,8 +335,8 @@ def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def draw(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """Every picture by name, of what there is: from the summary and the errors of every seed."""
+def draw(summary: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    """Every picture by name, of what there is."""
     errors = summary[summary["measure"] == "mse"]
     plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
     if len(memory := plain[plain["target"].isin(["4a", "4b"])]):
@@ -345,11 +344,6 @@ def draw(summary: pd.DataFrame, values: pd.DataFrame) -> Iterator[tuple[str, Fig
         yield "heads", _against_heads(free if len(free) else memory)
     if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
         yield "table", _heads_by_width(table)
-    seeds = values[values["measure"] == "mse"]
-    if len(normed := seeds[seeds["norm"] != "none"]):
-        same = ["target", "kernel", "heads", "width", "dot_product", "lr"]
-        beside = seeds[seeds["norm"] == "none"].merge(normed[same].drop_duplicates(), on=same)
-        yield "norms", _norm_dots(pd.concat([beside, normed]))
 
 
 def _against_heads(part: pd.DataFrame) -> Figure:
@@ -389,25 +383,6 @@ def _heads_by_width(part: pd.DataFrame) -> Figure:
         image = heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
         ax.set(title=f"{target}, table of positions", xlabel="m", ylabel="heads")
     figure.colorbar(image, ax=figure.axes, label="squared error")
-    return figure
-
-
-def _norm_dots(part: pd.DataFrame) -> Figure:
-    """Trained error of every seed with each norm and without, a panel per target; a bar at the geometric mean."""
-    groups = list(part.groupby(["target", "kernel", "heads"], sort=False))
-    figure, axes = panels(len(groups), 2.4, 3.2, shared=True, margin=1.6)
-    order = part.drop_duplicates(["norm", "norm_order"])
-    rows = [(r["norm"], r["norm_order"]) for r in order.to_dict("records")]
-    for ((target, kernel, heads), cell), ax in zip(groups, axes, strict=True):
-        for place, (norm, norm_order) in enumerate(rows):
-            dots = cell[(cell["norm"] == norm) & (cell["norm_order"] == norm_order)]["value"].astype(float)
-            if len(dots):
-                ax.plot(dots, [place] * len(dots), f"C{NORM_KINDS.index(norm)}o", markersize=4)
-                ax.plot(np.exp(np.log(dots).mean()), place, "k|", markersize=12)
-        ax.set(title=f"{target}, {kernel}, H = {heads}", xscale="log", xlabel="squared error")
-        ax.minorticks_off()
-    ax.set_yticks(range(len(rows)), labels=[n if n == "none" else f"{n}, {o}" for n, o in rows])
-    ax.invert_yaxis()
     return figure
 
 

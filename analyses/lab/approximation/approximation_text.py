@@ -22,13 +22,12 @@ from typing import Any, cast
 
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.approximation.rates import paired
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, panels, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, summarize
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
@@ -165,7 +164,7 @@ def run(request: Request) -> Results:
 
 
 def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
-    """Tables, figures and sentences from the held-out loss of every run.
+    """Tables and sentences from the held-out loss of every run.
 
     Args:
         table: KEYS, `seed`, `measure`, `value` (and `step`).
@@ -177,7 +176,6 @@ def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
     return Results(
         summary,
         tables={"losses": table, "dot_product": products, "sizes": sizes},
-        figures={} if table.empty else {"losses": _bars(summary)},
         conclusions=tuple(_conclusions(products, sizes)),
         settings={
             "training": about.get("training"),
@@ -229,16 +227,3 @@ def _told(row: Mapping[Any, Any]) -> str:
 
 def _shape(layers: int, heads: int) -> str:
     return f"{counted(layers, 'layer')}, {counted(heads, 'head')}"
-
-
-def _bars(summary: pd.DataFrame) -> Figure:
-    """Held-out loss of every model."""
-    names = [
-        f"{_shape(r['layers'], r['heads'])}, {r['norm']}{'' if r['dot_product'] else ', no dot product'}"
-        for r in summary.to_dict("records")
-    ]
-    figure, (ax,) = panels(1, 6.4, 0.3 * len(names) + 1)
-    ax.errorbar(summary["mean"], names, xerr=(summary["mean"] - summary["ci_low"]).fillna(0), fmt="o")
-    ax.set(xlabel="held-out loss, nats per token")
-    ax.invert_yaxis()
-    return figure

@@ -23,13 +23,12 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.counting.counting_tasks import PAD, PREFIX_VOCABULARY
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, panels, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, summarize
 from ln_probe.analyses.lab.train import Task, TrainConfig, carry_out, curves, planned, step_generator
 
 ABSOLUTE, THRESHOLD = "absolute value", "threshold"
@@ -122,7 +121,7 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
 
 
 def findings(values: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables, figure and sentences from what every run has right: KEYS, `seed`, `step`, `measure`, `value`."""
+    """Tables and sentences from what every run has right: KEYS, `seed`, `step`, `measure`, `value`."""
     last = values[values["step"] == values.groupby([*KEYS, "seed"])["step"].transform("max")]
     summary = summarize(last, [*KEYS, "measure"], kind="share")
     wide = last[last["measure"] == TAGS].pivot_table(index=["seed", "lr"], columns="form", values="value")
@@ -131,7 +130,6 @@ def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     return Results(
         summary,
         tables={"values": values, "contrasts": changed},
-        figures={} if values.empty else {"anbk": draw(values)},
         conclusions=tuple(_sentences(summary, changed)),
         settings={
             "training": {f"lr {lr:g}": vars(training(quick, 0, lr)) for lr in RATES},
@@ -147,18 +145,3 @@ def _sentences(summary: pd.DataFrame, changed: pd.DataFrame) -> Iterator[str]:
         yield f"{form}, lr {lr:g}: {shown} (a constant answer's tags: {CONSTANT[str(form)]:.2f})."
     for row in changed.to_dict("records"):
         yield f"lr {row['lr']:g}, {row['contrast']}: {interval_text(row, '+.3f')} of the tags{doubt(row)}."
-
-
-def draw(values: pd.DataFrame) -> Figure:
-    """Tags that are right over updates, a panel per form and a line per seed; dotted: a constant answer's."""
-    figure, axes = panels(len(CONSTANT), 4.2, 3.2, shared=True)
-    for (form, constant), ax in zip(CONSTANT.items(), axes, strict=True):
-        for number, lr in enumerate(RATES):
-            rows = values[(values["form"] == form) & (values["lr"] == lr) & (values["measure"] == TAGS)]
-            for place, (_, line) in enumerate(rows.groupby("seed")):
-                label = {"label": f"lr {lr:g}"} if place == 0 else {}
-                ax.plot(line["step"], line["value"], f"C{number}", linewidth=0.9, **label)
-        ax.axhline(constant, color="k", linewidth=0.6, linestyle=":")
-        ax.set(title=form, xlabel="updates", ylabel=TAGS)
-        ax.legend(fontsize=7)
-    return figure

@@ -280,7 +280,7 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
     return Results(
         summary,
         tables={"values": table, "effects": changed, "effects_fresh": fresh, "gate": gate},
-        figures=dict(draw(summary, table, changed, gate, quick)),
+        figures=dict(draw(summary, table, quick)),
         conclusions=(
             *_ordering(summary),
             *_effects(changed, summary),
@@ -408,18 +408,13 @@ def _gate_conclusions(gate: pd.DataFrame) -> Iterator[str]:
         yield f"Majority gate without training, {norm}: one a more than b's gives {said}."
 
 
-def draw(
-    summary: pd.DataFrame, values: pd.DataFrame, changed: pd.DataFrame, gate: pd.DataFrame, quick: bool = False
-) -> Iterator[tuple[str, Figure]]:
+def draw(summary: pd.DataFrame, values: pd.DataFrame, quick: bool = False) -> Iterator[tuple[str, Figure]]:
     """Every picture by name, of what there is."""
-    yield "gate", _gate_figure(gate)
     accuracy = summary[summary["measure"].str.startswith("accuracy_").astype(bool)]
     if len(plain := accuracy[accuracy["norm_site"] == "none"]):
         yield "lengths", _over_lengths(plain)
     if len(accuracy[accuracy["norm"] != "none"]):
         yield "norms_over_lengths", _terms_over_lengths(accuracy)
-    if len(far := farthest(changed)):
-        yield "effects", _effect_bars(far)
     if len(counted := values[values["measure"].isin(["exact_from", "exact_to"])]):
         yield "exact", _exact_ranges(counted, quick)
 
@@ -466,30 +461,6 @@ def _draw_line(ax: Any, line: pd.DataFrame, color: str, label: str) -> None:
     ax.minorticks_off()
 
 
-def _effect_bars(far: pd.DataFrame) -> Figure:
-    """What each term changes against no norm, a panel per task; intervals over seeds."""
-    tasks = list(dict.fromkeys(far["task"]))
-    figure, axes = panels(len(tasks), 5, 0.2 * far["task"].value_counts().max() + 1.4)
-    for task, ax in zip(tasks, axes, strict=True):
-        cell = far[far["task"] == task]
-        places = [f"{m}, {s}" for m, s in zip(cell["model"], cell["norm_site"], strict=True)]
-        names = list(dict.fromkeys(places))
-        height = 0.8 / len(TERMS)
-        for number, norm in enumerate(TERMS):
-            bars = cell[cell["norm"] == norm]
-            at = [
-                names.index(p) + (number - 1) * height for p, n in zip(places, cell["norm"], strict=True) if n == norm
-            ]
-            half = (bars["mean"] - bars["ci_low"]).fillna(0)
-            ax.barh(at, bars["mean"], height, xerr=half, color=f"C{number + 1}", label=norm, error_kw={"lw": 0.8})
-        ax.axvline(0, color="k", lw=0.6)
-        ax.set_yticks(range(len(names)), labels=names, fontsize=8)
-        ax.invert_yaxis()
-        ax.set(title=task, xlabel=f"{cell['measure'].iloc[0]}, change against none")
-    figure.axes[0].legend(fontsize=7)
-    return figure
-
-
 def _exact_ranges(values: pd.DataFrame, quick: bool) -> Figure:
     """The n's on which each network is exact, a line per seed, a panel per task; dotted: the largest trained n."""
     keys = ["task", "model", "norm", "norm_site"]
@@ -517,14 +488,4 @@ def _exact_ranges(values: pd.DataFrame, quick: bool) -> Figure:
             xlabel=f"n with exact answers (x: none; dotted: trained to {trained})",
         )
         ax.invert_yaxis()
-    return figure
-
-
-def _gate_figure(gate: pd.DataFrame) -> Figure:
-    """The gate's output for one a more than b's, over length."""
-    figure, (ax,) = panels(1, 4.8, 3.2)
-    for norm, line in gate.groupby("norm", sort=False):
-        ax.plot(line["length"], line["output"], marker="o", markersize=3, label=norm)
-    ax.set(xscale="log", yscale="log", xlabel="length of the prefix", ylabel="output, one a more than b's")
-    ax.legend(fontsize=7)
     return figure

@@ -28,7 +28,7 @@ from ln_probe.analyses.lab.crasp.crasp_compiler import CONSTRUCTIONS, CompiledPr
 from ln_probe.analyses.lab.crasp.depth_task import gate_program
 from ln_probe.analyses.lab.crasp.lowering import Construction
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.results import Results, heat_map, panels, summarize
+from ln_probe.analyses.lab.results import Results, panels, summarize
 from ln_probe.analyses.lab.train import step_generator
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFram
     return Results(
         summary,
         tables={"agreement": table, "operations": operations, "lengths": lengths},
-        figures={"operations": operations_map(operations, list(MEANS)), "lengths": length_curves(lengths)},
+        figures={"lengths": length_curves(lengths)},
         conclusions=(*_conclusions(table), *_operation_conclusions(operations)),
         settings={
             "every_word_to": QUICK_EVERY_WORD_TO if quick else EVERY_WORD_TO,
@@ -360,16 +360,6 @@ def _operation_conclusions(operations: pd.DataFrame) -> Iterator[str]:
             yield f"{operation}: as compiled exact with {compiled}, in principle with {enough}."
         else:
             yield f"{operation}: {'needs neither' if enough == NEITHER else f'exact with {enough}'}."
-
-
-def operations_map(operations: pd.DataFrame, means: Sequence[str]) -> Figure:
-    """Share of right answers, operations against means; empty where a count has no place."""
-    figure, (ax,) = panels(1, 10.5, 0.36 * len(operations) + 1.2)
-    table = operations.set_index("operation")[list(means)]
-    heat_map(ax, table, lambda v: "exact" if v == 1 else f"{min(v, 0.999):.1%}", 0.8, 8, vmin=0.5, vmax=1)
-    ax.set_title("Answers right on random words of 200 letters")
-    ax.tick_params(labelsize=8)
-    return figure
 
 
 def length_curves(lengths: pd.DataFrame) -> Figure:

@@ -240,11 +240,18 @@ def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
     return attention._project(x * norm.w + norm.b, attention.W_K, attention.b_K)
 
 
+def with_means(values: pd.DataFrame) -> pd.DataFrame:
+    """KEYS, `seed` and `value`, and with them the means over layers."""
+    layered = values[values["layer"] != ALL_LAYERS]
+    means = cast(
+        "pd.DataFrame", layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
+    )
+    return pd.concat([values, cast("pd.DataFrame", means).assign(layer=ALL_LAYERS)], ignore_index=True)
+
+
 def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     """Tables and sentences from KEYS, `seed`, `value`."""
-    layered = values[values["layer"] != ALL_LAYERS]
-    means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
-    values = pd.concat([values, cast("pd.DataFrame", means).assign(layer=ALL_LAYERS)], ignore_index=True)
+    values = with_means(values)
     shares = values["measure"].isin((FRACTION, FROZEN))
     summary = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
     compared = contrasts(values)

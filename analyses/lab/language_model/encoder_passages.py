@@ -21,7 +21,6 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.experiments import Request
@@ -35,7 +34,6 @@ from ln_probe.analyses.lab.results import (
     doubt,
     interval_text,
     minus_reference,
-    panels,
     select,
     summarize_kinds,
 )
@@ -245,7 +243,7 @@ def run(request: Request, size: Size | None = None, tuning: Tuning | None = None
 
 
 def findings(values: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables, a figure and sentences from KEYS, `seed`, `value`."""
+    """Tables and sentences from KEYS, `seed`, `value`."""
     share = values["measure"] == ACCURACY
     summary = summarize_kinds([(values[share], "share"), (values[~share], "mean")], KEYS)
     last = select(values, step=settings["training"]["steps"], measure=ACCURACY)
@@ -253,7 +251,6 @@ def findings(values: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
     return Results(
         summary=summary,
         tables={"values": values, "effects": differences},
-        figures={"accuracy": _draw(last)},
         conclusions=tuple(_sentences(summary, differences, settings)),
         settings={**settings, "seeds": sorted({int(s) for s in values["seed"]})},
     )
@@ -280,17 +277,3 @@ def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mappi
             f"{row['shape']}: leaving out {LEFT_OUT[row['norm']]} changes the accuracy by "
             f"{interval_text(row, '+.1f', 100)} points (seeds: {row['seeds']}){doubt(row)}."
         )
-
-
-def _draw(last: pd.DataFrame) -> Figure:
-    """Accuracy of every seed, a panel per shape: lines join what is paired."""
-    shapes = list(dict.fromkeys(last["shape"]))
-    figure, axes = panels(max(1, len(shapes)), 8 / max(1, len(shapes)), 3.2)
-    for ax, shape in zip(axes, shapes, strict=False):
-        wide = select(last, shape=shape).pivot(index="seed", columns="norm", values="value")
-        for seed, line in wide.iterrows():
-            ax.plot(list(wide.columns), line, "o-", label=f"seed {seed}")
-        ax.set(title=shape, ylabel="held-out accuracy")
-        ax.tick_params(labelsize=7)
-    axes[-1].legend(fontsize=7)
-    return figure

@@ -26,20 +26,19 @@ finished, their number is reported and no seed is chosen by its outcome.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.bundled_seeds import ALL_LAYERS, text, unselectable
+from ln_probe.analyses.lab.language_model.bundled_seeds import ALL_LAYERS, draw, text, unselectable, with_means
 from ln_probe.analyses.lab.language_model.published_language_model import FRACTION, LOSS
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.primary import effect_rows, main_effects
-from ln_probe.analyses.lab.results import Results, panels, select, summarize_kinds
+from ln_probe.analyses.lab.results import Results, select, summarize_kinds
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
@@ -125,9 +124,7 @@ def _measured(run: Run, task: TextTask) -> pd.DataFrame:
 
 def findings(values: pd.DataFrame, settings: dict[str, Any]) -> Results:
     """Tables and sentences from KEYS, `seed`, `value`."""
-    layered = values[values["layer"] != ALL_LAYERS]
-    means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
-    everything = pd.concat([values, means.assign(layer=ALL_LAYERS)], ignore_index=True)
+    everything = with_means(values)
     losses = everything["measure"] == LOSS
     effects = registered_effects(everything)
     return Results(
@@ -173,19 +170,3 @@ def sentences(effects: pd.DataFrame) -> Iterator[str]:
             f"{row['outcome']}: main effect of {row['contrast']} before attention {size}; Holm p {row['p_holm']:.2g}; "
             f"{row['agreeing']} of {row['seeds']} seeds); {verdict}."
         )
-
-
-def draw(values: pd.DataFrame) -> Figure:
-    """Both outcomes of every seed, a row per norm."""
-    figure, axes = panels(len(OUTCOMES), 3.6, 2.4, shared=True)
-    for (measure, (title, unit, factor, _)), ax in zip(OUTCOMES.items(), axes, strict=True):
-        shown = select(values, measure=measure, layer=ALL_LAYERS)
-        for _, part in shown.groupby("seed"):
-            places = [NORM_KINDS.index(str(norm)) for norm in part["norm"]]
-            order = sorted(range(len(places)), key=places.__getitem__)
-            seen: Sequence[float] = [factor * float(part["value"].iloc[i]) for i in order]
-            ax.plot(seen, [places[i] for i in order], "o-", markersize=4, linewidth=0.6, alpha=0.7)
-        ax.set(xlabel=f"{title.lower()}, {unit if measure == LOSS else '%'}")
-        ax.set_yticks(range(len(NORM_KINDS)), labels=NORM_KINDS)
-    axes[0].invert_yaxis()
-    return figure

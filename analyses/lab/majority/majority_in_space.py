@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, majority_model, majority_runs, published_training
@@ -130,7 +129,7 @@ def run(request: Request) -> Results:
 
 
 def findings(coordinates: pd.DataFrame, scores: pd.DataFrame, about: Mapping[str, Any]) -> Results:
-    """Tables, a figure and sentences.
+    """Tables and sentences.
 
     Args:
         coordinates: COORDINATES of every run.
@@ -145,7 +144,6 @@ def findings(coordinates: pd.DataFrame, scores: pd.DataFrame, about: Mapping[str
     return Results(
         summary=summary,
         tables={"coordinates": coordinates, "scores": scores, "contrasts": contrasts},
-        figures={"keys_and_queries": _draw(coordinates)},
         conclusions=tuple(_sentences(summary, contrasts)),
         settings={**about, "seeds": sorted({int(s) for s in coordinates["seed"]})},
     )
@@ -182,25 +180,3 @@ def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
         if (row := compared.get((norm, radius))) is not None:
             text += f"; against LayerNorm {interval_text(row, '+.0f')}°{doubt(row)}"
         yield f"{text}."
-
-
-def _draw(coordinates: pd.DataFrame) -> Figure:
-    """Keys and queries of the first seed after training, a panel per stage of the model with LayerNorm."""
-    seed, step = coordinates["seed"].min(), coordinates["step"].max()
-    one = select(coordinates, norm=WHOLE[0], radius=WHOLE[1], seed=seed, step=step)
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    for number, stage in enumerate(STAGES, start=1):
-        ax: Any = figure.add_subplot(1, len(STAGES), number, projection="3d")
-        keys, queries = (select(one, stage=stage, role=role)[["x", "y", "z"]].to_numpy(float) for role in ROLES)
-        reach = float(np.abs(keys).max()) if len(keys) else 1.0
-        lengths = np.linalg.norm(queries, axis=-1, keepdims=True)
-        ends = queries / np.maximum(lengths, np.finfo(float).tiny) * reach  # directions: their lengths differ by stage
-        ax.scatter(*keys.T, color="C0", label="keys")
-        for end in ends:
-            ax.plot(*zip((0, 0, 0), end, strict=True), color="C1", lw=1)
-        ones = np.array([[-1.0] * D, [1.0] * D]).T * reach / math.sqrt(D)
-        ax.plot(*ones, color="0.5", ls=":", label="all-ones direction")
-        ax.set(title=stage, xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
-        ax.tick_params(labelsize=6)
-    figure.axes[0].legend(fontsize=7)
-    return figure
