@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from crasp_reference import ALPHABET, BOOLEANS, COUNTS, by_definition, multiplied, nesting, render, words_up_to
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.crasp import depth_task
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
-from ln_probe.analyses.lab.crasp.depth_task import answers, compare_table, gate_program, gate_transformer
+from ln_probe.analyses.lab.crasp.depth_task import gate_program
 
 
 @settings(max_examples=80, deadline=None)
@@ -192,30 +189,6 @@ def test_no_blocks() -> None:
             make(0)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_hand_built_compare_on_every_short_word(depth: int) -> None:
-    program, model = parse(gate_program(depth)), gate_transformer(depth)
-    assert program.depth == depth
-    for length in (1, 4, 8):
-        words = list(itertools.product(ALPHABET, repeat=length))
-        said, gap = answers(model, torch.tensor([[1 if x == "a" else 2 for x in word] for word in words]))
-        truth = np.stack([program.run(word) for word in words])
-        assert np.array_equal(said.numpy(), truth)
-        torch.testing.assert_close(gap, torch.full_like(gap, float(gap[0, 0])))  # a truth value, whatever the counts
-
-
-def test_compare_needs_scaling_and_not_projection() -> None:
-    table = compare_table(depths=(1, 2), words=50, letters=100).set_index(["depth", "norm", "eps"])
-    for depth in (1, 2):
-        for norm in ("layernorm", "scaling_only"):
-            assert table.loc[(depth, norm, 0.0), "words_right"] == 1.0
-    # One comparison keeps its sign without scaling, but not its size: one count in 101 positions.
-    assert table.loc[(1, "projection_only", 0.0), "smallest_gap"] < 2.1 / 101
-    assert table.loc[(1, "layernorm", 0.0), "smallest_gap"] > 3
-    for norm in ("projection_only", "none"):
-        assert table.loc[(2, norm, 0.0), "accuracy"] < 0.95
-
-
 def test_no_levels() -> None:
     with pytest.raises(ValueError, match="depth must be at least 1 level, got 0"):
-        gate_transformer(0)
+        gate_program(0)

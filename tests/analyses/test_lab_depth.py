@@ -182,9 +182,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(results.summary) == 2 * len(depth.BINS)
     assert set(results.summary["predicted_depth"]) == {1, 2}
     assert (results.summary["seeds"] == 2).all()
-    assert {"boundary.png", "lengths.png", "hits.csv", "hand_built.csv", "results.json"} <= {
-        p.name for p in out.iterdir()
-    }
+    assert {"boundary.png", "lengths.png", "hits.csv", "results.json"} <= {p.name for p in out.iterdir()}
     pd.testing.assert_frame_equal(ran("depth", out, collect=True).summary, results.summary)
     mark = next(out.glob("runs/*L3*seed1")) / "diverged.json"
     mark.write_text('{"step": 1, "message": "the loss is nan"}')

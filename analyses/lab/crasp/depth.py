@@ -34,7 +34,6 @@ from ln_probe.analyses.lab.crasp.depth_task import (
     TRAIN_LENGTHS,
     BlockTask,
     Cell,
-    compare_table,
     measure,
     predicted_depth,
 )
@@ -91,7 +90,7 @@ def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | No
         failed: KEYS and `seed` of runs that diverged: they count as misses.
     """
     values = table.drop(columns="step", errors="ignore")
-    hits, swept, hand_built = hit_rates(table, failed), sweep(table), compare_table()
+    hits, swept = hit_rates(table, failed), sweep(table)
     terms, fresh = term_effects(values), fresh_terms(values)
     summary = summarized(values, published_table())
     return Results(
@@ -103,7 +102,6 @@ def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | No
             "terms": terms,
             "terms_fresh": fresh,
             "effects": effects(values, [*KEYS, "measure"], ["norm"]),
-            "hand_built": hand_built,
         },
         figures=_figures(summary),
         conclusions=(
@@ -111,7 +109,6 @@ def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | No
             *_separations(swept),
             *_term_sentences(terms),
             *(f"Seeds {CHOSEN_SEEDS} and up alone: {said}" for said in _term_sentences(fresh)),
-            *_compare_conclusions(hand_built),
         ),
         settings={
             "train_lengths": TRAIN_LENGTHS,
@@ -315,15 +312,6 @@ def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{start} {verb} {interval_text(row, '+.1f', 100)} points "
             f"({row['seeds']} seeds, {row['units']} pairs of runs, p {row['p']:.2g}, Holm {row['p_holm']:.2g})."
-        )
-
-
-def _compare_conclusions(hand_built: pd.DataFrame) -> Iterator[str]:
-    """What the hand-built transformers of COMPARE show, of depth 2 (the smallest whose answers need a truth value)."""
-    for row in hand_built[hand_built["depth"] == 2].itertuples():
-        yield (
-            f"Hand-built COMPARE of depth 2 with {row.norm} (eps {row.eps:g}): {row.accuracy:.2%} of answers right, "
-            f"{row.words_right:.0%} of words of 300 letters entirely."
         )
 
 
