@@ -30,12 +30,11 @@ from typing import cast
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from ln_probe.analyses.lab.counting.counting_tasks import PREFIX_VOCABULARY
-from ln_probe.analyses.lab.counting.recurrent import QRNNLayer, RecurrentConfig, pooled
+from ln_probe.analyses.lab.counting.recurrent import QRNNLayer, RecurrentConfig
 from ln_probe.analyses.lab.counting.saturated_states import (
     LETTERS,
     POOLED,
@@ -229,11 +228,11 @@ def largest_error(pooling: str, seed: int, networks: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     for number in range(networks):
         torch.manual_seed(1000 * seed + number)
-        layer = PooledLayer(pooling)
+        letters, layer = drawn_layer(pooling)
         words = torch.randint(PREFIX_VOCABULARY, (WORDS, LENGTH), generator=generator)
         with torch.no_grad():
-            states = layer(words).numpy()
-            gates = [gate.numpy() for gate in layer.by_context()]
+            states = layer(letters[words]).numpy()
+            gates = [gate.numpy() for gate in by_context(letters, layer)]
         for unit in range(states.shape[-1]):
             automaton = of_pooling(*(gate[..., unit] for gate in gates))
             for word, given in zip(words.numpy(), states[..., unit], strict=True):
@@ -241,48 +240,25 @@ def largest_error(pooling: str, seed: int, networks: int) -> float:
     return worst
 
 
-class PooledLayer(nn.Module):
-    """The embedding and first layer of the laboratory's QRNN in float64, with one of three poolings.
-
-    With fo it is that layer itself; f leaves its output gate out, ifo has a separate input gate in place of 1 - f.
+def drawn_layer(pooling: str) -> tuple[Tensor, QRNNLayer]:
+    """A QRNN's embedding [letter width] and first layer, in float64, with SPREAD times the weights that it starts with.
 
     Raises:
         ValueError: an unknown pooling.
     """
+    if pooling not in POOLINGS:
+        raise ValueError(f"unknown pooling {pooling!r}: known are {', '.join(POOLINGS)}")
+    model = RecurrentConfig("qrnn" if pooling == "fo" else f"qrnn {pooling}", PREFIX_VOCABULARY, 2).build().double()
+    layer = cast("QRNNLayer", model.layers[0])
+    with torch.no_grad():
+        layer.gates.weight *= SPREAD
+    return model.embed.weight, layer
 
-    def __init__(self, pooling: str) -> None:
-        super().__init__()
-        if pooling not in POOLINGS:
-            raise ValueError(f"unknown pooling {pooling!r}: known are {', '.join(POOLINGS)}")
-        model = RecurrentConfig("qrnn", PREFIX_VOCABULARY, 2).build().double()
-        self.pooling, self.embed, self.layer = pooling, model.embed, cast("QRNNLayer", model.layers[0])
-        self.put = nn.Linear(self.layer.gates.in_features, model.cfg.hidden).double()
-        with torch.no_grad():
-            for linear in (self.layer.gates, self.put):
-                linear.weight *= SPREAD
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """out_t c_t of every word, [word pos hidden]."""
-        x = self.embed(tokens)
-        if self.pooling == "fo":
-            found: Tensor = self.layer(x)
-            return found
-        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
-        keep, added, out = self._gates(torch.cat([x, before], dim=-1))
-        return out * pooled(keep, added)
-
-    def by_context(self) -> tuple[Tensor, Tensor, Tensor]:
-        """keep, added and out at each letter by the letter before (last row: none), [before letter hidden]."""
-        letters = self.embed.weight
-        befores = torch.cat([letters, torch.zeros_like(letters[:1])])
-        pairs = [[torch.cat([letter, before]) for letter in letters] for before in befores]
-        return self._gates(torch.stack([torch.stack(row) for row in pairs]))
-
-    def _gates(self, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        z, f, o = self.layer.gates(window).chunk(3, dim=-1)
-        f = torch.sigmoid(f)
-        i = torch.sigmoid(self.put(window)) if self.pooling == "ifo" else 1 - f
-        return f, i * torch.tanh(z), torch.ones_like(o) if self.pooling == "f" else torch.sigmoid(o)
+def by_context(letters: Tensor, layer: QRNNLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """keep, added and out at each letter by the letter before (last row: none), [before letter hidden]."""
+    befores = torch.cat([letters, torch.zeros_like(letters[:1])])
+    return layer.terms(torch.stack([torch.cat([letters, row.expand_as(letters)], dim=-1) for row in befores]))
 
 
 def hankel_ranks(net: list[SaturatedLayer], blocks: tuple[int, ...]) -> dict[int, int]:

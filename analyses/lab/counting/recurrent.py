@@ -388,11 +388,15 @@ class QRNNLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         shifted = [F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] for back in range(self.window)]
-        z, f, *others = self.gates(torch.cat(shifted, dim=-1)).chunk(len(self.pooling) + 1, dim=-1)
+        keep, added, out = self.terms(torch.cat(shifted, dim=-1))
+        return out * pooled(keep, added)
+
+    def terms(self, window: Float[Tensor, "*place inputs"]) -> tuple[Tensor, Tensor, Tensor]:
+        """f, i z and o of the inputs of a window, one after the other, the last first."""
+        z, f, *others = self.gates(window).chunk(len(self.pooling) + 1, dim=-1)
         f = torch.sigmoid(f)
         put = torch.sigmoid(others[1]) if self.pooling == "ifo" else 1 - f
-        states = pooled(f, put * torch.tanh(z))
-        return torch.sigmoid(others[0]) * states if others else states
+        return f, put * torch.tanh(z), torch.sigmoid(others[0]) if others else torch.ones_like(f)
 
 
 _FUSED: dict[str, Callable[..., nn.RNNBase]] = {
