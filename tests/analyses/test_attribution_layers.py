@@ -1,18 +1,23 @@
-"""What a part does through later layers, sigmas and patterns held: against reruns without it."""
+"""What a part does through later layers, against reruns without it; and where attribution went wrong once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_models import lab
 from torch import Tensor
 
+import ln_probe
+from ln_probe import attribute_scores
 from ln_probe.analyses.attribution import attribute_logits, attribute_through_layers
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks import linearized
+from ln_probe.hooks.components import find_wiring
+from ln_probe.hooks.sites import find_sites
 
 TOKENS = torch.arange(1, 11)
 
@@ -69,3 +74,93 @@ def test_direct_mediated_and_what_is_left_over(make_bridge: Callable[..., Any]) 
 def test_a_pattern_that_cannot_be_held_is_named(make_bridge: Callable[..., Any]) -> None:
     with pytest.raises(AttributionError, match=r"the attention pattern of layer [01] cannot be held: this world shows"):
         attribute_through_layers(make_bridge("opt"), TOKENS)
+
+
+LONGER = torch.arange(1, 21)
+
+
+def wiring_of(model: Any) -> dict[str, dict[str, float]]:
+    reads = find_wiring(model, find_sites(model)).reads
+    return {at: {str(source): factor for source, factor in made.items()} for at, made in reads.items()}
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [("neox", torch.bfloat16), ("gemma2", torch.bfloat16)])
+def test_rounding_of_16_bits_bends_no_factor(arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
+    """The same sources with the same factors as in float32, up to the rounding of a scaled embedding."""
+    exact, rounded = wiring_of(make_bridge(arch)), wiring_of(make_bridge(arch, dtype))
+    assert exact.keys() == rounded.keys()
+    for at, made in exact.items():
+        assert made.keys() == rounded[at].keys(), at
+        assert rounded[at] == pytest.approx(made, rel=5e-3), at
+
+
+def test_a_part_of_the_last_layer_goes_through_no_other(make_hooked: Callable[..., Any]) -> None:
+    """Its whole effect is the direct one, soft cap or not."""
+    for options in ({}, {"output_logits_soft_cap": 2.0}):
+        model = make_hooked(attn_only=True, dtype=torch.float64, **options)
+        found = attribute_through_layers(model, LONGER)
+        last = found.table[found.table["layer"] == found.table["layer"].max()]
+        assert len(last)
+        assert last["mediated"].abs().max() < 1e-8
+        assert attribute_logits(model, LONGER, -1).soft_cap == options.get("output_logits_soft_cap", 0.0)
+
+
+def test_keys_whose_attention_underflows_are_seen_all_the_same(make_bridge: Callable[..., Any]) -> None:
+    """Scores so far apart that float32 attention is exactly 0: the mean is over what the mask lets through."""
+    model, wide = make_bridge("gpt2"), make_bridge("gpt2", torch.float64)
+    with torch.no_grad():
+        for one in (model, wide):
+            for name, parameter in one.named_parameters():
+                if "attn" in name and name.endswith("weight"):
+                    parameter.mul_(12)
+    asked: dict[str, Any] = {"layer": 0, "head": 2, "query": 19, "key": 3, "against": "mean"}
+    pattern = model.run_with_cache(LONGER[None])[1]["blocks.0.attn.hook_pattern"][0, 2, 19]
+    assert (pattern == 0).any()
+    found, expected = (attribute_scores(m, LONGER, **asked).check() for m in (model, wide))
+    assert found.total == pytest.approx(expected.total, rel=1e-4)
+
+
+@pytest.mark.parametrize("outputs", [40, 60])
+def test_outputs_that_are_not_the_inputs(outputs: int, make_hooked: Callable[..., Any]) -> None:
+    model = make_hooked(d_vocab_out=outputs)
+    first = int(model(LONGER[None])[0, -1].argmax())
+    assert attribute_logits(model, LONGER, -1, against="mean").check().label.startswith(f"logit of {first} ")
+    with pytest.raises(AttributionError, match=f"token id {outputs} is outside the vocabulary of {outputs}"):
+        attribute_logits(model, LONGER, -1, target=outputs)
+    if outputs > 50:
+        assert attribute_logits(model, LONGER, -1, target=outputs - 1).check()
+
+
+def test_tokens_of_any_kind_of_whole_number(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
+    plain = attribute_logits(model, LONGER, 3, target=7).total
+    for position, target in ((np.int64(3), np.int64(7)), (torch.tensor(3), torch.tensor(7)), (3, np.array([7]))):
+        assert attribute_logits(model, LONGER, position, target=target).total == plain
+    for wrong in (2.7, True, [None]):
+        with pytest.raises(AttributionError, match="a token id must be a whole number"):
+            attribute_logits(model, LONGER, -1, target=wrong)
+
+
+def test_an_input_for_every_head(make_hooked: Callable[..., Any]) -> None:
+    """`set_use_split_qkv_input`: a norm sees each token once for every head, all the same."""
+    model = make_hooked(dtype=torch.float64)
+    expected = attribute_logits(model, LONGER, -1).check().total
+    score = attribute_scores(model, LONGER, 1, 2, 9, 3).check().total
+    report = ln_probe.analyze(model, LONGER[None], probes=("decomposition", "uniformity", "sinks"), progress=False)
+    model.set_use_split_qkv_input(True)
+    assert attribute_logits(model, LONGER, -1).check().total == pytest.approx(expected, rel=1e-9)
+    assert attribute_scores(model, LONGER, 1, 2, 9, 3).check().total == pytest.approx(score, rel=1e-9)
+    split = ln_probe.analyze(model, LONGER[None], probes=("decomposition", "uniformity", "sinks"), progress=False)
+    np.testing.assert_allclose(split.heads["entropy_ratio"], report.heads["entropy_ratio"], rtol=1e-9)
+    np.testing.assert_allclose(split.layernorms["sigma_mean"], report.layernorms["sigma_mean"], rtol=1e-9)
+
+
+def test_large_weights_edited_through_data_between_calls(make_hooked: Callable[..., Any]) -> None:
+    """PyTorch does not count such edits, so what is known of the model is kept; sums are of the weights as they are."""
+    model = make_hooked(d_vocab=4000, dtype=torch.float64)
+    before = attribute_logits(model, LONGER, -1, target=3).check()
+    model.W_E.data.mul_(3)
+    model.W_U.data.mul_(2)
+    found = attribute_logits(model, LONGER, -1, target=3).check()
+    assert found.total == pytest.approx(float(model(LONGER[None])[0, -1, 3].detach()), abs=1e-10 * found.scale)
+    assert abs(found.total - before.total) > 1e-3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ from attribution_checks import TOKENS
 from small_models import lab
 from transformer_lens import ActivationCache
 
-import ln_probe
 from ln_probe.analyses.attribution.logits import attribute_logits
 from ln_probe.analyses.attribution.shared import AttributionError
-from ln_probe.hooks import find_sites
 from ln_probe.hooks.components import SplitError
 
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
@@ -80,33 +77,22 @@ def test_caches(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]
 
 def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
+    every: dict[str, Any] = {"tokens": TOKENS, "positions": None}
     for options, said in (
         ({"tokens": TOKENS, "target": 50}, "token id 50 is outside the vocabulary of 50 (0 … 49)"),
         ({"tokens": TOKENS, "target": [3, 3]}, "token id 3 is given twice"),
         ({"tokens": TOKENS, "target": []}, "an empty set of tokens has no logit"),
         ({"tokens": TOKENS, "target": " Paris"}, "no tokenizer, so ' Paris' cannot be looked up: give token ids"),
-        ({"tokens": TOKENS, "positions": 10}, "position 10 is out of range: the prompt has 10 tokens (0 … 9)"),
         ({"tokens": TOKENS, "positions": 1.0}, "position must be a whole number, got 1.0"),
         ({"tokens": TOKENS.view(1, 2, 5)}, "attribution is of one prompt, [pos] or [1 pos] token ids: got [1, 2, 5]"),
         ({"tokens": [[1, 2], [3, 77]], "positions": None}, "prompt 1: token id 77 is outside the vocabulary of 50"),
         ({"tokens": TOKENS, "positions": [0, 10]}, "position 10 is out of range: the prompt has 10 tokens (0 … 9)"),
         ({"tokens": TOKENS, "positions": []}, "an empty list of positions: give at least one, or None for all"),
-        ({"tokens": TOKENS, "positions": None, "target": [1, 2]}, "target must have an id for each position, [1, 10]"),
-        (
-            {"tokens": TOKENS, "positions": None, "target": torch.full((1, 10), 77)},
-            "token id 77 is outside the vocabulary",
-        ),
-        (
-            {"tokens": TOKENS, "positions": None, "target": torch.full((1, 10), -100)},
-            "token id -100 is outside the voc",
-        ),
-        (
-            {"tokens": TOKENS, "positions": None, "target": torch.full((1, 10), 3.5)},
-            "target must hold token ids, whole",
-        ),
-        ({"tokens": TOKENS, "positions": None, "against": 50}, "token id 50 is outside the vocabulary of 50 (0 … 49)"),
+        ({**every, "target": [1, 2]}, "target must have an id for each position, [1, 10]"),
+        ({**every, "target": torch.full((1, 10), -100)}, "token id -100 is outside the vocabulary"),
+        ({**every, "target": torch.full((1, 10), 3.5)}, "target must hold token ids, whole"),
+        ({**every, "against": 50}, "token id 50 is outside the vocabulary of 50 (0 … 49)"),
         ({"tokens": TOKENS, "components": "parts"}, "components must be one of heads, layers, neurons, got 'parts'"),
-        ({"tokens": torch.tensor([1, 77])}, "token id 77 is outside the vocabulary of 50 (0 … 49)"),
         ({"tokens": torch.tensor([0.5])}, "token ids are whole numbers, got float32"),
         ({"tokens": torch.ones(40).long()}, "40 tokens are more than the context of 32"),
         ({"tokens": "a text"}, "this model has no tokenizer"),
@@ -128,10 +114,9 @@ def test_another_map_after_the_final_norm_is_noticed(make_bridge: Callable[..., 
         found.check()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.032), (torch.float16, 0.004)])
-def test_half_precision_says_its_bound(dtype: torch.dtype, bound: float, make_bridge: Callable[..., Any]) -> None:
-    found = attribute_logits(make_bridge("llama", dtype), TOKENS, -1).check()
-    assert bound / 2 < found.bound < bound
+def test_half_precision_says_its_bound(make_bridge: Callable[..., Any]) -> None:
+    found = attribute_logits(make_bridge("llama", torch.bfloat16), TOKENS, -1).check()
+    assert 0.016 < found.bound < 0.032
     assert found.error < found.bound
 
 
@@ -145,40 +130,3 @@ def test_the_picture_is_safe_and_complete(make_bridge: Callable[..., Any]) -> No
     assert "others" in made  # 18 parts, 12 bars and the rest
     assert f"{found.total:.4f}" in made
     assert list(found.top(3)["contribution"].abs()) == sorted(table["contribution"].abs(), reverse=True)[:3]
-
-
-def test_beside_the_functions_of_transformerlens_on_a_raw_model(capp: Path) -> None:
-    """On CAPP-GPT it leaves gain and bias out without a word; parts sum to logit − b_U here."""
-    pytest.importorskip("transformer_lens.tools.analysis.direct_logit_attribution")
-    from transformer_lens.tools.analysis.direct_logit_attribution import direct_logit_attribution
-
-    model = ln_probe.load_model(capp)
-    for seed in range(4):
-        ids = torch.randint(0, 53, (32,), generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            logits = model(ids[None])[0, -1]
-        best = int(logits.argmax())
-        ours = attribute_logits(model, ids, -1).check()
-        without_b_U = ours.total - float(model.b_U[best])
-        assert without_b_U == pytest.approx(float(logits[best] - model.b_U[best]), rel=1e-5)
-        if type(model).__name__ == "HookedTransformer":
-            theirs = direct_logit_attribution(model, ids[None], answer_tokens=best, unit="component").attribution.sum()
-            final = find_sites(model)[-1]
-            bare = ours.table[ours.table["kind"] != "unembedding bias"]["contribution"].sum()
-            assert float(theirs) < 0.9 * bare
-            x = attribute_gainless(model, ids, best)
-            assert float(theirs) == pytest.approx(x, rel=1e-4)  # W_U·P x / sigma: the norm without gain and bias
-            assert final.gain is not None
-
-
-def attribute_gainless(model: Any, ids: torch.Tensor, token: int) -> float:
-    _, cache = model.run_with_cache(ids[None])
-    return float(cache["ln_final.hook_normalized"][0, -1] @ model.W_U[:, token])
-
-
-@pytest.mark.slow
-def test_smollm2(smollm2: Path) -> None:
-    model = ln_probe.load_model(smollm2)
-    found = attribute_logits(model, "The capital of France is", -1, target=" Paris", against=" London").check()
-    assert found.total > 0
-    assert len(found.table) == 1 + 30 * (9 + 1) + 1

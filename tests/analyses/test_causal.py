@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from small_models import lab
 import ln_probe
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import causal as causal_table
-from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.analyses.probes.edited_runs import SINGLE_NORM_PROMPTS, EditedRuns
 from ln_probe.hooks import without
 from ln_probe.hooks.interventions import GROUPS
@@ -62,12 +60,6 @@ def forward_passes(model: Any, effects: EditedRuns) -> list[int]:
     effects.measure(0, PROMPTS[0])
     handle.remove()
     return rows
-
-
-FEW = (
-    "causal: 3 prompts predict something; confidence intervals need 32 groups, so there are none, and loss changes are "
-    "of these prompts alone"
-)
 
 
 def test_groups_are_run_with_one_constant_and_with_loss_optimal_ones_too(make_bridge: Callable[..., Any]) -> None:
@@ -121,39 +113,7 @@ def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..
     pd.testing.assert_frame_equal(one[NUMBERS], two[NUMBERS])
 
 
-def test_too_few_prompts_give_no_interval(make_bridge: Callable[..., Any]) -> None:
-    model = make_bridge("gpt2")
-    effects, table, notes = measured(model)
-    assert table[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
-    frames = [effects.measure(i, row) for i, row in enumerate(PROMPTS)]
-    pd.testing.assert_frame_equal(tabulated(frames[::-1]), table)  # prompts in any order
-    assert notes == [FEW]
-
-
-@pytest.mark.slow
-def test_the_table_comes_from_what_is_kept_of_each_prompt(make_bridge: Callable[..., Any]) -> None:
-    """Of 33 prompts of several lengths: means, intervals and signs, from `causal_prompts` alone."""
-    model = make_bridge("gpt2")
-    sites = [s for s in find_sites(model) if s.name in ("blocks.0.ln1", "ln_final")]
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, 50, (4 + i % 5,), generator=generator) for i in range(33)]
-    effects = EditedRuns(model, sites, mean_sigmas(model, sites, prompts))
-    frames = [effects.measure(i, row) for i, row in enumerate(prompts)]
-    table = tabulated(frames).set_index(["sites", "variant"])
-    kept = causal_table.by_prompt(frames, separate(33))
-    CAUSAL_PROMPTS.check(kept)
-    for (where, variant), rows in kept.groupby(["sites", "variant"]):
-        row = table.loc[(where, variant)]
-        change, tokens = (rows["delta_loss"] * rows["predicted"]).to_numpy(), rows["predicted"].to_numpy(float)
-        assert row["delta_loss"] == pytest.approx(change.sum() / tokens.sum())
-        assert row["prompts_worse"] == (change > 0).sum()
-        assert row["prompts"] == len(rows) == (33 if where in GROUPS else SINGLE_NORM_PROMPTS)
-        ends = statistics.interval(change, tokens)
-        np.testing.assert_allclose([row["delta_loss_low"], row["delta_loss_high"]], ends, rtol=1e-6)
-        assert math.isnan(ends[0]) == (where not in GROUPS)
-
-
-@pytest.mark.parametrize("prompts", [[PROMPTS[0]], [PROMPTS[0], torch.tensor([4])], [torch.tensor([4])]], ids=len)
+@pytest.mark.parametrize("prompts", [[PROMPTS[0], torch.tensor([4])], [torch.tensor([4])]], ids=len)
 def test_one_prompt_gives_no_interval_and_one_token_no_loss(
     prompts: list[torch.Tensor], make_bridge: Callable[..., Any]
 ) -> None:
@@ -164,8 +124,10 @@ def test_one_prompt_gives_no_interval_and_one_token_no_loss(
         assert table[["loss", "delta_loss", "entropy_change"]].isna().all(axis=None)
     else:
         assert table["delta_loss"].notna().all()
-        said = "causal: 1 prompt predicts something; confidence intervals need 32 groups, so there are none"
-        assert said in notes[0]
+        assert notes == [
+            "causal: 1 prompt predicts something; confidence intervals need 32 groups, so there are none, and loss "
+            "changes are of these prompts alone"
+        ]
 
 
 def test_a_bidirectional_model_has_no_next_token_loss() -> None:
@@ -221,16 +183,6 @@ def test_an_edit_that_overflows_is_said_to(make_bridge: Callable[..., Any]) -> N
     assert rows.loc[("all", "no_scaling"), numbers].isna().all()
     assert rows.loc[("all", "no_projection"), NUMBERS].notna().all()
     assert any("logits are not finite, so there are no numbers: " in n and "all no_scaling" in n for n in noted(frames))
-
-
-def test_the_model_is_left_as_it_was(make_bridge: Callable[..., Any]) -> None:
-    model = make_bridge("gpt2")
-    with torch.no_grad():
-        intact = model(PROMPTS[0][None])
-        before = {n: (len(m._forward_hooks), "forward" in m.__dict__) for n, m in model.named_modules()}
-        measured(model)
-        assert torch.equal(model(PROMPTS[0][None]), intact)
-        assert {n: (len(m._forward_hooks), "forward" in m.__dict__) for n, m in model.named_modules()} == before
 
 
 def test_in_a_report(make_bridge: Callable[..., Any], tmp_path: Path) -> None:

@@ -43,13 +43,9 @@ def rows_of(model: Any) -> pd.DataFrame:
     )
 
 
-HALF = [torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("arch", [
-    "gpt2", "neox", "opt", "neo", "llama", "gemma", "qwen3", "gemma2", "olmo2", "bloom", "bert",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [("gpt2", torch.float16), ("gemma", torch.bfloat16), ("olmo2", torch.bfloat16)]
+)
 def test_half_precision_is_bounded_by_its_rounding(
     arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]
 ) -> None:
@@ -62,19 +58,10 @@ def test_half_precision_is_bounded_by_its_rounding(
     assert rows["reconstruction_bound"].max() < 8 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", ["LN", "LNPre", "RMS", "RMSPre"])
-def test_half_precision_in_hooked_transformer(kind: str, dtype: torch.dtype, make_hooked: Callable[..., Any]) -> None:
-    rows = rows_of(make_hooked(normalization_type=kind, dtype=dtype))
+def test_half_precision_in_hooked_transformer(kind: str, make_hooked: Callable[..., Any]) -> None:
+    rows = rows_of(make_hooked(normalization_type=kind, dtype=torch.bfloat16))
     assert (rows["reconstruction_error"] < rows["reconstruction_bound"]).all()
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_statistics_in_half_precision_are_those_of_float32(dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
-    half, full = (rows_of(make_bridge("gpt2", t)).select_dtypes("number") for t in (dtype, torch.float32))
-    for column in ("norm_before_mean", "norm_after_mean", "scale_mean", "sigma_mean", "gain_mean", "bias_norm"):
-        # activations drift by a few roundings through two layers
-        np.testing.assert_allclose(half[column], full[column], rtol=8 * torch.finfo(dtype).eps)
 
 
 def test_a_norm_that_is_off_is_beyond_the_bound() -> None:

@@ -1,19 +1,20 @@
-"""The uniform direction of heads: what taking it out of queries does, by law, and what the script measures."""
+"""Scripts of examples/checkpoints: the uniform direction of heads, and attribution patching, norms held or not."""
 
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.uniformity import entropy_ratio
+from ln_probe.hooks import linearized
 from ln_probe.hooks.model import run
 
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
@@ -59,15 +60,6 @@ def test_what_is_left_is_orthogonal_to_ones_in_any_basis(script: Any) -> None:
             torch.testing.assert_close(length, found.along(q, found.uniform).abs())
 
 
-def test_random_directions_have_an_even_share(script: Any) -> None:
-    """A query drawn evenly in the head's key space has 1/d_head of its square along any direction, on average."""
-    torch.manual_seed(0)
-    found = script.Directions.of(torch.randn(1, 16, 4, dtype=torch.float64), torch.Generator().manual_seed(0))
-    roots = torch.linalg.cholesky(found.metric[0].inverse())
-    q = torch.einsum("ij,qj->qi", roots, torch.randn(20_000, 4, dtype=torch.float64))[:, None]
-    assert float(found.share(q).mean()) == pytest.approx(0.25, abs=0.01)
-
-
 def test_an_exactly_uniform_direction_changes_no_score(script: Any) -> None:
     """With as many dimensions as the stream a head has it, and by law nothing changes; elsewhere something does."""
     for d_head, exact in ((16, True), (4, False)):
@@ -96,17 +88,6 @@ def test_intact_figures_are_the_models_own(script: Any, bundled: bool) -> None:
             np.testing.assert_allclose(entropy[row, layer], own, atol=1e-5)
 
 
-def test_a_single_head_is_edited_alone(script: Any) -> None:
-    made = model(4)
-    of = script.directions(made)
-    whole, one = script.measure(made, of, ROWS, "removed"), script.measure(made, of, ROWS, "removed", 0, (1, 0))
-    intact = script.measure(made, of, ROWS, "intact")
-    np.testing.assert_allclose(one[1][:, 0], intact[1][:, 0], atol=1e-9)
-    np.testing.assert_allclose(one[1][:, 1, 1], intact[1][:, 1, 1], atol=1e-9)
-    assert np.abs(one[1][:, 1, 0] - intact[1][:, 1, 0]).min() > 1e-6
-    assert (whole[0] != one[0]).all()
-
-
 def test_prompts_of_other_lengths(script: Any) -> None:
     """A table's rows are those of the prompts alone, whatever goes through the model with them."""
     made = model(4)
@@ -121,19 +102,79 @@ def test_prompts_of_other_lengths(script: Any) -> None:
     assert heads["even_share"].eq(0.25).all()
 
 
-def test_verdicts(script: Any) -> None:
-    """From planted changes: 0.001 nats is equivalent to nothing, 0.1 is not; the same over seeds."""
-    generator = np.random.default_rng(0)
-    tables = []
-    for _ in range(6):
-        noise = generator.normal(0, 0.02, 40)
-        rows = {"predicted": np.full(40, 10), "loss_intact": np.full(40, 30.0), "entropy_intact": np.full(40, 5.0)}
-        for edit, change in zip(script.EDITS, (0.001, 0.1, 0.0, 0.0), strict=True):
-            rows |= {f"loss_{edit}": 30 + 10 * change + noise, f"entropy_{edit}": 5 + noise}
-        tables.append(pd.DataFrame(rows))
-    for found in (pd.DataFrame(script.contrasts(tables[0])), pd.DataFrame(script.over_seeds(tables))):
-        loss = found[found["outcome"] == "loss"].set_index("contrast")
-        assert loss.loc["removed", "equivalent"]
-        assert not loss.loc["redirected", "equivalent"]
-        assert loss.loc["redirected", "change"] == pytest.approx(0.1, abs=0.01)
-        assert (loss["family"] == "primary").sum() == 2
+STEP = 1e-4
+
+
+@pytest.fixture(scope="module")
+def patching() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "checkpoints")
+        return importlib.import_module("attribution_patching")
+
+
+@pytest.fixture(scope="module")
+def deep_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    made = LabConfig(3, 16, 2, 11, 8, norm="layernorm").build().double().eval()
+    with torch.no_grad():
+        for weights in made.parameters():
+            weights += 0.3 * torch.randn_like(weights)
+    return made
+
+
+def pair(patching: Any) -> Any:
+    return patching.Pair(torch.tensor([0, 3, 1, 4, 1, 5]), torch.tensor([0, 3, 7, 4, 1, 5]), 2, 9)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_estimates_are_derivatives(patching: Any, deep_model: Any, hold: bool) -> None:
+    """Of heads, positions and paths; with sigma held, of the model that divides by the corrupt run's sigmas."""
+    points, given = (
+        patching.Points(deep_model),
+        pair(patching),
+    )
+    clean, _ = patching.activations(deep_model, points, given.clean)
+    corrupt, logits = patching.activations(deep_model, points, given.corrupt)
+    base = float(given.metric(logits))
+    sigma = linearized.sigmas(deep_model, given.corrupt[None])
+    slopes = patching.gradients(deep_model, points, given, hold=hold)
+    nodes, expected = [], []
+    for kind, layer, index in (("z", 0, 1), ("z", 2, 0), ("resid", 1, 3), ("resid", 2, 5)):
+        mine = (slice(None), index) if kind == "z" else (index,)
+        change = clean[kind, layer][mine] - corrupt[kind, layer][mine]
+        nodes.append((kind, layer, index, corrupt[kind, layer][mine] + STEP * change))
+        expected.append(float((slopes[kind, layer][mine] * change).sum()))
+    with linearized(deep_model, sigma) if hold else nullcontext():
+        exact = patching.patched(deep_model, points, given, nodes)
+    assert [(v - base) / STEP for v in exact] == pytest.approx(expected, rel=1e-2, abs=1e-6)
+    assert min(map(abs, expected[1:])) > 1e-5
+
+    receiver = (2, 1)
+    weight = slopes["z", 2][:, 1]
+    paths = patching.path_gradients(deep_model, points, given, receiver, weight, hold=hold)
+    sources, expected = [], []
+    for layer, head in ((0, 0), (1, 1)):
+        change = clean["z", layer][:, head] - corrupt["z", layer][:, head]
+        sources.append((layer, head, corrupt["z", layer][:, head] + STEP * change))
+        expected.append(float((paths[layer][:, head] * change).sum()))
+    with linearized(deep_model, sigma) if hold else nullcontext():
+        seen = patching.received(deep_model, points, given, corrupt, receiver, sources)
+    found = [float((weight * (z - corrupt["z", 2][:, 1])).sum()) / STEP for z in seen]
+    assert found == pytest.approx(expected, rel=1e-2, abs=1e-7)
+
+
+def test_a_pair_from_end_to_end(patching: Any, deep_model: Any) -> None:
+    points, given = (
+        patching.Points(deep_model),
+        pair(patching),
+    )
+    nodes = patching.effects(deep_model, points, given)
+    assert set(nodes["kind"]) == {"heads", "positions", "paths"}
+    of = nodes[nodes["kind"] == "positions"]
+    assert of["index"].min() == 2  # what comes before the changed token is the same in both runs
+    rows = list(patching.agreement(nodes))
+    assert {r["kind"] for r in rows} == {*patching.KINDS}
+    perfect = nodes.assign(standard=nodes["exact"], linearized=-nodes["exact"])
+    for row in patching.agreement(perfect):
+        assert (row["rank_standard"], row["rank_linearized"]) == pytest.approx((1, -1))
+        assert (row["error_standard"], row["error_linearized"]) == pytest.approx((0, 2))
