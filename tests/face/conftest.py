@@ -329,6 +329,7 @@ class Visit:
 
     def __init__(self, browser: Any, path: Path, at: str = "", **options: Any) -> None:
         self.said: list[str] = []
+        self.path = path
         self.context = browser.new_context(offline=True, accept_downloads=True, **options)
         self.context.set_default_timeout(300_000)  # a busy machine takes its time
         self.context.set_default_navigation_timeout(300_000)
@@ -344,13 +345,16 @@ class Visit:
         if options.get("java_script_enabled", True) and "html:not(.whole)" in path.read_text(encoding="utf-8"):
             self.page.locator("html.whole").wait_for()
 
-    def wait_for_address(self, part: str) -> None:
-        """Until the page's address ends with `part`, as the other waits: five minutes on a busy machine."""
-        for _ in range(6000):
-            if self.page.evaluate("location.hash") == part:
-                return
-            self.page.wait_for_timeout(50)
-        raise AssertionError(f"the address ends with {self.page.evaluate('location.hash')!r}, not {part!r}")
+    def again(self, at: str = "") -> None:
+        """Open the page anew, at another address of it."""
+        self.page.goto("about:blank")
+        self.page.goto(self.path.as_uri() + at)
+        self.page.locator("html.whole").wait_for()
+
+    def look(self, width: int = 1440, height: int = 900, **media: str) -> None:
+        """Change the window and what the user prefers: `color_scheme`, `media`."""
+        self.page.set_viewport_size({"width": width, "height": height})
+        self.page.emulate_media(**({"color_scheme": "light", "media": "screen"} | media))
 
     def attention(self) -> Any:
         frame = self.page.frame_locator("iframe.attention")
@@ -376,12 +380,11 @@ class Visit:
         self.context.close()
 
 
-@pytest.fixture
-def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Visit]]:
+def visits(browser: Any, folder: Path) -> Iterator[Callable[..., Visit]]:
     opened: list[Visit] = []
 
     def open_page(html: str, **options: Any) -> Visit:
-        path = tmp_path / f"{len(opened)}.html"
+        path = folder / f"{len(opened)}.html"
         path.write_text(html, encoding="utf-8")
         opened.append(Visit(browser, path, **options))
         return opened[-1]
@@ -389,6 +392,17 @@ def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Visit]]:
     yield open_page
     for one in opened:
         one.close()
+
+
+@pytest.fixture
+def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Visit]]:
+    yield from visits(browser, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def visit_once(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Visit]]:
+    """The same for pages that the tests of a module share."""
+    yield from visits(browser, tmp_path_factory.mktemp("pages"))
 
 
 @pytest.fixture
