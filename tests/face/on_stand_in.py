@@ -23,7 +23,7 @@ import architectures  # noqa: E402
 import ln_probe  # noqa: E402  (the fixtures have its shapes checked as it is imported)
 from ln_probe.analyses.probes.registry import BUILT_IN  # noqa: E402
 
-TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(5))
 
 
 def bridge(arch: str) -> torch.nn.Module:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import cases
 from same_findings import BRACKETED
 
 import ln_probe
@@ -63,11 +64,10 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-KINDS = ["gpt2", "neox", "llama", "qwen3", "neo", "gemma3", "bloom", "gptj", "olmo2"]
-FAST = ("gemma3",)  # norms of its keys, and windows
+KINDS = ["gpt2", "neox", "llama", "qwen3", "neo", "bloom", "gptj", "olmo2"]  # gemma3: norms of its keys, and windows
 
 
-@pytest.mark.parametrize("arch", [pytest.param(k, marks=[] if k in FAST else pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("arch", cases("gemma3", slow=KINDS))
 def test_together_is_alone(arch: str, make_bridge: Callable[..., Any], passed: list[list[int]]) -> None:
     model = make_bridge(arch, torch.float64)
     alone = ln_probe.analyze(model, prompts(), probes=PROBES, keys="all", progress=False, batch_size=1)
@@ -98,7 +98,7 @@ def test_together_in_single_precision_and_where_no_prompt_may_be_padded(
         assert_alike(table, together[name], name, 1e-6)
 
 
-@pytest.mark.parametrize("arch", [*KINDS, "bert"])
+@pytest.mark.parametrize("arch", cases("gemma3", "bloom", "bert", slow=[k for k in KINDS if k != "bloom"]))
 def test_who_looks_ahead(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     assert looks_ahead(model, facts_of(model).read) == (arch == "bert")
@@ -110,7 +110,7 @@ def test_who_looks_ahead_without_norms_and_with_a_vocabulary_of_two(make_hooked:
         assert looks_ahead(model, facts_of(model).read) == (direction == "bidirectional")
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "olmo2", "bloom"])
+@pytest.mark.parametrize("arch", cases("qwen3", "bloom", slow=["olmo2"]))
 def test_what_is_seen_of_a_prompt(arch: str, make_bridge: Callable[..., Any]) -> None:
     """Norms inside attention too, whose rows are heads of positions; rotary tables; no padding."""
     model = make_bridge(arch, torch.float64)
@@ -200,6 +200,10 @@ def test_work_is_done_in_order_and_by_another_thread() -> None:
     assert [number for number, _, _ in done] == list(range(21))
     assert {name for _, name, _ in done} == {done[0][1]} != {threading.current_thread().name}
     assert not any(grad for _, _, grad in done)
+    with BackgroundWorker(0) as beside:  # without a GPU there is no other thread
+        beside.do(partial(work, 21), 10**12)
+        assert done[-1][:2] == (21, threading.current_thread().name)
+        beside.finish()
 
 
 def test_only_so_much_waits_as_there_is_room_for() -> None:
@@ -230,14 +234,6 @@ def test_only_so_much_waits_as_there_is_room_for() -> None:
         giver.join(PATIENCE)
         assert len(most) == 6
     assert waiting == 0
-
-
-def test_without_a_gpu_there_is_no_other_thread() -> None:
-    here: list[str] = []
-    with BackgroundWorker(0) as beside:
-        beside.do(lambda: here.append(threading.current_thread().name), 10**12)
-        assert here == [threading.current_thread().name]
-        beside.finish()
 
 
 @pytest.mark.parametrize("finish", [True, False])
