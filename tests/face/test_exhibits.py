@@ -34,6 +34,7 @@ from ln_probe.exhibits import (
 from ln_probe.hooks.sites import facts_of
 from ln_probe.page.figures import svg
 from ln_probe.page.heads import MEASURES, heads_map, measures_of
+from ln_probe.page.page import groups
 from ln_probe.recording import BUDGET, EXPLAINED, FIRST_PROMPT, FULL_HEADS, MARKS, SAMPLE, plan
 from ln_probe.report import Report
 
@@ -46,9 +47,6 @@ def test_weights_are_kept_to_within_what_is_promised(weights: np.ndarray) -> Non
     kept = to_weights(to_bytes(weights))
     assert np.abs(kept - weights).max() <= STORED
     assert (to_weights(to_bytes(np.array([0.0, 1.0]))) == [0, 1]).all()
-
-
-def test_small_weights_are_told_apart() -> None:
     assert len(set(to_bytes(np.array([1e-4, 2e-4, 5e-4, 1e-3, 2e-3])))) == 5
 
 
@@ -71,9 +69,6 @@ def test_pooled_rows_still_sum_to_one(length: int, seed: int) -> None:
     assert np.allclose(found.sum(-1), 1)
     if length <= CELLS:
         assert np.allclose(found, pattern)
-
-
-def test_pooling_by_hand() -> None:
     pattern = np.array([[[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.3, 0.5, 0], [0.1, 0.2, 0.3, 0.4]]])
     assert np.allclose(pooled(pattern, np.array([0, 2, 4])), [[[1, 0], [0.4, 0.6]]])
 
@@ -97,8 +92,8 @@ def test_patterns_are_the_models_own(long_report: Report, long_model: Any, long_
                 assert np.abs(to_weights(shown.full[layer, head]) - pattern[head]).max() <= STORED
 
 
-def test_marks_are_those_of_the_keys_table(long_report: Report) -> None:
-    """The second way to the same numbers: with keys='all' the table holds every key."""
+def test_marks_and_tokens_are_those_of_the_keys_table(long_report: Report) -> None:
+    """The second way to the same numbers: with keys='all' the table holds every key, also what is summed by token."""
     keys = long_report.keys[long_report.keys["space"] == "head"]
     stored = {
         "intact": ("verdict", "attainable", "margin"),
@@ -117,6 +112,13 @@ def test_marks_are_those_of_the_keys_table(long_report: Report) -> None:
             if margin is not None:
                 middle = ((rows["margin_lower"] + rows["margin_upper"]) / 2).to_numpy().reshape(shape)
                 assert np.allclose(shown.margin.astype(float), middle, rtol=1e-3, atol=1e-6, equal_nan=True)
+    table = by_token(long_report.exhibits)
+    intact = keys[keys["variant"] == "intact"]
+    assert table["keys"].sum() == len(intact)
+    assert table["unselectable"].sum() == intact["verdict"].isin(["unselectable", "duplicate"]).sum()
+    first = intact[intact["position"] == 0].groupby("token")["attainable_last"].median()
+    mine = table[table["place"] == "position 0"].set_index("token")["attainable_median"]
+    assert np.allclose(mine, first[mine.index], rtol=1e-3)
 
 
 def test_samples_are_the_norms_inputs(long_report: Report, long_model: Any, long_prompts: list[list[int]]) -> None:
@@ -318,25 +320,11 @@ def test_tokens_that_lose_come_first_and_position_0_and_sinks_stand_apart() -> N
     assert (b["unselectable"], b["unselectable_no_scaling"]) == (0, 2)
     assert b["attainable_median"] == pytest.approx(0.6, abs=1e-3)
     assert b["attainable_change"] == pytest.approx(0.25 - 0.6, abs=1e-3)
-
-
-def test_what_was_not_measured_is_nan() -> None:
     unknown = np.full((1, 1, 2), VERDICTS.index("not measured"), np.uint8)
     one = shown(["a", "b"], [np.nan] * 2, [np.nan] * 2, verdict=unknown, verdict_frozen=unknown)
     table = by_token(Exhibits((one,)))
     assert table[["unselectable", "unselectable_no_scaling", "attainable_median"]].isna().all().all()
     assert by_token(Exhibits()).empty
-
-
-def test_against_the_keys_table(long_report: Report) -> None:
-    """With keys='all' the table of keys holds what this one sums up."""
-    table = by_token(long_report.exhibits)
-    keys = long_report.keys.query("space == 'head' and variant == 'intact'")
-    assert table["keys"].sum() == len(keys)
-    assert table["unselectable"].sum() == keys["verdict"].isin(["unselectable", "duplicate"]).sum()
-    first = keys[keys["position"] == 0].groupby("token")["attainable_last"].median()
-    mine = table[table["place"] == "position 0"].set_index("token")["attainable_median"]
-    assert np.allclose(mine, first[mine.index], rtol=1e-3)
 
 
 def test_a13_one_definition_of_a_sink(long_report: Report) -> None:
@@ -368,10 +356,7 @@ def test_every_figure_is_that_of_its_table(report: Report) -> None:
         assert row["received"] == intact["pattern_max_median"]
         assert row["margin"] == intact["margin_median"]
         assert row["first_attention"] == sinks.loc[place, "first_attention"]
-
-
-def test_effects_that_were_not_run_are_estimated(report: Report) -> None:
-    effects = report.tables["head_effects"].copy()
+    effects = report.tables["head_effects"].copy()  # what was not run is estimated
     gone = (effects["layer"] == 1) & (effects["head"] == 2)
     effects.loc[gone, ["delta_loss", "p_adjusted"]] = np.nan
     table = report.with_tables(head_effects=effects).by_head().set_index(["layer", "head"])
@@ -379,16 +364,10 @@ def test_effects_that_were_not_run_are_estimated(report: Report) -> None:
     assert table.loc[(1, 2), "delta_loss"] == estimate
     assert not table.loc[(1, 2), "exact"]
     assert table.loc[(1, 1), "exact"]
-
-
-def test_sorted_by_size(report: Report) -> None:
     sizes = report.by_head("delta_loss")["delta_loss"].abs()
     assert sizes.is_monotonic_decreasing
     with pytest.raises(ValueError, match="by_head has no column 'loss_delta': there are layer, head, delta_loss"):
         report.by_head("loss_delta")
-
-
-def test_a_report_without_heads(report: Report) -> None:
     empty = Report()
     assert len(empty.by_head()) == 0
     assert empty.by_head().columns.tolist() == BY_HEAD.names
@@ -399,7 +378,7 @@ def test_a_report_without_heads(report: Report) -> None:
     assert "delta_loss" not in measures_of(some)
 
 
-def test_the_picture_of_every_measure(report: Report) -> None:
+def test_the_picture_of_every_measure_is_offered(report: Report) -> None:
     for measure in measures_of(report):
         figure = heads_map(report, measure)
         assert isinstance(figure, Figure)
@@ -408,14 +387,9 @@ def test_the_picture_of_every_measure(report: Report) -> None:
         np.testing.assert_array_equal(np.asarray(mesh.get_array()).reshape(2, 4), table.to_numpy())
         low, high = mesh.get_clim()
         assert (low == -high) == bool(MEASURES[measure].signed or (table < 0).any(axis=None))
-        assert svg(figure, "x") == svg(heads_map(report, measure), "x")
+    assert svg(figure, "x") == svg(heads_map(report, measure), "x")
     with pytest.raises(ValueError, match="unknown measure 'size': there are delta_loss"):
         heads_map(report, "size")
-
-
-def test_the_page_offers_the_measures(report: Report) -> None:
-    from ln_probe.page.page import groups
-
     (group,) = [g for g in groups(report) if g.id == "heads-pictures"]
     (shown,) = group.pictures
     assert [d.name for d in shown.drawings] == [MEASURES[m].title for m in measures_of(report)]

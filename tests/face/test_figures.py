@@ -56,7 +56,7 @@ def test_heat_maps_keep_their_colours(report: Report) -> None:
     assert top in cells, "the largest value has the scale's last colour"
 
 
-def test_ids_do_not_clash(report: Report) -> None:
+def test_ids_do_not_clash_and_a_title_is_text(report: Report) -> None:
     ids = [
         set(re.findall(r'\bid="([^"]+)"', svg(figures.norms_over_depth(report), name, "a title")))
         for name in ("a", "b")
@@ -64,9 +64,6 @@ def test_ids_do_not_clash(report: Report) -> None:
     assert not ids[0] & ids[1]
     used = re.findall(r'(?:url\(#|href="#)([^")]+)', svg(figures.norms_over_depth(report), "a", "a title"))
     assert set(used) <= ids[0]
-
-
-def test_a_title_is_text() -> None:
     assert "&lt;script&gt;" in svg(Figure(), "x", "<script>")
 
 
@@ -108,13 +105,10 @@ def test_tokens_far_away_are_drawn_at_the_edge() -> None:
     assert "Hollow: farther away than drawn" in figures.geometry_caption(near)
 
 
-def test_a_site_that_was_not_kept_is_named(report: Report) -> None:
+def test_a_site_that_was_not_kept_and_an_unknown_measure_are_named(report: Report) -> None:
     assert figures.geometry(report, "blocks.1.ln1").axes
     with pytest.raises(ValueError, match=r"no vectors were kept of 'ln9': there are some of \['blocks\.0\.ln1'"):
         figures.geometry(report, "ln9")
-
-
-def test_an_unknown_measure_is_a_key_error(report: Report) -> None:
     with pytest.raises(KeyError, match="marginal"):
         index.over_depth([report], ["a"], "marginal")
     with pytest.raises(KeyError, match="marginal"):

@@ -46,11 +46,8 @@ def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, parsed: R
         for name, value in attributes.items():
             assert not name.startswith("on"), (tag, name)
             if name in ("src", "href", "xlink:href"):
-                assert (value or "").startswith(("#", "data:image/png;base64,", "https://arxiv.org/")), (
-                    tag,
-                    name,
-                    value,
-                )
+                allowed = ("#", "data:image/png;base64,", "https://arxiv.org/")
+                assert (value or "").startswith(allowed), (tag, name, value)
     frame = next(a for t, a in page.tags if t == "iframe")
     assert frame["sandbox"] == "allow-scripts"
     policies = [
@@ -65,15 +62,9 @@ def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, parsed: R
     assert sum(t == "svg" for t, _ in page.tags) >= 9
     ids = [a["id"] for _, a in page.tags if "id" in a]
     assert len(ids) == len(set(ids)), "two pictures share an id"
-
-
-def test_every_picture_says_what_it_shows(report: Report, parsed: Reader, page_of: PageOf) -> None:
-    page = parsed(page_of(report))
-    drawn = [a for t, a in page.tags if t == "svg"]
-    ids = {a.get("id") for _, a in page.tags}
-    for attributes in drawn:
-        assert attributes["role"] == "img"
-        assert attributes["aria-labelledby"] in ids
+    for drawn in (a for t, a in page.tags if t == "svg"):  # each says what it shows
+        assert drawn["role"] == "img"
+        assert drawn["aria-labelledby"] in ids
 
 
 def test_five_findings_come_first_and_link_to_their_pictures(report: Report, parsed: Reader, page_of: PageOf) -> None:
@@ -211,24 +202,15 @@ def test_hostile_text_in_indexes(dirty: list[Report], single: list[Report], host
         assert shortened(disarmed(text), 200).strip() in said
 
 
+SVG_TAGS = {"clippath", "defs", "g", "path", "rect", "style", "svg", "text", "title", "tspan", "use"}
+
+
 @pytest.mark.slow
 def test_hostile_text_in_small_multiples(report: Report, hostile: list[str], parsed: Reader) -> None:
     for start in range(0, len(hostile), PANELS):
         some = hostile[start : start + PANELS]
         page = parsed(svg(over_depth([report] * len(some), some, "margin_median"), "x"))
-        assert {t for t, _ in page.tags} <= {
-            "svg",
-            "title",
-            "defs",
-            "g",
-            "path",
-            "text",
-            "use",
-            "clippath",
-            "rect",
-            "style",
-            "tspan",
-        }
+        assert {t for t, _ in page.tags} <= SVG_TAGS
         for text in some:
             shown = disarmed(text if len(text) <= 30 else f"…{text[-29:]}").replace("\n", " ")
             assert shown.strip() in page.text, text
@@ -269,20 +251,16 @@ def test_some_unknown_numbers(report: Report) -> None:
         assert f'aria-labelledby="{name}' in page, "a picture is missing"
 
 
-def test_an_empty_report_still_makes_pages(parsed: Reader) -> None:
-    empty = Report()
-    assert "Nothing was measured" in parsed(report_page(empty)).text
-    assert "Nothing was measured" in empty._repr_html_()
-    assert "model" in index_page([IndexEntry("model", report=empty)])
-
-
-def test_no_models_and_failures(report: Report, parsed: Reader) -> None:
+def test_nothing_still_makes_pages(report: Report, parsed: Reader) -> None:
+    assert "Nothing was measured" in parsed(report_page(Report())).text
+    assert "Nothing was measured" in Report()._repr_html_()
+    assert "model" in index_page([IndexEntry("model", report=Report())])
     assert "0 models" in parsed(index_page([])).text
-    page = index_page([IndexEntry("good", "good/report.html", report), IndexEntry("bad", error="ValueError: broken")])
+    bad = IndexEntry("bad", error="ValueError: broken")
+    page = index_page([IndexEntry("good", "good/report.html", report), bad])
     assert 'href="good/report.html"' in page
-    assert "bad failed: ValueError: broken" in parsed(page).text
-    page = parsed(index_page([IndexEntry("bad", error="ValueError: broken")]))
-    assert "bad failed: ValueError: broken" in page.text
+    for html in (page, index_page([bad])):
+        assert "bad failed: ValueError: broken" in parsed(html).text
 
 
 def test_a_single_token_and_a_single_head(make_hooked: Callable[..., Any], parsed: Reader, page_of: PageOf) -> None:
@@ -310,11 +288,6 @@ def test_a_model_whose_norms_do_not_project(make_bridge: Callable[..., Any], par
     assert [len(geometry_steps(s)) for s in report.exhibits.samples] == [2, 2, 2]
 
 
-def test_zero_prompts_are_refused(make_bridge: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="no prompts"):
-        ln_probe.analyze(make_bridge("gpt2"), torch.zeros(0, 5, dtype=torch.long), progress=False)
-
-
 def test_notebook_cell_is_small(report: Report, long_report: Report) -> None:
     for one in (report, long_report):
         cell = one._repr_html_()
@@ -339,7 +312,9 @@ def test_numbers_as_tables_show_them(value: Any, text: str) -> None:
     assert figure_text(value) == text
 
 
-def test_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
+def test_a_lab_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"holds no results\.json: run the experiment first"):
+        write_lab_page(tmp_path)
     figure = Figure(figsize=(1, 1))
     figure.subplots().plot([0, 1])
     values = pd.DataFrame({"norm": [f"<b>{i}</b>" for i in range(300)], "seed": 0, "value": 0.25})
@@ -365,11 +340,6 @@ def test_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
     assert 'href="http' not in text
 
 
-def test_nothing_to_show(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no results\.json: run the experiment first"):
-        write_lab_page(tmp_path)
-
-
 def unpacked(text: str) -> Any:
     """What unpack.js does, written again."""
     raw = zlib.decompress(base64.b64decode(text))
@@ -389,18 +359,11 @@ def unpacked(text: str) -> Any:
 
 def test_what_is_packed_arrives(hostile: list[str]) -> None:
     sent = {
-        "text": hostile,
-        "none": None,
-        "yes": True,
-        "nan": float("nan"),
-        "n": np.int64(3),
-        "x": np.float32(0.5),
-        "u": np.arange(5, dtype=np.uint8),
-        "h": np.array([0.5, np.nan], np.float16),
-        "i": np.arange(3),
-        "f": np.array([[1.5, -2.0]]),
-        "nested": [{"a": (1, 2)}, np.arange(7, dtype=np.uint8)],
-    }
+        "text": hostile, "none": None, "yes": True, "nan": float("nan"), "n": np.int64(3), "x": np.float32(0.5),
+        "u": np.arange(5, dtype=np.uint8), "h": np.array([0.5, np.nan], np.float16), "i": np.arange(3),
+        "f": np.array([[1.5, -2.0]]), "nested": [{"a": (1, 2)}, np.arange(7, dtype=np.uint8)],
+    }  # fmt: skip
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed(sent)), "it could leave its place"
     found = unpacked(packed(sent))
     assert found["text"] == hostile
     assert (found["none"], found["yes"], found["nan"], found["n"], found["x"]) == (None, True, None, 3, 0.5)
@@ -411,10 +374,6 @@ def test_what_is_packed_arrives(hostile: list[str]) -> None:
     assert found["f"].tolist() == [1.5, -2.0]
     assert found["nested"][0] == {"a": [1, 2]}
     assert found["nested"][1].tolist() == list(range(7))
-
-
-def test_nothing_that_is_packed_can_leave_its_place(hostile: list[str]) -> None:
-    assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed(hostile))
 
 
 def test_what_cannot_be_sent_is_named() -> None:
@@ -440,28 +399,20 @@ def test_a_policy_names_scripts_by_hash_and_lets_nothing_be_fetched() -> None:
     assert "http" not in policy(script)
 
 
-def test_a_circuitsvis_without_its_bundle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("error")
+def test_the_bundle_of_circuitsvis_is_one_that_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A circuitsvis with another bundle fails here: look at its pictures (test_browser.py), then add it."""
+    circuitsvis_script.cache_clear()
+    assert "CircuitsVis" in circuitsvis_script()
+    circuitsvis_script.cache_clear()
+    other = r"iife\.js \(SHA-256 [0-9a-f]{64}\) is not a bundle that ln_probe was tested with"
+    monkeypatch.setattr(payload, "TESTED_BUNDLES", frozenset())
+    with pytest.warns(UserWarning, match=other):
+        circuitsvis_script()
     circuitsvis_script.cache_clear()
     monkeypatch.setattr(payload, "find_spec", lambda _name: None)
     with pytest.raises(FileNotFoundError, match=r"circuitsvis has no dist/cdn/iife\.js.*pip install 'circuitsvis"):
         circuitsvis_script()
-
-
-@pytest.mark.filterwarnings("error")
-def test_the_installed_bundle_of_circuitsvis_is_one_that_was_tested() -> None:
-    """A circuitsvis with another bundle fails here: look at its pictures (test_browser.py), then add it."""
-    circuitsvis_script.cache_clear()
-    assert "CircuitsVis" in circuitsvis_script()
-
-
-def test_another_bundle_of_circuitsvis_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    circuitsvis_script.cache_clear()
-    monkeypatch.setattr(payload, "TESTED_BUNDLES", frozenset())
-    with pytest.warns(
-        UserWarning, match=r"iife\.js \(SHA-256 [0-9a-f]{64}\) is not a bundle that ln_probe was tested with"
-    ):
-        circuitsvis_script()
-    circuitsvis_script.cache_clear()
 
 
 def test_hard_keys_are_the_hardest_that_nobody_can_give_the_greater_part(long_report: Any) -> None:

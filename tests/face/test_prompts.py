@@ -97,7 +97,7 @@ def test_one_token_everywhere_is_warned_of(speaking: Any) -> None:
     assert make_prompts(speaking, ["PPP"]).notes == ()  # too short to say
 
 
-def test_names_of_files_and_words_are_not_texts(speaking: Any, tmp_path: Path) -> None:
+def test_files_and_names_of_files_and_words_are_not_texts(speaking: Any, tmp_path: Path) -> None:
     there = tmp_path / "p.txt"
     there.write_text("one\n\ntwo\n")
     expected = r"would be a text, and a file of that name exists: pass pathlib\.Path\('.*p\.txt'\)"
@@ -109,10 +109,6 @@ def test_names_of_files_and_words_are_not_texts(speaking: Any, tmp_path: Path) -
         make_prompts(speaking, "sampled")
     taken = ("'missing.txt' was taken as a text: there is no file of that name",)
     assert make_prompts(speaking, "missing.txt").notes == taken
-
-
-def test_files(speaking: Any, tmp_path: Path) -> None:
-    """What is in them is `test_corpus`'s."""
     entries = [{"text": "abc"}, {"tokens": [5, 6, 7, 8, 9]}]
     (tmp_path / "p.jsonl").write_text("\n\n".join(map(json.dumps, entries)))
     made = make_prompts(speaking, tmp_path / "p.jsonl")
@@ -122,24 +118,21 @@ def test_files(speaking: Any, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- token ids
 
 
-@pytest.mark.parametrize("given", [
-    [5, 6, 7], (5, 6, 7), torch.tensor([5, 6, 7]), np.array([5, 6, 7], np.int32), [np.int64(5), torch.tensor(6), 7],
-    [[5, 6, 7]], torch.tensor([[5, 6, 7]]), np.array([[5, 6, 7]], np.uint8), [torch.tensor([5, 6, 7])],
-], ids=repr)  # fmt: skip
-def test_b09_one_prompt_of_ids_in_any_form(given: Any, model: Any) -> None:
-    assert tokens(model, given) == [[5, 6, 7]]
+ONE = [[5, 6, 7]]
 
 
-@pytest.mark.parametrize("given", [
-    ROWS, tuple(map(tuple, ROWS)), [torch.tensor(r) for r in ROWS], [np.array(r) for r in ROWS],
-    np.array([np.array(r) for r in ROWS], dtype=object),
-], ids=["lists", "tuples", "tensors", "arrays", "object array"])  # fmt: skip
-def test_b09_ragged_prompts(given: Any, model: Any) -> None:
-    assert tokens(model, given) == ROWS
+@pytest.mark.parametrize(("expected", "forms"), [
+    (ONE, ([5, 6, 7], (5, 6, 7), torch.tensor([5, 6, 7]), np.array([5, 6, 7], np.int32),
+           [np.int64(5), torch.tensor(6), 7], ONE, torch.tensor(ONE), np.array(ONE, np.uint8), [torch.tensor(ONE[0])])),
+    (ROWS, (ROWS, tuple(map(tuple, ROWS)), [torch.tensor(r) for r in ROWS], [np.array(r) for r in ROWS],
+            np.array([np.array(r) for r in ROWS], dtype=object))),
+], ids=["one prompt", "ragged"])  # fmt: skip
+def test_b09_ids_in_any_form(expected: list[list[int]], forms: tuple[Any, ...], model: Any) -> None:
+    for form in forms:
+        assert tokens(model, form) == expected, repr(form)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+@pytest.mark.parametrize(("side", "kind"), [("right", torch.tensor), ("left", np.array), ("right", list)])
 def test_what_a_tokenizer_returns_is_respected(side: str, kind: Any, speaking: Any) -> None:
     pads = [[], [PAD, PAD]]
     ids = [r + p if side == "right" else p + r for r, p in zip(ROWS, pads, strict=True)]
@@ -173,13 +166,10 @@ def test_b09_layers_count_from_the_end(model: Any) -> None:
 # ------------------------------------------------------------------------------------- without prompts of the user's
 
 
-def test_bundled_is_the_default(speaking: Any) -> None:
+def test_bundled_passages_are_the_default_many_and_varied(speaking: Any) -> None:
     made = make_prompts(speaking, max_tokens=20)
     assert made.source == "bundled"
     assert len(made.tokens) == len(bundled_texts()) == 32
-
-
-def test_bundled_passages_are_many_and_varied() -> None:
     texts = [p.text for p in passages()]
     assert len(texts) == len(set(texts)) >= 48
     assert len(bundled_texts(CALIBRATION)) == 16
@@ -292,19 +282,6 @@ def test_b09_an_activation_cache_is_no_prompt(model: Any) -> None:
         make_prompts(model, cache)
 
 
-@pytest.mark.parametrize(("name", "content", "said"), [
-    ("a.jsonl", b'{"text": "abc"}\n{"text": ', r"a\.jsonl, line 2: not JSON"),
-    ("b.jsonl", b'{"words": "abc"}', r'b\.jsonl, line 1: needs a "text" or a "tokens" field'),
-    ("c.txt", b"\xff\xfe\x00", r"c\.txt is not a readable UTF-8 text file"),
-    ("d.npy", b"not numpy", r"d\.npy is not a plain \.npy file of token ids"),
-    ("e.txt", b"\n\n", "no prompts"),
-])  # fmt: skip
-def test_bad_files(name: str, content: bytes, said: str, speaking: Any, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=said):
-        make_prompts(speaking, tmp_path / name)
-
-
 # ----------------------------------------------------------------------------------------------------- vocabularies
 
 
@@ -325,18 +302,23 @@ def test_vocabulary_files(name: str, content: str, tmp_path: Path, model: Any) -
     assert made.summary["begin"] == ["the cat <EOS> 7 "]
 
 
-@pytest.mark.parametrize(("name", "content", "said"), [
-    ("a.json", "{", "is not a readable vocabulary: not JSON"),
-    ("b.json", '{"x": 1.5}', "holds no vocabulary: it takes JSON"),
-    ("c.json", '{"x": 1, "y": 1}', "gives two tokens the same id"),
-    ("d.json", '{"x": 50}', r"names token 50, and the model has 0 … 49: another model's file\?"),
-    ("missing.txt", None, "no vocabulary file"),
+@pytest.mark.parametrize(("read", "name", "content", "said"), [
+    (make_prompts, "a.jsonl", b'{"text": "abc"}\n{"text": ', r"a\.jsonl, line 2: not JSON"),
+    (make_prompts, "b.jsonl", b'{"words": "abc"}', r'b\.jsonl, line 1: needs a "text" or a "tokens" field'),
+    (make_prompts, "c.txt", b"\xff\xfe\x00", r"c\.txt is not a readable UTF-8 text file"),
+    (make_prompts, "d.npy", b"not numpy", r"d\.npy is not a plain \.npy file of token ids"),
+    (make_prompts, "e.txt", b"\n\n", "no prompts"),
+    (name_tokens, "a.json", b"{", "is not a readable vocabulary: not JSON"),
+    (name_tokens, "b.json", b'{"x": 1.5}', "holds no vocabulary: it takes JSON"),
+    (name_tokens, "c.json", b'{"x": 1, "y": 1}', "gives two tokens the same id"),
+    (name_tokens, "d.json", b'{"x": 50}', r"names token 50, and the model has 0 … 49: another model's file\?"),
+    (name_tokens, "missing.txt", None, "no vocabulary file"),
 ])  # fmt: skip
-def test_bad_vocabulary_files(name: str, content: str | None, said: str, tmp_path: Path, model: Any) -> None:
+def test_bad_files(read: Any, name: str, content: bytes | None, said: str, speaking: Any, tmp_path: Path) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=said):
-        name_tokens(model, tmp_path / name)
+        read(speaking, tmp_path / name)
 
 
 def test_names_that_are_missing_or_replace_others_are_noted(model: Any, speaking: Any, tmp_path: Path) -> None:
@@ -374,17 +356,10 @@ def test_every_form_gives_the_same_prompts(tmp_path: Path) -> None:
         (f"{tmp_path / 'plain'}?split=train&field=text", TEXTS),
     ):
         assert list(entries(given_)) == expected, given_
-
-
-def test_paragraphs_are_split_at_empty_lines(tmp_path: Path) -> None:
     text = "one\ntwo  three\n\n\n  \nfour\n\tfive\n\nsix"
     (tmp_path / "a.txt").write_text(text)
     assert list(entries(tmp_path / "a.txt")) == [" ".join(p.split()) for p in text.split("\n\n") if p.strip()]
-
-
-def test_token_ids(tmp_path: Path) -> None:
-    table = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4]]})
-    table.save_to_disk(tmp_path / "ids")
+    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4]]}).save_to_disk(tmp_path / "ids")
     assert list(entries(f"{tmp_path / 'ids'}?field=input_ids")) == [[1, 2, 3], [4]]
     np.save(tmp_path / "a.npy", np.array([5, 6], np.uint16))
     assert list(entries(tmp_path / "a.npy")) == [[5, 6]]
@@ -413,9 +388,6 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         check_source("nothing.txt")
     with pytest.raises(ConnectionError, match=r"data set nobody/nothing is not on this machine and cannot be fetched"):
         list(entries("hf:nobody/nothing"))
-
-
-def test_names_of_data_sets() -> None:
     found = DatasetName.parse("hf:owner/name?config=raw&split=test&field=body")
     assert found == DatasetName("owner/name", "raw", "test", "body")
     with pytest.raises(ValueError, match="there is no option 'colour'"):
@@ -447,15 +419,15 @@ def test_shards_hold_every_prompt_once_in_order(
     assert len(hashes) == 1, "the hash of the prompts depends on how they are divided"
 
 
-@pytest.mark.parametrize(("count", "each"), [(1, 1), (4, 1), (9, 2), (31, 4), (32, 4), (100, 4)])
-def test_few_prompts_are_divided_too(tmp_path: Path, count: int, each: int) -> None:
+def test_few_prompts_are_divided_too(tmp_path: Path) -> None:
     """So that there is something to do for every worker."""
-    file = tmp_path / "some.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{k}"}) + "\n" for k in range(count)))
-    corpus = divide(str(file), tmp_path / "shards")
-    assert (corpus.count, corpus.per_shard, corpus.shards) == (count, each, -(-count // each))
-    read = [e for k in range(corpus.shards) for e in read_shard(tmp_path / "shards" / corpus.name, corpus, k)]
-    assert read == [str(k) for k in range(count)]
+    for count, each in ((1, 1), (4, 1), (9, 2), (31, 4), (32, 4), (100, 4)):
+        file = tmp_path / "some.jsonl"
+        file.write_text("".join(json.dumps({"text": f"{k}"}) + "\n" for k in range(count)))
+        corpus = divide(str(file), tmp_path / "shards")
+        assert (corpus.count, corpus.per_shard, corpus.shards) == (count, each, -(-count // each))
+        read = [e for k in range(corpus.shards) for e in read_shard(tmp_path / "shards" / corpus.name, corpus, k)]
+        assert read == [str(k) for k in range(count)]
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
