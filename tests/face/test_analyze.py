@@ -4,6 +4,7 @@ losses of the user's own."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.hooks.objective import Objective, ObjectiveError
+
+
+@pytest.fixture(scope="module")
+def gpt2(make_bridge: Callable[..., Any]) -> Any:
+    """For tests that change nothing of it."""
+    return make_bridge("gpt2")
 
 
 @pytest.mark.slow
@@ -49,22 +56,23 @@ def test_a_report_says_where_it_came_from(capp: Path) -> None:
     assert any("sampled from the model itself" in n for n in report.notes)
 
 
-def test_layers_and_heads_are_a_selection_of_the_whole(make_bridge: Callable[..., Any]) -> None:
-    model, tokens = make_bridge("gpt2"), torch.arange(1, 25)[None]
-    whole = ln_probe.analyze(model, tokens, progress=False, keys="all")
-    part = ln_probe.analyze(model, tokens, progress=False, keys="all", layers=[1], heads=[0, 2])
+def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
+    tokens = torch.arange(1, 13)[None]
+    how: dict[str, Any] = {"probes": ("decomposition", "selectability", "uniformity"), "progress": False}
+    whole = ln_probe.analyze(gpt2, tokens, keys="all", **how)
+    part = ln_probe.analyze(gpt2, tokens, keys="all", layers=[1], heads=[0, 2], **how)
     expected = whole.heads[(whole.heads["layer"] == 1) & whole.heads["head"].isin([-1, 0, 2])].reset_index(drop=True)
     assert part.heads.equals(expected)
     assert set(part.keys["head"]) == {-1, 0, 2}
     assert set(part.layernorms["layer"]) == {1}
 
 
-def test_probes_fill_only_their_tables(make_bridge: Callable[..., Any]) -> None:
-    model, tokens = make_bridge("gpt2"), torch.arange(1, 17)[None]
-    only = ln_probe.analyze(model, tokens, probes=("decomposition",), progress=False)
+def test_probes_fill_only_their_tables(gpt2: Any) -> None:
+    tokens = torch.arange(1, 17)[None]
+    only = ln_probe.analyze(gpt2, tokens, probes=("decomposition",), progress=False)
     assert len(only.layernorms) == 5
     assert len(only.heads) == len(only.keys) == 0
-    uniform = ln_probe.analyze(model, tokens, probes=("uniformity",), progress=False)
+    uniform = ln_probe.analyze(gpt2, tokens, probes=("uniformity",), progress=False)
     assert len(uniform.layernorms) == len(uniform.keys) == 0
     assert uniform.heads["entropy_ratio"].notna().all()
     assert uniform.heads["unselectable"].isna().all()
@@ -115,8 +123,10 @@ def test_norms_in_a_lower_precision_are_a_note(make_bridge: Callable[..., Any]) 
         assert not any(said[:40] in n for n in report.notes)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("arch", cases("gpt2", slow=["neox", "llama", "gemma", "qwen3", "bert"]))
+HALF = list(product(("gpt2", "neox", "llama", "gemma", "qwen3", "bert"), (torch.bfloat16, torch.float16)))
+
+
+@pytest.mark.parametrize(("arch", "dtype"), cases(HALF[0], slow=HALF[1:]))
 def test_half_precision_is_measured_whole(arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
     report = ln_probe.analyze(make_bridge(arch, dtype), torch.arange(1, 21)[None], progress=False)
     assert set(report.heads["space"]) == {"normalized", "head"}
@@ -197,8 +207,8 @@ def test_nan_weights_name_the_site(make_hooked: Callable[..., Any]) -> None:
         ln_probe.analyze(model, torch.arange(20)[None], progress=False)
 
 
-def test_a_single_token(make_bridge: Callable[..., Any]) -> None:
-    report = ln_probe.analyze(make_bridge("gpt2"), torch.tensor([[3]]), progress=False)
+def test_a_single_token(gpt2: Any) -> None:
+    report = ln_probe.analyze(gpt2, torch.tensor([[3]]), progress=False)
     assert (report.keys["verdict"] == "selectable").all()
     assert report.keys["margin_lower"].isna().all()
     assert report.heads["entropy_ratio"].isna().all()
@@ -215,9 +225,9 @@ def test_a_single_token(make_bridge: Callable[..., Any]) -> None:
     ({"keys": "some"}, "keys must be one of hardest, all, got 'some'"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
 ])  # fmt: skip
-def test_bad_arguments(options: dict[str, Any], said: str, make_bridge: Callable[..., Any]) -> None:
+def test_bad_arguments(options: dict[str, Any], said: str, gpt2: Any) -> None:
     with pytest.raises(ValueError, match=said):
-        ln_probe.analyze(make_bridge("gpt2"), torch.arange(9)[None], progress=False, **options)
+        ln_probe.analyze(gpt2, torch.arange(9)[None], progress=False, **options)
 
 
 TOKENS = torch.randint(1, 50, (6, 12), generator=torch.Generator().manual_seed(0))
@@ -236,17 +246,16 @@ def drifting(output: Tensor, tokens: Tensor) -> Tensor:
     return torch.rand(len(tokens))
 
 
-def test_the_headline_is_the_number_of_the_report(make_bridge: Callable[..., Any]) -> None:
-    model = make_bridge("gpt2")
-    cost = ln_probe.freezing_cost(model, TOKENS)
-    report = ln_probe.analyze(model, TOKENS, probes=["causal"], progress=False)
+def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
+    cost = ln_probe.freezing_cost(gpt2, TOKENS)
+    report = ln_probe.analyze(gpt2, TOKENS, probes=["causal"], progress=False)
     rows = report.causal.set_index(["sites", "variant"])
     row = rows.loc[("all", "no_scaling")]
     assert cost.estimate == pytest.approx(float(row["delta_loss"]), abs=1e-6)
     assert np.isnan(cost.low)
     assert cost.loss == pytest.approx(float(row["loss"] - row["delta_loss"]), abs=1e-6)
     assert repr(cost) == report.findings()[0]
-    assert cost.constants.of(2) == report.constants.of(2) == ln_probe.constants(model, TOKENS).of(2)
+    assert cost.constants.of(2) == report.constants.of(2) == ln_probe.constants(gpt2, TOKENS).of(2)
     assert set(cost.table["family"]) == {"", "primary"}
 
 
@@ -308,16 +317,16 @@ def test_a_classifier_is_measured_with_its_own_loss(make_hooked: Callable[..., A
         ("loss", "loss must be written module:function, got 'loss'"),
     ],
 )
-def test_a_loss_that_cannot_be_used_is_refused(loss: Any, message: str, make_bridge: Callable[..., Any]) -> None:
+def test_a_loss_that_cannot_be_used_is_refused(loss: Any, message: str, gpt2: Any) -> None:
     with pytest.raises(ObjectiveError, match=message):
-        ln_probe.freezing_cost(make_bridge("gpt2"), TOKENS, loss=loss)
+        ln_probe.freezing_cost(gpt2, TOKENS, loss=loss)
 
 
-def test_a_loss_without_a_gradient_has_intervals_over_prompts_alone(make_bridge: Callable[..., Any]) -> None:
+def test_a_loss_without_a_gradient_has_intervals_over_prompts_alone(gpt2: Any) -> None:
     def errors(output: Tensor, tokens: Tensor) -> Tensor:
         return (output[:, :-1].argmax(-1) != tokens[:, 1:]).double().mean(-1)
 
-    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS, probes=["causal"], progress=False, loss=errors)
+    report = ln_probe.analyze(gpt2, TOKENS, probes=["causal"], progress=False, loss=errors)
     assert any(n.startswith("causal: intervals do not include the choice of constants: ") for n in report.notes)
     assert report.causal["delta_loss"].notna().all()
 

@@ -114,20 +114,17 @@ def test_names_are_labels(report: Report) -> None:
     assert ln_probe.compare(reports).names == labels(reports)
 
 
-@pytest.mark.parametrize(("model", "step"), [
-    ({"step": 5}, 5), ({"revision": "step143000"}, 143000), ({"revision": "1000"}, 1000), ({"revision": "main"}, None),
-    ({"revision": None}, None), ({}, None), ({"revision": "v1.2"}, None), ({"step": 0, "revision": "step9"}, 0),
+@pytest.mark.parametrize(("name", "model", "run", "step"), [
+    *(("m", model, "m", step) for model, step in (
+        ({"step": 5}, 5), ({"revision": "step143000"}, 143000), ({"revision": "1000"}, 1000), ({}, None),
+        ({"revision": "main"}, None), ({"revision": None}, None), ({"revision": "v1.2"}, None),
+        ({"step": 0, "revision": "step9"}, 0))),
+    ("/a/run/checkpoint-500", {}, "/a/run", 500), ("run/step30", {}, "run", 30), ("step30", {}, "step30", None),
+    ("/a/run/final", {}, "/a/run/final", None), ("owner/model", {}, "owner/model", None),
 ])  # fmt: skip
-def test_training_steps(model: dict[str, Any], step: int | None, report: Report) -> None:
-    assert step_of(named(report, "m", **model)) == step
-
-
-@pytest.mark.parametrize(("name", "run", "step"), [
-    ("/a/run/checkpoint-500", "/a/run", 500), ("run/step30", "run", 30), ("step30", "step30", None),
-    ("/a/run/final", "/a/run/final", None), ("owner/model", "owner/model", None),
-])  # fmt: skip
-def test_steps_of_local_folders(name: str, run: str, step: int | None, report: Report) -> None:
-    assert (run_of(named(report, name)), step_of(named(report, name))) == (run, step)
+def test_training_steps(name: str, model: dict[str, Any], run: str, step: int | None) -> None:
+    found = named(Report(), name, **model)
+    assert (run_of(found), step_of(found)) == (run, step)
 
 
 def test_the_index_draws_training_over_steps_and_models_over_depth(report: Report, parsed: Reader) -> None:

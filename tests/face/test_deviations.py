@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import command, lab_model, report, tables, without_pages, word_tokenizer, write_prompts
+from faulty import command, report, tables, without_pages, word_tokenizer, write_prompts
 
 import ln_probe
 from ln_probe.batch.results import FAILED
@@ -64,8 +64,10 @@ def test_a18_a_tokenizer_that_does_not_load(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a18_a_folder_without_a_tokenizer_is_as_asked(folder: Path, tmp_path: Path) -> None:
-    code, _, said = report(folder, "--max-prompts", 2, "--max-tokens", 6, "--out", tmp_path / "out", "--strict")
+    line = [folder, "--max-prompts", 2, "--max-tokens", 6, "--out", tmp_path / "out"]
+    code, printed, said = report(*line, "--strict", "--json")
     assert code == 0, said
+    assert json.loads(printed)["models"][0]["deviations"] == []
     assert "not all as asked" not in said
     assert ln_probe.load_report(tmp_path / "out" / "model").deviations == ()
 
@@ -211,11 +213,3 @@ def test_skipped_prompts_are_named() -> None:
     assert note.startswith("9 of 10 prompts were skipped (prompt 0: an empty prompt")
     assert note.endswith("; and 4 more)")
     assert len(note) < 1300
-
-
-def test_as_asked(tmp_path: Path) -> None:
-    """Token ids for a model without a tokenizer: nothing deviates."""
-    prompts = write_prompts(tmp_path / "p.jsonl")
-    code, printed, said = report(lab_model(tmp_path / "m"), "--prompts", prompts, "--out", tmp_path / "o", "--json")
-    assert code == 0, said
-    assert json.loads(printed)["models"][0]["deviations"] == []

@@ -22,8 +22,13 @@ from ln_probe.models import bundled_models, load_model, source_of
 pytestmark = pytest.mark.usefixtures("no_network")
 
 
-def test_what_is_recorded(folder: Path) -> None:
+def test_what_is_recorded_and_that_the_process_is_left_as_it_was(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = process()
     model = load_model(folder, device="cpu")
+    assert process() == before
+    assert capsys.readouterr() == ("", "")
     source = source_of(model)
     assert source.name == str(folder)
     assert source.kind == "folder"
@@ -65,22 +70,8 @@ def process() -> list[Any]:
 
     root, library = logging.getLogger(), logging.getLogger("transformers")
     about_logs = [list(root.handlers), root.level, list(root.filters), library.level, list(warnings.filters)]
-    streams = [sys.stdout, sys.stderr]
-    return [
-        dict(os.environ),
-        constants.HF_HUB_OFFLINE,
-        about_logs,
-        streams,
-        torch.get_rng_state().tolist(),
-        os.getcwd(),
-    ]
-
-
-def test_loading_leaves_the_process_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = process()
-    load_model(folder, device="cpu")
-    assert process() == before
-    assert capsys.readouterr() == ("", "")
+    here = [sys.stdout, sys.stderr, os.getcwd()]
+    return [dict(os.environ), constants.HF_HUB_OFFLINE, about_logs, here, torch.get_rng_state().tolist()]
 
 
 @pytest.mark.parametrize(
@@ -155,15 +146,6 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("world", [None, "bridge"])
-def test_a_tokenizer_is_loaded_where_there_is_one(folder: Path, world: Any) -> None:
-    word_tokenizer(["?", "<s>", "</s>", "the", "norm", "projects"]).save_pretrained(folder)
-    model: Any = load_model(folder, device="cpu", world=world)
-    assert model.tokenizer.name_or_path == str(folder)
-    assert model.to_tokens("the norm projects", prepend_bos=False).tolist()[0][-3:] == [3, 4, 5]
-    assert not any("no tokenizer" in note for note in source_of(model).notes)
-
-
-@pytest.mark.parametrize("world", [None, "bridge"])
 def test_a_tokenizer_without_marks_gets_none_that_the_model_does_not_know(folder: Path, world: Any) -> None:
     word_tokenizer([f"w{i}" for i in range(50)], marks=False).save_pretrained(folder)
     model: Any = load_model(folder, device="cpu", world=world)
@@ -175,10 +157,14 @@ def test_a_tokenizer_without_marks_gets_none_that_the_model_does_not_know(folder
     assert torch.isfinite(model(tokens, return_type="logits")).all()
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_noted(folder: Path) -> None:
+def test_a_tokenizer_is_loaded_and_one_larger_than_the_vocabulary_is_noted(folder: Path) -> None:
     word_tokenizer(["?", "<s>", "</s>", *(f"w{i}" for i in range(60))]).save_pretrained(folder)
-    notes = source_of(load_model(folder, device="cpu")).notes
+    model: Any = load_model(folder, device="cpu")
+    assert model.tokenizer.name_or_path == str(folder)
+    assert model.to_tokens("w0 w1 w2", prepend_bos=False).tolist()[0][-3:] == [3, 4, 5]
+    notes = source_of(model).notes
     assert "the tokenizer knows 63 tokens, the model 50: some texts give ids out of range" in notes
+    assert not any("no tokenizer" in note for note in notes)
 
 
 def test_c07_a_tokenizer_with_an_id_of_four_billion(folder: Path) -> None:

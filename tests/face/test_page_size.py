@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
-import ln_probe
 from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, ScoreSums, bin_edges, pooled, to_bytes
 from ln_probe.page.page import report_page
 from ln_probe.recording import COMPONENTS, EXPLAINED, FULL_HEADS, PAIRS, plan
@@ -61,18 +57,14 @@ def made_up(rng: np.random.Generator) -> Exhibits:
     return Exhibits(tuple(shown), scores=(sums,))
 
 
-def holds_what_it_promises(exhibits: Exhibits) -> None:
-    shown = exhibits.of_prompt(0)
-    assert shown.cells.shape == (LAYERS, HEADS, CELLS, CELLS)
-    assert len(shown.full) >= FULL_HEADS == 12
-    assert all(p.shape == (TOKENS, TOKENS) for p in shown.full.values())
-
-
 @pytest.mark.slow
 def test_without_structure_to_compress(report: Report) -> None:
     rng = np.random.default_rng(0)
     exhibits = replace(made_up(rng), samples=report.exhibits.samples * 5)
-    holds_what_it_promises(exhibits)
+    shown = exhibits.of_prompt(0)
+    assert shown.cells.shape == (LAYERS, HEADS, CELLS, CELLS)
+    assert len(shown.full) >= FULL_HEADS == 12
+    assert all(p.shape == (TOKENS, TOKENS) for p in shown.full.values())
     layer = report.heads[report.heads["layer"] == 0]
     heads = [layer.assign(layer=i, head=layer["head"] + 4 * j) for i in range(LAYERS) for j in range(3)]
     keys = pd.concat([report.keys] * 33, ignore_index=True)  # as many as 12 × 12 heads have
@@ -82,17 +74,3 @@ def test_without_structure_to_compress(report: Report) -> None:
     assert len(keys) > 10_000
     page = report_page(big)
     assert len(page.encode()) <= LIMIT
-
-
-@pytest.mark.slow
-def test_a_real_model(tmp_path: Path) -> None:
-    from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {"n_layers": LAYERS, "n_heads": HEADS, "d_model": 192, "d_vocab": 1000, "n_ctx": TOKENS}
-    model = LabTransformer(LabConfig(**shape))
-    tokens = torch.randint(1000, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    report = ln_probe.analyze(model, tokens, probes=("decomposition", "selectability", "uniformity"), progress=False)
-    holds_what_it_promises(report.exhibits)
-    page = report.to_html(tmp_path / "page.html")
-    assert page.stat().st_size <= LIMIT

@@ -222,10 +222,15 @@ def returning(frame: Any) -> Probe:
     return made
 
 
-def test_a_probe_may_be_an_object(make_bridge: Callable[..., Any]) -> None:
-    report = ln_probe.analyze(make_bridge("gpt2"), torch.arange(9)[None], probes=[Sizes()], progress=False)
-    assert report.tables["sizes"].to_dict("records") == [{"prompt": 0, "size": 9.0}]
-    assert report.provenance["arguments"]["probes"] == ["sizes"]
+@pytest.fixture(scope="module")
+def expected(make_bridge: Callable[..., Any]) -> ln_probe.Report:
+    probes = [Sizes(), "decomposition"]
+    return ln_probe.analyze(make_bridge("gpt2"), torch.arange(9)[None], probes=probes, progress=False)
+
+
+def test_a_probe_may_be_an_object(expected: ln_probe.Report) -> None:
+    assert expected.tables["sizes"].to_dict("records") == [{"prompt": 0, "size": 9.0}]
+    assert expected.provenance["arguments"]["probes"] == ["sizes", "decomposition"]
 
 
 GOOD = pd.DataFrame({"prompt": [0, 1], "size": [1.0, 2.0]})
@@ -245,7 +250,9 @@ WRONG_TABLES = [
     *(pytest.param(*case, marks=pytest.mark.slow) for case in WRONG_TABLES),
     (returning([1]), "TableError: table 'sizes' is a list, not a DataFrame"),
 ])  # fmt: skip
-def test_a_bad_probe_fails_alone(bad: Probe, said: str, make_bridge: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_bad_probe_fails_alone(
+    bad: Probe, said: str, expected: ln_probe.Report, make_bridge: Callable[..., Any], tmp_path: Path
+) -> None:
     model, tokens = make_bridge("gpt2"), torch.arange(9)[None]
     with pytest.warns(ProbeFailedWarning, match=r"the probe 'sizes' of module .*test_probe_package failed: "):
         report = ln_probe.analyze(model, tokens, probes=["decomposition", bad], progress=False)
@@ -253,7 +260,6 @@ def test_a_bad_probe_fails_alone(bad: Probe, said: str, make_bridge: Callable[..
     assert (failure.probe, failure.package) == ("sizes", f"module {__name__}")
     assert said in failure.error
     assert str(failure) in report.notes
-    expected = ln_probe.analyze(model, tokens, probes=["decomposition"], progress=False)
     pd.testing.assert_frame_equal(report.layernorms, expected.layernorms)
     assert not len(report.tables["sizes"])
     loaded = ln_probe.load_report(report.save(tmp_path / "r"))

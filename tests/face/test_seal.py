@@ -156,6 +156,10 @@ def test_only_what_changes_something_is_named(bridge: Any) -> None:
         "own. Remove them (model.reset_hooks(), handle.remove()), or measure the model with them: analyze(…, "
         'hooks="keep")'
     )
+    with hooked(bridge, halve):
+        for function in (ln_probe.freezing_cost, ln_probe.constants):
+            with pytest.raises(SealError, match=r"seal_cases\.halve"):
+                function(bridge, TOKENS)
 
 
 @pytest.mark.slow
@@ -260,7 +264,11 @@ def test_a_hugging_face_model_in_memory(hf_model: Callable[[str], Any]) -> None:
     assert same_tables(measured(model), reference)
 
 
-def test_messages(bridge: Any) -> None:
+def test_messages(bridge: Any, make_bridge: Callable[..., Any]) -> None:
+    with torch.inference_mode():
+        model = make_bridge("gpt2")
+    with pytest.raises(SealError, match=r"was made in torch\.inference_mode, .*: load the model outside that block"):
+        measured(model)
     with pytest.raises(ValueError, match="hooks must be one of 'refuse', 'keep', got 'off'"):
         measured(bridge, hooks="off")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(SealError) as refused:
@@ -273,13 +281,6 @@ def test_messages(bridge: Any) -> None:
         measured(bridge, Doing(lambda m: edit(m, data=True)))
     assert "the probe 'doing' changed " in str(refused.value)
     assert "so no table is made: load the model again, and measure it without this probe" in str(refused.value)
-
-
-def test_a_model_made_in_inference_mode(make_bridge: Callable[..., Any]) -> None:
-    with torch.inference_mode():
-        model = make_bridge("gpt2")
-    with pytest.raises(SealError, match=r"was made in torch\.inference_mode, .*: load the model outside that block"):
-        measured(model)
 
 
 def test_what_a_probe_left_is_undone_and_named(bridge: Any) -> None:
@@ -306,13 +307,6 @@ def test_two_probes_that_watch_are_told_apart(bridge: Any) -> None:
     quiet.tables = tuple(type(t)("quiet", t.title, t.about, t.key, t.columns) for t in Doing.tables)
     with pytest.raises(SealError, match="the probe 'doing' changed"):
         measured(bridge, quiet, guilty)
-
-
-def test_headline_functions_are_sealed(bridge: Any) -> None:
-    with hooked(bridge, halve):
-        for function in (ln_probe.freezing_cost, ln_probe.constants):
-            with pytest.raises(SealError, match=r"seal_cases\.halve"):
-                function(bridge, TOKENS)
 
 
 # ---------------------------------------------------------------------------------------------------- other threads
