@@ -20,7 +20,7 @@
 import ln_probe
 from ln_probe.exhibits import by_token
 from ln_probe.page import figures
-from ln_probe.page.figures import geometry
+from ln_probe.page.figures import norm_geometry
 
 model = ln_probe.load_model("lm-layernorm")  # or "gpt2", a Hugging Face folder, a .gguf, a lab run
 report = ln_probe.analyze(model, progress=False)
@@ -47,7 +47,7 @@ report.layernorms[["site", "reads", "mean_share", "angle_to_ones_deg", "norm_bef
 # The same as a picture. Points are real tokens; height is the coordinate along the all-ones direction.
 
 # %%
-geometry(report, "blocks.1.ln1")
+norm_geometry(report, "blocks.1.ln1")
 
 # %% [markdown]
 # ## Which keys can a query select?

@@ -43,7 +43,7 @@ written.save_pretrained(folder)
 #
 # After loading, logits are compared with the Hugging Face model's once; the report says how closely they agreed,
 # which of TransformerLens's worlds was used, and the hash of the weights. Without a tokenizer, give token ids, or let
-# the model write its own prompts (`prompts=ln_probe.sampled()`).
+# the model write its own prompts (`prompts=ln_probe.sampled_prompts()`).
 
 # %%
 raw = ln_probe.load_model(folder)

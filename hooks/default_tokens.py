@@ -87,7 +87,7 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
     if tokenizer is None:
         raise ValueError(
             "this model has no tokenizer, so text cannot be turned into tokens: pass token ids (a LongTensor "
-            "[batch pos], a list of ids for each prompt, a .npy or .jsonl file), or prompts=ln_probe.sampled()"
+            "[batch pos], a list of ids for each prompt, a .npy or .jsonl file), or prompts=ln_probe.sampled_prompts()"
         )
     if not text.strip():
         raise ValueError(f"an empty prompt ({text!r}): every prompt needs some text")

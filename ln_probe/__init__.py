@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ln_probe.analyses.geometry.api import key_geometry
     from ln_probe.analyses.probes.outliers import outlier_tokens
     from ln_probe.comparison import Comparison, compare
-    from ln_probe.measure import analyze, constants, freezing_cost
+    from ln_probe.measure import analyze, freezing_cost, norm_constants
     from ln_probe.models import bundled_models, load_model, source_of
     from ln_probe.notebook import explore
-    from ln_probe.prompt_sources import sampled
+    from ln_probe.prompt_sources import sampled_prompts
     from ln_probe.report import Report, load_report
 
 __version__ = "0.2.0"
@@ -37,17 +37,19 @@ _HOME = {
     "attribute_scores": "ln_probe.analyses.attribution.scores",
     "analyze": "ln_probe.measure",
     "bundled_models": "ln_probe.models",
-    "constants": "ln_probe.measure",
     "compare": "ln_probe.comparison",
     "explore": "ln_probe.notebook",
     "freezing_cost": "ln_probe.measure",
     "key_geometry": "ln_probe.analyses.geometry.api",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.report",
+    "norm_constants": "ln_probe.measure",
     "outlier_tokens": "ln_probe.analyses.probes.outliers",
-    "sampled": "ln_probe.prompt_sources",
+    "sampled_prompts": "ln_probe.prompt_sources",
     "source_of": "ln_probe.models",
 }
+# Public names of 0.2 and their new names; removed in 0.5.
+_RENAMED = {"constants": "norm_constants", "sampled": "sampled_prompts"}
 _SUBPACKAGES = ("analyses", "hooks")
 
 __all__ = [
@@ -60,15 +62,15 @@ __all__ = [
     "attribute_scores",
     "bundled_models",
     "compare",
-    "constants",
     "explore",
     "freezing_cost",
     "hooks",
     "key_geometry",
     "load_model",
     "load_report",
+    "norm_constants",
     "outlier_tokens",
-    "sampled",
+    "sampled_prompts",
     "source_of",
 ]
 
@@ -78,6 +80,10 @@ def __getattr__(name: str) -> object:
         return import_module(f"ln_probe.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name in _RENAMED:
+        from ln_probe.hooks.deprecation import renamed
+
+        return renamed(__name__, _RENAMED, "0.3", "0.5")(name)
     raise AttributeError(f"module 'ln_probe' has no attribute {name!r}")
 
 

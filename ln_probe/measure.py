@@ -1,4 +1,4 @@
-"""Measure a model: `analyze` returns a `Report`; `freezing_cost` and `constants` return its first numbers alone."""
+"""Measure a model: `analyze` returns a `Report`; `freezing_cost` and `norm_constants`, its first numbers alone."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def analyze(
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`), or a Hugging Face `PreTrainedModel`
             in memory, which is wrapped for the measurement and stays as it is.
         prompts: a text or a list of texts; token ids as a tensor, array or lists ([pos], [batch pos] or ragged), or
-            what a tokenizer returned (its attention_mask counts); a `pathlib.Path` to a file; `ln_probe.sampled(n)` for
-            sequences of the model's own; None for the model's default prompts (64 windows of held-out text for a
-            bundled model, else the bundled passages, else its own samples).
+            what a tokenizer returned (its attention_mask counts); a `pathlib.Path` to a file;
+            `ln_probe.sampled_prompts(n)` for sequences of the model's own; None for the model's default prompts (64
+            windows of held-out text for a bundled model, else the bundled passages, else its own samples).
         probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", on request "writers"
             and "attribution", those of other packages) or `Probe` objects.
         layers, heads: indices to look at; None means all. A negative layer counts from the end.
@@ -484,7 +484,7 @@ def freezing_cost(
     )
 
 
-def constants(
+def norm_constants(
     model: object,
     prompts: Any = None,
     *,
@@ -508,7 +508,7 @@ def constants(
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")
-        >>> scale = ln_probe.constants(model).pooled
+        >>> scale = ln_probe.norm_constants(model).pooled
         >>> with ln_probe.hooks.without(model, "scaling", scale=scale): ...
     """
     probe = Decomposition()

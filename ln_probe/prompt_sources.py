@@ -249,7 +249,7 @@ class Sampled:
     count: int | None = None
 
 
-def sampled(count: int | None = None) -> Sampled:
+def sampled_prompts(count: int | None = None) -> Sampled:
     """Prompts that are sampled from the model itself, at temperature 1, for `ln_probe.analyze(model, prompts=…)`.
 
     Args:
@@ -259,16 +259,16 @@ def sampled(count: int | None = None) -> Sampled:
         TypeError, ValueError: not a whole number, or less than one.
 
     Example:
-        >>> ln_probe.sampled(2)
+        >>> ln_probe.sampled_prompts(2)
         Sampled(count=2)
-        >>> ln_probe.analyze(model, ln_probe.sampled(2), max_tokens=8, probes=["causal"]).causal
+        >>> ln_probe.analyze(model, ln_probe.sampled_prompts(2), max_tokens=8, probes=["causal"]).causal
     """
     if count is None:
         return Sampled()
     if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"sampled(count) takes the number of sequences, got {type(count).__name__}")
+        raise TypeError(f"sampled_prompts(count) takes the number of sequences, got {type(count).__name__}")
     if count < 1:
-        raise ValueError(f"sampled(count) takes at least one sequence, got {count}")
+        raise ValueError(f"sampled_prompts(count) takes at least one sequence, got {count}")
     return Sampled(count)
 
 

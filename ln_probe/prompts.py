@@ -164,7 +164,7 @@ def make_prompts(
         prompts: None (a bundled model's own held-out windows; bundled texts; sampled sequences if the model has no
             tokenizer); a text, or a list of texts; a `Path` (`.txt`: a prompt a paragraph; `.jsonl`: `{"text": …}` or
             `{"tokens": […]}` a line; `.npy`: ids); token ids in any form (`prompt_sources.token_rows`), a tokenizer's
-            output among them; `sampled(n)`.
+            output among them; `ln_probe.sampled_prompts(n)`.
         max_tokens: longer prompts are cut to this, and to the model's context.
         seed: of sampled sequences.
         prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.
@@ -232,8 +232,8 @@ def make_prompts(
         rows, notes = token_rows(prompts, pad=pad, ends=ends)
     except TypeError as error:
         raise TypeError(
-            "prompts must be a text, a list of texts, token ids, a Path, ln_probe.sampled(n) or a tokenizer's output, "
-            f"got {type(prompts).__name__} ({error})"
+            "prompts must be a text, a list of texts, token ids, a Path, ln_probe.sampled_prompts(n) or a tokenizer's "
+            f"output, got {type(prompts).__name__} ({error})"
         ) from error
     return _finish(model, rows, "tokens", limit, notes)
 
@@ -303,8 +303,8 @@ def _text_notes(text: str) -> tuple[str, ...]:
     """Raise if a text looks like the name of a file or "sampled"; return a note if it may be one."""
     if text == SAMPLED:
         raise ValueError(
-            "'sampled' would be the text \"sampled\": pass ln_probe.sampled() for sequences of the model's own, "
-            "or ['sampled'] for the text"
+            "'sampled' would be the text \"sampled\": pass ln_probe.sampled_prompts() for sequences of the model's "
+            "own, or ['sampled'] for the text"
         )
     try:
         there = Path(text).is_file()

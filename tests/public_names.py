@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 
@@ -52,6 +53,8 @@ def _of_class(made: type, full: str) -> Iterator[str]:
     found = {name for c in written for name in (*vars(c), *inspect.get_annotations(c)) if not name.startswith("_")}
     for name in sorted(found):
         value = inspect.getattr_static(made, name, None)
+        if isinstance(value, cached_property):
+            value = property(value.func)
         if inspect.isroutine(value) and not _ours(value):
             continue  # matplotlib gives every figure class a method of its own
         if isinstance(value, staticmethod | classmethod):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import ln_probe
 from ln_probe import measure, passes
-from ln_probe.analyses.probes.base import Found, Needs, Observer, Piece, Probe
+from ln_probe.analyses.probes.base import Needs, Observer, Piece, Probe, ProbeResults
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.sealing import edits_under_way, foreign_hooks
 from ln_probe.loading.convert import has_hooked_transformer
@@ -191,10 +191,10 @@ class Doing(Probe):
     def start(self, view: Any) -> Observer:
         return _Doing(self, view.model)
 
-    def finish(self, pieces: Any, context: Any) -> Found:
+    def finish(self, pieces: Any, context: Any) -> ProbeResults:
         if self.moment == "finish":
             self.work(None)
-        return Found({})
+        return ProbeResults({})
 
 
 class _Doing(Observer):

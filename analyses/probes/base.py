@@ -41,7 +41,6 @@ __all__ = [
     "Cost",
     "Failure",
     "Finding",
-    "Found",
     "Marks",
     "Needs",
     "Observer",
@@ -49,6 +48,7 @@ __all__ = [
     "Piece",
     "Probe",
     "ProbeError",
+    "ProbeResults",
     "Shape",
     "View",
     "whole",
@@ -165,7 +165,7 @@ class Context:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class ProbeResults:
     """The result of all pieces: frames by table name, and sentences that a reader has to know."""
 
     tables: Mapping[str, Any]  # frames; whether they are is asked, with everything else, when they are checked
@@ -272,11 +272,11 @@ class Probe:
         """An observer of the prompts; called once for every part of them, and once for weights alone."""
         return Observer()
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         """The tables. By default those of the pieces, one below the other."""
         frames = {t.name: [p.tables[t.name] for p in pieces if t.name in p.tables] for t in whole(self.tables)}
         made = {n: pd.concat(f, ignore_index=True) if len(f) > 1 else f[0] for n, f in frames.items() if f}
-        return Found(made, tuple(dict.fromkeys(note for p in pieces for note in p.notes)))
+        return ProbeResults(made, tuple(dict.fromkeys(note for p in pieces for note in p.notes)))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> Sequence[Finding]:
         """What the tables say, in plain sentences; `tables` are the report's, any of which can be empty."""

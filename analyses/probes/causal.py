@@ -30,11 +30,11 @@ from ln_probe.analyses.probes.base import (
     Context,
     Cost,
     Finding,
-    Found,
     Needs,
     Observer,
     Piece,
     Probe,
+    ProbeResults,
     Shape,
     View,
     in_layers,
@@ -302,7 +302,7 @@ class Causal(Probe):
     def start(self, view: View) -> Observer:
         return _Watching(view, self)
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         measured, gradients = (
             [p.tables[name] for p in pieces if name in p.tables] for name in ("effects", "gradients")
         )
@@ -312,7 +312,7 @@ class Causal(Probe):
             CAUSAL.name: table(measured, constants, gradients, seed=context.seed),
             CAUSAL_PROMPTS.name: by_prompt(measured, constants, gradients),
         }
-        return Found(frames, (*notes, *notes_on(measured, constants)))
+        return ProbeResults(frames, (*notes, *notes_on(measured, constants)))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         source = str(provenance.get("prompts", {}).get("source", ""))

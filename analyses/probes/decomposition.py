@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.geometry.compiled import compiled, room
-from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Found, Needs, Piece, Probe, largest
+from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Needs, Piece, Probe, ProbeResults, largest
 from ln_probe.analyses.probes.columns import LAYERNORMS
 from ln_probe.analyses.probes.text import percent
 from ln_probe.hooks.norm import Site
@@ -35,11 +35,11 @@ class Decomposition(Probe):
     tables = (LAYERNORMS,)
     needs = Needs(calibration=True)
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         norms = context.calibration.norms
         # A norm that attention reads can stand in the block before (post-norm): calibrated, but not asked for.
         wanted = norms if context.layers is None else norms[norms["layer"].isin(list(context.layers))]
-        return Found({LAYERNORMS.name: wanted.reset_index(drop=True)})
+        return ProbeResults({LAYERNORMS.name: wanted.reset_index(drop=True)})
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         norms = tables[LAYERNORMS.name]

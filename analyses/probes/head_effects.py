@@ -34,11 +34,11 @@ from ln_probe.analyses.probes.base import (
     Context,
     Cost,
     Finding,
-    Found,
     Needs,
     Observer,
     Piece,
     Probe,
+    ProbeResults,
     Shape,
     View,
 )
@@ -364,12 +364,12 @@ class HeadEffects(Probe):
     def start(self, view: View) -> Observer:
         return _Watching(view)
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         measured = [p.tables["sums"] for p in pieces if len(p.tables.get("sums", ()))]
         notes = dict.fromkeys(note for p in pieces for note in p.notes)
         made = table(measured, seed=context.seed)
         said = [f"head_effects: {text}" for text in agreement(made)]
-        return Found({HEAD_EFFECTS.name: made}, (*notes, *said))
+        return ProbeResults({HEAD_EFFECTS.name: made}, (*notes, *said))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         return _leading(tables.get(HEAD_EFFECTS.name))

@@ -4,7 +4,7 @@ A probe declares tables and what it needs, gives an observer (`start`), and make
 
 Example:
     >>> from ln_probe.analyses.probes.protocol import (
-    ...     Context, Cost, Finding, Found, Needs, Observer, Picture, Piece, Probe, Shape, View, whole,
+    ...     Context, Cost, Finding, ProbeResults, Needs, Observer, Picture, Piece, Probe, Shape, View, whole,
     ... )
     >>> from ln_probe.analyses.schema import Column, Table
     >>> from ln_probe.page.figures import Figure
@@ -29,7 +29,7 @@ Example:
     ...     def finish(self, pieces, context: Context):
     ...         names = pieces[0].info
     ...         rows = [{"site": name, "longest": max(p.info[name] for p in pieces)} for name in names]
-    ...         return Found({"lengths": LENGTHS.frame(rows)}, ("the longest of all prompts",))
+    ...         return ProbeResults({"lengths": LENGTHS.frame(rows)}, ("the longest of all prompts",))
     ...     def findings(self, tables, provenance):
     ...         return [Finding(f"The longest vector has length {tables['lengths']['longest'].max():.3g}.", "drawn")]
     ...     def pictures(self):
@@ -49,3 +49,6 @@ these names.
 
 from ln_probe.analyses.probes.base import *  # noqa: F403
 from ln_probe.analyses.probes.base import __all__ as __all__
+from ln_probe.hooks.deprecation import renamed
+
+__getattr__ = renamed(__name__, {"Found": "ProbeResults"}, "0.3", "0.5")

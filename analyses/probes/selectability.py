@@ -48,12 +48,12 @@ from ln_probe.analyses.probes.base import (
     Context,
     Cost,
     Finding,
-    Found,
     Marks,
     Needs,
     Observer,
     Piece,
     Probe,
+    ProbeResults,
     Shape,
     View,
     even_share,
@@ -110,12 +110,12 @@ class Selectability(Probe):
     def start(self, view: View) -> Observer:
         return _Watching()
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         heads, keys = key_tables(
             pieces, context.calibration, context.token, every=context.keys == "all", seed=context.seed
         )
         frames = {HEADS.name: pd.DataFrame(heads, columns=list(self.tables[0].columns)), KEYS.name: keys}
-        return Found(frames, (NOT_SIZE_MATCHED,) * (bool(heads) and context.calibration.projection_matters))
+        return ProbeResults(frames, (NOT_SIZE_MATCHED,) * (bool(heads) and context.calibration.projection_matters))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]

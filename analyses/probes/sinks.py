@@ -26,11 +26,11 @@ from ln_probe.analyses.probes.base import (
     Context,
     Cost,
     Finding,
-    Found,
     Needs,
     Observer,
     Piece,
     Probe,
+    ProbeResults,
     Shape,
     View,
     among_heads,
@@ -297,7 +297,7 @@ class Sinks(Probe):
     def start(self, view: View) -> Observer:
         return _Watching(view)
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         frames = {
             name: pd.concat([p.tables[name] for p in pieces if name in p.tables], ignore_index=True)
             for name in dict.fromkeys(n for p in pieces for n in p.tables)
@@ -327,7 +327,7 @@ class Sinks(Probe):
             f"sinks: in {counted(few, 'prompt')} no token is seen by {LEAST_QUERIES} queries that see another one: no "
             "sink can be detected there"
         )
-        return Found(made, (note,) * (short > 0) + (unseen,) * (few > 0))
+        return ProbeResults(made, (note,) * (short > 0) + (unseen,) * (few > 0))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         sizes = tables.get("token_sizes")

@@ -26,11 +26,11 @@ from ln_probe.analyses.probes.base import (
     Context,
     Cost,
     Finding,
-    Found,
     Needs,
     Observer,
     Piece,
     Probe,
+    ProbeResults,
     Shape,
     View,
     largest,
@@ -65,7 +65,7 @@ class UniformityProbe(Probe):
     def start(self, view: View) -> Observer:
         return _Watching()
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         rows = [
             {"layer": r.layer, "head": head, "space": r.space, "variant": r.variant}
             | {"query_radius": context.calibration.radius(r.layer, head)}
@@ -75,7 +75,7 @@ class UniformityProbe(Probe):
             for r, row, head in head_rows(block)
         ]
         frames = {HEADS.name: pd.DataFrame(rows, columns=list(self.tables[0].columns))}
-        return Found(frames, (NOT_SIZE_MATCHED,) * (bool(rows) and context.calibration.projection_matters))
+        return ProbeResults(frames, (NOT_SIZE_MATCHED,) * (bool(rows) and context.calibration.projection_matters))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]

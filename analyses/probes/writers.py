@@ -27,7 +27,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import bias_part, head_part, outputs, whole_part
-from ln_probe.analyses.probes.base import Context, Cost, Found, Needs, Observer, Piece, Probe, Shape, View
+from ln_probe.analyses.probes.base import Context, Cost, Needs, Observer, Piece, Probe, ProbeResults, Shape, View
 from ln_probe.analyses.probes.columns import ATTRIBUTION, WRITERS
 from ln_probe.hooks.capture import record, return_free_memory
 from ln_probe.hooks.components import (
@@ -64,11 +64,11 @@ class WritersProbe(Probe):
     def start(self, view: View) -> Observer:
         return _Watching(view)
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         rows: list[dict[str, Any]] = next((p.info["rows"] for p in pieces if p.info.get("rows")), [])
         notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes))
         if not rows:
-            return Found({WRITERS.name: WRITERS.empty()}, notes)
+            return ProbeResults({WRITERS.name: WRITERS.empty()}, notes)
         sums = np.sum([p.arrays["sums"] for p in pieces if p.info.get("rows")], axis=0)  # [row place measure]
         counts = np.sum([p.arrays["counts"] for p in pieces if p.info.get("rows")], axis=0)  # [place]
         with np.errstate(invalid="ignore"):
@@ -78,7 +78,7 @@ class WritersProbe(Probe):
             everywhere = dict(zip(_MEASURES, values[0].tolist(), strict=True))
             tail = {f"{m}_tail": v for m, v in zip(_MEASURES, values[1].tolist(), strict=True)}
             made.append({**row, "tokens": int(counts[0]), **everywhere, **tail})
-        return Found({WRITERS.name: WRITERS.frame(made)}, notes)
+        return ProbeResults({WRITERS.name: WRITERS.frame(made)}, notes)
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(passes=_PASSES)
@@ -296,18 +296,18 @@ class Attribution(Probe):
     def start(self, view: View) -> Observer:
         return _WatchingLogits(view)
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> Found:
+    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         measured = [p for p in pieces if p.info.get("rows")]
         notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes))
         if not measured:
-            return Found({ATTRIBUTION.name: ATTRIBUTION.empty()}, notes)
+            return ProbeResults({ATTRIBUTION.name: ATTRIBUTION.empty()}, notes)
         count = float(sum(p.arrays["count"][0] for p in measured))
         means = np.sum([p.arrays["sums"] for p in measured], axis=0) / count
         rows = [
             {**row, "tokens": int(count), **dict(zip(_OF_LOGITS, values.tolist(), strict=True))}
             for row, values in zip(measured[0].info["rows"], means, strict=True)
         ]
-        return Found({ATTRIBUTION.name: ATTRIBUTION.frame(rows)}, notes)
+        return ProbeResults({ATTRIBUTION.name: ATTRIBUTION.frame(rows)}, notes)
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(passes=_PASSES)

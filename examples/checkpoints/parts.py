@@ -68,7 +68,7 @@ def main() -> None:
     base = losses(model, prompts)
     if not max(abs(a - b) for a, b in zip(base, intact, strict=True)) < 1e-4:
         raise SystemExit(f"{name}: these are not the prompts of tables/{name}: run measure.py {name} first")
-    constants = ln_probe.constants(model, prompts)
+    constants = ln_probe.norm_constants(model, prompts)
     rows = []
     for sites in (SITES[name], "attention"):
         for kind in ("two", "one"):

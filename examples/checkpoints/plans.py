@@ -47,7 +47,7 @@ def main() -> None:
     model = load(CASES["capp-gpt-own"])
     with torch.no_grad():
         rows = draw(model, PROMPTS, 0)
-        constants = ln_probe.constants(model, rows)
+        constants = ln_probe.norm_constants(model, rows)
         base = losses(model, rows, read=len(KINDS))
         ways = (("scaling", "two"), ("scaling", "one"), ("projection", ""), ("both", "two"))
         found = []

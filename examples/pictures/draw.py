@@ -19,7 +19,7 @@ import numpy as np
 
 import ln_probe
 from ln_probe.hooks.variants import VARIANTS
-from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, PINK, Figure, geometry
+from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, PINK, Figure, norm_geometry
 from ln_probe.report import Report
 
 DPI = 110
@@ -141,7 +141,7 @@ def _bare(axes: object) -> None:
 def concepts(report: Report) -> dict[str, Callable[[], Figure]]:
     """The four drawings, by file name."""
     return {
-        "projection_and_scaling": lambda: geometry(report, "blocks.1.ln1"),
+        "projection_and_scaling": lambda: norm_geometry(report, "blocks.1.ln1"),
         "selectable": selectable,
         "reachable": reachable,
         "uniform": uniform,

@@ -2,7 +2,7 @@
 
 Example:
     >>> from ln_probe.page import figures
-    >>> figures.geometry(report, "blocks.1.ln1").savefig("geometry.svg")
+    >>> figures.norm_geometry(report, "blocks.1.ln1").savefig("norm.svg")
     >>> figures.heat_maps(report, "entropy_ratio", "entropy / log n")
     >>> for draw in (
     ...     figures.causal_effects, figures.norms_over_depth, figures.projection_over_depth,
@@ -32,6 +32,7 @@ from mpl_toolkits.mplot3d.art3d import Line3DCollection  # type: ignore[import-u
 from ln_probe.analyses.probes.base import even_share
 from ln_probe.analyses.probes.text import disarmed, percent
 from ln_probe.exhibits import SiteSample
+from ln_probe.hooks.deprecation import renamed
 from ln_probe.hooks.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -42,15 +43,16 @@ __all__ = [
     "attainable_over_depth",
     "causal_effects",
     "entropy_by_layer",
-    "geometry",
     "heat_maps",
     "margins_by_head",
     "margins_over_depth",
+    "norm_geometry",
     "norms_over_depth",
     "projection_over_depth",
     "uniform_angle_by_layer",
     "unselectable_by_head",
 ]
+__getattr__ = renamed(__name__, {"geometry": "norm_geometry"}, "0.3", "0.5")
 
 # Okabe and Ito's colours, which are safe for colour-blind readers; a variant has the same colour in every picture.
 # On a page they are CSS variables, with lighter shades on a dark background. Heat maps keep their colours in both
@@ -437,7 +439,7 @@ EDGE = 1.15  # times the circle's radius; tokens farther out are drawn there, ho
 _VIEW = {"elev": 18, "azim": -60}
 
 
-def geometry(report: Report, site: str | None = None) -> Figure:
+def norm_geometry(report: Report, site: str | None = None) -> Figure:
     """Tokens before a norm, after its projection and after its scaling, drawn as in Brody, Alon & Yahav 2023, figure 1.
 
     Height is the coordinate along the all-ones direction, and the plane represents everything orthogonal to it. A

@@ -144,7 +144,7 @@ def test_one_group_of_prompts_has_constants_from_elsewhere(make_bridge: Callable
         n.startswith("there is one group of prompts and no other text, so the constants are") for n in report.notes
     )
     bundled = ln_probe.load_model("lm-layernorm")
-    own = ln_probe.constants(bundled, torch.arange(1, 30)[None])
+    own = ln_probe.norm_constants(bundled, torch.arange(1, 30)[None])
     windows = bundled.bundled_prompts.calibration  # type: ignore[union-attr]
     assert own.of(0) == mean_sigmas(bundled, find_sites(bundled), list(windows))  # type: ignore[arg-type]
     assert own.source == "means over the calibration prompts (held-out windows of the model's training books)"
@@ -153,7 +153,7 @@ def test_one_group_of_prompts_has_constants_from_elsewhere(make_bridge: Callable
 def test_default_constants_of_without_are_pooled_over_the_default_prompts() -> None:
     """`without` and `analyze` took theirs from different text where prompts lacked the first token of the model."""
     model: Any = ln_probe.load_model("lm-layernorm")
-    pooled = ln_probe.constants(model).pooled
+    pooled = ln_probe.norm_constants(model).pooled
     with without(model, "scaling", sites="final") as done:
         assert done.divisors["ln_final"].first == pytest.approx(pooled["ln_final"].first, rel=1e-6)
         assert done.divisors["ln_final"].rest == pytest.approx(pooled["ln_final"].rest, rel=1e-6)

@@ -30,7 +30,7 @@ def gpt2(make_bridge: Callable[..., Any]) -> Any:
 def test_a_report_says_where_it_came_from(capp: Path) -> None:
     model = ln_probe.load_model(capp)
     asked = {"max_tokens": 16, "layers": [1], "probes": ("decomposition", "uniformity")}
-    report = ln_probe.analyze(model, ln_probe.sampled(), **asked, progress=False)
+    report = ln_probe.analyze(model, ln_probe.sampled_prompts(), **asked, progress=False)
     provenance = report.provenance
     assert provenance["model"]["kind"] == "folder"
     assert len(provenance["model"]["weights_sha256"]) == 64
@@ -255,7 +255,7 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
     assert np.isnan(cost.low)
     assert cost.loss == pytest.approx(float(row["loss"] - row["delta_loss"]), abs=1e-6)
     assert repr(cost) == report.findings()[0]
-    assert cost.constants.of(2) == report.constants.of(2) == ln_probe.constants(gpt2, TOKENS).of(2)
+    assert cost.constants.of(2) == report.constants.of(2) == ln_probe.norm_constants(gpt2, TOKENS).of(2)
     assert set(cost.table["family"]) == {"", "primary"}
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 import ln_probe
 from ln_probe import hooks
 from ln_probe.page import figures, heads
-from ln_probe.page.figures import geometry
+from ln_probe.page.figures import norm_geometry
 from ln_probe.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -134,7 +134,7 @@ def results(model: object, report: Report) -> Iterator[object]:
     yield from (report, report.attention(), report.attention(1, 0, 2), report.exhibits, *report.exhibits.attention)
     yield from (*report.exhibits.samples, *report.declared.values(), ln_probe.compare([report, report]))
     yield from (site, site.decompose(torch.randn(3, 128)), ln_probe.outlier_tokens(model, tokens))
-    yield from (hooks.check_equivalent(model, model), ln_probe.sampled(3))
+    yield from (hooks.check_equivalent(model, model), ln_probe.sampled_prompts(3))
     with hooks.without(model, "scaling", scale=2.0) as done:
         yield done
     keys = np.random.default_rng(0).normal(size=(20, 3))
@@ -153,7 +153,7 @@ def test_d6_results_show_themselves_in_one_line(model: object, report: Report) -
 
 def test_d2_pictures_show_without_any_magic(report: Report) -> None:
     """They printed <Figure size …> unless `%matplotlib inline` was called."""
-    drawn = [figures.margins_over_depth(report), geometry(report), heads.heads_map(report, "entropy_change")]
+    drawn = [figures.margins_over_depth(report), norm_geometry(report), heads.heads_map(report, "entropy_change")]
     drawn.append(figures.causal_effects(report)) if len(report.causal) else None
     for figure in drawn:
         with warnings.catch_warnings():

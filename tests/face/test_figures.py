@@ -28,7 +28,7 @@ DRAWN: list[Callable[[Report], Figure]] = [
     figures.margins_by_head,
     figures.uniform_angle_by_layer,
     figures.entropy_by_layer,
-    figures.geometry,
+    figures.norm_geometry,
 ]
 
 
@@ -43,7 +43,7 @@ def test_figures_are_labelled_can_be_restyled_and_are_drawn_alike_twice(
     assert text.startswith("<svg role=")
     assert not re.search(r": #000000|: #0072b2|: #d55e00", text), "a colour that does not follow the page"
     assert not mpl.rcParams["svg.hashsalt"], "the user's settings were changed"
-    if draw is not figures.geometry:
+    if draw is not figures.norm_geometry:
         visible = [a for a in figure.axes if a.get_visible() and a.get_label() != "<colorbar>"]
         assert any(a.get_ylabel() for a in visible)
         assert any(a.get_xlabel() or any(t.get_text() for t in a.get_xticklabels()) for a in visible)
@@ -106,9 +106,9 @@ def test_tokens_far_away_are_drawn_at_the_edge() -> None:
 
 
 def test_a_site_that_was_not_kept_and_an_unknown_measure_are_named(report: Report) -> None:
-    assert figures.geometry(report, "blocks.1.ln1").axes
+    assert figures.norm_geometry(report, "blocks.1.ln1").axes
     with pytest.raises(ValueError, match=r"no vectors were kept of 'ln9': there are some of \['blocks\.0\.ln1'"):
-        figures.geometry(report, "ln9")
+        figures.norm_geometry(report, "ln9")
     with pytest.raises(KeyError, match="marginal"):
         index.over_depth([report], ["a"], "marginal")
     with pytest.raises(KeyError, match="marginal"):

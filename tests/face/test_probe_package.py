@@ -22,7 +22,7 @@ from faulty import command, ended, started, tables, write_prompts
 
 import ln_probe
 from ln_probe.analyses.probes import registry
-from ln_probe.analyses.probes.base import Found, Needs, Observer, Piece, Probe, ProbeError
+from ln_probe.analyses.probes.base import Needs, Observer, Piece, Probe, ProbeError, ProbeResults
 from ln_probe.analyses.probes.columns import BUILT_IN, LAYERNORMS
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.measure import ProbeFailedWarning
@@ -218,7 +218,7 @@ def raising(where: str) -> Probe:
 def returning(frame: Any) -> Probe:
     """A probe that makes this table."""
     made = Sizes()
-    made.finish = lambda pieces, context: Found({"sizes": frame})  # type: ignore[method-assign]
+    made.finish = lambda pieces, context: ProbeResults({"sizes": frame})  # type: ignore[method-assign]
     return made
 
 

@@ -30,7 +30,7 @@ from ln_probe.hooks.default_tokens import (
     sample,
     special_tokens,
 )
-from ln_probe.prompt_sources import DatasetName, check_source, entries, sampled
+from ln_probe.prompt_sources import DatasetName, check_source, entries, sampled_prompts
 from ln_probe.prompts import make_prompts, name_tokens, read_vocabulary
 
 ROWS = [[5, 6, 7, 8], [9, 10]]
@@ -105,7 +105,7 @@ def test_files_and_names_of_files_and_words_are_not_texts(speaking: Any, tmp_pat
         make_prompts(speaking, str(there))
     assert len(make_prompts(speaking, there).tokens) == 2
     assert len(make_prompts(speaking, [str(there)]).tokens) == 1
-    with pytest.raises(ValueError, match=r"pass ln_probe\.sampled\(\) for sequences of the model's own"):
+    with pytest.raises(ValueError, match=r"pass ln_probe\.sampled_prompts\(\) for sequences of the model's own"):
         make_prompts(speaking, "sampled")
     taken = ("'missing.txt' was taken as a text: there is no file of that name",)
     assert make_prompts(speaking, "missing.txt").notes == taken
@@ -186,19 +186,19 @@ def test_without_a_tokenizer_the_model_speaks_for_itself(model: Any) -> None:
     assert max(map(len, made.tokens)) == 12
     said = rf"no tokenizer, so prompts were sampled from the model itself: {len(made.tokens)} sequences of"
     assert re.search(rf"{said} .*12 tokens \(.*\), temperature 1, seed 0$", made.notes[0])
-    again = make_prompts(model, sampled(), max_tokens=12)
+    again = make_prompts(model, sampled_prompts(), max_tokens=12)
     assert again.summary["sha256"] == made.summary["sha256"]
-    assert make_prompts(model, sampled(), max_tokens=12, seed=1).summary["sha256"] != made.summary["sha256"]
+    assert make_prompts(model, sampled_prompts(), max_tokens=12, seed=1).summary["sha256"] != made.summary["sha256"]
     surprise = []  # sampled from the model: likelier than chance on average
     for row in made.tokens:
         logits = model(row[None])
         surprise.append(float(-logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None]).mean()))
     assert np.mean(surprise) < np.log(50)
-    few = make_prompts(model, sampled(2), max_tokens=6)
+    few = make_prompts(model, sampled_prompts(2), max_tokens=6)
     assert ([len(r) for r in few.tokens], few.source) == ([6, 6], "sampled")
     for wrong, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
-        with pytest.raises(error, match=r"sampled\(count\) takes"):
-            sampled(wrong)
+        with pytest.raises(error, match=r"sampled_prompts\(count\) takes"):
+            sampled_prompts(wrong)
 
 
 def test_d1_sampled_sequences_stop_at_the_end_and_begin_at_the_beginning(model: Any) -> None:

@@ -149,6 +149,26 @@ def test_a_moved_module_loads_under_its_old_name_and_warns(old: str, new: str) -
         assert import_module(f"ln_probe.{old}") is import_module(f"ln_probe.{new}")
 
 
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("ln_probe", "constants", "norm_constants"),
+        ("ln_probe", "sampled", "sampled_prompts"),
+        ("ln_probe.hooks", "apply", "make_permanent"),
+        ("ln_probe.hooks", "Applied", "PermanentEdit"),
+        ("ln_probe.page.figures", "geometry", "norm_geometry"),
+        ("ln_probe.analyses.probes.protocol", "Found", "ProbeResults"),
+    ],
+)
+def test_a_renamed_object_has_its_old_name_too_and_warns(module: str, old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"{module}\.{old} is deprecated .*: use {module}\.{new}$") as heard:
+        found = getattr(import_module(module), old)
+    assert found is getattr(import_module(module), new)
+    assert heard[0].filename == __file__
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        import_module(module).absent  # noqa: B018
+
+
 def test_a_module_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         import_module("ln_probe.render.absent")

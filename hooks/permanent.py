@@ -37,7 +37,7 @@ _LENGTH = 16  # tokens that both are compared on
 
 
 @dataclass(frozen=True, repr=False)
-class Applied(OneLine):
+class PermanentEdit(OneLine):
     """A Hugging Face model with an edit of its norms made permanent.
 
     Attributes:
@@ -49,8 +49,8 @@ class Applied(OneLine):
         tokenizer: the model's; None if it has none.
 
     Example:
-        >>> applied = ln_probe.hooks.apply(model, "scaling")
-        >>> applied.model, applied.divisors
+        >>> permanent = ln_probe.hooks.make_permanent(model, "scaling")
+        >>> permanent.model, permanent.divisors
     """
 
     model: Any
@@ -74,14 +74,14 @@ class Applied(OneLine):
         return Path(folder)
 
 
-def apply(
+def make_permanent(
     model: object,
     what: str,
     *,
     sites: str | Sequence[str] = "all",
     scale: str | float | Mapping[str, object] = UNIFORM,
     tokens: Rows | None = None,
-) -> Applied:
+) -> PermanentEdit:
     """Return a new Hugging Face model whose norms compute what the model's norms compute under `without`.
 
     A checkpoint holds one eps for all norms and a gain per norm, so an edit has a standard form if it freezes the
@@ -102,7 +102,7 @@ def apply(
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")  # or "gpt2", world="bridge"
-        >>> ln_probe.hooks.apply(model, "scaling").save("norm-free")
+        >>> ln_probe.hooks.make_permanent(model, "scaling").save("norm-free")
     """
     hooked = check_model(model)
     made = _hugging_face(hooked)
@@ -127,7 +127,7 @@ def apply(
             "elsewhere than the config, processed weights, or a format of 16 bits)"
         )
     tokenizer = getattr(hooked, "tokenizer", None)
-    return Applied(made, edit.variant, edit.sites, edit.divisors, difference, tokenizer)
+    return PermanentEdit(made, edit.variant, edit.sites, edit.divisors, difference, tokenizer)
 
 
 def _refuse(every: Sequence[Site], chosen: Sequence[Site], variant: str, divisors: Mapping[str, Constant]) -> None:

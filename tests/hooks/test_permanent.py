@@ -14,7 +14,7 @@ from compose import distance as largest
 import ln_probe
 from ln_probe.analyses.lab.run_folder import save_model
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.hooks import apply, find_sites, without
+from ln_probe.hooks import find_sites, make_permanent, without
 from ln_probe.hooks.edits import InterventionError
 
 TOKENS = torch.arange(3, 23).view(2, 10)
@@ -31,11 +31,11 @@ def test_a_saved_norm_free_model_gives_the_logits_of_the_edited_one(
         intact = model(TOKENS)
         with without(model, "scaling", sites="all", scale="uniform") as edit:
             wanted = model(TOKENS)
-        applied = apply(model, "scaling")
+        permanent = make_permanent(model, "scaling")
         assert torch.equal(model(TOKENS), intact)
-        assert applied.sites == edit.sites
-        assert applied.divisors == edit.divisors
-        folder = applied.save(tmp_path / "free")
+        assert permanent.sites == edit.sites
+        assert permanent.divisors == edit.divisors
+        folder = permanent.save(tmp_path / "free")
         again = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert largest(again(TOKENS).logits, wanted) < 1e-5
         assert largest(wanted, intact) > 1e-2
@@ -48,8 +48,8 @@ def test_a_lab_model_in_the_shape_of_gpt2(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model: Any = ln_probe.load_model("lm-layernorm")
-    applied = apply(model, "scaling", tokens=TOKENS)
-    again = AutoModelForCausalLM.from_pretrained(applied.save(tmp_path / "free")).eval()
+    permanent = make_permanent(model, "scaling", tokens=TOKENS)
+    again = AutoModelForCausalLM.from_pretrained(permanent.save(tmp_path / "free")).eval()
     with torch.no_grad(), without(model, "scaling", sites="all", scale="uniform", tokens=TOKENS):
         assert largest(again(TOKENS).logits, model(TOKENS)) < 1e-5
 
@@ -75,4 +75,4 @@ def test_what_has_no_standard_form_is_refused(
     ]
     for each, arguments, message in refused:
         with pytest.raises(InterventionError, match=message):
-            apply(each, **arguments)
+            make_permanent(each, **arguments)
