@@ -81,9 +81,10 @@ def __getattr__(name: str) -> object:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     if name in _RENAMED:
-        from ln_probe.hooks.deprecation import renamed
+        from ln_probe.hooks.deprecation import deprecated
 
-        return renamed(__name__, _RENAMED, "0.3", "0.5")(name)
+        deprecated(f"ln_probe.{name}", f"ln_probe.{_RENAMED[name]}", "0.3", "0.5")
+        return __getattr__(_RENAMED[name])
     raise AttributeError(f"module 'ln_probe' has no attribute {name!r}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,7 @@ from ln_probe.analyses.probes import columns as declared_here
 from ln_probe.analyses.probes.base import Failure, Finding, Probe, ProbeError
 from ln_probe.analyses.probes.causal import family, with_today_statistics
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
+from ln_probe.analyses.probes.text import counted, disarmed, encodable
 from ln_probe.analyses.schema import Column, Table, TableError
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
 from ln_probe.hooks.variants import RENAMED, frozen_scaling, present_name
@@ -68,6 +70,7 @@ _AT_THE_LAST_POSITION = (
 )
 NO_NORMS = "the model has no normalization"  # beginning of the note on such models
 _OPTIONAL = ("numba", "circuitsvis", "gguf", "python-flint", "ray")
+PRINTED, _WIDTH = 6, 100  # findings that `print` shows, and characters a line
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 
 
@@ -86,6 +89,7 @@ class Report:
         failures: probes that failed, and why.
 
     Example:
+        >>> print(report)  # model, prompts and the first findings
         >>> report.findings()
         >>> report.by_head(sort="delta_loss").head(3)
         >>> report.describe("heads")
@@ -197,6 +201,14 @@ class Report:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))
         return f"Report({self.name!r}: {sizes or 'empty'})"
+
+    def __str__(self) -> str:
+        """Return what `print` shows: model, prompts and the first findings; `findings` has all."""
+        found, prompts = self.findings(), self.provenance.get("prompts", {})
+        about = f" on {counted(prompts['count'], 'prompt')} ({prompts.get('source', '')})" if "count" in prompts else ""
+        more = [f"… and {len(found) - PRINTED} more: report.findings()"] * (len(found) > PRINTED)
+        bullets = [textwrap.fill(f"- {text}", _WIDTH, subsequent_indent="  ") for text in found[:PRINTED]]
+        return encodable(disarmed("\n".join([f"{self.name}{about}", *bullets, *more])))
 
     def _repr_html_(self) -> str:
         from ln_probe.page.page import notebook_cell

@@ -34,6 +34,7 @@ from ln_probe.analyses.probes.text import disarmed, percent
 from ln_probe.exhibits import SiteSample
 from ln_probe.hooks.deprecation import renamed
 from ln_probe.hooks.variants import VARIANTS
+from ln_probe.page.titles import entitle, titled
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
@@ -88,6 +89,7 @@ class Figure(matplotlib.figure.Figure):
         return buffer.getvalue(), {"width": width, "height": height}
 
 
+@titled
 def norms_over_depth(report: Report) -> Figure:
     """Mean length of vectors before and after each norm (± one standard deviation before it), without position 0."""
     figure, axes = _figure("length (L2 norm)", log=True)
@@ -104,6 +106,7 @@ def norms_over_depth(report: Report) -> Figure:
     return figure
 
 
+@titled
 def projection_over_depth(report: Report) -> Figure:
     """What projection removes: the share of squared length along the all-ones direction, and the angle to it."""
     figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
@@ -128,6 +131,7 @@ def projection_over_depth(report: Report) -> Figure:
     return figure
 
 
+@titled
 def margins_over_depth(report: Report) -> Figure:
     """Best score gap of a key over all others: the median head's median key, and its 5th-percentile key (dashes)."""
     heads = report.heads
@@ -138,6 +142,7 @@ def margins_over_depth(report: Report) -> Figure:
     return figure
 
 
+@titled
 def attainable_over_depth(report: Report) -> Figure:
     """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
     figure = _over_depth(report, "attainable_last_median", "attainable_last_p05", "share of attention", log=False)
@@ -149,14 +154,16 @@ def attainable_over_depth(report: Report) -> Figure:
     return figure
 
 
+@titled
 def unselectable_by_head(report: Report) -> Figure:
     """Share of keys that no query can select, layer × head, for each variant."""
-    return heat_maps(report, "unselectable_fraction", "share of keys", least=0.1)
+    return _heat_maps(report, "unselectable_fraction", "share of keys", least=0.1)
 
 
+@titled
 def margins_by_head(report: Report) -> Figure:
     """Median margin of each head's keys, layer × head, for each variant."""
-    return heat_maps(report, "margin_median", "margin, nats")
+    return _heat_maps(report, "margin_median", "margin, nats")
 
 
 def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -> Figure:
@@ -167,6 +174,12 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
     Raises:
         KeyError: no such column.
     """
+    column_of = report.declared["heads"].column(column)
+    meaning = label if column_of is None else column_of.meaning
+    return entitle(_heat_maps(report, column, label, least=least), report, f"{meaning[:1].upper()}{meaning[1:]}.")
+
+
+def _heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -> Figure:
     found = [(v, r) for v, r in by_variant(report) if not r[column].isna().all()]
     columns = min(2, len(found)) or 1
     lines = -(-len(found) // columns) or 1
@@ -190,6 +203,7 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
     return figure
 
 
+@titled
 def uniform_angle_by_layer(report: Report) -> Figure:
     """Angle of each head's queries to the direction that attends uniformly; the dashed line is a random direction."""
     figure, axes = _figure("angle, degrees")
@@ -203,6 +217,7 @@ def uniform_angle_by_layer(report: Report) -> Figure:
     return figure
 
 
+@titled
 def entropy_by_layer(report: Report) -> Figure:
     """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
     figure, axes = _figure("entropy / log(visible keys)")
@@ -358,6 +373,7 @@ GROUPS = ("attention", "mlp", "final", "all")
 WIDE = 30.0
 
 
+@titled
 def causal_effects(report: Report) -> Figure:
     """Change of the loss when a term is removed (95 % CI), for groups of norms and for each norm alone.
 
@@ -457,7 +473,7 @@ def norm_geometry(report: Report, site: str | None = None) -> Figure:
     found = next((s for s in samples if s.site == site), None) if site is not None else most_spread(report)
     if found is None:
         raise ValueError(f"no vectors were kept of {site!r}: there are some of {[s.site for s in samples]}")
-    return draw_geometry(found)
+    return entitle(draw_geometry(found), report, geometry_caption(found))
 
 
 def most_spread(report: Report) -> SiteSample | None:
@@ -537,15 +553,8 @@ def _plane(axes: Any, radius: float, sphere: bool) -> None:
         way_x, way_y = radius * math.cos(around), radius * math.sin(around)
         axes.plot([-way_x, way_x], [-way_y, way_y], [0, 0], color=GRID, lw=0.6, zorder=1)
         if sphere:
-            axes.plot(
-                way_x * np.cos(turn),
-                way_y * np.cos(turn),
-                radius * np.sin(turn),
-                color=GRID,
-                lw=0.7,
-                alpha=0.8,
-                zorder=1,
-            )
+            style: dict[str, Any] = {"color": GRID, "lw": 0.7, "alpha": 0.8, "zorder": 1}
+            axes.plot(way_x * np.cos(turn), way_y * np.cos(turn), radius * np.sin(turn), **style)
 
 
 def geometry_caption(sample: SiteSample) -> str:

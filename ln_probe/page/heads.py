@@ -20,6 +20,7 @@ from ln_probe.analyses.probes.text import disarmed, signed
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN, edits_of_norms
 from ln_probe.page.figures import SIZE, Figure, draw_grid
+from ln_probe.page.titles import entitle
 from ln_probe.report import Report
 
 __all__ = [
@@ -153,6 +154,12 @@ def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
     """
     if measure not in MEASURES:
         raise ValueError(f"unknown measure {measure!r}: there are {', '.join(MEASURES)}")
+    about = MEASURES[measure]
+    return entitle(draw_heads_map(report, measure), report, f"{about.title}: {about.meaning}.")
+
+
+def draw_heads_map(report: Report, measure: str) -> Figure:
+    """Draw the map without a title."""
     about = MEASURES[measure]
     grid = by_head(report).pivot(index="layer", columns="head", values=measure)
     values = grid.to_numpy(float)

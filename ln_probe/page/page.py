@@ -22,8 +22,9 @@ from ln_probe.page import figures, own_script, policy, render
 from ln_probe.page.answers import answers
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
 from ln_probe.page.figures import by_variant, causal_effects, svg
-from ln_probe.page.heads import MEASURES, HeadMap, heads_map, largest, linked, measures_of
+from ln_probe.page.heads import MEASURES, HeadMap, draw_heads_map, largest, linked, measures_of
 from ln_probe.page.tables import Table, figure_text, table
+from ln_probe.page.titles import caption, untitled
 from ln_probe.page.verdict import intact_loss, verdict
 from ln_probe.report import Report, ranked_findings
 
@@ -320,14 +321,14 @@ def has(report: Report, picture: Picture) -> bool:
 
 def drawn(report: Report, picture: Picture, prefix: str = "") -> Drawing:
     """Draw a picture as SVG, with its caption."""
-    caption = (picture.draw.__doc__ or "").strip().splitlines()[0]
+    text = caption(picture.draw)
     if picture.id == "projection" and not report.layernorms["kind"].isin(["layernorm", "projection_only"]).any():
-        caption = (
+        text = (
             "No norm of this model projects. Shown is what projection would remove: the share of squared length along "
             "the all-ones direction."
         )
     name = f"{prefix}{picture.id}"
-    return Drawing(picture.title, Markup(svg(picture.draw(report), name, f"{picture.title}. {caption}")), caption)
+    return Drawing(picture.title, Markup(svg(untitled(picture.draw)(report), name, f"{picture.title}. {text}")), text)
 
 
 def groups(report: Report) -> Iterator[Group]:
@@ -366,9 +367,9 @@ def _by_head(report: Report) -> list[Shown]:
     known = measures_of(report)
     drawings = []
     for measure in known:
-        caption = f"{MEASURES[measure].meaning[:1].upper()}{MEASURES[measure].meaning[1:]}."
-        drawn = Markup(svg(heads_map(report, measure), f"by-head-{measure}", caption))
-        drawings.append(Drawing(MEASURES[measure].title, drawn, caption, first=measure == known[0]))
+        text = f"{MEASURES[measure].meaning[:1].upper()}{MEASURES[measure].meaning[1:]}."
+        drawn = Markup(svg(draw_heads_map(report, measure), f"by-head-{measure}", text))
+        drawings.append(Drawing(MEASURES[measure].title, drawn, text, first=measure == known[0]))
     return [Shown("by-head", "Every head", tuple(drawings), wide=True, choice="Measure")] if drawings else []
 
 

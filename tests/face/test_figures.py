@@ -17,6 +17,7 @@ from ln_probe.exhibits import SiteSample
 from ln_probe.hooks.variants import VARIANTS
 from ln_probe.page import figures, index
 from ln_probe.page.figures import svg
+from ln_probe.page.heads import heads_map
 from ln_probe.report import Report
 
 DRAWN: list[Callable[[Report], Figure]] = [
@@ -47,6 +48,14 @@ def test_figures_are_labelled_can_be_restyled_and_are_drawn_alike_twice(
         visible = [a for a in figure.axes if a.get_visible() and a.get_label() != "<colorbar>"]
         assert any(a.get_ylabel() for a in visible)
         assert any(a.get_xlabel() or any(t.get_text() for t in a.get_xticklabels()) for a in visible)
+
+
+@pytest.mark.parametrize("draw", [*DRAWN, heads_map], ids=lambda d: d.__name__)
+def test_a_picture_says_what_it_shows_and_of_what(draw: Callable[[Report], Figure], report: Report) -> None:
+    named = replace(report, provenance={**report.provenance, "model": {"name": "a $model$\n" + "x" * 100}})
+    about, _, text = draw(named).get_suptitle().replace("\n", " ").partition(". ")
+    assert re.fullmatch(r"a \$model\$ x+…x+, \d+ prompts?", about)
+    assert len(text) > 20
 
 
 def test_heat_maps_keep_their_colours(report: Report) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from ln_probe.analyses.files import CHECKSUM, checksums, sha256_of_file, with_ch
 from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.probes.columns import BUILT_IN, CAUSAL, CAUSAL_PROMPTS, INTERVALS
 from ln_probe.analyses.probes.statistics import infer_mean
-from ln_probe.report import Report, slug
+from ln_probe.report import PRINTED, Report, slug
 
 
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:
@@ -31,6 +32,16 @@ def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None
     assert sorted(p.name for p in folder.iterdir()) == sorted(
         ["report.json", "report.html", "exhibits.npz", *(f"{t}.parquet" for t in (d.name for d in BUILT_IN))]
     )
+
+
+def test_print_gives_the_first_findings_and_says_how_many_more_there_are(report: Report) -> None:
+    first, *rest = str(report).splitlines()
+    assert first.startswith(f"{report.name} on {report.provenance['prompts']['count']} prompt")
+    said = " ".join(line.strip() for line in rest)
+    assert said.startswith(f"- {report.findings()[0]}")
+    assert said.endswith(f"… and {len(report.findings()) - PRINTED} more: report.findings()")
+    assert "\x1b" not in str(replace(report, provenance={"model": {"name": "\x1b[31m"}}))
+    assert str(Report()) == "model\n- Nothing was measured: no table holds a row."
 
 
 def test_damaged_reports(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
