@@ -1,10 +1,10 @@
 """What this process is doing, and the line that shows it.
 
     tell("gpt2: downloading", 120e6, 548e6, "B")
+    tell_inner("layer 3 of 12")  # of the prompt that is being measured
 
-`tell` costs a microsecond and reaches other processes through a small file, at most twice a second. `ProgressLine`
-shows a line that moves on a terminal, and plain lines anywhere else: one after a second, then at least one every 30
-seconds.
+They cost microseconds and reach other processes through a small file, at most twice a second. `ProgressLine` shows a
+line that moves on a terminal, and plain lines anywhere else: one after a second, then at least one every 30 seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import TextIOBase
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ import rich.live
 from rich.console import Console
 from rich.text import Text
 
-_SIZE = 1024  # bytes of the file: longer texts are cut
+_SIZE, _LETTERS = 2048, 64  # bytes of the file, and letters of its texts (a stage: twice as many): longer ones are cut
 _EVERY = 0.5  # seconds between two writes
 
 
@@ -38,6 +38,8 @@ class Progress:
         done, total: how much of it is done, and of how much; NaN if that is not known.
         unit: of both; "B" are bytes.
         since: when the stage began, in seconds of `time.time`.
+        inner: what is being done for the prompt at hand.
+        delay: what the stage waits for.
     """
 
     what: str = ""
@@ -45,8 +47,15 @@ class Progress:
     total: float = math.nan
     unit: str = ""
     since: float = 0.0
+    inner: str = ""
+    delay: str = ""
 
     def __str__(self) -> str:
+        more = "; ".join(text for text in (self.inner, self.delay) if text)
+        return f"{self._stage} ({more})" if self.what and more else self._stage
+
+    @property
+    def _stage(self) -> str:
         if not self.what:
             return ""
         if math.isnan(self.total):
@@ -63,17 +72,41 @@ def _amount(value: float, unit: str) -> str:
 _progress = Progress()  # of this process
 _file: int | None = None  # from which other processes read it
 _written = -math.inf
+_lines = 0  # `ProgressLine`s of this process
+_delay_printed = False
 
 
 def tell(what: str, done: float = 0.0, total: float = math.nan, unit: str = "") -> None:
     """Set what this process is doing from now on; an empty `what`: nothing."""
-    global _progress, _file, _written
     same = what == _progress.what
-    _progress = Progress(what, float(done), float(total), unit, _progress.since if same else time.time())
-    if _file is not None and (not same or time.monotonic() - _written >= _EVERY):
+    since = _progress.since if same else time.time()
+    _set(Progress(what, float(done), float(total), unit, since, delay=_progress.delay), at_once=not same)
+
+
+def tell_inner(text: str) -> None:
+    """Set what is being done for the prompt at hand; the stage and its count stay."""
+    _set(replace(_progress, inner=text), at_once=False)
+
+
+def tell_delay(text: str) -> None:
+    """Set what the stage waits for; empty: nothing. A terminal on which no `ProgressLine` is shown gets one line."""
+    global _delay_printed
+    _set(replace(_progress, delay=text), at_once=True)
+    if text and not _delay_printed and not _lines and _file is None:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        if console.is_terminal or console.is_jupyter:
+            _delay_printed = True
+            console.print(f"ln_probe: {text}", markup=False)
+
+
+def _set(found: Progress, *, at_once: bool) -> None:
+    global _progress, _file, _written
+    _progress = found
+    if _file is not None and (at_once or time.monotonic() - _written >= _EVERY):
         _written = time.monotonic()
-        plain = {k: v for k, v in asdict(_progress).items() if v == v}
-        text = json.dumps(plain | {"what": what[: _SIZE // 8]}).encode()
+        plain = {k: v for k, v in asdict(found).items() if v == v}
+        cut = {"what": found.what[: 2 * _LETTERS], "inner": found.inner[:_LETTERS], "delay": found.delay[:_LETTERS]}
+        text = json.dumps(plain | cut).encode()
         try:
             os.pwrite(_file, text.ljust(_SIZE), 0)
         except OSError:  # the code that writes results reports a full disk
@@ -130,6 +163,8 @@ class ProgressLine:
         self._moving: rich.live.Live | None = None
 
     def __enter__(self) -> ProgressLine:
+        global _lines
+        _lines += 1
         self.begun = time.monotonic()
         self._next = self.begun + FIRST
         if self.quiet:
@@ -147,6 +182,8 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _lines
+        _lines -= 1
         self._over.set()
         tell("")
         if self._thread is not None:

@@ -40,7 +40,7 @@ from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import SiteStatistics
 from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.registry import chosen
-from ln_probe.analyses.progress import tell
+from ln_probe.analyses.progress import tell, tell_inner
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
@@ -242,6 +242,7 @@ class Passes:
 
         def on_attention(_: int, seen: AttentionInput) -> None:
             nonlocal bidirectional
+            tell_inner(f"layer {seen.layer + 1} of {n_layers(self.model)}")
             bidirectional |= not seen.causal
             if seen.layer in unsupported:
                 return
@@ -436,6 +437,7 @@ class Passes:
             if large:
                 return_free_memory()
             for w in attention:
+                tell_inner(f"{w.probe.name}, layer {seen.layer + 1} of {n_layers(self.model)}")
                 w.attention(number, attended)
             if large:
                 return_free_memory()
@@ -447,7 +449,7 @@ class Passes:
                 if w.probe.needs.output:
                     if w in attention:
                         beside.finish()
-                    tell(w.probe.name)
+                    tell_inner(w.probe.name)
                     w.prompt(number, row)
                 if w in attention:
                     beside.do(partial(w.end, number))

@@ -14,9 +14,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
+from numba.core import event
 from numpy.typing import NDArray
 
 from ln_probe.analyses.files import MARKER, is_marked, mark
+from ln_probe.analyses.progress import tell_delay
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -39,6 +41,25 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline"
 _APART = 64
 
 _WEEK = 7 * 24 * 3600.0
+
+
+class _Compiling(event.Listener):
+    """Says that loops are being compiled, so that a first call does not seem to hang."""
+
+    depth = 0
+
+    def on_start(self, _event: event.Event) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            tell_delay("compiling kernels: a minute or two, only the first time")
+
+    def on_end(self, _event: event.Event) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            tell_delay("")
+
+
+event.register("numba:compile", _Compiling())
 
 
 def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.progress import tell
+from ln_probe.analyses.progress import tell_inner
 from ln_probe.hooks.edits import Edit, LostEditError, installed
 from ln_probe.hooks.model import HookedModel, blocks, device_of, run, vocabulary_size
 from ln_probe.hooks.norm import Site
@@ -147,7 +147,7 @@ class SharedPasses:
             parts = -(-len(keys) // most)
             for part in range(parts):  # of equal size, so that none is a straggler
                 some = keys[len(keys) * part // parts : len(keys) * (part + 1) // parts]
-                tell("edited passes", len(done), len(jobs))
+                tell_inner(f"edited passes: {len(done)} of {len(jobs)}")
                 made = self._together(tokens, unedited, [jobs[k] for k in some], start, whole)
                 done |= dict(zip(some, made, strict=True))
         return {key: done[key] for key in jobs}

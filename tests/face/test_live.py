@@ -55,6 +55,35 @@ def test_what_is_left_is_told_once_it_is_more_than_a_guess() -> None:
     assert left_of(progress.Progress("x", 2, 10, "prompts", now - 60)) == " · 4 min 00 s left"
 
 
+def test_d3_a_long_prompt_and_kernels_that_are_compiled_are_counted_and_named() -> None:
+    """The count of prompts gave way to "edited passes: 0 of 6", for minutes."""
+    import numba
+    from numba.core import event
+
+    import ln_probe.analyses.geometry.compiled  # noqa: F401
+
+    heard: list[str] = []
+
+    class Listener(event.Listener):
+        def on_start(self, _event: event.Event) -> None:
+            heard.append(str(progress.now()))
+
+        def on_end(self, _event: event.Event) -> None: ...
+
+    progress.tell("second pass", 3, 64, "prompts")
+    progress.tell_inner("edited passes: 2 of 6")
+    assert str(progress.now()) == "second pass: 3 of 64 prompts (edited passes: 2 of 6)"
+    with event.install_listener("numba:compile", Listener()):
+        numba.njit(lambda x: x + 1)(1.0)
+    assert heard[0] == (
+        "second pass: 3 of 64 prompts (edited passes: 2 of 6; compiling kernels: a minute or two, only the first time)"
+    )
+    assert "compiling" not in str(progress.now())
+    progress.tell("second pass", 4, 64, "prompts")
+    assert str(progress.now()) == "second pass: 4 of 64 prompts"
+    progress.tell("")
+
+
 def _elsewhere(path: Path) -> None:
     progress.write_to(path)
     progress.tell("edited passes", 3, 26)
