@@ -100,8 +100,8 @@ class Constants:
         Example:
             >>> with ln_probe.hooks.without(model, "scaling", scale=report.constants.of(3)): ...
         """
-        if not 0 <= prompt < len(self.groups):
-            raise IndexError(f"no prompt {prompt}: the constants are of prompts 0 … {len(self.groups) - 1}")
+        if isinstance(prompt, str | float) or not 0 <= prompt < len(self.groups):
+            raise IndexError(f"no prompt {prompt!r}: the constants are of prompts 0 … {len(self.groups) - 1}")
         if self.given is not None:
             return dict(self.given)
         group = int(self.groups[prompt])

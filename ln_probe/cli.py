@@ -1,4 +1,7 @@
-"""The command line: `ln-probe report | plan | merge | models | lab | env`. Heavy imports happen inside the commands."""
+"""The command line, `ln-probe report | freezing-cost | plan | merge | models | lab | env`.
+
+Heavy imports happen inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ from ln_probe.batch.exits import DONE, SOME_FAILED, refuse, writable
 from ln_probe.batch.options import (
     Execution,
     Folder,
+    MeasureOptions,
+    OneModel,
     Out,
     Output,
     ReportOptions,
@@ -181,6 +186,15 @@ def report(options: ReportOptions, execution: Execution, processes: Workers, int
                 raise refuse(str(error)) from error
             raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
         go(run, claimed, execution, processes.workers, part, output)
+
+
+@app.command("freezing-cost")
+@takes(OneModel, MeasureOptions, Output)
+def freezing_cost(model: OneModel, options: MeasureOptions, output: Output) -> None:
+    """The first number of a report alone, in a minute: how much freezing scaling raises the loss, with its CI."""
+    from ln_probe.batch.one_number import run
+
+    run(model, options, output)
 
 
 @app.command()

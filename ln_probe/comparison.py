@@ -107,6 +107,8 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     Example:
         >>> ln_probe.compare([report, report], names=["before", "after"]).summary
     """
+    if isinstance(reports, Report | str | Path):
+        raise TypeError(f"compare takes a list of reports, got one {type(reports).__name__}: compare([one, other])")
     found = tuple(reports)
     if not found:
         raise ValueError("nothing to compare: give at least one report")

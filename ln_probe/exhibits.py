@@ -200,7 +200,7 @@ class Exhibits(OneLine):
                     "whose attention reads a norm"
                 )
             kept = ", ".join(str(a.prompt) for a in self.attention)
-            raise ValueError(f"no attention was kept of prompt {prompt}: there is some of prompts {kept}")
+            raise ValueError(f"no attention was kept of prompt {prompt!r}: there is some of prompts {kept}")
         return found
 
     def plain(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +25,7 @@ from ln_probe.analyses.probes.uniformity import random_angle
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import Part, Table, TableError, joined
 from ln_probe.exhibits import Exhibits
+from ln_probe.headline import FreezingCost
 from ln_probe.hooks.model import HookedModel, n_layers
 from ln_probe.hooks.objective import Loss, Objective
 from ln_probe.hooks.variants import SCALING_FROZEN
@@ -361,33 +362,6 @@ def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class FreezingCost:
-    """What freezing scaling costs a model: `print` it for a sentence.
-
-    Attributes:
-        estimate: loss increase with scaling frozen at every norm, nats/token (or units of the user's loss); NaN where
-            the edited model's logits are not finite (`table` then has the increase at attention's norms).
-        low, high: its 95 % CI over prompt groups, the choice of constants included; NaN with fewer than 32 groups.
-        loss: of the intact model on the same prompts.
-        table: the primary contrasts, columns as in `report.causal`.
-        constants: what replaced sigma: `.of(i)` on prompt i, `.pooled`, `.observed`.
-        notes: what a reader has to know.
-    """
-
-    estimate: float
-    low: float
-    high: float
-    loss: float
-    table: pd.DataFrame
-    constants: Constants
-    sentence: str
-    notes: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return self.sentence
-
-
 def on_text(report: Report, text: str, model: object = None) -> Report:
     """Measure the attention of a report's model on another text; `Report.attention(text=…)` shows it.
 
@@ -447,8 +421,10 @@ def freezing_cost(
         TypeError, ValueError: as `ln_probe.analyze`; ValueError also where the loss is not applicable (says why).
 
     Example:
-        >>> ln_probe.freezing_cost(ln_probe.load_model("lm-layernorm"))
+        >>> cost = ln_probe.freezing_cost(ln_probe.load_model("lm-layernorm"))
+        >>> cost
         Freezing scaling at every norm raises the loss by … nats/token (…)
+        >>> print(cost)  # all primary contrasts, prompts and constants; on the command line: ln-probe freezing-cost
     """
     objective = Objective.of(loss)
     probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
@@ -464,7 +440,8 @@ def freezing_cost(
     table = results.tables["causal"]
     frozen = table[(table["family"] == "primary") & (table["variant"] == SCALING_FROZEN.name)]
     rows = frozen[frozen["sites"] == "all"]
-    notes = (*ready.notes, *calibrated.notes, *results.notes)
+    asked = (note for note in results.notes if "single norms" not in note)  # which no one asked for here
+    notes = (*ready.notes, *calibrated.notes, *asked)
     if not len(rows) or frozen["delta_loss"].isna().all():
         why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
         raise ValueError(f"freezing_cost is not applicable: {why}")
@@ -480,6 +457,8 @@ def freezing_cost(
         table,
         calibrated.constants,
         findings[0].text,
+        ready.summary,
+        objective.unit,
         tuple(dict.fromkeys(notes)),
     )
 

@@ -567,6 +567,8 @@ class Passes:
 def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[np.ndarray, " prompt"]:
     if labels is None:
         return grouped(rows)
+    if isinstance(labels, str) or not isinstance(labels, Sized):
+        raise TypeError(f"groups must be a list of labels, one for each prompt, got {labels!r}")
     if len(labels) != len(rows):
         raise ValueError(
             f"groups must hold a label for each prompt: got {len(labels)} labels for {len(rows)} prompts (prompts with "

@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -270,6 +271,19 @@ def sampled_prompts(count: int | None = None) -> Sampled:
     if count < 1:
         raise ValueError(f"sampled_prompts(count) takes at least one sequence, got {count}")
     return Sampled(count)
+
+
+def prompts_named(given: str | None, most: int | None = None) -> Any:
+    """Return what `make_prompts` takes for the words of a command line: None, "sampled", a file or a data set.
+
+    Args:
+        given: as typed; most: only so many of the first prompts; None: all.
+    """
+    if given is None or given == SAMPLED:
+        return None if given is None else Sampled(most)
+    if most is None and not is_dataset(given):
+        return Path(given)
+    return list(islice(entries(given), most))
 
 
 def token_rows(given: Any, *, pad: int | None = None, ends: Sequence[int] = ()) -> tuple[list[Tensor], tuple[str, ...]]:

@@ -220,7 +220,13 @@ class Report:
         return [f.text for f in ranked_findings(self)]
 
     def with_tables(self, **tables: pd.DataFrame) -> Report:
-        """The same report with some tables replaced."""
+        """The same report with some tables replaced.
+
+        Raises:
+            TypeError: something that is no data frame.
+        """
+        if wrong := [name for name, table in tables.items() if not isinstance(table, pd.DataFrame)]:
+            raise TypeError(f"with_tables takes data frames, got {type(tables[wrong[0]]).__name__} as {wrong[0]}")
         return replace(self, tables={**self.tables, **tables})
 
     def with_notes(self, *notes: str) -> Report:
@@ -288,6 +294,8 @@ class Report:
         from ln_probe.page.page import report_page
 
         path = Path(path)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder: give a file, such as {path / PAGE_FILE}, or call save")
         write_text(path, report_page(self, index))
         return path
 

@@ -64,6 +64,8 @@ class Settings:
         if self.keys not in KEYS:
             raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {self.keys!r}")
         for name, least, what in (
+            ("max_tokens", 2, "a number of tokens, 2 or more (one token alone predicts nothing)"),
+            ("seed", 0, "a whole number, 0 or more"),
             ("batch_size", 1, "a number of prompts, 1 or more"),
             ("keys_sample", 0, "a number of keys per head (0: all of them)"),
         ):

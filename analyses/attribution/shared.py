@@ -104,6 +104,8 @@ def places_of(positions: Any, length: int) -> list[int]:
     """The positions of one prompt that are asked for, from 0."""
     if positions is None:
         return list(range(length))
+    if isinstance(positions, str):
+        raise AttributionError(f"positions must be None, an index, a slice or a list of indices, got {positions!r}")
     if isinstance(positions, slice):
         return list(range(length))[positions]
     if is_index(positions) and not isinstance(positions, Sequence):

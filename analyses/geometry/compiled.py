@@ -175,8 +175,8 @@ def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads
         ValueError: `threads` below 1.
     """
     threads = processors() if threads is None else threads
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
+    if isinstance(threads, str | float) or threads < 1:
+        raise ValueError(f"threads must be a whole number, 1 or more, got {threads!r}")
     todo = list(items)
     if threads == 1 or len(todo) < 2:
         return [work(item) for item in todo]

@@ -96,32 +96,20 @@ def count_option(group: str | None, *names: str, least: int, most: int = 10**9, 
 
 
 @dataclass(frozen=True)
-class ReportOptions:
-    """The options that decide the tables, as they were typed."""
+class MeasureOptions:
+    """The options of every command that measures: how a model is loaded, on which prompts, by which loss."""
 
-    model: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL]…", help="Names, name@revision, or paths; none means the bundled checkpoints."),
-    ] = None
-    suite: Annotated[
-        Path | None,
-        _of(MODELS, metavar="FILE", help="A list of names and paths, one a line, such as pythia-70m@step1000."),
-    ] = None
     revision: Annotated[str | None, _of(MODELS, help="Branch, tag or commit; Pythia: step1000.")] = None
-    checkpoints: Annotated[str | None, _of(MODELS, help="Training steps, 0,1000,…, or 'all'.")] = None
     device: Annotated[str | None, _of(MODELS, help="cpu, cuda, cuda:1.")] = None
     dtype: Annotated[
         str | None,
         _of(MODELS, help="float32, float64, bfloat16 or float16; default float32, a compiled program's own float64."),
     ] = None
     allow_pickle: Annotated[bool, _of(MODELS, "--allow-pickle", help="Read .bin/.pt weights (weights_only).")] = False
-    vocab: Annotated[
-        Path | None, _of(MODELS, help="Token strings for a model without a tokenizer: JSON, or one a line.")
-    ] = None
     prompts: Annotated[
         str | None, _of(PROMPTS, help="A .txt, .jsonl or .npy file, a data set (folder or hf:NAME), or 'sampled'.")
     ] = None
-    max_tokens: Annotated[int, count_option(PROMPTS, least=1, help="Longer prompts are cut.")] = 512
+    max_tokens: Annotated[int, count_option(PROMPTS, least=2, help="Longer prompts are cut.")] = 512
     max_prompts: Annotated[int | None, count_option(PROMPTS, least=1, help="Only the first so many prompts.")] = None
     seed: Annotated[int, count_option(PROMPTS, least=0, most=10**18, help="Of sampled prompts and keys.")] = 0
     calibration: Annotated[
@@ -134,7 +122,25 @@ class ReportOptions:
     ] = None
     loss: Annotated[
         str | None,
-        _of(MEASURED, metavar="MODULE:FUNCTION", help="Another loss: (output, tokens) -> mean per prompt [batch]."),
+        _of(MEASURED, metavar="MODULE:FUNCTION", help="Another loss: (output, tokens) -> mean loss of each prompt."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ReportOptions(MeasureOptions):
+    """The options that decide the tables, as they were typed."""
+
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]…", help="Names, name@revision, or paths; none means the bundled checkpoints."),
+    ] = None
+    suite: Annotated[
+        Path | None,
+        _of(MODELS, metavar="FILE", help="A list of names and paths, one a line, such as pythia-70m@step1000."),
+    ] = None
+    checkpoints: Annotated[str | None, _of(MODELS, help="Training steps, 0,1000,…, or 'all'.")] = None
+    vocab: Annotated[
+        Path | None, _of(MODELS, help="Token strings for a model without a tokenizer: JSON, or one a line.")
     ] = None
     optimal: Annotated[bool, _of(MEASURED, "--optimal", help="Fit loss-optimal constants too (minutes per model).")] = (
         False
@@ -186,6 +192,13 @@ class ReportOptions:
             help="A TOML file of these options (max-tokens = 256); options on the command line override it.",
         ),
     ] = None
+
+
+@dataclass(frozen=True)
+class OneModel:
+    """One model."""
+
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="A name, name@revision, or a path.")]
 
 
 @dataclass(frozen=True)
@@ -339,14 +352,31 @@ def targets_of(options: ReportOptions, *, quiet: bool, disk: int | None, out: Pa
         raise refuse(str(error)) from error
 
 
-def settings_of(options: ReportOptions) -> Settings:
-    """What is measured, and how; exits where that makes no sense."""
-    from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
+def check_values(options: MeasureOptions) -> None:
+    """Raise ValueError or FileNotFoundError for values that are seen to be wrong before a model is loaded."""
     from ln_probe.hooks.objective import Objective
     from ln_probe.models import device_named, dtype_named
     from ln_probe.prompt_sources import check_source
+    from ln_probe.settings import read_groups
+
+    if options.prompts not in (None, "sampled"):
+        check_source(str(options.prompts))
+    if options.dtype is not None:
+        dtype_named(options.dtype)
+    if options.device is not None:
+        device_named(options.device)
+    if options.groups is not None:
+        read_groups(options.groups)
+    if options.calibration is not None:
+        check_source(str(options.calibration))
+    Objective.of(options.loss)
+
+
+def settings_of(options: ReportOptions) -> Settings:
+    """What is measured, and how; exits where that makes no sense."""
+    from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
     from ln_probe.prompts import read_vocabulary
-    from ln_probe.settings import KEYS, Settings, read_groups
+    from ln_probe.settings import KEYS, Settings
 
     known = ", ".join(entries())
     probes = DEFAULT if options.probes is None else tuple(p.strip() for p in options.probes.split(",") if p.strip())
@@ -360,21 +390,11 @@ def settings_of(options: ReportOptions) -> Settings:
         chosen(probes)
         if options.keys not in KEYS:
             raise ValueError(f"--keys must be one of {', '.join(KEYS)}, got {options.keys!r}")
-        if options.prompts not in (None, "sampled"):
-            check_source(str(options.prompts))
         if vocab is not None:
             read_vocabulary(vocab)
-        if options.dtype is not None:
-            dtype_named(options.dtype)
-        if options.device is not None:
-            device_named(options.device)
+        check_values(options)
         layers = None if options.layers is None else numbers(options.layers, "layer")
         heads = None if options.heads is None else numbers(options.heads, "head")
-        if groups is not None:
-            read_groups(groups)
-        if calibration is not None:
-            check_source(calibration)
-        Objective.of(options.loss)
     except (FileNotFoundError, ValueError) as error:
         raise refuse(str(error)) from error
     return Settings(

@@ -81,9 +81,14 @@ def source_of(model: nn.Module) -> ModelSource:
     For a model that `load_model` did not load, that is its class, its dtype, and a hash of its state dict (which reads
     all its weights).
 
+    Raises:
+        TypeError: not a model.
+
     Example:
         >>> ln_probe.source_of(model).name
     """
+    if not callable(getattr(model, "parameters", None)):
+        raise TypeError(f"source_of takes a model, got {type(model).__name__}: ln_probe.load_model loads one")
     known = _SOURCES.get(model)
     if known is not None:
         return known

@@ -57,10 +57,10 @@ class AttentionView:
         shown = self.exhibits.of_prompt(self.prompt)
         if self.head is not None and self.head not in shown.heads:
             kept = ", ".join(map(str, shown.heads))
-            raise ValueError(f"no attention was kept of head {self.head}: there is some of heads {kept}")
+            raise ValueError(f"no attention was kept of head {self.head!r}: there is some of heads {kept}")
         if self.layer is not None and self.layer not in shown.layers:
             kept = ", ".join(map(str, shown.layers))
-            raise ValueError(f"no attention was kept of layer {self.layer}: there is some of layers {kept}")
+            raise ValueError(f"no attention was kept of layer {self.layer!r}: there is some of layers {kept}")
 
     def __repr__(self) -> str:
         chosen = {"layer": self.layer, "head": self.head, "prompt": self.prompt}

@@ -174,6 +174,8 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
     Raises:
         KeyError: no such column.
     """
+    if column not in report.heads:
+        raise KeyError(f"heads has no column {column!r}: there are {', '.join(report.heads)}")
     column_of = report.declared["heads"].column(column)
     meaning = label if column_of is None else column_of.meaning
     return entitle(_heat_maps(report, column, label, least=least), report, f"{meaning[:1].upper()}{meaning[1:]}.")
@@ -222,15 +224,9 @@ def entropy_by_layer(report: Report) -> Figure:
     """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
     figure, axes = _figure("entropy / log(visible keys)")
     for place, (variant, rows) in enumerate(by_variant(report)):
-        axes.plot(
-            rows["layer"] + 0.16 * (place - 1.5),
-            rows["entropy_ratio"],
-            VARIANTS[variant].marker,
-            ms=4,
-            alpha=0.6,
-            color=VARIANTS[variant].color,
-            label=VARIANTS[variant].label,
-        )
+        style: dict[str, Any] = {"color": VARIANTS[variant].color, "label": VARIANTS[variant].label, "alpha": 0.6}
+        across = rows["layer"] + 0.16 * (place - 1.5)
+        axes.plot(across, rows["entropy_ratio"], VARIANTS[variant].marker, ms=4, **style)
     axes.set_ylim(0, 1.02)
     _layers(axes, report)
     return figure

@@ -91,7 +91,8 @@ CASES = {
         ValueError,
         "True, False or \"exact\", got 'tight'",
     ),
-    "threads 0": ({"keys": np.stack([KEYS, KEYS]), "threads": 0}, ValueError, "threads must be at least 1, got 0"),
+    "threads 0": ({"keys": np.stack([KEYS, KEYS]), "threads": 0}, ValueError, "threads must be a whole number, 1 or m"),
+    "threads '2'": ({"keys": np.stack([KEYS, KEYS]), "threads": "2"}, ValueError, "1 or more, got '2'"),
 }
 
 

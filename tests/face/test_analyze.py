@@ -223,7 +223,9 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"layers": []}, "an empty list of layers leaves nothing to analyze"),
     ({"heads": [-1]}, "no head -1: the model has heads 0 … 3"),
     ({"keys": "some"}, "keys must be one of hardest, all, got 'some'"),
-    ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+    ({"max_tokens": 1}, "max_tokens must be a number of tokens, 2 or more .one token alone predicts nothing., got 1"),
+    ({"max_tokens": "9"}, "max_tokens must be a number of tokens, 2 or more .*, got '9'"),
+    ({"seed": 1.5}, "seed must be a whole number, 0 or more, got 1.5"),
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str, gpt2: Any) -> None:
     with pytest.raises(ValueError, match=said):

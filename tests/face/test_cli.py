@@ -7,11 +7,13 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from faulty import PROBES, command, lab_model, report, without_pages, write_prompts
@@ -45,6 +47,37 @@ def test_a_vocabulary_names_the_tokens_of_a_model_without_a_tokenizer(capp: Path
     code, _, said = report(capp, "--out", tmp_path / "s", *asked, "--vocab", tmp_path / "missing.json")
     assert code == 2
     assert "missing.json" in said
+
+
+def test_one_number_alone(capp: Path, tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).integers(1, 20, size=(3, 9))
+    np.save(tmp_path / "rows.npy", rows)
+    asked = ["freezing-cost", str(capp), "--prompts", str(tmp_path / "rows.npy"), "--quiet"]
+    found = json.loads(runner.invoke(app, [*asked, "--json", "--max-prompts", "2"]).stdout)
+    wanted = ln_probe.freezing_cost(ln_probe.load_model(capp), rows[:2].tolist(), progress=False)
+    assert found["estimate"] == pytest.approx(wanted.estimate, rel=1e-5)
+    assert (found["low"], found["prompts"]["count"], len(found["contrasts"])) == (None, 2, 4)
+    assert found["constants"]["pooled"].keys() == wanted.constants.pooled.keys()
+    said = runner.invoke(app, asked).stdout
+    assert re.search(r"^scaling frozen, every norm +[+-]0\.\d+", said, re.MULTILINE), said
+    assert "prompts: rows.npy, 27 tokens" in said
+    assert not (tmp_path / "reports").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "said"),
+    [
+        (("nothere",), 1, "nothere: failed: No model is called 'nothere'"),
+        (("lm-none", "--prompts", "missing.txt"), 2, "no prompts file 'missing.txt'"),
+        (("lm-none", "--max-prompts", "3"), 2, "--max-prompts is about --prompts: give --prompts too"),
+        (("lm-none", "--max-tokens", "1"), 2, "'1' is not a whole number from 2"),
+        (("lm-none", "--dtype", "int8"), 2, "int8"),
+    ],
+)
+def test_one_number_that_cannot_be_had(asked: tuple[str, ...], code: int, said: str) -> None:
+    ended = runner.invoke(app, ["freezing-cost", *asked, "--quiet"])
+    assert (ended.exit_code, ended.stdout) == (code, "")
+    assert said in ended.stderr
 
 
 def test_a_failing_model_leaves_the_others_done(capp: Path, tmp_path: Path) -> None:

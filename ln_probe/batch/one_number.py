@@ -1,0 +1,45 @@
+"""What `ln-probe freezing-cost` does: one model, one number, on the terminal; nothing is written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from ln_probe.batch import exits
+from ln_probe.batch.options import MeasureOptions, OneModel, Output, check_values
+
+
+def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
+    """Measure the model and print the cost of freezing its scaling; exits where that makes no sense or fails."""
+    import ln_probe
+    from ln_probe.batch.suite import suite
+    from ln_probe.prompt_sources import prompts_named
+    from ln_probe.settings import read_groups
+
+    try:
+        check_values(options)
+        if options.max_prompts is not None and options.prompts is None:
+            raise ValueError("--max-prompts is about --prompts: give --prompts too, or leave it out")
+        (target,) = suite([model.name], None, options.revision, allow_pickle=options.allow_pickle)
+        measuring: dict[str, Any] = {
+            "prompts": prompts_named(options.prompts, options.max_prompts),
+            "groups": None if options.groups is None else read_groups(options.groups),
+        }
+    except (OSError, ValueError) as error:
+        raise exits.refuse(str(error)) from error
+    measuring |= {name: getattr(options, name) for name in ("calibration", "loss", "max_tokens", "seed")}
+    loading = {name: getattr(options, name) for name in ("device", "dtype", "allow_pickle")}
+    try:
+        if target.error:
+            raise ValueError(target.error.removeprefix("ValueError: "))
+        loaded = ln_probe.load_model(target.name, revision=target.revision, **loading)
+        cost = ln_probe.freezing_cost(loaded, **measuring, progress=not output.quiet)
+    except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        typer.echo(f"{target.label}: failed: {exits.why_failed(error)}", err=True)
+        raise typer.Exit(exits.SOME_FAILED) from error
+    if output.as_json:
+        typer.echo(json.dumps({"model": target.label, **cost.plain}, indent=1))
+    else:
+        typer.echo(f"{target.label}: {cost}")
