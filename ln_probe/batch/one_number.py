@@ -31,15 +31,19 @@ def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
         raise exits.refuse(str(error)) from error
     measuring |= {name: getattr(options, name) for name in ("calibration", "loss", "max_tokens", "seed")}
     loading = {name: getattr(options, name) for name in ("device", "dtype", "allow_pickle")}
+    if target.error:
+        raise _failed(target.label, target.error)
     try:
-        if target.error:
-            raise ValueError(target.error.removeprefix("ValueError: "))
         loaded = ln_probe.load_model(target.name, revision=target.revision, **loading)
         cost = ln_probe.freezing_cost(loaded, **measuring, progress=not output.quiet)
     except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
-        typer.echo(f"{target.label}: failed: {exits.why_failed(error)}", err=True)
-        raise typer.Exit(exits.SOME_FAILED) from error
+        raise _failed(target.label, exits.why_failed(error)) from error
     if output.as_json:
         typer.echo(json.dumps({"model": target.label, **cost.plain}, indent=1))
     else:
         typer.echo(f"{target.label}: {cost}")
+
+
+def _failed(name: str, why: str) -> typer.Exit:
+    typer.echo(f"{name}: failed: {why}", err=True)
+    return typer.Exit(exits.SOME_FAILED)
