@@ -67,7 +67,7 @@ def test_one_number_alone(capp: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "code", "said"),
     [
-        (("nothere",), 1, "nothere: failed: No model is called 'nothere'"),
+        (("nothere",), 1, "No model is called 'nothere'. Nearest known names: "),
         (("lm-none", "--prompts", "missing.txt"), 2, "no prompts file 'missing.txt'"),
         (("lm-none", "--max-prompts", "3"), 2, "--max-prompts is about --prompts: give --prompts too"),
         (("lm-none", "--max-tokens", "1"), 2, "'1' is not a whole number from 2"),
