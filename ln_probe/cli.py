@@ -124,7 +124,7 @@ def models(
     if bundled:
         typer.echo("\n".join(names))
         return
-    typer.echo("bundled:\n" + "\n".join(f"  {n}" for n in names))
+    typer.echo("bundled (each is one trained model; other seeds may differ):\n" + "\n".join(f"  {n}" for n in names))
     typer.echo(
         _between_words(
             "by hub name (needs a network or a filled cache):\n"

@@ -207,6 +207,22 @@ def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
     assert f"Without scaling it is {shares[1]} % and {shares[3]} %." in readme
 
 
+def test_readme_states_how_far_the_seeds_of_the_bundled_models_are_apart() -> None:
+    rows = pd.read_csv(PUBLISHED / "language_model_bundled" / "seeds.csv").query("layer == -1")
+    assert set(rows["seed"]) == {0, 1, 2}
+    ends = rows.groupby(["measure", "norm"])["value"].agg(["min", "max"])
+    frozen, removed = ends.loc["delta_loss_no_scaling"], ends.loc["delta_loss_no_projection"]
+    ranges = [
+        f"{frozen['min'][norm]:+.2f} to {frozen['max'][norm]:+.2f} (`lm-{norm}`)"
+        for norm in ("layernorm", "scaling_only", "projection_only", "none")
+    ]
+    lowest, highest = removed.loc["none"]
+    others = removed.drop("none")["max"].max()
+    readme = " ".join(README.split())
+    assert f"Three seeds, on longer windows: scaling frozen at every norm {', '.join(ranges)}; projection" in readme
+    assert f"projection removed at most {others:+.3f}, but {lowest:+.3f} to {highest:+.2f} for `lm-none`" in readme
+
+
 def test_contributing_states_what_became_of_the_mutants() -> None:
     text = " ".join((TOP / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
     rows = pd.read_csv(TOP / "bench" / "mutants.csv").fillna({"why": ""})
