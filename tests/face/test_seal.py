@@ -157,7 +157,7 @@ def test_only_what_changes_something_is_named(bridge: Any) -> None:
         'hooks="keep")'
     )
     with hooked(bridge, halve):
-        for function in (ln_probe.freezing_cost, ln_probe.constants):
+        for function in (ln_probe.freezing_cost, ln_probe.norm_constants):
             with pytest.raises(SealError, match=r"seal_cases\.halve"):
                 function(bridge, TOKENS)
 
