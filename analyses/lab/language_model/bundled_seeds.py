@@ -243,9 +243,7 @@ def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
 def with_means(values: pd.DataFrame) -> pd.DataFrame:
     """KEYS, `seed` and `value`, and with them the means over layers."""
     layered = values[values["layer"] != ALL_LAYERS]
-    means = cast(
-        "pd.DataFrame", layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
-    )
+    means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
     return pd.concat([values, cast("pd.DataFrame", means).assign(layer=ALL_LAYERS)], ignore_index=True)
 
 

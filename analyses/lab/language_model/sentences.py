@@ -90,20 +90,19 @@ def sentences(text: TextTask, count: int) -> list[Int[Tensor, " pos"]]:
 
 def make_runs(request: Request) -> list[Run]:
     """A run per seed, model and norm; within a seed and model all see the same batches."""
-    sizes = {
-        DECODER: published_language_model.TINY if request.quick else DECODERS,
-        ENCODER: encoder.TINY if request.quick else ENCODERS,
-    }
+    decoders = published_language_model.TINY if request.quick else DECODERS
+    encoders = encoder.TINY if request.quick else ENCODERS
+    sizes: dict[str, published_language_model.Size | encoder.Size] = {DECODER: decoders, ENCODER: encoders}
     texts = {
         shape: TextTask(request.texts, s.d_vocab, s.n_ctx, tokenizer=request.tokenizer, valid_windows=s.valid_windows)
         for shape, s in sizes.items()
     }
     tasks: dict[str, Task] = {DECODER: texts[DECODER], ENCODER: MaskedTextTask(texts[ENCODER])}
-    specs = {(DECODER, WHOLE): published_model(WHOLE, None, sizes[DECODER])}
-    specs[DECODER, NO_SCALING] = published_model(NO_SCALING, 1.0, sizes[DECODER])
+    specs = {(DECODER, WHOLE): published_model(WHOLE, None, decoders)}
+    specs[DECODER, NO_SCALING] = published_model(NO_SCALING, 1.0, decoders)
     for norm in (IDENTITY, WHOLE):
-        specs[ENCODER, norm] = replace(encoder_config("narrow", norm, sizes[ENCODER]), d_mlp=HIDDEN)
-    rates = {DECODER: sizes[DECODER].lr, ENCODER: encoder.RATES["narrow"]}
+        specs[ENCODER, norm] = replace(encoder_config("narrow", norm, encoders), d_mlp=HIDDEN)
+    rates = {DECODER: decoders.lr, ENCODER: encoder.RATES["narrow"]}
     return planned(
         CELLS,
         request,
@@ -134,7 +133,7 @@ def run(request: Request) -> Results:
     ends = losses["step"] == losses.groupby(["shape", "norm", "seed"])["step"].transform("max")
     values = pd.concat([read, losses[ends]], ignore_index=True)[[*KEYS, "seed", "value"]]
     settings = {
-        one.keys["shape"]: shared_settings(one, ("norm", "norm_mlp", "norm_read", "norm_final", "divisor"))
+        str(one.keys["shape"]): shared_settings(one, ("norm", "norm_mlp", "norm_read", "norm_final", "divisor"))
         for one in done
     }
     return replace(findings(values, settings), diverged=lost)
@@ -190,7 +189,7 @@ def effects(values: pd.DataFrame) -> pd.DataFrame:
         shape, norm, space, measure, and the columns of `contrasted`, means over layers; Holm's p over all rows.
     """
     same, first = ["shape", "measure", "seed"], ["norm", "space"]
-    means = values.groupby([*same, *first], sort=False, as_index=False)["value"].mean()
+    means = cast("pd.DataFrame", values.groupby([*same, *first], sort=False, as_index=False)["value"].mean())
     seen = means[means["space"].isin([HEAD, "-"])]
     read = select(means, shape=DECODER, norm=NO_SCALING, space=[NORMALIZED, LONG])
     pairs = [
@@ -201,7 +200,8 @@ def effects(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sentences(summary: pd.DataFrame, differences: pd.DataFrame) -> Iterator[str]:
-    for (shape, norm, space), part in select(summary, measure=FRACTION).groupby(["shape", "norm", "space"], sort=False):
+    shares = select(summary, measure=FRACTION)
+    for (shape, norm, space), part in shares.groupby(["shape", "norm", "space"], sort=False):
         layers = ", ".join(f"{100 * row['mean']:.1f}" for row in part.to_dict("records"))
         yield f"{shape}, {norm}, keys {space}: {layers} % unselectable, layer by layer."
     for row in differences.to_dict("records"):
