@@ -184,14 +184,15 @@ def draw(summary: pd.DataFrame) -> Figure:
     for (shape, space), ax in zip(itertools.product(shapes, spaces), axes, strict=True):
         for number, norm in enumerate(norms):
             one = select(rows, shape=shape, space=space, norm=norm)
+            if one.empty:
+                continue
             reach = np.nan_to_num(np.vstack([one["mean"] - one["ci_low"], one["ci_high"] - one["mean"]]))
             at = one["layer"] + 1 + WIDTH * (number - (len(norms) - 1) / 2)
             ax.bar(at, one["mean"], 0.9 * WIDTH, yerr=reach, color=f"C{number}", label=norm, error_kw={"lw": 0.8})
         ax.set(title=f"{shape}: {space}", xticks=range(1, LAYERS + 1), xlabel="layer")
         if space == spaces[0]:
             ax.set_ylabel("unselectable keys")
-    if axes:
-        axes[0].legend(fontsize=7)
+            ax.legend(fontsize=7)
     return figure
 
 
