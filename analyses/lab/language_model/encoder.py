@@ -192,7 +192,8 @@ def draw(summary: pd.DataFrame) -> Figure:
         ax.set(title=f"{shape}: {space}", xticks=range(1, LAYERS + 1), xlabel="layer")
         if space == spaces[0]:
             ax.set_ylabel("unselectable keys")
-            ax.legend(fontsize=7)
+            if ax.containers:
+                ax.legend(fontsize=7)
     return figure
 
 
