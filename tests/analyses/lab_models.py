@@ -1,4 +1,4 @@
-"""Small runs of the laboratory, whether two are the same, texts, and a reference for unselectable keys."""
+"""Small runs of the laboratory, whether two are the same, and texts."""
 
 from __future__ import annotations
 
@@ -6,46 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from scipy.optimize import linprog
-from torch import nn
 
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
 from ln_probe.analyses.lab.run_folder import read_metrics
 from ln_probe.analyses.lab.train import Run, TrainConfig
-
-
-def torchs_layer(model: Any) -> nn.TransformerEncoderLayer:
-    """Torch's own layer with the weights of a model of one layer, in float64."""
-    cfg, block = model.cfg, model.blocks[0]
-    attention, mlp = block.attn, block.mlp
-    layer = nn.TransformerEncoderLayer(
-        cfg.d_model, cfg.n_heads, cfg.d_mlp, dropout=0.0, layer_norm_eps=cfg.eps, batch_first=True,
-        norm_first=cfg.norm_order == "pre",
-    ).double()  # fmt: skip
-    stacked = [W.transpose(1, 2).flatten(0, 1) for W in (attention.W_Q, attention.W_K, attention.W_V)]
-    pairs = [
-        (layer.self_attn.in_proj_weight, torch.cat(stacked)),
-        (layer.self_attn.out_proj.weight, attention.W_O.flatten(0, 1).T),
-        (layer.self_attn.out_proj.bias, attention.b_O),
-        (layer.linear1.weight, mlp.W_in.T), (layer.linear1.bias, mlp.b_in),
-        (layer.linear2.weight, mlp.W_out.T), (layer.linear2.bias, mlp.b_out),
-        (layer.norm2.weight, block.ln2.w), (layer.norm2.bias, block.ln2.b),
-    ]  # fmt: skip
-    if attention.b_Q is None:
-        layer.self_attn.in_proj_bias = None
-    else:
-        pairs.append((layer.self_attn.in_proj_bias, torch.cat([attention.b_Q, attention.b_K, attention.b_V]).flatten()))
-    if block.ln1.w is None:
-        layer.norm1 = nn.LayerNorm(cfg.d_model, eps=cfg.eps, elementwise_affine=False)
-    else:
-        pairs += [(layer.norm1.weight, block.ln1.w), (layer.norm1.bias, block.ln1.b)]
-    with torch.no_grad():
-        for theirs, ours in pairs:
-            theirs.copy_(ours)
-    return layer
 
 
 def assert_same_run(one: Any, one_folder: Path, other: Any, other_folder: Path) -> None:
@@ -69,10 +35,3 @@ def write_words(path: Path, words: Sequence[str], count: int = 4000) -> Path:
     drawn = torch.randint(len(words), (count,), generator=torch.Generator().manual_seed(0))
     path.write_text(" ".join(words[i] for i in drawn.tolist()))
     return path
-
-
-def is_interior(keys: np.ndarray, i: int) -> bool:
-    """Whether key i is a convex combination of the others, by a linear program."""
-    others = np.delete(keys, i, axis=0)
-    system = np.vstack([others.T, np.ones(len(others))])
-    return bool(linprog(np.zeros(len(others)), A_eq=system, b_eq=[*keys[i], 1], bounds=(0, None)).status == 0)

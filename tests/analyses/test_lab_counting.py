@@ -1,4 +1,4 @@
-"""The counting experiment: labels by brute force, cells against torch's, exactness of known networks, the gate."""
+"""Counting: labels by brute force, cells against torch, known networks, counters by hand, and traces of cells."""
 
 from __future__ import annotations
 
@@ -10,26 +10,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lab_runs import ran
 
-from ln_probe.analyses.lab.counting import counting, counting_tasks
-from ln_probe.analyses.lab.counting.counting import gate, gate_table
-from ln_probe.analyses.lab.counting.counting_tasks import (
-    EOS,
-    PAD,
-    PREFIX_LANGUAGES,
-    allowed_next,
-    bos,
-    counted,
-    counted_words,
-    prefix_labels,
-    sample_prefixes,
-)
-from ln_probe.analyses.lab.counting.recurrent import CELLS, NORM_SITES, RecurrentConfig
+from ln_probe.analyses.lab.counting import counters, counting, counting_traces
+from ln_probe.analyses.lab.counting import counting_tasks as tasks
+from ln_probe.analyses.lab.counting.counters import Cell, exact_to
+from ln_probe.analyses.lab.counting.counting import gate_table
+from ln_probe.analyses.lab.counting.counting_tasks import CountingTask, PrefixTask, bos, counted, counted_words
+from ln_probe.analyses.lab.counting.recurrent import NORM_SITES, RecurrentConfig, RecurrentTagger
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.train import TrainConfig
+from ln_probe.analyses.lab.train import Run, TrainConfig
 
 
 def belongs(language: str, word: str) -> bool:
@@ -39,39 +29,36 @@ def belongs(language: str, word: str) -> bool:
     return any(word.startswith("a" * n + "b" * n + after) for n in range(1, len(word) + 1))
 
 
-@pytest.mark.parametrize("language", PREFIX_LANGUAGES)
+@pytest.mark.parametrize("language", tasks.PREFIX_LANGUAGES)
 def test_labels_of_all_short_words(language: str) -> None:
     words = list(itertools.product((0, 1), repeat=9))
-    labels = prefix_labels(language, torch.tensor(words))
+    labels = tasks.prefix_labels(language, torch.tensor(words))
     for word, row in zip(words, labels.tolist(), strict=True):
         letters = "".join("ab"[i] for i in word)
         assert row == [belongs(language, letters[: t + 1]) for t in range(9)], letters
 
 
-def test_half_of_the_words_begin_with_a_counted_prefix() -> None:
-    words = sample_prefixes("anbnS", 40, 4000, torch.Generator().manual_seed(0))
-    # n is 0 for half the words and for one in 21 of the others; those are uniform, n >= 5 is then rare: 2^-10 each.
-    long = (words.tokens[:, :5] == 0).all(1) & words.labels.any(1)
-    n = (words.tokens == 0).long().cumprod(1).sum(1)
-    assert float(long.double().mean()) == pytest.approx(0.5 * 16 / 21, abs=0.04)  # n = 5 … 20
-    assert int(n[long].max()) >= 20
-    uniform = sample_prefixes("L5", 40, 4000, torch.Generator().manual_seed(0)).tokens.double().mean(0)
-    assert float((uniform - 0.5).abs().max()) < 0.04  # five standard deviations
-
-
 def test_counted_words() -> None:
-    inputs, targets = counted_words(3, torch.tensor([1, 2]))
-    assert bos(3) == 4
-    assert inputs.tolist() == [[4, 1, 2, 3, EOS, EOS, EOS], [4, 1, 1, 2, 2, 3, 3]]
-    assert targets.tolist() == [[1, 2, 3, EOS, PAD, PAD, PAD], [1, 1, 2, 2, 3, 3, EOS]]
+    inputs, targets = tasks.counted_words(3, torch.tensor([1, 2]))
+    assert tasks.bos(3) == 4
+    assert inputs.tolist() == [
+        [4, 1, 2, 3, tasks.EOS, tasks.EOS, tasks.EOS],
+        [4, 1, 1, 2, 2, 3, 3],
+    ]
+    assert targets.tolist() == [
+        [1, 2, 3, tasks.EOS, tasks.PAD, tasks.PAD, tasks.PAD],
+        [1, 1, 2, 2, 3, 3, tasks.EOS],
+    ]
 
 
 @pytest.mark.parametrize("letters", [2, 3])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_what_may_come_next_by_brute_force(letters: int, n: int) -> None:
-    language = [[bos(letters), *(1 + x for x in range(letters) for _ in range(m)), EOS] for m in range(1, n + 3)]
+    language = [
+        [tasks.bos(letters), *(1 + x for x in range(letters) for _ in range(m)), tasks.EOS] for m in range(1, n + 3)
+    ]
     word = language[n - 1]
-    table = allowed_next(letters, n)
+    table = tasks.allowed_next(letters, n)
     for i in range(letters * n + 1):
         following = {other[i + 1] for other in language if other[: i + 1] == word[: i + 1]}
         assert set(table[i].nonzero().flatten().tolist()) == following
@@ -86,7 +73,7 @@ class Known(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         n = int((tokens[0] == 1).sum())
-        table = allowed_next(self.letters, n).double()
+        table = tasks.allowed_next(self.letters, n).double()
         p = table / table.sum(-1, keepdim=True)
         if not self.knows[0] <= n <= self.knows[1]:
             p[-1] = (1 - self.chance) * p[-1]
@@ -103,7 +90,7 @@ def test_exactness_of_known_networks(letters: int) -> None:
         ((20, 20), 0.02, (0, 0, 12)),
         ((1, 7), 0.999, (1, 7, 7)),  # then EOS itself is rejected
     ):
-        found = counted(Known(letters, knows, chance), letters, 12)
+        found = tasks.counted(Known(letters, knows, chance), letters, 12)
         assert tuple(found[key] for key in ("exact_from", "exact_to", "accepted_to")) == expected
 
 
@@ -116,11 +103,10 @@ def test_step_by_step_is_torchs_kernel(cell: str) -> None:
     torch.testing.assert_close(layer.unfused(x), layer.weights(x)[0], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("norm", NORM_KINDS)
-@pytest.mark.parametrize(
-    ("cell", "site"),
-    [(c, s) for c in ("lstm", "gru", "rnn_tanh", "rnn_relu") for s in NORM_SITES if s != "readout" or c == "lstm"],
-)
+@pytest.mark.parametrize(("cell", "site", "norm"), [
+    *(("lstm", site, "layernorm") for site in NORM_SITES), *(("gru", "state", norm) for norm in NORM_KINDS),
+    ("gru", "gates", "layernorm"), ("rnn_tanh", "gates", "scaling_only"), ("rnn_relu", "state", "projection_only"),
+])  # fmt: skip
 def test_compiled_recurrence_is_the_step_by_step_one(cell: str, site: str, norm: str) -> None:
     torch.manual_seed(0)
     layer = RecurrentConfig(cell, 3, 2, norm=norm, norm_site=site).build().double().layers[0]
@@ -133,16 +119,6 @@ def test_compiled_recurrence_is_the_step_by_step_one(cell: str, site: str, norm:
         (out, torch.autograd.grad((out * seen).sum(), [x, *layer.parameters()])) for out in (layer(x), layer.unfused(x))
     ]
     torch.testing.assert_close(both[0], both[1], rtol=1e-10, atol=1e-10)
-
-
-def test_hooks_inside_a_recurrence_see_every_step() -> None:
-    torch.manual_seed(0)
-    layer = RecurrentConfig("lstm", 3, 2, norm="layernorm", norm_site="state").build().layers[0]
-    x, seen = torch.randn(5, 7, 4), []
-    before = layer(x)
-    layer.norm_state.hook_scale.add_hook(lambda scale, hook: seen.append(scale.shape))
-    torch.testing.assert_close(layer(x), before)
-    assert seen == [(5, 1)] * 7
 
 
 @pytest.mark.parametrize("cell", ["qrnn", "qrnn f", "qrnn ifo"])
@@ -162,23 +138,6 @@ def test_qrnn_by_definition(cell: str) -> None:
     torch.testing.assert_close(layer(x)[0], torch.stack(out))
 
 
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("site", NORM_SITES)
-@pytest.mark.parametrize("norm", ["layernorm", "none"])
-def test_outputs_do_not_look_ahead(cell: str, site: str, norm: str) -> None:
-    if norm != "none" and (cell.startswith("qrnn") or (site == "readout" and cell != "lstm")):
-        with pytest.raises(ValueError, match=f"a {cell[:4]}.* has no (recurrent product|readout)"):
-            RecurrentConfig(cell, 2, 2, norm=norm, norm_site=site)
-        return
-    torch.manual_seed(0)
-    model = RecurrentConfig(cell, 2, 2, n_layers=2, norm=norm, norm_site=site).build()
-    x = torch.randint(2, (3, 12))
-    later = x.clone()
-    later[:, 8:] = 1 - later[:, 8:]
-    torch.testing.assert_close(model(x)[:, :8], model(later)[:, :8])
-    assert not torch.equal(model(x)[:, 8:], model(later)[:, 8:])
-
-
 def test_each_term_acts_on_the_state() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 30, 4)
@@ -195,109 +154,23 @@ def test_each_term_acts_on_the_state() -> None:
         assert (float((sizes - math.sqrt(10)).abs().max()) > 1e-4) == has_size
 
 
-def test_readout_leaves_the_counter() -> None:
-    """A norm on the readout does not enter the LSTM's state: from equal gates it is the plain cell's."""
-    torch.manual_seed(0)
-    plain = RecurrentConfig("lstm", 2, 2).build().layers[0]
-    read = RecurrentConfig("lstm", 2, 2, norm="layernorm", norm_site="readout").build().layers[0]
-    read.weights.load_state_dict(plain.weights.state_dict())
-    c, gates = torch.randn(1, 10), torch.randn(1, 40)
-    assert torch.equal(read._lstm(gates, c)[1], plain._lstm(gates, c)[1])
-    assert not torch.equal(read._lstm(gates, c)[0], plain._lstm(gates, c)[0])
-
-
-@settings(max_examples=100, deadline=None)
-@given(a=st.integers(0, 10_000), b=st.integers(0, 10_000))
-def test_the_gate_is_the_sign_of_the_difference(a: int, b: int) -> None:
-    if a + b == 0:
-        return
-    shares = torch.tensor([a, b], dtype=torch.float64) / (a + b)
-    projected = gate(shares, "projection_only")
-    torch.testing.assert_close(projected, torch.tensor([a - b, b - a], dtype=torch.float64) / (2 * (a + b)))
-    if a != b:
-        sign = math.copysign(1, a - b)
-        torch.testing.assert_close(gate(shares, "layernorm"), torch.tensor([sign, -sign], dtype=torch.float64))
-
-
-def test_gate_table() -> None:
-    table = gate_table().set_index(["norm", "length"])["output"]
-    # eps = 1e-5 against a variance of 1 / (4 t²): by hand at t = 5001
-    assert table["layernorm", 5001] == pytest.approx(1 / math.sqrt(1 + 4 * 5001**2 * 1e-5))
-    assert table["layernorm", 51] > 0.9
-    assert table["projection_only", 501] == pytest.approx(1 / 1002)
-    assert table["scaling_only", 501] == pytest.approx(1 / 501, rel=1e-3)
-    with pytest.raises(ValueError, match="lengths must be odd and positive, got 4"):
-        gate_table([4])
-
-
 @pytest.mark.parametrize(("call", "said"), [
-    (lambda: sample_prefixes("L5", 0, 1, torch.Generator()), "must be at least 1, got length=0, size=1"),
-    (lambda: sample_prefixes("L6", 5, 1, torch.Generator()), "unknown language 'L6': known ones are L5, anbnS, anbnaS"),
-    (lambda: counted_words(4, torch.tensor([1])), r"letters must be 2 \(a\^n b\^n\) or 3 \(a\^n b\^n c\^n\), got 4"),
-    (lambda: counted_words(2, torch.tensor([3, 0])), "n must be at least 1, got 0"),
+    (lambda: tasks.sample_prefixes("L5", 0, 1, torch.Generator()), "must be at least 1, got length=0, size=1"),
+    (lambda: tasks.sample_prefixes("L6", 5, 1, torch.Generator()), "unknown language 'L6': known ones are L5, anbnS"),
+    (lambda: tasks.counted_words(4, torch.tensor([1])), r"letters must be 2 \(a\^n b\^n\) or 3 .*, got 4"),
+    (lambda: tasks.counted_words(2, torch.tensor([3, 0])), "n must be at least 1, got 0"),
     (lambda: RecurrentConfig("elman", 2, 2), "unknown cell 'elman': known are lstm, gru"),
     (lambda: RecurrentConfig("lstm", 2, 2, hidden=0), "hidden must be at least 1, got 0"),
     (lambda: RecurrentConfig("lstm", 2, 2, norm="batch"), "unknown norm 'batch'"),
     (lambda: RecurrentConfig("lstm", 2, 2, norm_site="door"), "unknown norm_site 'door': known are gates, readout"),
+    (lambda: RecurrentConfig("qrnn", 2, 2, norm="layernorm", norm_site="state"), "a qrnn.* has no recurrent product"),
+    (lambda: RecurrentConfig("gru", 2, 2, norm="layernorm", norm_site="readout"), "a gru.* has no readout"),
+    (lambda: gate_table([4]), "lengths must be odd and positive, got 4"),
 ])  # fmt: skip
 def test_bad_input(call: object, said: str) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match=said):
         call()
-
-
-@pytest.mark.parametrize(("lstm", "qrnn", "constant", "said"), [
-    (0.995, 0.997, 0.6, ["L5, accuracy_64: 0 of 1 published orderings hold; inverted: lstm against qrnn."]),
-    (1.0, 1.0, 0.6, ["L5, accuracy_64: 0 of 1 published orderings hold; equal here: lstm against qrnn."]),
-    (1.0, 0.9, 0.6, ["L5, accuracy_64: 1 of 1 published orderings hold."]),
-    (1.0, 0.8, 0.6, ["L5, qrnn: 80.0 % at length 64, published 90.2 %: this budget does not reach it, so it is not "
-                     "compared at longer words."]),
-    (1.0, 0.9, 0.95, ["L5, accuracy_64: none to compare; not a point above a constant answer (95.0 %): qrnn."]),
-    (1.0, 0.9, 0.895, ["L5, accuracy_64: none to compare; not a point above a constant answer (89.5 %): qrnn."]),
-])  # fmt: skip
-def test_ordering_sentences(lstm: float, qrnn: float, constant: float, said: list[str]) -> None:
-    means = {"lstm": lstm, "qrnn": qrnn, "gru": 1.0}
-    rows = [("L5", model, "none", "none", "accuracy_64", mean) for model, mean in means.items()]
-    summary = pd.DataFrame(rows, columns=[*counting.KEYS, "measure", "mean"])
-    summary = summary.merge(counting.published_table(), how="left", on=[*counting.KEYS, "measure"])
-    summary = summary.assign(constant_yes=constant, constant_no=1 - constant, least=summary["mean"])
-    assert list(counting._ordering(summary)) == said
-
-
-def test_one_seed_at_a_constant_answer_is_not_better_than_it() -> None:
-    """Two seeds far above, one a hundredth of a point above: not better."""
-    row = {"mean": 0.9, "least": 0.8001}
-    assert not counting.better_than(0.8, row)
-    assert counting.better_than(0.79, row)
-
-
-def test_tagging_alone_has_tables_and_pictures() -> None:
-    """Nothing of a^n b^n among the runs: columns keep their types."""
-    rows = [
-        (task, "lstm", "none", "none", seed, 10, f"accuracy_{n}", 0.9 + 0.01 * seed)
-        for task in ("L5", "anbnaS")
-        for seed in (0, 1)
-        for n in (64, 2048)
-    ]
-    found = counting.findings(pd.DataFrame(rows, columns=[*counting.KEYS, "seed", "step", "measure", "value"]))
-    assert found.summary["ci_low"].dtype == float
-    assert found.summary["least"].tolist() == [0.9] * 4
-    assert "lengths" in found.figures
-
-
-def test_the_grid_has_what_must_be_shown() -> None:
-    cells = counting.grid(quick=False)
-    assert len(cells) == len(set(cells))
-    for task, model in counting.PUBLISHED:
-        assert counting.Cell(task, model) in cells
-    for cell in cells:
-        cell.spec()  # no cell that a model refuses
-    assert {c.norm for c in cells if c.model == "transformer"} == {
-        "layernorm",
-        "scaling_only",
-        "projection_only",
-        "none",
-    }
 
 
 @pytest.mark.slow
@@ -310,7 +183,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         counting.Cell("anbn", "gru"),
     )
     monkeypatch.setattr(counting, "grid", lambda quick: cells)
-    monkeypatch.setattr(counting_tasks, "EVALUATION_LABELS", 500)
+    monkeypatch.setattr(tasks, "EVALUATION_LABELS", 500)
     monkeypatch.setattr(counting, "training", lambda cell, quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
     results = ran("counting", out := tmp_path / "counting")
     table = results.summary.set_index(["task", "model", "norm", "measure"])
@@ -319,12 +192,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert table.loc[("anbn", "gru", "none", "exact_to"), "seeds"] == 2
     assert any("lstm with layernorm on its state: accuracy_512" in sentence for sentence in results.conclusions)
     assert any(sentence.startswith("anbn, gru: exact on n = ") for sentence in results.conclusions)
-    values, effects = results.tables["values"], results.tables["effects"]
-    far = values[values["measure"] == "accuracy_512"].pivot_table(index="norm", columns="seed", values="value")
-    lstm = values[(values["model"] == "lstm") & (values["norm"] == "none") & (values["measure"] == "accuracy_512")]
-    expected = far.loc["layernorm"].mean() - lstm["value"].mean()
-    shown = effects[(effects["norm"] == "layernorm") & (effects["measure"] == "accuracy_512")]
-    assert shown["mean"].tolist() == pytest.approx([expected])
+
     assert {"gate.csv", "lengths.png", "norms_over_lengths.png", "effects.csv", "exact.png"} <= {
         p.name for p in out.iterdir()
     }
@@ -336,3 +204,155 @@ def test_quick_shows_who_counts(tmp_path: Path) -> None:
     table = ran("counting", tmp_path / "counting", (0,)).summary
     table = table.set_index(["task", "model", "norm", "measure"])["mean"]
     assert table["L5", "lstm", "none", "accuracy_512"] > table["L5", "qrnn", "none", "accuracy_512"] + 0.1
+
+
+@pytest.mark.parametrize(("cell", "exact"), [
+    (Cell("lstm"), 60), (Cell("rnn_relu"), 60), (Cell("mirrored lstm"), 60),
+    (Cell("mirrored lstm", "projection_only", "state"), 60), (Cell("lstm", "projection_only", "state"), 1),
+    (Cell("mirrored lstm", "scaling_only", "state"), 0), (Cell("rnn_relu", "layernorm", "state"), 0),
+    *((Cell("gru", step=k), math.isqrt(int(counters.UNREAD * 2**k))) for k in (6, 8, 10, 12)),
+    (Cell("gru", step=24), 1),
+])  # fmt: skip
+def test_to_which_n_a_counter_is_exact(cell: Cell, exact: int) -> None:
+    assert abs(exact_to(cell.build(), 60) - exact) <= (cell.model == "gru")
+
+
+@pytest.mark.parametrize("model", ["lstm", "rnn_relu"])
+def test_beside_the_measure_of_trained_networks(model: str) -> None:
+    found = counted(Cell(model).build(), 2, 25)  # other loops, and a word at a time
+    assert found == {"exact_from": 1, "exact_to": 25, "accepted_to": 25}
+
+
+def test_a_count_that_leaks_is_noticed() -> None:
+    model = Cell("lstm").build()
+    with torch.no_grad():
+        list(model.layers[0].weights.parameters())[2][4] = 4.0  # keeps 98 % of the count
+    assert 1 < exact_to(model, 60) < 20
+
+
+def test_the_counters_of_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "QUICK_LARGEST", 8)
+    monkeypatch.setattr(counters, "STEPS", (4, 24))
+    results = ran("counters", tmp_path / "out", seeds=(0,))
+    rows = results.summary.set_index(["model", "norm", "norm_site", "step"])
+    assert rows.loc[("rnn_relu", "none", "none", 0), "mean"] == 8
+    assert rows.loc[("lstm", "none", "none", 0), "trained"] > 200  # of the kept results
+    assert "lstm, no norm: exact to n = 8 (trained: 267)." in results.conclusions
+    assert results.conclusions[-1] == "GRU: at most to n = 3, with steps of 2^-4 (trained: 94)."
+    assert (tmp_path / "out" / "gru.png").exists()
+
+
+def test_unknown_networks() -> None:
+    with pytest.raises(ValueError, match="unknown model 'abacus': known are lstm, mirrored lstm, rnn_relu and gru"):
+        Cell("abacus").build()
+    with pytest.raises(ValueError, match="a rnn_relu has no readout of its state"):
+        Cell("rnn_relu", "layernorm", "readout").build()
+
+
+SURE = 50.0  # of a gate: 1 - sigmoid(50) is 2e-22
+
+
+def by_hand(norm: str = "none", norm_site: str = "gates") -> RecurrentTagger:
+    """An LSTM of two units whose first counts a's less b's; it lets a word end where that is at most 0."""
+    model = RecurrentConfig("lstm", bos(2) + 1, 3, d_embed=4, hidden=2, norm=norm, norm_site=norm_site).build()
+    w_ih, w_hh, b_ih, b_hh = model.layers[0].weights.parameters()
+    with torch.no_grad():
+        model.embed.weight.copy_(torch.eye(4))
+        for weight in (w_ih, w_hh, b_ih, b_hh, model.out.weight, model.out.bias):
+            weight.zero_()
+        b_ih[[0, 1, 2, 3, 6, 7]] = SURE  # put, keep and out are open; what is put is 0 but for
+        w_ih[4, 1], w_ih[4, 2] = SURE, -SURE  # a and b, in the first unit
+        model.out.weight[0, 0], model.out.bias[0] = -40.0, 10.0  # tanh(1) is .76: e^10 at 0, e^-20 from 1 on
+    return model
+
+
+def test_a_counter_by_hand_is_found_read_and_moved() -> None:
+    reader = counting_traces.LetterByLetter(by_hand(), 2)
+    trace = counting_traces.phases(reader, 60)
+    np.testing.assert_allclose(trace[0, :, 0], np.arange(1, 61), atol=1e-9)
+    np.testing.assert_allclose(trace[1, :, 0], np.arange(59, -1, -1), atol=1e-9)
+    counter = counting_traces.counter_of(counting_traces.dimension_table(trace), 1)
+    assert (counter.dimension, counter.earlier, counter.counting, counter.turning) == (0, 0, (0,), (0,))
+    assert counter.counts
+    assert counter.straight == pytest.approx(1.0)
+    assert counting_traces.holds_to(trace[0, :, 0]) == 60
+    n = np.arange(1, 61)
+    np.testing.assert_array_equal(
+        counting_traces.letters_read(reader, counting_traces.before_phase(reader, 1, n), 1, 90), n
+    )
+    slope, moves = counting_traces.carried(reader, 1, 30, np.array([1.0, 0.0]))
+    assert slope == pytest.approx(1.0)
+    np.testing.assert_array_equal(moves["read"], 30 + np.arange(-counting_traces.MOVED, counting_traces.MOVED + 1))
+    half, _ = counting_traces.carried(reader, 1, 30, np.array([0.5, 9.0]))  # the other unit is not read
+    assert half == pytest.approx(0.5, abs=0.02)
+    assert np.isnan(
+        counting_traces.letters_read(reader, counting_traces.before_phase(reader, 1, n), 1, 10)[10:]
+    ).all(), "they have not ended by then"
+
+
+def test_a_norm_on_the_state_ends_the_count_and_one_on_the_readout_leaves_it() -> None:
+    normed = counting_traces.phases(counting_traces.LetterByLetter(by_hand("scaling_only", "state"), 2), 40)
+    assert np.abs(normed[0, counting_traces.SETTLING :, 0] - np.sqrt(2)).max() < 0.3, (
+        "on a circle there is no counting on"
+    )
+    assert not counting_traces.counter_of(counting_traces.dimension_table(normed), 1).counting
+    seen = counting_traces.phases(counting_traces.LetterByLetter(by_hand("scaling_only", "readout"), 2), 40)
+    np.testing.assert_allclose(seen[0, :, 0], np.arange(1, 41), atol=1e-9)
+    assert counting_traces.counter_of(counting_traces.dimension_table(seen), 1).counting == (0,)
+
+
+@pytest.mark.parametrize(
+    ("cell", "norm", "site"),
+    [("lstm", "projection_only", "state"), *(("lstm", "layernorm", site) for site in ("readout", "gates"))]
+    + [(cell, "layernorm", "state") for cell in ("gru", "rnn_relu", "rnn_tanh")],
+)
+def test_letter_by_letter_is_the_network(cell: str, norm: str, site: str) -> None:
+    torch.manual_seed(0)
+    model = RecurrentConfig(cell, bos(3) + 1, bos(3), d_embed=3, norm=norm, norm_site=site).build()
+    reader = counting_traces.LetterByLetter(model, 3)
+    words, _ = counted_words(3, torch.tensor([6]))
+    with torch.no_grad():
+        theirs = model.double()(words)[0]
+        state = reader.start()
+        for place, token in enumerate(words[0].tolist()):
+            state = state if place == 0 else reader.read(state, token)
+            torch.testing.assert_close(reader.model.out(state.h)[0], theirs[place], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        counting_traces.before_phase(reader, 2, np.array([3, 6])).h[1], _after(reader, "a" * 6 + "b" * 6)
+    )
+    np.testing.assert_array_equal(counting_traces.phases(reader, 6)[-1, -1], reader.state(state)[0])
+
+
+def _after(reader: counting_traces.LetterByLetter, word: str) -> torch.Tensor:
+    state = reader.start()
+    for letter in word:
+        state = reader.read(state, 1 + "abc".index(letter))
+    return state.h[0]
+
+
+def test_what_cannot_be_traced() -> None:
+    with pytest.raises(ValueError, match="traces are of one LSTM, GRU or Elman layer, got RecurrentConfig"):
+        counting_traces.LetterByLetter(RecurrentConfig("qrnn", 4, 3).build(), 2)
+    with pytest.raises(ValueError, match="traces are of one LSTM, GRU or Elman layer, got Linear"):
+        counting_traces.LetterByLetter(torch.nn.Linear(1, 1), 2)
+    with pytest.raises(ValueError, match="a line takes 8 letters or more, got 7"):
+        counting_traces.line_through(np.arange(7.0))
+
+
+def test_the_traces_of_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "training", lambda cell, quick, seed: TrainConfig(steps=2, batch=2, seed=seed))
+    monkeypatch.setattr(counting, "make_task", lambda cell, quick: CountingTask(cell.task, 10))
+    results = ran("counting_traces", tmp_path / "t")
+    cells = counting_traces.grid(quick=True)
+    networks = results.tables["networks"]
+    assert len(networks) == 2 * len(cells)
+    assert set(networks["phase"]) == {"b"}
+    names = {p.name for p in (tmp_path / "t" / "runs").iterdir()}
+    assert "anbn-lstm-layernorm-state-seed1" in names, "the names that counting gives its runs"
+    assert len(results.tables["traces"]) == 2 * len(cells) * (2 * 10 + 2 * 30)
+    assert len(results.conclusions) == len(cells) + 2 * len(cells)
+    for name, columns in counting_traces.COLUMNS.items():
+        assert tuple(results.tables[name].columns) == columns
+    tagging = Run({}, PrefixTask("L5"), RecurrentConfig("lstm", 2, 2), TrainConfig(steps=1, batch=1), tmp_path)
+    with pytest.raises(ValueError, match=r"traces are of a\^n b\^n and a\^n b\^n c\^n, got a run on L5"):
+        counting_traces.followed(tagging)

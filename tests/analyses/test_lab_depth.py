@@ -13,24 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab_runs import ran
-from scipy import stats
 
-from ln_probe.analyses.lab.crasp import depth
+from ln_probe.analyses.lab.crasp import depth, depth_task
 from ln_probe.analyses.lab.crasp.crasp import parse
-from ln_probe.analyses.lab.crasp.depth import findings, fresh_terms, hit_rates, share_over_seeds, sweep, term_effects
-from ln_probe.analyses.lab.crasp.depth_task import (
-    BOS,
-    IGNORED,
-    block_symbol,
-    exact_match,
-    last_block,
-    predicted_depth,
-    sample_block_words,
-)
+from ln_probe.analyses.lab.crasp.depth import findings, hit_rates, term_effects
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.results import interval
 from ln_probe.analyses.lab.train import TrainConfig
-from ln_probe.analyses.probes.statistics import holm
 
 
 @settings(max_examples=30, deadline=None)
@@ -39,23 +27,23 @@ def test_samples_are_words_of_the_language_labelled_as_the_program_does(
     k: int, extra: int, spread: int, seed: int
 ) -> None:
     low, high = k + extra, k + extra + spread
-    words = sample_block_words(k, (low, high), 20, torch.Generator().manual_seed(seed))
-    pattern = re.compile("".join(f"{block_symbol(block)}+" for block in range(1, k + 1)))
-    program = parse(last_block(k))
+    words = depth_task.sample_block_words(k, (low, high), 20, torch.Generator().manual_seed(seed))
+    pattern = re.compile("".join(f"{depth_task.block_symbol(block)}+" for block in range(1, k + 1)))
+    program = parse(depth_task.last_block(k))
     for tokens, labels in zip(words.tokens.tolist(), words.labels.tolist(), strict=True):
-        length = sum(label != IGNORED for label in labels)
+        length = sum(label != depth_task.IGNORED for label in labels)
         assert low <= length <= high
-        assert tokens[0] == BOS
-        assert labels[0] == IGNORED
-        assert set(labels[1 + length :]) <= {IGNORED}
+        assert tokens[0] == depth_task.BOS
+        assert labels[0] == depth_task.IGNORED
+        assert set(labels[1 + length :]) <= {depth_task.IGNORED}
         word = "".join(" ab"[t] for t in tokens[1 : 1 + length])
         assert pattern.fullmatch(word), word
         assert labels[1 : 1 + length] == [int(x) for x in program.run(word)]
 
 
 def test_places_of_change_and_lengths_are_uniform() -> None:
-    words = sample_block_words(2, (4, 5), 20_000, torch.Generator().manual_seed(0))
-    length = (words.labels != IGNORED).sum(1)
+    words = depth_task.sample_block_words(2, (4, 5), 20_000, torch.Generator().manual_seed(0))
+    length = (words.labels != depth_task.IGNORED).sum(1)
     first_b = (words.labels == 1).float().argmax(1) - 1  # the letter that begins the last block, from 0
     counts = pd.crosstab(length.numpy(), first_b.numpy()).to_numpy()
     assert counts.shape == (2, 4)
@@ -65,9 +53,9 @@ def test_places_of_change_and_lengths_are_uniform() -> None:
 
 
 def test_a_pad_is_never_wrong_and_a_letter_may_be() -> None:
-    labels = torch.tensor([[IGNORED, 0, 1, IGNORED], [IGNORED, 0, 1, 1]])
+    labels = torch.tensor([[depth_task.IGNORED, 0, 1, depth_task.IGNORED], [depth_task.IGNORED, 0, 1, 1]])
     predicted = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 0]])
-    assert exact_match(predicted, labels).tolist() == [True, False]
+    assert depth_task.exact_match(predicted, labels).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(("k", "lengths", "size", "said"), [
@@ -79,21 +67,16 @@ def test_a_pad_is_never_wrong_and_a_letter_may_be() -> None:
 ])  # fmt: skip
 def test_what_cannot_be_sampled(k: int, lengths: tuple[int, int], size: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        sample_block_words(k, lengths, size, torch.Generator())
-
-
-def test_bad_cells_and_tasks() -> None:
+        depth_task.sample_block_words(k, lengths, size, torch.Generator())
     with pytest.raises(ValueError, match="depth must be at least 1 layer, got 0"):
         depth.Cell(0, 3)
-    with pytest.raises(ValueError, match="has no room for 52 blocks"):
-        depth.BlockTask(52)
 
 
 def test_the_grid_lies_on_both_sides_of_the_boundary() -> None:
     cells = depth.grid(quick=False)
     assert len(cells) == len(set(cells)) == 2 * 3 * 2 * 4 + 4
     for cell in cells:
-        assert (predicted_depth(cell.k) <= cell.depth) == (cell.k == cell.depth + 2)
+        assert (depth_task.predicted_depth(cell.k) <= cell.depth) == (cell.k == cell.depth + 2)
     assert {c.positions for c in cells} == {"none", "rotary", "alibi"}
     for cell in depth.grid(quick=True):
         assert cell.spec().build().cfg.norm_final is None  # post-norm: the last block's own norm is the final one
@@ -142,37 +125,6 @@ def test_what_scaling_costs_is_seen_over_all_depths_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_independent_are_seeds() -> None:
-    """Effects that a seed's runs share are as many as there are seeds, however many runs show them."""
-    table = planted(0.0)
-    shared = table["seed"].map({0: 0.3, 1: -0.1, 2: 0.2})
-    table["value"] -= shared * (table["norm"].isin(SCALES) & (table["k"] == table["depth"] + 3))
-    terms = term_effects(table).set_index(["term", "norm_order", "side", "depth", "outcome"])
-    row = terms.loc["scaling", "post", "beyond", "all", "reach"]
-    assert row["units"] == 18
-    assert row["p"] == pytest.approx(stats.ttest_1samp([0.3, -0.1, 0.2], 0).pvalue, abs=0.03)
-
-    other = table[table["seed"] == 0].assign(norm_order="pre")
-    terms = term_effects(pd.concat([table, other])).set_index(["term", "norm_order", "side", "depth", "outcome"])
-    both = terms.loc["scaling", "both", "beyond", "all", "reach"]
-    assert (both["seeds"], both["units"]) == (1, 12)
-    assert np.isnan([both["p"], both["ci_low"]]).all(), "seeds 1 and 2 lack an order"
-    said = [s for s in findings(pd.concat([table, other])).conclusions if s.startswith("both orders, beyond")]
-    assert "in the one seed that has every run" in said[0]
-
-
-@pytest.mark.slow
-def test_thresholds() -> None:
-    swept = sweep(planted(0.3)).set_index(["norm", "side", "threshold"])
-    assert swept.loc["layernorm", "within", 0.99]["hits"] == swept.loc["none", "beyond", 0.5]["hits"] == 9
-    assert swept.loc["layernorm", "beyond", 0.5]["hits"] == 0
-    assert swept.loc["layernorm", "beyond", 0.5]["high"] == pytest.approx(1 - 0.025 ** (1 / 3))  # three seeds: 71 %
-    said = [c for c in findings(planted(0.3)).conclusions if "tells them apart" in c]
-    assert len(said) == 1
-    assert "the worst of 36 runs within the theory's reach has 100.0% in its worst bin, the best of 36" in said[0]
-
-
-@pytest.mark.slow
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = (depth.Cell(1, 3, "none"), depth.Cell(1, 4, "layernorm", "pre"))
     monkeypatch.setattr(depth, "grid", lambda quick: cells)
@@ -190,64 +142,18 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sentence == ("depth 1, k 3, norm none, norm_order post, positions none, seed 1: the loss is nan")
 
 
-@pytest.mark.parametrize("experiment", ["depth", "depth_deep", "counting", "counting_traces", "approximation"])
-def test_nothing_to_collect_yet(experiment: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds none of these \d+ runs: leave out --collect to train them"):
-        ran(experiment, tmp_path / "o", collect=True)
+@pytest.mark.parametrize(("experiment", "runs", "every"), [
+    ("depth", 8, 52), ("depth_deep", 3, 15), ("counting", 8, 69), ("counting_traces", 3, 15),
+    ("approximation", 24, 137), ("adaptive_memory", 4, 12), ("longer_inputs", 6, 12), ("majority", 8, 8),
+])  # fmt: skip
+def test_the_grid_and_nothing_to_collect_yet(experiment: str, runs: int, every: int, tmp_path: Path) -> None:
+    """Of one seed: so many models in the quick form, and so many in all."""
+    for quick, count in ((True, runs), (False, every)):
+        with pytest.raises(ValueError, match=rf"holds none of these {count} runs: leave out --collect to train them"):
+            ran(experiment, tmp_path / f"o{quick}", (0,), collect=True, quick=quick)
 
 
 @pytest.mark.slow
 def test_quick_shows_the_boundary(tmp_path: Path) -> None:
     hits = ran("depth", tmp_path / "depth", (0,)).tables["hits"]
     assert (hits["hits"] == hits["predicted"]).all()
-
-
-def test_a_steep_line_clipped_by_two_relus_compares_to_300_letters() -> None:
-    """What the page says of COMPARE: a slope of 602 is enough beside a first token (600 would be)"""
-
-    def right(slope: float, n: int) -> bool:
-        a = np.arange(n + 1)
-        x = slope * (2 * a - n) / (n + 1)  # the mean of a's less b's, over n letters and the first token
-        clipped = np.maximum(x, 0) - np.maximum(x - 2, 0) - 1
-        return bool((clipped == np.where(2 * a > n, 1.0, -1.0)).all())
-
-    assert all(right(602, n) for n in range(1, 301))
-    assert not right(598, 299)
-    assert not right(602, 303)
-
-
-def test_shares_of_runs_have_intervals_over_seeds() -> None:
-    """Three depths of two seeds: the seeds' shares are 1 and 1/3, not six trials."""
-    right = pd.Series([True, True, True, True, False, False])
-    seeds = pd.Series([0, 0, 0, 1, 1, 1])
-    assert share_over_seeds(right, seeds) == interval(np.array([1.0, 1 / 3]), "share")[1:]
-    all_right = share_over_seeds(pd.Series([True] * 9), pd.Series([0, 1, 2] * 3))
-    assert all_right == pytest.approx((0.025 ** (1 / 3), 1.0)), "three trials, not nine"
-
-
-def test_fresh_seeds_are_tested_by_themselves() -> None:
-    """Scaling costs 0.2 in seeds 0 to 2 and nothing in 3 to 6: only the first are told."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for seed in range(7):
-        for norm in ("layernorm", "projection_only", "scaling_only", "none"):
-            scaled = norm in ("layernorm", "scaling_only")
-            for d in (1, 2, 3):
-                value = 0.5 - 0.2 * scaled * (seed < 3) + 0.01 * rng.standard_normal()
-                rows += [(d, d + 3, norm, "post", "none", seed, depth.measure(b), value) for b in depth.BINS]
-    table = pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "measure", "value"])
-    fresh = fresh_terms(table)
-    assert list(fresh["term"]) == ["scaling", "projection"]
-    assert set(fresh["seeds"]) == {4}
-    assert abs(fresh["mean"].iloc[0]) < 0.02
-    np.testing.assert_allclose(fresh["p_holm"], holm(fresh["p"].to_numpy()))
-    assert fresh_terms(table[table["seed"] < 3]).empty
-
-
-def test_pre_norm_runs_alone_can_be_collected() -> None:
-    rows = [
-        (1, k, norm, "pre", "none", seed, depth.measure(b), 0.5)
-        for k in (3, 4) for norm in ("layernorm", "none") for seed in (0, 1) for b in depth.BINS
-    ]  # fmt: skip
-    found = findings(pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "measure", "value"]))
-    assert set(found.figures) == {"boundary"}

@@ -8,33 +8,26 @@ import math
 import re
 import shutil
 from decimal import Decimal
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from architectures import cases
 from lab_models import majority_run
 from PIL import Image
 from torch import nn
 
-from ln_probe.analyses.lab.counting import counting, qrnn_budget, rational_recurrence, saturated_states
-from ln_probe.analyses.lab.crasp.compiler import FEW_WORDS, PROGRAMS, agreement
+from ln_probe.analyses.lab.counting import qrnn_budget
 from ln_probe.analyses.lab.keeping import check_added, joined, rebuilt, with_seeds
-from ln_probe.analyses.lab.language_model import bundled_seeds
-from ln_probe.analyses.lab.primary import FILE, main_effects, primary_contrasts
+from ln_probe.analyses.lab.primary import FILE, primary_contrasts
 from ln_probe.analyses.lab.results import SUMMARY_FILE, Results, folder, interval, kept, png, table_at
 from ln_probe.analyses.lab.run_folder import DIVERGED_FILE, MODEL_FILE, STATE_FILE, kept_beside
 from ln_probe.analyses.lab.train import DivergedError, train
 
 THERE = kept()
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
-
-
-@cache
-def made_again(experiment: str) -> Results:
-    return rebuilt(experiment)
 
 
 _NUMBER = r"[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
@@ -96,21 +89,10 @@ def test_primary_contrasts_are_made_of_the_values_of_every_seed() -> None:
         )
 
 
-def test_main_effects_of_a_two_by_two_design() -> None:
-    norms = ("layernorm", "scaling_only", "projection_only", "none")
-    values = pd.DataFrame({"norm": norms * 2, "seed": [0] * 4 + [1] * 4, "value": [7.0, 5, 4, 1, 8, 6, 2, 0]})
-    effects = main_effects(values)
-    assert effects["scaling"].tolist() == [3.5, 6.0]
-    assert effects["projection"].tolist() == [2.5, 2.0]
-    pairs = main_effects(values[values["norm"].isin(("layernorm", "projection_only"))])
-    assert set(pairs) == {"scaling"}
-    assert pairs["scaling"].tolist() == [3.0, 6.0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experiment", THERE)
+@pytest.mark.parametrize("experiment", cases(*(name for name in THERE if name != "depth"), slow=["depth"]))
 def test_kept_results_are_made_of_the_values_of_every_seed(experiment: str) -> None:
-    found, where = made_again(experiment), folder(experiment)
+    """Every table and sentence, so whatever changes in how an experiment is evaluated is seen here."""
+    found, where = rebuilt(experiment), folder(experiment)
     pd.testing.assert_frame_equal(
         pd.read_csv(where / SUMMARY_FILE), found.summary, check_dtype=False, rtol=1e-5, atol=1e-9
     )
@@ -125,7 +107,7 @@ def test_kept_results_are_made_of_the_values_of_every_seed(experiment: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", THERE)
 def test_pictures_are_drawn_of_the_values_of_every_seed(experiment: str) -> None:
-    figures, where = made_again(experiment).figures, folder(experiment)
+    figures, where = rebuilt(experiment).figures, folder(experiment)
     assert {path.stem for path in where.glob("*.png")} == set(figures)
     for name, figure in figures.items():
         with Image.open(where / f"{name}.png") as kept, Image.open(io.BytesIO(png(figure))) as drawn:
@@ -190,30 +172,14 @@ def test_only_runs_of_the_same_kind_are_added(
         assert check_added(experiment, tmp_path / "r", kept["settings"]) == ()
 
 
-def test_quick_runs_are_not_added(tmp_path: Path) -> None:
-    shutil.copytree(folder("depth"), tmp_path / "r")
-    (tmp_path / "r" / "experiment.json").write_text('{"experiment": "depth", "quick": true}')
-    with pytest.raises(ValueError, match="made with --quick"):
-        rebuilt("depth", tmp_path / "r")
-
-
-def test_diverged_runs_of_both_are_named(tmp_path: Path) -> None:
-    shutil.copytree(folder("counting"), tmp_path / "r")
+def test_quick_runs_are_not_added_and_diverged_ones_are_named(tmp_path: Path) -> None:
+    shutil.copytree(folder("approximation_text"), tmp_path / "r")
     about = json.loads((tmp_path / "r" / "results.json").read_text())
     (tmp_path / "r" / "results.json").write_text(json.dumps(about | {"diverged": ["a run: nan at step 3"]}))
-    assert rebuilt("counting", tmp_path / "r").diverged == ("a run: nan at step 3",)
-
-
-def test_every_short_word_is_every_short_word() -> None:
-    """Where a norm does not suffice, too: half the words of two letters begin with the first of them."""
-    name = next(n for n in PROGRAMS if n == "majority")
-    rows = pd.DataFrame(agreement(name, 0, FEW_WORDS + 5, 4))
-    short = rows[rows["measure"] == "every_short_word_answers"].set_index(["construction", "norm"])["value"]
-    # without a norm nothing is compared: it is right on the letters where a constant is, of all 16 words of 4 letters
-    assert math.isclose(16 * 4 * short["scaling", "none"], round(16 * 4 * short["scaling", "none"]), abs_tol=1e-9)
-    whole = rows[rows["measure"] == "every_short_word"].set_index(["construction", "norm"])["value"]
-    assert (16 * whole["scaling", "none"]) == pytest.approx(round(16 * whole["scaling", "none"]))
-    assert whole["scaling", "layernorm"] == 1
+    assert rebuilt("approximation_text", tmp_path / "r").diverged == ("a run: nan at step 3",)
+    (tmp_path / "r" / "experiment.json").write_text('{"experiment": "approximation_text", "quick": true}')
+    with pytest.raises(ValueError, match="made with --quick"):
+        rebuilt("approximation_text", tmp_path / "r")
 
 
 def test_unfinished_runs_are_not_at_the_end() -> None:
@@ -275,22 +241,3 @@ def test_a_last_update_that_breaks_the_weights_is_a_divergence(tmp_path: Path, m
         assert (one.folder / STATE_FILE).read_bytes() == kept
     assert not (one.folder / MODEL_FILE).exists()
     assert (one.folder / DIVERGED_FILE).exists()
-
-
-def test_quick_results_state_quick_sizes() -> None:
-    def table(experiment: str, name: str = "values") -> pd.DataFrame:
-        return table_at(folder(experiment), name)
-
-    few = saturated_states.findings(table("saturated_states"), table("saturated_states", "growth"), quick=True).settings
-    assert few["draws"] == saturated_states.DRAWS_QUICK
-    few = rational_recurrence.findings(
-        table("rational_recurrence"), table("rational_recurrence", "errors"), quick=True
-    ).settings
-    assert (few["draws"], few["networks"]) == (rational_recurrence.DRAWS_QUICK, rational_recurrence.NETWORKS_QUICK)
-    few = bundled_seeds.findings(table("language_model_bundled", "seeds"), quick=True).settings
-    assert few["training"]["steps"] == bundled_seeds.training(True, 0).steps
-    found = counting.findings(table("counting"), quick=True)
-    assert found.settings["max_trained_n"] == {"anbn": 30, "anbncn": 30}
-    said = [c for c in found.conclusions if "exact on n" in c]
-    assert said
-    assert all("trained to 30, tested to 90" in c for c in said)

@@ -2,79 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_models import assert_same_run, majority_run, torchs_layer
+from lab_models import majority_run
 
 from ln_probe.analyses.lab.experiments import Request, run
-from ln_probe.analyses.lab.majority import majority_in_space
-from ln_probe.analyses.lab.majority.bags import _exp
-from ln_probe.analyses.lab.majority.majority import WHENEVER, findings, start_angles
-from ln_probe.analyses.lab.majority.majority_in_space import (
-    ACCURACY,
-    ANGLE,
-    COORDINATES,
-    RANDOM_ANGLE,
-    STAGE_OF,
-    STAGES,
-    against_layernorm,
-    angle_to_ones,
-    angles,
-    points,
-    space_model,
-    stages_of,
-)
-from ln_probe.analyses.lab.majority.majority_task import (
-    EPOCH,
-    PARTS,
-    MajoritySize,
-    MajorityTask,
-    PartShrunk,
-    majority_model,
-    make_data,
-    partitions,
-    query_angles,
-    sequences,
-)
+from ln_probe.analyses.lab.majority import majority_in_space, majority_task
+from ln_probe.analyses.lab.majority.majority import findings, start_angles
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 from ln_probe.analyses.lab.run_folder import load_run
-from ln_probe.analyses.lab.train import Run, TrainConfig, curves, diverged, train, train_all
+from ln_probe.analyses.lab.train import curves, diverged, train_all
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
-SMALL = MajoritySize(classes=6, length=12, margin=2, examples=400)
+SMALL = majority_task.MajoritySize(classes=6, length=12, margin=2, examples=400)
 
 
 @pytest.fixture(scope="module")
-def task() -> MajorityTask:
-    return MajorityTask(0, SMALL)
+def task() -> majority_task.MajorityTask:
+    return majority_task.MajorityTask(0, SMALL)
 
 
 def model(norm: str, radius: float | str | None = None, seed: int = 0) -> LabTransformer:
     torch.manual_seed(seed)
     if isinstance(radius, str):
-        return PartShrunk(majority_model(norm, None, SMALL), radius).build()
-    made = LabTransformer(majority_model(norm, radius, SMALL))
+        return majority_task.PartShrunk(majority_task.majority_model(norm, None, SMALL), radius).build()
+    made = LabTransformer(majority_task.majority_model(norm, radius, SMALL))
     with calibrate(made), torch.no_grad():
         made.blocks[0].ln1(made.embed.W_E)
     return made
 
 
-@pytest.mark.parametrize("norm", NORM_KINDS)
-@pytest.mark.parametrize("radius", [None, 8**-0.5, *PARTS])
-def test_the_reduction_is_exact(norm: str, radius: float | str | None, task: MajorityTask) -> None:
+@pytest.mark.parametrize(
+    ("norm", "radius"),
+    [*((norm, None) for norm in NORM_KINDS), ("none", 8**-0.5), *(("layernorm", part) for part in majority_task.PARTS)],
+)
+def test_the_reduction_is_exact(norm: str, radius: float | str | None, task: majority_task.MajorityTask) -> None:
     """Loss and gradients of the compiled float32 rows against the model itself on the sequences, in float64."""
-    if radius in PARTS and norm not in ("layernorm", "scaling_only"):
-        return  # a part is shrunk where a norm scales: the others' divisor is measured
-    plain = MajorityTask(0, SMALL, reduced=False)
+    plain = majority_task.MajorityTask(0, SMALL, reduced=False)
     ours = model(norm, radius)
     for chosen in (task.batch(0, 150, 0), task.batch(3, 1, 0)):  # more rows than lanes, and fewer
         loss = task.loss(ours, chosen)
@@ -88,7 +59,7 @@ def test_the_reduction_is_exact(norm: str, radius: float | str | None, task: Maj
             assert float((got - right).abs().max()) < 2e-6 * largest, name
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", majority_task.PARTS)
 def test_one_part_is_small_and_the_other_is_not(part: str) -> None:
     """The attention of a shrunk part is that of the norm at radius 1/√d, the rest that at √d; from the same weights."""
     tokens = torch.randint(6, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -103,65 +74,18 @@ def test_one_part_is_small_and_the_other_is_not(part: str) -> None:
         wanted = seen["small" if small else "large"][f"blocks.0.attn.{hook}"]
         torch.testing.assert_close(seen["part"][f"blocks.0.attn.{hook}"], wanted)
     with pytest.raises(ValueError, match="unknown part 'all': known are queries and keys, values"):
-        PartShrunk(majority_model("scaling_only"), "all")
+        majority_task.PartShrunk(majority_task.majority_model("scaling_only"), "all")
 
 
-def test_scores_of_hundreds_of_nats_do_not_overflow(task: MajorityTask) -> None:
+def test_scores_of_hundreds_of_nats_do_not_overflow(task: majority_task.MajorityTask) -> None:
     ours = model("layernorm")
     with torch.no_grad():
         ours.blocks[0].attn.W_Q.mul_(400)
         ours.embed.W_E.mul_(30)
     batch = task.batch(0, 100, 0)
     loss = task.loss(ours, batch)
-    expected = MajorityTask(0, SMALL, reduced=False).loss(ours.double(), batch)
+    expected = majority_task.MajorityTask(0, SMALL, reduced=False).loss(ours.double(), batch)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_the_compiled_exponential() -> None:
-    x = np.linspace(-87, 0, 20_001, dtype=np.float32)
-    got = np.array([_exp(v) for v in x], float)
-    np.testing.assert_allclose(got, np.exp(x.astype(float)), rtol=3 * 2.0**-23)  # 3 units in the last place
-    assert 0 < _exp(np.float32(-1e30)) < 1e-37
-
-
-def test_the_model_is_torchs_encoder_layer(task: MajorityTask) -> None:
-    """The same logits as the published construction, from the same weights, with 584 parameters at that size."""
-    ours = model("layernorm").double()
-    tokens, _ = sequences(task.batch(0, 20, 0))
-    E = ours.embed.W_E
-    expected = torchs_layer(ours)(F.embedding(tokens, E)) @ E.T
-    torch.testing.assert_close(ours(tokens), expected, rtol=1e-10, atol=1e-10)
-    assert sum(p.numel() for p in LabTransformer(majority_model("layernorm")).parameters()) == 584
-
-
-def test_the_same_loss_curve(task: MajorityTask) -> None:
-    plain = MajorityTask(0, SMALL, reduced=False)
-    curves = []
-    for one in (task, plain):
-        made = model("scaling_only")
-        optimizer = torch.optim.Adam(made.parameters(), lr=1e-3)
-        losses = []
-        for step in range(20):
-            loss = one.loss(made, one.batch(step, 100, 0))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        curves.append(losses)
-    assert curves[0] == pytest.approx(curves[1], rel=2e-6)
-    assert curves[0][-1] < curves[0][0]
-
-
-def test_threads_change_nothing(task: MajorityTask) -> None:
-    ours, before, found = model("layernorm"), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            loss = task.loss(ours, task.batch(0, 200, 0))
-            found.append((loss, torch.autograd.grad(loss, [ours.embed.W_E])[0]))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_partitions() -> None:
@@ -173,16 +97,16 @@ def test_partitions() -> None:
         return sum(count(total - k, parts - 1, k) for k in range(1, min(total, largest) + 1)) if parts else 0
 
     for total, parts in ((10, 10), (10, 3), (17, 5)):
-        found = list(partitions(total, 1, parts, np.random.default_rng(0)))
+        found = list(majority_task.partitions(total, 1, parts, np.random.default_rng(0)))
         assert len(found) == len(set(found)) == count(total, parts, total)
         assert all(sum(p) == total and list(p) == sorted(p) and len(p) <= parts for p in found)
     assert count(10, 10, 10) == 42
 
 
 def test_data() -> None:
-    size = MajoritySize(examples=3000)
-    train, test = make_data(0, size)
-    again, other = make_data(0, size), make_data(1, size)
+    size = majority_task.MajoritySize(examples=3000)
+    train, test = majority_task.make_data(0, size)
+    again, other = majority_task.make_data(0, size), majority_task.make_data(1, size)
     assert np.array_equal(train.counts, again[0].counts)
     assert np.array_equal(test.chosen, again[1].chosen)
     assert not np.array_equal(train.counts[:100], other[0].counts[:100])
@@ -197,21 +121,16 @@ def test_data() -> None:
         assert share == pytest.approx(0.8, abs=0.01)
 
 
-def test_an_epoch_sees_every_example_once(task: MajorityTask) -> None:
+def test_an_epoch_sees_every_example_once(task: majority_task.MajorityTask) -> None:
     steps = task.steps_per_epoch(100)
     seen = [task.batch(step, 100, 0).chosen for step in range(steps)]
     assert [len(s) for s in seen[:-1]] == [100] * (steps - 1)
     assert sorted(np.concatenate(seen)) == sorted(task.data[0].chosen)
-    fresh = MajorityTask(0, SMALL)
+    fresh = majority_task.MajorityTask(0, SMALL)
     assert np.array_equal(fresh.batch(steps + 1, 100, 0).chosen, task.batch(steps + 1, 100, 0).chosen)
-    tokens, labels = sequences(task.batch(0, 100, 0))
+    tokens, labels = majority_task.sequences(task.batch(0, 100, 0))
     assert tokens.shape == (100, 12)
     assert [Counter(row).most_common(1)[0][0] for row in tokens.tolist()] == labels.tolist()
-
-
-def test_epochs_have_the_published_length() -> None:
-    published = MajoritySize()
-    assert -(-published.examples * 8 // 10 // 6000) == EPOCH
 
 
 def test_angles_of_planted_queries() -> None:
@@ -219,119 +138,46 @@ def test_angles_of_planted_queries() -> None:
     with torch.no_grad():
         ours.blocks[0].attn.W_K.zero_()
         ours.blocks[0].attn.W_K[0, :, 0] = 1.0  # every effective query lies along the ones-vector
-    torch.testing.assert_close(query_angles(ours), torch.zeros(6), atol=0.05, rtol=0)
+    torch.testing.assert_close(majority_task.query_angles(ours), torch.zeros(6), atol=0.05, rtol=0)
     with torch.no_grad():
         ours.blocks[0].attn.W_K[0, ::2, 0] = -1.0  # and now at a right angle to it
-    torch.testing.assert_close(query_angles(ours), torch.full((6,), 90.0), atol=0.05, rtol=0)
+    torch.testing.assert_close(majority_task.query_angles(ours), torch.full((6,), 90.0), atol=0.05, rtol=0)
 
 
-def test_evaluation(task: MajorityTask) -> None:
+def test_evaluation(task: majority_task.MajorityTask) -> None:
     ours = model("layernorm")
     found = task.evaluate(ours)
-    tokens, labels = sequences(task.data[1])
+    tokens, labels = majority_task.sequences(task.data[1])
     logits = ours(tokens)
     assert found["test_accuracy"] == pytest.approx(float((logits.argmax(-1) == labels[:, None]).float().mean()), 1e-6)
     expected = F.cross_entropy(logits.flatten(0, 1), labels[:, None].expand_as(tokens).flatten())
     assert found["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_interrupted_at_any_step(task: MajorityTask, tmp_path: Path) -> None:
-    """Stopped after 1, 5 and 6 steps (an epoch has 4) and gone on with by a fresh task: the same bits."""
-    config = TrainConfig(9, 100, warmup=0, clip=0.0, optimizer="adam", schedule="linear", decay_steps=90,
-                         evaluate_every=4, state_every=100, save_at=(0, 5))  # fmt: skip
-    spec = majority_model("projection_only", size=SMALL)
-    whole = train(task, spec, config, tmp_path / "whole", progress=False)
-    for until in (1, 5, 6, None):
-        cut = train(MajorityTask(0, SMALL), spec, config, tmp_path / "cut", until=until, progress=False)
-    assert_same_run(whole, tmp_path / "whole", cut, tmp_path / "cut")
-    loaded = load_run(tmp_path / "cut")
-    assert float(loaded.blocks[0].ln1.divisor) > 0
-
-
 @pytest.mark.parametrize(("options", "said"), [
     ({"n_layers": 2}, r"the reduction to distinct tokens is for n_layers=1, got n_layers=2: use .*reduced=False"),
     ({"positions": "learned", "causal": True}, r"for positions='none', causal=False, got positions='learned'"),
 ])  # fmt: skip
-def test_shapes_that_cannot_be_reduced(options: dict[str, object], said: str, task: MajorityTask) -> None:
-    other = LabConfig(**{**majority_model("layernorm", size=SMALL).to_dict(), **options})  # type: ignore[arg-type]
+def test_shapes_that_cannot_be_reduced(options: dict[str, object], said: str, task: majority_task.MajorityTask) -> None:
+    other = LabConfig(**{**majority_task.majority_model("layernorm", size=SMALL).to_dict(), **options})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
         task.loss(other.build(), task.batch(0, 10, 0))
-    assert torch.isfinite(MajorityTask(0, SMALL, reduced=False).loss(other.build(), task.batch(0, 10, 0)))
+    assert torch.isfinite(majority_task.MajorityTask(0, SMALL, reduced=False).loss(other.build(), task.batch(0, 10, 0)))
 
 
 def test_bad_sizes() -> None:
     with pytest.raises(
         ValueError, match=r"margin of 1 to the length, got MajoritySize\(classes=20, length=50, margin=60"
     ):
-        MajoritySize(margin=60)
+        majority_task.MajoritySize(margin=60)
     with pytest.raises(ValueError, match="a length of 2 to 255"):
-        MajoritySize(length=300)
+        majority_task.MajoritySize(length=300)
 
 
-# ---------------------------------------------------------------------------------------------------------- findings
-
-
-def written(folder: Path, losses: dict[tuple[str, str], tuple[float, float]]) -> list[Run]:
-    """Runs of two seeds whose training loss fell on a straight line to 2 (step 500), then to the given one (1000)."""
-    runs = []
-    for (norm, radius), ends in losses.items():
-        for seed, end in enumerate(ends):
-            place = folder / f"{norm}-{radius.replace('/', '_')}-{seed}"
-            place.mkdir(parents=True)
-            rows = [{"step": 500, "train_loss": 2.0}, {"step": 1000, "train_loss": end, "test_accuracy": 0.5}]
-            (place / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-            runs.append(replace(majority_run(place, seed, steps=1000), keys={"norm": norm, "radius": radius}))
-    return runs
-
-
-def test_findings_of_known_losses(tmp_path: Path) -> None:
-    runs = written(tmp_path, {
-        ("layernorm", "sqrt(d)"): (0.4, 0.6) * 5,
-        ("scaling_only", "sqrt(d)"): (0.5, 0.7) * 5,
-        ("layernorm", "1/sqrt(d)"): (1.3, 1.5) * 5,
-        ("scaling_only", "1/sqrt(d)"): (1.4, 1.6) * 5,
-        ("scaling_only", "1/sqrt(d) for values"): (0.6, 0.8) * 5,
-    })  # fmt: skip
-    found = findings(curves(runs), start_angles(runs))
-    loss = found.tables["contrasts"]
-    loss = loss[loss["measure"] == "train_loss"].set_index("contrast")["mean"]
-    assert loss["the published gap"] == pytest.approx(1.0)
-    assert loss["no projection, at radius sqrt(d)"] == pytest.approx(0.1)
-    assert loss["size 1/sqrt(d), without projection"] == pytest.approx(0.9)
-    assert "most of the published gap is due to size, not projection" in found.conclusions[0]
-    assert "raises the loss by itself (0.10 [0.10, 0.10] nats; seeds: 10)" in found.conclusions[0]
-    assert loss["size 1/sqrt(d) of values alone"] == pytest.approx(0.1)
-    assert any(
-        "size 1/sqrt(d) of values alone, without projection, changes the training loss by +0.10" in s
-        for s in found.conclusions
-    )
-    tested = found.tables["contrasts"].set_index(["contrast", "measure"])["p"]
-    assert tested["the published gap", "train_loss"] == 2.0**-9  # ten equal differences, but for rounding
-    assert np.isnan(tested["the published gap", "test_accuracy"])
-    row = found.summary.set_index(["norm", "radius", "step", "measure"]).loc["layernorm", "sqrt(d)", 1000, "train_loss"]
-    assert (row["mean"], row["published"], row["seeds"]) == (pytest.approx(0.5), 0.75, 10)
-    reached = found.summary[found.summary["measure"] == "steps_to_0.75"].set_index(["norm", "radius", "step"])
-    # From 2 at 500 to 0.4 (0.6) at 1000: 0.75 is crossed at 890.6 (946.4).
-    assert reached.loc["layernorm", "sqrt(d)", WHENEVER]["mean"] == pytest.approx((890.625 + 946.4286) / 2)
-    assert ("scaling_only", "1/sqrt(d)") not in {k[:2] for k in reached.index}
-    # Of a cell whose seeds have not all come there, no mean; the median counts the others as later than their last.
-    times = found.tables["steps_to"].set_index(["norm", "radius", "seed", "level"])
-    slow = times.loc["scaling_only", "1/sqrt(d)", 0, 0.75]
-    assert (slow["steps"], slow["reached"], slow["times"]) == (1000, False, pytest.approx(1000 / 890.625))
-    assert (
-        "To a training loss of 0.75, scaling_only at radius 1/sqrt(d) takes at least 1.09 times the steps of LayerNorm "
-        "(median; 0 of 10 seeds have come there; not tested)." in found.conclusions
-    )
-    assert any("scaling_only at radius sqrt(d) takes 1.0" in s and "10 of 10 seeds" in s for s in found.conclusions)
-
-
-def test_findings_without_the_whole_design(tmp_path: Path) -> None:
-    runs = written(tmp_path, {("layernorm", "sqrt(d)"): (0.4, 0.6)})
-    found = findings(curves(runs), start_angles(runs))
-    assert len(found.tables["contrasts"]) == 0
-    assert isinstance(found.summary, pd.DataFrame)
+def test_findings_need_a_run(tmp_path: Path) -> None:
+    runs = [replace(majority_run(tmp_path / "nothing"), keys={"norm": "layernorm", "radius": "sqrt(d)"})]
     with pytest.raises(ValueError, match="no run has been evaluated yet"):
-        findings(curves([replace(runs[0], folder=tmp_path / "nothing")]), start_angles(runs))
+        findings(curves(runs), start_angles(runs))
 
 
 def test_a_diverging_seed_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
@@ -373,57 +219,51 @@ def test_side_by_side_the_first_refusal_stops_all(tmp_path: Path) -> None:
 
 def model_of(norm: str, radius: str = "sqrt(d)") -> LabTransformer:
     torch.manual_seed(3)
-    model = space_model(norm, radius).build()
+    model = majority_in_space.space_model(norm, radius).build()
     with calibrate(model):
         model(torch.arange(10)[None], return_type=None)
     return model
 
 
-@pytest.mark.parametrize("norm", list(STAGE_OF))
+@pytest.mark.parametrize("norm", list(majority_in_space.STAGE_OF))
 def test_dot_products_of_the_points_are_the_models_scores(norm: str) -> None:
     """Of the stage that the model has, up to the constant that a norm which does not scale divides by."""
     model = model_of(norm).double()
     _, cache = model.run_with_cache(torch.arange(10)[None])
-    found = {(stage, role): vectors for stage, role, vectors in points(model)}
-    stage = STAGE_OF[norm]
+    found = {(stage, role): vectors for stage, role, vectors in majority_in_space.points(model)}
+    stage = majority_in_space.STAGE_OF[norm]
     divisor = model.blocks[0].ln1.divisor
     constant = 1.0 if divisor is None else float(divisor) ** 2
     scores = found[stage, "query"] @ found[stage, "key"].T / math.sqrt(3) / constant
     np.testing.assert_allclose(scores, cache["blocks.0.attn.hook_attn_scores"][0, 0].numpy(), rtol=1e-9, atol=1e-12)
-    mean = angle_to_ones(found[stage, "query"]).mean()
-    assert mean == pytest.approx(float(query_angles(model).mean()), abs=1e-6)
+    mean = majority_in_space.angle_to_ones(found[stage, "query"]).mean()
+    assert mean == pytest.approx(float(majority_task.query_angles(model).mean()), abs=1e-6)
 
 
 def test_what_each_term_does() -> None:
     """Projection puts keys into a plane, scaling on a sphere; scaling turns no query, projection does."""
-    found = {(stage, role): vectors for stage, role, vectors in points(model_of("layernorm"))}
+    found = {(stage, role): vectors for stage, role, vectors in majority_in_space.points(model_of("layernorm"))}
     for stage in ("projected", "both"):
         np.testing.assert_allclose(found[stage, "key"].sum(-1), 0, atol=1e-12)
     for stage in ("scaled", "both"):
         np.testing.assert_allclose(np.linalg.norm(found[stage, "key"], axis=-1), math.sqrt(3), rtol=1e-12)
-    turned = {stage: angle_to_ones(found[stage, "query"]) for stage in STAGES}
+    turned = {stage: majority_in_space.angle_to_ones(found[stage, "query"]) for stage in majority_in_space.STAGES}
     np.testing.assert_allclose(turned["scaled"], turned["stream"], atol=1e-6)
     np.testing.assert_allclose(turned["both"], turned["projected"], atol=1e-6)
     assert np.abs(turned["projected"] - turned["stream"]).max() > 1
     with pytest.raises(ValueError, match="vector 1 is zero: it cannot be scaled"):
-        stages_of(torch.tensor([[1.0, 2.0, 4.0], [2.0, 2.0, 2.0]]))
+        majority_in_space.stages_of(torch.tensor([[1.0, 2.0, 4.0], [2.0, 2.0, 2.0]]))
 
 
 def test_angles_that_are_known() -> None:
     known = {(1, 1, 1): 0.0, (-2, -2, -2): 0.0, (1, -1, 0): 90.0, (1, 0, 0): math.degrees(math.acos(1 / math.sqrt(3)))}
-    np.testing.assert_allclose(angle_to_ones(np.array(list(known), float)), list(known.values()), atol=1e-6)
+    np.testing.assert_allclose(
+        majority_in_space.angle_to_ones(np.array(list(known), float)), list(known.values()), atol=1e-6
+    )
     drawn = np.random.default_rng(0).standard_normal((200_000, 3))
-    assert angle_to_ones(drawn).mean() == pytest.approx(RANDOM_ANGLE, abs=0.2)  # standard error 0.05
-
-
-def test_contrasts_are_paired_by_seed() -> None:
-    rows = [
-        ("layernorm", "sqrt(d)", seed, step, ANGLE, 10.0 * seed) for seed in (1, 2, 3) for step in (0, 5)
-    ] + [("none", "sqrt(d)", seed, 5, ANGLE, 10.0 * seed + seed) for seed in (1, 2, 3)]  # fmt: skip
-    found = against_layernorm(pd.DataFrame(rows, columns=["norm", "radius", "seed", "step", "measure", "value"]))
-    assert found[["norm", "step", "mean", "seeds"]].to_numpy().tolist() == [["none", 5, pytest.approx(2.0), 3]]
-    half = 4.302652729911275 / math.sqrt(3)  # Student's t with 2 degrees of freedom; sd 1
-    assert found.loc[0, ["ci_low", "ci_high"]].tolist() == pytest.approx([2 - half, 2 + half])
+    assert majority_in_space.angle_to_ones(drawn).mean() == pytest.approx(
+        majority_in_space.RANDOM_ANGLE, abs=0.2
+    )  # standard error 0.05
 
 
 @pytest.mark.slow
@@ -436,13 +276,13 @@ def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         run("majority_in_space", replace(request, collect=True), command="", ln_probe_version="0")
     found = run("majority_in_space", request, command="", ln_probe_version="0")
     table = found.tables["coordinates"]
-    assert list(table.columns) == COORDINATES
-    assert len(table) == 2 * 2 * len(STAGES) * 2 * 10  # cells, steps, stages, roles, classes
+    assert list(table.columns) == majority_in_space.COORDINATES
+    assert len(table) == 2 * 2 * len(majority_in_space.STAGES) * 2 * 10  # cells, steps, stages, roles, classes
     told = found.summary.set_index(["norm", "step", "measure"])["seeds"]
-    assert told["layernorm", 2, ANGLE] == told["scaling_only", 2, ACCURACY] == 1
-    start = angles(table).set_index(["norm", "seed", "step"])["value"]
+    assert told["layernorm", 2, majority_in_space.ANGLE] == told["scaling_only", 2, majority_in_space.ACCURACY] == 1
+    start = majority_in_space.angles(table).set_index(["norm", "seed", "step"])["value"]
     torch.manual_seed(1)
-    first = query_angles(space_model("scaling_only", "1/sqrt(d)").build())
+    first = majority_task.query_angles(majority_in_space.space_model("scaling_only", "1/sqrt(d)").build())
     assert start["scaling_only", 1, 0] == pytest.approx(float(first.mean()), abs=1e-3)
     assert len(found.conclusions) == 2
     assert "against LayerNorm" in found.conclusions[1]

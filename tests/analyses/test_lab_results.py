@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab_models import is_interior
 from scipy import stats
+from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority import random_keys
@@ -20,7 +20,6 @@ from ln_probe.analyses.lab.majority.random_keys import HEAD, NORMAL, NORMALIZED,
 from ln_probe.analyses.lab.results import (
     Results,
     binomial_interval,
-    effects,
     interval,
     paired_p,
     share_interval,
@@ -39,42 +38,11 @@ def test_shares_stay_between_0_and_1_and_hold_their_mean(shares: list[float]) ->
     assert 0 <= low <= center <= high <= 1
 
 
-def test_seeds_that_differ_by_rounding_agree() -> None:
+def test_seeds_that_agree_count_as_one_trial_each() -> None:
     """Three times 0.1 has a mean of 0.10000000000000002 and a standard deviation of 1.7e-17: no 10^32 trials."""
     assert share_interval(np.full(3, 0.1)) == pytest.approx((0.1, *binomial_interval(0.3, 3)))
-
-
-def test_seeds_that_agree_count_as_one_trial_each() -> None:
     assert share_interval(np.ones(3))[1:] == pytest.approx((0.025 ** (1 / 3), 1))  # 0.2924, by hand
     assert share_interval(np.zeros(10))[1:] == pytest.approx((0, 1 - 0.025**0.1))
-
-
-@pytest.mark.parametrize(("hits", "trials"), [(1, 2), (0, 9), (267, 300), (10, 10)])
-def test_clopper_pearson_by_scipy(hits: int, trials: int) -> None:
-    exact = stats.binomtest(hits, trials).proportion_ci(0.95)
-    assert binomial_interval(hits, trials) == pytest.approx((exact.low, exact.high), abs=1e-12)
-
-
-# Coverage of the 95 % intervals over 20,000 draws, Student's t beside: (20, 2): .949/.920 with 3 seeds, .948/.929 with
-# 10; (2, 5): .953/.932 and .957/.940; (1, 0.3), most of it at 1: .913/.826 and .951/.912.
-@pytest.mark.parametrize(
-    ("a", "b", "seeds", "covers"),
-    [(20, 2, 3, 0.949), (2, 5, 3, 0.953), (1, 0.3, 3, 0.913), (20, 2, 10, 0.948), (1, 0.3, 10, 0.951)],
-)
-def test_share_intervals_cover(a: float, b: float, seeds: int, covers: float) -> None:
-    """Runs whose share is beta distributed over seeds, measured on 500 words: within 3 standard errors of 800 draws."""
-    rng = np.random.default_rng(0)
-    drawn = rng.binomial(500, rng.beta(a, b, (800, seeds))) / 500
-    held = [low <= a / (a + b) <= high for _, low, high in map(share_interval, drawn)]
-    assert np.mean(held) == pytest.approx(covers, abs=3 * np.sqrt(covers * (1 - covers) / 800))
-
-
-def test_logarithms() -> None:
-    center, low, high = interval(np.array([1e-9, 1e-7, 1e-5]), "log")
-    assert center == pytest.approx(1e-7)
-    half = 4.302652729911275 * 2 / np.sqrt(3)  # decades
-    assert (low, high) == pytest.approx((10 ** (-7 - half), 10 ** (-7 + half)))
-    assert np.isnan(interval(np.array([0.5]), "log")[1:]).all()
 
 
 def test_paired_tests_of_what_does_not_vary() -> None:
@@ -108,47 +76,12 @@ def test_next_to_no_hits_are_none() -> None:
     assert low < 0.004 < high
 
 
-# ------------------------------------------------------------------------------------------------------------ tables
-
-
-def test_means_and_intervals_by_hand() -> None:
-    values = pd.DataFrame({"norm": ["a"] * 3 + ["b"], "seed": [0, 1, 2, 0], "value": [1.0, 2.0, 3.0, 7.0]})
-    published = pd.DataFrame({"norm": ["b"], "published": [6.5]})
-    table = summarize(values, ["norm"], published).set_index("norm")
-    assert list(table.columns) == ["mean", "ci_low", "ci_high", "median", "sd", "seeds", "published"]
-    half = 4.302652729911275 * 1.0 / np.sqrt(3)  # Student's t with 2 degrees of freedom, 97.5 %
-    assert table.loc["a", ["mean", "ci_low", "ci_high"]].tolist() == pytest.approx([2.0, 2 - half, 2 + half])
-    assert np.isnan(table.loc["a", "published"])
-    assert table.loc["b", "published"] == 6.5
-    assert np.isnan(table.loc["b", "ci_low"]), "one seed has no interval"
-    assert table["seeds"].tolist() == [3, 1]
-
-
-def test_values_that_are_missing_do_not_count() -> None:
+def test_a_seed_counts_once_and_missing_values_do_not() -> None:
     values = pd.DataFrame({"norm": ["a", "a", "b"], "seed": [0, 1, 0], "value": [1.0, np.nan, np.nan]})
-    table = summarize(values, ["norm"])
-    assert table[["norm", "mean", "seeds"]].to_numpy().tolist() == [["a", 1.0, 1]]
-
-
-def test_a_seed_counts_once() -> None:
+    assert summarize(values, ["norm"])[["norm", "mean", "seeds"]].to_numpy().tolist() == [["a", 1.0, 1]]
     values = pd.DataFrame({"norm": ["a", "a"], "seed": [3, 3], "value": [1.0, 2.0]})
     with pytest.raises(ValueError, match=r"two values for \{'norm': 'a', 'seed': 3\}"):
         summarize(values, ["norm"])
-
-
-def test_effects_are_taken_seed_by_seed() -> None:
-    rows = [
-        ("L5", "none", "none", 0, 1.0), ("L5", "none", "none", 1, 5.0), ("L5", "scaling_only", "state", 0, 0.5),
-        ("L5", "scaling_only", "state", 1, 4.7), ("L5", "scaling_only", "gates", 1, 5.5),
-        ("L5", "scaling_only", "gates", 2, 9.0),  # has no partner
-        ("anbn", "none", "none", 2, 100.0),  # nor a norm
-    ]  # fmt: skip
-    values = pd.DataFrame(rows, columns=["task", "norm", "norm_site", "seed", "value"])
-    table = effects(values, ["task", "norm", "norm_site"], ["norm", "norm_site"]).set_index("norm_site")
-    assert table["mean"].to_dict() == pytest.approx({"state": -0.4, "gates": 0.5})
-    assert table["seeds"].to_dict() == {"state": 2, "gates": 1}
-    half = 12.706204736432095 * 0.1  # Student's t with 1 degree of freedom; sd 0.1 sqrt 2, over sqrt 2
-    assert table.loc["state", "ci_low"] == pytest.approx(-0.4 - half)
 
 
 def test_what_is_written(tmp_path: Path) -> None:
@@ -171,7 +104,11 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["long.csv", "results.json", "summary.csv", "thesis.csv"]
 
 
-# ------------------------------------------------------------------------------------------------------- random keys
+def is_interior(keys: np.ndarray, i: int) -> bool:
+    """Whether key i is a convex combination of the others, by a linear program."""
+    others = np.delete(keys, i, axis=0)
+    system = np.vstack([others.T, np.ones(len(others))])
+    return bool(linprog(np.zeros(len(others)), A_eq=system, b_eq=[*keys[i], 1], bounds=(0, None)).status == 0)
 
 
 @pytest.mark.parametrize("space", [NORMAL, HEAD])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from crasp_reference import ALPHABET, BOOLEANS, by_definition, multiplied, nesting, render
+from crasp_reference import ALPHABET, BOOLEANS, Expression
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import UnsatisfiedAssumption
 
 from ln_probe.analyses.lab.crasp import read_back as reading
 from ln_probe.analyses.lab.crasp import temporal
@@ -26,24 +23,17 @@ from ln_probe.analyses.lab.crasp.temporal import formula_of, parse_formula, prog
 WORDS = st.text(ALPHABET, min_size=1, max_size=7)
 
 
-def has_choice(node: Any) -> bool:
-    return isinstance(node, tuple) and (node[0] in ("?", "min", "max") or any(has_choice(part) for part in node))
-
-
-def translated(node: Any, word: str) -> None:
+def translated(drawn: Expression, word: str) -> None:
     """C-RASP to Kₜ[#] and back, and, of what has no choice, read as a formula: all by definition, and as deep."""
-    if multiplied(node) > 6:
-        raise UnsatisfiedAssumption  # as `assume` does, which is for hypothesis alone
-    truth = [by_definition(node, word, i) for i in range(len(word))]
-    program = parse(f"x := {render(node)}")
+    assume(drawn.multiplied <= 6)
+    truth, program = drawn.at(word), parse(f"x := {drawn.text}")
     try:
         formula = formula_of(program)
     except CRaspError as error:
-        if "too wide" in str(error):
-            raise UnsatisfiedAssumption from error
+        assume("too wide" not in str(error))
         raise
     assert formula.values(word).tolist() == truth
-    assert formula.depth <= program.depth == nesting(node)
+    assert formula.depth <= program.depth == drawn.nesting
     again = program_of(formula)
     assert again.run(word).tolist() == truth
     assert again.depth == formula.depth
@@ -53,52 +43,23 @@ def translated(node: Any, word: str) -> None:
         except CRaspError as error:
             if "nested too deep" not in str(error):  # of the text; the graph is not
                 raise
-    if not has_choice(node):
-        given_as_formula = parse_formula(render(node))
+    if not drawn.has_choice:
+        given_as_formula = parse_formula(drawn.text)
         assert given_as_formula.values(word).tolist() == truth
         assert given_as_formula.depth == formula.depth
 
 
 @settings(max_examples=60, deadline=None)
-@given(node=BOOLEANS, word=WORDS)
-def test_translations_keep_values_and_depth(node: Any, word: str) -> None:
-    translated(node, word)
-
-
-def drawn(rng: random.Random, deep: int, boolean: bool = True) -> Any:
-    """A random Boolean or count of `crasp_reference`, of at most so many operations inside each other."""
-    if boolean:
-        if not deep or rng.random() < 0.2:
-            return ("Q", rng.choice(ALPHABET))
-        kind = rng.choice(["not", "and", "or", "compare", "compare", "compare"])
-        if kind == "not":
-            return (kind, drawn(rng, deep - 1))
-        if kind != "compare":
-            return (kind, drawn(rng, deep - 1), drawn(rng, deep - 1))
-        operator = rng.choice(["<", "<=", "==", "!=", ">=", ">"])
-        return (operator, drawn(rng, deep - 1, False), drawn(rng, deep - 1, False))
-    if not deep or rng.random() < 0.1:
-        return ("int", rng.randrange(4))
-    kind = rng.choice(["#", "#", "#", "+", "-", "min", "max", "?", "times", "minus"])
-    if kind in ("#", "minus"):
-        return (kind, drawn(rng, deep - 1, kind == "#"))
-    if kind == "times":
-        return (kind, rng.randrange(4), drawn(rng, deep - 1, False))
-    if kind == "?":
-        return (kind, drawn(rng, deep - 1), drawn(rng, deep - 1, False), drawn(rng, deep - 1, False))
-    return (kind, drawn(rng, deep - 1, False), drawn(rng, deep - 1, False))
+@given(drawn=BOOLEANS, word=WORDS)
+def test_translations_keep_values_and_depth(drawn: Expression, word: str) -> None:
+    translated(drawn, word)
 
 
 @pytest.mark.slow
-def test_translations_of_2000_random_programs() -> None:
-    rng = random.Random(0)
-    done = 0
-    while done < 2000:
-        node = drawn(rng, rng.randrange(1, 5))
-        word = "".join(rng.choice(ALPHABET) for _ in range(rng.randrange(1, 7)))
-        with suppress(UnsatisfiedAssumption):  # too many cases, or multiplied too often
-            translated(node, word)
-            done += 1
+@settings(max_examples=2000, deadline=None)
+@given(drawn=BOOLEANS, word=WORDS)
+def test_translations_of_2000_random_programs(drawn: Expression, word: str) -> None:
+    translated(drawn, word)
 
 
 def test_many_words_at_once() -> None:
@@ -181,10 +142,10 @@ def test_every_program_is_read_back_to_length_10(name: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(node=BOOLEANS)
-def test_random_programs_are_read_back(node: Any) -> None:
-    assume(multiplied(node) <= 2)
-    program = parse(f"x := {render(node)}")
+@given(drawn=BOOLEANS)
+def test_random_programs_are_read_back(drawn: Expression) -> None:
+    assume(drawn.multiplied <= 2)
+    program = parse(f"x := {drawn.text}")
     try:
         read = read_back(compile_program(program, "rounding", "none", alphabet=ALPHABET, n_ctx=8))
     except ValueError as error:
