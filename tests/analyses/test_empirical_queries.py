@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import lab
 from torch import nn
 
 import ln_probe
@@ -40,15 +39,6 @@ def test_the_set_is_the_ellipsoid_of_mean_and_covariance_that_holds_the_quantile
         np.testing.assert_allclose(ratio, ratio[0, 0], rtol=1e-5)
         inside = np.linalg.norm(np.linalg.solve(axes[head], (q[:, head] - center[head]).T), axis=0) <= 1
         assert abs(inside.mean() - constants.EMPIRICAL_QUANTILE) <= 1 / 900
-
-
-def test_it_turns_with_the_basis_of_a_head() -> None:
-    """q → Mᵀq and k → M⁻¹k is the same head: A Aᵀ goes to Mᵀ A Aᵀ M."""
-    rng = np.random.default_rng(1)
-    q, M = rng.standard_normal((300, 1, 4)), rng.standard_normal((4, 4))
-    (c, a), (d, b) = taken(q).ellipsoid(), taken(q @ M).ellipsoid()
-    np.testing.assert_allclose(c @ M, d, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(M.T @ a[0] @ a[0].T @ M, b[0] @ b[0].T, rtol=1e-4)
 
 
 def test_of_many_queries_a_part_decides_the_quantile_and_all_the_rest() -> None:
@@ -189,16 +179,3 @@ def test_b02_a_norm_that_is_not_known_is_named_and_measured_as_it_is(make_hooked
     keys = keys.sort_values(["prompt", "head", "position"])["pattern_max"].to_numpy().reshape(2, 2, 24)
     np.testing.assert_allclose(keys, pattern[:, [0, 3], 1:].amax(2), atol=1e-6)
     check_over_the_empirical_set(model, layer=1)
-
-
-def test_b02_norm_free_models_have_tables_as_lab_models_do(make_hooked: Callable[..., Any]) -> None:
-    without, none = lab(norm=None), lab(norm="none")
-    reports = [
-        ln_probe.analyze(m, TOKENS, progress=False, probes=NOT_CAUSAL)
-        for m in (without, none, make_hooked(normalization_type=None))
-    ]
-    places = [list(map(tuple, r.heads[["layer", "head", "space", "variant"]].to_numpy())) for r in reports]
-    assert places[0] == places[1] == places[2]
-    for report in reports:
-        head = report.heads.query("space == 'head'")
-        assert head[["margin_median", "attainable_median", "entropy_ratio"]].notna().all().all()

@@ -18,7 +18,6 @@ from ln_probe.analyses.constants import KeySample
 from ln_probe.analyses.geometry.api import key_geometry, some_keys
 from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.geometry.inputs import QuerySet
-from ln_probe.analyses.probes.columns import INTERVALS
 from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval
 
 TOKENS = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(6))
@@ -34,7 +33,7 @@ def test_a_fractions_interval_is_the_exact_one() -> None:
 
 
 @pytest.mark.parametrize("q", [0.05, 0.5])
-@pytest.mark.parametrize("count", [8, 40, 64, 200])
+@pytest.mark.parametrize("count", [8, 64])
 def test_a_quantiles_interval_covers_what_it_claims(q: float, count: int) -> None:
     """By the binomial law, without drawing: P(X(l) ≤ quantile ≤ X(u)) = P(l ≤ B < u)."""
     low, high = quantile_interval(np.arange(1.0, count + 1), q)  # the values are their own ranks
@@ -72,7 +71,7 @@ def test_some_keys_of_a_set_are_what_all_say(number: int, d: int) -> None:
     assert (np.abs(some.attainable - full.attainable[only]) <= 0.0101).all()
 
 
-@pytest.mark.parametrize("arch", cases("gpt2", slow=["mistral", "bloom"]))
+@pytest.mark.parametrize("arch", cases("gpt2", slow=["mistral"]))
 def test_a_sampled_key_is_measured_as_among_all(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     full = ln_probe.analyze(model, TOKENS, heads=[0, 2], layers=[1], **HOW).keys.set_index(PLACE)
@@ -105,14 +104,6 @@ def test_a_sampled_key_is_measured_as_among_all(arch: str, make_bridge: Callable
     assert "keys_sample=0" in note
 
 
-def test_all_keys_have_no_intervals(make_bridge: Callable[..., Any]) -> None:
-    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS, heads=[0], layers=[0], keys_sample=0, **HOW)
-    ends = [f"{name}_{end}" for name in INTERVALS for end in ("low", "high")]
-    assert report.heads[ends].isna().all().all()
-    assert (report.heads["keys"] == report.heads["keys_all"]).all()
-    assert not any("sampled" in n for n in report.notes)
-
-
 def test_keys_are_sampled_where_all_would_take_too_long(
     make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,21 +119,3 @@ def test_keys_are_sampled_where_all_would_take_too_long(
     assert any(n.startswith("keys were sampled: 5 of each") for n in by_itself.notes)
     with pytest.raises(ValueError, match=r"keys_sample must be a number of keys per head \(0: all of them\), got -1"):
         ln_probe.analyze(model, TOKENS, keys_sample=-1, **HOW)
-
-
-@pytest.mark.slow
-def test_intervals_hold_the_figures_of_all_keys(make_bridge: Callable[..., Any]) -> None:
-    """A model where both can be had, many draws: the intervals cover at least 93 % of heads."""
-    tokens = torch.randint(0, 50, (4, 32), generator=torch.Generator().manual_seed(8))
-    model = make_bridge("gpt2")
-    key = ["layer", "head", "space", "variant"]
-    full = ln_probe.analyze(model, tokens, **HOW).heads.set_index(key)
-    inside, asked = 0, 0
-    for seed in range(6):
-        some = ln_probe.analyze(model, tokens, keys_sample=10, seed=seed, **HOW).heads.set_index(key).loc[full.index]
-        for name in INTERVALS:
-            known = full[name].notna() & (full["no_op"] == "")
-            low, high = some[f"{name}_low"].fillna(-np.inf), some[f"{name}_high"].fillna(np.inf)
-            inside += int(((low <= full[name] + 1e-9) & (full[name] <= high + 1e-9))[known].sum())
-            asked += int(known.sum())
-    assert inside / asked >= 0.93

@@ -11,229 +11,132 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.probes import (
-    causal,
-    decomposition,
-    head_effects,
-    selectability,
-    sinks,
-    statistics,
-    unembedding,
-    uniformity,
-)
-from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Shape, largest, medians
+from ln_probe.analyses.probes import causal, columns, head_effects, sinks
+from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Shape
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.analyses.probes.columns import HEAD_EFFECTS
-from ln_probe.analyses.probes.head_effects import CHOOSING, LEADING, HeadEffects
-from ln_probe.analyses.probes.selectability import Selectability
+from ln_probe.analyses.probes.decomposition import Decomposition
+from ln_probe.analyses.probes.head_effects import HeadEffects
+from ln_probe.analyses.probes.registry import chosen
 from ln_probe.analyses.probes.sinks import Sinks
-from ln_probe.analyses.probes.unembedding import Unembedding
-from ln_probe.analyses.probes.uniformity import UniformityProbe
 from ln_probe.hooks.sites import layers_in_words
 
 SMALL = Shape(layers=3, heads=4, lengths=(10.0, 20.0), vocabulary=1000.0, width=64.0)
 
 
-# Costs
-
-
-def test_scores_and_rows_of_uniform_attention_are_counted() -> None:
-    cost = UniformityProbe().cost(SMALL)
-    assert cost.seconds == pytest.approx((10**2 + 20**2) * 3 * 4 * 4 * uniformity._SECONDS_PER_SCORE)
-    assert cost.disk_bytes == 8 * 4 * (2 * 3 * 4 * 4)  # four float64 of every head, prompt and variant
-
-
-def test_every_key_of_a_head_and_of_the_norm_is_counted() -> None:
-    cost = Selectability().cost(SMALL)
-    assert cost.disk_bytes == (10 + 20) * 3 * (4 + 1) * 4 * selectability._BYTES_PER_KEY
-    unknown = replace(SMALL, width=math.nan)
-    one, two = (Selectability().cost(replace(unknown, lengths=(n,))).seconds / n for n in (128.0, 512.0))
-    assert one == pytest.approx(3 * 5 * 4 * selectability._OF_ANY_HEAD[128])
-    assert two == pytest.approx(3 * 5 * 4 * selectability._OF_ANY_HEAD[512])
-    assert selectability._per_key(0.0) == selectability._per_key(1.0)
-    widths = (512.0, 256.0, 64.0)
-    wider, wide, narrow = (Selectability().cost(replace(SMALL, width=w, lengths=(128.0,))).seconds for w in widths)
-    assert wide == narrow == pytest.approx(128 * 3 * 5 * 4 * selectability._SECONDS_PER_KEY)
-    assert wider / wide == pytest.approx(2**selectability._OF_D_HEAD)
+@pytest.mark.parametrize(("probe", "change", "passes", "seconds", "disk", "memory"), [
+    ("selectability", {}, 0, 0.396, 140_400, 0),
+    ("selectability", {"width": math.nan}, 0, 0.0049396595, 140_400, 0),
+    ("selectability", {"width": 512.0, "lengths": (512.0,)}, 0, 34.455962, 2_396_160, 0),
+    ("uniformity", {}, 0, 8.4e-4, 3072, 0),  # four float64 of every head, prompt and variant
+    ("causal", {}, 33.5, 0, 0, 0),
+    ("causal", {"layers": 0, "lengths": ()}, 24.5, 0, 0, 0),
+    ("head_effects", {}, 5 + 3 * 12 / 2, 0, 0, 0),
+    ("head_effects", {"width": math.nan, "heads": 24}, 5 + 3 * 72 / 2, 0, 0, 0),
+    ("head_effects", {"width": 4096.0}, 53.6666667, 0, 0, 0),
+    ("head_effects", {"width": 4096.0, "sampled": True}, 326.733333, 0, 0, 0),
+    ("unembedding", {}, 0, 0.032373267, 0, 28 * 64_000 + 54 * 64**2),
+    ("unembedding", {"vocabulary": math.nan}, 0, 7, 0, 0),
+    ("sinks", {}, 1.3, 0, 0, 0),
+])  # fmt: skip
+def test_what_probes_tell_of_their_cost(
+    probe: str, change: dict[str, Any], passes: float, seconds: float, disk: float, memory: float
+) -> None:
+    (made,) = chosen((probe,))
+    cost = made.cost(replace(SMALL, **change))
+    found = (cost.passes, cost.seconds, cost.disk_bytes, cost.memory_bytes)
+    assert found == pytest.approx((passes, seconds, disk, memory), rel=1e-6)
 
 
 def test_single_norms_are_run_on_some_prompts_only() -> None:
-    groups = Causal().cost(replace(SMALL, layers=0)).passes
     few, some = Causal(), Causal()
     few.single_norm_prompts, some.single_norm_prompts = 5, 1
     assert few.cost(SMALL).passes - some.cost(SMALL).passes == pytest.approx(0.5 * 1.5 * (2 * 3 + 1))
-    assert few.cost(SMALL).passes == pytest.approx(23.0 + 1.5 * 7)
-    assert groups < few.cost(SMALL).passes
-    assert few.cost(replace(SMALL, lengths=())).passes == few.cost(SMALL).passes
-
-
-def test_every_head_of_a_small_model_is_run() -> None:
-    assert HeadEffects().cost(SMALL).passes == 5 + 3 * (3 * 4) / 2
-    unknown = replace(SMALL, width=math.nan)
-    assert HeadEffects().cost(replace(unknown, heads=24)).passes == 5 + 3 * 72 / 2
-    choosing = CHOOSING * 5 * 110 / 30
-    assert HeadEffects().cost(replace(unknown, heads=25)).passes == 5 + choosing + 3 * LEADING / 2
-    large = replace(SMALL, width=4096.0)
-    assert HeadEffects().cost(large).passes == 5 + choosing + 3 * LEADING / 2
-    assert HeadEffects().cost(replace(large, sampled=True)).passes == pytest.approx(
-        5 + choosing + 4 * 16 * 128 / 30 + 3 * LEADING / 2
-    )
-
-
-def test_the_vocabulary_is_screened_against_itself() -> None:
-    per_pair = 64.0 / unembedding._PRODUCTS + unembedding._PER_SCORE
-    shown = unembedding._SECONDS * (64 / 768) ** unembedding._OF_WIDTH
-    assert Unembedding().cost(SMALL).seconds == pytest.approx(shown + 1e6 * per_pair)
-    assert Unembedding().cost(SMALL).memory_bytes == 28 * 64_000 + 54 * 64**2
-    assert Unembedding().cost(replace(SMALL, vocabulary=math.nan)).seconds == unembedding._SECONDS
-    assert Sinks().cost(SMALL).passes == 1.3
 
 
 # Sentences
 
 
-def heads(*rows: dict[str, Any]) -> pd.DataFrame:
-    same = {"head": 0, "space": "head", "no_op": "", "by_theorem": "", "queries": "reachable"}
-    return pd.DataFrame([same | row for row in rows])
+def heads(names: str, *values: tuple[Any, ...], **same: Any) -> pd.DataFrame:
+    """A `heads` table of which only these columns are known."""
+    frame = pd.DataFrame(list(values), columns=names.split()).reindex(columns=columns.HEADS.names)
+    of_all = {"head": 0, "space": "head", "no_op": "", "by_theorem": "", "queries": "reachable"}
+    return frame.assign(**{name: value for name, value in of_all.items() if name not in names.split()} | same)
 
 
-def test_rows_and_medians() -> None:
-    table = heads(
-        *({"layer": i, "variant": v, "x": x + i} for i in range(3) for v, x in (("intact", 1.0), ("no_scaling", 5.0)))
-    )
-    assert medians(table, "x") == (2.0, 6.0)
-    assert math.isnan(medians(table.assign(no_op="nothing"), "x")[1])
-    assert all(map(math.isnan, medians(table.iloc[:0], "x")))
-    assert largest(table, table["x"])["layer"] == 2
+HARD = heads("layer variant attainable_last_median attainable_last_p05", (0, "intact", 0.2, 0.10),
+             (0, "no_scaling", 0.24, 0.12), (1, "intact", 0.6, 0.30), (1, "no_scaling", 0.4, 0.20))  # fmt: skip
+LEADS = heads("layer variant margin_median margin_p05", (0, "intact", 2.0, 0.5), (0, "no_scaling", -1.5, -0.25))
+COUNTED = heads(
+    "layer variant keys unselectable_fraction unreachable_fraction",
+    *((i, v, 8000, u, (1 + u) / 2) for i in range(2)
+      for v, u in (("intact", 0.25), ("no_scaling", 0.75), ("both_removed", 0.0))),
+)  # fmt: skip
+UNKNOWN = COUNTED.assign(unreachable_fraction=math.nan)  # of an earlier report
+WIDTHS = heads("layer variant entropy_ratio", (0, "intact", 0.5), (0, "no_scaling", 0.52), (1, "intact", 0.6),
+               (1, "no_scaling", 0.4))  # fmt: skip
+UNIFORM = heads("layer head variant entropy_ratio uniform_angle_deg", (1, 2, "intact", 0.9, 80.0),
+                (3, 4, "intact", 0.5, 70.0), (3, 4, "both_removed", 0.9, 10.0))  # fmt: skip
 
 
-def test_where_hard_keys_change_most_is_named() -> None:
-    values = {(0, "intact"): 0.10, (0, "no_scaling"): 0.12, (1, "intact"): 0.30, (1, "no_scaling"): 0.20}
-    table = heads(
-        *(
-            {"layer": layer, "variant": v, "attainable_last_median": 2 * x, "attainable_last_p05": x}
-            for (layer, v), x in values.items()
-        )
-    )
-    (finding,) = selectability._attainable(table, math.nan)
-    assert finding.text == (
-        "With queries as large as those observed, the median key can receive up to 40 % of the last position's "
-        "attention (32 % with scaling frozen), the 5th-percentile key 20 % (16 %). The change is largest in layer 1: "
-        "30 % for its 5th-percentile key, 20 % with scaling frozen."
-    )
-    assert finding.size == pytest.approx(0.1)
-    up_and_down = table.assign(attainable_last_p05=[0.5, 0.4, 0.1, 0.3])
-    (finding,) = selectability._attainable(up_and_down, math.nan)
-    assert "largest in layer 1: 10 % for its 5th-percentile key, 30 % with scaling frozen" in finding.text
-    (finding,) = selectability._attainable(table[table["variant"] == "intact"], 0.25)
-    assert finding.text == (
-        "With queries as large as those observed, the median key can receive up to 40 % of the last position's "
-        "attention, the 5th-percentile key 20 %. Uniform attention would give 25 %."
-    )
-    assert not selectability._attainable(table.assign(attainable_last_median=math.nan), 0.25)
-
-
-def test_an_even_share_is_one_of_the_tokens_of_an_average_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    even: list[float] = []
-    monkeypatch.setattr(selectability, "_attainable", lambda _heads, share: even.append(share) or [])
-    monkeypatch.setattr(selectability, "_margins", lambda _heads: [])
-    monkeypatch.setattr(selectability, "_selectable", lambda *_: [])
-    for about in ({"prompts": 4, "keys_all": 64}, {"prompts": 4, "keys_all": 0}, {"prompts": math.nan}):
-        table = pd.DataFrame([about, about])
-        Selectability().findings({"heads": table}, {"prompts": {"count": 96, "tokens": 192}})
-    assert even[0] == 0.0625
-    assert all(map(math.isnan, even[1:]))
-
-
-@pytest.mark.parametrize(("queries", "who"), [
-    ("reachable", "the head can produce"),
-    ("empirical", "of the size that occurs (nothing bounds this head's queries)"),
+@pytest.mark.parametrize(("probe", "table", "text", "size"), [
+    ("selectability", HARD,
+     "With queries as large as those observed, the median key can receive up to 40 % of the last position's attention "
+     "(32 % with scaling frozen), the 5th-percentile key 20 % (16 %). The change is largest in layer 1: 30 % for its "
+     "5th-percentile key, 20 % with scaling frozen.", 0.1),
+    ("selectability", HARD.assign(attainable_last_p05=[0.5, 0.4, 0.1, 0.3]),
+     "largest in layer 1: 10 % for its 5th-percentile key, 30 % with scaling frozen.", 0.2),
+    ("selectability", HARD[HARD["variant"] == "intact"].assign(prompts=4, keys_all=16),
+     "With queries as large as those observed, the median key can receive up to 40 % of the last position's "
+     "attention, the 5th-percentile key 20 %. Uniform attention would give 25 %.", 0.0),
+    ("selectability", HARD.assign(attainable_last_median=math.nan), None, 0),
+    ("selectability", LEADS,
+     "For the median key, the best query the head can produce scores it 2 nats above all others; with scaling frozen, "
+     "1.5 nats below the best other key. For the 5th-percentile key: 0.5 nats (-0.25 with scaling frozen).", None),
+    ("selectability", LEADS.assign(queries="empirical", margin_p05=-1.0),
+     "For the median key, the best query of the size that occurs (nothing bounds this head's queries) scores it 2 nats "
+     "above all others; with scaling frozen, 1.5 nats below the best other key.", None),
+    ("selectability", COUNTED,
+     "25.0 % of keys cannot be selected by any query (75.0 % with scaling frozen, 0.0 % with both removed; 16,000 keys "
+     "of every head, as the last token of each prompt sees them). 62.5 % of keys cannot be selected by any query the "
+     "head can produce (87.5 % with scaling frozen, 50.0 % with both removed).", 0.5),
+    ("selectability", UNKNOWN, "keys of every head, as the last token of each prompt sees them).", 0.5),
+    ("selectability", UNKNOWN.assign(by_theorem=["sphere" if v == "intact" else "" for v in UNKNOWN["variant"]]),
+     "prompt sees them). The intact figure follows from theory (sphere).", 0.0),
+    ("selectability", UNKNOWN.assign(by_theorem="flat"),
+     "This follows from theory (flat), so it is not a finding.", None),
+    ("selectability", UNKNOWN[UNKNOWN["variant"] == "intact"].assign(space="normalized"),
+     "25.0 % of keys cannot be selected by any query (16,000 keys at the norms' output).", None),
+    ("selectability", COUNTED.assign(keys=math.nan), None, 0),
+    ("uniformity", WIDTHS,  # the mean over layers, not the layer in which it happens to change most
+     "With scaling frozen for its keys (queries unchanged), attention is sharper: the median head's normalized entropy "
+     "goes from 55 % to 46 % (mean over 2 layers; by layer -20 to +2 points).", 0.09),
+    ("uniformity", WIDTHS[WIDTHS["layer"] == 0],
+     "attention is flatter: the median head's normalized entropy goes from 50 % to 52 %.", 0.02),
+    ("uniformity", WIDTHS.assign(entropy_ratio=[0.5, 0.52, 0.5, 0.497]), "by layer +0 to +2 points).", None),  # no -0
+    ("uniformity", WIDTHS.assign(entropy_ratio=[0.5, 0.6, 0.5, 0.4]), "as sharp on average", None),
+    ("uniformity", UNIFORM,
+     "The most uniform head is L1H2: its attention has 90 % of the entropy of uniform attention; the queries closest "
+     "to the uniform direction are those of L3H4, at 70° (a random direction: 85°).", None),
+    ("uniformity", UNIFORM.assign(uniform_angle_deg=math.nan),
+     "The most uniform head is L1H2: its attention has 90 % of the entropy of uniform attention.", None),
+    ("uniformity", UNIFORM.assign(entropy_ratio=math.nan), None, 0),
 ])  # fmt: skip
-def test_margins_are_leads_or_none(queries: str, who: str) -> None:
-    rows = (
-        {"layer": 0, "variant": v, "margin_median": m, "margin_p05": p, "queries": queries}
-        for v, m, p in (("intact", 2.0, 0.5), ("no_scaling", -1.5, -0.25))
-    )
-    (finding,) = selectability._margins(table := heads(*rows))
-    assert finding.text == (
-        f"For the median key, the best query {who} scores it 2 nats above all others; with scaling frozen, 1.5 nats "
-        "below the best other key. For the 5th-percentile key: 0.5 nats (-0.25 with scaling frozen)."
-    )
-    (finding,) = selectability._margins(table.assign(margin_p05=-1.0))
-    assert finding.text.endswith("with scaling frozen, 1.5 nats below the best other key.")
-    assert selectability._lead(0.0) == "0 nats above all others"
+def test_what_is_said_of_heads(probe: str, table: pd.DataFrame, text: str | None, size: float | None) -> None:
+    (made,) = chosen((probe,))
+    found = made.findings({"heads": table}, {"random_angle_deg": 84.6})
+    if text is None:
+        assert not found
+        return
+    told = [finding for finding in found if text in finding.text]
+    assert len(told) == 1, [finding.text for finding in found]
+    assert size is None or told[0].size == pytest.approx(size)
+    assert told[0].rank == (NO_EFFECT if "so it is not a finding" in text else DESCRIBED)
 
 
-def test_keys_that_cannot_be_selected_are_counted() -> None:
-    counts = {"intact": (8000, 0.25), "no_scaling": (8000, 0.75), "both_removed": (8000, 0.0)}
-    table = heads(
-        *(
-            {"layer": i, "variant": v, "keys": n, "unselectable_fraction": u, "unreachable_fraction": (1 + u) / 2}
-            for i in range(2)
-            for v, (n, u) in counts.items()
-        )
-    )
-    (finding,) = selectability._selectable(table, "head", "unselectable")
-    assert finding.text == (
-        "25.0 % of keys cannot be selected by any query (75.0 % with scaling frozen, 0.0 % with both removed; 16,000 "
-        "keys of every head, as the last token of each prompt sees them). 62.5 % of keys cannot be selected by "
-        "any query the head can produce (87.5 % with scaling frozen, 50.0 % with both removed)."
-    )
-    assert (finding.size, finding.rank) == (0.5, DESCRIBED)
-    unknown = table.assign(unreachable_fraction=math.nan)  # an earlier report
-    (finding,) = selectability._selectable(unknown, "head", "unselectable")
-    assert finding.text.endswith("keys of every head, as the last token of each prompt sees them).")
-    sphere = unknown.assign(by_theorem=["sphere" if v == "intact" else "" for v in table["variant"]])
-    (finding,) = selectability._selectable(sphere, "head", "unselectable")
-    assert finding.text.endswith("prompt sees them). The intact figure follows from theory (sphere).")
-    assert finding.size == 0.0
-    (finding,) = selectability._selectable(unknown.assign(by_theorem="flat"), "head", "unselectable")
-    assert finding.text.endswith("This follows from theory (flat), so it is not a finding.")
-    assert finding.rank == NO_EFFECT
-    outside = unknown.assign(space="normalized", no_op=["" if v == "intact" else "none" for v in table["variant"]])
-    (finding,) = selectability._selectable(outside, "normalized", "geometry")
-    assert finding.text == "25.0 % of keys cannot be selected by any query (16,000 keys at the norms' output)."
-    assert not selectability._selectable(table, "normalized", "geometry")
-    assert not selectability._selectable(table.assign(keys=math.nan), "head", "unselectable")
-
-
-def test_attention_widens_or_narrows_on_these_prompts() -> None:
-    """The mean over layers, not the layer in which it happens to change most."""
-    values = {(0, "intact"): 0.5, (0, "no_scaling"): 0.52, (1, "intact"): 0.6, (1, "no_scaling"): 0.4}
-    rows = ({"layer": i, "variant": v, "entropy_ratio": x} for (i, v), x in values.items())
-    (finding,) = uniformity._entropy_finding(table := heads(*rows))
-    assert finding.text == (
-        "With scaling frozen for its keys (queries unchanged), attention is sharper: the median head's normalized "
-        "entropy goes from 55 % to 46 % (mean over 2 layers; by layer -20 to +2 points)."
-    )
-    assert finding.size == pytest.approx(0.09)
-    (finding,) = uniformity._entropy_finding(table[table["layer"] == 0])
-    assert finding.text.endswith("attention is flatter: the median head's normalized entropy goes from 50 % to 52 %.")
-    opposite = table.assign(entropy_ratio=[0.5, 0.6, 0.5, 0.4])
-    small = table.assign(entropy_ratio=table["entropy_ratio"].where(table["layer"] != 1, 0.5))
-    nearly = small.assign(
-        entropy_ratio=small["entropy_ratio"] - 0.003 * ((small["layer"] == 1) & (small["variant"] == "no_scaling"))
-    )
-    assert "by layer +0 to +2 points" in uniformity._entropy_finding(nearly)[0].text, "no -0"
-    assert "attention is as sharp on average" in uniformity._entropy_finding(opposite)[0].text
-    assert not uniformity._entropy_finding(table.assign(entropy_ratio=0.5))
-    assert not uniformity._entropy_finding(table.iloc[:0])
-
-
-def test_the_most_uniform_head_is_named() -> None:
-    table = heads(
-        {"layer": 1, "head": 2, "variant": "intact", "entropy_ratio": 0.9, "uniform_angle_deg": 80.0},
-        {"layer": 3, "head": 4, "variant": "intact", "entropy_ratio": 0.5, "uniform_angle_deg": 70.0},
-        {"layer": 3, "head": 4, "variant": "both_removed", "entropy_ratio": 1.0, "uniform_angle_deg": 10.0},
-    )
-    assert uniformity._most_uniform(table, 84.6) == [
-        "The most uniform head is L1H2: its attention has 90 % of the entropy of uniform attention; the queries "
-        "closest to the uniform direction are those of L3H4, at 70° (a random direction: 85°)."
-    ]
-    assert uniformity._most_uniform(table.assign(uniform_angle_deg=math.nan), 84.6) == [
-        "The most uniform head is L1H2: its attention has 90 % of the entropy of uniform attention."
-    ]
-    assert not uniformity._most_uniform(table.assign(entropy_ratio=math.nan), 84.6)
+def test_attention_that_stays_as_it_was_is_not_told() -> None:
+    (made,) = chosen(("uniformity",))
+    (finding,) = made.findings({"heads": WIDTHS.assign(entropy_ratio=0.5)}, {})
+    assert finding.text.startswith("The most uniform head is L0H0")
 
 
 def head_row(head: int, change: float, low: float, p: float = 1.0, **more: Any) -> dict[str, Any]:
@@ -241,27 +144,19 @@ def head_row(head: int, change: float, low: float, p: float = 1.0, **more: Any) 
     return row | {"delta_loss_low": low, "delta_loss_high": 0.3, "loss": 2.0, "prompts_worse": 7, "prompts": 9} | more
 
 
-def test_the_head_that_needs_scaling_most_is_named() -> None:
-    better = head_row(3, 0.4, 0.1, p=0.01, prompts_worse=1)  # most prompts speak against it
-    rows = [head_row(0, 0.2, 0.1, p=0.01), head_row(1, 0.25, 0.1), head_row(2, 0.0005, 0.0001, p=0.01), better]
-    table = pd.DataFrame(rows)
-    (finding,) = head_effects._leading(table)
-    assert finding.text == (
-        "With scaling frozen for one head at a time, L1H0 raises the loss most: by 0.2 nats/token from 2 (95 % CI +0.1 "
-        "to +0.3). Of 4 heads, 1 has an effect of at least 0.001 that is significant (Holm-adjusted sign test)."
-    )
-    assert (finding.size, finding.rank) == (pytest.approx(0.1), EFFECT)
-    (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.2, math.nan, p=0.01)]))
-    assert "(it rises on 7 of 9 prompts)" in finding.text
-    (finding,) = head_effects._leading(pd.DataFrame([head_row(0, 0.1, -0.1), head_row(3, 0.2, -0.1)]))
-    assert finding.text == (
-        "With scaling frozen for one head at a time, no head significantly raises the loss (Holm-adjusted "
-        "sign test over 2 heads, 9 prompts); the largest change is that of L1H3, +0.2 nats/token from 2."
-    )
-    assert finding.rank == NO_EFFECT
-    assert not head_effects._leading(None)
-    assert not head_effects._leading(HEAD_EFFECTS.empty())
-    assert not head_effects._leading(pd.DataFrame([head_row(0, 0.2, 0.1, no_op="nothing")]))
+@pytest.mark.parametrize(("rows", "text", "rank"), [
+    ([head_row(0, 0.2, 0.1, p=0.01), head_row(1, 0.25, 0.1), head_row(2, 0.0005, 0.0001, p=0.01),
+      head_row(3, 0.4, 0.1, p=0.01, prompts_worse=1)],  # most prompts speak against it
+     "With scaling frozen for one head at a time, L1H0 raises the loss most: by 0.2 nats/token from 2 (95 % CI +0.1 to "
+     "+0.3). Of 4 heads, 1 has an effect of at least 0.001 that is significant (Holm-adjusted sign test).", EFFECT),
+    ([head_row(0, 0.1, -0.1), head_row(3, 0.2, -0.1)],
+     "With scaling frozen for one head at a time, no head significantly raises the loss (Holm-adjusted sign test over "
+     "2 heads, 9 prompts); the largest change is that of L1H3, +0.2 nats/token from 2.", NO_EFFECT),
+    ([head_row(0, 0.2, 0.1, no_op="nothing")], None, 0),
+])  # fmt: skip
+def test_the_head_that_needs_scaling_most_is_named(rows: list[dict[str, Any]], text: str | None, rank: int) -> None:
+    found = HeadEffects().findings({"head_effects": pd.DataFrame(rows)}, {})
+    assert [(f.text, f.rank) for f in found] == ([] if text is None else [(text, rank)])
 
 
 def test_how_well_estimates_order_heads() -> None:
@@ -274,31 +169,6 @@ def test_how_well_estimates_order_heads() -> None:
     assert not head_effects.agreement(table.iloc[:2])
     assert not head_effects.agreement(table.assign(estimate=1.0))
     assert not head_effects.agreement(table.assign(no_op="nothing"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "scale", "most"), [("normal", 1, 0.05), ("outliers", 3, 0.05), ("lognormal", 4, 0.11)]
-)
-def test_a_change_that_counts_as_an_effect_is_seldom_called_equivalent_to_zero(
-    kind: str, scale: float, most: float
-) -> None:
-    """The true mean change is LEAST_CHANGE: the bound of 40 prompts is below it in 5 of 100 draws at most, where a few
-    prompts change far more than the others (lognormal) in 11 (and two standard errors of 300 draws). Of a true change
-    of 0 it is below in most draws."""
-    weight, draws = np.full(40, 10.0), 300
-
-    def share(truth: float) -> float:
-        generator, called = np.random.default_rng(0), []
-        for _ in range(draws):
-            values, mean = statistics.effects(kind, 40, generator)
-            change = truth + 0.01 * (values - mean) / scale
-            row = causal.over_groups(weight * change, weight, np.arange(40), 0)
-            text = causal.change(row | {"delta_loss": change.mean()})
-            called.append(text.startswith("does not change the loss by more than 0.01 nats/token"))
-        return float(np.mean(called))
-
-    assert share(causal.LEAST_CHANGE) <= most + 2 * math.sqrt(most * (1 - most) / draws)
-    assert share(0.0) > 0.9
 
 
 def test_layers_are_listed_or_counted() -> None:
@@ -320,25 +190,28 @@ def sink(position: int, **more: Any) -> dict[str, Any]:
 
 def test_sinks_are_described() -> None:
     dimensions = pd.DataFrame({"dimension": [4, 7, 7], "ratio": [20.0, 50.0, 30.0], "site": ["a", "b", "c"]})
-    none = sinks._sentences(pd.DataFrame(), dimensions, 64, seen=True)
-    assert none == [
+
+    def said(table: pd.DataFrame, dimensions: pd.DataFrame, longest: int = 64, seen_by: int = 64) -> list[str]:
+        tables = {"sinks": table, "outlier_dimensions": dimensions, "token_sizes": pd.DataFrame({"site": ["a"]})}
+        heads = pd.DataFrame({"seen_by": [seen_by]})
+        found = Sinks().findings(tables | {"sink_heads": heads}, {"prompts": {"longest": longest}})
+        return [finding.text for finding in found]
+
+    assert said(pd.DataFrame(), dimensions) == [
         "Attention has no sink here, and no token is an outlier at any norm.",
         f"2 dimensions are over {sinks.OUTLIER_RATIO:g} times the median dimension for the median token at some norm; "
         "most, dimension 7, 50 times at b.",
     ]
-    short = (
+    assert said(pd.DataFrame(), dimensions, seen_by=9)[0] == (
         "Whether attention has a sink cannot be decided where no token is seen by 10 others, and no token is an "
         "outlier at any norm."
     )
-    assert sinks._sentences(pd.DataFrame(), dimensions, 64, seen=False)[0] == short
-    assert sinks._sentences(pd.DataFrame(), dimensions, 7, seen=False)[0].endswith(
-        "were not looked for: the prompts are too short."
-    )
+    assert said(pd.DataFrame(), dimensions, 7, 6)[0].endswith("were not looked for: the prompts are too short.")
     table = pd.DataFrame([
         sink(0), sink(0, prompt=1, received=0.2),
         sink(3, token=".", sink=False, outlier=True, length_ratio=12.0, received_no_scaling=0.1, received_there=0.3),
     ])  # fmt: skip
-    assert sinks._sentences(table, dimensions.iloc[:0], 64, seen=True) == [
+    assert said(table, dimensions.iloc[:0]) == [
         "Position 0: in 2 prompts an attention sink (in layer 2 50 % of heads and queries give it over 0.3; over all "
         "layers it gets 30 %, uniform attention would give 10 %); not an outlier: at most 1.2 times longer than the "
         "median token.",
@@ -347,39 +220,7 @@ def test_sinks_are_described() -> None:
         "10 % instead of 30 % in those layers.",
     ]
     many = pd.DataFrame([sink(i, token=t) for i, t in enumerate("xabcd")])
-    assert (
-        "Tokens behind position 0 ('a', 'b', 'c', …)" in sinks._sentences(many, dimensions.iloc[:0], 64, seen=True)[1]
-    )
-
-
-def test_sums_over_prompts_become_rates_of_heads() -> None:
-    one = {"prompt": 0, "layer": 1, "head": 2, "queries": 10, "much": 4, "attention": 3.0, "uniform": 1.0, "later": 5}
-    one |= {"first_much": 1, "first_attention": 0.5, "first_uniform": 0.25, "seen_by": 5}
-    (row,) = sinks._by_head(pd.DataFrame([one, one | {"prompt": 1, "much": 5, "later": 0, "seen_by": 7}])).to_dict(
-        "records"
-    )
-    assert row == {
-        "layer": 1, "head": 2, "queries": 20, "sink_rate": 9 / 20, "attention": 6 / 20, "uniform": 2 / 20,
-        "first_rate": 2 / 5, "first_attention": 1 / 5, "first_uniform": 0.5 / 5, "seen_by": 7,
-    }  # fmt: skip
-    (row,) = sinks._by_head(pd.DataFrame([one | {"queries": 0, "later": 0}])).to_dict("records")
-    assert math.isnan(row["sink_rate"])
-    assert math.isnan(row["first_rate"])
-
-
-def test_sizes_are_means_over_positions_that_double() -> None:
-    same = {"prompt": 0, "layer": 0, "tokens": 4, "outliers": 1, "sigma": 2.0, "before": 8.0, "after": 4.0}
-    rows = [same | {"site": s, "first": f} for s in ("late", "early") for f in (4, 0, 1, 2)]
-    made = sinks._by_position(pd.DataFrame(rows))
-    assert made["site"].tolist() == ["late"] * 4 + ["early"] * 4
-    assert made["first"].tolist() == [0, 1, 2, 4] * 2
-    assert made["last"].tolist() == [0, 1, 3, 7] * 2
-    assert (made["sigma_mean"].iloc[0], made["length_before_mean"].iloc[0], made["length_after_mean"].iloc[0]) == (
-        0.5,
-        2.0,
-        1.0,
-    )
-    assert made["outliers"].tolist() == [1] * 8
+    assert "Tokens behind position 0 ('a', 'b', 'c', …)" in said(many, dimensions.iloc[:0])[1]
 
 
 # Norms and losses
@@ -397,22 +238,21 @@ def test_what_projection_and_scaling_remove_is_said_where_it_is_most() -> None:
         norm("b", mean_share_tail=math.nan, mean_share=0.75, sigma_mean=9.0, sigma_mean_tail=3.0),
         norm("c", mean_share=0.9, mean_share_tail=0.125, norm_before_cv_tail=0.5, angle_to_ones_deg_tail=80.0),
     ])  # fmt: skip
-    assert decomposition._projection(norms) == [
+
+    def said(norms: pd.DataFrame) -> list[str]:
+        return [finding.text for finding in Decomposition().findings({"layernorms": norms}, {})]
+
+    assert said(norms) == [
         "Projection removes 25 % of a vector's squared length at the median norm and at most 75 % (b); residual "
-        "vectors are at 60.0° to the all-ones direction (at 90° projection would do nothing)."
-    ]
-    assert "at most 25 % (a)" in decomposition._projection(norms.iloc[[0, 2]])[0]
-    (centred,) = decomposition._projection(norms.assign(state="centred"))
-    assert centred.startswith("Projection removes nothing")
-    assert not decomposition._projection(norms.assign(kind="rmsnorm"))
-    assert decomposition._scaling(norms) == [
+        "vectors are at 60.0° to the all-ones direction (at 90° projection would do nothing).",
         "Scaling does most at c, where the norms of the input vectors vary by 50 % of their mean; position 0 alone "
-        "multiplies the mean divisor by 3.0 at b, so it has its own constant."
+        "multiplies the mean divisor by 3.0 at b, so it has its own constant.",
     ]
-    (even,) = decomposition._scaling(norms.assign(sigma_mean=norms["sigma_mean_tail"] * 1.5))
-    assert even.endswith("vary by 50 % of their mean.")
-    free = norms.assign(kind=["projection_only", "none", "none"])
-    assert decomposition._scaling(free)[0].startswith(
+    assert "at most 25 % (a)" in said(norms.iloc[[0, 2]])[0]
+    assert said(norms.assign(state="centred"))[0].startswith("Projection removes nothing")
+    (rms,) = said(norms.assign(kind="rmsnorm", sigma_mean=norms["sigma_mean_tail"] * 1.5))
+    assert rms.endswith("vary by 50 % of their mean.")
+    assert said(norms.assign(kind=["projection_only", "none", "none"]))[1].startswith(
         "A norm-free model: none of its 3 norms scales (1 subtract the mean and divide by a constant; 2 only divide by "
         "a constant)"
     )

@@ -72,8 +72,12 @@ def test_the_theorem_says_whether_eps_spoils_it(make_bridge: Callable[..., Any])
     assert selectability._theorem(site, "head", "intact") == ""
 
 
-def test_normalized_space_is_one_row_a_layer_and_theorems_are_named(make_bridge: Callable[..., Any]) -> None:
-    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], progress=False)
+@pytest.fixture(scope="module")
+def report(make_bridge: Callable[..., Any]) -> ln_probe.Report:
+    return ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], probes=("selectability", "uniformity"), progress=False)
+
+
+def test_normalized_space_is_one_row_a_layer_and_theorems_are_named(report: ln_probe.Report) -> None:
     normalized = report.heads.query("space == 'normalized'")
     assert list(normalized["head"].unique()) == [-1]
     assert len(normalized) == 2 * len(VARIANTS)
@@ -88,7 +92,8 @@ def test_normalized_space_is_one_row_a_layer_and_theorems_are_named(make_bridge:
 def test_margins_do_not_depend_on_the_basis_of_the_head(make_hooked: Callable[..., Any]) -> None:
     """W_Q M, W_K M⁻ᵀ is the same model: margins in nats, entropy and spread stay, raw keys do not."""
     model = make_hooked()
-    first = ln_probe.analyze(model, TOKENS[None], progress=False, keys="all")
+    how: dict[str, Any] = {"probes": ("selectability", "uniformity"), "keys": "all", "progress": False}
+    first = ln_probe.analyze(model, TOKENS[None], **how)
     M = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 2 * torch.eye(8)
     inverse = torch.linalg.inv(M).transpose(1, 2)
     with torch.no_grad():
@@ -98,7 +103,7 @@ def test_margins_do_not_depend_on_the_basis_of_the_head(make_hooked: Callable[..
             attn.b_Q.copy_((attn.b_Q.double()[:, None] @ M)[:, 0])
             attn.W_K.copy_(attn.W_K.double() @ inverse)
             attn.b_K.copy_((attn.b_K.double()[:, None] @ inverse)[:, 0])
-    second = ln_probe.analyze(model, TOKENS[None], progress=False, keys="all")
+    second = ln_probe.analyze(model, TOKENS[None], **how)
     for column in ("margin_lower", "margin_upper", "pattern_max"):
         one, two = (r.keys.query("space == 'head'")[column].to_numpy() for r in (first, second))
         np.testing.assert_allclose(one, two, rtol=0.02, atol=1e-4)  # brackets are 1 % wide
@@ -107,7 +112,7 @@ def test_margins_do_not_depend_on_the_basis_of_the_head(make_hooked: Callable[..
         np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "neox", "llama", "qwen3"])
+@pytest.mark.parametrize("arch", ["neox", "qwen3"])
 def test_observed_queries_are_within_reach(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     sites = find_sites(model)
@@ -126,28 +131,22 @@ def test_received_attention() -> None:
     assert math.isnan(float(received(torch.ones(1, 1, 1))[0, 0]))
 
 
-def test_chosen_keys_are_shown_under_every_variant(make_bridge: Callable[..., Any]) -> None:
-    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], progress=False)
+def test_chosen_keys_are_shown_under_every_variant(report: ln_probe.Report) -> None:
     head = report.keys.query("space == 'head' and layer == 0 and head == 2")
     positions = {v: sorted(g["position"]) for v, g in head.groupby("variant")}
     assert set(positions) == set(VARIANTS)
     assert len({tuple(p) for p in positions.values()}) == 1
     count = len(positions["intact"])
     assert SAMPLED <= count <= SAMPLED + 4 * HARDEST_PER_VARIANT
-    again = ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], progress=False)
-    assert report.keys.equals(again.keys)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_of_a_folded_model_ignore_the_mean(
-    dtype: torch.dtype, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]
-) -> None:
+def test_keys_of_a_folded_model_ignore_the_mean(report: ln_probe.Report, make_folded: Callable[..., Any]) -> None:
     """`fold_ln` centres W_K: a head's keys are then the same without projection, which is no finding. The normalized
     vectors do change, and so do the keys of a raw model."""
-    raw, folded = make_bridge("gpt2"), make_folded("gpt2")
-    for model, expected in ((raw, False), (folded, True)):
-        report = ln_probe.analyze(model.to(dtype), TOKENS[None], probes=["selectability"], progress=False)
-        rows = report.heads[report.heads["variant"] == "no_projection"].groupby("space")["no_op"]
+    half = make_folded("gpt2").to(torch.bfloat16)
+    folded = ln_probe.analyze(half, TOKENS[None], probes=["selectability"], progress=False)
+    for found, expected in ((report, False), (folded, True)):
+        rows = found.heads[found.heads["variant"] == "no_projection"].groupby("space")["no_op"]
         assert set(rows.get_group("normalized")) == {""}
         said = rows.get_group("head").str.contains("what reads it ignores the mean")
         assert said.all() if expected else not said.any()

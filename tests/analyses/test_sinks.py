@@ -143,11 +143,21 @@ def test_what_the_first_token_receives_by_counting() -> None:
 
 
 def test_nothing_to_find() -> None:
-    report = ln_probe.analyze(model_of(), torch.arange(1, 31)[None], probes=("sinks",), progress=False)
+    model, tokens = model_of(), torch.arange(1, 31)[None]
+    report = ln_probe.analyze(model, tokens, probes=("sinks",), progress=False)
     sizes = report.tables["token_sizes"]
     one = sizes[sizes["site"] == "blocks.0.ln1"]
     assert one[["first", "last"]].to_numpy().tolist() == [[0, 0], [1, 1], [2, 3], [4, 7], [8, 15], [16, 31]]
     assert one["tokens"].sum() == 30
+    found = ln_probe.outlier_tokens(model, tokens)
+    for column, values in (
+        ("sigma_mean", found.sigma),
+        ("length_before_mean", found.before),
+        ("length_after_mean", found.after),
+    ):
+        own = values["blocks.0.ln1"][0]
+        means = [float(own[a : b + 1].mean()) for a, b in zip(one["first"], one["last"], strict=True)]
+        assert one[column].tolist() == pytest.approx(means, rel=1e-5)
     if not len(report.tables["sinks"]):
         assert any("no token is an outlier" in f for f in report.findings())
 
@@ -158,23 +168,11 @@ def test_short_prompts_are_noted() -> None:
     assert not report.failures
 
 
-TEXT = [
-    "The lighthouse keeper wrote down the weather every morning for forty years, and nobody ever read it until the "
-    "archive was digitised and a student of climate noticed how careful he had been about the wind.",
-    "A mean of numbers is their sum over their count; a median is the number that as many are below as above, and the "
-    "two agree where the numbers lie evenly around their middle, which incomes do not.",
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpoint", "prompts", "length"), [("mgm", None, 96), ("smollm2", TEXT, 64)])
-def test_position_0_of_real_checkpoints(
-    checkpoint: str, prompts: Any, length: int, request: pytest.FixtureRequest
-) -> None:
+def test_position_0_of_a_real_checkpoint(mgm: Path) -> None:
     """Found among all positions, with the norm at which it emerges and what wrote it."""
-    path: Path = request.getfixturevalue(checkpoint)
-    model = ln_probe.load_model(str(path), allow_pickle=checkpoint == "mgm")
-    report = ln_probe.analyze(model, prompts, probes=("sinks",), max_tokens=length, progress=False)
+    model = ln_probe.load_model(mgm, allow_pickle=True)
+    report = ln_probe.analyze(model, probes=("sinks",), max_tokens=96, progress=False)
     sinks = report.tables["sinks"]
     first = sinks[(sinks["position"] == 0) & sinks["outlier"]]
     assert first["prompt"].nunique() == report.provenance["prompts"]["count"]

@@ -17,7 +17,6 @@ import ln_probe
 from ln_probe.analyses.probes import unembedding
 from ln_probe.analyses.probes.columns import UNEMBEDDING
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
 
 
 def a_final_norm(d: int = 6) -> Site:
@@ -88,7 +87,7 @@ def test_the_queries_are_the_final_norms_outputs() -> None:
     assert np.linalg.norm(u, axis=1).max() <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize("size", [1e-4, 300.0])
 def test_behind_a_norm_that_does_not_scale_a_length_has_no_meaning(size: float) -> None:
     """Any output can be had, of any length: margins and probabilities are NaN, verdicts those of the rows alone."""
     rng = np.random.default_rng(4)
@@ -116,26 +115,6 @@ def test_a_planted_token_in_a_real_checkpoint(capp: Path) -> None:
     assert stuck["token_id"].tolist() == [20]
     assert stuck["attainable_upper"].item() < 0.5
     assert any("1 token can never be the most likely one" in f for f in after.findings())
-
-
-@pytest.mark.slow
-def test_every_token_of_mgm_is_decided(mgm: Path) -> None:
-    """9669 × 256: none unargmaxable, and a planted interior row found among them."""
-    from ln_probe.hooks.model import read_unembedding
-
-    model: Any = ln_probe.load_model(mgm, allow_pickle=True)
-    final = find_sites(model)[-1]
-    weights = read_unembedding(model)
-    assert weights is not None
-    rows = weights[0].copy()
-    table, undecided = unembedding.measure(rows, weights[1], final, str)
-    assert undecided == 0
-    assert (table["verdict"] == "selectable").all()
-    rows[5000] = rows[[10, 400, 9000, 77]].mean(0)
-    bias = None if weights[1] is None else weights[1] * 0
-    table, undecided = unembedding.measure(rows, bias, final, str)
-    assert undecided == 0
-    assert table.loc[table["verdict"] == "unselectable", "token_id"].tolist() == [5000]
 
 
 def test_heavy_tails_leave_some_undecided_and_say_how_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def scales(model: Any, site: Any, less: Tensor | None = None) -> Tensor:
 
 
 # bert: norms in the stream, of parts with biases
-@pytest.mark.parametrize("arch", cases("gpt2", "llama", "bert", slow=["neox", "gemma2"]))
+@pytest.mark.parametrize("arch", cases("gpt2", "bert", slow=["llama", "gemma2"]))
 def test_shares_and_changes_of_sigma(arch: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge(arch)
     report = ln_probe.analyze(model, TOKENS[None], probes=["writers"], progress=False)
@@ -104,9 +104,8 @@ def test_a_norm_that_does_not_scale_has_no_change_of_sigma() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_direct_attribution_is_the_mean_over_positions(arch: str, make_bridge: Callable[..., Any]) -> None:
-    model = make_bridge(arch)
+def test_direct_attribution_is_the_mean_over_positions(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2")
     report = ln_probe.analyze(model, TOKENS[None], probes=["attribution"], progress=False)
     assert not report.failures
     found = report.tables["attribution"].set_index("part")
@@ -116,11 +115,3 @@ def test_direct_attribution_is_the_mean_over_positions(arch: str, make_bridge: C
         assert (found[column] - mean).abs().max() <= 1e-9
     magnitude = sum(e["contribution"].abs() for e in each) / 9
     assert (found["magnitude"] - magnitude).abs().max() <= 1e-9
-
-
-def test_default_probes_do_not_pay_for_it() -> None:
-    report = ln_probe.analyze(lab(), TOKENS[None], probes=["decomposition"], progress=False)
-    assert "writers" not in report.tables
-    from ln_probe.analyses.probes.registry import DEFAULT, entries
-
-    assert {"writers", "attribution"} <= set(entries()) - set(DEFAULT)
