@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import stand_in
 import torch
@@ -33,10 +34,11 @@ def bridge(arch: str) -> torch.nn.Module:
 
 def main(arch: str, folder: str) -> None:
     model = bridge(arch)
-    here = ln_probe.analyze(bridge(arch), TOKENS, probes=tuple(BUILT_IN), progress=False, keys="all")
+    how: dict[str, Any] = {"probes": tuple(BUILT_IN), "progress": False, "keys": "all", "heads": [0, 3]}
+    here = ln_probe.analyze(bridge(arch), TOKENS, **how)
     with stand_in.stand_in() as there:
         stand_in.move(model)
-        report = ln_probe.analyze(model, TOKENS, probes=tuple(BUILT_IN), progress=False, keys="all")
+        report = ln_probe.analyze(model, TOKENS, **how)
         assert next(model.parameters()).device == there
     for one in (here, report):
         assert not one.failures, one.failures

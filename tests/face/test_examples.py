@@ -26,21 +26,19 @@ from ln_probe.page.figures import norm_geometry
 from ln_probe.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
-LONG = (  # a quarter of a minute and more
-    "tour",
+NAMES = (
     "does_projection_matter",
+    "features_of_a_small_sae",
+    "tour",
+    "where_does_this_logit_come_from",
     "why_attend_to_position_0",
     "your_own_checkpoint",
-    "where_does_this_logit_come_from",
-    "features_of_a_small_sae",
 )
-NOTEBOOKS = sorted(FOLDER.glob("*.py"))
+NOTEBOOKS = [FOLDER / f"{name}.py" for name in NAMES]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else []) for p in NOTEBOOKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_d8_notebooks_run_and_show_what_they_made(path: Path, tmp_path: Path) -> None:
     jupytext = pytest.importorskip("jupytext", reason="notebooks are run with jupytext and nbclient (extra: dev)")
     nbclient = pytest.importorskip("nbclient", reason="notebooks are run with jupytext and nbclient (extra: dev)")
@@ -74,6 +72,7 @@ def test_short_scripts_run(path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_every_notebook_of_the_site_opens_in_colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sorted(FOLDER.glob("*.py")) == NOTEBOOKS
     jupytext = pytest.importorskip("jupytext", reason="the site's notebooks are made with jupytext (extra: docs)")
     shutil.copytree(
         FOLDER,
@@ -106,17 +105,6 @@ def test_the_pictures_of_the_readme_can_be_drawn(report: Report, monkeypatch: py
         assert isinstance(draw(), Figure)
     weights = [bar.get_height() for bar in drawn["uniform"]().axes[1].patches]
     assert weights == pytest.approx([1 / 12] * 12), "a query along the ones-vector attends uniformly to projected keys"
-
-
-def test_there_are_the_notebooks_that_the_readme_names() -> None:
-    assert {p.stem for p in NOTEBOOKS} == {
-        "does_projection_matter",
-        "features_of_a_small_sae",
-        "tour",
-        "where_does_this_logit_come_from",
-        "why_attend_to_position_0",
-        "your_own_checkpoint",
-    }
 
 
 LINE = 200  # characters; a cell is wider, and a repr may stand in a list of others

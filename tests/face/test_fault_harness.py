@@ -17,21 +17,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
-from faulty import (
-    disturb,
-    hash_in,
-    lab_model,
-    plain_model,
-    report,
-    tables,
-    without_pages,
-    write_prompts,
-)
+from faulty import disturb, hash_in, lab_model, plain_model, report, tables, without_pages, write_prompts
 
 from ln_probe.batch import shards
 
@@ -218,26 +210,15 @@ def test_files(tmp_path: Path, others: dict[bool, Path], monkeypatch: pytest.Mon
     without_pages(monkeypatch)
     oracle = Oracle(tmp_path / "oracle")
     (tmp_path / "oracle").mkdir()
-    ended: dict[str, Counter[str]] = {}
+    ended: list[tuple[str, str]] = []  # cases, twice each: the disturbed run, and the same command once more
     wrong = []
     for number, (kind, fault, moment) in enumerate(combinations()):
         outcome = case_of(tmp_path / str(number) / "c", kind, fault, moment, others[kind.sealed], oracle)
         shutil.rmtree(tmp_path / str(number))
         for time_, what in zip(("", " (again)"), outcome, strict=True):
-            ended.setdefault(f"{kind.name}", Counter())[what.partition(":")[0]] += 1
+            ended.append((kind.name, what.partition(":")[0]))
             if what.startswith("wrong"):
                 wrong.append(f"{kind.name} {fault} {moment}{time_}: {what}")
-    print("\n" + table(ended))
+    kinds, outcomes = (np.array(column) for column in zip(*ended, strict=True))
+    print(f"\n{pd.crosstab(kinds, outcomes, margins=True)}")
     assert wrong == []
-
-
-def table(ended: dict[str, Counter[str]]) -> str:
-    """Cases, twice each: the disturbed run, and the same command once more."""
-    lines = ["| what | tried | identical | refused | wrong |", "|---|---|---|---|---|"]
-    total: Counter[str] = Counter()
-    for name, counted in ended.items():
-        total += counted
-        numbers = [sum(counted.values()), *(counted[w] for w in ("identical", "refused", "wrong"))]
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
-    numbers = [sum(total.values()), *(total[w] for w in ("identical", "refused", "wrong"))]
-    return "\n".join([*lines, f"| all | {' | '.join(map(str, numbers))} |"])

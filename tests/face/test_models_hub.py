@@ -15,6 +15,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from architectures import cases
 from faulty import word_tokenizer
 from hub_standin import Hub, serving
 from huggingface_hub import constants
@@ -115,7 +116,7 @@ def test_a_name_is_downloaded_once_and_is_the_model(hub: Hub, folders: dict[str,
     assert not [line for line in hub.asked[before:] if line.startswith("GET /gpt2/resolve")]
 
 
-@pytest.mark.parametrize("world", [None, "bridge"])
+@pytest.mark.parametrize("world", cases(None, slow=["bridge"]))
 def test_a_training_step_is_its_own_revision(world: Any, hub: Hub, folders: dict[str, Path]) -> None:
     commit = hub.commit(PYTHIA, "step1000")
     late, early, same = (

@@ -27,8 +27,7 @@ def live(make_bridge: Callable[..., Any]) -> LiveModel:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "projection", "what"),
-    [(True, False, "scaling"), (False, True, "projection"), (True, True, "both")],
+    ("scaling", "projection", "what"), [(True, False, "scaling"), (False, True, "projection"), (True, True, "both")]
 )
 def test_all_switches_are_the_model_without_a_term(scaling: bool, projection: bool, what: str, live: LiveModel) -> None:
     everything = list(live.groups)

@@ -62,10 +62,7 @@ def test_damaged_reports(report: Report, tmp_path: Path, monkeypatch: pytest.Mon
         ln_probe.load_report(tmp_path)
     for content, said in (
         ('{"format": 2', r"report\.json is damaged"),
-        (
-            '{"format": 99, "provenance": {}, "notes": []}',
-            "has format 99, this ln_probe reads 2, 3, 4: make",
-        ),
+        ('{"format": 99, "provenance": {}, "notes": []}', "has format 99, this ln_probe reads 2, 3, 4: make"),
     ):
         (folder / "report.json").write_text(content)
         with pytest.raises(ValueError, match=said):
