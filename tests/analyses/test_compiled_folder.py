@@ -54,7 +54,9 @@ def said(model: torch.nn.Module, program: Program, given: torch.Tensor) -> np.nd
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("Dyck-1", "a sum") else pytest.mark.slow) for n in PROGRAMS]
+)
 def test_what_is_loaded_does_what_the_program_does(name: str, construction: Any, tmp_path: Path) -> None:
     """By the command line and `load_model`, on random words of 200 letters, all right."""
     program = parse(PROGRAMS[name])

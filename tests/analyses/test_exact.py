@@ -72,23 +72,11 @@ def test_known_answers(name):
     assert codes(keys, bias, **measured) == [LETTERS[letter] for letter in letters]
 
 
-def test_a_grid_has_eight_corners():
-    grid = np.stack(np.meshgrid(*[np.arange(-1.0, 2.0)] * 3), axis=-1).reshape(-1, 3)
-    corner = (np.abs(grid) == 1).all(axis=1)
-    assert codes(grid) == ["selectable" if c else "unselectable" for c in corner]
-
-
 def test_weights_are_exact():
     verdict = ExactSet(np.array([[0.0], [3.0], [1.0]])).decide(2)
     assert verdict.weights == (Fraction(2, 3), Fraction(1, 3))
     assert verdict.index == (0, 1)
     assert verdict.query is None
-
-
-def test_a_bias_linear_in_the_keys_changes_nothing():
-    rng = np.random.default_rng(0)
-    keys = rng.integers(-4, 5, (12, 2)).astype(float)
-    assert codes(keys, keys @ [3.0, -8.0] + 5.0) == codes(keys)
 
 
 def test_only_some_compete():
@@ -100,7 +88,7 @@ def test_only_some_compete():
 
 
 def sets(rng):
-    for trial in range(60):
+    for trial in range(32):
         n, d = int(rng.integers(2, 14)), int(rng.integers(1, 4))
         keys = rng.integers(-2, 3, (n, d)).astype(float)
         if trial % 2:
@@ -137,7 +125,7 @@ def test_hints_and_libraries_change_no_verdict(library, monkeypatch):
             assert proves(hinted, keys, bias, i, **measured)
             assert verdict.code == other.code == hinted.code
             asked += 1
-    assert asked > 300
+    assert asked > 150
 
 
 def test_a_hint_that_is_right_saves_the_search(monkeypatch):
@@ -150,15 +138,6 @@ def test_a_hint_that_is_right_saves_the_search(monkeypatch):
     far = int(np.linalg.norm(keys, axis=1).argmax())
     assert exact.decide(far, query=keys[far]).code == outside.code == "selectable"
     assert exact.decide(far, query=keys[far]).steps == 0
-
-
-def test_keys_on_a_facet_up_to_rounding_are_decided():
-    rng = np.random.default_rng(3)
-    corners = rng.standard_normal((40, 8))
-    keys = np.concatenate([corners, rng.dirichlet(np.ones(3), 40) @ corners[:3]])
-    exact = ExactSet(keys)
-    for i in range(40, 80, 3):
-        assert proves(exact.decide(i), keys, None, i)
 
 
 def test_keys_are_counted_from_either_end():

@@ -13,27 +13,13 @@ import pytest
 
 import ln_probe
 import ln_probe.analyses.geometry
+from ln_probe.analyses.geometry import active_set, inputs, large, margins, newton, wolfe
 from ln_probe.analyses.geometry import checker as checker_module
-from ln_probe.analyses.geometry import inputs, large, margins
 from ln_probe.analyses.geometry.checker import CertificateError, Checker, Rows
-from ln_probe.analyses.geometry.coordinates import TAU, coordinates, span
-from ln_probe.analyses.geometry.decide import (
-    SELECTABLE,
-    UNDECIDED,
-    UNSELECTABLE,
-    Pool,
-    decide,
-)
-from ln_probe.analyses.geometry.inputs import (
-    _LARGEST,
-    LEFT_OUT,
-    QuerySet,
-    accurate_product,
-    key_sets,
-    score_space,
-    seen_from,
-)
-from ln_probe.analyses.geometry.margins import Measured, again, too_wide
+from ln_probe.analyses.geometry.coordinates import TAU, coordinates
+from ln_probe.analyses.geometry.decide import SELECTABLE, UNDECIDED, UNSELECTABLE, Pool, decide
+from ln_probe.analyses.geometry.inputs import LEFT_OUT, QuerySet, accurate_product, key_sets, score_space, seen_from
+from ln_probe.analyses.geometry.margins import Keys, Measured, _nearest, again, too_wide
 from ln_probe.analyses.geometry.positions import first_unselectable
 from ln_probe.analyses.geometry.prove import Proved, conditioning, prove_positions, prove_verdicts
 from ln_probe.analyses.geometry.witnesses import certify
@@ -101,17 +87,6 @@ def test_how_many_tokens_are_solved_for() -> None:
     assert unembedding._affordable(200_000, 4096) == unembedding.HARDEST
 
 
-def test_the_part_of_a_center_that_no_axis_reaches() -> None:
-    axes = np.array([[1.0], [1.0], [0.0]])
-    np.testing.assert_allclose(QuerySet(np.array([2.0, 0.0, 3.0]), axes).outside, [1.0, -1.0, 3.0], atol=1e-12)
-    for center, some in (([1.0, 2.0, 3.0], np.eye(3)), ([2.0, 2.0, 0.0], axes), ([0.0, 0.0, 0.0], axes)):
-        assert not QuerySet(np.array(center), some).outside.any()
-    slanted = np.array([[2.0, 0.5], [0.5, 3.0], [1.5, 1.0]])
-    rest = QuerySet(np.array([1.0, 2.0, 4.0]), slanted).outside
-    np.testing.assert_allclose(rest @ slanted, np.zeros(2), atol=1e-12)
-    assert rest.any()
-
-
 @pytest.mark.parametrize(("short", "missing"), [(2e-9, 0), (5e-10, 1), (0.0, 1)])
 def test_directions_are_missing_below_a_billionth_of_the_longest_axis(short: float, missing: int) -> None:
     turn = np.linalg.qr(np.random.default_rng(3).standard_normal((3, 3)))[0]
@@ -172,14 +147,11 @@ def test_the_offset_of_a_set_is_in_units_of_its_spread(rng: np.random.Generator)
 SQUARE = np.array([[1.0, 1.0, 0.0], [1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, -1.0, 0.0], [0.2, 0.1, 0.0]])
 
 
-@pytest.mark.parametrize(
-    ("keys", "near"),
-    [
-        (SQUARE[:4], 0),
-        (np.append(SQUARE[:4], [[0.5, 1.0 + 2e-9, 0.0]], axis=0), 1),  # beyond an edge by about the tolerance
-        (SQUARE[:1], 1),
-    ],
-)
+@pytest.mark.parametrize(("keys", "near"), [
+    (SQUARE[:4], 0),
+    (np.append(SQUARE[:4], [[0.5, 1.0 + 2e-9, 0.0]], axis=0), 1),  # beyond an edge by about the tolerance
+    (SQUARE[:1], 1),
+])  # fmt: skip
 def test_a_key_is_near_the_tolerance_only_if_no_query_clears_it(keys: np.ndarray, near: int) -> None:
     sets, where = coordinates(keys), score_space(keys, None, None)
     barely = np.full(len(keys), TAU)  # what some query showed; the best one shows far more
@@ -187,10 +159,10 @@ def test_a_key_is_near_the_tolerance_only_if_no_query_clears_it(keys: np.ndarray
 
 
 def test_radii_to_the_end_of_what_can_be_used() -> None:
-    for radius in (1.0 / _LARGEST, _LARGEST):
+    for radius in (1.0 / inputs._LARGEST, inputs._LARGEST):
         geometry = ln_probe.key_geometry(SQUARE, query_set=radius)
         assert geometry.verdict[4] == "unselectable"
-    for radius in (0.99 / _LARGEST, 1.01 * _LARGEST):
+    for radius in (0.99 / inputs._LARGEST, 1.01 * inputs._LARGEST):
         with pytest.raises(ValueError, match="scores would leave the range of float64"):
             ln_probe.key_geometry(SQUARE, query_set=radius)
 
@@ -238,17 +210,6 @@ def test_where_all_can_be_selected_no_position_is_left_open() -> None:
     assert (first.at.tolist(), left) == ([-1] * 4, 0)
 
 
-def test_a_flat_cloud_spans_only_where_it_extends() -> None:
-    rng = np.random.default_rng(3)
-    for number in (10, 3):
-        rows = rng.standard_normal((number, 4))
-        rows[:, 2:] = 0.0
-        basis = span(rows - rows.mean(axis=0))
-        assert basis.shape == (4, 2)
-        np.testing.assert_allclose(basis.T @ basis, np.eye(2), atol=1e-12)
-        np.testing.assert_allclose(basis[2:], 0.0, atol=1e-12)
-
-
 def test_screening_doubts_what_single_precision_loses() -> None:
     rng = np.random.default_rng(3)
     rows = 1e4 * rng.standard_normal((60, 8))
@@ -286,14 +247,8 @@ def test_a_pool_proposes_what_holds(biased: bool) -> None:
 def test_which_brackets_are_too_wide() -> None:
     lower, upper = np.array([1.0, 1.0, -1.0, 0.0, 0.0, np.nan]), np.array([1.005, 1.02, -1.005, 1e-7, 1.5e-5, 1.0])
     inside = np.zeros(6, bool)
-    assert too_wide(lower, np.maximum(lower, upper), 0.01, 1.0, inside).tolist() == [
-        False,
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
+    found = too_wide(lower, np.maximum(lower, upper), 0.01, 1.0, inside)
+    assert found.tolist() == [False, True, False, True, True, True]
     assert too_wide(lower, upper, 0.01, 0.0201 / (0.02 * TAU), inside).tolist()[:2] == [False, False]
     inside[3:5] = True
     assert too_wide(lower, upper, 0.01, 1.0, inside).tolist()[3:] == [False, 1.01 * TAU < 1.5e-5, True]
@@ -338,17 +293,133 @@ def test_the_last_resort_brackets_a_margin_by_itself(kind: str, rng: np.random.G
             assert upper - lower <= 0.02 * max(abs(lower), abs(upper)) + 1e-3
 
 
-def test_a_large_set_may_be_small(rng: np.random.Generator) -> None:
-    keys = rng.standard_normal((12, 2))
-    checker = large.LargeChecker(keys, None, None)
-    code = large.decide_large(checker, np.full(12, -np.inf), np.arange(12), 12)
-    np.testing.assert_array_equal(code, decide(coordinates(keys)).code)
-    some = large._first_rivals(checker, np.array([3]), np.array([[1.0, 0.0]]))
-    np.testing.assert_array_equal(some, np.arange(12))
+# Steps of the compiled solvers whose errors cost time before they cost a verdict, against their linear algebra.
+
+MANY, DIM = 4, 6
 
 
-def test_lengths_are_lengths(rng: np.random.Generator) -> None:
-    for values in (rng.standard_normal((4, 3)), 0.01 * rng.standard_normal(7), 1e200 * rng.standard_normal(5)):
-        scale = np.abs(values).max()
-        assert inputs._length(values) == pytest.approx(scale * np.linalg.norm(values / scale))
-    assert inputs._length(np.zeros(3)) == 0.0
+def filled(rng: np.random.Generator, many: int = MANY, rays: int = 0) -> active_set.ActiveSet:
+    """An active set of `many` random points, the last `rays` of them directions, with its inverse."""
+    active = active_set.active_set(many + 3, DIM)
+    active.points[:many] = rng.standard_normal((many, DIM))
+    active.e[:many] = 1.0
+    active.e[many - rays : many] = 0.0
+    active.weight[:many], active.members[:many] = rng.random(many) + 0.1, np.arange(many)
+    for a in range(many):
+        active_set.gram_column(active.points, active.e, active.border, 2.0, a)
+        assert active_set.append(active.inverse, active.solution, active.border, active.work, active.e, a)
+    return active
+
+
+def affine_minimizer(points: np.ndarray, e: np.ndarray) -> np.ndarray:
+    """Weights with `e @ w == 1` whose combination of the points is shortest."""
+    many = len(points)
+    system = np.block([[points @ points.T, e[:, None]], [e[None], np.zeros((1, 1))]])
+    return np.asarray(np.linalg.solve(system, np.append(np.zeros(many), 1.0))[:many])
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("rays", [0, 1])
+def test_a_minor_cycle_ends_at_the_minimizer_of_what_it_keeps(
+    careful: bool, rays: int, rng: np.random.Generator
+) -> None:
+    for _ in range(8):
+        active, x = filled(rng, rays=rays), np.zeros(DIM)
+        active.weight[:MANY] /= active.weight[: MANY - rays].sum()
+        points, e, weight, members, inverse, solution, border, _ = active
+        there, m, spent = wolfe._to_affine_minimizer(
+            points, e, weight, members, inverse, solution, border, MANY, x, 2.0, careful
+        )
+        assert there
+        assert 0 < m <= MANY
+        assert spent >= m * DIM
+        expected = affine_minimizer(points[:m], e[:m])
+        np.testing.assert_allclose(weight[:m], expected, atol=1e-9)
+        assert (weight[:m] >= 0).all()
+
+
+def minor_cycle(points: np.ndarray, e: np.ndarray, weight: np.ndarray) -> list[int]:
+    """Which points are left when each is dropped that blocks the way to the affine minimizer first."""
+    left = list(range(len(points)))
+    while True:
+        goal = affine_minimizer(points[left], e[left])
+        if (goal > 0).all():
+            return left
+        shares = [w / (w - g) if g <= 0 else np.inf for w, g in zip(weight, goal, strict=True)]
+        first = int(np.argmin(shares))
+        weight = weight + shares[first] * (goal - weight)
+        weight, left = np.delete(weight, first), left[:first] + left[first + 1 :]
+
+
+@pytest.mark.parametrize("rays", [0, 1])
+def test_what_blocks_first_is_dropped_first(rays: int, rng: np.random.Generator) -> None:
+    blocked = 0
+    for _ in range(12):
+        active, x = filled(rng, 5, rays), np.zeros(DIM)
+        active.points[:5] += 2.0 * rng.standard_normal(DIM)  # away from zero, so that several block
+        for a in range(5):
+            active_set.gram_column(active.points, active.e, active.border, 2.0, a)
+            assert active_set.append(active.inverse, active.solution, active.border, active.work, active.e, a)
+        active.weight[:5] /= active.weight[: 5 - rays].sum()
+        points, e, weight, members, inverse, solution, border, _ = active
+        expected = minor_cycle(points[:5].copy(), e[:5].copy(), weight[:5].copy())
+        _, m, _ = wolfe._to_affine_minimizer(points, e, weight, members, inverse, solution, border, 5, x, 2.0, False)
+        assert sorted(members[:m].tolist()) == expected
+        blocked += len(expected) < 4
+    assert blocked
+
+
+def test_differences_are_scaled_and_unscaled(rng: np.random.Generator) -> None:
+    rows, scale = rng.standard_normal((MANY + 1, DIM)), rng.random(MANY + 1) + 0.5
+    active = active_set.active_set(MANY, DIM)
+    for m, new in enumerate((3, 1, -1)):
+        wolfe._put(rows, scale, 0, active.points, active.e, active.weight, active.members, m, new, 7.0)
+    np.testing.assert_allclose(active.points[:2], scale[[3, 1], None] * (rows[[3, 1]] - rows[0]))
+    assert active.points[2].tolist() == [0.0] * (DIM - 1) + [-7.0]
+    assert active.e[:3].tolist() == [1.0, 1.0, 0.0]
+    assert active.weight[:3].tolist() == [0.0] * 3
+    assert active.members[:3].tolist() == [3, 1, -1]
+    active.weight[:3] = [0.2, 0.3, 0.5]
+    total = 0.2 * scale[3] + 0.3 * scale[1]
+    wolfe.unscale(active, scale, 3)
+    np.testing.assert_allclose(active.weight[:3], [0.2 * scale[3] / total, 0.3 * scale[1] / total, 0.5 / total])
+    np.testing.assert_allclose(active.points[:2], rows[[3, 1]] - rows[0])
+    assert active.points[2, -1] == -7.0
+    assert wolfe.scale_of(4.0, 1.0) == 0.5
+    assert wolfe.scale_of(0.0, 4.0) == pytest.approx(1 / np.sqrt(4 * wolfe._SCALE_NOISE))
+
+
+def test_the_lowest_scores_in_order() -> None:
+    scores, found = np.array([3.0, 1.0, 2.0, 0.5, 1.0, 9.0, -4.0]), np.full(3, -1)
+    assert wolfe.lowest(scores, 6, found) == 3
+    assert found.tolist() == [3, 1, 4]
+    assert wolfe.lowest(scores, 2, found) == 2
+    assert found[:2].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("many", [3, 4, 9])
+def test_shifted_systems_are_solved_through_either_gram_matrix(
+    small: bool, many: int, rng: np.random.Generator
+) -> None:
+    spread, right = rng.standard_normal((many, DIM)), rng.standard_normal(DIM)
+    size = many if small else DIM
+    gram, factor, short = np.zeros((size, size)), np.zeros((size, size)), np.zeros(many)
+    newton._gram(spread, many, small, gram)
+    np.testing.assert_allclose(gram, np.tril(spread @ spread.T if small else spread.T @ spread), atol=1e-12)
+    expected = np.linalg.solve(spread.T @ spread + 0.7 * np.eye(DIM), right)
+    for known in (False, True):
+        found = right.copy()
+        newton._shifted_solve(spread, many, gram, small, 0.7, factor, known, found, short)
+        np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+def test_where_a_search_begins_among_keys_close_together(rng: np.random.Generator) -> None:
+    rows = 1e-3 * rng.standard_normal((5, 3))
+    keys = Keys(rows, np.ascontiguousarray(rows.T), np.zeros(5), (rows**2).sum(axis=1))
+    start, largest = _nearest(keys, 1, np.zeros(5))
+    apart = np.linalg.norm(rows - rows[1], axis=1)
+    assert largest == pytest.approx(apart.max())
+    assert start == np.where(np.arange(5) == 1, np.inf, apart).argmin()
+    alone = Keys(rows[:1], np.ascontiguousarray(rows[:1].T), np.zeros(1), (rows[:1] ** 2).sum(axis=1))
+    assert _nearest(alone, 0, np.zeros(1)) == (-1, 0.0)

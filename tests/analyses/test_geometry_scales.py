@@ -46,7 +46,7 @@ def same(here: ln_probe.analyses.geometry.api.KeyGeometry, there: ln_probe.analy
 # Units
 
 
-@pytest.mark.parametrize("power", [-960, -333, 7, 700, 1010])
+@pytest.mark.parametrize("power", [-960, 7, 1010])
 @pytest.mark.parametrize("biased", [False, True])
 def test_powers_of_two_change_no_bit(power: int, biased: bool) -> None:
     rng = np.random.default_rng(abs(power))
@@ -59,7 +59,7 @@ def test_powers_of_two_change_no_bit(power: int, biased: bool) -> None:
         there.certify()
 
 
-@pytest.mark.parametrize("power", [-480, -200, 3, 200, 480])
+@pytest.mark.parametrize("power", [-480, 3, 480])
 @pytest.mark.parametrize("biased", [False, True])
 def test_keys_and_queries_scale_against_each_other(power: int, biased: bool) -> None:
     rng = np.random.default_rng(power + 1000)
@@ -122,7 +122,7 @@ def test_margins_below_the_range_of_float64_keep_their_sides() -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_denormal_keys_are_the_whole_numbers_that_they_count(biased: bool) -> None:
-    for seed in range(8):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         whole = rng.integers(-40, 41, (20, 2)).astype(float)
         bias = rng.integers(-5, 6, 20).astype(float) if biased else None
@@ -134,7 +134,7 @@ def test_denormal_keys_are_the_whole_numbers_that_they_count(biased: bool) -> No
             assert selected(whole * TINY, None if bias is None else bias * TINY, there.witness(int(i)), int(i))
 
 
-@pytest.mark.parametrize(("size", "by"), [(1.0, 1e300), (1e-5, 1e300), (1e200, 1e300), (1.0, 1e-300), (1e300, 1.0)])
+@pytest.mark.parametrize(("size", "by"), [(1.0, 1e300), (1e200, 1e300), (1.0, 1e-300), (1e300, 1.0)])
 def test_a_bias_of_any_size(size: float, by: float) -> None:
     rng = np.random.default_rng(3)
     keys, bias = inside_and_out(rng) * size, rng.standard_normal(24) * by
@@ -187,9 +187,9 @@ def test_a_constant_bias_is_none_whatever_its_size() -> None:
 # Offsets
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e6, 1e8, 1e10, 1e13, 1e15, 4e15])
-def test_an_offset_of_the_bias_decides_nothing(offset: float) -> None:
-    for seed in range(4):
+@pytest.mark.parametrize("offset", [1e6, 1e13, 4e15])
+def test_offsets_of_keys_and_bias_decide_nothing(offset: float) -> None:
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         keys = inside_and_out(rng, 30, 2)
         bias = np.round(rng.standard_normal(30) * 4) + offset  # (whole numbers, which every offset leaves as they are)
@@ -200,12 +200,7 @@ def test_an_offset_of_the_bias_decides_nothing(offset: float) -> None:
         here.certify()
         report = Truth(Case(keys, bias)).judge(here)
         assert not report.wrong + report.unproved, str(report)
-
-
-@pytest.mark.parametrize("offset", [1e12, 1e15, 4e15])
-def test_an_offset_of_the_keys_decides_nothing(offset: float) -> None:
-    for seed in range(4):
-        whole = np.random.default_rng(seed).integers(-6, 7, (30, 2)).astype(float)
+        whole = rng.integers(-6, 7, (30, 2)).astype(float)
         here, there = ln_probe.key_geometry(whole + offset, causal=True), ln_probe.key_geometry(whole, causal=True)
         assert (here.verdict == there.verdict).all()
         assert (here.first_unselectable_at == there.first_unselectable_at).all()
@@ -252,7 +247,7 @@ def strict_sets(seeds: range) -> list[Case]:
 
 def test_strict_certificates_are_proved_as_they_are_given_out() -> None:
     asked = refused = 0
-    for case in strict_sets(range(36)):
+    for case in strict_sets(range(18)):
         geometry = ln_probe.key_geometry(**case.arguments(), strict=True, causal=True, margins=False)
         geometry.certify()
         center, axes = case.query_set or (None, None)
@@ -277,7 +272,7 @@ def test_strict_certificates_are_proved_as_they_are_given_out() -> None:
                 mean, own = exact @ seen.whole, seen.whole[i]
                 assert (mean[: len(own) - seen.biased] == own[: len(own) - seen.biased]).all()
                 assert mean[-1] >= own[-1]
-    assert asked > 250
+    assert asked > 120
     assert refused <= 0.02 * asked  # (on a facet up to rounding, beside it by less)
 
 
@@ -334,15 +329,6 @@ def test_a_false_witness_or_weights_are_found(monkeypatch: pytest.MonkeyPatch) -
             geometry.certify()
 
 
-def test_weights_sum_to_one() -> None:
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        keys = inside_and_out(rng, 40, 2) * 10.0 ** rng.uniform(-3, 3, (40, 1))
-        geometry = ln_probe.key_geometry(keys, causal=bool(seed % 2))
-        for i in np.flatnonzero(geometry.verdict == "unselectable"):
-            assert abs(sum(map(Fraction, geometry.weights(int(i)))) - 1) < 1e-14
-
-
 # Positions
 
 
@@ -360,15 +346,15 @@ def test_positions_of_keys_with_norms_over_sixteen_decades() -> None:
     geometry = ln_probe.key_geometry(keys, causal=True)
     assert geometry.first_unselectable_at is not None
     assert geometry.first_unselectable_at[3] == 5
-    assert proved_positions(range(40)) > 10
+    assert proved_positions(range(20)) > 5
 
 
-@pytest.mark.parametrize(("d", "seed"), [(2, 3358), (3, 1422), (3, 2088), (4, 780)])
-def test_weights_that_copies_share_are_not_replaced_for_one_of_them(d: int, seed: int) -> None:
-    rng = np.random.default_rng([d, seed])
-    n = int(rng.integers(12, 30))
-    keys = rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-8, 8, (n, 1))  # the shortest are copies of each other
-    ln_probe.key_geometry(keys, causal=True, margins=False).certify()
+def test_weights_that_copies_share_are_not_replaced_for_one_of_them() -> None:
+    for d, seed in ((2, 3358), (3, 1422), (3, 2088), (4, 780)):
+        rng = np.random.default_rng([d, seed])
+        n = int(rng.integers(12, 30))
+        keys = rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-8, 8, (n, 1))  # the shortest are copies
+        ln_probe.key_geometry(keys, causal=True, margins=False).certify()
 
 
 @pytest.mark.slow
@@ -389,7 +375,9 @@ def proved_positions(seeds: range) -> int:
         for i in np.flatnonzero(geometry.verdict == "unselectable"):
             at = int(geometry.first_unselectable_at[i])
             late += at > i
-            assert np.flatnonzero(geometry.weights(int(i))).max() <= at
+            weights = geometry.weights(int(i))
+            assert np.flatnonzero(weights).max() <= at
+            assert abs(sum(map(Fraction, weights)) - 1) < 1e-14
             rivals = np.flatnonzero([float(v) ** 0.5 > TAU for v in truth.distances(int(i))[:at]])
             if at > i and len(rivals):  # among the keys before that differ from it, a query selects it
                 assert truth.verdicts.decide(int(i), among=rivals).code == "selectable"
@@ -397,7 +385,7 @@ def proved_positions(seeds: range) -> int:
 
 
 def test_strict_positions_are_those_of_exact_arithmetic() -> None:
-    for case in [*strict_sets(range(18)), *(Case(sixteen_decades(np.random.default_rng(s))) for s in range(12))]:
+    for case in [*strict_sets(range(9)), *(Case(sixteen_decades(np.random.default_rng(s))) for s in range(6))]:
         geometry = ln_probe.key_geometry(**case.arguments(), strict=True, causal=True, margins=False)
         geometry.certify()
         center, axes = case.query_set or (None, None)

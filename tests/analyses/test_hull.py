@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from architectures import cases
 
 import ln_probe
 from ln_probe.analyses.geometry.checker import CertificateError
-from ln_probe.analyses.geometry.coordinates import TAU
 
 
 def normalized(x):
@@ -24,6 +24,7 @@ def test_a_circle_with_one_key_inside():
     geometry = ln_probe.key_geometry(keys)
     assert geometry.verdict.tolist() == ["selectable"] * 8 + ["unselectable"]
     geometry.certify()
+    assert repr(geometry) == "KeyGeometry(9 keys of dimension 2: 8 selectable, 1 unselectable; tau 1e-07)"
     for i in range(8):
         scores = keys @ geometry.witness(i)
         assert scores.argmax() == i
@@ -79,14 +80,6 @@ def test_duplicates_of_a_vertex_and_of_an_interior_point():
     assert (geometry.weights(8)[[7, 8, 9]] == 0).all()
 
 
-def test_fewer_keys_than_dimensions_are_all_selectable():
-    keys = np.random.default_rng(0).standard_normal((20, 64))
-    geometry = ln_probe.key_geometry(keys)
-    assert (geometry.verdict == "selectable").all()
-    assert (geometry.margin_lower > 0.1).all()
-    geometry.certify()
-
-
 def test_one_key_and_two():
     geometry = ln_probe.key_geometry(np.array([[1.0, 2.0]]), causal=True)
     assert geometry.verdict.tolist() == ["selectable"]
@@ -100,7 +93,7 @@ def test_one_key_and_two():
     geometry.certify()
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 1 / 3, -1e200])
+@pytest.mark.parametrize("value", [1 / 3, -1e200])
 def test_keys_that_are_all_equal(value):
     geometry = ln_probe.key_geometry(np.full((5, 3), value), causal=True, bias=np.full(5, 2.0))
     assert (geometry.verdict == "duplicate").all()
@@ -143,15 +136,6 @@ def test_tolerance_decides_between_near_points(beside, offset, verdict):
     geometry.certify()
 
 
-def test_chains_of_near_equal_keys_do_not_run_together():
-    line = np.arange(4000)[:, None] * np.array([[0.7 * TAU, 0.0]])  # 0 … 2.8e-4
-    keys = np.concatenate([[[-1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [1.0, 0.0]], line])
-    geometry = ln_probe.key_geometry(keys)
-    assert len(np.unique(geometry.representative)) > 1500
-    distance = np.abs(keys - keys[geometry.representative]).max(axis=1)
-    assert (distance <= TAU).all()
-
-
 def test_bias_hides_and_reveals():
     square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
     assert ln_probe.key_geometry(square, bias=np.zeros(5)).verdict[4] == "unselectable"
@@ -168,16 +152,6 @@ def test_bias_hides_and_reveals():
     assert corner.verdict[0] == "selectable"
     corner.certify()
     assert (square @ corner.witness(0) + [-50.0, 0, 0, 0, 0]).argmax() == 0
-
-
-def test_equal_keys_with_different_bias():
-    keys = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 1.0], [-1.0, -1.0]])
-    geometry = ln_probe.key_geometry(keys, bias=np.array([0.0, 1.0, 0.0, 0.0]))
-    assert geometry.verdict.tolist() == ["unselectable", "selectable", "selectable", "selectable"]
-    geometry.certify()
-    same = ln_probe.key_geometry(keys, bias=np.array([1.0, 1.0, 0.0, 0.0]))
-    assert same.verdict.tolist() == ["duplicate", "duplicate", "selectable", "selectable"]
-    same.certify()
 
 
 def test_a_batch_is_its_sets_one_by_one_at_any_number_of_threads():
@@ -204,15 +178,6 @@ def test_what_is_given_in_another_precision_is_judged_as_it_stands(dtype):
         geometry = ln_probe.key_geometry(given)
         assert (geometry.verdict == exact.verdict).all()
         assert (geometry.margin_lower == exact.margin_lower).all()
-
-
-def test_projected_in_float32_an_interior_key_stays_interior():
-    keys = np.random.default_rng(0).standard_normal((300, 6)).astype(np.float32)
-    projected = keys - keys.mean(1, keepdims=True)
-    exact = keys.astype(np.float64) - keys.astype(np.float64).mean(1, keepdims=True)
-    found, expected = ln_probe.key_geometry(projected).verdict, ln_probe.key_geometry(exact).verdict
-    assert (expected == "unselectable").sum() > 150
-    assert (found == expected).all()
 
 
 def spoiled(part, place, change):
@@ -254,34 +219,22 @@ def test_a_certificate_that_does_not_hold_is_found(spoil, message):
         geometry.certify()
 
 
-# science.md §2: LayerNorm'd random keys through random W_K; fraction unselectable at n = 128 and 896.
-@pytest.mark.parametrize(
-    ("d", "heads", "d_head", "expected"),
-    [
-        (8, 4, 2, (0.910, 0.980)),
-        (8, 2, 4, (0.477, 0.750)),
-        (64, 8, 8, (0.090, 0.411)),
-        (64, 4, 16, (0.0, 0.004)),
+# science.md §2: LayerNorm'd random keys through random W_K; the fraction that is unselectable.
+@pytest.mark.parametrize(("n", "d", "heads", "d_head", "share"), cases(
+    (128, 8, 2, 4, 0.477), (128, 64, 4, 16, 0.0), slow=[
+        (896, 8, 2, 4, 0.750), (896, 64, 4, 16, 0.004), (128, 8, 4, 2, 0.910), (896, 8, 4, 2, 0.980),
+        (128, 64, 8, 8, 0.090), (896, 64, 8, 8, 0.411),
     ],
-)
-def test_table_of_random_heads(d, heads, d_head, expected):
-    rng = np.random.default_rng(0)
-    for n, share in zip((128, 896), expected, strict=True):
-        draws = []
-        for _ in range(32 // heads):  # 32 random heads each
-            x = normalized(rng.standard_normal((n, d)))
-            geometry = ln_probe.key_geometry(x @ rng.standard_normal((heads, d, d_head)), margins=False)
-            draws.append((geometry.verdict == "unselectable").mean())
-        # Keys of one draw are not independent and the table was one draw itself: 4 standard errors of a draw.
-        error = 4 * max(np.std(draws), np.sqrt(share * (1 - share) / n / heads)) + 5e-4
-        assert abs(np.mean(draws) - share) < error, (n, np.mean(draws), share)
-
-
-def test_large_random_heads_hide_nothing():
-    rng = np.random.default_rng(0)
-    x = normalized(rng.standard_normal((896, 768)))
-    geometry = ln_probe.key_geometry(x @ rng.standard_normal((3, 768, 64)), margins=False)
-    assert (geometry.verdict == "selectable").all()
+))  # fmt: skip
+def test_table_of_random_heads(n, d, heads, d_head, share):
+    rng, draws = np.random.default_rng(0), []
+    for _ in range(32 // heads):  # 32 random heads
+        x = normalized(rng.standard_normal((n, d)))
+        geometry = ln_probe.key_geometry(x @ rng.standard_normal((heads, d, d_head)), margins=False)
+        draws.append((geometry.verdict == "unselectable").mean())
+    # Keys of one draw are not independent and the table was one draw itself: 4 standard errors of a draw.
+    error = 4 * max(np.std(draws), np.sqrt(share * (1 - share) / n / heads)) + 5e-4
+    assert abs(np.mean(draws) - share) < error, (np.mean(draws), share)
 
 
 # science.md §4 (figure 1c/d of the paper): 60 random keys, share of draws that hide any key, mean fraction.
@@ -297,10 +250,10 @@ def test_table_of_random_keys(d, any_, mean):
     assert abs(hidden.mean() - mean) <= error * hidden.mean(1).std() + 5e-4
 
 
-@pytest.mark.parametrize("d", [4, 6, 8, 15])
-def test_layernorm_puts_every_random_key_on_a_sphere(d):
-    keys = normalized(np.random.default_rng(0).standard_normal((100, 60, d)))
-    assert (ln_probe.key_geometry(keys, margins=False).verdict == "selectable").all()
+def test_layernorm_puts_every_random_key_on_a_sphere():
+    for d in (4, 15):
+        keys = normalized(np.random.default_rng(0).standard_normal((30, 60, d)))
+        assert (ln_probe.key_geometry(keys, margins=False).verdict == "selectable").all()
 
 
 def test_the_result_does_not_share_memory_with_the_keys():
@@ -313,8 +266,3 @@ def test_the_result_does_not_share_memory_with_the_keys():
         geometry.certify()
         assert (geometry.witness(0) == before).all()
         keys[:] = np.concatenate([circle(8), [[0.1, -0.2]]])
-
-
-def test_what_it_says_of_itself():
-    geometry = ln_probe.key_geometry(np.concatenate([circle(8), [[0.1, -0.2]]]))
-    assert repr(geometry) == "KeyGeometry(9 keys of dimension 2: 8 selectable, 1 unselectable; tau 1e-07)"

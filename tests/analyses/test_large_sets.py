@@ -69,8 +69,7 @@ def test_one_key_has_no_rival() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("dtype", "biased"), [(np.float32, True), (np.float64, False)])
 def test_the_checker_of_large_sets_is_the_checker(biased: bool, dtype: type) -> None:
     rng = np.random.default_rng(2)
     keys = np.asfortranarray(planted(2).astype(dtype))
@@ -89,8 +88,7 @@ def test_the_checker_of_large_sets_is_the_checker(biased: bool, dtype: type) -> 
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("seed", "biased"), [(0, False), (1, True)])
 def test_verdicts_and_brackets_are_those_of_all_keys_at_once(
     seed: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

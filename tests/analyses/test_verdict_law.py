@@ -22,7 +22,7 @@ from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
 from ln_probe.analyses.schema import Column, Table
 
-TOKENS = torch.randint(2, 50, (1, 28), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.randint(2, 50, (1, 22), generator=torch.Generator().manual_seed(5))
 REMOVED = 1e-9
 SMALL: dict[str, Any] = {"n_layers": 1, "n_heads": 2}
 
@@ -110,9 +110,13 @@ def check(model: Any, tokens: torch.Tensor = TOKENS, **options: Any) -> tuple[An
         prove(keys, bias, geometry)
         compared += len(rows)
     assert compared == len(table) > 0
-    hidden = (table["verdict"] == "unselectable").groupby(["layer", "head", "variant"]).sum()
-    heads = report.heads.query("space == 'head'").set_index(["layer", "head", "variant"])["unselectable"]
-    assert (heads.loc[hidden.index] == hidden).all()
+    by_head = table.groupby(["layer", "head", "variant"])
+    heads = report.heads.query("space == 'head'").set_index(["layer", "head", "variant"])
+    hidden, shares = by_head["verdict"].agg(lambda v: (v == "unselectable").sum()), 1 - by_head["reachable"].mean()
+    assert (heads["unselectable"].loc[hidden.index] == hidden).all()
+    np.testing.assert_allclose(heads["unreachable_fraction"].loc[shares.index], shares.astype(float), atol=1e-12)
+    for outside, column in ((report.keys, "reachable"), (report.heads, "unreachable_fraction")):
+        assert outside.query("space == 'normalized'")[column].isna().all()
     return table, recorder.sets
 
 
@@ -143,9 +147,8 @@ def squeezed(model: Any, factor: float, *, bias: bool = True, count: int = 3) ->
     return model
 
 
-@pytest.mark.parametrize("factor", [1e-4, 1e-8])
-def test_a_nearly_dead_w_q_changes_no_verdict(factor: float, make_hooked: Callable[..., Any]) -> None:
-    table, _ = check(squeezed(make_hooked(**SMALL), factor))
+def test_a_nearly_dead_w_q_changes_no_verdict(make_hooked: Callable[..., Any]) -> None:
+    table, _ = check(squeezed(make_hooked(**SMALL), 1e-8))
     plain, _ = check(make_hooked(**SMALL))
     assert (table["verdict"] == plain["verdict"]).loc[0].all(), "the keys of layer 0 are the same"
 
@@ -173,14 +176,13 @@ def test_directions_are_those_of_no_coordinate(make_hooked: Callable[..., Any]) 
         assert sets[0].in_span()[0].shape[1] == (8 if factor else 5)
 
 
-@pytest.mark.parametrize("arch", cases("gpt2", "neox", slow=["llama", "bloom", "mistral", "neo", "bert"]))
+@pytest.mark.parametrize("arch", cases("gpt2", "neox", "llama", "bloom", "mistral", "bert", slow=["neo"]))
 def test_tiny_models_of_several_architectures(arch: str, make_bridge: Callable[..., Any]) -> None:
-    check(make_bridge(arch), TOKENS)
+    check(make_bridge(arch), TOKENS[:, :20], layers=[1])
 
 
-@pytest.mark.parametrize("factor", [1e-8, 0.0])
-def test_queries_without_a_bound(factor: float, make_hooked: Callable[..., Any]) -> None:
-    table, _ = check(squeezed(make_hooked(**SMALL, normalization_type=None), factor), TOKENS)
+def test_queries_without_a_bound(make_hooked: Callable[..., Any]) -> None:
+    table, _ = check(squeezed(make_hooked(**SMALL, normalization_type=None), 0.0), TOKENS)
     assert table["reachable"].notna().all()
 
 
@@ -207,17 +209,3 @@ def test_what_the_heads_queries_reach_is_a_column(make_hooked: Callable[..., Any
         assert rows["reachable"].to_numpy(bool)[np.unique(top)].mean() > 0.9
     beyond = (table["verdict"] == "selectable") & ~table["reachable"]
     assert beyond.any(), "keys that only queries far beyond the head's own select"
-
-
-def test_the_share_of_keys_out_of_reach(make_hooked: Callable[..., Any]) -> None:
-    report = ln_probe.analyze(
-        squeezed(make_hooked(**SMALL), 1e-8, count=5), TOKENS, probes=["selectability"], keys="all", progress=False
-    )
-    inside = report.keys.query("space == 'head'")
-    shares = 1 - inside.groupby(["layer", "head", "variant"])["reachable"].mean().astype(float)
-    heads = report.heads.query("space == 'head'").set_index(["layer", "head", "variant"])
-    np.testing.assert_allclose(heads["unreachable_fraction"].loc[shares.index], shares, atol=1e-12)
-    assert (shares > 0).any()
-    outside = report.keys.query("space == 'normalized'")
-    assert outside["reachable"].isna().all()
-    assert report.heads.query("space == 'normalized'")["unreachable_fraction"].isna().all()

@@ -1,0 +1,327 @@
+"""Laws: what must not change a result (order, rotation, padding, copies, the basis of a head, memory, threads), and
+agreement with a linear program.
+
+Permutations, powers of two and padding are exact in float64: verdicts are the same, and brackets (of the same truth)
+overlap. What rounds changes the truth itself a little: there a verdict may differ only where the side that says
+"selectable" has a margin below CLOSE, or where keys lie within CLOSE of each other.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from geometry_families import FAMILIES, TAU, Case, conditioned, layernormed32
+from geometry_reference import Truth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+import ln_probe
+from ln_probe.analyses.geometry import decide
+
+# Relative to the RMS norm: a few tau, which rounding decides.
+CLOSE = 20 * TAU
+PLAIN = [name for name in FAMILIES if "bias" not in name and "quer" not in name]
+
+
+def case_of(name: str, n: int = 24) -> Case:
+    return FAMILIES[name](np.random.default_rng(1), n, 4)
+
+
+def geometry_of(case: Case):
+    geometry = ln_probe.key_geometry(**case.arguments())
+    geometry.certify()
+    return geometry
+
+
+def overlap(low, high, other_low, other_high, slack=0.0):
+    return ((low <= other_high + slack) & (other_low <= high + slack)).all()
+
+
+def same(here, there, order=None, slack=0.0, weight_slack=1e-9):
+    """Bounds of two geometries of the same keys; `order[i]` is the place of key i in the second."""
+    order = np.arange(len(here.verdict)) if order is None else order
+    assert overlap(here.margin_lower, here.margin_upper, there.margin_lower[order], there.margin_upper[order], slack)
+    if np.isfinite(here.attainable).any():
+        assert overlap(
+            here.attainable, here.attainable_upper, there.attainable[order], there.attainable_upper[order], weight_slack
+        )
+
+
+def may_differ(case: Case, close: float, *geometries) -> np.ndarray:
+    """Keys whose verdict rounding may decide: with a neighbour or a margin below `close`, or too close to call."""
+    truth = Truth(case)
+    found = np.zeros(len(case.keys), bool)
+    for i in range(len(found)):
+        near = np.delete(truth.distances(i), i)
+        found[i] = ((near > 0) & (near < Fraction(close) ** 2)).any()
+    for geometry in geometries:
+        vertex = np.isin(geometry.verdict, ("selectable", "duplicate"))
+        found |= (geometry.verdict == "undecided") | vertex & (geometry.margin_lower < close)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_neither_order_nor_zero_dimensions_matter(name):
+    case = case_of(name)
+    here = geometry_of(case)
+    order = np.random.default_rng(0).permutation(len(case.keys))
+    place = np.argsort(order)
+    bias = None if case.bias is None else case.bias[order]
+    there = geometry_of(Case(case.keys[order], bias, case.query_set))
+    assert (here.verdict == there.verdict[place]).all()
+    same(here, there, place)
+    if name in PLAIN:
+        there = geometry_of(Case(np.pad(case.keys, ((0, 0), (1, 3)))))
+        assert (here.verdict == there.verdict).all()
+        same(here, there)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_copy_of_every_key_makes_duplicates(name):
+    case = case_of(name, 16)
+    here = geometry_of(case)
+    bias = None if case.bias is None else np.concatenate([case.bias, case.bias])
+    twice = Case(np.concatenate([case.keys, case.keys]), bias, case.query_set)
+    there = geometry_of(twice)
+    number = len(case.keys)
+    expected = np.where(here.verdict == "selectable", "duplicate", here.verdict)
+    assert (there.verdict[:number] == expected).all()
+    assert (there.verdict[number:] == expected).all()
+    assert (there.representative == np.concatenate([here.representative, here.representative])).all()
+    assert not (there.margin_lower > 0).any()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_moving_the_keys_rigidly_does_not_matter(name):
+    case, rng = case_of(name), np.random.default_rng(0)
+    d = case.keys.shape[1]
+    turned = 3 * case.keys @ np.linalg.qr(rng.standard_normal((d, d)))[0]
+    moved = Case(turned + rng.standard_normal(d) * np.abs(turned).max())
+    here, there = geometry_of(case), geometry_of(moved)
+    truth = Truth(case)
+    size = float(truth.z2) ** 0.5 * float(truth.scale)
+    # A coordinate is rounded some d times to half an ulp of the largest entry; the margin moves by twice that.
+    rounding = 4 * d**1.5 * 2.0**-52 * float(np.abs(moved.keys).max()) / size
+    differ = here.verdict != there.verdict
+    assert not (differ & ~may_differ(case, max(CLOSE, 2 * rounding), here, there)).any()
+    same(here, there, slack=max(rounding, 1e-14))
+
+
+def whole_change(rng: np.random.Generator, d: int) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix of whole numbers, of condition number 10⁶ and more, and its inverse, which is whole too."""
+    change, inverse = np.eye(d), np.eye(d)
+    while np.linalg.cond(change) < 1e6:
+        a, b = rng.permutation(d)[:2]
+        step = float(rng.integers(2, 9)) * rng.choice([-1, 1])
+        shear, back = np.eye(d), np.eye(d)
+        shear[a, b], back[a, b] = step, -step
+        change, inverse = shear @ change, inverse @ back
+    assert (change @ inverse == np.eye(d)).all()
+    return change, inverse
+
+
+@pytest.mark.parametrize("d", [2, 5])
+def test_a_basis_of_whole_numbers_does_not_matter_to_what_is_measured(d):
+    # Nothing rounds: the same head, the same scores to the last bit. Verdicts are those of the keys in each basis.
+    for seed in range(5):
+        rng = np.random.default_rng([d, seed])
+        keys = rng.integers(-50, 51, (30, d)).astype(float)
+        center, axes = rng.integers(-2, 3, d).astype(float), rng.integers(-4, 5, (d, d)) / 64
+        change, inverse = whole_change(rng, d)
+        here = geometry_of(Case(keys, None, (center, axes)))
+        there = geometry_of(Case(keys @ change.T, None, (inverse.T @ center, inverse.T @ axes)))
+        assert (here.reachable == there.reachable).all()
+        same(here, there)
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e6, 1e9])
+def test_any_basis_of_a_head_does_not_matter_to_what_is_measured(condition):
+    # Products with the two matrices lose condition * eps of the measured keys.
+    close = max(CLOSE, 1e3 * condition * 2.0**-52)
+    for d in (3, 8):
+        rng = np.random.default_rng(d)
+        keys, center, axes = rng.standard_normal((40, d)), rng.standard_normal(d), rng.standard_normal((d, d))
+        change = conditioned(rng, d, condition)
+        back = np.linalg.inv(change).T
+        case = Case(keys @ change.T, None, (back @ center, back @ axes))
+        here, there = geometry_of(Case(keys, None, (center, axes))), geometry_of(case)
+        scores = np.abs(keys @ axes).max() + np.abs(keys @ center).max()
+        same(here, there, slack=close * scores, weight_slack=1e-9 + close * scores)
+        if condition < 1e8:  # (beyond, directions are missing from the axes)
+            truth = Truth(case).judge(there)
+            assert not truth.wrong
+            assert not truth.unproved
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_set_of_queries_in_all_directions_changes_no_verdict(name):
+    # However short its axes are along some of them: the tolerance is about the keys.
+    case, rng = case_of(name), np.random.default_rng(0)
+    here = geometry_of(case)
+    for condition in (1.0, 1e8):
+        queries = rng.standard_normal(4), conditioned(rng, 4, condition)
+        there = geometry_of(Case(case.keys, None, queries))
+        assert (here.verdict == there.verdict).all()
+        assert (here.representative == there.representative).all()
+
+
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+def test_directions_that_axes_lack_are_not_those_of_the_keys(shift):
+    # Along them a center is a bias per key, and keys that differ along them alone are copies.
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        keys = rng.standard_normal((30, 5))
+        keys[3] = keys[2]
+        turn = np.linalg.qr(rng.standard_normal((5, 5)))[0]
+        kept, lost = turn[:, :3], turn[:, 3:]
+        keys[3] += lost @ rng.standard_normal(2)
+        center = kept @ rng.standard_normal(3) + shift * lost @ rng.standard_normal(2)
+        axes = kept @ conditioned(rng, 3, 1e6)
+        found = geometry_of(Case(keys, None, (center, axes)))
+        bias = None if shift == 0.0 else keys @ lost @ (lost.T @ center)
+        expected = ln_probe.key_geometry(keys @ kept, bias)
+        assert (found.verdict == expected.verdict).all()
+        if shift == 0.0:
+            assert "selectable" not in found.verdict[2:4]
+        for i in np.flatnonzero(found.verdict == "selectable"):
+            witness = found.witness(int(i))
+            scores = keys @ witness
+            assert scores.argmax() == i
+            assert (np.delete(scores, i) < scores[i]).all()
+            beside = lost.T @ (witness - center) if shift else lost.T @ witness
+            assert np.linalg.norm(beside) <= 1e-8 * np.linalg.norm(witness)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "d"), [(4097, 5), (4600, 8), (10_000, 16), (20_000, 8)])
+def test_every_key_of_a_large_set_may_come_first(n, d):
+    keys = layernormed32(np.random.default_rng(n), n, d).astype(np.float64)
+    seen = []
+    for first in (0, 1, n // 3, n - 1):
+        order = np.concatenate([[first], np.delete(np.arange(n), first)])
+        geometry = ln_probe.key_geometry(keys[order], margins=False)
+        seen.append(geometry.verdict[np.argsort(order)])
+        report = Truth(Case(keys[order])).judge(geometry, only=[0, 1, n - 1])
+        assert not report.wrong + report.unproved, str(report)
+        if n <= 5000:
+            geometry.certify()
+    assert all((verdict == seen[0]).all() for verdict in seen)
+
+
+# Many keys, small sets of keys on a coarse grid (ties, lines and planes are common) and generic ones.
+
+
+def kinds(rng, n, d):
+    yield rng.standard_normal((n, d))
+    yield rng.standard_normal((n, d)) * rng.lognormal(0, 1, (n, 1))
+    yield rng.standard_normal((n, d)) * np.exp(-np.arange(d) / 6) * rng.lognormal(0, 1, (n, 1))
+    seeds = rng.standard_normal((n // 2, d))
+    yield np.concatenate([seeds, rng.dirichlet(np.ones(n // 2), n - n // 2) @ seeds])
+    half = rng.standard_normal((n // 2, d))
+    yield np.concatenate([half, half])  # everything twice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("large", "pool"), [(4096, 100), (100, 100)])
+@pytest.mark.parametrize(("n", "d"), [(600, 4), (500, 24)])
+def test_a_pool_gives_the_same_verdicts(n, d, large, pool, monkeypatch):
+    for biased in (False, True):
+        for keys in kinds(np.random.default_rng(n), n, d):
+            bias = np.random.default_rng(d).standard_normal(n) if biased else None
+            direct = ln_probe.key_geometry(keys, bias=bias, margins=False)
+            with monkeypatch.context() as patch:
+                patch.setattr(decide, "POOL", pool)
+                patch.setattr(decide, "LARGE", large)
+                pooled = ln_probe.key_geometry(keys, bias=bias, margins=False)
+                one = ln_probe.key_geometry(keys, bias=bias, margins=False, threads=1)
+            assert (direct.verdict == pooled.verdict).all()
+            assert (one.verdict == pooled.verdict).all()
+            assert "undecided" not in pooled.verdict
+            pooled.certify()
+
+
+def test_a_pool_of_many_keys():
+    rng = np.random.default_rng(0)
+    corners = np.concatenate([np.eye(12), -np.eye(12)]) * 3
+    inside = rng.dirichlet(np.full(24, 0.3), 5000) @ corners * 0.999
+    geometry = ln_probe.key_geometry(np.concatenate([inside, corners]), margins=False)
+    assert (geometry.verdict[:5000] == "unselectable").all()
+    assert (geometry.verdict[5000:] == "selectable").all()
+
+
+GRID = st.integers(0, 10**6).map(
+    lambda seed: np.random.default_rng(seed).integers(-2, 3, (3 + seed % 15, 1 + seed % 3)).astype(float)
+)
+GENERIC = st.integers(0, 10**6).map(
+    lambda seed: np.random.default_rng(seed).standard_normal((3 + seed % 30, 1 + seed % 5))
+)
+KEYS = st.one_of(GRID, GENERIC)
+
+
+def verdicts(keys, **arguments):
+    geometry = ln_probe.key_geometry(keys, margins=False, **arguments)
+    geometry.certify()
+    assert "undecided" not in geometry.verdict
+    return geometry.verdict
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=150)
+@given(KEYS, st.integers(0, 10**6))
+def test_well_conditioned_affine_maps_do_not_matter(keys, seed):
+    rng = np.random.default_rng(seed)
+    d = keys.shape[1]
+    left, right = (np.linalg.qr(rng.standard_normal((d, d)))[0] for _ in range(2))
+    change = left * rng.uniform(0.2, 5, d) @ right
+    scale = 10.0 ** rng.uniform(-20, 20)
+    moved = (keys @ change + rng.standard_normal(d) * 10) * scale
+    assert (verdicts(moved) == verdicts(keys)).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(KEYS, st.integers(0, 10**6))
+def test_an_interior_key_changes_nothing_else(keys, seed):
+    # All weights positive on keys that are not all equal: strictly inside the hull.
+    inside = np.random.default_rng(seed).dirichlet(np.full(len(keys), 5.0)) @ keys
+    before, after = verdicts(keys), verdicts(np.concatenate([keys, inside[None]]))
+    assert (after[:-1] == before).all()
+    if np.ptp(keys, axis=0).max() > 0:
+        assert after[-1] == "unselectable"
+
+
+def by_linear_program(keys, i, bias):
+    """Feasible convex weights of the others: inside."""
+    others = np.delete(keys, i, axis=0)
+    sums = np.vstack([others.T, np.ones(len(others))])
+    extra = {} if bias is None else {"A_ub": -np.delete(bias, i)[None], "b_ub": [-bias[i]]}
+    solved = linprog(np.zeros(len(others)), A_eq=sums, b_eq=np.append(keys[i], 1.0), method="highs", **extra)
+    assert solved.status in (0, 2)
+    return "unselectable" if solved.status == 0 else "selectable"
+
+
+@pytest.mark.parametrize(("n", "d", "biased"), [(100, 2, True), (150, 4, False), (100, 12, True)])
+def test_agreement_with_a_linear_program(n, d, biased):
+    rng = np.random.default_rng(1)
+    keys, bias = rng.standard_normal((n, d)) * rng.lognormal(0, 1, (n, 1)), rng.standard_normal(n) if biased else None
+    geometry = ln_probe.key_geometry(keys, bias=bias)
+    geometry.certify()
+    assert geometry.verdict.tolist() == [by_linear_program(keys, i, bias) for i in range(n)]
+    assert (geometry.verdict == "unselectable").sum() > 5
+
+
+def test_bytes_do_not_depend_on_memory_or_threads():
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(4, 40, 8)) * rng.lognormal(size=(4, 40, 1))
+    ellipsoid = rng.normal(size=(4, 8)), 3 * rng.normal(size=(4, 8, 8))
+    seen = set()
+    for trial in range(10):
+        clutter = [np.full(int(n), np.nan) for n in rng.integers(1, 400, size=30)]  # holes for the allocator
+        del clutter[:: 1 + trial % 3]
+        found = ln_probe.key_geometry(vectors, query_set=ellipsoid, causal=True, threads=1 + trial % 3)
+        arrays = found.margin_lower, found.margin_upper, found.attainable, found.attainable_upper
+        bits = b"".join(np.ascontiguousarray(a).tobytes() for a in (*arrays, found.first_unselectable_at))
+        seen.add(bits + "".join(found.verdict.ravel()).encode())
+    assert len(seen) == 1
