@@ -26,17 +26,6 @@ def weights(keys, queries):
     return odds / odds.sum(axis=1, keepdims=True)
 
 
-def test_two_opposite_keys():
-    # The best query of length R along a key gives it the score R, the other -R.
-    for radius in (0.1, 1.0, 3.0):
-        geometry = ln_probe.key_geometry(np.array([[1.0], [-1.0]]), query_set=radius)
-        expected = 1 / (1 + np.exp(-2 * radius))
-        assert (geometry.attainable <= expected + 1e-12).all()
-        assert (geometry.attainable >= expected - WEIGHT_GAP).all()
-        assert (geometry.attainable_upper >= expected - 1e-12).all()
-        geometry.certify()
-
-
 def test_a_key_in_the_middle_of_a_square():
     # By symmetry no query does better than zero: a fifth each.
     keys = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])

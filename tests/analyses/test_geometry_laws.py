@@ -1,18 +1,15 @@
-"""Laws: what must not change a result (order, rotation, padding, copies, the basis of a head, memory, threads), and
+"""Laws: what must not change a result (order, padding, a set of queries in all directions, memory, threads), and
 agreement with a linear program.
 
-Permutations, powers of two and padding are exact in float64: verdicts are the same, and brackets (of the same truth)
-overlap. What rounds changes the truth itself a little: there a verdict may differ only where the side that says
-"selectable" has a margin below CLOSE, or where keys lie within CLOSE of each other.
+Permutations and padding are exact in float64: verdicts are the same, and brackets (of the same truth) overlap. What
+rounds moves the truth itself; test_geometry_truth.py compares with that, in every family.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
-from geometry_families import FAMILIES, TAU, Case, conditioned, layernormed32
+from geometry_families import FAMILIES, Case, conditioned, layernormed32
 from geometry_reference import Truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,13 +18,11 @@ from scipy.optimize import linprog
 import ln_probe
 from ln_probe.analyses.geometry import decide
 
-# Relative to the RMS norm: a few tau, which rounding decides.
-CLOSE = 20 * TAU
 PLAIN = [name for name in FAMILIES if "bias" not in name and "quer" not in name]
 
 
-def case_of(name: str, n: int = 24) -> Case:
-    return FAMILIES[name](np.random.default_rng(1), n, 4)
+def case_of(name: str) -> Case:
+    return FAMILIES[name](np.random.default_rng(1), 24, 4)
 
 
 def geometry_of(case: Case):
@@ -36,31 +31,14 @@ def geometry_of(case: Case):
     return geometry
 
 
-def overlap(low, high, other_low, other_high, slack=0.0):
-    return ((low <= other_high + slack) & (other_low <= high + slack)).all()
-
-
-def same(here, there, order=None, slack=0.0, weight_slack=1e-9):
-    """Bounds of two geometries of the same keys; `order[i]` is the place of key i in the second."""
+def same(here, there, order=None):
+    """Verdicts and bounds of two geometries of the same keys; `order[i]` is the place of key i in the second."""
     order = np.arange(len(here.verdict)) if order is None else order
-    assert overlap(here.margin_lower, here.margin_upper, there.margin_lower[order], there.margin_upper[order], slack)
-    if np.isfinite(here.attainable).any():
-        assert overlap(
-            here.attainable, here.attainable_upper, there.attainable[order], there.attainable_upper[order], weight_slack
-        )
-
-
-def may_differ(case: Case, close: float, *geometries) -> np.ndarray:
-    """Keys whose verdict rounding may decide: with a neighbour or a margin below `close`, or too close to call."""
-    truth = Truth(case)
-    found = np.zeros(len(case.keys), bool)
-    for i in range(len(found)):
-        near = np.delete(truth.distances(i), i)
-        found[i] = ((near > 0) & (near < Fraction(close) ** 2)).any()
-    for geometry in geometries:
-        vertex = np.isin(geometry.verdict, ("selectable", "duplicate"))
-        found |= (geometry.verdict == "undecided") | vertex & (geometry.margin_lower < close)
-    return found
+    assert (here.verdict == there.verdict[order]).all()
+    for lower, upper, slack in (("margin_lower", "margin_upper", 0.0), ("attainable", "attainable_upper", 1e-9)):
+        (low, high), (other_low, other_high) = ((getattr(g, lower), getattr(g, upper)) for g in (here, there))
+        apart = (low > other_high[order] + slack) | (other_low[order] > high + slack)
+        assert not apart.any()  # (without a query set nothing is said of attention: NaN)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -71,17 +49,15 @@ def test_neither_order_nor_zero_dimensions_matter(name):
     place = np.argsort(order)
     bias = None if case.bias is None else case.bias[order]
     there = geometry_of(Case(case.keys[order], bias, case.query_set))
-    assert (here.verdict == there.verdict[place]).all()
     same(here, there, place)
     if name in PLAIN:
         there = geometry_of(Case(np.pad(case.keys, ((0, 0), (1, 3)))))
-        assert (here.verdict == there.verdict).all()
         same(here, there)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_copy_of_every_key_makes_duplicates(name):
-    case = case_of(name, 16)
+    case = case_of(name)
     here = geometry_of(case)
     bias = None if case.bias is None else np.concatenate([case.bias, case.bias])
     twice = Case(np.concatenate([case.keys, case.keys]), bias, case.query_set)
@@ -92,68 +68,6 @@ def test_a_copy_of_every_key_makes_duplicates(name):
     assert (there.verdict[number:] == expected).all()
     assert (there.representative == np.concatenate([here.representative, here.representative])).all()
     assert not (there.margin_lower > 0).any()
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_moving_the_keys_rigidly_does_not_matter(name):
-    case, rng = case_of(name), np.random.default_rng(0)
-    d = case.keys.shape[1]
-    turned = 3 * case.keys @ np.linalg.qr(rng.standard_normal((d, d)))[0]
-    moved = Case(turned + rng.standard_normal(d) * np.abs(turned).max())
-    here, there = geometry_of(case), geometry_of(moved)
-    truth = Truth(case)
-    size = float(truth.z2) ** 0.5 * float(truth.scale)
-    # A coordinate is rounded some d times to half an ulp of the largest entry; the margin moves by twice that.
-    rounding = 4 * d**1.5 * 2.0**-52 * float(np.abs(moved.keys).max()) / size
-    differ = here.verdict != there.verdict
-    assert not (differ & ~may_differ(case, max(CLOSE, 2 * rounding), here, there)).any()
-    same(here, there, slack=max(rounding, 1e-14))
-
-
-def whole_change(rng: np.random.Generator, d: int) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix of whole numbers, of condition number 10⁶ and more, and its inverse, which is whole too."""
-    change, inverse = np.eye(d), np.eye(d)
-    while np.linalg.cond(change) < 1e6:
-        a, b = rng.permutation(d)[:2]
-        step = float(rng.integers(2, 9)) * rng.choice([-1, 1])
-        shear, back = np.eye(d), np.eye(d)
-        shear[a, b], back[a, b] = step, -step
-        change, inverse = shear @ change, inverse @ back
-    assert (change @ inverse == np.eye(d)).all()
-    return change, inverse
-
-
-@pytest.mark.parametrize("d", [2, 5])
-def test_a_basis_of_whole_numbers_does_not_matter_to_what_is_measured(d):
-    # Nothing rounds: the same head, the same scores to the last bit. Verdicts are those of the keys in each basis.
-    for seed in range(5):
-        rng = np.random.default_rng([d, seed])
-        keys = rng.integers(-50, 51, (30, d)).astype(float)
-        center, axes = rng.integers(-2, 3, d).astype(float), rng.integers(-4, 5, (d, d)) / 64
-        change, inverse = whole_change(rng, d)
-        here = geometry_of(Case(keys, None, (center, axes)))
-        there = geometry_of(Case(keys @ change.T, None, (inverse.T @ center, inverse.T @ axes)))
-        assert (here.reachable == there.reachable).all()
-        same(here, there)
-
-
-@pytest.mark.parametrize("condition", [1e3, 1e6, 1e9])
-def test_any_basis_of_a_head_does_not_matter_to_what_is_measured(condition):
-    # Products with the two matrices lose condition * eps of the measured keys.
-    close = max(CLOSE, 1e3 * condition * 2.0**-52)
-    for d in (3, 8):
-        rng = np.random.default_rng(d)
-        keys, center, axes = rng.standard_normal((40, d)), rng.standard_normal(d), rng.standard_normal((d, d))
-        change = conditioned(rng, d, condition)
-        back = np.linalg.inv(change).T
-        case = Case(keys @ change.T, None, (back @ center, back @ axes))
-        here, there = geometry_of(Case(keys, None, (center, axes))), geometry_of(case)
-        scores = np.abs(keys @ axes).max() + np.abs(keys @ center).max()
-        same(here, there, slack=close * scores, weight_slack=1e-9 + close * scores)
-        if condition < 1e8:  # (beyond, directions are missing from the axes)
-            truth = Truth(case).judge(there)
-            assert not truth.wrong
-            assert not truth.unproved
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -15,14 +15,13 @@ import ln_probe
 import ln_probe.analyses.geometry
 from ln_probe.analyses.geometry import active_set, inputs, large, margins, newton, wolfe
 from ln_probe.analyses.geometry import checker as checker_module
-from ln_probe.analyses.geometry.checker import CertificateError, Checker, Rows
+from ln_probe.analyses.geometry.checker import Checker, Rows
 from ln_probe.analyses.geometry.coordinates import TAU, coordinates
 from ln_probe.analyses.geometry.decide import SELECTABLE, UNDECIDED, UNSELECTABLE, Pool, decide
 from ln_probe.analyses.geometry.inputs import LEFT_OUT, QuerySet, accurate_product, key_sets, score_space, seen_from
 from ln_probe.analyses.geometry.margins import Keys, Measured, _nearest, again, too_wide
 from ln_probe.analyses.geometry.positions import first_unselectable
 from ln_probe.analyses.geometry.prove import Proved, conditioning, prove_positions, prove_verdicts
-from ln_probe.analyses.geometry.witnesses import certify
 from ln_probe.analyses.probes import unembedding
 
 
@@ -170,20 +169,6 @@ def test_radii_to_the_end_of_what_can_be_used() -> None:
 def proved_of(keys: np.ndarray) -> tuple[Checker, Proved]:
     checker, sets = Checker(keys, None, None, TAU), coordinates(keys)
     return checker, prove_verdicts(checker, sets, decide(sets))
-
-
-@pytest.mark.parametrize("times", [0.5, 100.0])
-def test_weights_may_miss_their_key_by_the_tolerance_and_no_more(times: float) -> None:
-    _, proved = proved_of(SQUARE)
-    assert proved.verdicts.code.tolist() == [SELECTABLE] * 4 + [UNSELECTABLE]
-    moved = SQUARE.copy()
-    moved[4, 2] = times * TAU * np.sqrt((SQUARE**2).sum() / len(SQUARE))
-    checker, one = Checker(moved, None, None, TAU), np.arange(5)
-    if times < 1.0:
-        certify(checker, proved, None, None, None, one)
-    else:
-        with pytest.raises(CertificateError, match="key 4: its convex weights miss it by"):
-            certify(checker, proved, None, None, None, one)
 
 
 def test_how_clear_a_verdict_is_has_its_sign() -> None:

@@ -35,32 +35,6 @@ def test_a_circle_with_one_key_inside():
     np.testing.assert_allclose(weights @ keys, keys[8], atol=1e-7)
 
 
-def test_margin_of_a_polygon_is_the_height_of_its_ears():
-    keys = circle(8)
-    # The neighbours' chord is cos(45°) from the centre; the keys are centred and of norm 1.
-    expected = 1 - np.cos(np.pi / 4)
-    exact = ln_probe.key_geometry(keys, margins="exact")
-    np.testing.assert_allclose(exact.margin_lower, expected, rtol=1e-5)
-    np.testing.assert_allclose(exact.margin_upper, expected, rtol=1e-5)
-    assert exact.margin_unit == "rms"
-    bracket = ln_probe.key_geometry(7.5 * keys + 3)
-    assert (bracket.margin_lower <= expected * (1 + 1e-9)).all()
-    assert (bracket.margin_upper >= expected * (1 - 1e-9)).all()
-    assert (bracket.margin_upper <= 1.01 * bracket.margin_lower + 1e-12).all()
-
-
-def test_margins_of_an_ellipsoid_are_in_nats():
-    keys = circle(8)
-    axes = np.array([[3.0, 0.0], [0.0, 0.5]])
-    geometry = ln_probe.key_geometry(keys, query_set=(np.zeros(2), axes), margins="exact")
-    assert geometry.margin_unit == "nats"
-    plain = ln_probe.key_geometry(keys @ axes, margins="exact")
-    size = np.sqrt(((keys @ axes) ** 2).sum(1).mean())
-    np.testing.assert_allclose(geometry.margin_lower, plain.margin_lower * size, rtol=1e-5)
-    radius = ln_probe.key_geometry(keys, query_set=2.0, margins="exact")
-    np.testing.assert_allclose(radius.margin_upper, 2 * (1 - np.cos(np.pi / 4)), rtol=1e-5)
-
-
 def test_duplicates_of_a_vertex_and_of_an_interior_point():
     keys = np.concatenate([circle(6), circle(6)[2:3], [[0.1, 0.0], [0.1, 0.0], [0.1, 1e-9]]])
     geometry = ln_probe.key_geometry(keys, causal=True)
@@ -103,16 +77,6 @@ def test_keys_that_are_all_equal(value):
     geometry.certify()
 
 
-def test_a_line():
-    direction = np.array([1.0, -2.0, 0.5])
-    place = np.array([0.0, 1.0, 2.0, 3.0, -1.0])
-    geometry = ln_probe.key_geometry(place[:, None] * direction + 7, causal=True)
-    assert geometry.verdict.tolist() == ["unselectable"] * 3 + ["selectable"] * 2
-    # 0 has neighbours on both sides when -1 comes, 1 when 2 does, 2 when 3 does.
-    assert geometry.first_unselectable_at.tolist() == [4, 2, 3, -1, -1]
-    geometry.certify()
-
-
 @pytest.mark.parametrize(
     ("beside", "offset", "verdict"),
     [
@@ -134,24 +98,6 @@ def test_tolerance_decides_between_near_points(beside, offset, verdict):
     assert geometry.verdict[4] == verdict
     assert beside == "a corner" or (geometry.verdict[:4] == "selectable").all()
     geometry.certify()
-
-
-def test_bias_hides_and_reveals():
-    square = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
-    assert ln_probe.key_geometry(square, bias=np.zeros(5)).verdict[4] == "unselectable"
-    raised = ln_probe.key_geometry(square, bias=np.array([0, 0, 0, 0, 0.1]))
-    assert raised.verdict.tolist() == ["selectable"] * 5
-    raised.certify()
-    query = raised.witness(4)
-    assert (square @ query + [0, 0, 0, 0, 0.1]).argmax() == 4
-    lowered = ln_probe.key_geometry(square, bias=np.array([0, 0, 0, 0, -0.1]))
-    assert lowered.verdict.tolist() == ["selectable"] * 4 + ["unselectable"]
-    lowered.certify()
-    # A vertex stays selectable however low its bias: a long query overcomes it.
-    corner = ln_probe.key_geometry(square, bias=np.array([-50.0, 0, 0, 0, 0]))
-    assert corner.verdict[0] == "selectable"
-    corner.certify()
-    assert (square @ corner.witness(0) + [-50.0, 0, 0, 0, 0]).argmax() == 0
 
 
 def test_a_batch_is_its_sets_one_by_one_at_any_number_of_threads():
@@ -248,12 +194,6 @@ def test_table_of_random_keys(d, any_, mean):
     error = 4 * np.sqrt(1 / 100 + 1 / draws)
     assert abs(hidden.any(1).mean() - any_) <= error * np.sqrt(any_ * (1 - any_)) + 1e-9
     assert abs(hidden.mean() - mean) <= error * hidden.mean(1).std() + 5e-4
-
-
-def test_layernorm_puts_every_random_key_on_a_sphere():
-    for d in (4, 15):
-        keys = normalized(np.random.default_rng(0).standard_normal((30, 60, d)))
-        assert (ln_probe.key_geometry(keys, margins=False).verdict == "selectable").all()
 
 
 def test_the_result_does_not_share_memory_with_the_keys():

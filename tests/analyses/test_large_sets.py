@@ -88,7 +88,7 @@ def test_the_checker_of_large_sets_is_the_checker(biased: bool, dtype: type) -> 
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(("seed", "biased"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("seed", "biased"), [(0, False), (0, True), (1, True), (2, False)])
 def test_verdicts_and_brackets_are_those_of_all_keys_at_once(
     seed: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,11 +16,11 @@ from architectures import cases
 from ln_probe.hooks import find_sites, linearized, without
 
 FAST = {
-    "hooked": ("scaling", "linearized"),
-    "lab": ("scaling, heads",),
+    "hooked": ("scaling", "linearized", "linearized, given", "linearized in scaling"),
+    "lab": ("scaling, heads", "linearized in scaling"),
     "lab-hooked": ("scaling, keys",),
-    "gpt2": ("projection, heads", "scaling, keys"),
-    "neox": ("projection in linearized",),
+    "gpt2": ("projection, heads", "scaling, keys", "linearized, given"),
+    "neox": ("projection in linearized", "linearized in projection"),
     "llama": ("scaling, heads",),  # two heads to a key
 }
 ALL = ("opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "mistral", "gptj")
