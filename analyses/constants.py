@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
 
 from ln_probe.analyses.probes.text import counted
@@ -387,6 +387,7 @@ class Calibration:
             positions, over the divisor.
         sample: which keys are measured; None: all.
         optimal: loss-optimal constants, by group of norms ("attention", "all"); empty: they were not fitted.
+        first: the first measured prompts, on which what is run of a large model is chosen.
     """
 
     norms: pd.DataFrame
@@ -398,6 +399,7 @@ class Calibration:
     empirical: Mapping[int, QueryEllipsoid] = field(default_factory=dict)
     sample: KeySample | None = None
     optimal: Mapping[str, Halves] = field(default_factory=dict)
+    first: tuple[Int[Tensor, " _"], ...] = ()
 
     @property
     def optimal_of(self) -> Callable[[str, int], Mapping[str, Constant]] | None:

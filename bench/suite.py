@@ -3,7 +3,8 @@
 Twelve models of one layer (random weights, d_model 8, 32 tokens) with about 83 training steps each, two prompts of 8
 tokens, the probe `causal` alone: next to nothing to measure, so that what remains is the suite's own cost.
 
-* `local`: two workers; the driver is killed (SIGKILL) when a half of the reports are there, and run again.
+* `local`: two workers (`--workers`); the driver is killed (SIGKILL) when a half of the reports are there, and run
+  again.
 * `slices`: `report --unit K/16`, as a job array of 16 runs them, two at a time, then `merge`.
 * `ray`: two workers of a cluster on this machine; needs `pip install 'ln-probe[ray]'`.
 
@@ -37,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS, SLICES, VISITS = 12, 16, 5
+MODELS, SLICES, VISITS, WORKERS = 12, 16, 5, 2
 PROBES = "causal"
 COLUMNS = (
     *("scene", "checkpoints", "done", "kills", "wall_s", "cpu_s", "cpu_each_s", "bare_each_s", "overhead_each_s"),
@@ -154,8 +155,8 @@ def _look(seen: Seen, pid: int, done: int) -> None:
         seen.peak = max(seen.peak, int(most[1]) / 1024)
 
 
-def local(seen: Seen, base: list[object], out: Path, count: int) -> int:
-    line = command("report", *base, "--workers", 2, "--quiet")
+def local(seen: Seen, base: list[object], out: Path, count: int, workers: int) -> int:
+    line = command("report", *base, "--workers", workers, "--quiet")
     watched(seen, line, out, kill_at=count // 2)
     seen.cpu = 0.0  # workers of a killed driver are nobody's children: what follows is counted, of the other half
     left = count - finished(out)
@@ -164,30 +165,30 @@ def local(seen: Seen, base: list[object], out: Path, count: int) -> int:
     return 1
 
 
-def slices(seen: Seen, base: list[object], out: Path, count: int) -> int:
+def slices(seen: Seen, base: list[object], out: Path, count: int, workers: int) -> int:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     waiting = [
         command("report", *base, "--workers", 1, "--quiet", "--unit", f"{k}/{SLICES}") for k in range(1, SLICES + 1)
     ]
-    for first, second in zip(waiting[::2], waiting[1::2], strict=True):
+    for at in range(0, SLICES, workers):
         given = {"env": environment(), "stderr": subprocess.PIPE, "text": True}
-        for process in [subprocess.Popen(line, **given) for line in (first, second)]:
+        for process in [subprocess.Popen(line, **given) for line in waiting[at : at + workers]]:
             said = process.communicate()[1]
             if process.returncode:
                 sys.exit(f"a slice failed ({process.returncode}):\n{said[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    watched(seen, command("merge", out, "--workers", 2, "--quiet"), out)
+    watched(seen, command("merge", out, "--workers", workers, "--quiet"), out)
     seen.cpu += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return 0
 
 
-def ray(seen: Seen, base: list[object], out: Path, count: int) -> int:
-    watched(seen, command("report", *base, "--engine", "ray", "--workers", 2, "--quiet"), out)
+def ray(seen: Seen, base: list[object], out: Path, count: int, workers: int) -> int:
+    watched(seen, command("report", *base, "--engine", "ray", "--workers", workers, "--quiet"), out)
     seen.cpu = float("nan")  # Ray's processes are not the driver's children
     return 0
 
 
-def index(seen: Seen, base: list[object], out: Path, count: int) -> int:
+def index(seen: Seen, base: list[object], out: Path, count: int, workers: int) -> int:
     """An index of reports with all probes; of the base only the models matter."""
     models = [str(sorted(m.iterdir())[0]) for m in base if isinstance(m, Path) and m.is_dir()]
     line = [sys.executable, "-c", _INDEX, str(out.parent), str(out), str(count), *models]
@@ -227,12 +228,12 @@ def opens(page: Path) -> float:
     return statistics.median(found)
 
 
-def row(scene: str, home: Path, models: list[Path], count: int, each: float) -> list[str]:
+def row(scene: str, home: Path, models: list[Path], count: int, each: float, workers: int) -> list[str]:
     out, seen = home / scene, Seen()
     base: list[object] = [*models, "--checkpoints", "all", "--prompts", home / "prompts.jsonl", "--probes", PROBES]
     base += ["--shard", 2]
     begun = time.perf_counter()
-    kills = SCENES[scene](seen, [*base, "--out", out], out, count)
+    kills = SCENES[scene](seen, [*base, "--out", out], out, count, workers)
     wall = time.perf_counter() - begun
     quarter = next((m for done, m in seen.memory if done >= count // 4), float("nan"))
     # of the last look before the last report was there, that is before the index is made
@@ -249,6 +250,7 @@ def main() -> None:
     given = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     given.add_argument("--scenes", nargs="+", choices=SCENES, default=["local", "slices"])
     given.add_argument("--checkpoints", type=int, default=1000)
+    given.add_argument("--workers", type=int, default=WORKERS, help="of `local` and `ray`; slices at a time")
     given.add_argument("--out", type=Path, help="a CSV file for the table; other scenes' rows in it are kept")
     asked = given.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -258,7 +260,7 @@ def main() -> None:
         each = bare(home, models) if suites else float("nan")
         print(",".join(COLUMNS), flush=True)
         for scene in asked.scenes:
-            found = row(scene, home, models, asked.checkpoints, each)
+            found = row(scene, home, models, asked.checkpoints, each, asked.workers)
             print(",".join(found), flush=True)
             if asked.out:
                 _keep(found, asked.out)

@@ -38,7 +38,7 @@ from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Failure, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import SiteStatistics
-from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
+from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES, SINGLE_NORM_PROMPTS
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.analyses.progress import tell, tell_inner
 from ln_probe.exhibits import Exhibits
@@ -286,6 +286,7 @@ class Passes:
             notes=notes if sample is None else (*notes, sample.note),
             empirical={layer: found.ellipsoid() for layer, found in occurred.items()},
             sample=sample,
+            first=tuple(torch.tensor(np.frombuffer(row, np.int64)) for row in rows[:SINGLE_NORM_PROMPTS]),
         )
 
     def _constants(

@@ -226,7 +226,9 @@ CAUSAL = declare(
         prompt groups; of primary contrasts that freeze scaling; NaN where they were not fitted
     delta_loss_optimal_low (float, as loss): lower end of its 95 % CI over prompt groups
     delta_loss_optimal_high (float, as loss): upper end of the same
-    prompts_worse (int): prompts whose loss rises
+    estimate (float, as loss): second-order estimate of delta_loss from the gradients at the norm; of single norms. In a
+        large model it is all that is known of some: their delta_loss, interval and p are NaN
+    prompts_worse (int): prompts whose loss rises; NaN where only estimated
     p_adjusted (float): sign test over prompt groups: of the direction of the median, not of the mean as p_mean is;
         Holm-adjusted within its family; NaN where nothing changes by construction or there is no loss
     kl (float, nats): KL(intact ‖ edited) of next-token distributions, mean over positions; NaN where outputs are no

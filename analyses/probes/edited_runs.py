@@ -17,7 +17,7 @@ and of groups also with other constants:
 
 Of the primary contrasts that freeze scaling, the derivatives of the loss by the constants are kept: the interval of
 `causal` includes the choice of constants by them. Single norms are measured on the first prompts alone
-(SINGLE_NORM_PROMPTS).
+(SINGLE_NORM_PROMPTS), all of them to second order (`norm_estimates`), and exactly those that `leading` says.
 
 A prompt is held at a time, with the logits of the unedited model alone; what edited passes have in common is computed
 once (`shared_passes`).
@@ -28,7 +28,7 @@ Loss under a frozen scale: Heimersheim 2024; Baroni et al. 2025, "Transformers D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ln_probe.analyses.probes.leading import every_one_is_run, with_largest
+from ln_probe.analyses.probes.norm_estimates import norm_estimates
 from ln_probe.analyses.probes.shared_passes import Job, SharedPasses, Sums
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.hooks.capture import is_causal, window_of
@@ -50,9 +52,11 @@ from ln_probe.hooks.scales import FROZEN, OPTIMAL, UNIFORM, Constant
 from ln_probe.hooks.sites import facts_of
 from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant, VariantEdit
 
-MEASURES = ("nll", "nll_uniform", "nll_optimal", "predicted", "kl", "agree", "positions", "entropy", "queries")
+_LOSSES = ("nll", "nll_uniform", "nll_optimal", "estimate")
+MEASURES = (*_LOSSES, "predicted", "kl", "agree", "positions", "entropy", "queries")
 PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "no_op")
 GRADIENT_COLUMNS = ("prompt", "sites", "site", "first", "rest")
+_UNKNOWN = (math.nan, math.nan)
 _OF_GROUPS = {"nll_uniform": UNIFORM, "nll_optimal": OPTIMAL}
 
 # The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
@@ -62,6 +66,10 @@ PRIMARY_SITES = ("attention", "all")
 # Prompts on which norms are taken one by one: the fewest at which a sign test (p = 2^-11 if all agree) survives Holm's
 # correction over a hundred norms.
 SINGLE_NORM_PROMPTS = 12
+
+# Norms of a large model that are run exactly (`leading`): six hold the ten largest changes of all models in
+# bench/results/single-norms.csv.
+LEADING_NORMS = 8
 
 # A whole pass and shared passes with the same constants give one loss, to rounding (relative; float32: 2e-6 measured).
 _SAME_LOSS, _SAME_HALF = {torch.float64: 1e-9, torch.float32: 1e-4}, 3e-2
@@ -109,6 +117,8 @@ class EditedRuns:
         optimal: loss-optimal constants for a group of norms on a prompt, `optimal(group, prompt)`; None: there are
             none.
         single_norm_prompts: on how many of the first prompts norms are taken one by one.
+        first: the first prompts that will be measured, on which leading norms are chosen; none: every norm is run.
+        exact: names of the norms that are run exactly; None: as `leading` says. Empty: estimates alone.
         uniform: whether groups are run with one constant for all positions too.
         primary_only: whether nothing but the primary contrasts is run, and of them the loss alone.
         errors: standard errors of the constants, by site, at position 0 and elsewhere: derivatives of the primary
@@ -125,6 +135,8 @@ class EditedRuns:
         *,
         optimal: Callable[[str, int], Mapping[str, Constant]] | None = None,
         single_norm_prompts: int = SINGLE_NORM_PROMPTS,
+        first: Sequence[Int[Tensor, " _"]] = (),
+        exact: Collection[str] | None = None,
         uniform: bool = True,
         primary_only: bool = False,
         errors: Mapping[str, tuple[float, float]] | None = None,
@@ -156,6 +168,9 @@ class EditedRuns:
             for layer, block in enumerate(blocks(model))
             if (pattern := dict(_children(getattr(block, "attn", None))).get("hook_pattern")) is not None
         ]
+        self.exact = frozenset(self._chosen(first) if exact is None else exact)
+        if unknown := sorted(self.exact - set(self.sites)):
+            raise ValueError(f"exact: {unknown[0]!r} is no norm that is measured ({', '.join(self.sites)})")
 
     @property
     def no_loss(self) -> str:
@@ -185,7 +200,7 @@ class EditedRuns:
             for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
                 jobs: dict[tuple[_Signature, str], Job] = {}
                 for row in wanted:
-                    if row.variant.standard == standard and row.signature and not self._is_lost(row):
+                    if row.variant.standard == standard and self._is_run(row):
                         jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt)}
                 missing = {key: job for key, job in jobs.items() if key not in effects}
                 effects |= passes.effects(tokens, unedited, missing)
@@ -193,10 +208,11 @@ class EditedRuns:
                 zip(("entropy", "queries"), map(math.fsum, zip(*unedited.entropy.values(), strict=True)), strict=False)
             )
         self._differentiate(prompt, tokens, effects, intact["nll"])
+        estimates = self._estimates(wanted, tokens, self.constants_of(prompt))
         rows = [
             {"prompt": prompt, "sites": row.sites, "variant": row.variant.name}
             | self._sums(row, intact, effects, tokens)
-            | {"no_op": self._no_op(row)}
+            | {"estimate": sum(estimates.get((row.sites, row.variant.name), _UNKNOWN)), "no_op": self._no_op(row)}
             for row in wanted
         ]
         return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
@@ -272,6 +288,38 @@ class EditedRuns:
     def _is_lost(self, row: _Row) -> bool:
         return bool(row.signature) and any(s.name in self.lost for s in row.members)
 
+    def _is_run(self, row: _Row) -> bool:
+        """Whether a pass says what the edit does; otherwise it does nothing, is lost, or is estimated."""
+        return bool(row.signature) and not self._is_lost(row) and (row.is_group or row.sites in self.exact)
+
+    def _chosen(self, first: Sequence[Int[Tensor, " _"]]) -> list[str]:
+        """The norms that are run exactly: all of a small model, and where there is no loss to estimate or nothing to
+        choose with."""
+        names, single = list(self.sites), [r for r in self.rows if not r.is_group]
+        few = every_one_is_run(self.model, len(names)) or len(names) <= LEADING_NORMS
+        if few or not single or not self.single_norm_prompts or self.meaningless:
+            return names
+        if self.objective.function is not None or self.objective.obstacle(self.model):
+            return names
+        estimates = (self._estimates(single, tokens, self.constants_of(i)) for i, tokens in enumerate(first))
+        return with_largest(estimates, LEADING_NORMS) or names
+
+    def _estimates(
+        self, rows: Sequence[_Row], tokens: Int[Tensor, " pos"], constants: Mapping[str, Constant]
+    ) -> dict[tuple[str, str], tuple[float, float]]:
+        """Both terms of the estimated change of the summed loss of one prompt under each edit of a single norm, by
+        (norm, variant); 0 where nothing is edited. Nothing where there is no loss, or a loss of the user's."""
+        single = [r for r in rows if not r.is_group and r.variant.is_edit and not self._is_lost(r)]
+        if not single or self.no_loss or self.meaningless or self.objective.function is not None:
+            return {}
+        keys = {(r.sites, r.variant.name): r for r in single}
+        if len(tokens) < 2:  # nothing is predicted
+            return dict.fromkeys(keys, (0.0, 0.0))
+        edits = {key: self._edits(r, constants, len(tokens))[0] for key, r in keys.items() if r.signature}
+        found = norm_estimates(self.model, tokens, edits) if edits else {}
+        idle = {key: (0.0, 0.0) for key, r in keys.items() if not r.signature}
+        return found | idle if found or not edits else {}
+
     def _jobs(self, row: _Row, length: int, prompt: int) -> Iterator[tuple[str, Job]]:
         """The ways in which a row is run: of groups whose scaling is frozen, more than one."""
         constants = self.constants_of(prompt)
@@ -303,6 +351,8 @@ class EditedRuns:
         """The sums of one row over one prompt."""
         if self._is_lost(row):
             return dict.fromkeys(MEASURES, math.nan)
+        if row.signature and not self._is_run(row):
+            return dict.fromkeys(MEASURES, math.nan) | {"predicted": float(self.objective.weight(tokens))}
         found = effects[row.signature, FROZEN] if row.signature else intact
         losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
         if row.is_group:
@@ -335,6 +385,12 @@ class EditedRuns:
     def notes(self) -> list[str]:
         """What a reader has to know about this model; complete once a prompt was measured."""
         said = [f"causal: {reason}" for reason in self.lost.values()]
+        if len(self.exact) < len(self.sites) and self.single_norm_prompts:
+            said.append(
+                f"causal: {len(self.exact)} of {len(self.sites)} norms were run exactly one by one, those with the "
+                f"largest estimates; the others are estimated to second order, and count as tests where p-values of "
+                "single norms are adjusted"
+            )
         if any("ignores the mean" in reason for by_site in self.nothing.values() for reason in by_site.values()):
             said.append(
                 "causal: the weights that read these norms are centred (folding the norms does that), so a model "

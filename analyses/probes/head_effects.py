@@ -24,7 +24,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Int
-from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ln_probe.analyses.constants import Calibration
@@ -43,16 +42,18 @@ from ln_probe.analyses.probes.base import (
     View,
 )
 from ln_probe.analyses.probes.columns import HEAD_EFFECTS
+from ln_probe.analyses.probes.leading import (
+    EXACT_WORK,
+    agreement,
+    cost_of_choosing,
+    every_one_is_run,
+    every_one_would_be_run,
+    other_prompts,
+    with_largest,
+)
 from ln_probe.analyses.probes.shared_passes import passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
 from ln_probe.analyses.probes.text import counted
-from ln_probe.hooks.default_tokens import (
-    CALIBRATION,
-    SAMPLED_SEQUENCES,
-    SAMPLED_TOKENS,
-    UnsampledError,
-    default_tokens,
-)
 from ln_probe.hooks.edits import Edit, LostEditError
 from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
@@ -65,11 +66,7 @@ from ln_probe.hooks.variants import SCALING_FROZEN, VariantEdit, edits_of_norms
 
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")
 
-# Up to this many (weights of the blocks × heads) every head is run exactly; beyond, the LEADING by their estimates.
-# A unit of it costs some 40 multiplications a token (half a pass for each of three terms, and what lies around it):
-# 64 heads of lm-layernorm are 5e7 and take 1.3 s of one core for a prompt of 128 tokens, MGM's 64 are 4e8, GPT-2
-# small's 144 are 1.2e10.
-EXACT_WORK = 1e9
+# Heads of a large model that are run exactly (`leading`).
 LEADING = 8
 # Calibration prompts that choose the leading heads: not those that are measured, so the choice does not bias effects.
 CHOOSING = 2
@@ -157,21 +154,14 @@ class HeadRuns:
 
     def _chosen(self) -> list[tuple[int, int]]:
         every = [(layer, head) for layer, heads in self.heads.items() for head in heads]
-        weights = sum(p.numel() for block in blocks(self.model) for p in block.parameters())
-        if len(every) * weights <= EXACT_WORK:
+        if every_one_is_run(self.model, len(every)):
             return every
-        sums: dict[tuple[int, int, str], float] = {}
-        try:
-            other = default_tokens(self.model, CALIBRATION)[:CHOOSING]
-        except UnsampledError:  # no prompts but the measured ones, which must not choose: estimates alone
-            return []
-        for tokens in other:
-            for row in self._measure(0, tokens).to_dict("records"):
-                key = (int(row["layer"]), int(row["head"]), str(row["variant"]))
-                sums[key] = sums.get(key, 0.0) + float(row["estimate"])
-        standard = edits_of_norms(standard=True)
-        size = {pair: max(abs(sums.get((*pair, v.name), 0.0)) for v in standard) for pair in every}
-        return sorted(every, key=lambda pair: -size[pair])[:LEADING]
+
+        def estimates(tokens: Int[Tensor, " pos"]) -> dict[tuple[tuple[int, int], str], tuple[float]]:
+            rows = self._measure(0, tokens).to_dict("records")
+            return {((int(r["layer"]), int(r["head"])), str(r["variant"])): (float(r["estimate"]),) for r in rows}
+
+        return with_largest(map(estimates, other_prompts(self.model, CHOOSING)), LEADING)
 
     def notes(self) -> list[str]:
         """What a reader has to know about this model."""
@@ -341,10 +331,8 @@ def _mapped(change: Any, output: Any) -> Any:
 # survives Holm's correction over the 72 heads that are run at most, under one term.
 PROMPTS = 12
 MATTERS = 0.001  # nats per token: a smaller effect of one head is not reported
-# Weights of a block over d_model², as in GPT-2 (`EXACT_WORK` asks for them before a model is loaded); where d_model is
-# not known either, up to so many heads are run exactly. Passes of a prompt for estimates alone, tokens of a prompt that
-# chooses, and how much longer a token takes that is sampled than one of a pass (3 to 5 measured).
-_BLOCK, _EXACT_HEADS, _ESTIMATING, _CHOOSING_TOKENS, _SAMPLING = 12, 72, 5.0, 110, 4.0
+# Where d_model is not known, up to so many heads are run exactly; passes of a prompt for estimates alone.
+_EXACT_HEADS, _ESTIMATING = 72, 5.0
 
 
 class HeadEffects(Probe):
@@ -368,7 +356,7 @@ class HeadEffects(Probe):
         measured = [p.tables["sums"] for p in pieces if len(p.tables.get("sums", ()))]
         notes = dict.fromkeys(note for p in pieces for note in p.notes)
         made = table(measured, seed=context.seed)
-        said = [f"head_effects: {text}" for text in agreement(made)]
+        said = [f"head_effects: first-order estimates and exact effects of {t}" for t in agreement(made, "heads")]
         return ProbeResults({HEAD_EFFECTS.name: made}, (*notes, *said))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
@@ -376,13 +364,10 @@ class HeadEffects(Probe):
 
     def cost(self, shape: Shape) -> Cost:
         heads = shape.layers * shape.heads
-        work = heads * shape.layers * _BLOCK * shape.width**2
-        every = heads <= _EXACT_HEADS if math.isnan(work) else work <= EXACT_WORK
-        tokens = sum(shape.lengths)
-        once = CHOOSING * _ESTIMATING * _CHOOSING_TOKENS
-        if shape.sampled:
-            once += _SAMPLING * SAMPLED_SEQUENCES[CALIBRATION] * SAMPLED_TOKENS
-        choosing = 0.0 if every or not tokens else once / tokens
+        known = every_one_would_be_run(shape.layers, shape.width, heads)
+        every, choosing = heads <= _EXACT_HEADS if known is None else known, 0.0
+        if not every:
+            choosing = cost_of_choosing(CHOOSING, _ESTIMATING, sum(shape.lengths), sampled=shape.sampled)
         return Cost(passes=_ESTIMATING + choosing + len(edits_of_norms()) * (heads if every else LEADING) / 2)
 
 
@@ -449,18 +434,6 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
     made = pd.DataFrame(rows, columns=HEAD_EFFECTS.names)
     # (For the heads under one term: the smallest over all terms is not needed.)
     return made.assign(p_adjusted=made.groupby("variant")["p_adjusted"].transform(lambda p: holm(p.to_list())))
-
-
-def agreement(effects: pd.DataFrame) -> list[str]:
-    """How well estimates order the heads that were run exactly: a sentence a variant, where there are enough."""
-    said = []
-    for variant, rows in effects.groupby("variant", sort=False):
-        both = rows[(rows["no_op"] == "") & rows["delta_loss"].notna() & rows["estimate"].notna()]
-        if len(both) >= 3 and both["delta_loss"].nunique() > 1 and both["estimate"].nunique() > 1:
-            rho = float(stats.spearmanr(both["delta_loss"], both["estimate"]).statistic)
-            measured = f"first-order estimates and exact effects of {variant} over {len(both)} heads"
-            said.append(f"{measured}: rank correlation {rho:.2f}")
-    return said
 
 
 def _worse_on_most(rows: pd.DataFrame) -> pd.Series:

@@ -200,12 +200,13 @@ def measured(name: str, *, check: bool = False) -> None:
         # (The books are the default prompts of a bundled model, for which it brings loss-optimal constants.)
         given = None if case.prompts == "books" else path
         report = ln_probe.analyze(
-            model, given, probes=[Causal(case.single)], progress=False, optimal=check or case.optimal
+            model, given, probes=[Causal(case.single, every_norm=True)], progress=False, optimal=check or case.optimal
         )
     # (Next to the committed tables, from which the documents take their figures.)
     out = HERE / ("checked" if check else "tables") / name
     out.mkdir(parents=True, exist_ok=True)
-    report.causal.to_csv(out / "causal.csv", index=False, float_format="%.6g")
+    # (Every norm is run, so the estimates are left out.)
+    report.causal.drop(columns="estimate").to_csv(out / "causal.csv", index=False, float_format="%.6g")
     report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")
     about = {
         key: report.provenance[key] for key in ("model", "prompts", "calibration", "constants", "loss", "versions")

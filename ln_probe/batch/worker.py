@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from ln_probe.analyses.constants import Calibration, Constants, KeySample, ellip
 from ln_probe.analyses.files import remove_listed
 from ln_probe.analyses.geometry.compiled import use_processors
 from ln_probe.analyses.probes.base import Context, Failure, Piece, Probe, ProbeError
+from ln_probe.analyses.probes.edited_runs import SINGLE_NORM_PROMPTS
 from ln_probe.analyses.probes.registry import chosen, find
 from ln_probe.batch import results
 from ln_probe.batch.exits import why_failed
@@ -140,6 +142,7 @@ class Worker:
 
         if self._target != target or self._passes is None:
             self._forget()  # before the next one is read: never two in memory
+            gc.freeze()  # what is left are modules and caches, which took every later collection 0.3 s
             with _downloading(self.run.downloads):
                 model = load_model(
                     target.name,
@@ -249,7 +252,9 @@ class Worker:
         passes, tokens = self._load(target), self._tokens
         assert tokens is not None
         if self._calibration is None:
-            self._calibration = calibration(_opened(self.run, target, Unit(CALIBRATION))[0])
+            rows = (row for shard in range(self.run.corpus.shards) for row in tokens[shard].rows)
+            first = tuple(islice(rows, SINGLE_NORM_PROMPTS))
+            self._calibration = replace(calibration(_opened(self.run, target, Unit(CALIBRATION))[0]), first=first)
         shard = tokens[unit.shard]
         default = self.run.corpus.given == DEFAULT
         found = passes.measure(shard.numbered(), self._calibration, default=default)

@@ -10,7 +10,7 @@ import pandas as pd
 from jaxtyping import UInt8
 from markupsafe import Markup, escape
 
-from ln_probe.analyses.probes.causal import LEAST_CHANGE
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.sinks import MUCH
 from ln_probe.analyses.probes.text import disarmed, percent, shortened, signed, visible

@@ -371,11 +371,14 @@ WIDE = 30.0
 
 @titled
 def causal_effects(report: Report) -> Figure:
-    """Change of the loss when a term is removed (95 % CI), for groups of norms and for each norm alone.
+    """Change of the loss when a term is removed (95 % CI), for groups of norms and each norm alone (open: estimated).
 
     Edits that change nothing by construction (`no_op`) are left out.
     """
-    rows = report.causal[(report.causal["variant"] != "intact") & report.causal["delta_loss"].notna()]
+    rows = report.causal[report.causal["variant"] != "intact"]
+    estimates = rows.get("estimate", rows["delta_loss"])  # (reports of earlier versions have none)
+    rows = rows.assign(estimated=rows["delta_loss"].isna(), delta_loss=rows["delta_loss"].fillna(estimates))
+    rows = rows[rows["delta_loss"].notna()]
     if "no_op" in rows:
         rows = rows[rows["no_op"].fillna("") == ""]
     groups = rows[rows["sites"].isin(GROUPS)]
@@ -422,9 +425,9 @@ def _points(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
         place = mine["sites"].map(names.index).to_numpy(float) + 0.16 * (number - 1)
         value, low, high = _numbers(mine)
         axes.vlines(place, low, high, color=VARIANTS[variant].color, lw=1.3)
-        axes.plot(
-            place, value, VARIANTS[variant].marker, ms=4, color=VARIANTS[variant].color, label=VARIANTS[variant].label
-        )
+        shown, open_ = VARIANTS[variant], mine["estimated"].to_numpy(bool)
+        axes.plot(place[~open_], value[~open_], shown.marker, ms=4, color=shown.color, label=shown.label)
+        axes.plot(place[open_], value[open_], shown.marker, ms=4, color=shown.color, fillstyle="none")
     name_sites(axes, pd.DataFrame({"site": names}))
     if is_wide(rows):
         axes.set_yscale("symlog", linthresh=threshold(rows))

@@ -13,7 +13,7 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from markupsafe import Markup, escape
 
-from ln_probe.analyses.probes.causal import LEAST_CHANGE
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.probes.text import disarmed, signed
@@ -132,7 +132,11 @@ def measures_of(report: Report) -> list[str]:
         >>> from ln_probe.page.heads import measures_of
         >>> measures_of(report)
     """
-    table = by_head(report)
+    return known_measures(by_head(report))
+
+
+def known_measures(table: pd.DataFrame) -> list[str]:
+    """Return the measures of which a table by head has values."""
     return [name for name in MEASURES if len(table) and table[name].notna().any() and (table[name] != 0).any()]
 
 
@@ -155,13 +159,13 @@ def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
     if measure not in MEASURES:
         raise ValueError(f"unknown measure {measure!r}: there are {', '.join(MEASURES)}")
     about = MEASURES[measure]
-    return entitle(draw_heads_map(report, measure), report, f"{about.title}: {about.meaning}.")
+    return entitle(draw_heads_map(by_head(report), measure), report, f"{about.title}: {about.meaning}.")
 
 
-def draw_heads_map(report: Report, measure: str) -> Figure:
-    """Draw the map without a title."""
+def draw_heads_map(table: pd.DataFrame, measure: str) -> Figure:
+    """Draw the map of a table by head without a title."""
     about = MEASURES[measure]
-    grid = by_head(report).pivot(index="layer", columns="head", values=measure)
+    grid = table.pivot(index="layer", columns="head", values=measure)
     values = grid.to_numpy(float)
     values = values[np.isfinite(values)]
     figure = Figure(figsize=(SIZE[0], max(1.8, min(6.0, 0.8 + 0.28 * max(1, len(grid))))), layout="constrained")
@@ -211,11 +215,11 @@ class HeadMap:
     @staticmethod
     def of(report: Report) -> HeadMap:
         """Return the map of a report; without measures if it has none."""
-        known = measures_of(report)
+        table = by_head(report)
+        known = known_measures(table)
         if not known:
             return HeadMap()
         first = next((m for m in _FIRST if m in known), known[0])
-        table = by_head(report)
         grids = {
             m: table.pivot(index="layer", columns="head", values=m) for m in sorted(known, key=lambda m: m != first)
         }

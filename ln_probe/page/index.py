@@ -17,7 +17,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from ln_probe.analyses.probes.base import in_layers
-from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
 from ln_probe.analyses.probes.text import disarmed, shortened
 from ln_probe.comparison import paired, run_of, setup_differences, step_of, summary
@@ -296,7 +296,8 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
             axes.fill_between(line["step"], line["low"], line["high"], color=VARIANTS[term].color, alpha=0.15, lw=0)
             face = "none" if hollow else VARIANTS[term].color
             style = "s--" if hollow else "o-"
-            axes.plot(line["step"], line["value"], style, ms=4, color=VARIANTS[term].color, markerfacecolor=face)
+            marks = {"ms": 4, "markerfacecolor": face, "markevery": _every(len(line))}
+            axes.plot(line["step"], line["value"], style, color=VARIANTS[term].color, **marks)
         axes.axhline(0, color=GRID, lw=1)
         if mine["step"].max() > 0:
             axes.set_xscale("symlog", linthresh=max(1.0, float(mine.loc[mine["step"] > 0, "step"].min())))
@@ -324,6 +325,8 @@ MEASURES = {  # column of the `heads` table: title, label of the axis
     "margin_median": ("margin of a median key", "nats"),
     "entropy_ratio": ("how uniform attention is", "entropy / maximum"),
 }
+# Markers on a line over training: a browser draws each one by itself, and 20,000 of them in seconds.
+MARKERS = 20
 PANELS = 24  # models drawn, since more would be too small to read; the table has all of them
 ACROSS = 2
 
@@ -366,7 +369,7 @@ def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequen
                 (step, float(rows[measure].median())) for step, r in found for v, rows in by_variant(r) if v == variant
             ]
             if points and not all(math.isnan(v) for _, v in points):
-                axes.plot(*np.array(points).T, **_line(variant), ms=3)
+                axes.plot(*np.array(points).T, **_line(variant), ms=3, markevery=_every(len(points)))
                 drawn.add(variant)
         if found[-1][0] > 0:
             axes.set_xscale("symlog", linthresh=max(1, min((s for s, _ in found if s > 0), default=1)))
@@ -399,6 +402,11 @@ def _small(axes: mpl.axes.Axes, grid: Literal["x", "y"] = "y") -> None:
 def _title(axes: mpl.axes.Axes, name: str) -> None:
     short = name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
     axes.set_title(disarmed(short).replace("\n", " ").replace("$", r"\$"), fontsize=SMALLEST)
+
+
+def _every(points: int) -> int:
+    """How many points of a line share a marker."""
+    return -(-points // MARKERS) or 1
 
 
 def _line(variant: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ln_probe.page import figures, own_script, policy, render
 from ln_probe.page.answers import answers
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
 from ln_probe.page.figures import by_variant, causal_effects, svg
-from ln_probe.page.heads import MEASURES, HeadMap, draw_heads_map, largest, linked, measures_of
+from ln_probe.page.heads import MEASURES, HeadMap, by_head, draw_heads_map, known_measures, largest, linked, measures_of
 from ln_probe.page.tables import Table, figure_text, table
 from ln_probe.page.titles import caption, untitled
 from ln_probe.page.verdict import intact_loss, verdict
@@ -79,7 +79,7 @@ def report_page(report: Report, index: str = "") -> str:
     more, failed = others(report)
     drawn_groups = [*groups(report), *more]
     # Next to the interactive map, the still map of heads is only for readers without scripts.
-    by_head = next((g for g in drawn_groups if g.id == "heads-pictures" and report.exhibits.attention), None)
+    of_heads = next((g for g in drawn_groups if g.id == "heads-pictures" and report.exhibits.attention), None)
     tables, prompts = tuple(_tables(report)), report.provenance.get("prompts", {})
     titles = {p.id: p.title for g in drawn_groups for p in g.pictures} | {f"table-{t.name}": t.title for t in tables}
     script = own_script("unpack.js", "page.js")
@@ -102,11 +102,11 @@ def report_page(report: Report, index: str = "") -> str:
             for f in ranked_findings(report)
         ],
         notes=(*report.notes, *report.exhibits.notes, *failed),
-        groups=[g for g in drawn_groups if g is not by_head],
+        groups=[g for g in drawn_groups if g is not of_heads],
         absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in _run(report) and p.name != CAUSAL.name],
         attention=attention,
-        by_head=by_head.pictures[0].drawings[0] if by_head else None,
-        largest=largest(report, measures_of(report)[0]) if by_head else "",
+        by_head=of_heads.pictures[0].drawings[0] if of_heads else None,
+        largest=largest(report, measures_of(report)[0]) if of_heads else "",
         tables=tables,
         provenance=[row for row in flat(report.provenance) if not row[0].startswith(_IN_PROMPTS)],
         prompts=prompts,
@@ -364,11 +364,11 @@ def others(report: Report) -> tuple[list[Group], list[str]]:
 
 
 def _by_head(report: Report) -> list[Shown]:
-    known = measures_of(report)
-    drawings = []
+    table = by_head(report)
+    known, drawings = known_measures(table), []
     for measure in known:
         text = f"{MEASURES[measure].meaning[:1].upper()}{MEASURES[measure].meaning[1:]}."
-        drawn = Markup(svg(draw_heads_map(report, measure), f"by-head-{measure}", text))
+        drawn = Markup(svg(draw_heads_map(table, measure), f"by-head-{measure}", text))
         drawings.append(Drawing(MEASURES[measure].title, drawn, text, first=measure == known[0]))
     return [Shown("by-head", "Every head", tuple(drawings), wide=True, choice="Measure")] if drawings else []
 

@@ -1,7 +1,7 @@
 """The verdict card: how freezing scaling and removing projection change the loss, in sentences and bars.
 
 The card uses the primary contrasts of the report's `causal` table and the sentences of
-`ln_probe.analyses.probes.causal`, so that card and findings agree.
+`ln_probe.analyses.probes.causal_findings`, so that card and findings agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from ln_probe.analyses.probes.base import in_layers
-from ln_probe.analyses.probes.causal import LEAST_CHANGE, base_loss, change, is_effect, is_significant
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, change, is_effect, is_significant
 from ln_probe.analyses.probes.text import counted, number, signed, signed_percent
 from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.report import Report

@@ -101,8 +101,8 @@ def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..
     model = make_bridge("llama")
     effects, table, _ = measured(model)
     # The unedited model; then scaling at five sites and three groups (the fourth is the final norm), with two constants
-    # and, of groups, with one: edits that begin at the same block (0, 1, or after both) together.
-    assert forward_passes(model, effects) == [1, 5, 3, 1, 1, 2]
+    # and, of groups, with one: edits that begin at the same block (0, 1, or after both) together. Then estimates.
+    assert forward_passes(model, effects) == [1, 5, 3, 1, 1, 2, 1]
     rows = table.set_index(["sites", "variant"])
     kept = rows.xs("no_projection", level="variant")
     assert (kept["delta_loss"] == 0).all()

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT
-from ln_probe.analyses.probes.causal import family, sentences
+from ln_probe.analyses.probes.causal import family
+from ln_probe.analyses.probes.causal_findings import sentences
 from ln_probe.analyses.probes.columns import CAUSAL
 
 SAME = {

@@ -14,7 +14,7 @@ from small_models import lab
 from torch import Tensor
 
 import ln_probe
-from ln_probe.analyses.probes import head_effects
+from ln_probe.analyses.probes import head_effects, leading
 from ln_probe.analyses.probes.head_effects import HeadEffects, HeadRuns, table
 from ln_probe.hooks import without
 from ln_probe.hooks.scales import mean_sigmas
@@ -86,9 +86,9 @@ def test_an_estimate_is_the_slope_towards_the_edited_head() -> None:
 
 
 def test_large_models_have_only_the_leading_heads_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_effects, "EXACT_WORK", 0.0)
+    monkeypatch.setattr(leading, "EXACT_WORK", 0.0)
     monkeypatch.setattr(head_effects, "LEADING", 3)
-    monkeypatch.setattr(head_effects, "default_tokens", lambda _model, _part: list(PROMPTS))
+    monkeypatch.setattr(leading, "default_tokens", lambda _model, _part: list(PROMPTS))
     runs, _ = runs_of(lab())
     assert len(runs.exact) == 3
     every = runs.measure(0, PROMPTS[0])

@@ -16,6 +16,7 @@ from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Shape
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import Decomposition
 from ln_probe.analyses.probes.head_effects import HeadEffects
+from ln_probe.analyses.probes.leading import agreement
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.analyses.probes.sinks import Sinks
 from ln_probe.hooks.sites import layers_in_words
@@ -28,8 +29,11 @@ SMALL = Shape(layers=3, heads=4, lengths=(10.0, 20.0), vocabulary=1000.0, width=
     ("selectability", {"width": math.nan}, 0, 0.0049396595, 140_400, 0),
     ("selectability", {"width": 512.0, "lengths": (512.0,)}, 0, 34.455962, 2_396_160, 0),
     ("uniformity", {}, 0, 8.4e-4, 3072, 0),  # four float64 of every head, prompt and variant
-    ("causal", {}, 33.5, 0, 0, 0),
-    ("causal", {"layers": 0, "lengths": ()}, 24.5, 0, 0, 0),
+    ("causal", {}, 36.5, 0, 0, 0),
+    ("causal", {"layers": 0, "lengths": ()}, 27.5, 0, 0, 0),
+    ("causal", {"layers": 20, "width": 4096.0}, 23 + 2 * 3 + 8 * 3 / 2, 0, 0, 0),
+    ("causal", {"layers": 20, "width": math.nan}, 23 + 2 * 3 + 8 * 3 / 2, 0, 0, 0),
+    ("causal", {"layers": 12, "width": math.nan}, 23 + 3 + 25 * 3 / 2, 0, 0, 0),
     ("head_effects", {}, 5 + 3 * 12 / 2, 0, 0, 0),
     ("head_effects", {"width": math.nan, "heads": 24}, 5 + 3 * 72 / 2, 0, 0, 0),
     ("head_effects", {"width": 4096.0}, 53.6666667, 0, 0, 0),
@@ -50,7 +54,9 @@ def test_what_probes_tell_of_their_cost(
 def test_single_norms_are_run_on_some_prompts_only() -> None:
     few, some = Causal(), Causal()
     few.single_norm_prompts, some.single_norm_prompts = 5, 1
-    assert few.cost(SMALL).passes - some.cost(SMALL).passes == pytest.approx(0.5 * 1.5 * (2 * 3 + 1))
+    assert few.cost(SMALL).passes - some.cost(SMALL).passes == pytest.approx(0.5 * (3 + 1.5 * (2 * 3 + 1)))
+    large = replace(SMALL, layers=20, width=4096.0)
+    assert Causal(every_norm=True).cost(large).passes == pytest.approx(23 + 3 + 1.5 * 41)
 
 
 # Sentences
@@ -161,14 +167,12 @@ def test_the_head_that_needs_scaling_most_is_named(rows: list[dict[str, Any]], t
 
 def test_how_well_estimates_order_heads() -> None:
     table = pd.DataFrame([head_row(i, 0.1 * i, 0.0, estimate=-1.0 * i) for i in range(3)])
-    assert head_effects.agreement(table) == [
-        "first-order estimates and exact effects of no_scaling over 3 heads: rank correlation -1.00"
-    ]
+    assert agreement(table, "heads") == ["no_scaling over 3 heads: rank correlation -1.00"]
     one_not_run = pd.concat([table, pd.DataFrame([head_row(3, math.nan, math.nan, estimate=9.0)])])
-    assert head_effects.agreement(one_not_run) == head_effects.agreement(table)
-    assert not head_effects.agreement(table.iloc[:2])
-    assert not head_effects.agreement(table.assign(estimate=1.0))
-    assert not head_effects.agreement(table.assign(no_op="nothing"))
+    assert agreement(one_not_run, "heads") == agreement(table, "heads")
+    assert not agreement(table.iloc[:2], "heads")
+    assert not agreement(table.assign(estimate=1.0), "heads")
+    assert not agreement(table.assign(no_op="nothing"), "heads")
 
 
 def test_layers_are_listed_or_counted() -> None:

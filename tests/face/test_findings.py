@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.probes import causal
+from ln_probe.analyses.probes import causal_findings as causal
 from ln_probe.analyses.probes.base import among_heads, in_layers
 from ln_probe.analyses.probes.registry import find
 from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED

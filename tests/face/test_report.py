@@ -80,7 +80,15 @@ LATER = {  # columns that came since
     "layernorms": ["constant_first", "constant_rest", "constant_ratio_first", "constant_ratio_rest"],
     "heads": HEADS_LATER,
     "keys": ["reachable", "attainable_upper", "attainable_last", "attainable_last_upper", "judged_at"],
-    "causal": [*SINCE_FAMILIES, "p_mean", "delta_loss_median", "delta_loss_uniform", "prompts_worse", "p_adjusted"],
+    "causal": [
+        *SINCE_FAMILIES,
+        "p_mean",
+        "delta_loss_median",
+        "delta_loss_uniform",
+        "prompts_worse",
+        "p_adjusted",
+        "estimate",
+    ],
 }
 POSITIONS = ("attainable", "attainable_median", "attainable_p05")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.probes.causal import LEAST_CHANGE, is_effect
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, is_effect
 from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.page.page import report_page
 from ln_probe.page.verdict import Verdict, in_one_line, verdict

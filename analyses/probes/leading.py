@@ -1,0 +1,108 @@
+"""Which heads and norms are run one by one: all in a small model, in a large one those with the largest estimates.
+
+One more pass for each head and norm costs as much as all others together in a large model, so that estimates of all of
+them, from a few passes, choose those that are run. Heads are chosen on other prompts than the measured ones, and the
+chosen are the tests that Holm's correction counts. Norms are chosen on the measured prompts, to find those that matter
+there, and every norm counts as a test, whether it is run or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import TypeVar
+
+import pandas as pd
+from jaxtyping import Int
+from scipy import stats  # type: ignore[import-untyped]
+from torch import Tensor
+
+from ln_probe.hooks.default_tokens import (
+    CALIBRATION,
+    SAMPLED_SEQUENCES,
+    SAMPLED_TOKENS,
+    UnsampledError,
+    default_tokens,
+)
+from ln_probe.hooks.model import HookedModel, blocks
+from ln_probe.hooks.variants import edits_of_norms
+
+# Up to this many (weights of the blocks × heads, or × norms) every one is run; beyond, the leading ones. A unit of it
+# costs some 40 multiplications a token (half a pass for each of three terms, and what lies around it): 64 heads of
+# lm-layernorm are 5e7 and take 1.3 s of one core for a prompt of 128 tokens, MGM's 64 are 4e8, GPT-2 small's 144 are
+# 1.2e10, its 25 norms 2.1e9.
+EXACT_WORK = 1e9
+# Weights of a block over d_model², as in GPT-2, where a model's are not known yet; tokens of a prompt that chooses, and
+# how much longer a token takes that is sampled than one of a pass (3 to 5 measured).
+_BLOCK, _CHOOSING_TOKENS, _SAMPLING = 12, 110, 4.0
+
+_Part = TypeVar("_Part", bound=Hashable)
+
+
+def every_one_is_run(model: HookedModel, parts: int) -> bool:
+    """Whether so many heads or norms of a model are few enough to be run one by one."""
+    return parts * sum(p.numel() for block in blocks(model) for p in block.parameters()) <= EXACT_WORK
+
+
+def every_one_would_be_run(layers: float, width: float, parts: float) -> bool | None:
+    """The same of a model that is not loaded; None if its d_model is not known."""
+    work = parts * layers * _BLOCK * width**2
+    return None if math.isnan(work) else work <= EXACT_WORK
+
+
+def other_prompts(model: HookedModel, count: int) -> list[Int[Tensor, " _"]]:
+    """Some calibration prompts; none if the model has no prompts but the measured ones."""
+    try:
+        return default_tokens(model, CALIBRATION)[:count]
+    except UnsampledError:
+        return []
+
+
+def with_largest(estimates: Iterable[Mapping[tuple[_Part, str], Sequence[float]]], count: int) -> list[_Part]:
+    """The heads or norms with the largest estimates under any standard variant, the largest first.
+
+    Args:
+        estimates: of each prompt that chooses, the terms of the estimate by (head or norm, variant). The size is the
+            sum of the terms' sizes over these prompts, because terms that cancel are no sign of a small effect.
+        count: how many are chosen.
+    """
+    sums = defaultdict[tuple[_Part, str], list[float]](list)
+    for found in estimates:
+        for key, terms in found.items():
+            sums[key] = [a + b for a, b in zip_longest(sums[key], terms, fillvalue=0.0)]
+    standard = {v.name for v in edits_of_norms(standard=True)}
+    sizes: dict[_Part, float] = {}
+    for (part, variant), terms in sums.items():
+        sizes[part] = max(sizes.get(part, 0.0), sum(map(abs, terms)) if variant in standard else 0.0)
+    return sorted(sizes, key=lambda part: -sizes[part])[:count]
+
+
+def cost_of_choosing(prompts: int, passes: float, tokens: float, *, sampled: bool) -> float:
+    """Passes over the measured prompts that choosing takes.
+
+    Args:
+        prompts: that choose. passes: over each of them.
+        tokens: of all measured prompts.
+        sampled: whether the prompts that choose are sampled from the model first.
+    """
+    once = prompts * passes * _CHOOSING_TOKENS
+    once += _SAMPLING * SAMPLED_SEQUENCES[CALIBRATION] * SAMPLED_TOKENS if sampled else 0.0
+    return once / tokens if tokens else 0.0
+
+
+def agreement(effects: pd.DataFrame, what: str) -> list[str]:
+    """How well estimates order what was run: a sentence a variant, where there are enough.
+
+    Args:
+        effects: columns variant, no_op, delta_loss and estimate.
+        what: a row is: "heads", "norms".
+    """
+    said = []
+    for variant, rows in effects.groupby("variant", sort=False):
+        both = rows[(rows["no_op"] == "") & rows["delta_loss"].notna() & rows["estimate"].notna()]
+        if len(both) >= 3 and both["delta_loss"].nunique() > 1 and both["estimate"].nunique() > 1:
+            rho = float(stats.spearmanr(both["delta_loss"], both["estimate"]).statistic)
+            said.append(f"{variant} over {len(both)} {what}: rank correlation {rho:.2f}")
+    return said

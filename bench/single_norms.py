@@ -1,0 +1,97 @@
+"""How well estimates of single norms do: every norm run exactly, estimated, and chosen as in a large model.
+
+Of each model's default prompts the first so many. Columns: norms; for each variant the Spearman correlation of the
+exact loss changes with first-order estimates alone (`first`) and with the second-order ones of the table `causal`
+(`second`); the largest change; and of the ten largest changes over all norms and variants, how many belong to the norms
+that would be run exactly in a large model (`recall_K`: the K with the largest estimates), for three K.
+
+    python bench/single_norms.py lm-layernorm "$LN_PROBE_MGM" ../shared/checkpoints/capp_gpt --out FILE.csv
+    python bench/single_norms.py gpt2-shape --prompts 4     # random weights, as in bench/whole.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import whole
+from scipy.stats import spearmanr
+
+import ln_probe
+from ln_probe.analyses.probes.edited_runs import EditedRuns
+from ln_probe.analyses.probes.leading import with_largest
+from ln_probe.hooks.default_tokens import CALIBRATION, MEASURED, default_tokens
+from ln_probe.hooks.scales import mean_sigmas
+from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.variants import edits_of_norms
+
+LARGEST, SIZES = 10, (6, 8, 12)
+COLUMNS = ("model", "norms", "prompts", "variant", "first", "second", "largest", *(f"recall_{k}" for k in SIZES))
+
+
+def measured(name: str, model: object, prompts: int) -> list[tuple[object, ...]]:
+    """The rows of one model."""
+    sites = find_sites(model)
+    other = default_tokens(model, CALIBRATION)
+    means = mean_sigmas(model, sites, other)
+    runs = EditedRuns(model, sites, means, exact=[s.name for s in sites], uniform=False, single_norm_prompts=prompts)
+    runs.rows = [r for r in runs.rows if not r.is_group]
+    exact, first, second = (defaultdict[tuple[str, str], float](float) for _ in range(3))
+    tokens, every = 0, []
+    for number, prompt in enumerate(default_tokens(model, MEASURED)[:prompts]):
+        rows = runs.measure(number, prompt).set_index(["sites", "variant"])
+        terms = runs._estimates(runs.rows, prompt, means)
+        every.append(terms)
+        tokens += len(prompt) - 1
+        for (site, variant), found in terms.items():
+            exact[site, variant] += rows["nll"][site, variant] - rows["nll"][site, "intact"]
+            first[site, variant] += found[0]
+            second[site, variant] += sum(found)
+    order = with_largest(every, len(sites))
+    top = sorted(exact, key=lambda key: -abs(exact[key]))[:LARGEST]
+    recall = [sum(site in order[:k] for site, _ in top) for k in SIZES]
+    found_rows: list[tuple[object, ...]] = []
+    for variant in edits_of_norms():
+        keys = [k for k in exact if k[1] == variant.name and runs.rows and exact[k]]
+        if len(keys) > 2:
+            rho = [spearmanr([exact[k] for k in keys], [of[k] for k in keys]).statistic for of in (first, second)]
+            largest = max((exact[k] / tokens for k in keys), key=abs)
+            figures = (*(f"{r:.2f}" for r in rho), f"{largest:.2g}", *recall)
+            found_rows.append((name, len(sites), prompts, variant.name, *figures))
+    return found_rows
+
+
+def main() -> None:
+    given = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    given.add_argument("models", nargs="+")
+    given.add_argument("--prompts", type=int, default=12)
+    given.add_argument("--out", type=Path, help="a CSV file; rows of other models in it are kept")
+    asked = given.parse_args()
+    torch.set_num_threads(1)
+    made: list[tuple[object, ...]] = []
+    if asked.out and asked.out.exists():
+        kept = list(csv.reader(asked.out.open(encoding="utf-8")))[1:]
+        made = [tuple(r) for r in kept if r[0] not in map(_label, asked.models)]
+    for name in asked.models:
+        with tempfile.TemporaryDirectory() as folder:
+            place = whole.checkpoint(Path(folder), 12) if name == "gpt2-shape" else name
+            model = ln_probe.load_model(str(place), allow_pickle="mgm" in str(place))
+            rows = measured(_label(name), model, asked.prompts)
+        print(*(" ".join(map(str, row)) for row in rows), sep="\n", flush=True)
+        made += rows
+        if asked.out:
+            with asked.out.open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *made])
+
+
+def _label(name: str) -> str:
+    known = {"general_model": "MGM", "capp_gpt": "CAPP-GPT", "gpt2-shape": "GPT-2 small's shape, random weights"}
+    return known.get(Path(name).name, Path(name).name)
+
+
+if __name__ == "__main__":
+    main()
