@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.probes import causal, columns, head_effects, sinks
+from ln_probe.analyses.probes import causal, columns, sinks
 from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Shape
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import Decomposition
