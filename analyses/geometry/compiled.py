@@ -59,7 +59,7 @@ class _Compiling(event.Listener):
             tell_delay("")
 
 
-event.register("numba:compile", _Compiling())
+event.register("numba:compile", _Compiling())  # type: ignore[no-untyped-call]
 
 
 def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

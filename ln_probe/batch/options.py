@@ -368,6 +368,8 @@ def check_values(options: MeasureOptions) -> None:
     if options.groups is not None:
         read_groups(options.groups)
     if options.calibration is not None:
+        if options.calibration.is_dir():
+            raise ValueError(f"--calibration {options.calibration} is a folder: give a .txt, .jsonl or .npy file")
         check_source(str(options.calibration))
     Objective.of(options.loss)
 
@@ -395,6 +397,7 @@ def settings_of(options: ReportOptions) -> Settings:
         check_values(options)
         layers = None if options.layers is None else numbers(options.layers, "layer")
         heads = None if options.heads is None else numbers(options.heads, "head")
+        hashes = [None if file is None else sha256_of_file(Path(file)) for file in (calibration, groups)]
     except (FileNotFoundError, ValueError) as error:
         raise refuse(str(error)) from error
     return Settings(
@@ -408,9 +411,9 @@ def settings_of(options: ReportOptions) -> Settings:
         keys_sample=options.keys_sample,
         batch_size=options.batch_size,
         calibration=calibration,
-        calibration_sha256=None if calibration is None else sha256_of_file(Path(calibration)),
+        calibration_sha256=hashes[0],
         groups=groups,
-        groups_sha256=None if groups is None else sha256_of_file(Path(groups)),
+        groups_sha256=hashes[1],
         loss=options.loss,
         optimal=options.optimal,
     )

@@ -70,6 +70,7 @@ def test_one_number_alone(capp: Path, tmp_path: Path) -> None:
         (("nothere",), 1, "No model is called 'nothere'. Nearest known names: "),
         (("lm-none", "--prompts", "missing.txt"), 2, "no prompts file 'missing.txt'"),
         (("lm-none", "--max-prompts", "3"), 2, "--max-prompts is about --prompts: give --prompts too"),
+        (("lm-none", "--calibration", "."), 2, "--calibration . is a folder: give a .txt, .jsonl or .npy file"),
         (("lm-none", "--max-tokens", "1"), 2, "'1' is not a whole number from 2"),
         (("lm-none", "--dtype", "int8"), 2, "int8"),
     ],
