@@ -59,7 +59,9 @@ class FreezingCost:
     def _contrasts(self) -> Iterator[str]:
         """One line for each primary contrast, columns aligned."""
         rows = [("", "loss increase", "95 % CI", "Holm-adjusted p")]
-        for row in self.table[self.table["family"] == "primary"].sort_values("variant", ascending=False).itertuples():
+        primary = self.table[self.table["family"] == "primary"].sort_values("variant", ascending=False)
+        row: Any  # of values of any type
+        for row in primary.itertuples():
             if row.no_op or math.isnan(row.delta_loss):
                 said = (f"0 ({row.no_op})" if row.no_op else "not finite", "", "")
             else:

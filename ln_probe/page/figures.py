@@ -175,7 +175,7 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
         KeyError: no such column.
     """
     if column not in report.heads:
-        raise KeyError(f"heads has no column {column!r}: there are {', '.join(report.heads)}")
+        raise KeyError(f"heads has no column {column!r}: there are {', '.join(map(str, report.heads))}")
     column_of = report.declared["heads"].column(column)
     meaning = label if column_of is None else column_of.meaning
     return entitle(_heat_maps(report, column, label, least=least), report, f"{meaning[:1].upper()}{meaning[1:]}.")

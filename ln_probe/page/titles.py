@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 from ln_probe.analyses.probes.text import counted, disarmed
 
@@ -30,7 +30,7 @@ def titled(draw: _Draw[_Args]) -> _Draw[_Args]:
         return entitle(draw(report, *args, **kwargs), report, caption(draw))
 
     with_title.untitled = draw  # type: ignore[attr-defined]
-    return with_title
+    return cast("_Draw[_Args]", with_title)
 
 
 def untitled(draw: Callable[..., Any]) -> Callable[..., Any]:
