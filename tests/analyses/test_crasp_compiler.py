@@ -23,6 +23,7 @@ from ln_probe.analyses.lab.crasp.depth_task import gate_program
 from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Decisions
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
+from ln_probe.analyses.lab.results import folder, table_at
 from ln_probe.analyses.lab.run_folder import load_run
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.cli import app
@@ -320,6 +321,12 @@ def test_the_experiment_and_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert said in results.conclusions
     monkeypatch.setattr(compiler, "agreement", lambda *args: pytest.fail("measured twice"))
     assert compiler.run(request).tables["agreement"].equals(table)
+
+
+def test_the_kept_operations_say_what_they_are_exact_with() -> None:
+    kept = table_at(folder("compiler"), "operations")
+    assert list(kept["operation"]) == list(compiler.OPERATIONS)
+    assert [compiler.exact_with(row) for row in kept.to_dict("records")] == list(kept["exact_with"])
 
 
 def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:

@@ -121,6 +121,16 @@ def test_compiled_recurrence_is_the_step_by_step_one(cell: str, site: str, norm:
     torch.testing.assert_close(both[0], both[1], rtol=1e-10, atol=1e-10)
 
 
+def test_hooks_inside_a_recurrence_see_every_step() -> None:
+    torch.manual_seed(0)
+    layer = RecurrentConfig("lstm", 3, 2, norm="layernorm", norm_site="state").build().layers[0]
+    x, seen = torch.randn(5, 7, 4), []
+    before = layer(x)
+    layer.norm_state.hook_scale.add_hook(lambda scale, hook: seen.append(scale.shape))
+    torch.testing.assert_close(layer(x), before)
+    assert seen == [(5, 1)] * 7
+
+
 @pytest.mark.parametrize("cell", ["qrnn", "qrnn f", "qrnn ifo"])
 def test_qrnn_by_definition(cell: str) -> None:
     torch.manual_seed(0)
@@ -356,3 +366,8 @@ def test_the_traces_of_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tagging = Run({}, PrefixTask("L5"), RecurrentConfig("lstm", 2, 2), TrainConfig(steps=1, batch=1), tmp_path)
     with pytest.raises(ValueError, match=r"traces are of a\^n b\^n and a\^n b\^n c\^n, got a run on L5"):
         counting_traces.followed(tagging)
+
+
+def test_ends_of_the_longest_run() -> None:
+    runs = ((1, 1, 1, 0, 1), (0, 1, 1, 0, 1), (0, 0, 0))
+    assert [counting_traces._longest_run(np.array(right, dtype=bool)) for right in runs] == [3, 3, 0]

@@ -115,6 +115,7 @@ def test_a_counter_by_hand(cell: str) -> None:
     assert not reached.settled
     assert saturated_states.exponent(reached.counts, reached.settled) == pytest.approx(1.0, abs=0.05)
     assert saturated_states.closure(net, 100) is None
+    assert np.isnan(saturated_states.exponent(np.full(2, float(saturated_states.CAP)), settled=False)), "capped at once"
 
 
 def test_every_state_once() -> None:
