@@ -1,4 +1,4 @@
-"""Small runs of the laboratory, whether two are the same, and texts."""
+"""Small runs of the laboratory, whether two are the same, texts, and a reference for unselectable keys."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
+from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
 from ln_probe.analyses.lab.run_folder import read_metrics
@@ -35,3 +37,10 @@ def write_words(path: Path, words: Sequence[str], count: int = 4000) -> Path:
     drawn = torch.randint(len(words), (count,), generator=torch.Generator().manual_seed(0))
     path.write_text(" ".join(words[i] for i in drawn.tolist()))
     return path
+
+
+def is_interior(keys: np.ndarray, i: int) -> bool:
+    """Whether key i is a convex combination of the others, by a linear program."""
+    others = np.delete(keys, i, axis=0)
+    system = np.vstack([others.T, np.ones(len(others))])
+    return bool(linprog(np.zeros(len(others)), A_eq=system, b_eq=[*keys[i], 1], bounds=(0, None)).status == 0)

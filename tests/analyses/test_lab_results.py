@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab_models import is_interior
 from scipy import stats
-from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority import random_keys
@@ -102,13 +102,6 @@ def test_what_is_written(tmp_path: Path) -> None:
     shorter = Results(summary, tables={"long": long[:5]})  # what results no longer have does not stay beside them
     write_results(shorter, tmp_path, experiment="toy", command="cmd", ln_probe_version="1", seconds=2.0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["long.csv", "results.json", "summary.csv", "thesis.csv"]
-
-
-def is_interior(keys: np.ndarray, i: int) -> bool:
-    """Whether key i is a convex combination of the others, by a linear program."""
-    others = np.delete(keys, i, axis=0)
-    system = np.vstack([others.T, np.ones(len(others))])
-    return bool(linprog(np.zeros(len(others)), A_eq=system, b_eq=[*keys[i], 1], bounds=(0, None)).status == 0)
 
 
 @pytest.mark.parametrize("space", [NORMAL, HEAD])
