@@ -42,8 +42,9 @@ BRACKETED = {
 # What a projection removes from a centred stream is rounding, by construction: nothing to agree about.
 ROUNDING_IF_CENTRED = ("mean_share", "mean_share_tail")
 
-# Differences of losses or entropies in nats: relative to the loss, not to what cancels.
-CHANGES = [c for c in CAUSAL.names if c.startswith("delta_loss")] + ["equivalence_bound", "kl", "entropy_change"]
+# Differences of losses or entropies in nats, and their estimates: relative to the loss, not to what cancels.
+CHANGES = [c for c in CAUSAL.names if c.startswith("delta_loss")]
+CHANGES += ["equivalence_bound", "estimate", "kl", "entropy_change"]
 # Entropy of attention that is one-hot to float64's precision (3e-160 without scaling, in SmolLM2): zero.
 ONE_HOT = 1e-15
 # Exponentials of scores: a part of the scores' size in nats is their relative error.
