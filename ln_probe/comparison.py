@@ -299,7 +299,7 @@ def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -
                     "p_mean": found.p,
                     "prompts": len(mine),
                     "prompts_more": int((each > 0).sum()) if np.isfinite(each).all() else np.nan,
-                    "p_adjusted": statistics.sign_test(change),
+                    "p_sign": statistics.sign_test(change),
                 }
             )
     return _adjusted(PAIRED.frame(rows)) if rows else PAIRED.frame(rows)
@@ -311,4 +311,4 @@ def _adjusted(table: pd.DataFrame) -> pd.DataFrame:
     for mine in (groups, ~groups):
         known = table.loc[mine, "difference"].notna()
         means[mine] = statistics.holm(means[mine].to_list(), known.to_list())
-    return table.assign(p_mean=means, p_adjusted=statistics.holm(table["p_adjusted"].to_list()))
+    return table.assign(p_mean=means, p_sign=statistics.holm(table["p_sign"].to_list()))

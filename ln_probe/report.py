@@ -418,6 +418,10 @@ def load_report(folder: str | Path) -> Report:
     )
 
 
+# Columns of ln_probe's own tables in reports of 0.2 and earlier: their names of today.
+_COLUMNS_RENAMED = {"p_adjusted": "p_sign"}
+
+
 def _with_present_names(table: pd.DataFrame) -> pd.DataFrame:
     """A table with the variants' names of today."""
     return table.assign(variant=table["variant"].replace(RENAMED)) if "variant" in table else table
@@ -457,7 +461,8 @@ def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.
         raise ValueError(f"{file} is damaged ({error}): make the report again") from error
     if known is None:
         return frame, table
-    more = tuple(c for c in table.columns if c.name not in known.names)
+    frame = frame.rename(columns=_COLUMNS_RENAMED)
+    more = tuple(c for c in table.columns if _COLUMNS_RENAMED.get(c.name, c.name) not in known.names)
     absent = {c.name: _unknown(c, len(frame)) for c in known.columns if c.name not in frame}
     whole = replace(known, columns=(*known.columns, *more))
     return (frame.assign(**absent)[whole.names] if len(frame) else whole.empty()), whole

@@ -225,7 +225,7 @@ def table(
                 "delta_loss_optimal_high": of_optimal["delta_loss_high"],
                 "estimate": _ratio(total["estimate"], total["predicted"]),
                 "prompts_worse": int((change > 0).sum()) if not np.isnan(change).any() else math.nan,
-                "p_adjusted": math.nan if idle else statistics.sign_test(statistics.by_group(change, groups)),
+                "p_sign": math.nan if idle else statistics.sign_test(statistics.by_group(change, groups)),
                 "kl": _ratio(total["kl"], total["positions"]),
                 "top1_agreement": _ratio(total["agree"], total["positions"]),
                 "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
@@ -235,7 +235,7 @@ def table(
             }
         )
     frame = pd.DataFrame(rows, columns=CAUSAL.names)
-    return frame.assign(p_adjusted=holm_by_family(frame, "p_adjusted"), p_mean=holm_by_family(frame, "p_mean"))
+    return frame.assign(p_sign=holm_by_family(frame, "p_sign"), p_mean=holm_by_family(frame, "p_mean"))
 
 
 def _of(

@@ -84,7 +84,7 @@ def is_significant(row: Any) -> bool:
 
 def is_direction(row: Any) -> bool:
     """Whether there is no interval, and the loss moves one way on significantly more prompts than the other."""
-    signs = math.isnan(float(row["delta_loss_low"])) and float(row["p_adjusted"]) < statistics.SIGNIFICANCE
+    signs = math.isnan(float(row["delta_loss_low"])) and float(row["p_sign"]) < statistics.SIGNIFICANCE
     return signs and not pd.isna(row["prompts_worse"]) and abs(float(row["delta_loss"])) >= LEAST_CHANGE
 
 
@@ -216,7 +216,7 @@ def _no_interval(row: Any) -> str:
     up = 2 * worse > prompts
     return (
         f"it {'rises' if up else 'falls'} on {worse if up else prompts - worse} of {prompts}, Holm-adjusted sign test "
-        f"p = {float(row['p_adjusted']):.2g} ({why})"
+        f"p = {float(row['p_sign']):.2g} ({why})"
     )
 
 

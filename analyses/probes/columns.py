@@ -229,7 +229,7 @@ CAUSAL = declare(
     estimate (float, as loss): second-order estimate of delta_loss from the gradients at the norm; of single norms. In a
         large model it is all that is known of some: their delta_loss, interval and p are NaN
     prompts_worse (int): prompts whose loss rises; NaN where only estimated
-    p_adjusted (float): sign test over prompt groups: of the direction of the median, not of the mean as p_mean is;
+    p_sign (float): sign test over prompt groups: of the direction of the median, not of the mean as p_mean is;
         Holm-adjusted within its family; NaN where nothing changes by construction or there is no loss
     kl (float, nats): KL(intact ‖ edited) of next-token distributions, mean over positions; NaN where outputs are no
         token logits
@@ -365,7 +365,7 @@ HEAD_EFFECTS = declare(
         than 32 prompts
     delta_loss_high (float, nats per token): upper end of the same
     prompts_worse (int): prompts whose loss rises; NaN where only estimated
-    p_adjusted (float): sign test of that number (Holm-adjusted for the heads run under the same variant); NaN if only
+    p_sign (float): sign test of that number (Holm-adjusted for the heads run under the same variant); NaN if only
         estimated
     estimate (float, nats per token): first-order estimate of delta_loss: gradient of the loss at the head's output
         z, times the change of z
@@ -478,7 +478,7 @@ BY_HEAD = declare(
     delta_loss_no_projection (float, nats per token): the same without projection
     delta_loss_both_removed (float, nats per token): the same without both
     exact (bool): whether these were run, not estimated
-    p_adjusted (float): of delta_loss, as in head_effects
+    p_sign (float): of delta_loss, as in head_effects
     loss (float, nats per token): of the intact model
     entropy_ratio (float): attention entropy over log(visible keys): 1 is uniform
     entropy_change (float): its change with scaling frozen for the keys
@@ -565,7 +565,7 @@ PAIRED = declare(
         rows of groups, or all rows of single norms); NaN where there is no interval
     prompts (int): prompts that both were measured on
     prompts_more (int): of them, those on which this model's loss rises more
-    p_adjusted (float): sign test over prompt groups: of the median, not of the mean (Holm-adjusted for all rows)
+    p_sign (float): sign test over prompt groups: of the median, not of the mean (Holm-adjusted for all rows)
     """,
 )
 

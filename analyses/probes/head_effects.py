@@ -425,7 +425,7 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
         known = bool(np.isfinite(exact).all())
         row |= {
             "prompts_worse": int((exact > 0).sum()) if known else math.nan,
-            "p_adjusted": sign_test(exact) if known and not no_op else math.nan,
+            "p_sign": sign_test(exact) if known and not no_op else math.nan,
             "loss": mine["intact"].sum() / predicted.sum(),
             "prompts": prompts,
             "no_op": no_op,
@@ -433,7 +433,7 @@ def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
         rows.append(row)
     made = pd.DataFrame(rows, columns=HEAD_EFFECTS.names)
     # (For the heads under one term: the smallest over all terms is not needed.)
-    return made.assign(p_adjusted=made.groupby("variant")["p_adjusted"].transform(lambda p: holm(p.to_list())))
+    return made.assign(p_sign=made.groupby("variant")["p_sign"].transform(lambda p: holm(p.to_list())))
 
 
 def _worse_on_most(rows: pd.DataFrame) -> pd.Series:
@@ -450,7 +450,7 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     ]
     if not len(rows):
         return []
-    significant = rows[(rows["p_adjusted"] < SIGNIFICANCE) & (rows["delta_loss"] > MATTERS) & _worse_on_most(rows)]
+    significant = rows[(rows["p_sign"] < SIGNIFICANCE) & (rows["delta_loss"] > MATTERS) & _worse_on_most(rows)]
     top = rows.iloc[int(rows["delta_loss"].argmax())]
     tested = f"Holm-adjusted sign test over {counted(len(rows), 'head')}"
     if not len(significant):
@@ -461,7 +461,7 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
             few = f"{prompts} {'is' if top['prompts'] == 1 else 'are'} too few"
             text = f"No effect of a single head can be significant: {few} ({tested}); {largest}."
         else:
-            small = (rows["p_adjusted"] < SIGNIFICANCE) & _worse_on_most(rows)
+            small = (rows["p_sign"] < SIGNIFICANCE) & _worse_on_most(rows)
             by = f" by {MATTERS:g} nats/token or more" if small.any() else ""
             text = (
                 f"With scaling frozen for one head at a time, no head significantly raises the loss{by} "

@@ -86,7 +86,7 @@ def _effects(made: pd.DataFrame, effects: pd.DataFrame) -> None:
         made[name] = exact.fillna(estimate)
         if name == "delta_loss":
             made["exact"] = exact.notna()
-            made["p_adjusted"] = rows["p_adjusted"].astype(float).reindex(made.index)
+            made["p_sign"] = rows["p_sign"].astype(float).reindex(made.index)
             made["loss"] = rows["loss"].astype(float).reindex(made.index)
 
 
@@ -191,7 +191,7 @@ _HEAD = re.compile(r"\bL(\d{1,5})H(\d{1,5})\b")
 def _significant(effects: pd.DataFrame, variant: str, axes: pd.DataFrame) -> Bool[np.ndarray, "layer head"]:
     """Where a head's effect is significant; estimates are not tested."""
     rows = effects[(effects["variant"] == variant) & effects["delta_loss"].notna()]
-    told = (rows["p_adjusted"] < SIGNIFICANCE).to_numpy(bool)
+    told = (rows["p_sign"] < SIGNIFICANCE).to_numpy(bool)
     grid = rows.assign(told=told).pivot(index="layer", columns="head", values="told")
     found: np.ndarray = grid.reindex(index=axes.index, columns=axes.columns).eq(True).to_numpy(bool)
     return found

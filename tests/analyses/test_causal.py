@@ -179,7 +179,7 @@ def test_an_edit_that_overflows_is_said_to(make_bridge: Callable[..., Any]) -> N
     effects = EditedRuns(model, sites, dict.fromkeys((s.name for s in sites), 1e-30))
     frames = [effects.measure(i, row) for i, row in enumerate(PROMPTS)]
     rows = tabulated(frames).set_index(["sites", "variant"])
-    numbers = ["loss", "delta_loss", "delta_loss_low", "kl", "entropy_change", "prompts_worse", "p_adjusted"]
+    numbers = ["loss", "delta_loss", "delta_loss_low", "kl", "entropy_change", "prompts_worse", "p_sign"]
     assert rows.loc[("all", "no_scaling"), numbers].isna().all()
     assert rows.loc[("all", "no_projection"), NUMBERS].notna().all()
     assert any("logits are not finite, so there are no numbers: " in n and "all no_scaling" in n for n in noted(frames))

@@ -15,10 +15,10 @@ from ln_probe.analyses.probes.columns import CAUSAL
 
 SAME = {
     "delta_loss_optimal": math.nan, "delta_loss_optimal_low": math.nan, "delta_loss_optimal_high": math.nan,
-    "prompts_worse": 30, "p_adjusted": 0.001, "kl": 0.1, "top1_agreement": 0.9, "entropy_change": 0.0, "prompts": 32,
+    "prompts_worse": 30, "p_sign": 0.001, "kl": 0.1, "top1_agreement": 0.9, "entropy_change": 0.0, "prompts": 32,
     "groups": 32, "no_op": "",
 }  # fmt: skip
-FEW: dict[str, Any] = {"half": math.nan, "prompts": 20, "groups": 20, "prompts_worse": 19, "p_adjusted": 1e-4}
+FEW: dict[str, Any] = {"half": math.nan, "prompts": 20, "groups": 20, "prompts_worse": 19, "p_sign": 1e-4}
 ABSENT = "rmsnorm: it has no projection"
 EVERY, HEEDED = "Freezing scaling at every norm", "At the norms that attention reads alone it"
 
@@ -86,7 +86,7 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
      "0.002): significant, but too small to be called an effect (below 0.01 nats/token)."),
     ({"change": 0.408, "half": 0.04, "delta_loss_optimal": 0.274, "delta_loss_optimal_low": 0.25,
       "delta_loss_optimal_high": 0.3}, EFFECT, "; with loss-optimal constants +0.27 (95 % CI +0.25 to +0.3)."),
-    ({"change": 0.5, **FEW, "p_adjusted": 0.6}, NO_EFFECT,
+    ({"change": 0.5, **FEW, "p_sign": 0.6}, NO_EFFECT,
      " changes the loss by +0.5 nats/token on average, 12 % of the intact loss of 4 (median prompt +0.4) on 20 "
      "prompts: no CI with fewer than 32 prompts."),
     ({"change": 0.5, **FEW}, DESCRIBED,
@@ -94,7 +94,7 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
     ({"change": 0.5, **FEW, "prompts": 64}, DESCRIBED,
      "on 64 prompts in 20 groups: it falls on 45 of 64, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32 "
      "prompts)."),
-    ({"change": 0.582, **FEW, "prompts": 64, "groups": 64, "p_adjusted": 0.7}, NO_EFFECT,
+    ({"change": 0.582, **FEW, "prompts": 64, "groups": 64, "p_sign": 0.7}, NO_EFFECT,
      "on 64 prompts: no CI, because a few prompts carry the mean."),
     ({"change": 0.12, "half": 0.02, "delta_loss_uniform": 4.61}, EFFECT,  # as in MGM
      "; with one constant for all positions +4.6, because position 0 then becomes too long."),
@@ -122,7 +122,7 @@ def test_single_norms_are_exploratory_and_the_largest_are_named() -> None:
     )
     (finding,) = found(
         row("blocks.0.ln1", "no_scaling", 0.3, **FEW),
-        row("blocks.1.ln1", "no_scaling", 9.0, **FEW | {"prompts_worse": 12, "p_adjusted": 0.4}),
+        row("blocks.1.ln1", "no_scaling", 9.0, **FEW | {"prompts_worse": 12, "p_sign": 0.4}),
     )
     assert finding.rank == DESCRIBED
     said = "of 2 norms frozen one at a time, 1 changes the loss by 0.01 or more, with a significant sign test over "

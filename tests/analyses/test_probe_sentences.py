@@ -146,7 +146,7 @@ def test_attention_that_stays_as_it_was_is_not_told() -> None:
 
 
 def head_row(head: int, change: float, low: float, p: float = 1.0, **more: Any) -> dict[str, Any]:
-    row = {"layer": 1, "head": head, "variant": "no_scaling", "no_op": "", "delta_loss": change, "p_adjusted": p}
+    row = {"layer": 1, "head": head, "variant": "no_scaling", "no_op": "", "delta_loss": change, "p_sign": p}
     return row | {"delta_loss_low": low, "delta_loss_high": 0.3, "loss": 2.0, "prompts_worse": 7, "prompts": 9} | more
 
 

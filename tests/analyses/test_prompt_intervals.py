@@ -224,7 +224,7 @@ def test_prompts_of_one_group_count_once() -> None:
     assert two.loc[edited, ["delta_loss_low", "p_mean"]].isna().all(axis=None)
     assert (two["groups"] == 2).all()
     assert (two["prompts"] == 40).all()
-    assert (two.loc[edited & (two["no_op"] == ""), "p_adjusted"] >= 0.5).all()
+    assert (two.loc[edited & (two["no_op"] == ""), "p_sign"] >= 0.5).all()
     (note, *_) = causal_table.notes_on(frames, separate([i % 2 for i in range(40)]))
     assert note.startswith("causal: 40 prompts predict something, in 2 groups; confidence intervals need 32 groups")
     pairs = [i // 2 for i in range(80)]

@@ -97,7 +97,7 @@ def test_of_a_large_model_the_leading_norms_are_run_and_the_others_estimated() -
     constants = ln_probe.analyze(model, PROMPTS, probes=["decomposition"], progress=False).constants
     made, complete = (table(f, constants).set_index(["sites", "variant"]) for f in (frames, whole))
     run = made.index.get_level_values("sites").isin([*GROUPS, *runs.exact])
-    columns = [c for c in made if c not in ("p_adjusted", "p_mean")]
+    columns = [c for c in made if c not in ("p_sign", "p_mean")]
     pd.testing.assert_frame_equal(made.loc[run, columns], complete.loc[run, columns], check_dtype=False)  # (int or NaN)
     alone = made[~run].drop(index="intact", level="variant")
     assert alone["delta_loss"].isna().all()
@@ -116,9 +116,9 @@ def test_p_of_single_norms_is_adjusted_for_all_of_them(monkeypatch: pytest.Monke
     kept = report.tables["causal_prompts"]
     changes = [kept[(kept["sites"] == s) & (kept["variant"] == "no_scaling")]["delta_loss"] for s in run["sites"]]
     tests = [inference.sign_test(c.to_numpy()) for c in changes] + [math.nan] * (len(rows) - 2)
-    assert run["p_adjusted"].tolist() == pytest.approx(inference.holm(tests, [True] * len(rows))[:2].tolist())
-    assert run["p_adjusted"].min() > inference.holm(tests[:2]).min()
-    assert rows.drop(index=run.index)[["p_adjusted", "p_mean", "prompts_worse", "kl"]].isna().all(axis=None)
+    assert run["p_sign"].tolist() == pytest.approx(inference.holm(tests, [True] * len(rows))[:2].tolist())
+    assert run["p_sign"].min() > inference.holm(tests[:2]).min()
+    assert rows.drop(index=run.index)[["p_sign", "p_mean", "prompts_worse", "kl"]].isna().all(axis=None)
     assert "open: estimated" in str(causal_effects.__doc__)
     hollow = [line for axes in causal_effects(report).axes for line in axes.lines if line.get_fillstyle() == "none"]
     assert sum(len(line.get_xdata()) for line in hollow) == 3 * (len(rows) - 2)

@@ -100,7 +100,7 @@ def test_its_tests_are_a_family_of_their_own(after: ln_probe.Report) -> None:
         "exploratory: single norms, example_tanh",
     ]
     mine = after.head_effects[after.head_effects["variant"] == TANH.name]
-    assert mine["p_adjusted"].notna().all()
+    assert mine["p_sign"].notna().all()
 
 
 def test_pictures_and_findings_show_it(after: ln_probe.Report) -> None:

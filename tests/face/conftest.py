@@ -226,7 +226,7 @@ def causal() -> pd.DataFrame:
             "delta_loss_optimal_low": math.nan,
             "delta_loss_optimal_high": math.nan,
             "prompts_worse": 30,
-            "p_adjusted": 0.001,
+            "p_sign": 0.001,
             "kl": 0.1,
             "top1_agreement": 0.9,
             "entropy_change": 0.01,

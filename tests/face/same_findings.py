@@ -29,7 +29,7 @@ CLOSED_FORM = {
     "heads": ["pattern_max_median", "query_radius", "entropy_ratio", "uniform_angle_deg", "score_spread",
               "score_spread_floor"],
     "keys": ["pattern_max"],
-    "causal": [c for c in CAUSAL.names if c not in (*SAME["causal"], "prompts_worse", "p_adjusted", "p_mean")],
+    "causal": [c for c in CAUSAL.names if c not in (*SAME["causal"], "prompts_worse", "p_sign", "p_mean")],
     "unembedding": [],
 }  # fmt: skip
 # Found by search to a stated gap: both ends are lower bounds of the same number, at most this far below it.

@@ -37,10 +37,10 @@ def shown(report: Report, causal: pd.DataFrame) -> Report:
     """With interventions; scaling frozen has these effects on these heads, and none on the others."""
     effects = report.head_effects.copy()
     frozen = effects["variant"] == "no_scaling"
-    effects.loc[frozen, ["delta_loss", "p_adjusted"]] = 0.0, 1.0
+    effects.loc[frozen, ["delta_loss", "p_sign"]] = 0.0, 1.0
     for (layer, head), values in EFFECTS.items():
         mine = frozen & (effects["layer"] == layer) & (effects["head"] == head)
-        effects.loc[mine, ["delta_loss", "p_adjusted"]] = values
+        effects.loc[mine, ["delta_loss", "p_sign"]] = values
     return report.with_tables(causal=causal, head_effects=effects)
 
 

@@ -39,7 +39,7 @@ def changed(report: Report, by: float, **model: Any) -> Report:
 def opened(report: Report, visit_once: Any) -> Any:
     """One model, of which one head is significant, and three steps of a run, of which none is."""
     p = np.where(report.head_effects[["layer", "head"]].eq(1).all(axis=1), 0.001, 0.5)
-    one = report.with_tables(head_effects=report.head_effects.assign(p_adjusted=p))
+    one = report.with_tables(head_effects=report.head_effects.assign(p_sign=p))
     runs = [IndexEntry(f"run · step{s}", "", changed(report, s / 1000, step=s)) for s in (10, 0, 200)]
     return visit_once(index_page([IndexEntry("one", "one/report.html", one), *runs]))
 

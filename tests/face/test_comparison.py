@@ -94,7 +94,7 @@ def test_prompts_of_a_group_count_once(models: list[Report]) -> None:
             made.append(report.with_tables(causal_prompts=pd.concat([rows, again], ignore_index=True)))
         return ln_probe.compare(made)
 
-    same = ["difference", "low", "high", "p_mean", "p_adjusted"]
+    same = ["difference", "low", "high", "p_mean", "p_sign"]
     pd.testing.assert_frame_equal(twice(grouped=True).paired[same], once.paired[same])
     loss = [c for c in once.summary if c.startswith("loss_difference")]
     pd.testing.assert_frame_equal(twice(grouped=True).summary[loss], once.summary[loss])

@@ -316,8 +316,8 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
         math.nan if i else _sign_test(by_row[s, v])
         for i, s, v in zip(idle, table["sites"], table["variant"], strict=True)
     ]
-    expected = holm_by_family(table.assign(p_adjusted=signs), "p_adjusted")
-    np.testing.assert_allclose(table["p_adjusted"], expected, rtol=1e-5)
+    expected = holm_by_family(table.assign(p_sign=signs), "p_sign")
+    np.testing.assert_allclose(table["p_sign"], expected, rtol=1e-5)
     about = json.loads((folder / "about.json").read_text())
     assert about["command"] == f"python examples/checkpoints/measure.py {folder.name}"
     assert about["prompts"]["count"] >= 64

@@ -358,7 +358,7 @@ def test_every_figure_is_that_of_its_table(report: Report) -> None:
         assert row["first_attention"] == sinks.loc[place, "first_attention"]
     effects = report.tables["head_effects"].copy()  # what was not run is estimated
     gone = (effects["layer"] == 1) & (effects["head"] == 2)
-    effects.loc[gone, ["delta_loss", "p_adjusted"]] = np.nan
+    effects.loc[gone, ["delta_loss", "p_sign"]] = np.nan
     table = report.with_tables(head_effects=effects).by_head().set_index(["layer", "head"])
     estimate = effects[gone & (effects["variant"] == "no_scaling")]["estimate"].iloc[0]
     assert table.loc[(1, 2), "delta_loss"] == estimate

@@ -152,7 +152,7 @@ def test_only_what_is_comparable_is_paired(model: Any) -> None:
 
 
 def test_single_norms_are_named_by_the_size_of_their_change_in_either_direction() -> None:
-    row = {"variant": "no_scaling", "no_op": "", "prompts": 12, "groups": 12, "p_adjusted": 0.01, "p_mean": math.nan}
+    row = {"variant": "no_scaling", "no_op": "", "prompts": 12, "groups": 12, "p_sign": 0.01, "p_mean": math.nan}
     row |= {"delta_loss_low": math.nan, "delta_loss_high": math.nan, "delta_loss_median": math.nan, "loss": 3.0}
     rows = pd.DataFrame([row | {"sites": f"blocks.{i}.ln1", "delta_loss": -0.02 * (i + 1), "prompts_worse": 0}
                          for i in range(3)])  # fmt: skip

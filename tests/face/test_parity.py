@@ -137,7 +137,7 @@ def test_every_column_is_compared() -> None:
     ):
         known = {*SAME[table], *CLOSED_FORM[table], *BRACKETED.get(table, []), *searched}
         # What is rounding itself, or a count of signs (rounding decides the sign of a change that is none).
-        left = {"layernorms": {"reconstruction_error", "evidence"}, "causal": {"prompts_worse", "p_adjusted", "p_mean"}}
+        left = {"layernorms": {"reconstruction_error", "evidence"}, "causal": {"prompts_worse", "p_sign", "p_mean"}}
         assert set(columns) - known == left.get(table, set()), table
 
 

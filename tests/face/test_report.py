@@ -86,7 +86,7 @@ LATER = {  # columns that came since
         "delta_loss_median",
         "delta_loss_uniform",
         "prompts_worse",
-        "p_adjusted",
+        "p_sign",
         "estimate",
     ],
 }
@@ -176,7 +176,9 @@ def test_reports_of_0_2_0_are_read(tmp_path: Path) -> None:
         if (folder / f"{name}.parquet").exists():
             written = pd.read_parquet(folder / f"{name}.parquet").replace({"variant": {"neither": "both_removed"}})
             assert len(read) == len(written)
-            same = [c for c in written if c in read and c not in ("p_adjusted", "p_mean")]  # Holm within families since
+            written = written.rename(columns={"p_adjusted": "p_sign"})
+            assert set(written) <= set(read)
+            same = [c for c in written if c not in ("p_sign", "p_mean")]  # Holm within families since
             pd.testing.assert_frame_equal(read[same], written[same], check_exact=True, check_dtype=False)
     assert (report.causal["family"] == "primary").sum() == 4
     again = ln_probe.load_report(report.save(tmp_path / "again"))
@@ -212,7 +214,7 @@ def test_earlier_reports_get_the_statistics_of_this_version(without: list[str], 
     means = [float(np.average(r["delta_loss"], weights=r["predicted"])) for _, r in groups]
     effects = [
         {"sites": s, "variant": v, "family": family(s, v), "loss": 3.0 + d, "delta_loss": d, "delta_loss_low": d - w,
-         "delta_loss_high": d + w, "prompts_worse": 39, "p_adjusted": 0.001, "prompts": 40, "no_op": ""}
+         "delta_loss_high": d + w, "prompts_worse": 39, "p_sign": 0.001, "prompts": 40, "no_op": ""}
         for s, mean in zip(("all", "attention"), means, strict=True)
         for v, d, w in (("intact", 0.0, 0.0), ("no_scaling", mean, 0.01))
     ]  # fmt: skip

@@ -93,7 +93,7 @@ def test_bars_are_the_tables_numbers(report: Report, effects: pd.DataFrame) -> N
 
 
 def test_without_intervals_nothing_is_called_an_effect(report: Report, effects: pd.DataFrame) -> None:
-    few = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, prompts=5, prompts_worse=3, p_adjusted=1.0)
+    few = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, prompts=5, prompts_worse=3, p_sign=1.0)
     card = made_of(report, few)
     assert card.sentences[0].startswith(
         "Freezing every norm’s scaling changes the loss by +0.33 nats/token on average, 7.6 % of the intact loss of "
@@ -121,13 +121,13 @@ def test_what_holm_does_not_leave_is_no_effect(report: Report, effects: pd.DataF
 
 def test_directions_and_what_a_few_prompts_carry(report: Report, effects: pd.DataFrame) -> None:
     none = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan, p_mean=np.nan)
-    card = made_of(report, none.assign(prompts=20, groups=20, prompts_worse=19, p_adjusted=1e-4))
+    card = made_of(report, none.assign(prompts=20, groups=20, prompts_worse=19, p_sign=1e-4))
     assert card.sentences[0].startswith(
         "Freezing every norm’s scaling changes the loss by +0.33 nats/token on average, 7.6 % of the intact loss of "
         "4.3 (median prompt +0.3) on 20 prompts: it rises on 19 of 20, Holm-adjusted sign test p = 0.0001 (no CI with "
         "fewer than 32 prompts). "
     )
-    card = made_of(report, none.assign(prompts=64, groups=64, p_adjusted=1.0))
+    card = made_of(report, none.assign(prompts=64, groups=64, p_sign=1.0))
     assert " on 64 prompts: no CI, because a few prompts carry the mean. " in card.sentences[0]
     assert not any(b.effect for b in card.bars)
 
