@@ -336,6 +336,16 @@ def test_help_and_import_are_cheap() -> None:
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(("given", "is_set"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(given: str | None, is_set: str) -> None:
+    code = "import os, sys; from ln_probe.__main__ import main; sys.argv = ['ln-probe', '--version']\n"
+    code += "try:\n    main()\nfinally:\n    print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split()[-2:] == [is_set, "False"]
+
+
 def test_names() -> None:
     listed = runner.invoke(app, ["models", "--bundled"]).stdout.split()
     assert listed == ln_probe.bundled_models()
