@@ -67,7 +67,7 @@ def check_added(experiment: str, added: Path, settings: Mapping[str, Any]) -> tu
     if mark.exists() and json.loads(mark.read_text()).get("quick"):
         raise ValueError(f"{added} was made with --quick: its runs are smaller than those that are kept")
     told = {k for k in settings if k in found["settings"] and k not in _OF_SEEDS and not k.startswith("published")}
-    other = sorted(k for k in told if _plain(settings[k]) != _plain(found["settings"][k]))
+    other = sorted(k for k in told if not _agree(_plain(settings[k]), _plain(found["settings"][k])))
     if other:
         said = "; ".join(f"{k}: {settings[k]} kept, {found['settings'][k]} added" for k in other)
         raise ValueError(f"{added} was made with other settings than the kept results of {experiment}: {said}")
@@ -79,6 +79,13 @@ def check_added(experiment: str, added: Path, settings: Mapping[str, Any]) -> tu
 
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
+
+
+def _agree(kept: Any, added: Any) -> bool:
+    """Equal; of settings by cell, those of the cells that both have."""
+    if isinstance(kept, dict) and isinstance(added, dict):
+        return all(kept[k] == added[k] for k in kept.keys() & added.keys())
+    return bool(kept == added)
 
 
 def rebuilt(experiment: str, added: Path | None = None) -> Results:

@@ -156,6 +156,8 @@ def test_new_runs_join_the_kept_ones() -> None:
     ("depth", {"settings": {"training": {"steps": 5}}}, "made with other settings .* training: "),
     ("depth", {"diverged": ["a run: nan"]}, "diverged, which depth counts as misses: a run: nan"),
     ("majority", {"settings": {"batch": 1, "classes": 3}}, ""),
+    ("counting", {"settings": {"training": {"L5, another": {"steps": 5}}}}, ""),
+    ("counting", {"settings": {"training": {"L5, lstm": {"steps": 5}}}}, "made with other settings .* training: "),
 ])  # fmt: skip
 def test_only_runs_of_the_same_kind_are_added(
     tmp_path: Path, experiment: str, change: dict[str, Any], said: str

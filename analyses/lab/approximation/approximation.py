@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -263,7 +263,6 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
         settings={
             "training": vars(training(quick, 0, RATES[0])),
             "seeds": sorted({int(seed) for seed in table["seed"]}),
-            "model": asdict(grid(quick)[0].spec()),
             "published_ranges": PUBLISHED_RANGES,
             "published_bounds": PUBLISHED_BOUNDS,
             "variance": {t: variance(t) for t in ("1b", "2a", "2b", "4a", "4b")},
