@@ -338,7 +338,8 @@ def _finish(
     given = tuple(map(len, rows))
     cut = tuple(row[:limit] for row in rows)
     name_of = namer(model)
-    strings = tuple(tuple(map(name_of, row.tolist())) for row in cut)
+    names = {i: name_of(i) for i in torch.cat(cut).unique().tolist()}
+    strings = tuple(tuple(names[i] for i in row.tolist()) for row in cut)
     said = (*notes, *cut_notes(given, limit, context_length(model)), *monotony_notes(cut, name_of))
     return Prompts(cut, strings, source, said, name_of, given)
 

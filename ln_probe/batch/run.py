@@ -3,14 +3,13 @@
     OUT/index.html, OUT/<model>/              the reports
     OUT/.ln_probe/run.json                    what the folder is about
                   corpus/<key>.jsonl          the prompts, one a line
-                  tokens/<key>/00000 …        the same as token ids, once per tokenizer
                   units/<key>/prompts-00000 …    results, until the report is made
                   done/<model>.json           whose report OUT/<model>/ is, and what its files are
 
-The units of a checkpoint: one *calibration* (all prompts; constants and query radii), then *prompts* for each shard of
-them, one of *weights* for every probe that needs no prompts, then the *report*. What a unit computes depends on its key
-alone: not on which worker does it, nor on what was done before, nor on how many shards there are (rows are joined in
-order before anything is summed).
+The units of a checkpoint: one *calibration* (all prompts as token ids; constants and query radii), then *prompts* for
+each shard of them, one of *weights* for every probe that needs no prompts, then the *report*. What a unit computes
+depends on its key alone: not on which worker does it, nor on what was done before, nor on how many shards there are
+(rows are joined in order before anything is summed).
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ INDEX_FILE = "index.html"
 FORMAT = 5
 CALIBRATION, PROMPTS, WEIGHTS, REPORT = "calibration", "prompts", "weights", "report"
 
+_UNITS = 2  # what results of units hold; since 2 the calibration keeps the prompts as token ids
 # Results of different versions of these are not mixed in one report.
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "numba")
 
@@ -186,7 +186,7 @@ class Run:
     def unit_key(self, target: Target, unit: Unit) -> str:
         """The same for one unit: with the prompts of its shard."""
         size = self.corpus.per_shard if unit.kind == PROMPTS else 0
-        return hashlib.sha256(f"{self.key(target)} {unit} of {size}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.key(target)} {unit} of {size}, {_UNITS}".encode()).hexdigest()
 
     def folder(self, target: Target) -> Path:
         """Where results about a checkpoint lie until its report is made."""

@@ -1,31 +1,23 @@
-"""The prompts of a run on disk, as texts and, in shards, as token ids: read once, tokenized once for each tokenizer."""
+"""The prompts of a run: read once into a file of the run's own, and divided into shards."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from jaxtyping import Int
-from torch import Tensor
-
 from ln_probe.analyses.files import read_json, replacing, sha256_of_file, verify, with_checksum, write_atomically
-from ln_probe.batch import results
 from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, bundled_prompts, bundled_texts, tokenizer_of
-from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
+from ln_probe.hooks.model import HookedModel
 from ln_probe.prompt_sources import BUNDLED, SAMPLED, Entry, Sampled, entries, is_dataset
 from ln_probe.prompts import Prompts, make_prompts, of_entries
 
 if TYPE_CHECKING:
     from ln_probe.batch.run import Run
-    from ln_probe.batch.suite import Target
 
 # Prompts in a shard, unless the user says otherwise: what is lost when a worker dies. On 2 cores, 4 prompts of 128
 # tokens through the bundled models take about 10 seconds, 4 of 512 through GPT-2 small's shape 10 minutes.
@@ -68,6 +60,11 @@ class ShardedCorpus:
     @property
     def shards(self) -> int:
         return max(1, -(-self.count // self.per_shard))
+
+    def numbers(self, shard: int, count: int) -> range:
+        """The numbers of the prompts of a shard, of `count` that a model has: the last shard takes the rest."""
+        first = shard * self.per_shard
+        return range(first, count if shard == self.shards - 1 else min(first + self.per_shard, count))
 
 
 def divide(given: str | None, home: Path, per_shard: int | None = None, limit: int | None = None) -> ShardedCorpus:
@@ -135,39 +132,31 @@ def _write(found: Iterable[Entry], file: Path) -> tuple[int, str]:
     return count, digest.hexdigest()
 
 
-def read_shard(file: Path, corpus: ShardedCorpus, shard: int) -> list[Entry]:
-    """The prompts of one shard, as they were when the run began; none of one that has no texts.
+def read_corpus(file: Path, corpus: ShardedCorpus) -> Iterator[Entry]:
+    """Return the prompts as they were when the run began.
 
     Raises:
         AlteredError: the file is damaged, missing or another corpus's.
     """
     try:
-        places = _places(file, corpus)
-        if shard >= len(places):  # the models without a tokenizer have sampled prompts there
-            return []
-        start, size, digest = places[shard]
-        with file.open("rb") as lines:
-            lines.seek(start)
-            content = lines.read(size)
+        content = file.read_bytes()
     except OSError as error:
         raise _altered(file, corpus, error.strerror or str(error)) from error
-    if hashlib.sha256(content).hexdigest() != digest:
+    if hashlib.sha256(content).hexdigest() != corpus.sha256:
         raise _altered(file, corpus, "its content is not what was written")
-    return [entry["text"] if "text" in entry else entry["tokens"] for entry in map(json.loads, content.splitlines())]
+    found = map(json.loads, content.splitlines())
+    return (entry["text"] if "text" in entry else entry["tokens"] for entry in found)
 
 
-@lru_cache(maxsize=4)  # read once, not once for every shard
-def _places(file: Path, corpus: ShardedCorpus) -> list[tuple[int, int, str]]:
-    """Where each shard begins in the file, its size in bytes and its hash."""
-    places, start, digest = [], 0, hashlib.sha256()
-    with file.open("rb") as lines:
-        while content := b"".join(islice(lines, corpus.per_shard)):
-            digest.update(content)
-            places.append((start, len(content), hashlib.sha256(content).hexdigest()))
-            start += len(content)
-    if digest.hexdigest() != corpus.sha256:
-        raise _altered(file, corpus, "its content is not what was written")
-    return places
+def prompts_of(run: Run, model: HookedModel) -> Prompts:
+    """Return the prompts of a run for one model: those of the corpus, or those that the model brings or samples."""
+    corpus, settings = run.corpus, run.settings
+    own = bundled_prompts(model) is not None or tokenizer_of(model) is None
+    if corpus.given == SAMPLED or (corpus.given == DEFAULT and own):
+        how = None if corpus.given == DEFAULT else Sampled()
+        return make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed, most=corpus.most)
+    found = read_corpus(run.corpus_file, corpus)
+    return of_entries(model, found, corpus.source, max_tokens=settings.max_tokens)
 
 
 def _altered(file: Path, corpus: ShardedCorpus, why: str) -> AlteredError:
@@ -175,141 +164,3 @@ def _altered(file: Path, corpus: ShardedCorpus, why: str) -> AlteredError:
         f"{file} is not what was read from {corpus.source} when the run began ({why}): run the same command again, "
         "which reads the prompts anew"
     )
-
-
-@dataclass(frozen=True, eq=False)
-class TokenShard:
-    """Some of the prompts: token ids of each, how long it was before it was cut, and the strings of all ids.
-
-    Attributes:
-        first: number of the first of them among all prompts that can be used.
-        skipped: the others, by their number among all, and why they cannot be used.
-    """
-
-    first: int
-    rows: tuple[Int[Tensor, " _"], ...]
-    given: tuple[int, ...]
-    names: Mapping[int, str]
-    source: str
-    notes: tuple[str, ...]
-    sha256: str  # of the file that holds them
-    skipped: tuple[tuple[int, str], ...] = ()
-
-    def numbered(self) -> list[tuple[int, Int[Tensor, " _"]]]:
-        return list(enumerate(self.rows, start=self.first))
-
-
-class TokenShards:
-    """The prompts of one checkpoint, shard by shard.
-
-    Args:
-        run, target: whose they are.
-        key: of a set made before (its maker's `key`); then no model is needed.
-        model: to make them with.
-    """
-
-    def __init__(self, run: Run, target: Target, *, key: str | None = None, model: HookedModel | None = None) -> None:
-        self.run, self.target, self.model = run, target, model
-        given = run.corpus.given
-        own = model is not None and (bundled_prompts(model) is not None or tokenizer_of(model) is None)
-        self._of_model = given == SAMPLED or (given == DEFAULT and own)  # prompts that the model brings or samples
-        self._made: Prompts | None = None
-        self._firsts = [0]  # of each shard that has been read, and of the next one
-        if key is None:
-            assert model is not None
-            key = run.key(target) if self._of_model else self._tokenizer_key(model)
-        self.key = key
-
-    def skipped(self) -> list[tuple[int, str]]:
-        """The prompts that this model cannot use, by number, and why."""
-        return [pair for shard in range(self.run.corpus.shards) for pair in self[shard].skipped]
-
-    def __getitem__(self, shard: int) -> TokenShard:
-        for earlier in range(len(self._firsts) - 1, shard):
-            self._firsts.append(self._firsts[earlier] + len(self._read(earlier).rows))
-        return replace(self._read(shard), first=self._firsts[shard])
-
-    def _read(self, shard: int) -> TokenShard:
-        path = self.run.work / "tokens" / self.key[:20] / f"{shard:05d}.safetensors"
-        key = f"{self.key} {shard}"
-        try:
-            stored = results.Stored(path, key)
-        except (FileNotFoundError, results.DamagedError):
-            if self.model is None:
-                raise
-            return self._make(path, key, shard, self.model)
-        arrays = stored.arrays("")
-        ends = np.cumsum(arrays["lengths"])[:-1]
-        ids = torch.from_numpy(arrays["ids"].astype(np.int64))
-        return TokenShard(
-            0,
-            tuple(ids.tensor_split(ends.tolist())) if len(arrays["lengths"]) else (),
-            tuple(arrays["given"].tolist()),
-            {int(i): s for i, s in stored.info["names"].items()},
-            stored.info["source"],
-            tuple(stored.info["notes"]),
-            stored.sha256,
-            tuple((int(number), str(why)) for number, why in stored.info.get("skipped", ())),
-        )
-
-    def _make(self, path: Path, key: str, shard: int, model: HookedModel) -> TokenShard:
-        size, first = self.run.corpus.per_shard, shard * self.run.corpus.per_shard
-        settings = self.run.settings
-        rows: tuple[Tensor, ...] = ()
-        given: tuple[int, ...] = ()
-        source, notes, names = self.run.corpus.source, tuple[str, ...](), {}
-        made = None
-        skipped: list[tuple[int, str]] = []
-        if self._of_model:
-            if self._made is None:
-                how = None if self.run.corpus.given == DEFAULT else Sampled()
-                most, tokens = self.run.corpus.most, settings.max_tokens
-                self._made = make_prompts(model, how, max_tokens=tokens, seed=settings.seed, most=most)
-            made = self._made
-            source, notes = made.source, made.notes
-            # More were drawn where sequences are short: the last shard takes the rest.
-            end = None if shard == self.run.corpus.shards - 1 else first + size
-            rows, given = made.tokens[first:end], made.given[first:end]
-        elif texts := read_shard(self.run.corpus_file, self.run.corpus, shard):
-            try:
-                made = of_entries(model, texts, source, max_tokens=settings.max_tokens)
-            except ValueError as error:
-                raise ValueError(f"among prompts {first} to {first + size - 1}, counted from there: {error}") from error
-            rows, given = made.tokens, made.given
-            skipped = [(first + number, why) for number, why in made.skipped]
-        if made is not None:
-            names = {i: made.name_of(i) for i in sorted({i for row in rows for i in row.tolist()})}
-        result = results.Result(
-            arrays={
-                "ids": torch.cat(rows).numpy().astype(np.int32) if rows else np.empty(0, np.int32),
-                "lengths": np.array([len(r) for r in rows], np.int64),
-                "given": np.array(given, np.int64),
-            },
-            info={
-                "names": {str(i): s for i, s in names.items()},
-                "source": source,
-                "notes": list(notes),
-                "skipped": skipped,
-            },
-        )
-        with results.storing(self.run.out):
-            sha256 = results.write(path, key, result)
-        return TokenShard(0, rows, given, names, source, notes, sha256, tuple(skipped))
-
-    def _tokenizer_key(self, model: HookedModel) -> str:
-        """Hash of everything that turns the texts into ids: models that share a tokenizer share the ids."""
-        tokenizer = tokenizer_of(model)
-        fast = getattr(tokenizer, "backend_tokenizer", None)
-        if tokenizer is None:
-            rules = ""
-        else:
-            rules = fast.to_str() if fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-        content = {
-            "rules": rules,
-            "class": type(tokenizer).__name__,
-            "bos": getattr(tokenizer, "bos_token_id", None),
-            "prepend_bos": bool(getattr(model.cfg, "default_prepend_bos", True)),
-            "tokens": [self.run.settings.max_tokens, context_length(model), vocabulary_size(model)],
-            "prompts": [self.run.corpus.sha256, self.run.corpus.per_shard, self.run.corpus.source],
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,11 +38,11 @@ from ln_probe.batch.results import (
     unpacked,
 )
 from ln_probe.batch.run import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS, Run, Unit, mark_begun, mark_done
-from ln_probe.batch.shards import DEFAULT, TokenShards
+from ln_probe.batch.shards import DEFAULT, prompts_of
 from ln_probe.batch.suite import Target, check_same
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.default_tokens import check_contained
-from ln_probe.hooks.model import HookedModel, context_length
+from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves
 from ln_probe.hooks.scales import Constant
@@ -52,8 +50,7 @@ from ln_probe.loading.hub import FULL, downloads_in
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measure import assemble, provenance
 from ln_probe.passes import Passes
-from ln_probe.prompts import calibration_prompts, cut_notes, skip_note, summary
-from ln_probe.recording import SAMPLED_PROMPTS
+from ln_probe.prompts import calibration_prompts, skip_note
 from ln_probe.report import REPORT_FILE, files_of
 from ln_probe.seal import Seal
 from ln_probe.settings import check_unchanged, read_groups
@@ -85,10 +82,8 @@ class Worker:
         torch.set_num_threads(1)
         use_processors(processors)
         self._target: Target | None = None
-        self._seal: Seal | None = None
         self._passes: Passes | None = None
-        self._tokens: TokenShards | None = None
-        self._calibration: Calibration | None = None
+        self._calibrated: tuple[Calibration, MeasuredPrompts] | None = None
 
     def do(self, target: Target, unit: Unit) -> Outcome:
         """Do a unit, unless its result is there and whole.
@@ -128,13 +123,12 @@ class Worker:
                     return 0
             with self._sealed(target):
                 result, tokens = doing[unit.kind](target, unit)
-            result = replace(result, info={**result.info, "inputs": self._inputs(unit)})
             with results.storing(self.run.out):
                 results.write(path, key, result)
         return tokens
 
     def _forget(self) -> None:
-        self._target = self._seal = self._passes = self._tokens = self._calibration = None
+        self._target = self._passes = self._calibrated = None
         gc.collect()
 
     def _load(self, target: Target) -> Passes:
@@ -154,41 +148,26 @@ class Worker:
             check_same(target, source_of(model))
             self._check_strictly(source_of(model).deviations)
             hooked = cast(HookedModel, model)
-            self._seal = Seal(hooked)
-            self._passes = Passes(hooked, self.run.settings, seal=self._seal)
-            self._tokens = TokenShards(self.run, target, model=self._passes.model)
+            self._passes = Passes(hooked, self.run.settings, seal=Seal(hooked))
             self._target = target
         return self._passes
 
     def _sealed(self, target: Target) -> Seal:
         """The seal of a loaded checkpoint: its weights are read once when it is first entered, and once whenever it is
         left."""
-        self._load(target)
-        assert self._seal is not None
-        return self._seal
+        seal = self._load(target).seal
+        assert seal is not None
+        return seal
 
     def _check_strictly(self, deviations: Sequence[str]) -> None:
         if refused := self.run.refusal(deviations):
             raise ValueError(refused)
 
-    def _inputs(self, unit: Unit) -> dict[str, str]:
-        """Hashes of what a unit was done with: the model's files, the prompts."""
-        assert self._passes is not None
-        assert self._tokens is not None
-        made = {"model": str(source_of(cast(nn.Module, self._passes.model)).inputs_sha256)}
-        if unit.kind == CALIBRATION:
-            made["prompts"] = _all_of(self._tokens[shard].sha256 for shard in range(self.run.corpus.shards))
-        elif unit.kind == PROMPTS:
-            made["prompts"] = self._tokens[unit.shard].sha256
-        return made
-
     def _calibrate(self, target: Target, unit: Unit) -> tuple[Result, int]:
-        passes, tokens, seal = self._load(target), self._tokens, self._seal
-        assert tokens is not None
-        assert seal is not None
-        shards = range(self.run.corpus.shards)
-        if (first := next((row for shard in shards for row in tokens[shard].rows), None)) is not None:
-            seal.compare(first)
+        passes, seal = self._load(target), self._sealed(target)
+        made = prompts_of(self.run, passes.model)
+        if made.tokens:
+            seal.compare(made.tokens[0])
         settings, default = self.run.settings, self.run.corpus.given == DEFAULT
         other = labels = None
         if settings.calibration is not None:
@@ -197,22 +176,11 @@ class Worker:
         if settings.groups is not None:
             check_unchanged(settings.groups, settings.groups_sha256)
             labels = read_groups(settings.groups)
-        skipped = tokens.skipped()
-        skips = (skip_note(skipped, sum(len(tokens[shard].rows) for shard in shards)),) if skipped else ()
+        skips = (skip_note(made.skipped, len(made.tokens)),) if made.skipped else ()
         self._check_strictly(skips)
-        found = passes.calibrate(
-            (pair for shard in shards for pair in tokens[shard].numbered()),
-            groups=labels,
-            calibration=other,
-            default=default,
-        )
-        names = {i: name for shard in shards for i, name in tokens[shard].names.items()}
-        rows = (row for shard in shards for row in tokens[shard].rows)
-        prompts = summary(tokens[0].source, rows, names.__getitem__, skipped=skipped)
-        given = [length for shard in shards for length in tokens[shard].given]
-        context = context_length(passes.model)
-        cut = cut_notes(given, min(settings.max_tokens, context), context)
-        exhibits, index = self._record(passes, tokens, found, len(given)).plain()
+        found = passes.calibrate(list(enumerate(made.tokens)), groups=labels, calibration=other, default=default)
+        exhibits, index = passes.record(made.tokens, made.strings, found, count=len(made.tokens)).plain()
+        prompts, source = made.summary, source_of(cast(nn.Module, passes.model))
         info = {
             "exhibits": index,
             "calibrated_on": dict(found.calibrated_on),
@@ -223,47 +191,43 @@ class Worker:
             else {name: c.plain for name, c in found.constants.given.items()},
             "optimal": {group: halves.to_json() for group, halves in found.optimal.items()},
             "unsupported": {str(k): v for k, v in found.unsupported.items()},
-            "notes": [*skips, *tokens[0].notes, *cut, *found.notes, *seal.notes],
+            "notes": [*skips, *made.notes, *found.notes, *seal.notes],
             "sample": None if found.sample is None else found.sample.to_dict(),
             "prompts": prompts,
-            "tokens": tokens.key,
-            "model": asdict(source_of(cast(nn.Module, passes.model))),
+            "names": {i: made.name_of(i) for i in sorted({i for row in made.tokens for i in row.tolist()})},
+            "model": asdict(source),
             "d_model": int(passes.model.cfg.d_model),
+            "inputs": {"model": source.inputs_sha256},
         }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
         arrays |= ellipsoid_arrays(found.empirical)
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
         arrays |= {f"constants/{part}": getattr(found.constants, part) for part in _CONSTANTS}
+        arrays |= {"prompts/ids": torch.cat(made.tokens).numpy(), "prompts/lengths": np.array([*map(len, made.tokens)])}
         return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
 
-    def _record(self, passes: Passes, tokens: TokenShards, found: Calibration, count: int) -> Exhibits:
-        """What the report will show of the first prompts; the marks of their keys come when all are joined."""
-        rows: list[torch.Tensor] = []
-        strings: list[list[str]] = []
-        for shard in range(self.run.corpus.shards):
-            if len(rows) >= SAMPLED_PROMPTS:
-                break
-            held = tokens[shard]
-            rows += held.rows
-            strings += [[held.names[i] for i in row.tolist()] for row in held.rows]
-        return passes.record(rows[:SAMPLED_PROMPTS], strings[:SAMPLED_PROMPTS], found, count=count)
-
     def _measure(self, target: Target, unit: Unit) -> tuple[Result, int]:
-        passes, tokens = self._load(target), self._tokens
-        assert tokens is not None
-        if self._calibration is None:
-            rows = (row for shard in range(self.run.corpus.shards) for row in tokens[shard].rows)
-            first = tuple(islice(rows, SINGLE_NORM_PROMPTS))
-            self._calibration = replace(calibration(_opened(self.run, target, Unit(CALIBRATION))[0]), first=first)
-        shard = tokens[unit.shard]
-        default = self.run.corpus.given == DEFAULT
-        found = passes.measure(shard.numbered(), self._calibration, default=default)
-        return packed(found), sum(map(len, shard.rows))
+        passes = self._load(target)
+        if self._calibrated is None:
+            base = _opened(self.run, target, Unit(CALIBRATION))[0]
+            prompts = MeasuredPrompts(base)
+            self._calibrated = replace(calibration(base), first=prompts.rows[:SINGLE_NORM_PROMPTS]), prompts
+        calibrated, prompts = self._calibrated
+        numbered = [(i, prompts.rows[i]) for i in self.run.corpus.numbers(unit.shard, len(prompts.rows))]
+        found = passes.measure(numbered, calibrated, default=self.run.corpus.given == DEFAULT)
+        made = packed(found)
+        return self._of_inputs(made, prompts=prompts.sha256), sum(len(row) for _, row in numbered)
 
     def _weigh(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes = self._load(target)
         probe = next(p for p in passes.probes if p.name == unit.probe)
-        return packed({probe.name: passes.weigh(probe)}), 0
+        return self._of_inputs(packed({probe.name: passes.weigh(probe)})), 0
+
+    def _of_inputs(self, result: Result, **hashes: str) -> Result:
+        """Add the hashes of what a unit was done with: the model's files, the prompts."""
+        assert self._passes is not None
+        model = source_of(cast(nn.Module, self._passes.model)).inputs_sha256
+        return replace(result, info={**result.info, "inputs": {"model": model, **hashes}})
 
 
 @contextmanager
@@ -279,8 +243,17 @@ def _downloading(folder: Path | None) -> Iterator[None]:
         raise StorageError(f"{error.strerror}. {again}") from error
 
 
-def _all_of(hashes: Iterable[str]) -> str:
-    return hashlib.sha256("".join(f"{h}\n" for h in hashes).encode()).hexdigest()
+class MeasuredPrompts:
+    """The prompts that a calibration unit kept: token ids, the hash of all, and the string at (prompt, position)."""
+
+    def __init__(self, stored: Stored) -> None:
+        kept = stored.arrays("prompts/")
+        self.rows = torch.from_numpy(kept["ids"]).split(kept["lengths"].tolist())
+        self.sha256 = str(stored.info["prompts"]["sha256"])
+        self._names = stored.info["names"]
+
+    def string(self, prompt: int, position: int) -> str:
+        return str(self._names[str(int(self.rows[prompt][position]))])
 
 
 def calibration(stored: Stored) -> Calibration:
@@ -343,13 +316,8 @@ def make_report(run: Run, target: Target) -> None:
     by_unit = dict(zip(units, _opened(run, target, *units), strict=True))
     base = by_unit[Unit(CALIBRATION)]
     made = calibration(base)
-    tokens = TokenShards(run, target, key=base.info["tokens"])
-    try:
-        token, prompts = _strings(tokens, run.corpus.shards)
-    except (FileNotFoundError, DamagedError) as error:  # the calibration makes them
-        run.path(target, Unit(CALIBRATION)).unlink(missing_ok=True)
-        raise _MissingError([Unit(CALIBRATION)], str(error)) from error
-    _check_inputs(by_unit, prompts)
+    prompts = MeasuredPrompts(base)
+    _check_inputs(by_unit, prompts.sha256)
     pieces: dict[str, list[Piece | Failure]] = {}
     for unit, stored in by_unit.items():
         for name, piece in unpacked(stored).items() if unit.kind != CALIBRATION else ():
@@ -360,7 +328,7 @@ def make_report(run: Run, target: Target) -> None:
     report = assemble(
         probes,
         pieces,
-        Context(made, settings.layers, token, settings.keys, settings.seed),
+        Context(made, settings.layers, prompts.string, settings.keys, settings.seed),
         exhibits=Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]),
         provenance=provenance(
             source, base.info["prompts"], settings, made, base.info["d_model"], probes, Objective.of(settings.loss)
@@ -380,17 +348,13 @@ def make_report(run: Run, target: Target) -> None:
             remove_listed(run.folder(target), run.unit_files())
 
 
-def _check_inputs(by_unit: Mapping[Unit, Stored], prompts: Sequence[str]) -> None:
+def _check_inputs(by_unit: Mapping[Unit, Stored], prompts: str) -> None:
     """Raise MixedError if results were not all made of one model's files and of the prompts that there are."""
     base = by_unit[Unit(CALIBRATION)]
-    for unit, stored in by_unit.items():
-        expected = {"model": base.info["inputs"]["model"]}
-        if unit.kind == CALIBRATION:
-            expected["prompts"] = _all_of(prompts)
-        elif unit.kind == PROMPTS:
-            expected["prompts"] = prompts[unit.shard]
+    expected = {"model": base.info["inputs"]["model"], "prompts": prompts}
+    for stored in by_unit.values():
         found = stored.info["inputs"]
-        wrong = next((what for what in expected if found[what] != expected[what]), None)
+        wrong = next((what for what in found if found[what] != expected[what]), None)
         if wrong is not None:
             raise MixedError(
                 f"{stored.path} was made of another {'model' if wrong == 'model' else 'set of prompts'} than "
@@ -416,14 +380,3 @@ def _tuples(plain: Any) -> Any:
     if isinstance(plain, dict):
         return {k: _tuples(v) for k, v in plain.items()}
     return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
-
-
-def _strings(tokens: TokenShards, shards: int) -> tuple[Callable[[int, int], str], list[str]]:
-    """The string at (prompt, position), and the hash of each shard."""
-    ids, names, hashes = [], dict[int, str](), []
-    for shard in range(shards):
-        held = tokens[shard]
-        hashes.append(held.sha256)
-        ids += [row.numpy().astype(np.int32) for row in held.rows]
-        names |= held.names
-    return lambda prompt, position: names[int(ids[prompt][position])], hashes

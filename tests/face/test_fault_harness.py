@@ -25,8 +25,6 @@ import pandas as pd
 import pytest
 from faulty import disturb, hash_in, lab_model, plain_model, report, tables, without_pages, write_prompts
 
-from ln_probe.batch import shards
-
 FAULTS = ("deleted", "truncated", "zeroed", "bit flipped", "swapped")
 MOMENTS = ("before", "during", "between")
 ALL = os.environ.get("LN_PROBE_FAULTS") == "all"
@@ -50,7 +48,6 @@ KINDS = (
     Kind("prompts", "prompts.jsonl"),
     Kind("corpus", "out/.ln_probe/corpus/*.jsonl", "during"),
     Kind("what it is", "out/.ln_probe/corpus/*.json", "during"),
-    Kind("token shard", "out/.ln_probe/tokens/*/00001.safetensors", "during"),
     Kind("calibration", "out/.ln_probe/units/*/calibration-*.safetensors", "during"),
     Kind("piece", "out/.ln_probe/units/*/prompts-00000.safetensors", "during"),
     Kind("run.json", "out/.ln_probe/run.json", "during"),
@@ -103,7 +100,6 @@ class Home:
         else:
             theirs = sorted(other.glob(self.kind.pattern))[0]
             shutil.copy(theirs, file)
-        shards._places.cache_clear()  # as in a new process
         return file
 
 

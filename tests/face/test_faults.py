@@ -113,9 +113,9 @@ def test_c02_prompts_that_are_not_what_was_read(
     line = [lab_model(tmp_path / "m"), "--prompts", prompts, "--shard", 1, "--out", tmp_path / "out"]
     from ln_probe.batch import shards
 
-    right = shards.read_shard
+    right = shards.read_corpus
 
-    def spoiled(file: Path, corpus: Any, shard: int) -> Any:
+    def spoiled(file: Path, corpus: Any) -> Any:
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         if fault == "lost":
             file.unlink(missing_ok=True)
@@ -125,10 +125,10 @@ def test_c02_prompts_that_are_not_what_was_read(
             file.write_text("".join([lines[0], lines[0], *lines[2:]]))
         else:
             file.write_text("".join(lines[::-1]))
-        return right(file, corpus, shard)
+        return right(file, corpus)
 
     with monkeypatch.context() as patched:
-        patched.setattr(shards, "read_shard", spoiled)
+        patched.setattr(shards, "read_corpus", spoiled)
         code, _, said = report(*line)
     assert code == 1
     assert "is not what was read from prompts.jsonl when the run began" in said
@@ -142,21 +142,23 @@ def test_c02_prompts_that_are_not_what_was_read(
 def test_c02_slices_of_different_prompts_are_not_merged(
     prompts: Path, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    """Token shards and pieces in the place of others, and a piece of another model with the right name."""
+    """Pieces in the place of others, and a piece of another model, or of other prompts, with the right name."""
     line = [lab_model(tmp_path / "m"), "--prompts", prompts, "--shard", 1, "--out", tmp_path / "out"]
     for part in (1, 2):
         assert report(*line, "--unit", f"{part}/2")[0] == 0
     units = sorted((tmp_path / "out" / ".ln_probe" / "units").glob("*/prompts-*.safetensors"))
     whole = units[2].read_bytes()
     held = results.Stored(units[2], key := json.loads(_header(units[2]))["key"])
-    info = held.info | {"inputs": held.info["inputs"] | {"model": "f" * 64}}
-    results.write(units[2], key, results.Result(held.arrays(""), info=info))
-    code, _, said = command("merge", tmp_path / "out", "--workers", 0)
-    assert code == 1
-    assert f"{units[2]} was made of another model than calibration-00000.safetensors (model ffffffffffffffff…" in said
-    assert f"delete the folder {units[2].parent} and run the same command (or its slices) again" in said
-    assert tables(tmp_path / "out") == {}
-    units[2].write_bytes(whole)
+    for what, said_of in (("model", "model"), ("prompts", "set of prompts")):
+        info = held.info | {"inputs": held.info["inputs"] | {what: "f" * 64}}
+        results.write(units[2], key, results.Result(held.arrays(""), info=info))
+        code, _, said = command("merge", tmp_path / "out", "--workers", 0)
+        assert code == 1
+        assert f"{units[2]} was made of another {said_of} than calibration-00000.safetensors ({what} ffffffff" in said
+        assert f"delete the folder {units[2].parent} and run the same command (or its slices) again" in said
+        assert tables(tmp_path / "out") == {}
+        units[2].write_bytes(whole)
+        held = results.Stored(units[2], key)
     shutil.copy(units[0], units[1])
     code, _, said = command("merge", tmp_path / "out", "--workers", 0)
     assert code == 1
@@ -164,11 +166,8 @@ def test_c02_slices_of_different_prompts_are_not_merged(
     assert "1 unit (prompts 1) missing: run its slice again" in said
     for part in (1, 2):
         assert report(*line, "--unit", f"{part}/2")[0] == 0
-    first, second, _ = sorted((tmp_path / "out" / ".ln_probe" / "tokens").glob("*/*.safetensors"))
-    shutil.copy(first, second)
     code, _, said = command("merge", tmp_path / "out", "--workers", 0)
-    assert code == 0, "token shards can be recomputed"
-    assert f"{second} is the result of something else" in said
+    assert code == 0, said
     assert tables(tmp_path / "out") == undisturbed
 
 

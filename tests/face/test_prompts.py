@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ln_probe
-from ln_probe.batch.shards import divide, read_shard
+from ln_probe.batch.shards import divide, read_corpus
 from ln_probe.hooks import default_tokens
 from ln_probe.hooks.default_tokens import (
     CALIBRATION,
@@ -410,8 +410,9 @@ def test_shards_hold_every_prompt_once_in_order(
     for size in (one, two):
         corpus = divide(str(file), home / "corpus", size)
         assert corpus.count == len(prompts)
-        parts = [read_shard(home / "corpus" / corpus.name, corpus, k) for k in range(corpus.shards)]
-        assert [p for part in parts for p in part] == prompts
+        assert list(read_corpus(home / "corpus" / corpus.name, corpus)) == prompts
+        parts = [corpus.numbers(k, corpus.count) for k in range(corpus.shards)]
+        assert [p for part in parts for p in part] == list(range(len(prompts)))
         assert all(len(part) == size for part in parts[:-1])
         assert 0 < len(parts[-1]) <= size
         hashes.add(corpus.sha256)
@@ -426,8 +427,7 @@ def test_few_prompts_are_divided_too(tmp_path: Path) -> None:
         file.write_text("".join(json.dumps({"text": f"{k}"}) + "\n" for k in range(count)))
         corpus = divide(str(file), tmp_path / "shards")
         assert (corpus.count, corpus.per_shard, corpus.shards) == (count, each, -(-count // each))
-        read = [e for k in range(corpus.shards) for e in read_shard(tmp_path / "shards" / corpus.name, corpus, k)]
-        assert read == [str(k) for k in range(count)]
+        assert list(read_corpus(tmp_path / "shards" / corpus.name, corpus)) == [str(k) for k in range(count)]
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
