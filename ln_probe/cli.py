@@ -24,7 +24,7 @@ from ln_probe.analyses.files import Undo, temporary_folder
 from ln_probe.analyses.probes.text import counted, encodable
 from ln_probe.analyses.processes import check_stopped, stop_on_signals
 from ln_probe.batch import exits
-from ln_probe.batch.exits import DONE, SOME_FAILED, refuse, writable
+from ln_probe.batch.exits import DONE, SOME_FAILED, refuse, refusing, writable
 from ln_probe.batch.options import (
     Execution,
     Folder,
@@ -212,23 +212,18 @@ def merge(slices: Folder, processes: Workers, output: Output) -> None:
     from ln_probe.batch.run import BusyError, locked, reopen
 
     folder = slices.folder
-    try:
+    with refusing(FileNotFoundError, ValueError):
         run, targets = reopen(folder)
         writable(folder)
-    except (FileNotFoundError, ValueError) as error:
-        raise refuse(str(error)) from error
-    try:
-        display = Display(len(targets), quiet=output.quiet)
-        with locked(folder), display:
-            todo = remains(run, targets, display)
-            missing = {t: f"{_names(units)} missing: run its slice again" for t, units in todo.items() if units}
-            for target, why in missing.items():
-                display.say(f"{target.label}: {why}")
-            schedule = Schedule({t: () for t in todo if t not in missing})
-            work(run, schedule, display, Execution(), processes.workers)
-            end(run, targets, {**schedule.errors, **missing}, output.as_json, said={*schedule.errors, *missing})
-    except BusyError as error:
-        raise refuse(str(error)) from error
+    display = Display(len(targets), quiet=output.quiet)
+    with refusing(BusyError), locked(folder), display:
+        todo = remains(run, targets, display)
+        missing = {t: f"{_names(units)} missing: run its slice again" for t, units in todo.items() if units}
+        for target, why in missing.items():
+            display.say(f"{target.label}: {why}")
+        schedule = Schedule({t: () for t in todo if t not in missing})
+        work(run, schedule, display, Execution(), processes.workers)
+        end(run, targets, {**schedule.errors, **missing}, output.as_json, said={*schedule.errors, *missing})
 
 
 def _names(units: Sequence[Unit]) -> str:
@@ -243,10 +238,8 @@ def _plan(options: ReportOptions, processes: Workers, into: Out, output: Output,
     targets = targets_of(options, quiet=output.quiet, disk=disk, out=into.out)
     check_targets(options, settings, targets)
     with temporary_folder() as scratch:
-        try:
+        with refusing(FileNotFoundError, ValueError, ConnectionError):
             run = run_of(options, settings, into.out, scratch)
-        except (FileNotFoundError, ValueError, ConnectionError) as error:
-            raise refuse(str(error)) from error
         lengths = prompt_lengths(run.corpus, scratch / run.corpus.name)
     count = processes.workers or default_workers(run, targets)
     costs = [(t, None if t.error else cost(run, t, lengths)) for t in targets]
@@ -366,10 +359,8 @@ def check_engine(execution: Execution) -> None:
         return
     from ln_probe.batch.ray_pool import RayError, connect
 
-    try:
+    with refusing(RayError):
         connect(execution.address, execution.gpus)
-    except RayError as error:
-        raise refuse(str(error)) from error
 
 
 def _engine(run: Run, schedule: Schedule, execution: Execution, workers: int | None) -> Engine:
@@ -502,11 +493,9 @@ def lab_run(
     from ln_probe.analyses.lab import experiments
     from ln_probe.models import device_named
 
-    try:
+    with refusing(experiments.UnknownExperimentError, ValueError):
         known = experiments.find(name)
         device_named(device)
-    except (experiments.UnknownExperimentError, ValueError) as error:
-        raise exits.refuse(str(error)) from error
     folder = out or Path("lab-runs") / name
     exits.writable(folder)
     request = experiments.Request(
@@ -523,11 +512,9 @@ def lab_run(
     from ln_probe.analyses.progress import ProgressLine
 
     command = shlex.join(["ln-probe", *sys.argv[1:]])
-    try:
-        with ProgressLine(quiet=quiet or request.progress):  # on a terminal the runs draw their own bars
-            results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
-    except (FileExistsError, FileNotFoundError, ImportError, ValueError) as error:
-        raise exits.refuse(str(error)) from error
+    line = ProgressLine(quiet=quiet or request.progress)  # on a terminal the runs draw their own bars
+    with refusing(FileExistsError, FileNotFoundError, ImportError, ValueError), line:
+        results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     for sentence in results.conclusions:
         typer.echo(sentence)
@@ -553,11 +540,9 @@ def lab_compile(
     from ln_probe.analyses.files import read_text
     from ln_probe.batch.options import LARGEST
 
-    try:
+    with refusing(ImportError):
         from ln_probe.analyses.lab.crasp.crasp import parse
         from ln_probe.analyses.lab.crasp.crasp_compiler import compile_program, save_compiled
-    except ImportError as error:
-        raise exits.refuse(str(error)) from error
 
     if construction not in (known := ("scaling", "clip", "rounding")):
         raise exits.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")

@@ -21,7 +21,7 @@ from ln_probe.analyses.probes.text import step_named
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
-from ln_probe.report import Report
+from ln_probe.report import Report, TableNamed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,30 +50,16 @@ class Comparison:
     paired: pd.DataFrame
     notes: tuple[str, ...] = ()
 
-    @property
-    def layernorms(self) -> pd.DataFrame:
-        return self.tables["layernorms"]
-
-    @property
-    def heads(self) -> pd.DataFrame:
-        return self.tables["heads"]
-
-    @property
-    def keys(self) -> pd.DataFrame:
-        return self.tables["keys"]
+    layernorms = TableNamed("layernorms")
+    heads = TableNamed("heads")
+    keys = TableNamed("keys")
+    causal = TableNamed("causal")
+    unembedding = TableNamed("unembedding")
 
     @property
     def by_head(self) -> pd.DataFrame:
         """`Report.by_head` of all reports, by (layer, head), with columns (measure, name)."""
         return joined(BY_HEAD, self.names, [r.by_head() for r in self.reports])
-
-    @property
-    def causal(self) -> pd.DataFrame:
-        return self.tables["causal"]
-
-    @property
-    def unembedding(self) -> pd.DataFrame:
-        return self.tables["unembedding"]
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(map(repr, self.names))})"

@@ -74,6 +74,17 @@ PRINTED, _WIDTH = 6, 100  # findings that `print` shows, and characters a line
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 
 
+class TableNamed(property):
+    """The table of this name, of a report or of several side by side."""
+
+    def __init__(self, name: str, about: str = "") -> None:
+        super().__init__(lambda owner: owner.tables[name], doc=about or f"The table `{name}`.")
+
+    def __get__(self, owner: Any, kind: type | None = None, /) -> pd.DataFrame:  # type: ignore[override]
+        found: pd.DataFrame = super().__get__(owner, kind)
+        return found
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Report:
     """What LayerNorm does in one model on some prompts.
@@ -110,30 +121,19 @@ class Report:
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "tables", tables)
 
-    @property
-    def layernorms(self) -> pd.DataFrame:
-        """A row per norm."""
-        return self.tables["layernorms"]
-
-    @property
-    def heads(self) -> pd.DataFrame:
-        """A row per (layer, head, space, variant)."""
-        return self.tables["heads"]
-
-    @property
-    def keys(self) -> pd.DataFrame:
-        """A row per chosen key and variant."""
-        return self.tables["keys"]
-
-    @property
-    def causal(self) -> pd.DataFrame:
-        """A row per (sites, variant)."""
-        return self.tables["causal"]
-
-    @property
-    def causal_prompts(self) -> pd.DataFrame:
-        """A row per (prompt, sites, variant); what the intervals of `causal` come from."""
-        return self.tables["causal_prompts"]
+    layernorms = TableNamed("layernorms", "A row per norm.")
+    heads = TableNamed("heads", "A row per (layer, head, space, variant).")
+    keys = TableNamed("keys", "A row per chosen key and variant.")
+    causal = TableNamed("causal", "A row per (sites, variant).")
+    causal_prompts = TableNamed(
+        "causal_prompts", "A row per (prompt, sites, variant); what the intervals of `causal` come from."
+    )
+    head_effects = TableNamed("head_effects")
+    sinks = TableNamed("sinks")
+    sink_heads = TableNamed("sink_heads")
+    token_sizes = TableNamed("token_sizes")
+    outlier_dimensions = TableNamed("outlier_dimensions")
+    unembedding = TableNamed("unembedding", "A row per token that is hard to predict.")
 
     @property
     def constants(self) -> Constants:
@@ -147,36 +147,6 @@ class Report:
             raise ValueError("this report is of an ln_probe that did not keep the sums of sigma: make it again")
         given = self.provenance["constants"] if about["given"] else None
         return Constants.of_table(table, str(about["constants"]), given)
-
-    @property
-    def head_effects(self) -> pd.DataFrame:
-        """The table `head_effects`."""
-        return self.tables["head_effects"]
-
-    @property
-    def sinks(self) -> pd.DataFrame:
-        """The table `sinks`."""
-        return self.tables["sinks"]
-
-    @property
-    def sink_heads(self) -> pd.DataFrame:
-        """The table `sink_heads`."""
-        return self.tables["sink_heads"]
-
-    @property
-    def token_sizes(self) -> pd.DataFrame:
-        """The table `token_sizes`."""
-        return self.tables["token_sizes"]
-
-    @property
-    def outlier_dimensions(self) -> pd.DataFrame:
-        """The table `outlier_dimensions`."""
-        return self.tables["outlier_dimensions"]
-
-    @property
-    def unembedding(self) -> pd.DataFrame:
-        """A row per token that is hard to predict."""
-        return self.tables["unembedding"]
 
     @property
     def name(self) -> str:

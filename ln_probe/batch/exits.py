@@ -6,6 +6,8 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -33,6 +35,15 @@ def refuse(message: str) -> typer.Exit:
     short = re.sub(r"\S{1000,}", lambda word: shortened(word[0]), message)
     typer.echo(f"ln-probe: {short}", err=True)
     return typer.Exit(BAD_ARGUMENTS)
+
+
+@contextmanager
+def refusing(*errors: type[Exception]) -> Iterator[None]:
+    """Errors of these classes end the command with their message and BAD_ARGUMENTS."""
+    try:
+        yield
+    except errors as error:
+        raise refuse(str(error)) from error
 
 
 def interrupted(stop: BaseException) -> typer.Exit:

@@ -18,7 +18,7 @@ def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
     from ln_probe.prompt_sources import prompts_named
     from ln_probe.settings import read_groups
 
-    try:
+    with exits.refusing(OSError, ValueError):
         check_values(options)
         if options.max_prompts is not None and options.prompts is None:
             raise ValueError("--max-prompts is about --prompts: give --prompts too, or leave it out")
@@ -27,8 +27,6 @@ def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
             "prompts": prompts_named(options.prompts, options.max_prompts),
             "groups": None if options.groups is None else read_groups(options.groups),
         }
-    except (OSError, ValueError) as error:
-        raise exits.refuse(str(error)) from error
     measuring |= {name: getattr(options, name) for name in ("calibration", "loss", "max_tokens", "seed")}
     loading = {name: getattr(options, name) for name in ("device", "dtype", "allow_pickle")}
     if target.error:

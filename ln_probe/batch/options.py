@@ -16,7 +16,7 @@ import typer
 from ln_probe.analyses.files import FileError, read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import listing
 from ln_probe.analyses.probes.text import quoted, whole_number
-from ln_probe.batch.exits import refuse
+from ln_probe.batch.exits import refuse, refusing
 
 if TYPE_CHECKING:
     from ln_probe.batch.run import Run, Slice
@@ -320,10 +320,8 @@ def space_of(disk: str | None) -> int | None:
     """The bytes that downloads may take; exits where the text is no size."""
     from ln_probe.batch.downloads import SpaceError, bytes_of
 
-    try:
+    with refusing(SpaceError):
         return None if disk is None else bytes_of(disk)
-    except SpaceError as error:
-        raise refuse(str(error)) from error
 
 
 def targets_of(options: ReportOptions, *, quiet: bool, disk: int | None, out: Path) -> list[Target]:
@@ -335,21 +333,16 @@ def targets_of(options: ReportOptions, *, quiet: bool, disk: int | None, out: Pa
 
     names = tuple(options.model or ())
     if options.suite is not None:
-        try:
+        with refusing(SuiteError):
             names += tuple(listed(options.suite))
-        except SuiteError as error:
-            raise refuse(str(error)) from error
     names = names or tuple(ln_probe.bundled_models())
     if not names:
         raise refuse("no model given, and this installation has no bundled checkpoints")
     if not quiet:
         typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
-    try:
-        with ProgressLine(quiet=quiet):
-            found = suite(names, options.checkpoints, options.revision, allow_pickle=options.allow_pickle)
-            return found if disk is None else within(found, disk, out)
-    except (SuiteError, SpaceError) as error:
-        raise refuse(str(error)) from error
+    with refusing(SuiteError, SpaceError), ProgressLine(quiet=quiet):
+        found = suite(names, options.checkpoints, options.revision, allow_pickle=options.allow_pickle)
+        return found if disk is None else within(found, disk, out)
 
 
 def check_values(options: MeasureOptions) -> None:
@@ -384,7 +377,7 @@ def settings_of(options: ReportOptions) -> Settings:
     probes = DEFAULT if options.probes is None else tuple(p.strip() for p in options.probes.split(",") if p.strip())
     vocab = None if options.vocab is None else str(options.vocab.absolute())
     calibration, groups = (None if f is None else str(f.resolve()) for f in (options.calibration, options.groups))
-    try:
+    with refusing(FileNotFoundError, ValueError):
         if unknown := [p for p in probes if p not in entries()]:
             raise ValueError(f"unknown probe {unknown[0]!r}: choose from {known}")
         if not probes:
@@ -395,28 +388,18 @@ def settings_of(options: ReportOptions) -> Settings:
         if vocab is not None:
             read_vocabulary(vocab)
         check_values(options)
-        layers = None if options.layers is None else numbers(options.layers, "layer")
-        heads = None if options.heads is None else numbers(options.heads, "head")
-        hashes = [None if file is None else sha256_of_file(Path(file)) for file in (calibration, groups)]
-    except (FileNotFoundError, ValueError) as error:
-        raise refuse(str(error)) from error
-    return Settings(
-        probes=probes,
-        layers=layers,
-        heads=heads,
-        keys=options.keys,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-        vocab=vocab,
-        keys_sample=options.keys_sample,
-        batch_size=options.batch_size,
-        calibration=calibration,
-        calibration_sha256=hashes[0],
-        groups=groups,
-        groups_sha256=hashes[1],
-        loss=options.loss,
-        optimal=options.optimal,
-    )
+        same = ("keys", "max_tokens", "seed", "keys_sample", "batch_size", "loss", "optimal")
+        return Settings(
+            probes=probes,
+            layers=None if options.layers is None else numbers(options.layers, "layer"),
+            heads=None if options.heads is None else numbers(options.heads, "head"),
+            vocab=vocab,
+            calibration=calibration,
+            calibration_sha256=None if calibration is None else sha256_of_file(Path(calibration)),
+            groups=groups,
+            groups_sha256=None if groups is None else sha256_of_file(Path(groups)),
+            **{name: getattr(options, name) for name in same},
+        )
 
 
 def check_targets(options: ReportOptions, settings: Settings, targets: Sequence[Target]) -> None:
@@ -464,7 +447,5 @@ def slice_of(text: str | None) -> Slice | None:
     """The slice K/N."""
     from ln_probe.batch.run import Slice
 
-    try:
+    with refusing(ValueError):
         return None if text is None else Slice.parse(text)
-    except ValueError as error:
-        raise refuse(str(error)) from error

@@ -71,7 +71,7 @@ def test_c01_weights_replaced_during_a_run(prompts: Path, tmp_path: Path, monkey
         code, _, said = report(*line)
     assert code == 1
     assert said.count(f"{model} is not any more what it was when this run began (then {old[:16]}…, now ") == 1
-    assert "Run the same command again: it measures what is there now" in said
+    assert "Run the same command again: it measures the present files" in said
     assert tables(tmp_path / "out") == {}
     assert report(*line)[0] == 0
     assert report(model, "--prompts", prompts, "--out", tmp_path / "new")[0] == 0
