@@ -330,8 +330,7 @@ def work(
     downloads: Downloads | None = None,
 ) -> None:
     """Have all units of the schedule done; exits where no process can continue."""
-    from ln_probe.analyses.progress import now
-    from ln_probe.batch.pool import LocalEngine, StoppedError, drive
+    from ln_probe.batch.pool import StoppedError, drive
 
     with ExitStack() as opened:
         if downloads is not None:
@@ -341,11 +340,7 @@ def work(
         engine = _engine(run, schedule, execution, workers)
         opened.callback(engine.close)
         display.workers = engine.workers
-        if isinstance(engine, LocalEngine):
-            display.stages = engine.stages
-        if downloads is not None:
-            stages = engine.stages if isinstance(engine, LocalEngine) else lambda: [now()]
-            display.stages = lambda: [*stages(), downloads.stage()]
+        display.stages = lambda: [*engine.stages(), *([] if downloads is None else [downloads.stage()])]
         try:
             drive(engine, schedule, display, downloads)
         except StoppedError as error:

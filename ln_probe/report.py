@@ -78,7 +78,8 @@ class TableNamed(property):
     """The table of this name, of a report or of several side by side."""
 
     def __init__(self, name: str, about: str = "") -> None:
-        super().__init__(lambda owner: owner.tables[name], doc=about or f"The table `{name}`.")
+        super().__init__(lambda owner: owner.tables[name])
+        self.__doc__ = about or f"The table `{name}`."
 
     def __get__(self, owner: Any, kind: type | None = None, /) -> pd.DataFrame:  # type: ignore[override]
         found: pd.DataFrame = super().__get__(owner, kind)

@@ -9,12 +9,11 @@ import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ln_probe.analyses import progress
 from ln_probe.analyses.files import remove_listed, temporary_folder, write_text
@@ -39,8 +38,6 @@ from ln_probe.batch.suite import Target
 
 if TYPE_CHECKING:
     from ln_probe.batch.downloads import Downloads
-    from ln_probe.batch.results import Outcome
-    from ln_probe.batch.worker import Worker
 
 
 # How often a unit may take its worker with it (killed, out of memory) before its checkpoint counts as failed: a
@@ -196,11 +193,13 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 THREADS = 1  # of torch and BLAS in every worker: with it the bytes of a result are the same on any number of workers
 
 
-@runtime_checkable
 class Engine(Protocol):
     """Workers that do one unit at a time each."""
 
     workers: int
+
+    def stages(self) -> list[progress.Progress]:
+        """What the busy workers are doing, as far as that is known."""
 
     def available(self) -> set[int]:
         """The workers that there are now; machines come and go."""
@@ -226,58 +225,56 @@ class LocalEngine:
 
     def __init__(self, run: Run, workers: int, processors: int = 1) -> None:
         self.run, self.workers, self.processors = run, workers, processors
-        self._pools: dict[int, ProcessPoolExecutor] = {}
-        self._processes: dict[int, set[multiprocessing.process.BaseProcess]] = {}
-        self._running: dict[Future[Outcome], int] = {}
+        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
+        self._pipes: dict[int, Connection] = {}
+        self._running: dict[Connection, int] = {}
         self._open = ExitStack()
         self._signs = self._open.enter_context(temporary_folder())
 
     def stages(self) -> list[progress.Progress]:
-        """What the busy workers are doing."""
-        return [progress.read(self._sign(worker)) for worker in sorted(set(self._running.values()))]
-
-    def _sign(self, worker: int) -> Path:
-        return self._signs / str(worker)
+        return [progress.read(self._signs / str(worker)) for worker in sorted(self._running.values())]
 
     def available(self) -> set[int]:
         return set(range(self.workers))
 
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
-        if worker not in self._pools:
-            # A pool of one, so that it is known who does what. Spawned: torch's threads do not survive a fork.
-            self._pools[worker] = ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn"), _begin, (self.run, self.processors, self._sign(worker))
-            )
-        before = set(multiprocessing.active_children())
-        with _few_threads(), starting_workers():
-            self._running[self._pools[worker].submit(_do, target, unit)] = worker
-        if begun := set(multiprocessing.active_children()) - before:  # the pool does not say which process is its own
-            self._processes[worker] = begun
+        if worker not in self._processes:
+            context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+            self._pipes[worker], other = context.Pipe()
+            given = (other, self.run, self.processors, self._signs / str(worker))
+            self._processes[worker] = context.Process(target=_serve, args=given, daemon=True)
+            with _few_threads(), starting_workers():
+                self._processes[worker].start()
+            other.close()
+        with suppress(OSError):  # it has ended: `wait` says so
+            self._pipes[worker].send((target, unit))
+        self._running[self._pipes[worker]] = worker
 
     def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
-        from ln_probe.batch.results import DIED, Outcome
-
-        done, _ = wait(self._running, timeout=seconds, return_when=FIRST_COMPLETED)
         ended = []
-        for future in done:
-            worker = self._running.pop(future)
+        for pipe in cast("list[Connection]", wait(list(self._running), seconds)):
+            worker = self._running.pop(pipe)
             try:
-                outcome = future.result()
-            except BrokenProcessPool as error:
-                self._pools.pop(worker).shutdown(wait=False)
-                outcome = Outcome(DIED, f"the worker process ended ({error})")
+                outcome: Outcome = pipe.recv()
+            except (EOFError, OSError):
+                del self._pipes[worker]
+                process = self._processes.pop(worker)
+                process.join()
+                outcome = Outcome(DIED, f"the worker process ended (exit code {process.exitcode})")
             ended.append((worker, outcome))
         return ended
 
     def close(self) -> None:
         busy = set(self._running.values())
-        for worker, pool in self._pools.items():
+        for worker, process in self._processes.items():
             # Idle ones end by themselves, and free what they hold: terminated, they would leave semaphores behind.
-            for process in self._processes.get(worker, ()) if worker in busy else ():
+            if worker in busy:
                 process.terminate()
-            pool.shutdown(wait=True, cancel_futures=True)
-        self._pools.clear()
-        self._processes.clear()
+            self._pipes[worker].close()
+        for process in self._processes.values():
+            process.join()
+        for held in (self._processes, self._pipes, self._running):
+            held.clear()
         self._open.close()
 
 
@@ -294,6 +291,9 @@ class InProcess:
         self._threads = torch.get_num_threads()
         self._worker = Worker(run)
         self._next: tuple[Target, Unit] | None = None
+
+    def stages(self) -> list[progress.Progress]:
+        return [progress.now()]
 
     def available(self) -> set[int]:
         return {0}
@@ -328,30 +328,23 @@ def _few_threads() -> Iterator[None]:
                 os.environ[name] = value
 
 
-_worker: Worker | None = None  # of this process
-
-
-def _begin(run: Run, processors: int, sign: Path) -> None:
-    """What a worker process does first."""
-    global _worker
+def _serve(jobs: Connection, run: Run, processors: int, sign: Path) -> None:
+    """Do what is sent, as long as the other end is open: a worker process."""
     try:
         follow_parent()
         progress.write_to(sign)
         progress.tell("starting")
         from ln_probe.batch.worker import Worker
 
-        _worker = Worker(run, processors)
-    except Exception as error:  # the pool would log a traceback
+        worker = Worker(run, processors)
+    except Exception as error:  # the process would print a traceback
         print(f"ln-probe: a worker cannot start: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def _do(target: Target, unit: Unit) -> Outcome:
-    assert _worker is not None
-    try:
-        return _worker.do(target, unit)
-    finally:
-        progress.tell("")
+    with suppress(EOFError, OSError):
+        while True:
+            outcome = worker.do(*jobs.recv())
+            progress.tell("")
+            jobs.send(outcome)
 
 
 class Display(ProgressLine):

@@ -11,6 +11,7 @@ import os
 import socket
 from typing import Any
 
+from ln_probe.analyses.progress import Progress, now
 from ln_probe.batch.pool import THREAD_VARIABLES, THREADS
 from ln_probe.batch.results import DIED, RETURNED, Outcome
 from ln_probe.batch.run import WORK_FOLDER, Run, Unit
@@ -47,6 +48,9 @@ class RayEngine:
     def _room(self) -> int:
         """How many actors the nodes that are alive have room for."""
         return _room(self._ray, self._gpus)
+
+    def stages(self) -> list[Progress]:
+        return [now()]
 
     def available(self) -> set[int]:
         others = [w for w in range(self.workers) if w not in self._actors]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from multiprocessing.connection import Connection
 
 
-def begin(*_given: object) -> None:
+def serve(jobs: Connection, *_given: object) -> None:
     from ln_probe.analyses.processes import follow_parent
 
     follow_parent()  # as the engine's own workers do: signals are kept from them until then
+    jobs.recv()
+    idle()
 
 
-def idle(_target: object, _unit: object) -> None:
+def idle() -> None:
     time.sleep(600)

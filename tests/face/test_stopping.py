@@ -153,10 +153,9 @@ def test_b04_a_signal_whose_exception_was_lost() -> None:
 
 
 def test_closing_an_engine_ends_its_busy_workers_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_begin", idling.begin)
-    monkeypatch.setattr(pool, "_do", idling.idle)
+    monkeypatch.setattr(pool, "_serve", idling.serve)
     run, target, unit = (object.__new__(kind) for kind in (Run, Target, Unit))  # the engine only hands them on
-    foreign = multiprocessing.get_context("spawn").Process(target=idling.idle, args=(target, unit))
+    foreign = multiprocessing.get_context("spawn").Process(target=idling.idle)
     foreign.start()
     engine = pool.LocalEngine(run, 2)
     try:
