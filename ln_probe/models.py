@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from ln_probe.analyses.probes.text import quoted, step_named
-from ln_probe.loading.provenance import ModelSource, source_of, transformer_lens_version
+from ln_probe.loading.provenance import ModelSource, source_of
 
 if TYPE_CHECKING:
     import torch
@@ -286,9 +286,7 @@ def _load_checkpoint(
             weights_sha256=sha256_of_hashes({file: hashes[file] for file in weights}),
             inputs_sha256=combined(hashes),
             architecture=pretrained.architecture,
-            world="",
             dtype=str(dtype).removeprefix("torch."),
-            transformer_lens_version=transformer_lens_version(),
             notes=(*notes, *pretrained.notes),
             deviations=pretrained.deviations,
         )
@@ -338,13 +336,11 @@ def _load_run(
         name=given,
         kind=kind,
         revision=None if step is None else f"step{step}",
-        commit=None,
         weights_sha256=sha256_of_state(trained),
         inputs_sha256=combined(read),
         architecture=type(trained).__name__,
         world="lab",
         dtype=str(dtype or own.dtype).removeprefix("torch."),
-        transformer_lens_version=transformer_lens_version(),
         notes=() if own.precision is None else (FIXED,),
     )
     model = into_transformer_lens(trained, source, world, processing)

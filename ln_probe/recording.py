@@ -198,10 +198,7 @@ class _Recorder:
         self.tokens, self.heads, self.drawn, self.frozen_of = tokens, tuple(heads), drawn, frozen
         lengths = [len(row) for row in prompts]
         self.layers, self.plan, self.notes = plan(lengths, layers, len(self.heads), count)
-        self.cells: dict[tuple[int, int], np.ndarray] = {}
-        self.frozen: dict[tuple[int, int], np.ndarray] = {}
-        self.received: dict[tuple[int, int], np.ndarray] = {}
-        self.first_change: dict[tuple[int, int], np.ndarray] = {}
+        self.kept: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # arrays by prompt, layer and name
         self.full: dict[int, dict[tuple[int, int], np.ndarray]] = {}
         self.causal: dict[int, bool] = {}
         self.vectors: dict[str, list[Tensor]] = {}
@@ -227,14 +224,15 @@ class _Recorder:
         pattern = every[heads]
         self.causal[prompt] = self.causal.get(prompt, True) and not np.triu(pattern, 1).any()
         edges = bin_edges(pattern.shape[-1])
-        self.cells[prompt, seen.layer] = to_bytes(pooled(pattern, edges))
+        received = _received(pattern, seen.window)
+        kept = {"cells": to_bytes(pooled(pattern, edges)), "received": to_bytes(received)}
+        kept |= {"cells_frozen": np.zeros_like(kept["cells"]), "first_change": np.full(len(heads), np.nan, np.float32)}
         without = self.frozen_of(prompt, seen)
         if without is not None:
             changed = without.float().cpu().numpy()[heads]
-            self.frozen[prompt, seen.layer] = to_bytes(pooled(changed, edges))
-            change = _received(changed, seen.window)[:, 0] - _received(pattern, seen.window)[:, 0]
-            self.first_change[prompt, seen.layer] = change.astype(np.float32)
-        self.received[prompt, seen.layer] = to_bytes(_received(pattern, seen.window))
+            kept["cells_frozen"] = to_bytes(pooled(changed, edges))
+            kept["first_change"] = (_received(changed, seen.window)[:, 0] - received[:, 0]).astype(np.float32)
+        self.kept.setdefault(prompt, {})[seen.layer] = kept
         if self.plan[prompt]:
             chosen = self._least_uniform(seen.layer, heads, pattern)
             self.full.setdefault(prompt, {}).update({(seen.layer, head): to_bytes(every[head]) for head in chosen})
@@ -256,32 +254,28 @@ class _Recorder:
         return Exhibits(attention, samples, tuple(self.notes) if attention else ())
 
     def _prompt(self, prompt: int) -> PromptAttention | None:
-        layers = tuple(layer for layer in self.layers if (prompt, layer) in self.cells)
+        kept = self.kept.get(prompt, {})
+        layers = tuple(layer for layer in self.layers if layer in kept)
         if not layers:
             return None
         tokens = tuple(self.tokens[prompt])
-        cells, received = (np.stack([kept[prompt, layer] for layer in layers]) for kept in (self.cells, self.received))
-        unknown = np.full(received.shape, VERDICTS.index("not measured"), np.uint8)
-        nothing = np.full(received.shape, np.nan, np.float16)
+        stacked = {name: np.stack([kept[layer][name] for layer in layers]) for name in kept[layers[0]]}
+        unknown = np.full(stacked["received"].shape, VERDICTS.index("not measured"), np.uint8)
+        nothing = np.full(stacked["received"].shape, np.nan, np.float16)
         return PromptAttention(
             prompt=prompt,
             tokens=tokens,
             layers=layers,
-            heads=self.heads[: cells.shape[1]],
+            heads=self.heads[: stacked["cells"].shape[1]],
             edges=bin_edges(len(tokens)),
-            cells=cells,
             verdict=unknown,
             margin=nothing,
             attainable=nothing,
             verdict_frozen=unknown,
             attainable_frozen=nothing,
-            received=received,
             full=self.full.get(prompt, {}),
             causal=self.causal[prompt],
-            cells_frozen=np.stack([self.frozen.get((prompt, la), np.zeros_like(cells[0])) for la in layers]),
-            first_change=np.stack(
-                [self.first_change.get((prompt, la), np.full(cells.shape[1], np.nan, np.float32)) for la in layers]
-            ),
+            **stacked,
         )
 
     def _sample(self, name: str) -> SiteSample:

@@ -57,7 +57,7 @@ class Processing:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of those that are on."""
-        return tuple(name for name in self.__dataclass_fields__ if getattr(self, name))
+        return tuple(name for name, on in vars(self).items() if on)
 
 
 def has_hooked_transformer() -> bool:
@@ -86,10 +86,9 @@ def hooked_obstacle(pretrained: Pretrained) -> str | None:
     head_dim = getattr(config, "head_dim", None)
     if architecture != "Qwen3ForCausalLM" and head_dim is not None and head_dim * heads != hidden:
         return f"it takes a head width of {hidden} / {heads}, and this model's is {head_dim}"
-    if getattr(config, "attention_bias", False) and architecture == "LlamaForCausalLM":
-        return "its conversion of Llama drops attention biases, and this model has them"
-    if getattr(config, "mlp_bias", False) and architecture == "LlamaForCausalLM":
-        return "its conversion of Llama drops MLP biases, and this model has them"
+    for field, what in (("attention_bias", "attention"), ("mlp_bias", "MLP")):
+        if getattr(config, field, False) and architecture == "LlamaForCausalLM":
+            return f"its conversion of Llama drops {what} biases, and this model has them"
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind != "default":
@@ -99,14 +98,7 @@ def hooked_obstacle(pretrained: Pretrained) -> str | None:
 
 
 def to_hooked(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.device, hub_name: str | None) -> nn.Module:
-    """Convert to HookedTransformer, weights unprocessed.
-
-    Args:
-        pretrained: the Hugging Face model.
-        dtype: format of the weights.
-        device: where the model goes.
-        hub_name: the repository's name if the model came from the hub, else None.
-    """
+    """Convert to HookedTransformer, weights unprocessed; `hub_name`: the repository's, of a model from the hub."""
     from transformer_lens import HookedTransformer
     from transformer_lens import loading_from_pretrained as loading
 
@@ -128,30 +120,16 @@ def to_hooked(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.devic
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
     )
     converted.move_model_modules_to_device()
-    _set_context(converted, config)
+    # TransformerLens caps Mistral's and Qwen's context at 2048, and takes 2048 where the checkpoint has less. Learned
+    # positions are left alone: they are as long as their table.
+    if cfg.positional_embedding_type == "rotary":
+        converted.cfg.n_ctx = context_of_config(config) or converted.cfg.n_ctx
     result: nn.Module = converted.eval()
     return result
 
 
-def _set_context(model: Any, config: Any) -> None:
-    """Give a HookedTransformer with rotary positions the checkpoint's own context length.
-
-    TransformerLens caps Mistral's and Qwen's at 2048, and takes 2048 where the checkpoint has less. Learned positions
-    are left alone: they are as long as their table.
-    """
-    if model.cfg.positional_embedding_type == "rotary":
-        model.cfg.n_ctx = context_of_config(config) or model.cfg.n_ctx
-
-
 def to_bridge(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.device, hub_name: str | None) -> nn.Module:
-    """Wrap in a TransformerBridge, weights unprocessed. The bridge takes the model over and changes it.
-
-    Args:
-        pretrained: the Hugging Face model.
-        dtype: format of the weights.
-        device: where the model is.
-        hub_name: the repository's name if the model came from the hub, else None.
-    """
+    """Wrap in a TransformerBridge, weights unprocessed. The bridge takes the model over and changes it."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     with reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
@@ -169,11 +147,10 @@ def to_bridge(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.devic
 
 def process(model: Any, world: World, processing: Processing) -> None:
     """Fold or centre the weights of `model` in place, as TransformerLens does it in its world."""
-    flags = {name: getattr(processing, name) for name in processing.__dataclass_fields__}
     if world == "hooked":
-        model.load_and_process_state_dict(dict(model.state_dict()), **flags)
+        model.load_and_process_state_dict(dict(model.state_dict()), **vars(processing))
     else:
-        model.enable_compatibility_mode(disable_warnings=True, **flags)
+        model.enable_compatibility_mode(disable_warnings=True, **vars(processing))
 
 
 @contextmanager

@@ -61,11 +61,7 @@ class Checkpoint:
 
 
 def inspect_folder(folder: Path, *, allow_pickle: bool) -> Checkpoint:
-    """Check that `folder` is a Hugging Face checkpoint that can be read safely, and say what is in it.
-
-    Args:
-        folder: an existing folder.
-        allow_pickle: whether weights in a pickle may be read.
+    """Check that an existing folder is a Hugging Face checkpoint that can be read safely, and say what is in it.
 
     Raises:
         FileNotFoundError: no config.json, no weights, or a shard that the index names is missing.

@@ -70,12 +70,8 @@ def known_hub_names() -> dict[str, str]:
 def official_name(name: str, *, also: tuple[str, ...] = ()) -> str:
     """Return the repository of a name or alias of TransformerLens, or of any ``owner/model``.
 
-    Args:
-        name: as the user gave it.
-        also: other names (bundled models) to suggest from.
-
     Raises:
-        ValueError: an unknown bare name; the nearest known names are suggested.
+        ValueError: an unknown bare name; the nearest known names, those in `also` among them, are suggested.
     """
     known = known_hub_names()
     official = known.get(name.lower())
@@ -123,12 +119,7 @@ def _is_here(repository: str, commit: str, files: Iterable[str]) -> bool:
 
 
 def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSnapshot:
-    """Download one revision of a repository (or find it in the local cache) and return its folder.
-
-    Args:
-        repository: the official name.
-        revision: branch, tag or commit, or None for the main branch.
-        allow_pickle: whether weights may come as a pickle.
+    """Download a branch, tag or commit of a repository (or find it in the local cache) and return its folder.
 
     Raises:
         ValueError: no such repository or revision, no access to it, or weights only as a pickle.

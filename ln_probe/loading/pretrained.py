@@ -76,11 +76,6 @@ class Pretrained:
 def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Pretrained:
     """Build the Hugging Face model of a checked folder.
 
-    Args:
-        checkpoint: what `inspect_folder` found.
-        dtype: format of the weights in memory.
-        device: where the model goes.
-
     Raises:
         ValueError: an architecture that is unknown, needs custom code or is not a language model; a
             config that does not fit the weights; NaN or infinite weights (the tensor is named); a pickle
@@ -126,12 +121,7 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
 
 
 def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretrained:
-    """Unpack a .gguf file into a Hugging Face model (quantized weights become floats of `dtype`).
-
-    Args:
-        file: an existing .gguf file.
-        dtype: format of the weights in memory.
-        device: where the model goes.
+    """Unpack an existing .gguf file into a Hugging Face model (quantized weights become floats of `dtype`).
 
     Raises:
         ImportError: the package `gguf` is not installed.

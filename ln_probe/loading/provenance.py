@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 UNKNOWN_HEAD = "whether its head was in a checkpoint cannot be known"
 
 
-@dataclass(frozen=True)
+def transformer_lens_version() -> str:
+    """The installed version of TransformerLens, or ``none``."""
+    try:
+        return version("transformer-lens")
+    except PackageNotFoundError:
+        return "none"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """Where a model came from and how it was loaded.
 
@@ -52,13 +60,13 @@ class ModelSource:
 
     name: str
     kind: str
-    revision: str | None
-    commit: str | None
+    revision: str | None = None
+    commit: str | None = None
     weights_sha256: str | None
     architecture: str
-    world: str
+    world: str = ""
     dtype: str
-    transformer_lens_version: str
+    transformer_lens_version: str = field(default_factory=transformer_lens_version)
     processing: tuple[str, ...] = ()
     logits_max_difference: float | None = None
     notes: tuple[str, ...] = ()
@@ -100,23 +108,12 @@ def source_of(model: nn.Module) -> ModelSource:
     return ModelSource(
         name=str(getattr(config, "model_name", None) or kind),
         kind="object",
-        revision=None,
-        commit=None,
         weights_sha256=sha256_of_state(model),
         architecture=str(architecture),
         world=kind,
         dtype="none" if parameter is None else str(parameter.dtype).removeprefix("torch."),
-        transformer_lens_version=transformer_lens_version(),
         notes=(f"not loaded by ln_probe: name, dtype and hash were read from the model itself; {UNKNOWN_HEAD}",),
     )
-
-
-def transformer_lens_version() -> str:
-    """The installed version of TransformerLens, or ``none``."""
-    try:
-        return version("transformer-lens")
-    except PackageNotFoundError:
-        return "none"
 
 
 def sha256_of_hashes(hashes: Mapping[Path, str]) -> str:

@@ -20,7 +20,7 @@ from ln_probe.loading.convert import (
     to_bridge,
     to_hooked,
 )
-from ln_probe.loading.provenance import UNKNOWN_HEAD, ModelSource, remember, sha256_of_state, transformer_lens_version
+from ln_probe.loading.provenance import UNKNOWN_HEAD, ModelSource, remember, sha256_of_state
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +44,7 @@ def into_world(
 
     Args:
         pretrained: the Hugging Face model; the bridge takes it over.
-        source: the record so far; world, processing, difference and notes are added here.
         world: the one asked for, or None to take the first that reproduces the original.
-        processing: changes of basis to apply.
         hub_name: the repository's name if the model came from the hub.
         reference: the original's logits on `probe_tokens`, where `pretrained` is not the original itself.
 
@@ -248,12 +246,7 @@ Forward = Callable[["Int[Tensor, 'batch pos']"], "Float[Tensor, 'batch pos d_voc
 
 
 def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
-    """A seeded random sequence [1, pos] of ordinary token ids, no longer than the context.
-
-    Args:
-        config: the Hugging Face config, for the vocabulary, the context and the window of local attention.
-        device: where the tokens go.
-    """
+    """A seeded random sequence [1, pos] of ordinary token ids, no longer than the context of a Hugging Face config."""
     import torch
 
     from ln_probe.hooks.model import context_of_config
@@ -278,12 +271,7 @@ def own_rounding(
 ) -> float:
     """Return how far a model's logits are from its own in the next wider format, relative to the largest.
 
-    Returns 0 in float64, and where the model no longer gives those logits: then loading has changed its weights.
-
-    Args:
-        model: the unconverted Hugging Face model; it is copied to the wider format.
-        dtype: its format.
-        tokens, logits: input and result of `logits_of`.
+    Returns 0 in float64, and where the unconverted `model` no longer gives those logits: then loading has changed it.
     """
     import torch
 
@@ -320,11 +308,7 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
             TransformerLens has no bridge for, or a bridge whose logits are not the model's.
     """
     from ln_probe.hooks.model import check_weights, evaluating
-    from ln_probe.loading.pretrained import (
-        Pretrained,
-        isolated,
-        supported_architectures,
-    )
+    from ln_probe.loading.pretrained import Pretrained, isolated, supported_architectures
 
     check_weights(model)
     architecture, first = type(model).__name__, next(model.parameters())
@@ -348,13 +332,9 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
         source = ModelSource(
             name=str(getattr(model.config, "_name_or_path", "") or architecture),
             kind="memory",
-            revision=None,
-            commit=None,
             weights_sha256=sha256_of_state(model),
             architecture=architecture,
-            world="",
             dtype=str(first.dtype).removeprefix("torch."),
-            transformer_lens_version=transformer_lens_version(),
             notes=(note, *own.notes),
         )
         try:
