@@ -205,40 +205,35 @@ def _room(group: Path = Path("/sys/fs/cgroup")) -> float:
 
 def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Mapping[Target, int], workers: int) -> str:
     """A line per checkpoint, and the sum; a question mark where a model would have to be loaded."""
-    rows = [("checkpoint", "units", "done", "tokens", "core time", "memory", "disk")]
-    known = [c for _, c in costs if c is not None]
-    for target, c in costs:
-        if c is None:
-            rows.append((target.label, "failed:", target.error, "", "", "", ""))
-        else:
-            rows.append(
-                (
-                    target.label,
-                    str(c.units),
-                    str(there.get(target, 0)),
-                    number(c.tokens),
-                    duration(c.seconds),
-                    size(c.memory_bytes),
-                    size(c.disk_bytes),
-                )
-            )
-    seconds = _wall(known, workers)
-    disk = math.fsum(c.disk_bytes for c in known)
-    plain = [r for r in rows if r[1] != "failed:"]
-    widths = [max(len(r[i]) for r in plain) for i in range(len(rows[0]))]
-    lines = [
-        f"{r[0]}  failed: {r[2]}"
-        if r[1] == "failed:"
-        else "  ".join(v.ljust(w) if i == 0 else v.rjust(w) for i, (v, w) in enumerate(zip(r, widths, strict=True)))
-        for r in rows
-    ]
-    units, each, shards = sum(c.units for c in known), run.corpus.per_shard, run.corpus.shards
+    known = [(t, c) for t, c in costs if c is not None]
+    rows = {
+        t: (
+            t.label,
+            str(c.units),
+            str(there.get(t, 0)),
+            number(c.tokens),
+            duration(c.seconds),
+            size(c.memory_bytes),
+            size(c.disk_bytes),
+        )
+        for t, c in known
+    }
+    head = ("checkpoint", "units", "done", "tokens", "core time", "memory", "disk")
+    widths = [max(map(len, column)) for column in zip(head, *rows.values(), strict=True)]
+
+    def line(label: str, *cells: str) -> str:
+        return "  ".join([label.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))])
+
+    lines = [line(*head)]
+    lines += [f"{t.label}  failed: {t.error}" if c is None else line(*rows[t]) for t, c in costs]
+    found = [c for _, c in known]
+    units, each, shards = sum(c.units for c in found), run.corpus.per_shard, run.corpus.shards
     lines.append(
         f"{units} units, {shards} shard{'s' * (shards != 1)} of {each} prompt{'s' * (each != 1)}: "
-        f"about {duration(seconds)} with {workers} worker{'s' * (workers != 1)} (a rough estimate), "
-        f"at most {size(disk)} of results under {run.work} until the reports are made"
+        f"about {duration(_wall(found, workers))} with {workers} worker{'s' * (workers != 1)} (a rough estimate), "
+        f"at most {size(math.fsum(c.disk_bytes for c in found))} of results under {run.work} until the reports are made"
     )
-    downloads = sorted(c.download_bytes for c in known)[::-1]
+    downloads = sorted(c.download_bytes for c in found)[::-1]
     if any(downloads):
         least, both = size(downloads[0]), size(math.fsum(downloads[:2]))
         lines.append(

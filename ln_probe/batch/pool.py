@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from ln_probe.analyses import progress
 from ln_probe.analyses.files import remove_listed, temporary_folder, write_text
@@ -193,6 +193,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 THREADS = 1  # of torch and BLAS in every worker: with it the bytes of a result are the same on any number of workers
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Workers that do one unit at a time each."""
 
