@@ -246,11 +246,8 @@ def assemble(
     """Make a report of the probes' pieces.
 
     Args:
-        probes: those that ran.
         pieces: of each probe by name, in the order of the prompts; none for one that needs the calibration alone.
-        context: what `Probe.finish` needs.
         exhibits: for pictures, their keys not marked yet.
-        provenance: where the report comes from.
         notes: for the reader, before those of the probes.
         failures: of probes that are not installed.
 

@@ -79,13 +79,10 @@ Pieces = dict[str, Piece | Failure]  # by name of the probe
 
 
 class Passes:
-    """The passes over the prompts of one model.
+    """The passes over the prompts of one model in evaluation mode.
 
     Args:
-        model: in evaluation mode.
-        settings: what to measure.
-        probes: those that were asked for; None: as the settings name them.
-        objective: the loss; None: as the settings name it.
+        probes, objective: those that were asked for; None: as the settings name them.
         seal: checked between passes and around probes of other packages.
 
     Raises:
@@ -118,6 +115,7 @@ class Passes:
         self.sites = list(self.found.sites)
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
+        self._n_heads = int(getattr(model.cfg, "n_heads", 0))
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
         self._reached: dict[int, dict[str, Reached | None]] = {}  # by layer and norm
         self.attends = any(s.attention_layers for s in self.found.read)
@@ -175,10 +173,6 @@ class Passes:
         """Bytes that a batch may take, and bytes that may wait for the CPU; 0 on a CPU."""
         device = device_of(self.model)
         return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0
-
-    @property
-    def _n_heads(self) -> int:
-        return int(getattr(self.model.cfg, "n_heads", 0))
 
     def _heads_of(self, seen: AttentionInput, *, again: bool = False) -> Heads:
         """Return the weights and maps of a layer's heads; `again`: the first pass has checked its scores already."""
@@ -292,19 +286,10 @@ class Passes:
     def _constants(
         self, sites: Sequence[Site], measured: Constants, rows: Sequence[bytes], calibration: Prompts | None
     ) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
-        """Choose where the constants come from.
+        """Return the constants, what provenance says of the prompts that they come from, and notes.
 
-        That is `calibration`, else the other prompts; where all prompts form one group, the model's calibration
-        windows, else the bundled passages, else the prompts' own means.
-
-        Args:
-            sites: the norms whose sigma is replaced.
-            measured: leave-one-out constants of the measured prompts.
-            rows: their token ids as bytes.
-            calibration: the user's text.
-
-        Returns:
-            the constants, what provenance says of the calibration prompts, and notes.
+        They come from the user's `calibration`, else from the other prompts (`measured`); where all prompts form one
+        group, from the model's calibration windows, else the bundled passages, else the prompts' own means.
 
         Raises:
             ValueError: calibration text that holds the measured prompts alone, or no prompt of two tokens.
@@ -503,9 +488,8 @@ class Passes:
         )
 
     def _view(self, calibration: Calibration | None) -> View:
-        model, heads = self.model, self.heads
-        names, no_head = namer(model), missing_head(model)
-        return View(model, self.sites, self.layers, heads, calibration, names, no_head, self.objective)
+        of_model = namer(self.model), missing_head(self.model)
+        return View(self.model, self.sites, self.layers, self.heads, calibration, *of_model, self.objective)
 
     def _notes(
         self,

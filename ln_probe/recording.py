@@ -79,10 +79,7 @@ def record(
     """Record attention patterns and samples of norm inputs of the first prompts; `marked` adds the keys' marks.
 
     Args:
-        model: any hooked model.
-        facts: of it.
         prompts, tokens: ids and strings of the prompts, or of the first ones.
-        layers, heads: those to record.
         drawn: names of the norms of which vectors may be kept.
         attention: whether patterns are wanted.
         frozen: a layer's pattern with keys made without scaling; None where there is none.

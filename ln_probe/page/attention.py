@@ -162,19 +162,11 @@ def marks(shown: PromptAttention) -> np.ndarray:
 
 
 def _prompt(shown: PromptAttention) -> dict[str, Any]:
-    return {
-        "prompt": shown.prompt,
+    same = ("prompt", "layers", "heads", "edges", "causal", "cells", "margin", "attainable", "received")
+    return {name: getattr(shown, name) for name in same} | {
         "tokens": [shortened(visible(t)) for t in shown.tokens],
-        "layers": shown.layers,
-        "heads": shown.heads,
-        "edges": shown.edges,
-        "causal": shown.causal,
-        "cells": shown.cells,
         "marks": marks(shown),
-        "margin": shown.margin,
-        "attainable": shown.attainable,
         "frozen": shown.attainable_frozen,
         "frozenCells": shown.cells_frozen,
-        "received": shown.received,
         "full": {f"{layer}.{head}": pattern for (layer, head), pattern in shown.full.items()},
     }

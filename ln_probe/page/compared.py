@@ -92,14 +92,8 @@ def _size(found: PromptAttention | None, cells: int) -> int:
 
 
 def _plain(found: PromptAttention) -> dict[str, Any]:
-    return {
-        "tokens": [shortened(visible(t), 20) for t in found.tokens],
-        "layers": found.layers,
-        "heads": found.heads,
-        "edges": found.edges,
-        "causal": found.causal,
-        "cells": found.cells,
-    }
+    same = {name: getattr(found, name) for name in ("layers", "heads", "edges", "causal", "cells")}
+    return {"tokens": [shortened(visible(t), 20) for t in found.tokens], **same}
 
 
 def answers(
