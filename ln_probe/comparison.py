@@ -251,13 +251,8 @@ def setup_differences(names: Sequence[str], reports: Sequence[Report], baseline:
 def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> pd.DataFrame:
     """Return differences of `causal_prompts.delta_loss` from the baseline's, over the prompts that both have.
 
-    Args:
-        names, reports: one name per report.
-        baseline: index of the report that the others are compared with.
-
-    Returns:
-        The table `ln_probe.analyses.probes.columns.PAIRED`, without reports on other tokens or layers than the
-        baseline's.
+    That is the table `ln_probe.analyses.probes.columns.PAIRED`, without reports on other tokens or layers than the
+    baseline's.
     """
     first, key = reports[baseline], ["prompt", "sites", "variant"]
     rows: list[dict[str, object]] = []

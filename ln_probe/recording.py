@@ -147,12 +147,7 @@ def explained(
 
 
 def marked(exhibits: Exhibits, marks: Sequence[Marks]) -> Exhibits:
-    """Return the exhibits with the marks of their keys.
-
-    Args:
-        exhibits: from `record`.
-        marks: measurements of keys, a layer at a time; layers, variants and prompts that are not shown are ignored.
-    """
+    """Return the exhibits with the marks of their keys, of the layers, variants and prompts that are shown."""
     return replace(exhibits, attention=tuple(_marked_prompt(shown, marks) for shown in exhibits.attention))
 
 

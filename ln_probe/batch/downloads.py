@@ -85,14 +85,7 @@ def bytes_in(out: Path) -> int:
 
 
 class Downloads:
-    """Fetches one checkpoint after another ahead of the workers, in a separate process.
-
-    Args:
-        folder: of the downloads.
-        bound: bytes that they may take.
-        todo: the checkpoints of the run and the units that are left of each.
-        allow_pickle: whether weights may come as pickles.
-    """
+    """Fetches the checkpoints of `todo` ahead of the workers, in a separate process, into `bound` bytes of a folder."""
 
     def __init__(
         self, folder: Path, bound: int, todo: Mapping[Target, Sequence[Unit]], *, allow_pickle: bool = False

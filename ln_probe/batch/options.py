@@ -293,11 +293,7 @@ AT_MOST = 10_000
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:
-    """Layers, or heads, and ranges of them, 0,3-5, in order.
-
-    Args:
-        text: as typed.
-        what: "layer" or "head".
+    """Layers, or heads (`what`), and ranges of them, 0,3-5, in order.
 
     Raises:
         ValueError: something else, none, or one beyond AT_MOST.

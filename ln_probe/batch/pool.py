@@ -81,12 +81,7 @@ class _Work:
 
 
 class Schedule:
-    """The units of a run that are left to do.
-
-    Args:
-        todo: the units of every checkpoint whose results are not there yet.
-        reports: make the reports too (a slice does not).
-    """
+    """The units of a run that are left to do, of every checkpoint, and (but for a slice) the reports."""
 
     def __init__(self, todo: Mapping[Target, Iterable[Unit]], *, reports: bool = True) -> None:
         self._works: list[_Work] = []
@@ -218,10 +213,7 @@ class Engine(Protocol):
 class LocalEngine:
     """A process per worker. One that is killed is replaced; all of them end when this process does.
 
-    Args:
-        run: what is to be done.
-        workers: number of processes.
-        processors: that the geometry of each may use; its results do not depend on them.
+    `processors`: that the geometry of each may use; its results do not depend on them.
     """
 
     def __init__(self, run: Run, workers: int, processors: int = 1) -> None:
@@ -349,12 +341,7 @@ def _serve(jobs: Connection, run: Run, processors: int, sign: Path) -> None:
 
 
 class Display(ProgressLine):
-    """Units done and under way, what each worker is doing, tokens a second, time left and failures.
-
-    Attributes:
-        workers: how many there are.
-        stages: asks what they are doing, by worker; this very process, if it is not set.
-    """
+    """Units done and under way, what each worker is doing (`stages`), tokens a second, time left and failures."""
 
     def __init__(self, total: int = 0, *, quiet: bool = False) -> None:
         super().__init__(self.line, quiet=quiet)

@@ -72,12 +72,11 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
 
     Args:
         given: file or data set; "sampled"; None for the bundled prompts.
-        home: folder of the file, which is named by what is asked for.
         per_shard: prompts in each shard; None: PER_SHARD, and fewer of a file that has not enough for SHARDS of them.
         limit: no more than so many prompts.
 
     Raises:
-        FileNotFoundError, ValueError, ConnectionError: as `sources.entries`; there are no prompts.
+        FileNotFoundError, ValueError, ConnectionError: as `prompt_sources.entries`; there are no prompts.
         OSError: the folder cannot be written.
     """
     file = home / f"{hashlib.sha256(json.dumps([given, per_shard, limit]).encode()).hexdigest()[:16]}.jsonl"

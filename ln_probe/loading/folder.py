@@ -43,15 +43,8 @@ PICKLE_WARNING = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that can be loaded: its config, the weight files that will be read, and its tokenizer.
-
-    Attributes:
-        folder: where it is.
-        config: config.json as it stands.
-        weights: the files that hold tensors, in order of name.
-        pickled: the weights are pickles (and may be read).
-        has_tokenizer: the folder holds the files of a tokenizer.
-    """
+    """A folder that can be loaded: config.json as it stands, the files of its weights in order of name, whether they
+    are pickles (which may be read), and whether it holds the files of a tokenizer."""
 
     folder: Path
     config: Mapping[str, Any]

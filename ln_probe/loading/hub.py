@@ -40,14 +40,7 @@ _SMALL_FILES = re.compile(r"(.*\.json|.*\.txt|.*\.model|.*\.tiktoken|.*\.jinja)"
 
 @dataclass(frozen=True)
 class HubSnapshot:
-    """One revision of a repository, on this disk.
-
-    Attributes:
-        folder: the local copy.
-        revision: the revision asked for, in the hub's own spelling, or None for the main branch.
-        commit: its commit.
-        notes: what the reader of the results should know.
-    """
+    """A revision of a repository on this disk, spelled as on the hub (None: the main branch); notes for the reader."""
 
     folder: Path
     revision: str | None

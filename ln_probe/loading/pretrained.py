@@ -53,9 +53,6 @@ class Pretrained:
 
     Attributes:
         model: the model, in eval mode, with eager attention, on its device and in its dtype.
-        architecture: its class name.
-        tokenizer: its tokenizer, or None.
-        notes: what the reader of the results should know.
         missing_head: why its logits mean nothing, where its head was not in the checkpoint; empty if it was.
         deviations: those notes that say that something else than the folder's whole model was loaded.
     """
@@ -406,10 +403,7 @@ def isolated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(*, progress: bool = False) -> Iterator[None]:
-    """Keep the libraries' prints, warnings, log lines and progress bars away from the console.
-
-    Args:
-        progress: leave progress bars on (a download can take minutes).
+    """Keep the libraries' prints, warnings, log lines and (but for `progress`) progress bars away from the console.
 
     TransformerLens prints on loading, logs on the root logger (which may install a handler there), and both
     libraries set log levels when imported. All of it is undone on the way out.

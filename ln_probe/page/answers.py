@@ -38,9 +38,7 @@ class Answer:
 def answers(report: Report, titles: Mapping[str, str]) -> list[Answer]:
     """Return at most MOST answers; the findings of highest rank where no probe with a question ran.
 
-    Args:
-        report: the report.
-        titles: of the parts of the page, by id.
+    `titles` are those of the parts of the page, by id.
     """
     found = []
     for probe in chosen(DEFAULT):

@@ -90,10 +90,7 @@ def scripts() -> tuple[str, str]:
 def frame(document: str, *, height: int, fits: bool = False) -> Markup:
     """Wrap a document in a sandboxed frame, without access to the surrounding page, forms or links out.
 
-    Args:
-        document: HTML that reports its height by messages.
-        height: in pixels.
-        fits: follow those messages (a report's page does so in its own script).
+    With `fits` it follows the heights that the document reports (a report's page does so in its own script).
     """
     follow = Markup('onload="{}" ').format(_FITS) if fits else ""
     return Markup(

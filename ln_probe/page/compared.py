@@ -33,9 +33,7 @@ def compared(
 ) -> dict[str, Any] | None:
     """Return what the template `compared.html` shows: packed data of at most MOST models; None: nothing to compare.
 
-    Args:
-        reports, names: the models.
-        runs, steps: model and training step of each; a run is what has several steps.
+    `runs` and `steps` are the model and training step of each; a run is what has several steps.
     """
     shown = list(reports)[:MOST]
     columns = [str(i) for i in range(len(shown))]  # names may occur twice
@@ -101,9 +99,7 @@ def answers(
 ) -> list[tuple[str, Markup]]:
     """Compare each model with the first in words: loss, need for scaling, sinks, the head that differs most.
 
-    Args:
-        names, reports: the models.
-        summary: the table `SUMMARY` of them; paired: the table `PAIRED` against the first.
+    `summary` and `paired` are the tables `SUMMARY` and, against the first, `PAIRED`.
     """
     rows, found = summary.to_dict("records"), []
     for number, row in list(enumerate(rows))[1 : SENTENCES + 1]:

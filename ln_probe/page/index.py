@@ -65,9 +65,7 @@ _READ = ("causal", "causal_prompts", "heads", "head_effects", "layernorms", "sin
 def for_index(report: Report, place: int) -> Report:
     """Return what an index reads of a report, so that a thousand of them fit into memory.
 
-    Args:
-        report: the report.
-        place: its number among those of the index; of the first MOST the pictures of attention are kept.
+    `place` is its number among those of the index; of the first MOST the pictures of attention are kept.
     """
     tables = {n: t if n in _READ else t.iloc[:0] for n, t in report.tables.items()}
     return replace(report, tables=tables, exhibits=report.exhibits if place < MOST else Exhibits())
@@ -242,11 +240,7 @@ def forest(
 ) -> Figure:
     """Draw a panel per term and a line per model; filled markers: every norm, hollow: norms that attention reads.
 
-    Args:
-        names: models, from the top; the first ROWS are drawn.
-        rows: from `losses` or `differences`.
-        label: of the axis.
-        where: text after "at every norm" in the legend.
+    The first ROWS models are drawn, from the top. `where` follows "at every norm" in the legend.
     """
     shown = list(names)[:ROWS]
     rows = rows[rows["place"] < len(shown)]
@@ -278,10 +272,7 @@ def forest(
 def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence[str], where: str = "") -> Figure:
     """Draw the same changes with their intervals over training, a panel per term.
 
-    Args:
-        rows: from `losses`.
-        steps, models: training step and name of each report, in the order that `rows["place"]` counts.
-        where: as for `forest`.
+    `steps` and `models` are of each report, in the order that `rows["place"]` counts.
     """
     steps_of = np.array([np.nan if s is None else s for s in steps], float)
     rows = rows.assign(step=steps_of[rows["place"].to_numpy(int)], run=[models[p] for p in rows["place"]])
@@ -332,14 +323,9 @@ ACROSS = 2
 
 
 def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) -> Figure:
-    """Draw a measure over depth, a panel per model and a line per variant, on one scale.
+    """Draw a measure (the median over the heads of a layer) over depth, a panel per model and a line per variant.
 
-    Args:
-        reports, names: the models; the first PANELS are drawn.
-        measure: a column of the `heads` table; the median over the heads of a layer is drawn.
-
-    Raises:
-        KeyError: no such column.
+    The scale is one for all; the first PANELS models are drawn.
     """
     shown = list(zip(reports, names, strict=True))[:PANELS]
     figure, panels = _panels(len(shown), MEASURES.get(measure, ("", measure))[1])

@@ -70,12 +70,7 @@ class Group:
 
 
 def report_page(report: Report, index: str = "") -> str:
-    """Return the report as one HTML page that opens offline.
-
-    Args:
-        report: the report.
-        index: relative address of the page that lists this report; empty if there is none.
-    """
+    """Return the report as one HTML page that opens offline; `index`: relative address of the page that lists it."""
     more, failed = others(report)
     drawn_groups = [*groups(report), *more]
     # Next to the interactive map, the still map of heads is only for readers without scripts.

@@ -51,8 +51,7 @@ def table(
     """Return a frame as a page shows it, without columns that are declared as not shown.
 
     Args:
-        declared: description of the table.
-        frame: rows of it, with all its columns or some.
+        frame: rows of the declared table, with all its columns or some.
         links: relative addresses for the cells of the first column, one per row.
         interactive: include the data (a notebook's cell has no scripts).
         about: text above the table; by default the description of a row.
