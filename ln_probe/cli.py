@@ -6,6 +6,7 @@ Heavy imports happen inside the commands.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -93,7 +94,7 @@ def main() -> None:
     except KeyboardInterrupt as stop:
         sys.exit(exits.interrupted(stop).exit_code)
     except BaseException as error:  # a tokenizer written in Rust raises PanicException, which is no Exception
-        if exits.traceback_wanted():
+        if os.environ.get(exits.TRACEBACK):
             raise
         typer.echo(f"ln-probe: {exits.last_words(error)}", err=True)
         sys.exit(exits.SOME_FAILED)

@@ -229,10 +229,10 @@ def same_layers(one: Report, other: Report) -> bool:
     return asked_layers(one.provenance) == asked_layers(other.provenance)
 
 
-def setup_differences(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> tuple[str, ...]:
-    """Return a sentence per kind of difference, other than the model, between the baseline and the other reports."""
-    first = reports[baseline] if reports else Report()
-    others = [(n, r) for i, (n, r) in enumerate(zip(names, reports, strict=True)) if i != baseline]
+def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[str, ...]:
+    """Return a sentence per kind of difference, other than the model, between the first and the other reports."""
+    first = reports[0] if reports else Report()
+    others = list(zip(names, reports, strict=True))[1:]
     unpaired = ": figures side by side differ for that, too, and losses are not paired"
     kinds = (
         ("on other prompts", unpaired, [n for n, r in others if not same_tokens(first, r)]),
@@ -243,9 +243,7 @@ def setup_differences(names: Sequence[str], reports: Sequence[Report], baseline:
             [n for n, r in others if r.provenance.get("ln_probe") != first.provenance.get("ln_probe")],
         ),
     )
-    return tuple(
-        f"{', '.join(found)}: measured {what} than {names[baseline]}{rest}." for what, rest, found in kinds if found
-    )
+    return tuple(f"{', '.join(found)}: measured {what} than {names[0]}{rest}." for what, rest, found in kinds if found)
 
 
 def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> pd.DataFrame:

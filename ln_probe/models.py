@@ -175,6 +175,9 @@ def _bundled_home() -> Path:
 
 def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "bundled"]:
     """What `given` names. A path wins over a name, unless it is a folder without a model by a known name."""
+    from ln_probe.loading.hub import known_hub_names
+
+    bundled = bundled_models()
     # os.path answers False where pathlib raises (a name too long, or not a possible path at all).
     if os.path.isfile(path):
         if path.suffix == ".gguf":
@@ -186,19 +189,13 @@ def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "
     if os.path.isdir(path):
         if (path / _LAB_FILE).is_file():
             return "lab"
-        if (path / "config.json").is_file() or not _is_known_name(given):
+        if (path / "config.json").is_file() or not (given in bundled or given.lower() in known_hub_names()):
             return "folder"
-    if given in bundled_models():
+    if given in bundled:
         return "bundled"
     if re.match(r"[./~\\]|[A-Za-z]:[\\/]", given) or given.endswith((".gguf", "/")) or given.count("/") > 1:
         raise FileNotFoundError(f"{given} does not exist (full path {path.absolute()}). Check the path.")
     return "hub"
-
-
-def _is_known_name(given: str) -> bool:
-    from ln_probe.loading.hub import known_hub_names
-
-    return given in bundled_models() or given.lower() in known_hub_names()
 
 
 def dtype_named(name: str | torch.dtype) -> torch.dtype:

@@ -362,7 +362,9 @@ def load_report(folder: str | Path) -> Report:
         _check_file(file, files.get(file.name))
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
     if any(t["variant"].isin(RENAMED).any() for t in tables.values() if "variant" in t):
-        tables = {name: _with_present_names(table) for name, table in tables.items()}
+        for name, table in tables.items():
+            if "variant" in table:
+                tables[name] = table.assign(variant=table["variant"].replace(RENAMED))
         for name in RENAMED:
             present_name(name, f"in {folder}, read under its name of today")
     earlier = [
@@ -391,11 +393,6 @@ def load_report(folder: str | Path) -> Report:
 
 # Columns of ln_probe's own tables in reports of 0.2 and earlier: their names of today.
 _COLUMNS_RENAMED = {"p_adjusted": "p_sign"}
-
-
-def _with_present_names(table: pd.DataFrame) -> pd.DataFrame:
-    """A table with the variants' names of today."""
-    return table.assign(variant=table["variant"].replace(RENAMED)) if "variant" in table else table
 
 
 def _at_the_last_position(table: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import tempfile
@@ -91,11 +90,6 @@ def _memory_is_limited() -> bool:
     import resource
 
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
-def traceback_wanted() -> bool:
-    """Whether errors are shown in full."""
-    return bool(os.environ.get(TRACEBACK))
 
 
 def writable(out: Path) -> None:

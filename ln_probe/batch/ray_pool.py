@@ -40,21 +40,17 @@ class RayEngine:
     def __init__(self, run: Run, workers: int | None, *, address: str | None = None, gpus: float = 0.0) -> None:
         self._ray = connect(address, gpus)
         self.run, self._gpus = run, gpus
-        self.workers = workers or self._room()
+        self.workers = workers or _room(self._ray, gpus)
         self._actors: dict[int, Any] = {}
         self._starting: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
-
-    def _room(self) -> int:
-        """How many actors the nodes that are alive have room for."""
-        return _room(self._ray, self._gpus)
 
     def stages(self) -> list[Progress]:
         return [now()]
 
     def available(self) -> set[int]:
         others = [w for w in range(self.workers) if w not in self._actors]
-        return {*self._actors, *others[: max(0, self._room() - len(self._actors))]}
+        return {*self._actors, *others[: max(0, _room(self._ray, self._gpus) - len(self._actors))]}
 
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
         if worker not in self._actors:
@@ -86,7 +82,7 @@ class RayEngine:
             if self._ray.wait([ready], timeout=0)[0]:
                 del self._starting[worker]
         returned = []
-        while self._starting and len(self._actors) > self._room():
+        while self._starting and len(self._actors) > _room(self._ray, self._gpus):
             worker, _ = self._starting.popitem()
             self._ray.kill(self._actors.pop(worker))
             self._running = {r: w for r, w in self._running.items() if w != worker}
@@ -120,6 +116,7 @@ def connect(address: str | None, gpus: float) -> Any:
 
 
 def _room(ray: Any, gpus: float) -> int:
+    """How many actors the nodes that are alive have room for."""
     have = ray.cluster_resources()
     return int(have.get("GPU", 0) / gpus) if gpus else int(have.get("CPU", 0))
 

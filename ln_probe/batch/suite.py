@@ -234,7 +234,7 @@ def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str,
     from ln_probe.loading import hub
     from ln_probe.loading.folder import check_header, inspect_folder, parameters_of
     from ln_probe.loading.provenance import combined, files_of_checkpoint, files_of_lab_run, hashes
-    from ln_probe.models import bundled_folder, bundled_models, kind_of
+    from ln_probe.models import bundled_folder, bundled_models, kind_of, lab_step
 
     path = Path(os.path.expanduser(name))
     kind = kind_of(name, path)
@@ -242,7 +242,8 @@ def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str,
         repository = hub.official_name(name, also=tuple(bundled_models()))
         return f"{repository}@{hub.commit(repository, revision=revision)}", 0
     if kind in ("lab", "bundled"):
-        files = files_of_lab_run(path if kind == "lab" else bundled_folder(name), _lab_step(revision))
+        step = None if revision is None else lab_step(revision)
+        files = files_of_lab_run(path if kind == "lab" else bundled_folder(name), step)
         return combined(hashes(files)), parameters_of(files[:1])
     if revision is not None:
         raise ValueError(f"{name} is a local {kind}: it holds one version, not a revision {revision!r}")
@@ -272,12 +273,6 @@ def check_same(target: Target, source: ModelSource) -> None:
             f"{target.name} is not any more what it was when this run began (then {then[:16]}…, now {now[:16]}…). Run "
             "the same command again: it measures the present files, and mixes nothing of the two"
         )
-
-
-def _lab_step(revision: str | None) -> int | None:
-    from ln_probe.models import lab_step
-
-    return None if revision is None else lab_step(revision)
 
 
 def is_on_hub(target: Target) -> bool:

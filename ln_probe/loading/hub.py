@@ -173,7 +173,7 @@ class Description:
     download_bytes: int = 0
 
 
-def describe(repository: str, *, revision: str | None, allow_pickle: bool = True) -> Description:
+def describe(repository: str, *, revision: str | None) -> Description:
     """Return a model's config.json and the size of its weights; fetches nothing else.
 
     Raises:
@@ -188,7 +188,7 @@ def describe(repository: str, *, revision: str | None, allow_pickle: bool = True
         folder = _cached(repository, revision, error.reason).folder
         weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
         return Description(_config(folder / "config.json"), sum(p.stat().st_size for p in weights))
-    sizes = _wanted(repository, info, allow_pickle=allow_pickle)
+    sizes = _wanted(repository, info, allow_pickle=True)
     here = _is_here(repository, info.sha, sizes)
     with temporary_folder() as aside:
         try:

@@ -339,7 +339,7 @@ def groups(report: Report) -> Iterator[Group]:
 
 
 def _shown(report: Report, picture: Picture) -> Shown:
-    said = nothing_to_see(report, picture.id)
+    said = _NOTHING[picture.id](report) if picture.id in _NOTHING else ""
     return Shown(picture.id, picture.title, () if said else (drawn(report, picture),), said=said)
 
 
@@ -392,11 +392,6 @@ def _geometry(report: Report) -> list[Shown]:
 _NO_SHARE = 1e-12
 
 
-def nothing_to_see(report: Report, picture: str) -> str:
-    """Return the sentence that replaces a picture; empty if the picture shows something."""
-    return _SAID[picture](report) if picture in _SAID else ""
-
-
 def _projection(report: Report) -> str:
     share = report.layernorms["mean_share"]
     if not (share.fillna(0) <= _NO_SHARE).all():
@@ -428,7 +423,8 @@ def _causal(report: Report) -> str:
     return "Removing either term changes nothing by construction, at every norm."
 
 
-_SAID: dict[str, Callable[[Report], str]] = {
+# The sentence that replaces a picture; empty if the picture shows something.
+_NOTHING: dict[str, Callable[[Report], str]] = {
     "projection": _projection,
     "unselectable": _unselectable,
     "angle": _angle,

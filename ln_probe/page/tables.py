@@ -67,7 +67,9 @@ def table(
     ]
     data = ""
     if interactive:
-        sent = {c: _strings(kept[c], c) if c in text else _numbers(kept[c]) for c in columns}
+        sent = {
+            c: ["" if v is None else _cell(v, c) for v in kept[c]] if c in text else _numbers(kept[c]) for c in columns
+        }
         data = packed({"columns": columns, "text": sorted(text), "rows": len(kept), "data": sent, "links": links})
     shown = about or declared.about
     return Table(declared.name, declared.title, shown, columns, meanings, text, rows, len(frame), len(kept), data)
@@ -95,10 +97,6 @@ def _cell(value: Any, column: str) -> str:
     if column in TOKEN_COLUMNS:
         return shortened(visible(value))
     return shortened(disarmed(value), 400) if isinstance(value, str) else figure_text(value)
-
-
-def _strings(column: pd.Series, name: str) -> list[str]:
-    return [_cell(value, name) if value is not None else "" for value in column]
 
 
 def _numbers(column: pd.Series) -> list[float | int | None]:
