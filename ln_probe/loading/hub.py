@@ -124,10 +124,9 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
 
     revision = hub_revision(repository, revision)
     tell(f"{repository}: asking {constants.ENDPOINT}")
-    try:
-        info = _info(repository, revision)
-    except _UnreachableError as error:
-        return _cached(repository, revision, error.reason)
+    info = _info(repository, revision)
+    if isinstance(info, HubSnapshot):
+        return info
     sizes = _wanted(repository, info, allow_pickle=allow_pickle)
     cache = _cache_for(repository, info.sha, sizes)
     home = cache / repo_folder_name(repo_id=repository, repo_type="model")
@@ -182,12 +181,10 @@ def describe(repository: str, *, revision: str | None) -> Description:
     from huggingface_hub import constants, hf_hub_download
 
     revision = hub_revision(repository, revision)
-    try:
-        info = _info(repository, revision)
-    except _UnreachableError as error:
-        folder = _cached(repository, revision, error.reason).folder
-        weights = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
-        return Description(_config(folder / "config.json"), sum(p.stat().st_size for p in weights))
+    info = _info(repository, revision)
+    if isinstance(info, HubSnapshot):
+        weights = [p for p in info.folder.iterdir() if p.suffix in (".safetensors", ".bin")]
+        return Description(_config(info.folder / "config.json"), sum(p.stat().st_size for p in weights))
     sizes = _wanted(repository, info, allow_pickle=True)
     here = _is_here(repository, info.sha, sizes)
     with temporary_folder() as aside:
@@ -220,11 +217,8 @@ def commit(repository: str, *, revision: str | None) -> str | None:
     Raises:
         ValueError, ConnectionError: as `fetch`.
     """
-    revision = hub_revision(repository, revision)
-    try:
-        return str(_info(repository, revision).sha)
-    except _UnreachableError as error:
-        return _cached(repository, revision, error.reason).commit
+    info = _info(repository, hub_revision(repository, revision))
+    return info.commit if isinstance(info, HubSnapshot) else str(info.sha)
 
 
 def checkpoints(repository: str) -> list[str]:
@@ -246,19 +240,10 @@ def checkpoints(repository: str) -> list[str]:
     return sorted(found, key=lambda name: found[name])
 
 
-class _UnreachableError(Exception):
-    """The hub did not answer."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
 def _info(repository: str, revision: str | None) -> Any:
-    """What the hub knows of one revision.
+    """What the hub knows of one revision; the copy on this disk (a HubSnapshot) if it does not answer.
 
     Raises:
-        _UnreachableError: no network.
         ValueError, ConnectionError: as `fetch`.
     """
     from huggingface_hub import HfApi, constants
@@ -277,12 +262,12 @@ def _info(repository: str, revision: str | None) -> Any:
         raise ValueError(_unknown(repository)) from error
     except Exception as error:
         if _is_web_page(error):
-            raise _UnreachableError(ConnectionError(_web_page_message(repository, constants.ENDPOINT))) from error
+            return _cached(repository, revision, ConnectionError(_web_page_message(repository, constants.ENDPOINT)))
         if _status(error) in (401, 403):
             raise ValueError(_gated_message(repository)) from error
         if not _is_network_failure(error):
             raise ConnectionError(f"the model hub refused {repository}: {error}. Check HF_TOKEN.") from error
-        raise _UnreachableError(error) from error
+        return _cached(repository, revision, error)
 
 
 def _wanted(repository: str, info: Any, *, allow_pickle: bool) -> dict[str, int]:
