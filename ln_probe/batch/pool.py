@@ -7,7 +7,7 @@ import multiprocessing.process
 import os
 import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -47,90 +47,95 @@ ATTEMPTS = 3
 REPAIRS = 3
 
 
-_COUNTED = {Unit(CALIBRATION), Unit(REPORT)}  # as long as they are not done, running or not
-
-
 @dataclass(eq=False)
 class _Work:
-    """The work that remains on one checkpoint."""
+    """The work that remains on one checkpoint: units that wait, in order, and those that are being done."""
 
     target: Target
-    waiting: deque[Unit]
-    calibrate: bool  # still to be done, before anything else
-    reports: bool  # whether a report is to be made at the end
+    waiting: dict[Unit, None]
     running: set[Unit] = field(default_factory=set)
     begun: bool = False
     died: int = 0
     repaired: int = 0
     error: str = ""
-    finished: bool = False
 
     def ready(self) -> Unit | None:
         """A unit that can be done now."""
-        if self.error or self.finished:
-            return None
-        if self.calibrate:
-            if Unit(CALIBRATION) not in self.running:
-                return Unit(CALIBRATION)
+        calibration = Unit(CALIBRATION)
+        if calibration in self.waiting:
+            return calibration
+        if calibration in self.running:
             return next((u for u in self.waiting if u.kind == WEIGHTS), None)  # which need no calibration
-        if self.waiting:
-            return self.waiting[0]
-        if self.reports and not self.running:
-            return Unit(REPORT)
-        return None
+        last = len(self.waiting) == 1 and not self.running
+        return next((u for u in self.waiting if u.kind != REPORT or last), None)
+
+    def ended(self, unit: Unit, outcome: Outcome) -> None:
+        """Take note of how a unit ended; one that failed for no fault of the checkpoint's waits again."""
+        self.running.discard(unit)
+        if outcome.state == DONE:
+            self.died = 0
+            return
+        self.died += outcome.state == DIED
+        self.repaired += outcome.state == DAMAGED
+        if self.died >= ATTEMPTS:
+            error = (
+                f"its worker died {self.died} times during {unit.kind} ({outcome.error}); if it was out of memory, use "
+                "fewer --workers"
+            )
+        elif self.repaired > REPAIRS:
+            error = f"results keep being damaged ({outcome.error}): check the disk"
+        else:
+            error = "" if outcome.state in (DIED, DAMAGED, RETURNED) else outcome.error
+        self.error = self.error or error
+        again = {} if self.error else {u: None for u in (*outcome.again, unit) if u not in self.running}
+        self.waiting = {} if self.error else again | self.waiting
 
 
 class Schedule:
     """The units of a run that are left to do, of every checkpoint, and (but for a slice) the reports."""
 
     def __init__(self, todo: Mapping[Target, Iterable[Unit]], *, reports: bool = True) -> None:
-        self._works: list[_Work] = []
-        for target, units in todo.items():
-            left = list(units)
-            calibrate = Unit(CALIBRATION) in left
-            waiting = deque(u for u in left if u.kind != CALIBRATION)
-            self._works.append(_Work(target, waiting, calibrate, reports))
-        self._of = {work.target: work for work in self._works}
-        self._open = list(self._works)  # those that are neither finished nor failed
+        last = [Unit(REPORT)] * reports
+        self._of = {target: _Work(target, dict.fromkeys([*units, *last])) for target, units in todo.items()}
+        self._open = {target: work for target, work in self._of.items() if work.waiting}  # neither finished nor failed
         self._held: dict[int, _Work] = {}
         self.awaited: Collection[Target] = ()  # not to be begun: their files are not here yet
 
     def __len__(self) -> int:
         """Units left, running ones included."""
-        return sum(len(w.waiting) + w.calibrate + w.reports + len(w.running - _COUNTED) for w in self._open)
+        return sum(len(w.waiting) + len(w.running) for w in self._open.values())
 
     def left(self) -> Iterable[Unit]:
-        for w in self._open:
-            yield from [Unit(CALIBRATION)] * w.calibrate
+        """The units that no worker has begun."""
+        for w in self._open.values():
             yield from w.waiting
-            yield from [Unit(REPORT)] * w.reports
 
     @property
     def targets(self) -> list[Target]:
-        return [w.target for w in self._works]
+        return list(self._of)
 
     @property
     def begun(self) -> set[Target]:
         """The checkpoints that a worker has begun."""
-        return {w.target for w in self._works if w.begun}
+        return {t for t, w in self._of.items() if w.begun}
 
     @property
     def over(self) -> set[Target]:
         """The checkpoints that are finished or failed; no worker is at one of them."""
-        return {w.target for w in self._works if (w.finished or w.error) and not w.running}
+        return self._of.keys() - self._open.keys()
 
     @property
     def errors(self) -> dict[Target, str]:
         """The checkpoints that failed, and why."""
-        return {w.target: w.error for w in self._works if w.error}
+        return {t: w.error for t, w in self._of.items() if w.error}
 
     def next(self, worker: int) -> tuple[Target, Unit] | None:
         """What this worker does next; None if there is nothing for it now."""
         mine = self._held.get(worker)
         candidates = [
             *([mine] if mine is not None else []),
-            *(w for w in self._open if not w.begun and w.target not in self.awaited),
-            *sorted((w for w in self._open if w.begun), key=lambda w: -len(w.waiting)),
+            *(w for w in self._open.values() if not w.begun and w.target not in self.awaited),
+            *sorted((w for w in self._open.values() if w.begun), key=lambda w: -len(w.waiting)),
         ]
         for work in candidates:
             unit = work.ready()
@@ -138,50 +143,16 @@ class Schedule:
                 self._held[worker] = work
                 work.begun = True
                 work.running.add(unit)
-                if unit in work.waiting:
-                    work.waiting.remove(unit)
+                del work.waiting[unit]
                 return work.target, unit
         return None
 
     def ended(self, target: Target, unit: Unit, outcome: Outcome) -> None:
         """Take note of how a unit ended."""
         work = self._of[target]
-        self._note(work, unit, outcome)
-        if (work.finished or work.error) and work in self._open:
-            self._open.remove(work)
-
-    def _note(self, work: _Work, unit: Unit, outcome: Outcome) -> None:
-        work.running.discard(unit)
-        if outcome.state == DONE:
-            work.died = 0
-            if unit.kind == CALIBRATION:
-                work.calibrate = False
-            if unit.kind == REPORT or (not work.reports and not work.waiting and not work.running):
-                work.finished = not work.calibrate
-            return
-        if work.error:
-            return
-        if outcome.state == DIED:
-            work.died += 1
-            if work.died >= ATTEMPTS:
-                work.error = (
-                    f"its worker died {work.died} times during {unit.kind} ({outcome.error}); if it was out of memory, "
-                    "use fewer --workers"
-                )
-                return
-        elif outcome.state == DAMAGED:
-            work.repaired += 1
-            if work.repaired > REPAIRS:
-                work.error = f"results keep being damaged ({outcome.error}): check the disk"
-                return
-        elif outcome.state != RETURNED:
-            work.error = outcome.error
-            return
-        for again in (*outcome.again, unit):
-            if again.kind == CALIBRATION:
-                work.calibrate = True
-            elif again.kind != REPORT and again not in work.waiting:
-                work.waiting.appendleft(again)
+        work.ended(unit, outcome)
+        if not work.waiting and not work.running:
+            self._open.pop(target, None)
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -370,7 +341,7 @@ class Display(ProgressLine):
             self.failed += 1
             self.say(f"{target.label}: {outcome.state}: {outcome.error}")
         self._left = list(left)
-        self._total = sum(self._done.values()) + len(self._left)
+        self._total = sum(self._done.values()) + len(self._left) + len(self._running)
 
     def line(self) -> str:
         """All of it in one line."""
@@ -393,12 +364,11 @@ class Display(ProgressLine):
         known = {kind: self._seconds[kind] / self._done[kind] for kind in self._done}
         running, now = list(self._running.items()), time.monotonic()
         waiting = Counter(u.kind for u in units)
-        waiting[CALIBRATION] -= sum(u.kind == CALIBRATION for (_, u), _ in running)  # which counts until it is done
-        kinds = {u.kind for (_, u), _ in running} | {kind for kind, count in waiting.items() if count > 0}
+        kinds = {u.kind for (_, u), _ in running} | waiting.keys()
         if not kinds or kinds - known.keys() - {REPORT}:
             return float("nan")
         begun = sum(max(0.0, known.get(u.kind, 0.0) - (now - since)) for (_, u), since in running)
-        return (begun + sum(known.get(k, 0.0) * max(0, n) for k, n in waiting.items())) / max(1, self.workers)
+        return (begun + sum(known.get(k, 0.0) * n for k, n in waiting.items())) / max(1, self.workers)
 
 
 def _named(unit: Unit) -> str:
