@@ -13,6 +13,7 @@ import typer
 
 from ln_probe.analyses.probes.text import shortened
 from ln_probe.analyses.processes import Stopped
+from ln_probe.loading.hub import causes
 
 # DONE: all as asked. SOME_FAILED: a model or a probe failed, or something else than asked was measured. After a signal
 # the status is 128 plus its number: 130 after Ctrl-C, 143 after SIGTERM.
@@ -71,15 +72,11 @@ def why_failed(error: BaseException) -> str:
 
 def out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that it came from, is about memory that could not be had."""
-    seen: list[BaseException] = []
-    while error is not None and not any(error is e for e in seen):
-        seen.append(error)
-        text = str(error).lower()
-        if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
+    for each in causes(error):
+        if isinstance(each, MemoryError) or any(words in str(each).lower() for words in _NO_MEMORY):
             return True
-        if isinstance(error, SystemError) and _memory_is_limited():  # C code that could not even make a MemoryError
+        if isinstance(each, SystemError) and _memory_is_limited():  # C code that could not even make a MemoryError
             return True
-        error = error.__cause__ or error.__context__
     return False
 
 

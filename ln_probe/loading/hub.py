@@ -403,7 +403,7 @@ def _check_hashes(repository: str, folder: Path) -> None:
             )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and the errors that caused it."""
     seen: list[BaseException] = []
     while error is not None and not any(error is e for e in seen):
@@ -422,7 +422,7 @@ def _is_web_page(error: BaseException) -> bool:
     """Whether the answer was a web page where data was expected: the login page of a network, or of a proxy."""
     from huggingface_hub.errors import FileMetadataError
 
-    for each in _causes(error):
+    for each in causes(error):
         if isinstance(each, (json.JSONDecodeError, FileMetadataError)):
             return True
         response: Any = getattr(each, "response", None)
@@ -452,21 +452,22 @@ def _download_error(repository: str, error: Exception, endpoint: str) -> Excepti
     """Return the exception to raise when the download of a repository's files ended with `error`."""
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
 
-    causes = list(_causes(error))
-    codes = [code for e in causes if (code := _status(e)) is not None]
-    if any(isinstance(e, GatedRepoError) for e in causes) or {401, 403} & set(codes):
+    chain = list(causes(error))
+    codes = [code for e in chain if (code := _status(e)) is not None]
+    if any(isinstance(e, GatedRepoError) for e in chain) or {401, 403} & set(codes):
         return ValueError(_gated_message(repository))
     if _is_web_page(error):
         return ConnectionError(_web_page_message(repository, endpoint))
-    if any(isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError) for e in causes):
+    if any(isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError) for e in chain):
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         return ConnectionError(
-            f"{repository} lists a file that {endpoint} does not have ({_short(error)}): try again later, or choose "
+            f"{repository} lists a file that {endpoint} does not have ({said}): try again later, or choose "
             "another revision."
         )
-    if full := next((e for e in causes if isinstance(e, OSError) and e.errno in FULL), None):
+    if full := next((e for e in chain if isinstance(e, OSError) and e.errno in FULL), None):
         return OSError(full.errno, f"there is no room for the download of {repository} ({full.strerror})")
     again = "Try again: what is already here is not downloaded again."
-    if any("Timeout" in type(e).__name__ for e in causes):
+    if any("Timeout" in type(e).__name__ for e in chain):
         return ConnectionError(f"the download of {repository} stopped: {endpoint} sent nothing any more. {again}")
     if server := next((code for code in codes if code >= 500), None):
         return ConnectionError(
@@ -474,7 +475,3 @@ def _download_error(repository: str, error: Exception, endpoint: str) -> Excepti
             "is already here is not downloaded again."
         )
     return ConnectionError(f"the download of {repository} stopped ({type(error).__name__}: {error}). {again}")
-
-
-def _short(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -41,10 +41,13 @@ def into_transformer_lens(
         ValueError: such a model and a world or processing; folding where a norm is not LayerNorm; or logits that are
             not the lab model's.
     """
-    if obstacle := _obstacle(trained):
+    if missing := not_gpt2(trained.cfg, own_norms=True):
         if world is not None or processing.names():
             asked = f"world={world!r}" if world is not None else ", ".join(processing.names())
-            raise ValueError(f"{source.name} can only be used as it was trained: {obstacle}. Leave out {asked}.")
+            raise ValueError(
+                f"{source.name} can only be used as it was trained: a TransformerLens model here is a GPT-2, which has "
+                f"{missing}. Leave out {asked}."
+            )
         remember(trained, source)
         return trained
     others = [name for name, norm in _norms(trained) if not norm.is_layer_norm]
@@ -85,12 +88,6 @@ def into_transformer_lens(
         ),
     )
     return model
-
-
-def _obstacle(trained: LabTransformer) -> str:
-    """Why TransformerLens's own classes cannot hold a lab model; empty if they can."""
-    missing = not_gpt2(trained.cfg, own_norms=True)
-    return f"a TransformerLens model here is a GPT-2, which has {missing}" if missing else ""
 
 
 def _norms(trained: LabTransformer) -> list[tuple[str, Norm]]:

@@ -47,10 +47,9 @@ def compared(
         values = pd.DataFrame(wide.reindex(grid)[name]).reindex(columns=columns).to_numpy(np.float32)
         if np.isfinite(values).any(axis=0).sum() > 1 and np.nanmax(np.abs(values)) > 0:
             least = LEAST_CHANGE if about.label == "nats per token" else 0.0
-            words = {"title": about.title, "unit": about.label.replace(" per ", "/"), "meaning": about.meaning}
-            numbers = {"signed": about.signed, "least": least, "values": values.T.ravel()}
-            numbers["significant"] = _significant(maps, name, layers, heads)
-            measures.append({"name": name, **words, **numbers})
+            told = _significant(maps, name, layers, heads)
+            numbers = {"least": least, "values": values.T.ravel(), "significant": told}
+            measures.append(about.plain(name) | {"unit": about.label.replace(" per ", "/"), **numbers})
     if not measures:
         return None
     known = [run for run, step in zip(runs, steps, strict=True) if step is not None]

@@ -99,6 +99,10 @@ class Measure:
     label: str
     meaning: str
 
+    def plain(self, name: str) -> dict[str, Any]:
+        """As the scripts read it, under its column's name."""
+        return {"name": name, "title": self.title, "meaning": self.meaning, "signed": self.signed}
+
 
 def _measure(name: str, title: str, signed: bool) -> tuple[str, Measure]:
     column = BY_HEAD.column(name)
@@ -255,11 +259,8 @@ class HeadMap:
         """Return the map as the scripts read it."""
         measures = [
             {
-                "name": name,
-                "title": MEASURES[name].title,
+                **MEASURES[name].plain(name),
                 "unit": MEASURES[name].label,
-                "meaning": MEASURES[name].meaning,
-                "signed": MEASURES[name].signed,
                 "threshold": LEAST_CHANGE if name in self.significant else 0.0,
                 "significant": self.significant[name].astype(np.uint8).ravel() if name in self.significant else None,
                 "values": values.astype(np.float32).ravel(),
