@@ -119,6 +119,12 @@ class TrainConfig:
         return done % self.evaluate_every == 0 or done == self.steps or done in self.evaluate_at
 
 
+def text_training(size: Any, seed: int, lr: float, **others: Any) -> TrainConfig:
+    """Warm up over a twentieth of the steps, then a cosine to a tenth of the rate; `size` has `steps` and `batch`."""
+    warmup = size.steps // 20
+    return TrainConfig(size.steps, size.batch, lr, lr / 10, warmup=warmup, clip=1.0, seed=seed, **others)
+
+
 @runtime_checkable
 class ModelSpec(Protocol):
     """What describes a model: `LabConfig`, or a frozen dataclass of a task's own.

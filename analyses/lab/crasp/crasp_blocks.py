@@ -21,7 +21,8 @@ import numpy as np
 from jaxtyping import Float
 
 from ln_probe.analyses.lab.arithmetic import Precision
-from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Construction, Lowered, Step, Sum
+from ln_probe.analyses.lab.crasp.cases import Sum
+from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Construction, Lowered, Step
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 
 Vector = Float[np.ndarray, " d_model"]
@@ -236,7 +237,7 @@ class BlockWriter:
             rows.append(self.stream.pair(self._unit - 1))
         return np.stack(columns, axis=1), np.stack(rows), b_O
 
-    def _read_sum(self, places: dict[int, int], total: Sum) -> Vector:
+    def _read_sum(self, places: dict[int, int], total: Sum[int]) -> Vector:
         """What a position adds to a sum, in steps of the grid if there is one."""
         terms, at_bos = self.lowered.weights(total)
         read = np.zeros(self.stream.d_model)

@@ -21,15 +21,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.analyses.lab.arithmetic import Precision, fixed_precision
+from ln_probe.analyses.lab.crasp.cases import Sum
 from ln_probe.analyses.lab.crasp.crasp import Program
 from ln_probe.analyses.lab.crasp.crasp_compiler import BOS, CompiledProgram
-from ln_probe.analyses.lab.crasp.temporal import Formula, Formulas, Linear, plus, program_of
+from ln_probe.analyses.lab.crasp.temporal import Formula, Formulas, program_of
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 
 MOST_STATES = 4096  # vectors that the stream can be at one block, and ways in which attention can answer
 MOST_STEPS = 2**16  # of the grid that a mean can lie on
 
-Requirement = tuple[Linear, bool]  # a sum of counts, and whether it is below 0
+Requirement = tuple[Sum[Formula], bool]  # a sum of counts, and whether it is below 0
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,11 @@ def _answers(values: np.ndarray, column: int, block: Block, grid: Precision, hol
     return answers
 
 
-def _less_than(values: np.ndarray, steps: int, holds: list[Formula]) -> Linear:
+def _less_than(values: np.ndarray, steps: int, holds: list[Formula]) -> Sum[Formula]:
     """The sum that is below 0 where the mean over BOS and the letters so far is less than so many steps."""
-    total: Linear = ({}, int(values[0]) - steps)
+    total: Sum[Formula] = Sum((), int(values[0]) - steps)
     for formula, value in zip(holds, values[1:], strict=True):
-        total = plus(total, ({formula: int(value) - steps}, 0))
+        total = total.plus(Sum(((formula, int(value) - steps),)))
     return total
 
 
@@ -154,10 +155,9 @@ def _ways(columns: list[list[_Answer]], chosen: tuple[_Answer, ...] = ()) -> Ite
 
 def _possible(left: Requirement, right: Requirement) -> bool:
     """Whether counts could meet both (True where this is not seen at once)."""
-    total = plus(left[0], right[0])
-    if any(total[0].values()) or total[1]:  # only of a sum and its negative
+    if left[0].plus(right[0]) != Sum():  # only of a sum and its negative
         return left[0] != right[0] or left[1] == right[1]
     if left[1] == right[1]:  # both below 0: never; neither: where it is 0, which no multiple of the factors may reach
-        common = math.gcd(*left[0][0].values())
-        return not left[1] and (left[0][1] % common == 0 if common else left[0][1] == 0)
+        common, constant = math.gcd(*(n for _, n in left[0].terms)), left[0].constant
+        return not left[1] and (constant % common == 0 if common else constant == 0)
     return True

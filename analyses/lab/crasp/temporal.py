@@ -12,7 +12,7 @@ of astronomical size as text can be a graph of some hundred nodes: `program_of` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Literal, cast
@@ -20,6 +20,7 @@ from typing import Literal, cast
 import numpy as np
 from jaxtyping import Bool
 
+from ln_probe.analyses.lab.crasp.cases import Reading, Sum
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, Expression, Program, parse, parse_expression
 
 MOST_CASES = 64  # of one count: each choice, `min` or `max` may double them
@@ -30,8 +31,6 @@ _NEGATION = {"<=": ">", ">=": "<", "==": "!="}
 
 Holds = Bool[np.ndarray, "pos *word"]
 Operation = Literal["symbol", "constant", "not", "and", "or", "below"]
-Linear = tuple[Mapping["Formula", int], int]  # a sum of factor times #[formula], and a constant
-Cases = list[tuple["Formula", Linear]]  # a count: the sum whose guard holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +51,9 @@ class Formula:
     constant: int
     number: int
     depth: int
+
+    def __lt__(self, other: Formula) -> bool:
+        return self.number < other.number
 
     def nodes(self) -> list[Formula]:
         """This and all it is made of, parts first."""
@@ -173,106 +175,31 @@ class Formulas:
     def any_of(self, formulas: Sequence[Formula]) -> Formula:
         return reduce(self.either, formulas, self.false)
 
-    def below(self, total: Linear) -> Formula:
+    def below(self, total: Sum[Formula]) -> Formula:
         """That a sum of counts is below 0."""
-        terms = {f: n for f, n in total[0].items() if n and f is not self.false}
+        terms = [(f, n) for f, n in total.terms if f is not self.false]
         if not terms:
-            return self.true if total[1] < 0 else self.false
-        ordered = sorted(terms.items(), key=lambda term: term[0].number)
-        return self._node("below", "", [f for f, _ in ordered], [n for _, n in ordered], total[1])
+            return self.true if total.constant < 0 else self.false
+        return self._node("below", "", [f for f, _ in terms], [n for _, n in terms], total.constant)
 
 
-def plus(left: Linear, right: Linear, factor: int = 1) -> Linear:
-    """A sum and so many times another."""
-    terms = dict(left[0])
-    for formula, n in right[0].items():
-        terms[formula] = terms.get(formula, 0) + factor * n
-    return terms, left[1] + factor * right[1]
-
-
-class _Translation:
+class _Translation(Reading[Formula]):
     """Expressions of C-RASP as formulas; the definition of a name is translated once."""
 
+    most_pairs = MOST_CASES
+
     def __init__(self, source: str) -> None:
-        self.source, self.store = source, Formulas()
-        self.booleans: dict[int, Formula] = {}
-        self.counts: dict[int, Cases] = {}
+        self.store = Formulas()
+        super().__init__(source, self.store, self.store.true, self.store.false)
 
-    def refuse(self, at: Expression, problem: str, expected: str) -> CRaspError:
-        return CRaspError(self.source, at.line, at.column, f"too wide: {problem}", expected)
+    def symbol(self, at: Expression) -> Formula:
+        return self.store.symbol(at.value)
 
-    def boolean(self, at: Expression) -> Formula:
-        if id(at) not in self.booleans:
-            try:
-                self.booleans[id(at)] = self._boolean(at)
-            except OverflowError as error:
-                raise self.refuse(at, str(error), "a formula of fewer parts") from None
-        return self.booleans[id(at)]
-
-    def _boolean(self, at: Expression) -> Formula:
-        store = self.store
-        match at.operation:
-            case "symbol":
-                return store.symbol(at.value)
-            case "constant":
-                return store.true if at.value == "true" else store.false
-            case "name":
-                return self.boolean(at.parts[0])
-            case "negate":
-                return store.negate(self.boolean(at.parts[0]))
-            case "logic":
-                left, right = (self.boolean(part) for part in at.parts)
-                return store.both(left, right) if at.value == "and" else store.either(left, right)
-        compared = [self.count(part) for part in at.parts]
-        cases = self.pairs(compared[0], compared[1], at)
-        return store.any_of([store.both(guard, self.against_zero(plus(a, b, -1), at.value)) for guard, a, b in cases])
-
-    def against_zero(self, total: Linear, operator: str) -> Formula:
+    def against_zero(self, total: Sum[Formula], operator: str, at: Expression) -> Formula:
         if operator in _NEGATION:
-            return self.store.negate(self.against_zero(total, _NEGATION[operator]))
-        below, above = self.store.below(total), self.store.below(plus(({}, 0), total, -1))
-        return below if operator == "<" else above if operator == ">" else self.store.either(below, above)
-
-    def pairs(self, left: Cases, right: Cases, at: Expression) -> Iterator[tuple[Formula, Linear, Linear]]:
-        """Every case of one with every case of the other, and where both hold."""
-        if len(left) * len(right) > MOST_CASES:
-            raise self.refuse(at, f"{len(left)} times {len(right)} cases", f"at most {MOST_CASES} (fewer choices)")
-        for guard, a in left:
-            for other, b in right:
-                if (holds := self.store.both(guard, other)) is not self.store.false:
-                    yield holds, a, b
-
-    def count(self, at: Expression) -> Cases:
-        if id(at) not in self.counts:
-            self.counts[id(at)] = list(self._count(at))
-        return self.counts[id(at)]
-
-    def _count(self, at: Expression) -> Iterator[tuple[Formula, Linear]]:
-        store, parts = self.store, at.parts
-        match at.operation:
-            case "integer":
-                yield store.true, ({}, int(at.value))
-            case "name":
-                yield from self.count(parts[0])
-            case "count":
-                yield store.true, ({self.boolean(parts[0]): 1}, 0)
-            case "multiple" | "minus":
-                factor = -1 if at.operation == "minus" else int(at.value)
-                yield from ((guard, plus(({}, 0), total, factor)) for guard, total in self.count(parts[0]))
-            case "arithmetic":
-                sign = 1 if at.value == "+" else -1
-                for guard, a, b in self.pairs(self.count(parts[0]), self.count(parts[1]), at):
-                    yield guard, plus(a, b, sign)
-            case "conditional":
-                test = self.boolean(parts[0])
-                for side, part in ((test, parts[1]), (store.negate(test), parts[2])):
-                    yield from ((store.both(side, guard), total) for guard, total in self.count(part))
-            case _:  # min, max
-                operator = "<" if at.value == "min" else ">"
-                for guard, a, b in self.pairs(self.count(parts[0]), self.count(parts[1]), at):
-                    first = self.against_zero(plus(a, b, -1), operator)
-                    yield store.both(guard, first), a
-                    yield store.both(guard, store.negate(first)), b
+            return self.negate(self.against_zero(total, _NEGATION[operator], at))
+        below, above = self.store.below(total), self.store.below(Sum[Formula]().plus(total, -1))
+        return below if operator == "<" else above if operator == ">" else self.either(below, above)
 
 
 def formula_of(program: Program) -> Formula:

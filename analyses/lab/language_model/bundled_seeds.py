@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
@@ -192,16 +192,27 @@ def measured(runs: Sequence[Run], request: Request, task: TextTask) -> Iterator[
 
 
 def _measured(folder: Path, beside: Path, task: TextTask) -> pd.DataFrame:
+    windows = task.held_out(task.valid_windows)
+    return loss_and_keys(folder, beside, task, CONTEXTS, MEASURED, lambda m: costs(m, windows[::2], windows[1::2]))
+
+
+def loss_and_keys(
+    folder: Path,
+    beside: Path,
+    task: TextTask,
+    contexts: int,
+    version: int,
+    more: Callable[[LabTransformer], Iterable[tuple[int, str, float]]] = lambda _: (),
+) -> pd.DataFrame:
+    """`layer, measure, value` of the model in a folder, with what `more` measures of it; kept beside it."""
+
     def made() -> pd.DataFrame:
-        model, windows = load_run(folder), task.held_out(task.valid_windows)
-        rows = [
-            (ALL_LAYERS, LOSS, task.evaluate(model)[LOSS]),
-            *costs(model, windows[::2], windows[1::2]),
-            *unselectable(model, task.held_out(CONTEXTS)),
-        ]
+        model = load_run(folder)
+        loss = (ALL_LAYERS, LOSS, task.evaluate(model)[LOSS])
+        rows = [loss, *more(model), *unselectable(model, task.held_out(contexts))]
         return pd.DataFrame(rows, columns=["layer", "measure", "value"])
 
-    return kept_beside(beside, "measured", folder / MODEL_FILE, MEASURED, made)
+    return kept_beside(beside, "measured", folder / MODEL_FILE, version, made)
 
 
 @torch.no_grad()

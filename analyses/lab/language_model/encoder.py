@@ -48,11 +48,11 @@ from ln_probe.analyses.lab.results import (
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
 from ln_probe.analyses.lab.train import (
     Run,
-    TrainConfig,
     carry_out,
     curves,
     planned,
     shared_settings,
+    text_training,
     with_checkpoints,
 )
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
@@ -256,7 +256,7 @@ def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | N
     text = TextTask(
         request.texts, size.d_vocab, size.n_ctx, tokenizer=request.tokenizer, valid_windows=size.valid_windows
     )
-    task = MaskedTextTask(text)
+    task, tenth = MaskedTextTask(text), max(1, size.steps // 10)
     return planned(
         CELLS if cells is None else cells,
         request,
@@ -264,17 +264,8 @@ def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | N
         name=lambda cell: f"{cell[0]}-{cell[1].replace(' ', '-')}",
         task=lambda *_: task,
         spec=lambda cell: encoder_config(*cell, size),
-        training=lambda cell, seed: TrainConfig(
-            steps=size.steps,
-            batch=size.batch,
-            lr=RATES[cell[0]],
-            lr_end=RATES[cell[0]] / 10,
-            warmup=size.steps // 20,
-            clip=1.0,
-            seed=seed,
-            evaluate_every=max(1, size.steps // 10),
-            save_at=(0, size.steps // 4),
-            state_every=max(1, size.steps // 10),
+        training=lambda cell, seed: text_training(
+            size, seed, RATES[cell[0]], evaluate_every=tenth, save_at=(0, size.steps // 4), state_every=tenth
         ),
     )
 

@@ -28,18 +28,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.bundled_seeds import ALL_LAYERS, draw, text, unselectable, with_means
+from ln_probe.analyses.lab.language_model.bundled_seeds import (
+    ALL_LAYERS,
+    D_VOCAB,
+    KEYS,
+    N_CTX,
+    draw,
+    loss_and_keys,
+    text,
+    with_means,
+)
 from ln_probe.analyses.lab.language_model.published_language_model import FRACTION, LOSS
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.primary import effect_rows, main_effects
 from ln_probe.analyses.lab.results import Results, select, summarize_kinds
-from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -57,10 +64,8 @@ class Design:
 
 
 SHORT, LONG = Design(10, 400, 8, 40), Design(20, 2000, 16, 200)
-D_VOCAB, N_CTX = 1024, 256
 WINDOWS = 8  # held-out windows whose keys are measured
-MEASURED = 1  # version of what `_measured` measures
-KEYS = ["norm", "layer", "measure"]
+MEASURED = 1  # version of what `loss_and_keys` measures
 # Of an outcome: what it is called, its unit, the factor from the tables to that unit, and the equivalence margin.
 OUTCOMES = {
     LOSS: ("Held-out loss", "nats", 1.0, 0.01),
@@ -100,26 +105,17 @@ def run(request: Request, design: Design = SHORT) -> Results:
     runs = make_runs(request, task, design)
     lost = carry_out(runs, request)
     done = [seed for seed in {run.seed: None for run in runs} if all(r.finished for r in runs if r.seed == seed)]
-    columns = pd.DataFrame(columns=[*KEYS, "seed", "value"])
-    values = pd.concat([columns, *(_measured(run, task) for run in runs if run.seed in done)], ignore_index=True)
+    parts = [pd.DataFrame(columns=[*KEYS, "seed", "value"])]
+    for each in (run for run in runs if run.seed in done):
+        found = loss_and_keys(each.folder, each.folder, task, WINDOWS, MEASURED)
+        parts.append(found.assign(norm=each.keys["norm"], seed=each.seed))
+    values = pd.concat(parts, ignore_index=True)
     return replace(findings(values, {"training": vars(training(request.quick, 0, design))}), diverged=lost)
 
 
 def run_long(request: Request) -> Results:
     """`run` with the bundled models' whole schedule."""
     return run(request, LONG)
-
-
-def _measured(run: Run, task: TextTask) -> pd.DataFrame:
-    """KEYS, `seed` and `value` of a finished run, kept in its folder."""
-
-    def made() -> pd.DataFrame:
-        model = load_run(run.folder)
-        rows = [(ALL_LAYERS, LOSS, task.evaluate(model)[LOSS]), *unselectable(model, task.held_out(WINDOWS))]
-        return pd.DataFrame(rows, columns=["layer", "measure", "value"])
-
-    weights = Path(run.folder) / MODEL_FILE
-    return kept_beside(run.folder, "measured", weights, MEASURED, made).assign(norm=run.keys["norm"], seed=run.seed)
 
 
 def findings(values: pd.DataFrame, settings: dict[str, Any]) -> Results:

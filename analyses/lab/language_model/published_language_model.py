@@ -30,11 +30,11 @@ from ln_probe.analyses.lab.run_folder import checkpoint_steps, kept_beside, read
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import (
     Run,
-    TrainConfig,
     carry_out,
     curves,
     planned,
     shared_settings,
+    text_training,
     with_checkpoints,
 )
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
@@ -78,12 +78,7 @@ class Size:
     lr: float = 2e-3
     embed_std: float = GPT2_EMBED_STD
     valid_windows: int = 64
-    shares_kept: tuple[float, ...] = (0, 1 / 20, 1 / 4, 1 / 2)  # of the steps
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """Steps whose models are measured, besides the last."""
-        return tuple(int(share * self.steps) for share in self.shares_kept)
+    shares_kept: tuple[float, ...] = (0, 1 / 20, 1 / 4, 1 / 2)  # of the steps: models measured besides the last
 
 
 SMALL = Size(d_vocab=1024, n_ctx=256, batch=4, steps=1500)
@@ -124,16 +119,12 @@ def make_runs(request: Request, size: Size) -> list[Run]:
         name=lambda cell: cell[0] if cell[2] == "-" else f"{cell[0]}-divisor_{cell[2]}",
         task=lambda *_: task,
         spec=lambda cell: published_model(cell[0], cell[1], size),
-        training=lambda _, seed: TrainConfig(
-            steps=size.steps,
-            batch=size.batch,
-            lr=size.lr,
-            lr_end=size.lr / 10,
-            warmup=size.steps // 20,
-            clip=1.0,
-            seed=seed,
+        training=lambda _, seed: text_training(
+            size,
+            seed,
+            size.lr,
             evaluate_every=max(1, size.steps // 20),
-            save_at=size.kept,
+            save_at=tuple(int(share * size.steps) for share in size.shares_kept),
             state_every=max(1, size.steps // 100),
         ),
     )

@@ -60,7 +60,7 @@ from ln_probe.analyses.lab.run_folder import (
     weights_of,
 )
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned, text_training
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
 from ln_probe.analyses.probes.text import counted
 from ln_probe.analyses.probes.uniformity import entropy_ratio
@@ -305,17 +305,8 @@ class Removal(TaskOnText):
 
 def training(size: Size, seed: int) -> TrainConfig:
     """A rate between those that the model was last trained with (1e-4) and trained at most with (1e-3)."""
-    return TrainConfig(
-        steps=size.steps,
-        batch=size.batch,
-        lr=5e-4,
-        lr_end=5e-5,
-        warmup=size.steps // 20,
-        clip=1.0,
-        seed=seed,
-        evaluate_every=max(1, size.steps // 20),
-        state_every=max(1, size.steps // 20),
-    )
+    every = max(1, size.steps // 20)
+    return text_training(size, seed, 5e-4, evaluate_every=every, state_every=every)
 
 
 def make_runs(request: Request, size: Size, start: Path) -> list[Run]:

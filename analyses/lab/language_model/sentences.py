@@ -53,7 +53,7 @@ from ln_probe.analyses.lab.results import (
 )
 from ln_probe.analyses.lab.run_folder import kept_beside, weights_of
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
-from ln_probe.analyses.lab.train import Run, Task, TrainConfig, carry_out, curves, finished, planned, shared_settings
+from ln_probe.analyses.lab.train import Run, Task, carry_out, curves, finished, planned, shared_settings, text_training
 from ln_probe.analyses.lab.transformer import LabTransformer
 
 DECODER, ENCODER, IDENTITY, NO_SCALING = "decoder", "encoder", "identity", "projection_only"
@@ -110,15 +110,8 @@ def make_runs(request: Request) -> list[Run]:
         name="-".join,
         task=lambda cell, _: tasks[cell[0]],
         spec=specs.__getitem__,
-        training=lambda cell, seed: TrainConfig(
-            steps=sizes[cell[0]].steps,
-            batch=sizes[cell[0]].batch,
-            lr=rates[cell[0]],
-            lr_end=rates[cell[0]] / 10,
-            warmup=sizes[cell[0]].steps // 20,
-            clip=1.0,
-            seed=seed,
-            evaluate_every=sizes[cell[0]].steps // 5,
+        training=lambda cell, seed: text_training(
+            sizes[cell[0]], seed, rates[cell[0]], evaluate_every=sizes[cell[0]].steps // 5
         ),
     )
 
