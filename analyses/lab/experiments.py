@@ -299,8 +299,6 @@ EXPERIMENTS = {
 
 
 class UnknownExperimentError(KeyError):
-    """No experiment has that name."""
-
     def __str__(self) -> str:
         return str(self.args[0])
 

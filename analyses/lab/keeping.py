@@ -39,13 +39,10 @@ def joined(kept: pd.DataFrame, added: pd.DataFrame, keys: Sequence[str]) -> pd.D
             f"columns differ: kept {', '.join(kept.columns)}; added {', '.join(added.columns)}: of another version?"
         )
     by = [*keys, "seed"]
-    if "step" in kept:
-        reached = [t.groupby(by, as_index=False)["step"].max() for t in (kept, added)]
-        both = reached[0].merge(reached[1], on=by, how="outer", suffixes=("_kept", "_added"))
-        newer = both[~(both["step_kept"] >= both["step_added"]) & both["step_added"].notna()]
-    else:
-        both = kept[by].drop_duplicates().merge(added[by].drop_duplicates(), on=by, how="outer", indicator=True)
-        newer = both[both["_merge"] == "right_only"]
+    steps = [t if "step" in t else t.assign(step=0) for t in (kept, added)]
+    reached = [t.groupby(by, as_index=False, dropna=False)["step"].max() for t in steps]
+    both = reached[0].merge(reached[1], on=by, how="outer", suffixes=("_kept", "_added"))
+    newer = both[~(both["step_kept"] >= both["step_added"]) & both["step_added"].notna()]
     new = set(newer[by].itertuples(index=False, name=None))
     old = [run not in new for run in kept[by].itertuples(index=False, name=None)]
     taken = [run in new for run in added[by].itertuples(index=False, name=None)]

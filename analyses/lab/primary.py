@@ -93,6 +93,7 @@ def _removed() -> Differences:
     return {"all norms replaced by constants, fine-tuned": cells["removed"] - cells["kept"]}
 
 
+FIRST = " (registered before the runs)"
 FACTORS = {"points": 100.0}  # from a unit of the tables to that of an outcome; others are the same
 # Experiment, outcome, unit, and the differences per seed.
 OUTCOMES: tuple[tuple[str, str, str, Callable[[], Differences]], ...] = (
@@ -102,18 +103,14 @@ OUTCOMES: tuple[tuple[str, str, str, Callable[[], Differences]], ...] = (
     ("language_model", "keys that are unselectable in head space", "points",
      _effects("language_model", "seeds", measure="unselectable_fraction", space="head", step=1500,
               divisor=["-", "1"])),
-    ("language_model_bundled", "held-out loss", "nats",
-     _effects("language_model_bundled", "seeds", measure="valid_loss")),
-    ("language_model_bundled", "keys that are unselectable in head space", "points",
-     _effects("language_model_bundled", "seeds", measure="unselectable_fraction")),
-    ("fresh_seeds", "held-out loss (registered before the runs)", "nats",
-     _effects("fresh_seeds", "seeds", measure="valid_loss")),
-    ("fresh_seeds", "keys that are unselectable in head space (registered before the runs)", "points",
-     _effects("fresh_seeds", "seeds", measure="unselectable_fraction")),
-    ("fresh_seeds_long", "held-out loss (registered before the runs)", "nats",
-     _effects("fresh_seeds_long", "seeds", measure="valid_loss")),
-    ("fresh_seeds_long", "keys that are unselectable in head space (registered before the runs)", "points",
-     _effects("fresh_seeds_long", "seeds", measure="unselectable_fraction")),
+    *(
+        (experiment, f"{outcome}{when}", unit, _effects(experiment, "seeds", measure=measure))
+        for experiment, when in (("language_model_bundled", ""), ("fresh_seeds", FIRST), ("fresh_seeds_long", FIRST))
+        for outcome, unit, measure in (
+            ("held-out loss", "nats", "valid_loss"),
+            ("keys that are unselectable in head space", "points", "unselectable_fraction"),
+        )
+    ),
     ("encoder", "masked loss, narrow", "nats",
      _effects("encoder", "seeds", measure="valid_loss", shape="narrow", step=1000,
               norm=["layernorm", "scaling_only", "projection_only"])),

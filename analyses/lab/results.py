@@ -391,7 +391,6 @@ def heat_map(
 
 
 def png(figure: Figure) -> bytes:
-    """A picture as it is written."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
     return buffer.getvalue()

@@ -295,7 +295,7 @@ def _train(
                 file.write(metric_line(rows[-1]))
             counters["loss"], counters["counted"] = 0.0, 0.0
         if done % training.state_every == 0 or done == stop:
-            if not finite(model):  # what was saved before stays
+            if not all(bool(w.isfinite().all()) for w in model.parameters()):  # what was saved before stays
                 raise _diverged(out, training, done, math.nan, "a weight")
             counters |= {"step": done, "seconds": time.perf_counter() - began, "evaluations": len(rows)}
             save_tensors(_pack(model, optimizer, counters), state)
@@ -353,11 +353,6 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if is_dataclass(batch) and not isinstance(batch, type):
         return replace(batch, **{f.name: _moved(getattr(batch, f.name), device) for f in fields(batch)})
     return batch
-
-
-def finite(model: nn.Module) -> bool:
-    """Whether every weight is a number."""
-    return all(bool(w.isfinite().all()) for w in model.parameters())
 
 
 def _diverged(out: Path, training: TrainConfig, step: int, value: float, what: str = "the loss") -> DivergedError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Literal, cast, overload
 
@@ -37,12 +37,6 @@ _CHOICES = {
 
 MOST_LAYERS, LARGEST = 10_000, 1 << 24  # of layers, and of every other size
 MOST_NUMBER = 1e30  # further out float32 has nothing
-# Fields by kind, and whether None is one of their values.
-_SIZES = {
-    n: n in ("d_mlp", "d_head") for n in ("n_layers", "d_model", "n_heads", "d_vocab", "n_ctx", "d_mlp", "d_head")
-}
-_NUMBERS = {"radius": True, "divisor": True, "eps": False, "embed_std": False}
-_FLAGS = ("causal", "tied", "affine", "affine_others", "bias_qkv", "bias_out", "bias_mlp", "bias_unembed")
 
 
 @dataclass(frozen=True)
@@ -140,25 +134,21 @@ class LabConfig:
 
 def _check_types(config: LabConfig) -> None:
     """A configuration can come from a file: each value is of its kind and within bounds before anything is built."""
-    for name, optional in _SIZES.items():
-        value = getattr(config, name)
-        most = MOST_LAYERS if name == "n_layers" else LARGEST
+    for field in fields(LabConfig):
+        value, kind, *optional = getattr(config, field.name), *str(field.type).split(" | ")
         if value is None and optional:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        most = MOST_LAYERS if field.name == "n_layers" else LARGEST
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind == "int" and not (number and isinstance(value, int) and 1 <= value <= most):
             said = f"{value!r:.60}" if not isinstance(value, int) or value.bit_length() < 64 else "a larger one"
-            raise ValueError(f"{name} must be a whole number between 1 and {most}, got {said}")
-    for name, optional in _NUMBERS.items():
-        value = getattr(config, name)
-        if value is None and optional:
-            continue
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MOST_NUMBER:
-            raise ValueError(f"{name} must be a finite number, got {f'{value!r}':.60}")
+            raise ValueError(f"{field.name} must be a whole number between 1 and {most}, got {said}")
+        if kind == "float" and not (number and abs(value) <= MOST_NUMBER):
+            raise ValueError(f"{field.name} must be a finite number, got {f'{value!r}':.60}")
+        if kind == "bool" and not isinstance(value, bool):
+            raise ValueError(f"{field.name} must be true or false, got {f'{value!r}':.60}")
     if config.embed_std < 0:
         raise ValueError(f"embed_std must be at least 0, got {config.embed_std:g}")
-    for name in _FLAGS:
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name} must be true or false, got {f'{getattr(config, name)!r}':.60}")
 
 
 def sinusoidal_table(n_ctx: int, d_model: int) -> Float[Tensor, "pos d_model"]:

@@ -131,7 +131,6 @@ def measured(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
-    """What is trained."""
     heads = HEADS_QUICK if quick else HEADS
     return tuple(Cell(h, width, product) for width in (FFN_FREE, WIDTH) for product in (False, True) for h in heads)
 

@@ -156,7 +156,6 @@ class ApproximationTask(Task):
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
-    """What is trained."""
     heads, lrs = (HEADS_QUICK, RATES[:1]) if quick else (HEADS, RATES)
     long_memory = [
         Cell(target, kernel, h, lr=lr)
@@ -198,7 +197,6 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
 
 
 def make_runs(request: Request) -> list[Run]:
-    """Every run."""
     return planned(
         grid(request.quick),
         request,

@@ -123,7 +123,6 @@ class Cell:
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
-    """What is trained."""
     if quick:
         return (Cell(1, 1), Cell(4, 1), Cell(1, 16), Cell(1, 4), Cell(1, 4, dot_product=False))
     sizes = [Cell(layers, heads) for layers in LAYERS for heads in HEADS]
@@ -133,7 +132,6 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 
 
 def training(quick: bool, seed: int) -> TrainConfig:
-    """The schedule: fewer steps if quick."""
     steps = QUICK_STEPS if quick else STEPS
     return TrainConfig(
         steps=steps,
@@ -211,7 +209,8 @@ def _sizes(values: pd.DataFrame) -> pd.DataFrame:
 
 def _conclusions(products: pd.DataFrame, sizes: pd.DataFrame) -> Iterator[str]:
     for row in products.to_dict("records"):
-        of = "all sizes" if row["layers"] == POOLED else _shape(row["layers"], row["heads"])
+        shape = f"{counted(row['layers'], 'layer')}, {counted(row['heads'], 'head')}"
+        of = "all sizes" if row["layers"] == POOLED else shape
         yield f"{of}, {row['norm']}: with the dot product minus without {_told(row)}."
     for row in sizes.to_dict("records"):
         yield f"{row['contrast']}: {_told(row)}."
@@ -223,7 +222,3 @@ def _told(row: Mapping[Any, Any]) -> str:
     return f"{interval_text(row, '+.3f')} nats ({seeds}" + (
         f"){unclear}" if unclear else f", Holm {row['p_holm']:.2g})"
     )
-
-
-def _shape(layers: int, heads: int) -> str:
-    return f"{counted(layers, 'layer')}, {counted(heads, 'head')}"

@@ -59,7 +59,6 @@ class Cell:
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
-    """What is trained."""
     heads = HEADS_QUICK if quick else HEADS
     return tuple(Cell(t, kernel, h) for t in AFFINE_TARGETS for kernel in KERNELS for h in heads)
 

@@ -159,7 +159,6 @@ def constant_tail_floor(target: str) -> float:
 
 
 def sentences(trained: pd.DataFrame, laws: pd.DataFrame) -> Iterator[str]:
-    """The rates as sentences."""
     for (target, kernel), part in laws.groupby(["target", "kernel"], sort=False):
         where = f"Attainable rate, {target}, {kernel} positions"
         exact = part["exact_from"].iloc[0]
@@ -234,7 +233,6 @@ def dot_product_factors(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def product_sentences(factors: pd.DataFrame) -> Iterator[str]:
-    """3a as sentences."""
     for row in factors.to_dict("records"):
         heads = counted(row["heads"], "head")
         yield (

@@ -89,7 +89,6 @@ class Cell:
 
 
 def run(request: Request) -> Results:
-    """Train the missing runs and say what the LSTM learns."""
     runs = planned(
         [Cell(form, lr) for lr in RATES for form in CONSTANT],
         request,

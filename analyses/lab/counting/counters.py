@@ -126,13 +126,11 @@ def exact_to(model: RecurrentTagger, largest: int) -> int:
 
 
 def grid() -> tuple[Cell, ...]:
-    """What is measured."""
     normed = [Cell(model, norm, site) for model, sites in SITES.items() for site in sites for norm in TERMS]
     return (*(Cell(model) for model in SITES), *normed, *(Cell("gru", step=k) for k in STEPS))
 
 
 def run(request: Request) -> Results:
-    """Measure every network of the grid."""
     rows = []
     for cell in grid():
         largest = QUICK_LARGEST if request.quick else LARGEST_GRU if cell.model == "gru" else LARGEST

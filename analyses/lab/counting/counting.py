@@ -17,7 +17,7 @@ The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -165,8 +165,6 @@ class TransformerSpec:
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one task."""
-
     task: str
     model: str
     norm: str = "none"
@@ -242,7 +240,6 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
 
 
 def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run]:
-    """Every run of the grid, or of these cells."""
     return planned(
         grid(request.quick) if cells is None else cells,
         request,
@@ -267,15 +264,15 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     kinds: list[tuple[pd.DataFrame, Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
     summary = summarize_kinds(kinds, [*KEYS, "measure"], published_table())
-    summary = summary.sort_values(
-        [*KEYS], key=lambda column: column.map(_first_places(values, str(column.name))), kind="stable"
-    )
+    places = {key: list(dict.fromkeys(values[key])) for key in KEYS}  # the order of the grid
+    summary = summary.sort_values([*KEYS], key=lambda c: c.map(places[str(c.name)].index), kind="stable")
     tagged = sorted(set(values["task"]) - set(LETTERS))
     least = values.groupby([*KEYS, "measure"])["value"].min().rename("least").reset_index()
     summary = summary.merge(least, on=[*KEYS, "measure"], how="left")
     constant = pd.concat([constant_answers(task, PUBLISHED_LENGTHS) for task in tagged] or [constant_answers("L5")[:0]])
     summary = summary.merge(constant, on=["task", "measure"], how="left")
-    changed, fresh = _tested(values), _tested(values[_fresh(values)])
+    more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
+    changed, fresh = _tested(values), _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
     gate = gate_table()
     return Results(
         summary,
@@ -311,17 +308,6 @@ def _tested(values: pd.DataFrame) -> pd.DataFrame:
     return found.assign(p_holm=holm(found["p"].to_numpy(float)))
 
 
-def _first_places(values: pd.DataFrame, key: str) -> dict[str, int]:
-    """The order in which a column's values come in the grid."""
-    return {str(value): place for place, value in enumerate(dict.fromkeys(values[key]))}
-
-
-def _fresh(values: pd.DataFrame) -> pd.Series:
-    """Rows of cells that got further seeds, of those further seeds."""
-    more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
-    return more & (values["seed"] >= CHOSEN_SEEDS)
-
-
 def published_table() -> pd.DataFrame:
     """Published accuracy (0-1) of the plain taggers."""
     rows = [
@@ -330,15 +316,6 @@ def published_table() -> pd.DataFrame:
         for n, percent in zip(PUBLISHED_LENGTHS, percents, strict=True)
     ]
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
-
-
-def better_than(constant: float, row: Mapping[Any, Any] | pd.Series) -> bool:
-    """Whether an accuracy is above a constant answer's, by a point or more in every seed.
-
-    (Networks that answer the same everywhere differ from it by hundredths of a point either way; an interval over
-    three seeds that agree says nothing of it.)
-    """
-    return bool(row["least"] >= constant + TRAINED)
 
 
 def _ordering(summary: pd.DataFrame) -> Iterator[str]:
@@ -359,7 +336,9 @@ def _ordering(summary: pd.DataFrame) -> Iterator[str]:
     for (task, measure), part in shown.groupby(["task", "measure"], sort=False):
         rows = [r for r in part.to_dict("records") if (task, r["model"]) not in left_out]
         constant = max(part["constant_yes"].iloc[0], part["constant_no"].iloc[0])
-        idle = [r["model"] for r in rows if not better_than(constant, r)]
+        # Networks that answer the same everywhere differ from a constant answer by hundredths of a point either way; an
+        # interval over three seeds that agree says nothing of it.
+        idle = [r["model"] for r in rows if r["least"] < constant + TRAINED]
         pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :] if a["published"] != b["published"]]
         pairs = [(a, b) for a, b in pairs if not {a["model"], b["model"]} & set(idle)]
         ways = [(a["mean"] - b["mean"]) * (a["published"] - b["published"]) for a, b in pairs]

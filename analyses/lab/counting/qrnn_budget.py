@@ -51,7 +51,6 @@ class Cell:
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
-    """What is trained."""
     if quick:
         return tuple(Cell("L5", model, RATES[1]) for model in MODELS)
     return tuple(Cell(task, model, lr) for lr in RATES for task in TASKS for model in MODELS)

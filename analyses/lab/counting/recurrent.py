@@ -55,11 +55,6 @@ class NormSwitch(NamedTuple):
 NO_NORM = NormSwitch(NOWHERE, projects=False, scales=False, eps=0.0, constant=1.0)
 
 
-def switch_of(norm: Norm, site: str) -> NormSwitch:
-    constant = 1.0 if norm.divisor is None else 1 / float(norm.divisor)
-    return NormSwitch(SITE_NUMBERS[site], norm.projects, norm.scales, norm.eps, constant)
-
-
 def recurrence(
     cell: int,
     norm: NormSwitch,
@@ -362,7 +357,6 @@ class RecurrentTagger(nn.Module):
         self.out = nn.Linear(cfg.hidden, cfg.d_out)
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_out"]:
-        """Logits at every position."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -438,7 +432,10 @@ class NormedLayer(nn.Module):
         size = self.cfg.hidden if norm is None else norm.d_model
         gain = x.new_ones(size) if norm is None or norm.w is None else norm.w
         bias = x.new_zeros(size) if norm is None or norm.b is None else norm.b
-        switch = NO_NORM if norm is None else switch_of(norm, self.cfg.norm_site)
+        switch = NO_NORM
+        if norm is not None:
+            constant = 1.0 if norm.divisor is None else 1 / float(norm.divisor)
+            switch = NormSwitch(SITE_NUMBERS[self.cfg.norm_site], norm.projects, norm.scales, norm.eps, constant)
         return recurrence(CELL_NUMBERS[self.cfg.cell], switch, self.inputs(x), w_hh, b_hh, gain, bias)
 
     def unfused(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:

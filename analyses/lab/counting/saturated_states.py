@@ -282,7 +282,6 @@ GROWING = 0.5  # an exponent above it counts as growth: exponents come out near 
 
 
 def run(request: Request) -> Results:
-    """Draw, count, and put theory beside."""
     counts, growth = [], []
     for seed in request.seeds:
         for number, cell in enumerate(CELLS):

@@ -130,7 +130,6 @@ class Means:
 
     @property
     def built(self) -> str:
-        """What a program is built with, as text."""
         norm = "a constant in the norm's place" if self.norm == "none" else self.norm
         length = f"{self.clip_to} positions" if self.clip_to else "all positions"
         said = f"construction {self.construction}, {norm}"

@@ -128,7 +128,6 @@ class Units:
 
 
 def combined(*parts: tuple[float, Value]) -> dict[bytes, float]:
-    """A weighted sum of values."""
     total: dict[bytes, float] = {}
     for factor, value in parts:
         for key, weight in value.items():
@@ -148,8 +147,6 @@ class BlockWeights:
 
 
 class BlockWriter:
-    """Writes the blocks of one program."""
-
     def __init__(
         self, lowered: Lowered, construction: Construction, stream: Stream, clip_to: int, max_width: int
     ) -> None:

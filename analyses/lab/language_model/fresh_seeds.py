@@ -87,7 +87,6 @@ def training(quick: bool, seed: int, design: Design = SHORT) -> TrainConfig:
 
 
 def make_runs(request: Request, task: TextTask, design: Design) -> list[Run]:
-    """The four models of each seed."""
     return planned(
         NORM_KINDS,
         replace(request, seeds=tuple(design.first_seed + seed for seed in request.seeds)),
@@ -154,7 +153,6 @@ def registered_effects(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def sentences(effects: pd.DataFrame) -> Iterator[str]:
-    """One per primary contrast."""
     for row in effects.to_dict("records"):
         size = f"{row['estimate']:+.3f} {row['unit']} (95 % CI {row['low']:+.3f} to {row['high']:+.3f}"
         verdict = (

@@ -299,7 +299,6 @@ CELLS = (
 
 
 def model_of(norm: str, radius: str, size: MajoritySize) -> ModelSpec:
-    """The model of a cell."""
     for part in PARTS:
         if radius.endswith(part):
             return PartShrunk(majority_model(norm, None, size), part)
@@ -307,7 +306,6 @@ def model_of(norm: str, radius: str, size: MajoritySize) -> ModelSpec:
 
 
 def make_runs(request: Request) -> list[Run]:
-    """A run per seed and cell."""
     size = QUICK if request.quick else MajoritySize()
     steps, every = (1000, 50) if request.quick else (STEPS, 100)
     return majority_runs(

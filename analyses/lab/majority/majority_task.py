@@ -260,7 +260,6 @@ class MajorityTask(Task):
 
     @cached_property
     def data(self) -> tuple[Bags, Bags]:
-        """Training and test examples: 80 % and 20 % of every class."""
         return make_data(self.seed, self.size)
 
     def steps_per_epoch(self, batch: int) -> int:

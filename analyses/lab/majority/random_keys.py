@@ -90,7 +90,6 @@ def cells(quick: bool) -> Iterator[Cell]:
 
 
 def run(request: Request) -> Results:
-    """Draw all maps for every seed."""
     todo = [(seed, cell) for seed in request.seeds for cell in cells(request.quick)]
     rows = []
     with ProgressLine() if request.progress else nullcontext():
@@ -165,7 +164,6 @@ def _sentences(means: pd.DataFrame) -> Iterator[str]:
 
 
 def _plot(means: pd.DataFrame) -> Figure:
-    """A heat map n x d for every space and measure."""
     figure = Figure(figsize=(13, 8), layout="constrained")
     spaces = (NORMAL, NORMALIZED, HEAD)
     axes = figure.subplots(len(MEASURES), len(spaces), sharex=True, sharey=True, squeeze=False)
