@@ -332,14 +332,16 @@ class LabTransformer(HookedRootModule):
     the first use (`norms.calibrate`).
     """
 
+    positions: Tensor | None
+
     def __init__(self, cfg: LabConfig, tokenizer: Any = None) -> None:
         super().__init__()
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.embed = Embed(cfg.d_vocab, cfg.d_model, "W_E")
         self.pos_embed = Embed(cfg.n_ctx, cfg.d_model, "W_pos") if cfg.positions == "learned" else None
-        if cfg.positions == "sinusoidal":
-            self.register_buffer("positions", sinusoidal_table(cfg.n_ctx, cfg.d_model), persistent=False)
+        table = sinusoidal_table(cfg.n_ctx, cfg.d_model) if cfg.positions == "sinusoidal" else None
+        self.register_buffer("positions", table, persistent=False)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.ln_final = _other_norm(cfg, cfg.norm_final)
         self.unembed = Unembed(cfg, self.embed)
@@ -355,12 +357,6 @@ class LabTransformer(HookedRootModule):
     def b_U(self) -> Float[Tensor, " d_vocab"] | None:
         return self.unembed.b_U
 
-    def _position_table(self) -> Float[Tensor, "pos d_model"] | None:
-        """What is added to the embeddings; None if nothing is."""
-        if self.pos_embed is not None:
-            return self.pos_embed.W_pos
-        return cast("Tensor", self.positions) if self.cfg.positions == "sinusoidal" else None
-
     def _check(self, tokens: Tensor) -> None:
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch pos], got shape {tuple(tokens.shape)}")
@@ -370,7 +366,8 @@ class LabTransformer(HookedRootModule):
     def embedded(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """What the first block reads: embeddings, and positions where they are added."""
         resid: Tensor = self.hook_embed(F.embedding(tokens, self.embed.W_E))
-        if (table := self._position_table()) is not None:
+        table = self.positions if self.pos_embed is None else self.pos_embed.W_pos
+        if table is not None:
             resid = resid + self.hook_pos_embed(table[: tokens.shape[1]].expand_as(resid))
         return resid
 

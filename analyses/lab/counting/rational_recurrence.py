@@ -150,17 +150,14 @@ def run(request: Request) -> Results:
             errors.append((pooling, seed, largest_error(pooling, seed, NETWORKS_QUICK if request.quick else NETWORKS)))
         for number, (cell, layers, hidden) in enumerate(CELLS):
             rng = np.random.default_rng([seed, number])
-            found: dict[int, list[int]] = {}
-            enough: list[float] = []
-            for _ in range(DRAWS_QUICK if request.quick else DRAWS):
-                net = drawn(cell, layers, rng, hidden)
-                for block, rank in hankel_ranks(net, BLOCKS_QUICK if request.quick else BLOCKS).items():
-                    found.setdefault(block, []).append(rank)
-                enough.append(states_enough(net))
-            for block, all_of in found.items():
-                for name, value in (("largest", max(all_of)), ("median", float(np.median(all_of)))):
+            nets = [drawn(cell, layers, rng, hidden) for _ in range(DRAWS_QUICK if request.quick else DRAWS)]
+            found = [hankel_ranks(net, BLOCKS_QUICK if request.quick else BLOCKS) for net in nets]
+            for block in found[0]:
+                all_of = [rank[block] for rank in found]
+                for name, value in (("largest", max(all_of)), ("median", np.median(all_of))):
                     ranks.append((cell, layers, hidden, f"rank, {name}", block, seed, float(value)))
-            ranks.append((cell, layers, hidden, "enough, largest", 0, seed, max(enough)))  # infinite: none is known
+            enough = max(map(states_enough, nets))  # infinite: none is known
+            ranks.append((cell, layers, hidden, "enough, largest", 0, seed, enough))
     return findings(
         pd.DataFrame(ranks, columns=[*KEYS, "seed", "value"]),
         pd.DataFrame(errors, columns=["pooling", "seed", "value"]),

@@ -33,6 +33,7 @@ as it is instead, with weights drawn from -1, 0 and 1, so that its state is whol
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -283,42 +284,34 @@ GROWING = 0.5  # an exponent above it counts as growth: exponents come out near 
 
 def run(request: Request) -> Results:
     counts, growth = [], []
-    for seed in request.seeds:
-        for number, cell in enumerate(CELLS):
-            rng = np.random.default_rng([seed, number])
-            found, powers, settled = _of_draws(cell, rng, request.quick)
-            named = (cell.cell, cell.layers, cell.hidden, cell.theory)
-            for (kind, length), all_of in found.items():
-                for name, value in (("largest", max(all_of)), ("median", float(np.median(all_of)))):
-                    counts.append((*named, f"{kind}, {name}", length, seed, float(value)))
-            known = powers[~np.isnan(powers)]
-            growth += [
-                (*named, f"{EXPONENT}, largest", seed, known.max() if len(known) else np.nan),
-                (*named, f"{EXPONENT}, median", seed, float(np.median(known)) if len(known) else np.nan),
-                (*named, SETTLED, seed, float(settled.mean())),
-                (*named, COUNTING, seed, float((known > GROWING).mean()) if len(known) else np.nan),
-            ]
+    for seed, (number, cell) in itertools.product(request.seeds, enumerate(CELLS)):
+        rng = np.random.default_rng([seed, number])
+        named = (cell.cell, cell.layers, cell.hidden, cell.theory)
+        draws = [_draw(cell, rng, request.quick) for _ in range(DRAWS_QUICK if request.quick else DRAWS)]
+        for kind, length in draws[0][0]:
+            all_of = [found[kind, length] for found, *_ in draws]
+            for name, value in (("largest", max(all_of)), ("median", np.median(all_of))):
+                counts.append((*named, f"{kind}, {name}", length, seed, float(value)))
+        known = np.array([power for _, power, _ in draws if not np.isnan(power)])
+        growth += [
+            (*named, f"{EXPONENT}, largest", seed, known.max() if len(known) else np.nan),
+            (*named, f"{EXPONENT}, median", seed, float(np.median(known)) if len(known) else np.nan),
+            (*named, SETTLED, seed, float(np.mean([settled for *_, settled in draws]))),
+            (*named, COUNTING, seed, float((known > GROWING).mean()) if len(known) else np.nan),
+        ]
     values = pd.DataFrame(counts, columns=[*KEYS, "length", "seed", "value"])
     return findings(values, pd.DataFrame(growth, columns=[*KEYS, "seed", "value"]), request.quick)
 
 
-def _of_draws(
-    cell: Cell, rng: np.random.Generator, quick: bool
-) -> tuple[dict[tuple[str, int], list[float]], np.ndarray, np.ndarray]:
-    """Counts by measure and length, and of each draw its exponent and whether its set of states came back."""
+def _draw(cell: Cell, rng: np.random.Generator, quick: bool) -> tuple[dict[tuple[str, int], float], float, bool]:
+    """Of a draw, counts by measure and length, its exponent, and whether its set of states came back."""
     lengths = [n for n in (LENGTHS_QUICK if quick else LENGTHS) if n <= cell.longest]
-    found: dict[tuple[str, int], list[float]] = {}
-    powers, settled = [], []
-    for _ in range(DRAWS_QUICK if quick else DRAWS):
-        net = drawn(cell.cell, cell.layers, rng, cell.hidden)
-        reached = reachable(net, max(lengths))
-        powers.append(exponent(reached.counts, reached.settled))
-        settled.append(reached.settled)
-        for n in lengths:
-            found.setdefault(("states", n), []).append(float(reached.counts[n - 1]))
-        for n, count in visited(net, VISITED_QUICK if quick else VISITED, rng).items():
-            found.setdefault(("visited", n), []).append(float(count))
-    return found, np.array(powers), np.array(settled)
+    net = drawn(cell.cell, cell.layers, rng, cell.hidden)
+    reached = reachable(net, max(lengths))
+    found = {("states", n): float(reached.counts[n - 1]) for n in lengths}
+    seen = visited(net, VISITED_QUICK if quick else VISITED, rng)
+    found |= {("visited", n): float(count) for n, count in seen.items()}
+    return found, exponent(reached.counts, reached.settled), reached.settled
 
 
 def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) -> Results:

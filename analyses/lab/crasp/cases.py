@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, Expression
 
@@ -37,6 +37,7 @@ class Sum(Generic[Function]):
 Cases = tuple[tuple[Function, Sum[Function]], ...]  # guards, one of which holds at any position, and the count there
 
 
+@runtime_checkable
 class Store(Protocol[Function]):
     def negate(self, function: Function, /) -> Function: ...
     def both(self, left: Function, right: Function, /) -> Function: ...

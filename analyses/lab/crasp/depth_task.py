@@ -156,15 +156,11 @@ def gate_program(depth: int) -> str:
     Raises:
         ValueError: depth below 1.
     """
-    _check_depth(depth)
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1 level, got {depth}")
     lines = ["level_1 := #[Q_a] > #[Q_b]"]
     lines += [f"level_{i} := 2 * #[level_{i - 1}] > #[true]" for i in range(2, depth + 1)]
     return "\n".join(lines)
-
-
-def _check_depth(depth: int) -> None:
-    if depth < 1:
-        raise ValueError(f"depth must be at least 1 level, got {depth}")
 
 
 TRAIN_LENGTHS = (51, 100)
