@@ -234,11 +234,7 @@ def interval_text(
 ) -> str:
     """Format the center and the interval of a row, "0.12 [0.10, 0.14]"; the center alone for a single seed.
 
-    Args:
-        row: of a summary.
-        form: format of each number.
-        scale: what each number is multiplied with: 100 for %.
-        columns: of the center and of both ends.
+    Each number is multiplied with `scale` (100 for %) and written in `form`; `columns` hold center and both ends.
     """
     center, low, high = (f"{scale * float(row[c]):{form}}" for c in columns)
     return center if np.isnan(row[columns[1]]) else f"{center} [{low}, {high}]"
@@ -354,11 +350,9 @@ def panels(
     """Make a figure of panels in rows; the places that the last row has left over stay empty.
 
     Args:
-        count: how many panels.
-        width, height: of a panel, in inches.
+        width, height: of a panel, in inches; `margin` is added to the figure's width.
         columns: most panels side by side; None: all.
         shared: whether all have the same vertical axis.
-        margin: added to the figure's width.
     """
     columns = max(1, min(columns or count, count))
     rows = max(1, -(-count // columns))
@@ -374,11 +368,7 @@ def heat_map(
 ) -> AxesImage:
     """Draw a table of numbers as a map, named by its index and its columns, with every number that there is as text.
 
-    Args:
-        ax: where.
-        table: the numbers.
-        text, size: how one is written, and in what font size; in white on what lies below `dark`, else in black.
-        options: of `imshow`.
+    Numbers are written by `text` in a font size, in white on what lies below `dark`; options go to `imshow`.
     """
     image = ax.imshow(values := table.to_numpy(float), cmap="viridis", aspect="auto", **options)
     for (row, column), value in np.ndenumerate(values):

@@ -38,12 +38,9 @@ class DamagedTensorsError(ValueError):
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, Any] | None = None) -> None:
-    """Write tensors, with a SHA-256 over names, types, shapes and numbers.
+    """Write tensors by name into a safetensors file, with a SHA-256 over names, types, shapes and numbers.
 
-    Args:
-        tensors: by name.
-        path: a safetensors file, replaced as a whole.
-        about: what else is to be known of them, as plain JSON; hashed with them.
+    `about` is what else is to be known of them, as plain JSON; hashed with them.
     """
     held = {k: v.contiguous() for k, v in tensors.items()}
     header = {"about": dict(about or {}), "sha256": _digest(held, about or {})}
@@ -218,14 +215,9 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def kept_beside(folder: Path, name: str, weights: Path, version: int, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-    """A table measured once and kept in a folder; measured again if weights or what is measured are others.
+    """A table measured once from a file of weights and kept in a folder as NAME-KEY.csv.
 
-    Args:
-        folder: where it is kept, as NAME-KEY.csv.
-        name: of the table.
-        weights: the file that it is measured from.
-        version: of what is measured: raised whenever that changes.
-        make: measures it.
+    It is measured again if the weights are others, or the version, which is raised whenever what is measured changes.
     """
     key = hashlib.sha256(weights.read_bytes() + version.to_bytes(4, "big")).hexdigest()[:12]
     kept = folder / f"{name}-{key}.csv"

@@ -246,11 +246,7 @@ class TaskOnText(Task):
 
 
 class MaskedTextTask(TaskOnText):
-    """Masked windows of text; the vocabulary is the text's and a mask, which is its last token.
-
-    Args:
-        text: windows of training and held-out text.
-    """
+    """Masked windows of text; the vocabulary is the text's and a mask, which is its last token."""
 
     name = "masked_language_model"
 

@@ -162,12 +162,7 @@ def run(request: Request) -> Results:
 
 
 def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
-    """Tables and sentences from the held-out loss of every run.
-
-    Args:
-        table: KEYS, `seed`, `measure`, `value` (and `step`).
-        about: `training` and `text`, for the record.
-    """
+    """Tables and sentences from the held-out loss of every run: KEYS, `seed`, `value`."""
     values = table.drop(columns="step", errors="ignore")
     summary = summarize(values, [*KEYS, "measure"])
     products, sizes = _products(values), _sizes(values)

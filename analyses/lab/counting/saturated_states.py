@@ -315,13 +315,7 @@ def _draw(cell: Cell, rng: np.random.Generator, quick: bool) -> tuple[dict[tuple
 
 
 def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables, a figure and sentences.
-
-    Args:
-        values: counts: KEYS, `length`, `seed`, `value`; centers are geometric means over seeds.
-        growth: exponents and shares of draws: KEYS, `seed`, `value`.
-        quick: whether of the quick size.
-    """
+    """Tables, a figure and sentences from counts (with `length`; geometric means over seeds) and exponents."""
     summary = summarize(values, [*KEYS, "length"], kind="log")
     powers = growth["measure"].str.startswith(EXPONENT).astype(bool)
     grown = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")

@@ -313,11 +313,7 @@ def run(request: Request) -> Results:
 
 
 def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame, quick: bool = False) -> Results:
-    """Summary, figures and sentences from what was compared.
-
-    Args:
-        table: rows of `agreement`. operations, lengths: of `operations_table` and `lengths_table`.
-    """
+    """Summary, figures and sentences from the rows of `agreement`, `operations_table` and `lengths_table`."""
     summary = pd.DataFrame() if table.empty else summarize(table, [*KEYS, "measure"])
     return Results(
         summary,

@@ -82,13 +82,7 @@ PUBLISHED_BIN = (151, 200)  # ours that lies farthest out while still at or beyo
 
 
 def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
-    """Tables, figures and sentences from the exact match of every run.
-
-    Args:
-        table: KEYS, `seed`, `measure`, `value` (and `step`).
-        quick: whether of the quick size.
-        failed: KEYS and `seed` of runs that diverged: they count as misses.
-    """
+    """Tables, figures and sentences from the exact match of every run; `failed` are those that diverged (misses)."""
     values = table.drop(columns="step", errors="ignore")
     hits, swept = hit_rates(table, failed), sweep(table)
     terms, fresh = term_effects(values), fresh_terms(values)
@@ -143,9 +137,7 @@ def published_table() -> pd.DataFrame:
 def worst_bins(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
     """What every run has in its worst bin: KEYS, `seed`, `value`, `right` (HIT or more) and `side` of the boundary.
 
-    Args:
-        table: exact match: KEYS, `seed`, `value`.
-        failed: KEYS and `seed` of runs that diverged: they have 0.
+    `failed` are KEYS and `seed` of runs that diverged: they have 0.
     """
     worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
     if failed is not None and len(failed):
@@ -155,9 +147,6 @@ def worst_bins(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Da
 
 def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
     """How many seeds generalize to every bin of a cell, with an exact 95 % interval (Clopper-Pearson).
-
-    Args:
-        table, failed: as `worst_bins`.
 
     Returns:
         KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
@@ -400,12 +389,7 @@ def training(quick: bool, seed: int) -> TrainConfig:
 def exact_matches(
     cells: Iterable[Cell], request: Request, schedule: Callable[[bool, int], TrainConfig], words: int, name: str
 ) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]:
-    """Train a run per seed and cell.
-
-    Args:
-        schedule: of the quick form or not, and a seed.
-        words: that a bin is measured on.
-        name: of a run, a format string over KEYS.
+    """Train a run per seed and cell, called by a format string over KEYS, each bin measured on so many words.
 
     Returns:
         Exact match of every run in every bin; KEYS and seed of runs that diverged, and their messages.

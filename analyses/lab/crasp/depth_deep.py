@@ -57,13 +57,7 @@ def run(request: Request) -> Results:
 
 
 def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
-    """Tables, figures and sentences from the exact match of every run.
-
-    Args:
-        table: KEYS, `seed`, `measure`, `value` (and `step`).
-        quick: whether of the quick size.
-        failed: KEYS and `seed` of runs that diverged: they count as misses.
-    """
+    """Tables, figures and sentences from the exact match of every run; `failed` are those that diverged (misses)."""
     values = table.drop(columns="step", errors="ignore")
     hits, contrasts = depth.hit_rates(table, failed), reach_contrasts(values)
     summary = depth.summarized(values, depth.published_table())

@@ -123,13 +123,7 @@ WIDTH = 0.17  # of a bar
 
 
 def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables, plots and sentences.
-
-    Args:
-        values: KEYS, `seed`, `value`: unselectable shares at kept steps, held-out loss and accuracy at the last.
-        losses: the whole curves, for the record.
-        settings: of the runs, with `training` and `unigram_loss`.
-    """
+    """Tables, plots and sentences from KEYS, `seed`, `value`: shares at kept steps, loss and accuracy at the last."""
     shares = values["measure"].isin((FRACTION, ACCURACY))
     summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS)
     differences = effects_of_terms(values, int(settings["training"]["steps"]))

@@ -177,10 +177,7 @@ def unselectable_keys(
 ) -> Iterator[tuple[int, str, float]]:
     """Layer, space, and share of unselectable keys among those of each context (and head), mean over contexts.
 
-    Args:
-        model: of which keys are taken.
-        tokens: the contexts.
-        places: hook names of the keys, by layer and space.
+    `places` are hook names of the keys, by layer and space.
     """
     _, cache = model.run_with_cache(tokens, names_filter=list(places.values()), return_type=None)
     for (layer, space), name in places.items():
@@ -206,13 +203,7 @@ def unselectable_at_checkpoints(
 
 
 def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables, plots and sentences.
-
-    Args:
-        values: KEYS, `seed`, `value`: unselectable shares and losses at the kept steps.
-        losses: the whole curves, for the record.
-        settings: `training`, `model` and `data` of the runs.
-    """
+    """Tables, plots and sentences from KEYS, `seed`, `value`: shares and losses at the kept steps."""
     shares = values["measure"] == FRACTION
     summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS, PUBLISHED)
     # Published models were trained to the end, and on another vocabulary than a small one: losses do not compare.

@@ -272,12 +272,7 @@ def start_folder() -> Path:
 
 
 class Removal(TaskOnText):
-    """Text to train on, with the norms going as the schedule says (None: they stay).
-
-    Args:
-        text: the windows.
-        schedule: when norms are replaced.
-    """
+    """Text to train on, with the norms going as the schedule says (None: they stay)."""
 
     name = "remove_norm"
 
@@ -334,8 +329,6 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
     """Fine-tune (or resume), measure, and write each model without norms as a folder that `load_model` takes.
 
     Args:
-        request: what the user asked for.
-        size: another than the request's.
         start: any lab run whose norms are LayerNorms; None: the bundled one.
     """
     size = size or (TINY if request.quick else FULL)

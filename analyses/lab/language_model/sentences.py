@@ -153,12 +153,7 @@ def read_on_sentences(run: Run, count: int) -> pd.DataFrame:
 
 
 def findings(values: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables, plots and sentences.
-
-    Args:
-        values: KEYS, `seed`, `value`: unselectable shares and held-out loss of every model at its last step.
-        settings: of the runs.
-    """
+    """Tables, plots and sentences from KEYS, `seed`, `value`: shares and held-out loss at the last step."""
     shares = values["measure"] == FRACTION
     summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS)
     differences = effects(values)

@@ -87,12 +87,7 @@ def findings(
     start: pd.DataFrame,
     settings: Mapping[str, Any] | None = None,
 ) -> Results:
-    """Tables, plots and sentences from what the runs have reached.
-
-    Args:
-        table: norm, radius, seed, step, measure, value.
-        start: the same of what can be measured before training (`start_angles`).
-        settings: for the record.
+    """Tables, plots and sentences from what the runs have reached; `start` is of before training (`start_angles`).
 
     Raises:
         ValueError: nothing has been measured.

@@ -129,13 +129,7 @@ def run(request: Request) -> Results:
 
 
 def findings(coordinates: pd.DataFrame, scores: pd.DataFrame, about: Mapping[str, Any]) -> Results:
-    """Tables and sentences.
-
-    Args:
-        coordinates: COORDINATES of every run.
-        scores: KEYS, `seed`, `value`: test loss and accuracy at the end.
-        about: settings.
-    """
+    """Tables and sentences from COORDINATES, and from test loss and accuracy at the end (KEYS, `seed`, `value`)."""
     values = pd.concat([angles(coordinates), scores], ignore_index=True)[[*KEYS, "seed", "value"]]
     share = values["measure"] == ACCURACY
     summary = summarize_kinds([(values[~share], "mean"), (values[share], "share")], KEYS)

@@ -91,9 +91,7 @@ def _examples(rng: np.random.Generator, size: MajoritySize) -> UInt8[np.ndarray,
 def make_data(seed: int, size: MajoritySize) -> tuple[Bags, Bags]:
     """Training and test examples: 80 % and 20 % of every class (the counts of a test example may be among the others').
 
-    Args:
-        seed: of the search, of the classes and of the split.
-        size: sizes.
+    The seed is that of the search, of the classes and of the split.
     """
     rng = np.random.default_rng([seed, 0])
     counts = _examples(rng, size)
@@ -136,14 +134,7 @@ def majority_runs(
     spec: Callable[[str, str], ModelSpec],
     training: Callable[[int], TrainConfig],
 ) -> list[Run]:
-    """A run per seed and cell (norm and radius), all cells of a seed on the same data in the same order.
-
-    Args:
-        request: whose seeds and folder.
-        cells: what is compared.
-        size: of the task.
-        spec: the model of a norm and a radius. training: of a seed.
-    """
+    """A run per seed and cell (norm and radius), all cells of a seed on the same data in the same order."""
     tasks = {seed: MajorityTask(seed, size) for seed in request.seeds}
     return planned(
         cells,
