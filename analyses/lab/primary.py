@@ -36,11 +36,7 @@ Differences = Mapping[str, "pd.Series[float]"]  # a value per seed, by contrast
 
 
 def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
-    """Both main effects per seed.
-
-    Args:
-        values: columns `norm`, `seed` and `value`; several rows of a norm and seed are averaged.
-    """
+    """Both main effects per seed, of `norm`, `seed` and `value`; several rows of a norm and seed are averaged."""
     cells = values.groupby(["seed", "norm"])["value"].mean().unstack()
     effects = {}
     for term in (SCALING, PROJECTION):
@@ -128,12 +124,7 @@ OUTCOMES: tuple[tuple[str, str, str, Callable[[], Differences]], ...] = (
 
 
 def effect_rows(differences: Differences, factor: float = 1.0) -> Iterator[dict[str, Any]]:
-    """A row per contrast: `contrast`, `estimate` with `low` and `high`, `p`, `bound`, `seeds`, `agreeing`.
-
-    Args:
-        differences: a value per seed, by contrast.
-        factor: what every value is multiplied with.
-    """
+    """A row per contrast: `contrast`, `estimate` with `low` and `high`, `p`, `bound`, `seeds`, `agreeing`."""
     for contrast, per_seed in differences.items():
         values = per_seed.to_numpy(float) * factor
         estimate, low, high = interval(values)

@@ -218,13 +218,7 @@ class Masked:
 
 
 def masked(windows: Int[Tensor, "batch pos"], mask: int, generator: torch.Generator) -> Masked:
-    """Hide tokens of windows.
-
-    Args:
-        windows: tokens, below `mask`; the first of each is never chosen.
-        mask: the token that hides.
-        generator: draws places and what becomes of them.
-    """
+    """Hide tokens of windows (all below `mask`, the token that hides); the first of each is never chosen."""
     count, length = windows.shape
     chosen = max(1, round(CHOSEN * (length - 1)))
     places = 1 + torch.rand((count, length - 1), generator=generator).topk(chosen, dim=1).indices

@@ -158,13 +158,7 @@ class Task(Protocol):
 
 
 def with_gradients(value: float, inputs: Iterable[Tensor], gradients: Iterable[Tensor]) -> Float[Tensor, ""]:
-    """A scalar with this value and these gradients, for a loss whose gradients are computed along with it.
-
-    Args:
-        value: of the loss.
-        inputs: what it depends on.
-        gradients: by each of them.
-    """
+    """A scalar with this value and these gradients, for a loss whose gradients are computed along with it."""
     terms = [(g * (x - x.detach())).sum() for x, g in zip(inputs, gradients, strict=True)]  # each is 0
     return value + torch.stack(terms).sum()
 
@@ -380,10 +374,7 @@ def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer
 class Run:
     """One model to train.
 
-    Attributes:
-        keys: what sets it apart from the others but for the seed, column by column ("norm": "layernorm", …).
-        task, spec, training: what is trained (the seed is `training.seed`).
-        folder: where.
+    `keys` set it apart from the others but for the seed, column by column ("norm": "layernorm", …).
     """
 
     keys: Mapping[str, str | int | float]
@@ -431,8 +422,6 @@ def planned(
     """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result.
 
     Args:
-        cells: what is compared, one model to train each.
-        request: whose seeds and folder.
         name: of a cell; a run's folder is `runs/{name}-seed{seed}`.
         task, training: of a cell and a seed.
         spec: of a cell; None: its method `spec`.

@@ -313,9 +313,6 @@ def _attainable(row: dict[Hashable, Any]) -> str:
 def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
     """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches.
 
-    Args:
-        table: KEYS, `measure`, `seed`, `value`.
-
     Returns:
         KEYS of the runs with a norm, `factor`, `low`, `high` (95 %), `seeds`, `p`, `p_holm` (over all rows).
     """

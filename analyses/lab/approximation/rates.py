@@ -205,23 +205,12 @@ SWITCH = "dot_product"
 
 
 def paired(values: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """With the dot product minus without, of the same seed.
-
-    Args:
-        values: long form: `keys`, `dot_product`, `seed`, `value`.
-        keys: what must be equal in both.
-
-    Returns:
-        A row per combination that has both: `keys` and what `contrasted` gives.
-    """
+    """With the dot product minus without, of the same seed and `keys`: `keys` and what `contrasted` gives."""
     return contrasted(minus_reference(values, ~values[SWITCH].astype(bool), [*keys, "seed"]), keys)
 
 
 def dot_product_factors(errors: pd.DataFrame) -> pd.DataFrame:
     """By what factor the dot product changes the squared error (3a): geometric means over seeds.
-
-    Args:
-        errors: the kept values of the approximation experiment.
 
     Returns:
         `target, kernel, heads, width, factor, low, high` (95 %), `seeds, p, p_holm`.

@@ -65,11 +65,7 @@ class Cell:
 
 
 class LetterByLetter:
-    """A trained tagger of one layer that reads a letter at a time, in float64.
-
-    Args:
-        model: a `RecurrentTagger`.
-        letters: 2 for a^n b^n, 3 for a^n b^n c^n.
+    """A trained tagger of one layer that reads a^n b^n (2 letters) or a^n b^n c^n letter by letter, in float64.
 
     Raises:
         ValueError: more than one layer, or a QRNN, whose gates do not depend on its state.
@@ -203,9 +199,6 @@ def counter_of(dimensions: pd.DataFrame, phase: int) -> Counter:
     """What counts for a phase: slopes of opposite sign there and in an earlier phase, R² of STRAIGHT or more in both.
 
     Of several the straightest is named.
-
-    Args:
-        dimensions: as `dimension_table`. phase: 1 or 2.
     """
     slope, r2 = (
         dimensions.pivot(index="dimension", columns="phase", values=name).to_numpy(float) for name in ("slope", "r2")

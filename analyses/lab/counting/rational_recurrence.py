@@ -216,11 +216,7 @@ def states_enough(net: list[SaturatedLayer]) -> float:
 
 
 def largest_error(pooling: str, seed: int, networks: int) -> float:
-    """How far the automata's weights are from a QRNN layer's states, relative to the largest of the word.
-
-    Args:
-        pooling: one of POOLINGS. seed: of weights and words. networks: how many layers.
-    """
+    """How far the automata's weights are from a QRNN layer's states, relative to the largest of the word."""
     worst = 0.0
     generator = torch.Generator().manual_seed(seed)
     for number in range(networks):

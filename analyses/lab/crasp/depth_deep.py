@@ -82,9 +82,6 @@ def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | No
 def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
     """What one block, one layer or positions change in REACH (mean exact match beyond the training lengths).
 
-    Args:
-        values: KEYS, `seed`, `measure`, `value`.
-
     Returns:
         `contrast` (as text), and what `contrasted` gives of differences between runs of one seed, Holm's p over all:
         a depth on its longest language within reach minus one block more; a language with one layer more minus without

@@ -113,8 +113,7 @@ def _after(
 def _answers(values: np.ndarray, column: int, block: Block, grid: Precision, holds: list[Formula]) -> list[_Answer]:
     """What one coordinate of attention can bring, in groups that add the same to the stream once that is rounded.
 
-    Args:
-        values: of BOS and of every vector, in steps.
+    `values` are of BOS and of every vector, in steps.
     """
     low, high = int(values.min()), int(values.max())
     if high - low >= MOST_STEPS:

@@ -136,11 +136,7 @@ class PassagesTask(TaskOnText):
 
 @dataclass(frozen=True)
 class ClassifierSpec:
-    """A classifier that starts as a trained encoder.
-
-    Attributes:
-        encoder: its shape. weights: the file of its trained weights. classes: how many.
-    """
+    """A classifier that starts as an encoder of this shape with the weights of a file."""
 
     encoder: EncoderConfig
     weights: Path

@@ -172,9 +172,7 @@ class Start:
 class Schedule:
     """When the norms go: the i-th is replaced at `first + i every`, and its position 0 joins the others later.
 
-    Attributes:
-        first, every: steps.
-        joined_every: steps between norms at which position 0 gives up its constant, after all are replaced.
+    Position 0 gives up its constant after all are replaced, `joined_every` steps between norms.
     """
 
     first: int

@@ -294,12 +294,9 @@ class Tables:
 
 
 def bag_loss(tables: Tables, bags: Bags, eps: float) -> Float[Tensor, ""]:
-    """Mean cross-entropy over all tokens of the chosen examples, differentiable in every table.
+    """Mean cross-entropy over all tokens of the chosen examples, differentiable in every table (float32, on the CPU).
 
-    Args:
-        tables: float32, on the CPU.
-        bags: the examples.
-        eps: of the norm before the MLP.
+    `eps` is of the norm before the MLP.
     """
     loss, _, gradients = _sweep(bags, eps, tables)
     return with_gradients(loss, tables.all(), [torch.from_numpy(g.astype(np.float32)) for g in gradients])

@@ -105,11 +105,7 @@ def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
     """Tables, maps and sentences from the mean, spread and number of seeds of every square.
 
     Whether a draw has any unselectable key is a yes or no: its interval is the binomial one over all seeds' draws. The
-    share of unselectable keys has the interval of a share over seeds.
-
-    Args:
-        maps: KEYS, `mean`, `sd`, `seeds`, `median`.
-        draws: of a square for each seed; squares of whole heads have HEAD_DRAWS.
+    share of unselectable keys has the interval of a share over seeds. Squares of whole heads have HEAD_DRAWS draws.
     """
     bounds = []
     for row in maps.to_dict("records"):
