@@ -64,7 +64,7 @@ def check_added(experiment: str, added: Path, settings: Mapping[str, Any]) -> tu
     if mark.exists() and json.loads(mark.read_text()).get("quick"):
         raise ValueError(f"{added} was made with --quick: its runs are smaller than those that are kept")
     told = {k for k in settings if k in found["settings"] and k not in _OF_SEEDS and not k.startswith("published")}
-    other = sorted(k for k in told if not _agree(_plain(settings[k]), _plain(found["settings"][k])))
+    other = sorted(k for k in told if not _agree(settings[k], found["settings"][k]))
     if other:
         said = "; ".join(f"{k}: {settings[k]} kept, {found['settings'][k]} added" for k in other)
         raise ValueError(f"{added} was made with other settings than the kept results of {experiment}: {said}")
@@ -72,10 +72,6 @@ def check_added(experiment: str, added: Path, settings: Mapping[str, Any]) -> tu
     if lost and experiment in _COUNTS_MISSES:
         raise ValueError(f"{added} has runs that diverged, which {experiment} counts as misses: {'; '.join(lost)}")
     return lost
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value))
 
 
 def _agree(kept: Any, added: Any) -> bool:

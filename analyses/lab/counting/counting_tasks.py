@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pandas as pd
 import torch
@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.train import Task, step_generator
 
-PrefixLanguage = Literal["L5", "anbnS", "anbnaS"]
-PREFIX_LANGUAGES: tuple[str, ...] = get_args(PrefixLanguage)
+PREFIX_LANGUAGES = ("L5", "anbnS", "anbnaS")
 PREFIX_VOCABULARY = 2  # a, b
 MAX_DIFFERENCE = 5
 

@@ -155,11 +155,6 @@ CURVES = {
 }
 
 
-def suffices(construction: str, norm: str) -> bool:
-    """Whether a construction is meant to be right under a norm."""
-    return construction != "scaling" or norm in SCALES
-
-
 def random_words(
     alphabet: Sequence[str], letters: int, count: int, generator: torch.Generator
 ) -> list[tuple[str, ...]]:
@@ -206,7 +201,7 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
         if construction == "rounding" and program.output.kind == "count":
             continue  # named as unsupported
         made = compile_program(program, construction, norm, alphabet=alphabet, n_ctx=LETTERS + 1)
-        enough = suffices(construction, norm)
+        enough = construction != "scaling" or norm in SCALES  # meant to be right under this norm
         shares: dict[str, tuple[float, int]] = {}  # of words or answers, and of how many words
         for measure, given, truth in zip(("every_short_word", "random_words"), (short, long), truths, strict=True):
             if measure == "random_words" and not enough:

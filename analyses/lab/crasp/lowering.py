@@ -32,10 +32,6 @@ FALSE, TRUE = 0, 1  # the two constant functions
 MOST_NODES = 100_000
 
 
-class TooManyNodesError(OverflowError):
-    """The functions asked for do not fit into MOST_NODES nodes."""
-
-
 class Decisions:
     """A store of Boolean functions; a function is a number that this store gave out.
 
@@ -55,7 +51,7 @@ class Decisions:
         key = (variable, if_false, if_true)
         if key not in self._numbers:
             if len(self._nodes) >= MOST_NODES:
-                raise TooManyNodesError(f"more than {MOST_NODES} nodes")
+                raise OverflowError(f"more than {MOST_NODES} nodes")
             self._numbers[key] = len(self._nodes)
             self._nodes.append(key)
         return self._numbers[key]
@@ -68,7 +64,7 @@ class Decisions:
         """`yes` where `test` holds, else `no`.
 
         Raises:
-            TooManyNodesError: it does not fit.
+            OverflowError: it does not fit into MOST_NODES nodes.
         """
         if test in (FALSE, TRUE):
             return yes if test == TRUE else no
