@@ -14,7 +14,7 @@ lag, as in 1b and 2b. What can be said without training:
 * the dot product, no FFN, two heads: the score of a token is its lag's bias plus a number that depends on e and on the
   token. A head that looks at a, with a grain of weight everywhere else, reads a if that number is 0; if it is large
   for +1s it reads "+1" for either a. So each head is switched off by the input that the other one is for: error 0 in
-  the limit.
+  the limit (`by_hand` comes as near as float64 lets it).
 * an FFN, no dot product: heads read a and b (or one head a + 2 b), and ReLUs of a, b and e do the rest: 0.
 """
 
@@ -41,10 +41,12 @@ from ln_probe.analyses.lab.approximation.approximation import (
 )
 from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
 from ln_probe.analyses.lab.approximation.approximation_targets import (
+    D_HEAD,
     LENGTH,
     SPARSE,
     SPARSE_ONE,
     RelativeConfig,
+    RelativeTransformer,
 )
 from ln_probe.analyses.lab.approximation.rates import dot_product_factors
 from ln_probe.analyses.lab.experiments import Request
@@ -128,6 +130,30 @@ def measured(runs: Sequence[Run]) -> pd.DataFrame:
             error = float((model(x) - adaptive(x)).double().pow(2).mean())
         rows.append((*(run.keys[key] for key in KEYS), run.seed, "mse", error))
     return pd.DataFrame(rows, columns=[*KEYS, "seed", "measure", "value"])
+
+
+def by_hand(grain: float = 1e-7) -> RelativeTransformer:
+    """Two heads with the dot product and no FFN whose error is near 0, in float64.
+
+    Args:
+        grain: of a head's weight on all lags but its own together.
+    """
+    model = RelativeConfig(LENGTH, 2, FFN_FREE, "table", True).build().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embed[0, 0], model.embed[1, 0] = -1.0, 1.0  # the input itself, in one dimension of the stream
+        model.embed[:, 1] = 1.0
+        for head, (place, used_for) in enumerate(((IF_PLUS, 1.0), (IF_MINUS, -1.0))):
+            model.bias[head] = np.log(grain / LENGTH)
+            model.bias[head, LENGTH - place] = 0.0
+            # The score of a token: 0 where the head is used, else large for +1s and as small for -1s.
+            model.W_Q[head, 0, 0], model.W_Q[head, 1, 0] = -used_for, 1.0
+            model.W_K[head, 0, 0] = -np.log(grain) * np.sqrt(D_HEAD)
+            model.W_V[head, 0, 0] = model.W_O[head, 0, 2] = 1.0
+        model.out.weight[0, 2] = 1.0  # the sum of both: one of them is 1
+        model.out.bias[0] = -1.0
+    return model
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
