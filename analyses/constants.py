@@ -106,7 +106,8 @@ class Constants:
             return dict(self.given)
         group = int(self.groups[prompt])
         if self._latest[0] != group:  # asked for once a layer
-            self._latest[:] = group, self._of_group(group)
+            sums = self._group_sums if self.group_count == 1 else self._others
+            self._latest[:] = group, self._means(sums[:, group])
         return dict(self._latest[1])
 
     @cached_property
@@ -184,10 +185,6 @@ class Constants:
         after[:, :-1] = np.cumsum(mine[:, ::-1], axis=1)[:, ::-1][:, 1:]
         total: np.ndarray = before + after
         return total
-
-    def _of_group(self, group: int) -> dict[str, Constant]:
-        alone = self.group_count == 1
-        return self._means((self._group_sums if alone else self._others)[:, group])
 
     def _means(self, totals: Float64[np.ndarray, "2 site 2"]) -> dict[str, Constant]:
         sums, counts = totals

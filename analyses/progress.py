@@ -14,11 +14,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from io import TextIOBase
 from pathlib import Path
-from types import TracebackType
 from typing import IO, cast
 
 import rich.live
@@ -143,21 +141,16 @@ class ProgressLine:
     """Shows what is going on until it is left.
 
     Args:
-        status: one line about it; by default what this process is doing (`now`).
         quiet: show nothing but what is `say`d.
         stream: where to; standard error by default.
     """
 
-    def __init__(
-        self, status: Callable[[], str] | None = None, *, quiet: bool = False, stream: TextIOBase | None = None
-    ) -> None:
-        self.status = status or here
+    def __init__(self, *, quiet: bool = False, stream: TextIOBase | None = None) -> None:
         self.quiet = quiet
         self.console = Console(
             file=cast("IO[str] | None", stream), stderr=stream is None, highlight=False, soft_wrap=True
         )
-        self.begun = time.monotonic()
-        self._next = self.begun + FIRST
+        self.begun = self._next = time.monotonic()
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._moving: rich.live.Live | None = None
@@ -179,9 +172,7 @@ class ProgressLine:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _lines
         _lines -= 1
         self._over.set()
@@ -198,11 +189,11 @@ class ProgressLine:
             self._next = time.monotonic() + EVERY
 
     def _line(self) -> Text:
-        return Text(f"{clock(time.monotonic() - self.begun)}  {self.status()}", no_wrap=True, overflow="ellipsis")
+        return Text(f"{clock(time.monotonic() - self.begun)}  {here()}", no_wrap=True, overflow="ellipsis")
 
     def _run(self) -> None:
         while not self._over.wait(_TICK):
-            if time.monotonic() >= self._next and (text := self.status()):
+            if time.monotonic() >= self._next and (text := here()):
                 try:
                     self.say(f"{clock(time.monotonic() - self.begun)}  {text}")
                 except (OSError, ValueError):  # the reader is gone; the work continues

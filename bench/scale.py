@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ln_probe.analyses.geometry.api import attainable_attention, key_geometry, some_attention, some_keys
+from ln_probe.analyses.geometry.api import key_geometry, set_attention, set_geometry
 from ln_probe.analyses.geometry.compiled import in_threads
 from ln_probe.analyses.geometry.inputs import QuerySet
 from ln_probe.hooks.variants import VARIANTS
@@ -60,22 +60,32 @@ def measure(tokens: int, heads: int, d_head: int, sample: int) -> dict[str, floa
         if sample:
             undecided += _sampled(keys, center, axes, min(sample, tokens))
         else:
-            found = key_geometry(keys, query_set=(center, axes), causal=True, threads=THREADS)
-            attainable_attention(keys, (center, RHO * axes), starts=found.attainable_at, threads=THREADS)
-            undecided += found.undecided
+            undecided += _whole(keys, center, axes)
         wall, spent = wall + time.perf_counter() - begun, spent + time.process_time() - used
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"wall": wall, "cpu": spent, "peak_mb": peak, "keys_mb": keys.nbytes / 2**20, "undecided": undecided}
+
+
+def _whole(keys: np.ndarray, center: np.ndarray, axes: np.ndarray) -> int:
+    found = key_geometry(keys, query_set=(center, axes), causal=True, threads=THREADS)
+
+    def observed(head: int) -> None:
+        assert found.attainable_at is not None
+        queries = QuerySet(center[head], RHO * axes[head])
+        set_attention(keys[head], None, queries, starts=found.attainable_at[head])
+
+    in_threads(observed, range(len(keys)), THREADS)
+    return found.undecided
 
 
 def _sampled(keys: np.ndarray, center: np.ndarray, axes: np.ndarray, count: int) -> int:
     def one(head: int) -> int:
         only = np.sort(np.random.default_rng(head).choice(keys.shape[1], count, replace=False))
         full = QuerySet(center[head], np.ascontiguousarray(axes[head])).compact()
-        found = some_keys(keys[head], None, full, only, causal=True)
-        smaller = QuerySet(full.center, RHO * full.axes)
-        some_attention(keys[head], None, smaller, only, found.attainable_at)
-        return int((found.verdict == 0).sum())
+        found = set_geometry(keys[head], None, full, True, only=only)
+        assert found.attainable is not None
+        set_attention(keys[head], None, QuerySet(full.center, RHO * full.axes), only, found.attainable.point)
+        return int((found.proved.verdicts.code[only] == 0).sum())
 
     return sum(in_threads(one, range(len(keys)), THREADS))
 

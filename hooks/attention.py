@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ln_probe.hooks.capture import is_causal, visible_keys, window_of
 from ln_probe.hooks.model import weight_of
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, gain_of
 from ln_probe.hooks.variants import ignored_below
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
@@ -202,8 +202,8 @@ class Heads:
         Folding a norm centres the weights that read it: then keys are the same with projection and without. `dtype`:
         the model's format, whose rounding is meant.
         """
-        gain = torch.ones(site.d, dtype=torch.float64) if site.gain is None else site.gain.double()
-        shift = torch.einsum("d,hdk->hk", gain.to(self.W_K), self.W_K).norm()
+        gain = gain_of(site).to(self.W_K)
+        shift = torch.einsum("d,hdk->hk", gain, self.W_K).norm()
         return bool(shift <= ignored_below(dtype) * gain.norm() * self.W_K.norm() / math.sqrt(site.d))
 
     def query_ellipsoid(
@@ -227,11 +227,15 @@ class Heads:
                 outputs = site.reachable(self.W_Q)
                 outputs = outputs and (outputs[0] + self.b_Q.cpu(), outputs[1])
             else:
-                size = self.n_heads, self.W_Q.shape[-1]
                 outputs = self.q_norm.reachable()
-                outputs = outputs and (_per_head(outputs[0], *size), _per_head(outputs[1], *size))
+                outputs = outputs and (self._per_head(outputs[0]), self._per_head(outputs[1]))
             self.known[site.name] = outputs and Reached(outputs[0], _compact(outputs[1]))
         return self.known[site.name]
+
+    def _per_head(self, values: Float[Tensor, " wide *axis"]) -> Float[Tensor, "head d_head *axis"]:
+        """What a query norm can put out, of each head: the same for all, or (a norm of all heads) that head's part."""
+        parts = values.unflatten(0, (-1, self.W_Q.shape[-1]))
+        return parts.expand(self.n_heads, *parts.shape[1:])
 
     def query_directions(
         self, site: Site, position: int
@@ -291,13 +295,6 @@ def _normed(norm: Site, made: Float[Tensor, "pos head d_head"]) -> Float[Tensor,
     once = made[:, :: heads // own].reshape(len(made), -1)
     normed = norm.affine(norm.normalize(once)).view(len(made), own, d_head)
     return normed.repeat_interleave(heads // own, dim=1)
-
-
-def _per_head(values: Float[Tensor, " wide *axis"], heads: int, d_head: int) -> Float[Tensor, "head d_head *axis"]:
-    """What a query norm can put out, of each head: the same for all, or (a norm over all heads) that head's part."""
-    if len(values) == d_head:
-        return values.expand(heads, *values.shape)
-    return values.reshape(heads, d_head, *values.shape[1:])
 
 
 def _compact(axes: Float[Tensor, "head d_head wide"]) -> Float[Tensor, "head d_head axis"]:

@@ -41,10 +41,9 @@ from ln_probe.hooks.model import (
     tensors_in,
     weight_of,
 )
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, bias_of, gain_of
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
-KINDS_OF_PARTS = ("embedding", "position", "head", "mlp", "neuron", "bias", "norm bias", "unembedding bias")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Part:
 
     Attributes:
         name: "embed", "L3H5", "L3 mlp", "L3N17" (a neuron), "L3 b_O", "blocks.3.ln1_post bias", …
-        kind: one of KINDS_OF_PARTS.
+        kind: "embedding", "position", "head", "mlp", "neuron", "bias", "norm bias" or "unembedding bias".
         layer: its block; -1 for embeddings.
         index: head or neuron; -1 for others.
     """
@@ -80,6 +79,22 @@ class Part:
     kind: str
     layer: int = -1
     index: int = -1
+
+
+def head_part(layer: int, head: int) -> Part:
+    """The part that one attention head is."""
+    return Part(f"L{layer}H{head}", "head", layer, head)
+
+
+def whole_part(source: Source) -> Part:
+    """The part that an MLP or an embedding is, without its bias."""
+    kind = {"mlp": "mlp", "pos_embed": "position"}.get(source.kind, "embedding")
+    return Part(source.kind if source.layer < 0 else f"L{source.layer} mlp", kind, source.layer)
+
+
+def bias_part(source: Source) -> Part:
+    """The part that the output bias of an attention layer or an MLP is."""
+    return Part(f"L{source.layer} {'b_O' if source.kind == 'attn' else 'b_out'}", "bias", source.layer)
 
 
 def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
@@ -463,15 +478,12 @@ class Split:
     def rows(self, chosen: Sequence[int]) -> Split:
         """The same at some of the recorded positions."""
         at, every = list(chosen), self.record
-        few = replace(
-            every,
-            seen={s: v[at] for s, v in every.seen.items()},
-            inputs={n: v[at] for n, v in every.inputs.items()},
-            neurons={n: v[at] for n, v in every.neurons.items()},
-            logits=None if every.logits is None else every.logits[at],
-            points={n: v[at] for n, v in every.points.items()},
-        )
-        return Split(self.wiring, few, self._weights)
+        few: dict[str, Any] = {
+            name: {key: value[at] for key, value in getattr(every, name).items()}
+            for name in ("seen", "inputs", "neurons", "points")
+        }
+        logits = None if every.logits is None else every.logits[at]
+        return Split(self.wiring, replace(every, **few, logits=logits), self._weights)
 
     def site(self, name: str) -> Site:
         """A norm by its name."""
@@ -532,13 +544,12 @@ class Split:
         values: dict[Part, Tensor] = {}
         for source, factor in self.wiring.at(place).items():
             if source.kind == "norm":
-                site = self.site(source.site)
-                gain = 1.0 if site.gain is None else site.gain.detach().cpu().double()
-                sigma = self.sigma(source.site)
+                site, sigma = self.site(source.site), self.sigma(source.site)
+                gain = gain_of(site)
                 found = {p: site.project(v) / sigma * gain for p, v in self.vectors(source.site).items()}
                 if site.bias is not None:
-                    bias = site.bias.detach().cpu().double()
-                    found[Part(f"{site.name} bias", "norm bias", site.layer)] = bias.expand(len(sigma), -1)
+                    part = Part(f"{site.name} bias", "norm bias", site.layer)
+                    found[part] = bias_of(site).expand(len(sigma), -1)
             else:
                 seen = self.record.seen[source]
                 like = self.wiring.writers.written(source, seen[:1].double())
@@ -551,18 +562,16 @@ class Split:
     def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
         if source.kind == "norm":
             site = self.site(source.site)
-            gain = f if site.gain is None else f * site.gain.detach().cpu().double()
-            values = self.read(source.site, site.project(gain) / self.sigma(source.site)[:, None])
+            values = self.read(source.site, site.project(f * gain_of(site)) / self.sigma(source.site)[:, None])
             if site.bias is not None:
-                values[Part(f"{site.name} bias", "norm bias", site.layer)] = dot(site.bias.detach().cpu().double(), f)
+                values[Part(f"{site.name} bias", "norm bias", site.layer)] = dot(bias_of(site), f)
             return values
         seen = self.record.seen[source].double()
         if source.kind == "attn":
             return self._heads(source, seen, f)
         if source.kind == "mlp":
             return self._mlp(source, seen, f)
-        kind = "position" if source.kind == "pos_embed" else "embedding"
-        return {Part(source.kind, kind): dot(seen, f)}
+        return {whole_part(source): dot(seen, f)}
 
     def _heads(self, source: Source, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
         layer = source.layer
@@ -574,17 +583,17 @@ class Split:
             values = einsum(by_head, pulled[:, 0], "row head k, head reading k -> head row reading")
         else:
             values = einsum(by_head, pulled, "row head k, head row reading k -> head row reading")
-        found = {Part(f"L{layer}H{h}", "head", layer, h): v for h, v in enumerate(values)}
+        found = {head_part(layer, h): v for h, v in enumerate(values)}
         if (bias := self.wiring.writers.bias(source, z)) is not None:
-            found[Part(f"L{layer} b_O", "bias", layer)] = dot(bias, f)
+            found[bias_part(source)] = dot(bias, f)
         return found
 
     def _mlp(self, source: Source, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
         layer, bias = source.layer, self.wiring.writers.bias(source, out)
-        of_bias = {} if bias is None else {Part(f"L{layer} b_out", "bias", layer): dot(bias, f)}
+        of_bias = {} if bias is None else {bias_part(source): dot(bias, f)}
         whole = dot(out if bias is None else out - bias, f)
         if layer not in self.record.neurons:
-            return {Part(f"L{layer} mlp", "mlp", layer): whole, **of_bias}
+            return {whole_part(source): whole, **of_bias}
         _, W_out = neurons_of(self.wiring.writers.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
         pulled = einsum(f, W_out.cpu().double(), "row reading d, neuron d -> neuron row reading")
         active = self.record.neurons[layer].double()

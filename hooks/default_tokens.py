@@ -392,20 +392,18 @@ def bundled_prompts(model: HookedModel) -> BundledPrompts | None:
     return found if isinstance(found, BundledPrompts) else None
 
 
-def default_tokens(
-    model: HookedModel, split: str = MEASURED, *, limit: int = MAX_TOKENS, seed: int = 0
-) -> list[Int[Tensor, " _"]]:
+def default_tokens(model: HookedModel, split: str = MEASURED) -> list[Int[Tensor, " _"]]:
     """One part of a bundled model's own prompts, of the bundled texts, or of sequences sampled from the model if it has
     no tokenizer."""
-    limit = min(limit, context_length(model))
+    limit = min(MAX_TOKENS, context_length(model))
     if (own := bundled_prompts(model)) is not None:
         return [row[:limit] for row in (own.measured if split == MEASURED else own.calibration)]
     if tokenizer_of(model) is None:
-        return sample(model, limit=limit, seed=seed, split=split)
+        return sample(model, limit=limit, seed=0, split=split)
     return [encode(model, text)[:limit] for text in bundled_texts(split)]
 
 
-def commonest(rows: Iterable[Sequence[int] | Int[Tensor, " _"]], most: int = 12) -> list[tuple[int, int]]:
-    """The commonest tokens of some prompts and how often they occur; ties in the order of ids."""
+def commonest(rows: Iterable[Sequence[int] | Int[Tensor, " _"]]) -> tuple[int, int]:
+    """The commonest token of some prompts, the smallest id of equally common ones, and how often it occurs."""
     counts = Counter(int(i) for row in rows for i in row)
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]
+    return min(counts.items(), key=lambda item: (-item[1], item[0]))

@@ -115,7 +115,7 @@ PARTS = ("queries", "keys", "values")
 INPUTS = {"queries": "query_input", "keys": "key_input", "values": "value_input"}
 _PROJECTION = {"queries": "q", "keys": "k", "values": "v"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HANDLES = ("fwd_hooks", "bwd_hooks")
+HANDLES = ("fwd_hooks", "bwd_hooks")  # where a hook point keeps its handles
 
 
 class InterventionError(ValueError):
@@ -134,9 +134,9 @@ def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _p
     """
     taken = []
     for point in module.modules():
-        if hasattr(point, _HANDLES[0]) and any(getattr(point, store) for store in HOOKS):
+        if hasattr(point, HANDLES[0]) and any(getattr(point, store) for store in HOOKS):
             before = {store: list(getattr(point, store).items()) for store in HOOKS}
-            handles = {name: list(getattr(point, name)) for name in _HANDLES}
+            handles = {name: list(getattr(point, name)) for name in HANDLES}
             taken.append((point, before, handles))
             for store in HOOKS:
                 kept = [(k, h if keep(point, k) else _nothing) for k, h in before[store]]
@@ -145,7 +145,7 @@ def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _p
                     getattr(point, store),
                     kept if store == "_forward_hooks" else [e for e in kept if e[1] is not _nothing],
                 )
-            for name in _HANDLES:
+            for name in HANDLES:
                 setattr(point, name, [h for h in handles[name] if keep(point, h.hook.id)])
     try:
         yield
@@ -439,19 +439,31 @@ def quiet(model: HookedModel | nn.Module) -> Iterator[None]:
     """
 
     def belongs(point: nn.Module, key: int) -> bool:
-        handles = [h for name in _HANDLES for h in getattr(point, name) if h.hook.id == key]
-        own: Any = (
-            handles[0].user_hook
-            if handles
-            else next((hooks[key] for hooks in (getattr(point, store) for store in HOOKS) if key in hooks), None)
-        )
-        while isinstance(own, partial):
-            own = own.func
-        home = str(getattr(own, "__module__", ""))
-        return any(h.is_permanent for h in handles) or home.startswith(("ln_probe.", "transformer_lens."))
+        permanent = any(h.is_permanent for name in HANDLES for h in getattr(point, name) if h.hook.id == key)
+        there = {k: hook for store in HOOKS for k, hook in getattr(point, store).items()} | user_hooks(point)
+        return permanent or home_of(there.get(key)).startswith(("ln_probe.", "transformer_lens."))
 
     with silent(cast(nn.Module, model), belongs):
         yield
+
+
+def user_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The functions that TransformerLens wrapped at a hook point, by torch's number of the wrapper."""
+    handles = [h for name in HANDLES for h in getattr(module, name, ())]
+    return {h.hook.id: h.user_hook for h in handles if getattr(h, "user_hook", None) is not None}
+
+
+def unwrapped(function: Any) -> Any:
+    """A function without what `partial` or a binding to an object adds."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def home_of(function: Any) -> str:
+    """The module that a function comes from."""
+    function = unwrapped(function)
+    return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
 @contextmanager
@@ -488,9 +500,9 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
 class LinearEdit(Edit):
     """A forward hook under which a norm is linear. It stands before other edits of the norm, which see its output."""
 
-    def __init__(self, site: Site, given: Tensor | None) -> None:
-        self.given = given
+    def __init__(self, site: Site) -> None:
         super().__init__(site, self._linear, "linearized")
+        self.given: Tensor | None = None  # the sigma of another run; None: its own
 
     def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
         """The sigma that is held on these inputs."""

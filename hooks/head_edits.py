@@ -57,22 +57,10 @@ def head_count(model: HookedModel, layer: int) -> int:
     return int(weights.shape[0]) if isinstance(weights, Tensor) else int(model.cfg.n_heads)
 
 
-def key_heads(model: HookedModel, layer: int) -> int:
-    """Heads of keys and values of a block: fewer than of queries where groups of these share them."""
-    own = getattr(model.cfg, "n_key_value_heads", None)
-    return int(own) if own else head_count(model, layer)
-
-
-def _inputs_of_heads(model: HookedModel, layer: int) -> dict[str, nn.Module]:
-    """The hook points of queries, keys and values of a block, as far as it has them."""
-    named = {letter: model.hook_dict.get(f"blocks.{layer}.attn.hook_{letter}") for letter in "qkv"}
+def _points(model: HookedModel, layer: int, letters: str) -> dict[str, nn.Module]:
+    """The hook points of queries, keys, values and z of a block, as far as it has them."""
+    named = {letter: model.hook_dict.get(f"blocks.{layer}.attn.hook_{letter}") for letter in letters}
     return {letter: point for letter, point in named.items() if point is not None}
-
-
-def _before_z(model: HookedModel, layer: int) -> list[nn.Module]:
-    """The hook points of an attention layer at which what its heads put out may be changed."""
-    last = z_point(model, layer)
-    return [p for p in attention_of(model, layer).modules() if hasattr(p, "fwd_hooks") and p is not last]
 
 
 def by_head(z: Float[Tensor, "batch pos *heads"], heads: int) -> Float[Tensor, "batch pos head d_head"]:
@@ -131,10 +119,9 @@ def z_instead(
     with ExitStack() as stack:
         if not hooks:
             stack.enter_context(silent(attn))
-        for letter in "qkvz":
-            if (point := model.hook_dict.get(f"blocks.{layer}.attn.hook_{letter}")) is not None:
-                keep = partial(_keep, seen, letter)
-                stack.callback(point.register_forward_hook(keep, prepend=True).remove)  # before edits of it
+        for letter, point in _points(model, layer, "qkvz").items():
+            keep = partial(_keep, seen, letter)
+            stack.callback(point.register_forward_hook(keep, prepend=True).remove)  # before edits of it
         attn.forward(*own, **named)
     return seen if "z" in seen else None
 
@@ -182,8 +169,9 @@ class HeadEdit(Edit):
         def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
             if self.suspended:
                 return
-            attn, points = attention_of(model, layer), _inputs_of_heads(model, layer)
-            hooked = any(getattr(p, store) for p in _before_z(model, layer) for store in HOOKS)
+            attn, points, z = attention_of(model, layer), _points(model, layer, "qkv"), z_point(model, layer)
+            before = [p for p in attn.modules() if hasattr(p, "fwd_hooks") and p is not z]
+            hooked = any(getattr(p, store) for p in before for store in HOOKS)
             self._inside = True
             try:
                 split = len(points) == 3 and self._separable(model, layer)
@@ -214,7 +202,8 @@ class HeadEdit(Edit):
 
     def _separable(self, model: HookedModel, layer: int) -> bool:
         """Whether every key and value belongs to edited heads alone or to others alone (grouped queries share them)."""
-        count, shared = head_count(model, layer), key_heads(model, layer)
+        count = head_count(model, layer)
+        shared = int(getattr(model.cfg, "n_key_value_heads", None) or count)
         group = max(1, count // max(1, shared))
         return all(sum(head // group == number for head in self.heads[layer]) in (0, group) for number in range(shared))
 
@@ -260,5 +249,6 @@ class HeadEdit(Edit):
         return hook
 
 
-# From a norm's input to the sigma that is held, [*batch 1], without a gradient; None: its own.
-Held = Callable[[Float[Tensor, "*batch d"]], Float[Tensor, "*batch 1"]]
+def for_heads(by_site: Mapping[str, Mapping[int, Collection[int]]], edit: Edit) -> Edit:
+    """The edit for these heads alone, by the norm's name and block."""
+    return HeadEdit(edit, by_site[edit.site.name])

@@ -43,7 +43,7 @@ from ln_probe.hooks.edits import (
     quiet,
     suspended,
 )
-from ln_probe.hooks.head_edits import HeadEdit, head_count
+from ln_probe.hooks.head_edits import for_heads, head_count
 from ln_probe.hooks.in_memory import is_hugging_face, norm_of
 from ln_probe.hooks.model import (
     HookedModel,
@@ -57,7 +57,7 @@ from ln_probe.hooks.model import (
     probe_tokens,
     run,
 )
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, gain_of
 from ln_probe.hooks.optimal_constants import fit
 from ln_probe.hooks.scales import (
     FROZEN,
@@ -207,7 +207,7 @@ def without(
             _refuse_other_readers(chosen, only)
         make: Callable[[Edit], Edit] = _for_all
         if by_site is not None:
-            make = partial(_for_heads, by_site)
+            make = partial(for_heads, by_site)
         elif only is not None:
             make = partial(PartEdit, part=only)
         readers = only if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
@@ -277,10 +277,6 @@ def _of_heads(
     return by_site
 
 
-def _for_heads(by_site: Mapping[str, Mapping[int, Sequence[int]]], edit: Edit) -> Edit:
-    return HeadEdit(edit, by_site[edit.site.name])
-
-
 def _for_all(edit: Edit) -> Edit:
     """An edit that everything that reads the norm sees."""
     return edit
@@ -336,8 +332,8 @@ def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:
     return [s for s in found if s.name in names]
 
 
-def _some(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
 
 def _refuse_twice(chosen: Sequence[Site]) -> None:
@@ -380,7 +376,7 @@ def _divisors(
 
     try:
         if isinstance(scale, str) and scale == OPTIMAL:
-            return _optimal(model, chosen, variant, given) if sites else {}
+            return _optimal(model, chosen, sites, variant, given) if sites else {}
         return divisors_of(scale, [s.name for s in sites], sigmas, seed=seed)
     except ActivationError:
         raise
@@ -401,14 +397,13 @@ def _default_sigmas(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, Sigma
 
 
 def _optimal(
-    model: HookedModel, chosen: Sequence[Site], variant: str, given: Sequence[Int[Tensor, " _"]] | None
+    model: HookedModel,
+    chosen: Sequence[Site],
+    frozen: Sequence[Site],
+    variant: str,
+    given: Sequence[Int[Tensor, " _"]] | None,
 ) -> dict[str, Constant]:
-    """The loss-optimal constants that the model brings for these norms, or those of a fit.
-
-    Raises:
-        ValueError: as `fit`.
-    """
-    frozen = [s for s in chosen if takes_scaling(s, variant)]
+    """The loss-optimal constants that the model brings for these norms, or those of a fit."""
     if given is None and variant == VARIANT_WITHOUT["scaling"]:
         shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
         if (mine := next((c for c in shipped.values() if set(c) == {s.name for s in frozen}), None)) is not None:
@@ -508,14 +503,10 @@ def ignored_means(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, str]:
                     Edit(s, _perturbation(s, row, len(some) + 2, along=along(s)), "sentinel")
                     for row, s in enumerate(some, start=1)
                 ]))
-                for along in (lambda _: None, _gain)
+                for along in (lambda _: None, gain_of)
             )  # fmt: skip
             ignored |= {s.name: float(shift[row]) <= limit * float(noise[row]) for row, s in enumerate(some, start=1)}
     return {s.name: MEAN_IGNORED for s in sites if ignored.get(s.name)}
-
-
-def _gain(site: Site) -> Tensor:
-    return torch.ones(site.d, dtype=torch.float64) if site.gain is None else site.gain.double().cpu()
 
 
 def _perturbed(model: HookedModel, edits: Sequence[Edit]) -> Float[Tensor, "row values"]:

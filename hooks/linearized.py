@@ -78,7 +78,7 @@ class _Linearized:
         hooked = check_model(model)
         facts, given = _proved(hooked, sigma)
         sites = facts.norms()
-        edits = [LinearEdit(s, None) for s in sites]
+        edits = [LinearEdit(s) for s in sites]
         with ExitStack() as stack:
             with suspended(hooked), quiet(hooked):  # (other edits, not these)
                 for edit in edits:
@@ -86,7 +86,7 @@ class _Linearized:
                 _prove_gradients(facts, "in place of the forward")
             if is_hugging_face(model):
                 stack.close()
-                edits = [LinearEdit(replace(s, module=norm_of(cast(Any, model), s.module)), None) for s in sites]
+                edits = [LinearEdit(replace(s, module=norm_of(cast(Any, model), s.module))) for s in sites]
                 _refuse_twice([e.site for e in edits])
                 for edit in edits:
                     edit.install(cast(Any, model), stack)
@@ -173,17 +173,14 @@ def _given(sites: Sequence[Site], sigma: Sigma) -> dict[str, Tensor]:
     return given
 
 
-def _holding(site: Site, given: Tensor | None) -> Any:
-    def hold(scale: Tensor, hook: Any) -> Tensor:
-        if given is None:
-            return scale.detach()
-        return fitted(site, given, scale.expand(*scale.shape[:-1], site.d)).to(scale)
-
-    return hold
+def _hold(site: Site, given: Tensor | None, scale: Tensor, hook: Any) -> Tensor:
+    if given is None:
+        return scale.detach()
+    return fitted(site, given, scale.expand(*scale.shape[:-1], site.d)).to(scale)
 
 
 def _points(sites: Sequence[Site], given: Mapping[str, Tensor]) -> list[tuple[str, Any]]:
-    return [(f"{s.name}.hook_scale", _holding(s, given.get(s.name))) for s in sites]
+    return [(f"{s.name}.hook_scale", partial(_hold, s, given.get(s.name))) for s in sites]
 
 
 def _prove_gradients(facts: ModelFacts, how: str) -> None:

@@ -205,9 +205,7 @@ class Site(OneLine):
         return self._outputs(1.0, W)
 
     def _outputs(self, radius: float, W: Tensor | None) -> tuple[Tensor, Tensor]:
-        ones, zeros = (make(self.d, dtype=torch.float64) for make in (torch.ones, torch.zeros))
-        gain = ones if self.gain is None else self.gain.detach().double().cpu()
-        bias = zeros if self.bias is None else self.bias.detach().double().cpu()
+        gain, bias = gain_of(self), bias_of(self)
         if W is None:
             center, axes = bias, radius * torch.diag(gain)
         else:
@@ -215,6 +213,16 @@ class Site(OneLine):
             center = torch.einsum("d,...dk->...k", bias, read)
             axes = radius * (read * gain[:, None]).transpose(-2, -1)
         return center, axes - axes.mean(-1, keepdim=True) if self.projects else axes
+
+
+def gain_of(site: Site) -> Float64[Tensor, " d"]:
+    """The gain on the CPU, ones where there is none."""
+    return torch.ones(site.d).double() if site.gain is None else site.gain.detach().cpu().double()
+
+
+def bias_of(site: Site) -> Float64[Tensor, " d"]:
+    """The bias on the CPU, zeros where there is none."""
+    return torch.zeros(site.d).double() if site.bias is None else site.bias.detach().cpu().double()
 
 
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on

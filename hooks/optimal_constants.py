@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,15 +107,12 @@ class Fit(OneLine):
         Raises:
             ValueError: something else.
         """
-        try:
-            return cls(
-                tuple(
-                    Descent(**(d | {"constants": {n: Constant.of(c) for n, c in d["constants"].items()}}))
-                    for d in content
-                )
-            )
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"not a fit of constants as to_json writes it ({_what(error)}): fit them again") from None
+        found = []
+        with _reading("a fit of constants as to_json writes it"):
+            for given in content:
+                constants = {n: Constant.of(c) for n, c in given["constants"].items()}
+                found.append(Descent(**(given | {"constants": constants})))
+        return cls(tuple(found))
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,10 +147,8 @@ class Halves(OneLine):
         Raises:
             ValueError: something else.
         """
-        try:
+        with _reading("halves as to_json writes them", ValueError):
             half, (first, second) = tuple(map(int, content["half"])), content["fits"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not halves as to_json writes them ({_what(error)}): fit them again") from None
         return cls(half, (Fit.of_json(first), Fit.of_json(second)))
 
 
@@ -184,18 +180,21 @@ class Shipped(OneLine):
         Raises:
             ValueError: something else.
         """
-        try:
+        with _reading("constants as bench/optimal.py writes them", again="run it again"):
             hashes = str(content["weights_sha256"]), str(content["prompts_sha256"])
             every = {group: Fit.of_json(found["every"]) for group, found in content["groups"].items()}
             halves = {group: Halves.of_json(found["halves"]) for group, found in content["groups"].items()}
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"not constants as bench/optimal.py writes them ({_what(error)}): run it again") from None
         return cls(*hashes, every, halves)
 
 
-def _what(error: Exception) -> str:
-    """What is wrong with the content: a KeyError is only the name of what is missing."""
-    return f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+@contextmanager
+def _reading(what: str, *more: type[Exception], again: str = "fit them again") -> Iterator[None]:
+    """Turn errors of the code that reads JSON content into a ValueError that says what it is not."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, *more) as error:
+        why = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"not {what} ({why}): {again}") from None
 
 
 __all__ = ["Descent", "Fit", "GradientError", "Halves", "fit", "fit_halves", "frozen_sites", "loss_and_gradients"]
@@ -323,7 +322,6 @@ def fit_halves(
     groups: Sequence[Hashable],
     *,
     start: Mapping[str, Constant],
-    variant: str = "no_scaling",
     objective: Objective | None = None,
 ) -> Halves:
     """Fit constants on each half of the prompt groups, so that every prompt is measured with constants of the other.
@@ -332,7 +330,7 @@ def fit_halves(
 
     Args:
         groups: of each prompt; prompts of one group are never on both sides.
-        model, sites, prompts, start, variant, objective: as for `fit`.
+        model, sites, prompts, start, objective: as for `fit`.
 
     Raises:
         ValueError: fewer than two groups, or not one for each prompt; otherwise as `fit`.
@@ -348,7 +346,7 @@ def fit_halves(
         )
     half = tuple(order.index(group) % 2 for group in groups)
     of_half = [[row for row, mine in zip(prompts, half, strict=True) if mine == number] for number in (0, 1)]
-    first, second = (fit(model, sites, rows, start=start, variant=variant, objective=objective) for rows in of_half)
+    first, second = (fit(model, sites, rows, start=start, objective=objective) for rows in of_half)
     return Halves(half, (first, second))
 
 

@@ -116,7 +116,9 @@ def make_permanent(
     frozen = {s.name: edit.divisors[s.name] for s in chosen if s.scales}
     if frozen:
         _freeze(made, frozen)
-        made = _reloaded(made)
+        weights = {k: v.detach() for k, v in made.state_dict().items()}
+        made = type(made)(copy.deepcopy(made.config))  # as config and weights alone make it, which a checkpoint holds
+        _load(made, weights)
     with torch.no_grad():
         found = made(probe.to(next(made.parameters()).device)).logits.detach().cpu()
     difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
@@ -223,10 +225,3 @@ def _offset(site: Site, weight: Float[Tensor, " d"]) -> float:
         if torch.allclose(site.gain.to(weight), weight + offset, rtol=1e-3, atol=1e-6):
             return offset
     raise InterventionError(f"{site.name} makes its gain of its weight in a way that ln_probe does not know")
-
-
-def _reloaded(made: Any) -> Any:
-    """The model as its config and weights alone make it, which is what a checkpoint holds."""
-    again = type(made)(copy.deepcopy(made.config))
-    _load(again, {k: v.detach() for k, v in made.state_dict().items()})
-    return again

@@ -177,13 +177,18 @@ def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
             f"tokens {[len(rows), max(map(len, rows))]} hold no position besides 0: frozen scales are means over the "
             "others, so give at least two positions"
         )
-    size, limit = vocabulary_size(model), context_length(model)
     for row in rows:
-        if len(row) > limit:
-            raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut them")
-        if len(wrong := row[(row < 0) | (row >= size)]):
-            raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
+        check_ids(model, row)
     return rows
+
+
+def check_ids(model: HookedModel, row: Int[Tensor, " pos"]) -> None:
+    """Raise ValueError if a prompt is longer than the model's context or holds an id outside its vocabulary."""
+    size, limit = vocabulary_size(model), context_length(model)
+    if len(row) > limit:
+        raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompt")
+    if len(wrong := row[(row < 0) | (row >= size)]):
+        raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
 
 
 def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:

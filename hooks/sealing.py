@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from ln_probe.hooks.edits import Edit, LinearEdit, edits_on
+from ln_probe.hooks.edits import HANDLES, Edit, LinearEdit, edits_on, home_of, unwrapped, user_hooks
 from ln_probe.hooks.model import HookedModel, blocks, plain_path, stretches_positions
 
 _ROW = 4096  # words summed at a time: GPT-2's weights take a tenth of a second on one core
@@ -206,29 +206,11 @@ def described(module: nn.Module, path: str, store: str, key: int) -> str:
     return f"a {KINDS[store]} {name_of(hook)} at {_name(path, module)}"
 
 
-def user_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The functions that TransformerLens wrapped at a hook point, by torch's number of the wrapper."""
-    handles = [*getattr(module, "fwd_hooks", ()), *getattr(module, "bwd_hooks", ())]
-    return {h.hook.id: h.user_hook for h in handles if getattr(h, "user_hook", None) is not None}
-
-
 def name_of(function: Any) -> str:
     """What a function is called, with its module; of an object that is called, its class."""
-    function = _plain(function)
+    function = unwrapped(function)
     name = getattr(function, "__qualname__", "") or type(function).__qualname__
     return f"{home_of(function)}.{name}".removeprefix("__main__.")
-
-
-def home_of(function: Any) -> str:
-    """The module that a function comes from."""
-    function = _plain(function)
-    return str(getattr(function, "__module__", None) or type(function).__module__)
-
-
-def _plain(function: Any) -> Any:
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__func__", function)
 
 
 def of_transformer_lens(hook: Any, user: Any = None) -> bool:
@@ -257,7 +239,6 @@ def _name(path: str, module: nn.Module) -> str:
     return str(own) if own else plain_path(path) or "the model"
 
 
-_LISTS = ("fwd_hooks", "bwd_hooks")  # where a hook point keeps its handles
 _COMPILED = "_compiled_call_impl"  # what `module.compile()` leaves
 _LOOKS, _BETWEEN_LOOKS = 200, 0.001  # seconds
 _DEVICES = ("cpu", "cuda")  # whose autocast is compared
@@ -291,7 +272,7 @@ class _Taken:
     def __init__(self, path: str, module: nn.Module, cover: Cover, foreign: Sequence[Foreign]) -> None:
         self.path, self.module, self.foreign = path or "the model", module, foreign
         self.before = {store: module.__dict__[store] for store in KINDS}
-        self.lists = {name: module.__dict__[name] for name in _LISTS if name in module.__dict__}
+        self.lists = {name: module.__dict__[name] for name in HANDLES if name in module.__dict__}
         self.forward, self.full = module.__dict__.get(FORWARD), module.__dict__.get("_is_full_backward_hook")
         self.own_forward = self.forward
         self.ours = {store: _Guarded() for store in KINDS}

@@ -521,29 +521,26 @@ def _survey(model: HookedModel) -> ModelFacts:
     writing = writing_weights(model) if norms else []
     sites, unknown, bare = list[Site](), list[Site](), list[Site]()
 
-    def stand_in(name: str, module: nn.Module, why: str) -> Site:
-        """The site of a module that is no known norm; `why` begins with its class."""
+    def site_of(name: str, module: nn.Module, formula: dict[str, Any], why: str = "") -> Site:
         readers = seen.readers.get(name, [])
-        return _stand_in(
-            model, "unknown", name, seen.layer(name, model), _reads(name, readers), module, why, _attention(readers)
-        )
+        reads, by = _reads(name, readers), tuple(sorted(place for what, place in readers if what == "attention"))
+        layer = seen.layer(name, model)
+        return Site(name, layer, reads=reads, state="raw", evidence=why, module=module, attention_layers=by, **formula)
 
     for name, module in sorted(norms.items(), key=lambda item: seen.order.get(item[0], len(seen.order))):
         readers = seen.readers.get(name, [])
         try:
-            formula = describe(name, module, model)
+            site = site_of(name, module, describe(name, module, model))
         except UnknownNormError as error:
-            unknown.append(stand_in(name, module, str(error)))
+            unknown.append(site_of(name, module, _no_formula(model, "unknown"), str(error)))
             continue
-        layer, reads, by = seen.layer(name, model), _reads(name, readers), _attention(readers)
-        site = Site(name, layer, reads=reads, state="raw", evidence="", module=module, attention_layers=by, **formula)
         reading = sorted({place for what, place in readers if what != "unembed"})
         state, evidence = state_of(model, site, reading, seen.inputs.get(name), writing)
         sites.append(replace(site, state=state, evidence=evidence))
     for name in seen.order:
         if name in others and seen.readers[name]:
             why = f"{class_of(others[name])}: it has no hook points of a norm"
-            unknown.append(stand_in(name, others[name], why))
+            unknown.append(site_of(name, others[name], _no_formula(model, "unknown"), why))
     for layer, attn in attentions(model).items():
         read = seen.read.get(("attention", layer), [])
         if read and not any(("attention", layer) in readers for readers in seen.readers.values()):
@@ -552,23 +549,10 @@ def _survey(model: HookedModel) -> ModelFacts:
     return ModelFacts(model, tuple(sites), tuple(unknown), tuple(bare))
 
 
-def _attention(readers: Sequence[Reader]) -> tuple[int, ...]:
-    return tuple(sorted(place for what, place in readers if what == "attention"))
-
-
-def _stand_in(
-    model: HookedModel,
-    kind: str,
-    name: str,
-    layer: int,
-    reads: str,
-    module: nn.Module,
-    why: str,
-    attention_layers: tuple[int, ...],
-    bare: bool = False,
-) -> Site:
-    d = int(model.cfg.d_model)
-    return Site(name, layer, kind, reads, "raw", why, module, d, None, None, 0.0, math.nan, 1.0, attention_layers, bare)
+def _no_formula(model: HookedModel, kind: str) -> dict[str, Any]:
+    """As `describe`, of what is no norm that ln_probe knows."""
+    nothing = {"gain": None, "bias": None, "eps": 0.0, "radius": math.nan, "constant_scale": 1.0}
+    return {"d": int(model.cfg.d_model), "kind": kind, **nothing}
 
 
 def _without_norm(
@@ -582,4 +566,7 @@ def _without_norm(
     else:
         kind = "unknown"
         why = f"what {class_of(attn)} reads: no module's output, and not what the block was given"
-    return _stand_in(model, kind, f"blocks.{layer}.attn", layer, "attention", attn, why, (layer,), bare=True)
+    return Site(
+        f"blocks.{layer}.attn", layer, reads="attention", state="raw", evidence=why, module=attn,
+        attention_layers=(layer,), bare=True, **_no_formula(model, kind),
+    )  # fmt: skip

@@ -366,7 +366,7 @@ def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]
 def monotony_notes(rows: Sequence[Int[Tensor, " _"]], name_of: Callable[[int], str]) -> tuple[str, ...]:
     """Return a note if one token makes up most of the prompts: then a report is about that token."""
     total = sum(map(len, rows))
-    ((token, count),) = commonest(rows, 1)
+    token, count = commonest(rows)
     if count <= COMMONEST_SHARE * total or total < _FEW_TOKENS:
         return ()
     return (

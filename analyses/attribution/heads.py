@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -14,7 +14,7 @@ from ln_probe.analyses.attribution.features import Features
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.capture import AttentionInput, visible_keys
 from ln_probe.hooks.components import Part, Split
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, bias_of, gain_of
 
 AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
 
@@ -38,17 +38,14 @@ class Side:
     def times(self, factor: float) -> Side:
         return Side(self.parts, self.whole * factor, {t: v * factor for t, v in self.terms.items()})
 
+    def summed(self) -> Side:
+        """One row: the sum of all."""
+        terms = {t: v.sum(0, keepdim=True) for t, v in self.terms.items()}
+        return Side(self.parts, self.whole.sum(0, keepdim=True), terms)
+
     def plus(self, other: Side) -> Side:
         terms = {t: v + other.terms[t] for t, v in self.terms.items()}
         return Side(self.parts, self.whole + other.whole, terms)
-
-
-def _ones(gain: Tensor | None, d: int) -> Float64[Tensor, " d"]:
-    return torch.ones(d).double() if gain is None else gain.detach().cpu().double()
-
-
-def _zeros(bias: Tensor | None, d: int) -> Float64[Tensor, " d"]:
-    return torch.zeros(d).double() if bias is None else bias.detach().cpu().double()
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +113,7 @@ class Head:
             W, b, norm = self.heads.W_K, self.heads.b_K, self.heads.k_norm
         W, b = W[self.head].cpu(), b[self.head].cpu()
         site, at, split = self.site, torch.tensor(positions), self.split.rows(positions)
-        gain, lift = _ones(site.gain, site.d), _zeros(site.bias, site.d)
+        gain, lift = gain_of(site), bias_of(site)
         x = split.input(self.where)
         sigma = site.sigma(x)  # [row 1]
         readings = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d, dtype=torch.float64)])
@@ -161,8 +158,7 @@ class Head:
         OLMo 2 normalizes all heads together: its sigma is that of all of them, and each head has its piece of the gain.
         """
         d_head = plain.shape[-1]
-        bias = None if norm.bias is None else norm.bias.detach().cpu().double()
-        gain = _ones(norm.gain, norm.d)
+        gain, bias = gain_of(norm), None if norm.bias is None else bias_of(norm)
         if norm.d == d_head:
             return norm.sigma(plain.sum(1)), gain, bias
         W, b = (self.heads.W_Q, self.heads.b_Q) if name == "Q" else (self.heads.W_K, self.heads.b_K)
@@ -172,16 +168,10 @@ class Head:
         piece = slice(self.head // repeats * d_head, (self.head // repeats + 1) * d_head)
         return norm.sigma(together), gain[piece], None if bias is None else bias[piece]
 
-    def mean_side(self, name: str, positions: Sequence[int], typical: float) -> Side:
-        """The mean over these positions, some at a time."""
-        made: Side | None = None
-        for some in in_chunks(positions):
-            found = self.side(name, some, typical)
-            whole, terms = found.whole.sum(0, keepdim=True), {t: v.sum(0, keepdim=True) for t, v in found.terms.items()}
-            summed = Side(found.parts, whole, terms)
-            made = summed if made is None else made.plus(summed)
-        assert made is not None
-        return made.times(1.0 / len(positions))
+    def mean_keys(self, positions: Sequence[int], typical: float) -> Side:
+        """The mean of the keys at these positions, some at a time."""
+        sums = (self.side("K", some, typical).summed() for some in in_chunks(positions))
+        return reduce(Side.plus, sums).times(1.0 / len(positions))
 
 
 def in_chunks(positions: Sequence[int]) -> list[list[int]]:

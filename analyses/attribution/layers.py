@@ -8,7 +8,7 @@ circuits: Nanda 2023, Dunefsky et al. 2024). What MLPs and later biases leave ov
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -23,28 +23,23 @@ from ln_probe.analyses.attribution.shared import (
     AttributionError,
     Bar,
     Tokens,
-    bias_part,
     draw,
-    head_part,
     largest,
     place,
     prompt,
-    whole_part,
 )
 from ln_probe.hooks.components import (
     Part,
     Source,
     Writers,
     attention_output,
+    bias_part,
+    head_part,
     watched,
+    whole_part,
 )
 from ln_probe.hooks.linearized import linearized
-from ln_probe.hooks.model import (
-    HookedModel,
-    blocks,
-    check_model,
-    evaluating,
-)
+from ln_probe.hooks.model import HookedModel, attentions, blocks, check_model, child_of, evaluating, hooks_on
 
 LAYER_COLUMNS = ("part", "kind", "layer", "index", "direct", "mediated", "effect")
 # |gradient through queries| over the effects' own size that counts as "patterns are held"; where they are, it is 0.
@@ -115,7 +110,8 @@ def attribute_through_layers(
     direct = attribute_logits(hooked, ids, at, target, against)
     assert isinstance(direct, LogitAttribution)
     direct.check()
-    with evaluating(hooked), linearized(hooked), _Watched(hooked, len(ids)) as seen, torch.enable_grad():
+    seen = _Watched(hooked, len(ids))
+    with evaluating(hooked), linearized(hooked), seen.hooks(), torch.enable_grad():
         logits = _without_cap(hooked(ids[None], return_type="logits")[0, at], direct.soft_cap)
         asked = logit_asked(hooked, logits, target, against)
         found = seen.effects(asked)
@@ -149,7 +145,7 @@ def _without_cap(logits: Float[Tensor, " d_vocab"], cap: float) -> Float[Tensor,
 
 
 class _Watched:
-    """Hooks that hold patterns and keep what is written with its graph, while a `with` block lasts."""
+    """Keeps what is written with its graph, and holds patterns, under its `hooks`."""
 
     def __init__(self, model: HookedModel, length: int) -> None:
         self.model, self.length, self.writers = model, length, Writers(model)
@@ -158,31 +154,18 @@ class _Watched:
         self.streams: dict[int, Tensor] = {}
         self.queries: dict[int, Tensor] = {}
         self.first_order: dict[int, float] = {}
-        self._stack = ExitStack()
 
-    def __enter__(self) -> _Watched:
-        for source, module in watched(self.model):
-            self._put(module.register_forward_hook(self._keep(self.written, source, leaf=source.layer < 0)))
-        for layer, block in enumerate(blocks(self.model)):
-            self._put(block.register_forward_pre_hook(self._stream(layer)))
-            attn = getattr(block, "attn", None)
-            if not isinstance(attn, nn.Module):
-                continue
-            self._put(attention_output(attn).register_forward_hook(self._keep(self.outputs, layer)))
+    def hooks(self) -> AbstractContextManager[None]:
+        after = [(m, self._keep(self.written, source, leaf=source.layer < 0)) for source, m in watched(self.model)]
+        for layer, attn in attentions(self.model).items():
+            after.append((attention_output(attn), self._keep(self.outputs, layer)))
             for name, hook in (("hook_pattern", _detached), ("hook_q", self._keep(self.queries, layer))):
-                point = getattr(attn, name, None)
-                if isinstance(point, nn.Module):
-                    self._put(point.register_forward_hook(hook))
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self._stack.close()
-
-    def _put(self, handle: Any) -> None:
-        self._stack.callback(handle.remove)
+                if (point := child_of(attn, name)) is not None:
+                    after.append((point, hook))
+        return hooks_on(after, [(block, self._stream(layer)) for layer, block in enumerate(blocks(self.model))])
 
     def _keep(self, into: dict[Any, Tensor], key: Any, *, leaf: bool = False) -> Any:
-        def hook(_m: nn.Module, _args: Any, output: Any) -> Any:
+        def hook(_m: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
             value = output[0] if isinstance(output, tuple) else output
             if key in into:
                 return None
@@ -194,7 +177,7 @@ class _Watched:
         return hook
 
     def _stream(self, layer: int) -> Any:
-        def hook(_m: nn.Module, args: Any) -> None:
+        def hook(_m: nn.Module, args: Any, _kwargs: Any) -> None:
             self.streams[layer] = args[0]
 
         return hook
@@ -217,10 +200,8 @@ class _Watched:
 
         size = max(abs(float(asked.detach())), 1e-300)
         for layer in self.queries:
-            if (
-                float(by[id(self.queries), layer].abs().max()) * float(self.queries[layer].detach().abs().max())
-                > _HELD * size
-            ):
+            largest_gradient = float(by[id(self.queries), layer].abs().max())
+            if largest_gradient * float(self.queries[layer].detach().abs().max()) > _HELD * size:
                 raise AttributionError(
                     f"the attention pattern of layer {layer} cannot be held: this world shows it after it was used. "
                     "Load the model as a HookedTransformer (TransformerLens 3.9), or use attribute_logits"
@@ -245,5 +226,5 @@ class _Watched:
         return found
 
 
-def _detached(_m: nn.Module, _args: Any, output: Tensor) -> Tensor:
+def _detached(_m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> Tensor:
     return output.detach()

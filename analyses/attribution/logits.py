@@ -10,10 +10,10 @@ share is split into what it would give without projection, w·gain·x_p / sigma,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import pandas as pd
 import torch
@@ -66,7 +66,7 @@ from ln_probe.hooks.model import (
     n_layers,
     weight_of,
 )
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, bias_of, gain_of
 from ln_probe.hooks.sites import facts_of
 
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
@@ -293,11 +293,8 @@ def attribute_logits(
                 uncapped = reader.uncapped(own, seen, cached is not None)[0]
                 best = int(uncapped[0, : outputs(hooked)].argmax())
                 ids = torch.tensor([[best] if target is None else token_ids(hooked, target)])
-                others = (
-                    against
-                    if against is None or (isinstance(against, str) and against == MEAN)
-                    else (torch.tensor([token_ids(hooked, against)]))
-                )
+                kept = against is None or (isinstance(against, str) and against == MEAN)
+                others = against if kept else torch.tensor([token_ids(hooked, cast(Tokens, against))])
             assert ids is not None
             at = [row_number(places, i, k) for i, k in known]
             other = others[at] if isinstance(others, Tensor) else others
@@ -311,8 +308,8 @@ def attribute_logits(
             label += " minus " + (
                 token_names(others[0].tolist(), names) if isinstance(others, Tensor) else "the mean logit"
             )
-        return _one(values, reader, label)
-    return _several(results, places, valid, _label(hooked, target, against), reader)
+        return _one(values, label)
+    return _several(results, places, valid, _label(hooked, target, against))
 
 
 def _label(model: HookedModel, target: Any, against: Any) -> str:
@@ -383,7 +380,7 @@ class _Reader:
         terms, sigma = self._terms(split, w, named, of_features)
         zeros = torch.zeros(len(w), dtype=torch.float64)
         if self.final is not None and self.final.bias is not None:
-            added = self.final.bias.detach().cpu().double()
+            added = bias_of(self.final)
             of_bias = torch.stack([row @ added for row in w])
             part = Part(f"{self.final.name} bias", "norm bias", self.final.layer)
             terms[part] = torch.stack([zeros, zeros, of_bias], 1)
@@ -400,7 +397,7 @@ class _Reader:
         of_features: Sequence[int],
     ) -> tuple[dict[Part, Float64[Tensor, "row term"]], Float64[Tensor, " row"]]:
         final = self.final
-        gain = w if final is None or final.gain is None else w * final.gain.detach().cpu().double()
+        gain = w if final is None else w * gain_of(final)
         sigma = torch.ones(len(w), 1).double() if final is None else split.sigma(self.where)
         projects = final is not None and final.projects
         readings = [gain / sigma, *([torch.full_like(gain, 1.0 / gain.shape[1])] if projects else [])]
@@ -443,8 +440,13 @@ def _in_layers(terms: dict[Part, Float64[Tensor, "row term"]]) -> dict[Part, Flo
     return summed
 
 
-def _one(values: _Values, reader: _Reader, label: str) -> LogitAttribution:
-    rows = [_row(part, *map(float, terms[0])) for part, terms in values.terms.items()]
+def _one(values: _Values, label: str) -> LogitAttribution:
+    rows = []
+    for part, terms in values.terms.items():
+        without, taken, bias = each = terms[0].tolist()
+        rows.append(
+            {**part_columns(part), "contribution": without + taken + bias, **dict(zip(TERMS, each, strict=True))}
+        )
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     return LogitAttribution(
         table, math.fsum(table["contribution"]), float(values.own[0]), float(values.scale[0]), values.bound, label,
@@ -457,7 +459,6 @@ def _several(
     places: Sequence[Sequence[int]],
     valid: Bool[Tensor, " row"] | None,
     label: str,
-    reader: _Reader,
 ) -> LogitAttributions:
     assert valid is not None
     parts = tuple(results[0][1].terms)
@@ -534,13 +535,3 @@ def _factor(model: HookedModel, logits: Float64[Tensor, "row d_vocab"], seen: Re
     if plain is None:
         return factor
     return factor if float((logits - factor * plain).abs().max()) < float((logits - plain).abs().max()) else 1.0
-
-
-def _row(part: Part, without: float, taken: float, bias: float) -> Mapping[str, object]:
-    return {
-        **part_columns(part),
-        "contribution": without + taken + bias,
-        "without_projection": without,
-        "projection": taken,
-        "bias": bias,
-    }

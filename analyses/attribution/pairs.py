@@ -22,6 +22,7 @@ from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.capture import record_attention
 from ln_probe.hooks.components import Part
 from ln_probe.hooks.model import HookedModel
+from ln_probe.hooks.norm import bias_of, gain_of
 from ln_probe.hooks.sites import ModelFacts
 
 TERMS = ("projection", "gain", "bias", "sigma")
@@ -150,8 +151,7 @@ class _HeadPairs:
         maps = one.heads
         W, b, norm = (maps.W_Q, maps.b_Q, maps.q_norm) if name == "Q" else (maps.W_K, maps.b_K, maps.k_norm)
         W, b = W[one.head].cpu(), b[one.head].cpu()
-        gain = torch.ones(site.d).double() if site.gain is None else site.gain.detach().cpu().double()
-        lift = torch.zeros(site.d).double() if site.bias is None else site.bias.detach().cpu().double()
+        gain, lift = gain_of(site), bias_of(site)
         at = torch.arange(one.length)
         fixed: dict[str, Tensor] = {}
         with torch.enable_grad():

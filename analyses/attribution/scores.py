@@ -305,8 +305,9 @@ def maps_of(facts: ModelFacts, look: AttentionInput) -> Heads:
 
 def _visible(one: Head, query: int, key: int) -> None:
     if not bool(one.mask[query, key]):
-        visible = [int(i) for i in torch.nonzero(one.mask[query])[:, 0]]
-        raise AttributionError(f"query {query} does not see key {key}: it sees {_ranges(visible)}")
+        visible = torch.nonzero(one.mask[query])[:, 0].tolist()
+        ends = dict.fromkeys(map(str, (visible[0], visible[-1])))
+        raise AttributionError(f"query {query} does not see key {key}: it sees {' … '.join(ends)}")
 
 
 def _with_features(heads: Sequence[Head], positions: Sequence[Sequence[int]]) -> list[Head]:
@@ -331,7 +332,7 @@ def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAtt
     typical = float(one.site.sigma(one.seen.x[visible].double()).median())
     queries = one.side("Q", [q_at], typical)
     mine = one.side("K", [k_at], typical)
-    two = None if other is None else one.mean_side("K", other, typical)
+    two = None if other is None else one.mean_keys(other, typical)
 
     def score(q: Tensor, k: Tensor) -> float:
         return float((q * k).sum()) / heads.divisor
@@ -480,7 +481,3 @@ def _several(
 
 def _row(side: str, part: Part, value: float) -> dict[str, object]:
     return {"side": side, **part_columns(part), "contribution": value}
-
-
-def _ranges(visible: list[int]) -> str:
-    return f"{visible[0]} … {visible[-1]}" if len(visible) > 1 else str(visible[0])

@@ -16,9 +16,10 @@ from markupsafe import Markup
 from torch import Tensor
 
 from ln_probe.hooks.capture import is_cache
-from ln_probe.hooks.components import Part, Source
+from ln_probe.hooks.components import Part
 from ln_probe.hooks.default_tokens import encode, tokenizer_of
-from ln_probe.hooks.model import HookedModel, before_projection, context_length, device_of, vocabulary_size, weight_of
+from ln_probe.hooks.model import HookedModel, before_projection, device_of, vocabulary_size, weight_of
+from ln_probe.hooks.scales import check_ids
 
 MEAN = "mean"
 TOP = 12  # bars before the rest, rows of `top`: what fits a notebook cell
@@ -84,14 +85,10 @@ def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
         ids = ids[0]
     if ids.ndim != 1:
         raise AttributionError(f"attribution is of one prompt, [pos] or [1 pos] token ids: got {list(ids.shape)}")
-    if len(ids) > context_length(model):
-        raise AttributionError(
-            f"{len(ids)} tokens are more than the context of {context_length(model)}: cut the prompt"
-        )
-    size = vocabulary_size(model)
-    wrong = ids[(ids < 0) | (ids >= size)]
-    if len(wrong):
-        raise AttributionError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
+    try:
+        check_ids(model, ids)
+    except ValueError as error:
+        raise AttributionError(str(error)) from error
     found: Tensor = ids.long().to(device_of(model))
     return found
 
@@ -273,22 +270,6 @@ def soft_cap(model: HookedModel) -> float:
     """What the model squashes its logits to, cap·tanh(logit / cap); 0 if it does not."""
     cap = getattr(model.cfg, "output_logits_soft_cap", None)
     return float(cap) if isinstance(cap, int | float) and cap > 0 else 0.0
-
-
-def head_part(layer: int, head: int) -> Part:
-    """The part that one attention head is."""
-    return Part(f"L{layer}H{head}", "head", layer, head)
-
-
-def whole_part(source: Source) -> Part:
-    """The part that an MLP or an embedding is, without its bias."""
-    kind = {"mlp": "mlp", "pos_embed": "position"}.get(source.kind, "embedding")
-    return Part(source.kind if source.layer < 0 else f"L{source.layer} mlp", kind, source.layer)
-
-
-def bias_part(source: Source) -> Part:
-    """The part that the output bias of an attention layer or an MLP is."""
-    return Part(f"L{source.layer} {'b_O' if source.kind == 'attn' else 'b_out'}", "bias", source.layer)
 
 
 def part_columns(part: Part) -> dict[str, object]:

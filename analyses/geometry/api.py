@@ -33,7 +33,7 @@ from fractions import Fraction
 from typing import Any, Literal, overload
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Int8, Int64, Shaped
+from jaxtyping import Bool, Float, Float64, Int64, Shaped
 
 from ln_probe.analyses.geometry.checker import SLACK, Checker
 from ln_probe.analyses.geometry.compiled import in_threads
@@ -486,115 +486,22 @@ def set_geometry(
     return SetGeometry(given, sets, proved, bracket, first, open_positions, reach, sets.first, reachable)
 
 
-def attainable_attention(
-    keys: Float[Array, "*batch key d"],
-    query_set: float | tuple[Float[Array, "*batch d"], Float[Array, "*batch d r"]],
-    bias: Float[Array, "*batch key"] | None = None,
-    *,
-    starts: Float64[np.ndarray, "*batch key r"] | None = None,
-    gap: float = WEIGHT_GAP,
-    threads: int | None = None,
-) -> tuple[Float64[np.ndarray, "*batch key"], Float64[np.ndarray, "*batch key"]]:
-    """The largest softmax weight every key can get from a query of a set, without the rest of `key_geometry`.
-
-    Args:
-        keys, query_set, bias: as for `key_geometry`; scores are plain products in nats.
-        starts: directions of u in which good queries are expected, as `KeyGeometry.attainable_at` of a larger set
-            gives them; halves the time.
-        gap: how far apart weight and upper bound may be (absolute).
-        threads: how many sets to work on at a time, by default as many as there are processors.
-
-    Returns:
-        the weight that some query of the set gives, and an upper bound for all of them, both proved.
-
-    Raises:
-        TypeError, ValueError: as for `key_geometry`; scores that overflow.
-    """
-    values, lift, batched = key_sets(keys, bias)
-    queries = query_sets(query_set, len(values), values.shape[2])
-    first = starts if starts is None or batched else starts[None]
-
-    def one(b: int) -> Attainable:
-        given = GivenSet(values[b], None if lift is None else lift[b], queries[b])
-        return _attention(given, None if first is None else first[b], gap)
-
-    found = in_threads(one, range(len(values)), threads)
-    weight, upper = np.stack([f.weight for f in found]), np.stack([f.upper for f in found])
-    return (weight, upper) if batched else (weight[0], upper[0])
-
-
-def _attention(
-    given: GivenSet,
-    starts: Float64[np.ndarray, "some r"] | None,
-    gap: float = WEIGHT_GAP,
-    only: Int64[np.ndarray, " some"] | None = None,
-) -> Attainable:
-    checker = Checker(given.keys, given.bias, given.queries, TAU, units=given.units)
-    return prove_attention(checker, attainable(given.measured, starts, gap, only), only)
-
-
-@dataclass(frozen=True)
-class SomeKeys:
-    """What was found out about the keys asked for, in their order.
-
-    Attributes:
-        verdict: index into `decide.NAMES`.
-        margin_lower, margin_upper, attainable, attainable_upper, first_unselectable_at: as in `KeyGeometry`; NaN where
-            not asked for.
-        attainable_at: u of the query that gives `attainable`; None without a set of queries.
-        reachable: as in `KeyGeometry`; None without a set of queries, and where margins were not asked for.
-    """
-
-    verdict: Int8[np.ndarray, " some"]
-    margin_lower: Float64[np.ndarray, " some"]
-    margin_upper: Float64[np.ndarray, " some"]
-    attainable: Float64[np.ndarray, " some"]
-    attainable_upper: Float64[np.ndarray, " some"]
-    first_unselectable_at: Float64[np.ndarray, " some"]
-    attainable_at: Float64[np.ndarray, "some r"] | None
-    reachable: Bool[np.ndarray, " some"] | None
-
-
-def some_keys(
-    keys: Float64[np.ndarray, "key d"],
-    bias: Float64[np.ndarray, " key"] | None,
-    queries: QuerySet | None,
-    only: Int64[np.ndarray, " some"],
-    *,
-    causal: bool = False,
-    margins: bool = True,
-) -> SomeKeys:
-    """The geometry of the keys `only` among all of one set.
-
-    Args:
-        keys, bias: of the set, finite.
-        queries: the set of queries; None: margins relative to the RMS norm, no attention.
-        only: which keys.
-        causal: also from which position on each is unselectable.
-        margins: whether margins are wanted.
-    """
-    found = set_geometry(keys, bias, queries, causal, RELATIVE_GAP if margins else None, only=only)
-    nothing, reach = np.full(len(only), np.nan), found.attainable
-    lower, upper = found.bounds if len(keys) > 1 and margins else (nothing, nothing)
-    return SomeKeys(
-        found.proved.verdicts.code[only],
-        lower,
-        upper,
-        nothing if reach is None else reach.weight,
-        nothing if reach is None else reach.upper,
-        nothing if found.first is None else found.first.at[only].astype(float),
-        None if reach is None else reach.point,
-        found.reachable,
-    )
-
-
-def some_attention(
+def set_attention(
     keys: Float64[np.ndarray, "key d"],
     bias: Float64[np.ndarray, " key"] | None,
     queries: QuerySet,
-    only: Int64[np.ndarray, " some"],
+    only: Int64[np.ndarray, " some"] | None = None,
     starts: Float64[np.ndarray, "some r"] | None = None,
-) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
-    """The largest softmax weight that each of the keys `only` can get among all, and what no query exceeds."""
-    found = _attention(GivenSet(keys, bias, queries), starts, only=only)
-    return found.weight, found.upper
+    gap: float = WEIGHT_GAP,
+) -> Attainable:
+    """The largest softmax weights of valid float64 keys, without the rest of `set_geometry`; scores are in nats.
+
+    Args:
+        only: of these keys (among all), a row for each; None: of all.
+        starts: directions of u in which good queries are expected, as a larger set's `Attainable.point` has them;
+            halves the time.
+        gap: how far apart weight and upper bound may be (absolute).
+    """
+    given = GivenSet(keys, bias, queries)
+    checker = Checker(keys, bias, queries, TAU, units=given.units)
+    return prove_attention(checker, attainable(given.measured, starts, gap, only), only)

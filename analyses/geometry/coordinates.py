@@ -292,17 +292,15 @@ def _generic(dim: int) -> Float64[np.ndarray, " dim"]:
     return np.asarray(direction / float(np.linalg.norm(direction)))
 
 
-def merge(
-    rows: Float64[np.ndarray, "key dim"], tau: float = TAU
-) -> tuple[Int64[np.ndarray, " key"], Int64[np.ndarray, " key"]]:
+def merge(rows: Float64[np.ndarray, "key dim"]) -> tuple[Int64[np.ndarray, " key"], Int64[np.ndarray, " key"]]:
     """Index of a representative of every key, to be solved for in its place, and of the first key that equals it.
 
-    A group is what lies within `tau` of its first key and belongs to no earlier group, so chains of near-equal keys do
+    A group is what lies within TAU of its first key and belongs to no earlier group, so chains of near-equal keys do
     not run together. Which keys lead depends on their order; what is found for a group counts for a key only if the
     checker proves it of that key.
     """
     place = rows @ _generic(rows.shape[1])
-    return _neighbours(rows, np.argsort(place, kind="stable"), place, tau)
+    return _neighbours(rows, np.argsort(place, kind="stable"), place, TAU)
 
 
 def span(rows: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "d rank"]:

@@ -188,13 +188,11 @@ class LargeChecker(Checker):
 
     Args:
         keys: of any floating-point type and layout.
-        bias, queries, tau: as for `Checker`.
+        bias, queries: as for `Checker`.
     """
 
-    def __init__(
-        self, keys: Float[np.ndarray, "key d"], bias: Floats | None, queries: QuerySet | None, tau: float = TAU
-    ) -> None:
-        self.tau, self.name, self.number, self.plain = tau, "", len(keys), keys.shape[1]
+    def __init__(self, keys: Float[np.ndarray, "key d"], bias: Floats | None, queries: QuerySet | None) -> None:
+        self.tau, self.name, self.number, self.plain = TAU, "", len(keys), keys.shape[1]
         self.powers = GIVEN
         self.doubt = 0.0 if queries is not None else 2.0 * (sum(keys.shape) + 8) * _EPS
         parts = [slice(first, first + _READ) for first in range(0, len(keys), _READ)]
@@ -392,28 +390,26 @@ _MARGIN_RIVALS, _MARGIN_MORE = 64, 32
 _SHARES = (1 / 32, 1 / 32, 1 / 16, 1 / 16, 1 / 16, 1 / 8, 1 / 8, 1 / 2)
 # Steps of all targets together, then of each alone.
 _TOGETHER, _ALONE = 12, 40
-# Share of the gap that is left to the solver; the rest is for the rounding that a proof takes off.
-# The second-order model is refined by this where the line search cuts its steps short.
 
 
 def margins_large(
-    checker: LargeChecker, keys: Int64[np.ndarray, " some"], gap: float = RELATIVE_GAP
+    checker: LargeChecker, keys: Int64[np.ndarray, " some"]
 ) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
-    """Proved bounds of the margins of some keys among all, in nats; as far apart as `gap` asks for, or as the budget of
-    the solver leaves them."""
+    """Proved bounds of the margins of some keys among all, in nats; no farther apart than RELATIVE_GAP, unless the
+    budget of the solver ends."""
     space = checker.measured
     lower, upper = np.full(len(keys), -np.inf), np.full(len(keys), np.inf)
     some = np.unique(np.concatenate([keys, *_best(checker, into_ball(space.rows[keys]), _MARGIN_RIVALS)]))
     todo = np.arange(len(keys))
     for share in _SHARES:
-        points, weights = _proposed(checker, some, keys[todo], gap, share * BUDGET)
+        points, weights = _proposed(checker, some, keys[todo], share * BUDGET)
         found = checker.gap_at_least(keys[todo], points).lower
         lower[todo] = np.maximum(lower[todo], found)
         upper[todo] = np.minimum(upper[todo], checker.gap_at_most(keys[todo], weights).upper)
         size = np.maximum(np.abs(lower[todo]), np.abs(upper[todo]))
         # (What cannot be selected is judged to tau, and its margin of 0 is known no better.)
         floor = np.where(lower[todo] <= 0.0, 1.01 * TAU, 2 * ZERO) * space.size
-        wide = ~(upper[todo] - lower[todo] <= np.maximum(gap * size * (1 + 1e-3), floor))
+        wide = ~(upper[todo] - lower[todo] <= np.maximum(RELATIVE_GAP * size * (1 + 1e-3), floor))
         todo, points = todo[wide], points[wide]
         if len(todo) == 0:
             break
@@ -431,7 +427,7 @@ def _best(checker: LargeChecker, points: Float64[np.ndarray, "some r"], count: i
 
 
 def _proposed(
-    checker: LargeChecker, some: Ints, keys: Ints, gap: float, budget: float
+    checker: LargeChecker, some: Ints, keys: Ints, budget: float
 ) -> tuple[Float64[np.ndarray, "some r"], Rows]:
     """Queries and weights (over all keys) for the margins of keys among some."""
     space = checker.measured
@@ -441,13 +437,13 @@ def _proposed(
     sets = checker.among(some)
     places = np.searchsorted(some, keys)
     verdicts: Verdicts = decide(sets, threads=None, only=places)
-    point, weights = propose(measured(sets, where, through_queries=True), verdicts, gap, places, budget)
+    point, weights = propose(measured(sets, where, through_queries=True), verdicts, RELATIVE_GAP, places, budget)
     return point, replace(weights, index=some[weights.index])
 
 
-def attainable_large(checker: LargeChecker, keys: Int64[np.ndarray, " some"], gap: float = WEIGHT_GAP) -> Attainable:
+def attainable_large(checker: LargeChecker, keys: Int64[np.ndarray, " some"]) -> Attainable:
     """The largest softmax weights of some keys among all; `prove.prove_attention` checks them."""
-    work = _Weights(checker, keys, gap * _PROOF)
+    work = _Weights(checker, keys, WEIGHT_GAP * _PROOF)
     for _ in range(_TOGETHER):
         if not len(work.todo):
             break

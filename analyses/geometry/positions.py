@@ -123,8 +123,6 @@ def attainable_anywhere(
     causal: bool,
     window: int | None = None,
     only: Int64[np.ndarray, " some"] | None = None,
-    starts: Float64[np.ndarray, "some r"] | None = None,
-    gap: float = WEIGHT_GAP,
 ) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
     """Bound the largest softmax weight of each key over all positions that see it and another key.
 
@@ -136,8 +134,6 @@ def attainable_anywhere(
         causal: whether a position sees no later keys.
         window: how many keys a position sees at most, its own included; None: no limit.
         only: of these keys; None: of all.
-        starts: u of queries that are expected to be good, at the last position.
-        gap: of the problem at the last position: how far apart weight and bound may be (absolute).
 
     Returns:
         A weight that a query at some position gives, and what no query at any position exceeds; NaN where no position
@@ -148,18 +144,18 @@ def attainable_anywhere(
     if number < 2 or (window is not None and window < 2):
         nothing = np.full(len(targets), np.nan)
         return nothing, nothing
-    problem = _Problem(keys, bias, queries, rotary, causal, window, targets, gap)
+    problem = _Problem(keys, bias, queries, rotary, causal, window, targets)
     first = np.maximum(targets, 1) if causal else np.zeros_like(targets)
     last = np.full(len(targets), number - 1)
     if window is None or window >= number:
-        return problem.between(first, last, starts)
+        return problem.between(first, last)
     last = np.minimum(last, targets + window - 1)
     middle = (first + last) // 2
-    weight, upper = problem.between(first, middle, starts)
+    weight, upper = problem.between(first, middle)
     later = np.flatnonzero(middle < last)
     if len(later):
-        problem = _Problem(keys, bias, queries, rotary, causal, window, targets[later], gap)
-        more = problem.between(middle[later] + 1, last[later], None if starts is None else starts[later])
+        problem = _Problem(keys, bias, queries, rotary, causal, window, targets[later])
+        more = problem.between(middle[later] + 1, last[later])
         weight[later], upper[later] = np.maximum(weight[later], more[0]), np.maximum(upper[later], more[1])
     return weight, upper
 
@@ -176,20 +172,19 @@ class _Problem:
         causal: bool,
         window: int | None,
         targets: Ints,
-        gap: float,
     ) -> None:
         self.keys = keys - keys.mean(axis=0)
         self.bias = np.zeros(len(keys)) if bias is None else bias - bias.mean()
         self.length = np.linalg.norm(self.keys, axis=1)
         self.queries, self.rotary, self.causal, self.window = queries, rotary, causal, window
-        self.targets, self.gap = targets, gap
+        self.targets = targets
         # Of a sum over the keys or the dimensions, and what follows it, relative to the sizes of its terms.
         self.rounding = (sum(keys.shape) + 16) * _AMPLE * _EPS
 
-    def between(self, first: Ints, last: Ints, starts: Float64[np.ndarray, "some r"] | None) -> tuple[Floats, Floats]:
+    def between(self, first: Ints, last: Ints) -> tuple[Floats, Floats]:
         """A weight at position `first` of each key, and a bound for all positions from there to `last`."""
         low, high = self._seen(last)[0], self._seen(first)[1]
-        rows, offset, best, proof = self._solved(low, high, starts)
+        rows, offset, best, proof = self._solved(low, high)
         scores = proof @ rows.T + offset
         place = np.arange(len(self.keys))
         scores[(place < low[:, None]) | (place > high[:, None])] = -np.inf
@@ -236,7 +231,7 @@ class _Problem:
         return low, position if self.causal else np.full_like(position, len(self.keys) - 1)
 
     def _solved(
-        self, low: Ints, high: Ints, starts: Float64[np.ndarray, "some r"] | None
+        self, low: Ints, high: Ints
     ) -> tuple[Float64[np.ndarray, "key r"], Floats, Float64[np.ndarray, "some r"], Float64[np.ndarray, "some r"]]:
         """The keys as the last position's queries see them, what is added to their scores, and for each target the u
         that gives it the largest weight among the keys from `low` to `high`, and the u that proves a bound of it."""
@@ -244,7 +239,6 @@ class _Problem:
         rows = np.ascontiguousarray(self.keys @ axes[0])
         offset = self.keys @ center[0] + self.bias
         first = into_ball(rows[self.targets])
-        both = np.stack([first] if starts is None else [first, into_ball(np.nan_to_num(starts))])
         best, proof = np.empty_like(first), np.empty_like(first)
         for start in np.unique(low):  # one, but for a window
             some = np.flatnonzero(low == start)
@@ -254,8 +248,8 @@ class _Problem:
                 np.ascontiguousarray(part.T),
                 np.ascontiguousarray(offset[start:]),
                 self.targets[some] - start,
-                np.ascontiguousarray(both[:, some]),
-                self.gap,
+                first[some][None],
+                WEIGHT_GAP,
                 STEPS,
                 counts=high[some] - start + 1,
             )[2:4]

@@ -115,20 +115,16 @@ def _repair(
         rows.pop(i, None)
         like = known.setdefault(sets.normalized[i].tobytes(), i)
         if like != i:  # an exact copy of one that was done
-            code[i], query[i], source[i], clear[i], repaired[i] = (
-                code[like],
-                query[like],
-                like,
-                clear[like],
-                repaired[like],
-            )
+            for found in (code, query, clear, repaired):
+                found[i] = found[like]
+            source[i] = like
             continue
         code[i], clear[i] = UNDECIDED, np.nan
-        for found, index, value in alone(sets, i, budget):
+        for asked, index, value in alone(sets, i, budget):
             one = np.array([i])
-            gap, near = checker.selects(one, found[None])
+            gap, near = checker.selects(one, asked[None])
             if gap.lower[0] > TAU * (1 - SLACK):
-                code[i], query[i], clear[i] = (DUPLICATE if near[0] else SELECTABLE), found, gap.lower[0]
+                code[i], query[i], clear[i] = (DUPLICATE if near[0] else SELECTABLE), asked, gap.lower[0]
                 break
             if len(index):
                 miss = checker.reproduces(one, Rows(np.array([0, len(index)]), index, value))

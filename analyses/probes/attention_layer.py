@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.positions import QuerySets
-from ln_probe.hooks.attention import Heads, visible_softmax
+from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.capture import AttentionInput
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Constant
@@ -115,11 +115,6 @@ class AttentionLayer:
         no longer be selected: with a causal mask, and no window that keys fall out of."""
         return self.seen.causal and self.seen.window is None
 
-    @cached_property
-    def query_set(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Center and axes of the chosen heads' reachable queries at the last position; None if they are unbounded."""
-        return self.reachable(self.length - 1)
-
     def reachable(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
         if ("reachable", position) not in self._sets:
@@ -198,11 +193,7 @@ class AttentionLayer:
     def pattern(self, variant: str) -> Float[Tensor, "head query key"] | None:
         """What all heads would pay to the keys of a variant; None if it changes nothing by construction."""
         assert self.heads is not None
-        if self.no_op(variant):
-            return None
-        bias = self.heads.bias(self.length)
-        found = scores(self.queries[0], self.keys(variant), self.heads.divisor, bias)
-        return visible_softmax(found, causal=self.heads.causal, window=self.heads.window)
+        return None if self.no_op(variant) else self.heads.pattern(self.queries[0], self.keys(variant))
 
     @cached_property
     def _intact(self) -> Float[Tensor, "pos d_model"]:

@@ -285,10 +285,7 @@ def over_groups(
         seed: of resamples.
     """
     taken = predicted > 0
-    sums, weights = (
-        statistics.by_group(change[taken], groups[taken]),
-        statistics.by_group(predicted[taken], groups[taken]),
-    )
+    sums, weights = (statistics.by_group(values[taken], groups[taken]) for values in (change, predicted))
     found = statistics.infer_mean(sums, weights, seed=seed)
     return {
         "delta_loss_low": found.low,

@@ -26,7 +26,7 @@ from ln_probe.analyses.geometry.compiled import compiled, room
 from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Needs, Piece, Probe, ProbeResults, largest
 from ln_probe.analyses.probes.columns import LAYERNORMS
 from ln_probe.analyses.probes.text import percent
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, bias_of, gain_of
 
 
 class Decomposition(Probe):
@@ -217,9 +217,7 @@ class SiteStatistics:
         if site.kind == "unknown":  # its terms are not known: nothing to divide by, nothing to compare with
             site = replace(site, constant_scale=math.nan)
         self.site = site
-        gain = torch.ones(site.d) if site.gain is None else site.gain
-        bias = torch.zeros(site.d) if site.bias is None else site.bias
-        self._gain, self._bias = (t.detach().to("cpu", torch.float64).contiguous().numpy() for t in (gain, bias))
+        self._gain, self._bias = (t.contiguous().numpy() for t in (gain_of(site), bias_of(site)))
 
     def add(
         self, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"], *, heads: int = 1
@@ -279,7 +277,7 @@ class SiteStatistics:
         gain = None if site.gain is None else site.gain.double()
         if gain is None and site.kind in ("layernorm", "rmsnorm"):
             gain = torch.ones(1, dtype=torch.float64)  # folded away: as good as 1
-        bias_norm = math.nan if site.kind == "rmsnorm" else 0.0 if site.kind == "layernorm" else math.nan
+        bias_norm = 0.0 if site.kind == "layernorm" else math.nan
         if site.bias is not None:
             bias_norm = float(site.bias.double().norm())
         row: dict[str, object] = {

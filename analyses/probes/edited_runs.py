@@ -35,7 +35,7 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from ln_probe.analyses.probes.leading import every_one_is_run, with_largest
 from ln_probe.analyses.probes.norm_estimates import norm_estimates
@@ -44,7 +44,16 @@ from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.hooks.capture import is_causal, window_of
 from ln_probe.hooks.edits import Edit, Positions
 from ln_probe.hooks.interventions import GROUPS, lost_edits, members, why_nothing
-from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, vocabulary_size
+from ln_probe.hooks.model import (
+    HookedModel,
+    at_least_float32,
+    attentions,
+    child_of,
+    device_of,
+    dtype_of,
+    evaluating,
+    vocabulary_size,
+)
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
 from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
@@ -162,12 +171,9 @@ class EditedRuns:
         self.sites = {s.name: s for s in sites}
         self.causal: bool | None = None  # known after the first pass over more than one token
         self.outputs = vocabulary_size(model)
-        self._layers: list[Any] = [getattr(block, "attn", None) for block in blocks(model)]
-        self.attentions = [
-            (layer, pattern)
-            for layer, block in enumerate(blocks(model))
-            if (pattern := dict(_children(getattr(block, "attn", None))).get("hook_pattern")) is not None
-        ]
+        self._layers = attentions(model)
+        points = {layer: child_of(attn, "hook_pattern") for layer, attn in self._layers.items()}
+        self.attentions = [(layer, point) for layer, point in points.items() if point is not None]
         self.exact = frozenset(self._chosen(first) if exact is None else exact)
         if unknown := sorted(self.exact - set(self.sites)):
             raise ValueError(f"exact: {unknown[0]!r} is no norm that is measured ({', '.join(self.sites)})")
@@ -243,7 +249,7 @@ class EditedRuns:
                 self.no_gradient = str(error)
                 return
             shared = effects[row.signature, FROZEN]["nll"]
-            if abs(loss - shared) > _SAME_LOSS.get(_dtype(self.model), _SAME_HALF) * max(1.0, abs(shared)):
+            if abs(loss - shared) > _SAME_LOSS.get(dtype_of(self.model), _SAME_HALF) * max(1.0, abs(shared)):
                 raise ValueError(
                     f"prompt {prompt}, scaling frozen at {row.sites}: with the same constants a whole pass gives "
                     f"a loss of {loss:.6g} and shared passes give {shared:.6g}. Please report this with the output of "
@@ -354,14 +360,11 @@ class EditedRuns:
         if row.signature and not self._is_run(row):
             return dict.fromkeys(MEASURES, math.nan) | {"predicted": float(self.objective.weight(tokens))}
         found = effects[row.signature, FROZEN] if row.signature else intact
-        losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
-        if row.is_group:
-            if row.frozen:
-                losses |= {
-                    m: effects[row.signature, w]["nll"] for m, w in _OF_GROUPS.items() if (row.signature, w) in effects
-                }
-            else:
-                losses |= dict.fromkeys(_OF_GROUPS, found["nll"])
+        same = found["nll"] if row.is_group and not row.frozen else math.nan
+        losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, same)
+        if row.is_group and row.frozen:
+            ways = {m: effects.get((row.signature, way)) for m, way in _OF_GROUPS.items()}
+            losses |= {m: sums["nll"] for m, sums in ways.items() if sums is not None}
         compared = {"kl": found["kl"], "agree": found["agree"]}
         overflowed = math.isnan(found["kl"]) and not math.isnan(intact["kl"])
         if self.no_loss or self.meaningless:
@@ -411,7 +414,7 @@ class EditedRuns:
 
     def _entropies(self, layer: int, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
         """Of queries that had a choice: all but the first, or all in a bidirectional model."""
-        wide = pattern if pattern.dtype in (torch.float32, torch.float64) else pattern.float()
+        wide = at_least_float32(pattern)
         if self.causal is None or self.causal:
             if self.causal is None and len(pattern[0]) > 1:
                 self.causal = is_causal(pattern)
@@ -421,15 +424,7 @@ class EditedRuns:
         return entropy
 
 
-def _dtype(model: HookedModel) -> torch.dtype:
-    return next((p.dtype for _, p in model.named_parameters() if p.is_floating_point()), torch.float32)
-
-
 def _always(constants: Mapping[str, Constant | float]) -> Callable[[int], Mapping[str, Constant]]:
     """The same constants for every prompt."""
     same = {name: Constant.of(given) for name, given in constants.items()}
     return lambda _prompt: same
-
-
-def _children(module: Any) -> Iterator[tuple[str, nn.Module]]:
-    return module.named_children() if isinstance(module, nn.Module) else iter(())

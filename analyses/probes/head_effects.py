@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,13 +50,13 @@ from ln_probe.analyses.probes.leading import (
     other_prompts,
     with_largest,
 )
-from ln_probe.analyses.probes.shared_passes import passed_over
+from ln_probe.analyses.probes.shared_passes import mapped, passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
 from ln_probe.analyses.probes.text import counted
-from ln_probe.hooks.edits import Edit, LostEditError
-from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
+from ln_probe.hooks.edits import LostEditError
+from ln_probe.hooks.head_edits import attention_of, by_head, for_heads, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
-from ln_probe.hooks.model import HookedModel, blocks, device_of, evaluating, run, vocabulary_size
+from ln_probe.hooks.model import Hook, HookedModel, blocks, device_of, evaluating, hooks_on, run, vocabulary_size
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.scales import Constant
@@ -138,12 +137,9 @@ class HeadRuns:
             by_site: dict[str, dict[int, list[int]]] = {}
             for layer, site in self.sites.items():
                 by_site.setdefault(site.name, {})[layer] = self.heads[layer]
-
-            def make(edit: Edit) -> HeadEdit:
-                return HeadEdit(edit, by_site[edit.site.name])
-
+            every = list(dict.fromkeys(self.sites.values()))
             try:
-                self.lost = lost_edits(model, list(dict.fromkeys(self.sites.values())), make=make)
+                self.lost = lost_edits(model, every, make=partial(for_heads, by_site))
             except LostEditError as error:  # of all heads alike: no site is to blame
                 self.silent = str(error)
         if self.sites and not self.silent:
@@ -236,25 +232,21 @@ class HeadRuns:
                     raise ValueError(f"{site.name}: the attention of block {layer} does not read this norm's output")
                 found.edited[layer, variant] = by_head(z["z"], head_count(self.model, layer))[0]
 
-        def handed_on(layer: int, _m: nn.Module, _args: Any, z: Tensor) -> Tensor | None:
+        def handed_on(layer: int, _m: nn.Module, _args: Any, _kwargs: Any, z: Tensor) -> Tensor | None:
             if inside:
                 return None
             shifts[layer] = torch.zeros_like(z, requires_grad=True)
             found.z[layer] = by_head(z.detach(), head_count(self.model, layer))[0]
             return z + shifts[layer]
 
-        def done(_m: nn.Module, _args: Any, output: Any) -> None:
-            found.outputs.append(_mapped(Tensor.detach, output))
+        def done(*seen: Any) -> None:
+            found.outputs.append(mapped(Tensor.detach, seen[-1]))
 
-        with ExitStack() as stack:
-            for layer, site in self.sites.items():
-                attn, point = attention_of(self.model, layer), z_point(self.model, layer)
-                stack.callback(site.module.register_forward_hook(partial(norm, site), with_kwargs=True).remove)
-                before = attn.register_forward_pre_hook(partial(attention, layer, site), with_kwargs=True)
-                stack.callback(before.remove)
-                stack.callback(point.register_forward_hook(partial(handed_on, layer)).remove)
-            for block in blocks(self.model):
-                stack.callback(block.register_forward_hook(done).remove)
+        after: list[Hook] = [(site.module, partial(norm, site)) for site in self.sites.values()]
+        after += [(z_point(self.model, layer), partial(handed_on, layer)) for layer in self.sites]
+        after += [(block, done) for block in blocks(self.model)]
+        before = [(attention_of(self.model, i), partial(attention, i, site)) for i, site in self.sites.items()]
+        with hooks_on(after, before):
             with torch.enable_grad():
                 row = tokens[None].to(device_of(self.model))
                 loss = self.objective.sums(self.model(row, return_type="logits"), row).sum()
@@ -293,7 +285,7 @@ class HeadRuns:
     ) -> list[float]:
         """The summed loss of the prompt with one head edited, for each of (head, variant)."""
 
-        def replaced(_m: nn.Module, _args: Any, z: Tensor) -> Tensor:
+        def replaced(_m: nn.Module, _args: Any, _kwargs: Any, z: Tensor) -> Tensor:
             out = z.clone(memory_format=torch.contiguous_format)
             heads = by_head(out, head_count(self.model, layer))
             for row, (head, variant) in enumerate(rows):
@@ -303,26 +295,11 @@ class HeadRuns:
         start = layer if first.outputs else 0
         with (
             passed_over(blocks(self.model)[:start], first.outputs, len(rows)),
-            _hooked(z_point(self.model, layer), replaced),
+            hooks_on([(z_point(self.model, layer), replaced)]),
         ):
             batch = tokens.expand(len(rows), -1).to(device_of(self.model))
             output = run(self.model, batch, return_type="logits")
         return [float(x) for x in self.objective.sums(output, batch)]
-
-
-def _hooked(module: nn.Module, hook: Any) -> ExitStack:
-    stack = ExitStack()
-    stack.callback(module.register_forward_hook(hook).remove)
-    return stack
-
-
-def _mapped(change: Any, output: Any) -> Any:
-    """A block's output with every tensor of it changed."""
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, tuple | list):
-        return type(output)(_mapped(change, part) for part in output)
-    return output
 
 
 # ------------------------------------------------------------------------------------------------------------ the probe

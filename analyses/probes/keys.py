@@ -21,7 +21,7 @@ from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Piece
 from ln_probe.analyses.probes.columns import INTERVALS, KEYS
 from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval
-from ln_probe.hooks.variants import INTACT, VARIANTS
+from ln_probe.hooks.variants import INTACT, VARIANTS, no_op
 
 NORMALIZED, HEAD = "normalized", "head"
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
@@ -72,28 +72,6 @@ Block = Mapping[str, KeyRows]  # of one (layer, space), by variant
 Measures = dict[str, Shaped[np.ndarray, " ..."]]
 
 
-def _nothing(_variant: str) -> str:
-    return ""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerMeasures:
-    """What measures of one layer are about.
-
-    Attributes:
-        space: normalized or head.
-        heads: a row each in the measures; dim: dimension of the space the keys lie in.
-        no_op: why a variant changes nothing by construction; empty if it does change something.
-        theorem: why no key can be unselectable under a variant; empty if one can.
-    """
-
-    space: str
-    heads: Sequence[int]
-    dim: int
-    no_op: Callable[[str], str]
-    theorem: Callable[[str], str] = _nothing
-
-
 class Collected:
     """Takes in measures prompt by prompt; a piece at the end."""
 
@@ -101,35 +79,36 @@ class Collected:
         self._rows: dict[tuple[int, str, str], list[KeyRows]] = {}
 
     def add(
-        self, prompt: int, attended: AttentionLayer, about: LayerMeasures, measure: Callable[[str], Measures]
+        self,
+        prompt: int,
+        attended: AttentionLayer,
+        space: str,
+        measure: Callable[[str], Measures],
+        theorem: Callable[[str], str] = lambda _variant: "",
     ) -> None:
         """Measure one layer on a prompt, under every variant; what changes nothing is measured once, intact.
 
         Args:
-            prompt: its number.
-            attended: the layer.
-            about: what is measured.
+            space: normalized (at the norm's output) or head.
             measure: the measures of a variant, by name; a row per head.
+            theorem: why no key can be unselectable under a variant; empty if one can.
         """
+        site, heads = attended.site, (-1,)
+        dim = site.d - 1 if site.projects else site.d
+        if space == HEAD:
+            assert attended.heads is not None
+            heads, dim = tuple(attended.chosen), int(attended.heads.W_K.shape[-1])
         known: dict[str, Measures] = {}
         for variant in attended.outputs:
-            no_op = about.no_op(variant)
-            same = INTACT.name if no_op else variant
+            why = attended.no_op(variant) if space == HEAD else no_op(site, variant)
+            same = INTACT.name if why else variant
             if same not in known:
                 known[same] = measure(same)
             count = next((a.shape[1] for a in known[same].values()), 0)
-            place = (attended.layer, about.space, variant)
+            place = (attended.layer, space, variant)
             numbers = zip(_PER_PROMPT, (prompt, attended.length, count), strict=True)
             per_prompt: dict[str, Any] = {name: np.array([n], np.int64) for name, n in numbers}
-            rows = KeyRows(
-                *place,
-                tuple(about.heads),
-                about.dim,
-                about.theorem(variant),
-                no_op,
-                **per_prompt,
-                measures=known[same],
-            )
+            rows = KeyRows(*place, heads, dim, theorem(variant), why, **per_prompt, measures=known[same])
             self._rows.setdefault(place, []).append(rows)
 
     def piece(self) -> Piece:
@@ -155,7 +134,9 @@ _ABOUT = ("layer", "space", "variant", "dim", "theorem", "no_op")
 def blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
     """What the pieces hold, a (layer, space) at a time, in the order of the tables."""
     held = [({(r["layer"], r["space"], r["variant"]): r for r in piece.info["rows"]}, piece) for piece in pieces]
-    places = sorted({(layer, space) for rows, _ in held for layer, space, _ in rows}, key=lambda p: order(*p))
+    places = sorted(
+        {(layer, space) for rows, _ in held for layer, space, _ in rows}, key=lambda p: (p[1] != NORMALIZED, p[0])
+    )
     for layer, space in places:
         block: dict[str, KeyRows] = {}
         for variant in VARIANTS:
@@ -180,11 +161,6 @@ def join(parts: Sequence[KeyRows]) -> KeyRows:
     per_prompt: dict[str, Any] = {n: np.concatenate([getattr(p, n) for p in parts]) for n in _PER_PROMPT}
     measures = {m: np.concatenate([p.measures[m] for p in parts], axis=1) for m in parts[0].measures}
     return replace(parts[0], **per_prompt, measures=measures)
-
-
-def order(layer: int, space: str) -> tuple[bool, int]:
-    """Where a (layer, space) stands in the tables."""
-    return space != NORMALIZED, layer
 
 
 def head_rows(block: Block) -> Iterable[tuple[KeyRows, int, int]]:
@@ -242,48 +218,40 @@ def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> d
     )
 
 
+# Columns of the `heads` table that are quantiles over keys: of which measure, and which one.
+_QUANTILES = {
+    "margin_median": ("margin", 0.5),
+    "margin_p05": ("margin", 0.05),
+    "attainable_median": ("attainable", 0.5),
+    "attainable_p05": ("attainable", 0.05),
+    "attainable_last_median": ("attainable_last", 0.5),
+    "attainable_last_p05": ("attainable_last", 0.05),
+    "attainable_reachable_median": ("attainable_reachable", 0.5),
+    "pattern_max_median": ("pattern_max", 0.5),
+}
+
+
 def _summary(found: Mapping[str, np.ndarray], *, sampled: bool) -> dict[str, float]:
+    """A head's figures, and how far a sample's may be from those of all keys; NaN where all were measured."""
     names = NAMES[found["verdict"]]
     counts = {v: int((names == v).sum()) for v in ("unselectable", "duplicate", "undecided")}
-    middle = (found["margin_lower"] + found["margin_upper"]) / 2
     known = found["reachable"][found["reachable"] >= 0]
+    values = {**found, "margin": (found["margin_lower"] + found["margin_upper"]) / 2}
+    ends: dict[str, tuple[float, float]] = {}
+    if sampled:
+        ends = {name: quantile_interval(values[m], q) for name, (m, q) in _QUANTILES.items() if name in INTERVALS}
+        ends["unselectable_fraction"] = fraction_interval(counts["unselectable"], len(names))
+        if len(known):
+            ends["unreachable_fraction"] = fraction_interval(int((known == 0).sum()), len(known))
+    intervals = {name: ends.get(name, (math.nan, math.nan)) for name in INTERVALS}
     return {
         "keys": len(names),
         **counts,
         "unselectable_fraction": counts["unselectable"] / len(names),
         "unreachable_fraction": float((known == 0).mean()) if len(known) else math.nan,
-        "margin_median": _quantile(middle, 0.5),
-        "margin_p05": _quantile(middle, 0.05),
-        "attainable_median": _quantile(found["attainable"], 0.5),
-        "attainable_p05": _quantile(found["attainable"], 0.05),
-        "attainable_last_median": _quantile(found["attainable_last"], 0.5),
-        "attainable_last_p05": _quantile(found["attainable_last"], 0.05),
-        "attainable_reachable_median": _quantile(found["attainable_reachable"], 0.5),
-        "pattern_max_median": _quantile(found["pattern_max"], 0.5),
-    } | _intervals(found, middle, counts["unselectable"], known, sampled=sampled)
-
-
-def _intervals(
-    found: Mapping[str, np.ndarray], margin: np.ndarray, unselectable: int, reachable: np.ndarray, *, sampled: bool
-) -> dict[str, float]:
-    """How far a sample's figures may be from those of all keys; NaN where all were measured."""
-    ends = {"unselectable_fraction": fraction_interval(unselectable, len(margin))} if sampled else {}
-    if sampled and len(reachable):
-        ends["unreachable_fraction"] = fraction_interval(int((reachable == 0).sum()), len(reachable))
-    for name, values, q in (
-        ("margin_median", margin, 0.5),
-        ("margin_p05", margin, 0.05),
-        ("attainable_median", found["attainable"], 0.5),
-        ("attainable_p05", found["attainable"], 0.05),
-        ("attainable_last_median", found["attainable_last"], 0.5),
-        ("attainable_last_p05", found["attainable_last"], 0.05),
-    ):
-        if sampled:
-            ends[name] = quantile_interval(values, q)
-    return {
-        f"{name}_{end}": ends[name][i] if name in ends else math.nan
-        for name in INTERVALS
-        for i, end in enumerate(("low", "high"))
+        **{name: _quantile(values[m], q) for name, (m, q) in _QUANTILES.items()},
+        **{f"{name}_low": low for name, (low, _) in intervals.items()},
+        **{f"{name}_high": high for name, (_, high) in intervals.items()},
     }
 
 

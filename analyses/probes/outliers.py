@@ -20,9 +20,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
-from ln_probe.hooks.model import OneLine, check_model, context_length, evaluating, vocabulary_size
+from ln_probe.hooks.model import OneLine, check_model, evaluating
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.scales import token_rows
+from ln_probe.hooks.scales import check_ids, token_rows
 from ln_probe.hooks.sites import find_sites
 
 OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; sinks of real models have 20 to 1000
@@ -223,12 +223,8 @@ def outlier_tokens(
     if isinstance(tokens, Tensor) and not tokens.numel():
         raise ValueError(f"tokens are empty: {list(tokens.shape)}")
     prompts = token_rows(tokens)
-    size, limit = vocabulary_size(hooked), context_length(hooked)
     for row in prompts:
-        if len(row) > limit:
-            raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompts")
-        if len(wrong := row[(row < 0) | (row >= size)]):
-            raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
+        check_ids(hooked, row)
     sites = [s for s in find_sites(hooked) if s.reads not in _INSIDE]
     seen: dict[str, dict[str, list[Tensor]]] = {
         n: {s.name: [] for s in sites} for n in ("sigma", "before", "after", "ratio")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,8 @@ import pandas as pd
 from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, SAMPLE_ABOVE
-from ln_probe.analyses.geometry.api import (
-    KeyGeometry,
-    SomeKeys,
-    attainable_attention,
-    key_geometry,
-    some_attention,
-    some_keys,
-)
+from ln_probe.analyses.geometry.api import SetGeometry, set_attention, set_geometry
 from ln_probe.analyses.geometry.compiled import in_threads
-from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.geometry.inputs import SPAN_TOLERANCE, QuerySet
 from ln_probe.analyses.geometry.positions import attainable_anywhere
 from ln_probe.analyses.geometry.witnesses import GivenSet
@@ -68,7 +61,6 @@ from ln_probe.analyses.probes.keys import (
     NORMALIZED,
     SAMPLED,
     Collected,
-    LayerMeasures,
     Measures,
     blocks,
     key_tables,
@@ -144,13 +136,11 @@ class _Watching(Observer):
         self.collected = Collected()
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        site = attended.site
-        dim = site.d - 1 if site.projects else site.d
-        about = LayerMeasures(NORMALIZED, (-1,), dim, lambda v: no_op(site, v), lambda v: _theorem(site, NORMALIZED, v))
-        self.collected.add(prompt, attended, about, lambda variant: _at_the_norm(attended, variant, prompt))
+        self.collected.add(
+            prompt, attended, NORMALIZED, partial(_at_the_norm, attended, prompt), partial(_theorem, attended.site)
+        )
         if attended.heads is not None:
-            about = LayerMeasures(HEAD, attended.chosen, attended.heads.W_K.shape[-1], attended.no_op)
-            self.collected.add(prompt, attended, about, lambda variant: _in_heads(attended, variant, prompt))
+            self.collected.add(prompt, attended, HEAD, partial(_in_heads, attended, prompt))
 
     def piece(self) -> Piece:
         return self.collected.piece()
@@ -159,20 +149,19 @@ class _Watching(Observer):
 # ---------------------------------------------------------------------------------------- all keys, or a sample of them
 
 Drawn = Int64[np.ndarray, " drawn"] | None  # the keys that are measured; None: all
-Queries = tuple[np.ndarray, np.ndarray]  # center and axes
 
 
-def _at_the_norm(attended: AttentionLayer, variant: str, prompt: int) -> Measures:
+def _at_the_norm(attended: AttentionLayer, prompt: int, variant: str) -> Measures:
     """Keys at the norm's output: no set of queries, so relative margins and no attention."""
     rows, drawn = attended.outputs[variant].cpu().numpy(), attended.drawn(prompt, -1)
 
     def measured(keys: np.ndarray, _start: int, only: Drawn, last: int) -> Measures:
-        return _measures(_geometry(keys, None, None, only, causal=attended.grows, threads=None), last)
+        return _measures(set_geometry(keys, causal=attended.grows, threads=None, only=only), only, last)
 
     return _stacked([_over_sets(attended, rows, drawn, measured)])
 
 
-def _in_heads(attended: AttentionLayer, variant: str, prompt: int) -> Measures:
+def _in_heads(attended: AttentionLayer, prompt: int, variant: str) -> Measures:
     """Keys as attention sees them, of the chosen heads."""
     every = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
     _, most = spread(attended, variant)
@@ -227,23 +216,28 @@ def _in_head(
     reachable = attended.reachable(last)
     if reachable is None:
         return _over_any(attended, place, keys, bias, only, last)
-    queries = reachable[0][place], reachable[1][place]
-    geometry = _geometry(keys, bias, queries, only, causal=attended.grows)
-    measures, radii = _measures(geometry, last), attended.calibration.radii
-    if attended.layer not in radii:
+    queries = _query_set(reachable, place, in_order=only is None)
+    geometry = set_geometry(keys, bias, queries, attended.grows, only=only)
+    measures, radii = _measures(geometry, only, last), attended.calibration.radii
+    if attended.layer not in radii or geometry.attainable is None:
         return measures
     rho = float(radii[attended.layer][attended.chosen[place]])
-    if only is None:
-        smaller = queries[0], queries[1] * rho
-        weight, upper = attainable_attention(keys, smaller, bias, starts=geometry.attainable_at)
-    else:
-        full = QuerySet(*queries).compact()
-        given = None if full.given is None else full.given * rho
-        shrunk = QuerySet(full.center, full.axes * rho, full.slack, given)
-        weight, upper = some_attention(keys, bias, shrunk, only, geometry.attainable_at)
+    shrunk = _query_set((reachable[0], reachable[1] * rho), place, in_order=only is None)
+    found = set_attention(keys, bias, shrunk, only, geometry.attainable.point)
     # The observed set lies in the reachable one: a weight found there counts here too.
-    most = np.fmax(geometry.attainable, weight)
-    return measures | {"attainable_last": weight, "attainable_last_upper": upper, "attainable_reachable": most}
+    most = np.fmax(geometry.attainable.weight, found.weight)
+    return measures | {
+        "attainable_last": found.weight,
+        "attainable_last_upper": found.upper,
+        "attainable_reachable": most,
+    }
+
+
+def _query_set(queries: tuple[np.ndarray, np.ndarray], place: int, *, in_order: bool) -> QuerySet:
+    """The queries of one of the chosen heads, from centers and axes of all; with `in_order`, axes row by row in memory
+    (their order there decides how sums round)."""
+    center, axes = queries[0][place], queries[1][place]
+    return QuerySet(center, np.ascontiguousarray(axes) if in_order else axes).compact()
 
 
 def _over_any(
@@ -251,39 +245,19 @@ def _over_any(
 ) -> Measures:
     """Keys of one head whose queries have no bound: verdicts over every direction that the head has, the rest over the
     queries that occurred (NaN if calibration saw none)."""
-    center, axes = attended.directions(last)
-    own = GivenSet(keys, bias, QuerySet(center[place], axes[place]).compact()).own
-    found = _measures(_geometry(own.points, own.lift, None, only, causal=attended.grows, margins=False), last)
+    own = GivenSet(keys, bias, _query_set(attended.directions(last), place, in_order=False)).own
+    found = _measures(set_geometry(own.points, own.lift, None, attended.grows, None, only=only), only, last)
     occurred = attended.empirical(last)
     if occurred is None:
         return found
-    queries = occurred[0][place], np.ascontiguousarray(occurred[1][place])
-    geometry = _geometry(keys, bias, queries, only)
+    geometry = set_geometry(keys, bias, _query_set(occurred, place, in_order=True), only=only)
+    assert geometry.attainable is not None
+    measures = _measures(geometry, only, last)
     return found | {
-        "margin_lower": geometry.margin_lower,
-        "margin_upper": geometry.margin_upper,
-        "reachable": _as_code(geometry),
-        "attainable_last": geometry.attainable,
-        "attainable_last_upper": geometry.attainable_upper,
+        **{name: measures[name] for name in ("margin_lower", "margin_upper", "reachable")},
+        "attainable_last": geometry.attainable.weight,
+        "attainable_last_upper": geometry.attainable.upper,
     }
-
-
-def _geometry(
-    keys: np.ndarray,
-    bias: np.ndarray | None,
-    queries: Queries | None,
-    only: Drawn,
-    *,
-    causal: bool = False,
-    margins: bool = True,
-    threads: int | None = 1,  # heads are measured side by side
-) -> KeyGeometry | SomeKeys:
-    """The geometry of all keys of a set, or of some of them among all."""
-    if only is None:
-        return key_geometry(keys, bias, queries, causal, margins, threads=threads)
-    return some_keys(
-        keys, bias, None if queries is None else QuerySet(*queries).compact(), only, causal=causal, margins=margins
-    )
 
 
 def at_any_position(
@@ -321,34 +295,26 @@ def at_any_position(
     return np.fmax(weight, least), np.fmax(upper, least)
 
 
-def _measures(geometry: KeyGeometry | SomeKeys, last: int) -> Measures:
+def _measures(geometry: SetGeometry, only: Drawn, last: int) -> Measures:
     """The record of every key: `verdict` as an index into NAMES, the others as in the `keys` table."""
-    nothing = np.full(geometry.verdict.shape, np.nan)
-    code = geometry.verdict if isinstance(geometry, SomeKeys) else (geometry.verdict[..., None] == NAMES).argmax(-1)
-    first = geometry.first_unselectable_at
-    if first is not None and not np.isnan(first).any():
-        first = first.astype(np.int64)
+    some = np.arange(len(geometry.representative)) if only is None else only
+    nothing = np.full(len(some), np.nan)
+    lower, upper = (nothing, nothing) if geometry.margins is None else geometry.bounds
+    reachable = geometry.reachable  # -1 where there is no set of queries
     return {
-        "verdict": code.astype(np.int8),
-        "margin_lower": geometry.margin_lower,
-        "margin_upper": geometry.margin_upper,
-        "reachable": _as_code(geometry),
+        "verdict": geometry.proved.verdicts.code[some],
+        "margin_lower": lower,
+        "margin_upper": upper,
+        "reachable": np.full(len(some), -1, np.int8) if reachable is None else reachable.astype(np.int8),
         "attainable": nothing,
         "attainable_upper": nothing,
         "attainable_last": nothing,
         "attainable_last_upper": nothing,
-        "attainable_reachable": geometry.attainable,
+        "attainable_reachable": nothing if geometry.attainable is None else geometry.attainable.weight,
         "pattern_max": nothing,
-        "first_unselectable_at": nothing if first is None else first,
-        "judged_at": np.full(geometry.verdict.shape, last, np.int32),
+        "first_unselectable_at": nothing if geometry.first is None else geometry.first.at[some],
+        "judged_at": np.full(len(some), last, np.int32),
     }
-
-
-def _as_code(geometry: KeyGeometry | SomeKeys) -> np.ndarray:
-    """`reachable` as 1, 0, and -1 where there is no set of queries."""
-    if geometry.reachable is None:
-        return np.full(geometry.verdict.shape, -1, np.int8)
-    return geometry.reachable.astype(np.int8)
 
 
 def _stacked(heads: Sequence[Measures]) -> Measures:
@@ -356,9 +322,9 @@ def _stacked(heads: Sequence[Measures]) -> Measures:
     return {m: np.stack([h[m] for h in heads]) for m in heads[0]}
 
 
-def _theorem(site: Site, space: str, variant: str) -> str:
-    """Why keys of this kind can never be unselectable; empty if they can."""
-    if space == NORMALIZED and site.scales and (variant == "intact" or no_op(site, variant)):
+def _theorem(site: Site, variant: str) -> str:
+    """Why keys at a norm's output can never be unselectable; empty if they can."""
+    if site.scales and (variant == "intact" or no_op(site, variant)):
         return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")
     return ""
 

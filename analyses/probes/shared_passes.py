@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -24,7 +25,17 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.progress import tell_inner
 from ln_probe.hooks.edits import Edit, LostEditError, installed
-from ln_probe.hooks.model import HookedModel, blocks, device_of, run, vocabulary_size
+from ln_probe.hooks.model import (
+    Hook,
+    HookedModel,
+    at_least_float32,
+    blocks,
+    child_of,
+    device_of,
+    hooks_on,
+    run,
+    vocabulary_size,
+)
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 
@@ -97,28 +108,18 @@ class SharedPasses:
         running = 0  # blocks that have started
         starts: dict[str, int] = {}
 
-        def started(_m: nn.Module, _args: Any) -> None:
+        def started(*_: Any) -> None:
             nonlocal running
             running += 1
 
-        def done(_m: nn.Module, _args: Any, output: Any) -> None:
-            outputs.append(output)
+        def norm(name: str, *_: Any) -> None:
+            inside = len(outputs) < running
+            starts.setdefault(name, running - 1 if inside else running)
 
-        def norm(name: str) -> Callable[..., None]:
-            def hook(_m: nn.Module, _args: Any, _output: Any) -> None:
-                inside = len(outputs) < running
-                starts.setdefault(name, running - 1 if inside else running)
-
-            return hook
-
-        with ExitStack() as stack:
-            for block in blocks(self.model):
-                stack.callback(block.register_forward_pre_hook(started).remove)
-                stack.callback(block.register_forward_hook(done).remove)
-            for site in self.sites:
-                stack.callback(site.module.register_forward_hook(norm(site.name)).remove)
-            stack.enter_context(self._watching(found))
-            read = stack.enter_context(_reading(self.model, skip=False))
+        after: list[Hook] = [(block, lambda *seen: outputs.append(seen[-1])) for block in blocks(self.model)]
+        after += [(site.module, partial(norm, site.name)) for site in self.sites]
+        before = [(block, started) for block in blocks(self.model)]
+        with hooks_on(after, before), self._watching(found), _reading(self.model, skip=False) as read:
             output = run(self.model, tokens[None], return_type="logits")
         if len(outputs) != len(blocks(self.model)):  # blocks that run twice, or not at all, cannot be passed over
             outputs = []
@@ -127,7 +128,7 @@ class SharedPasses:
         own = self.objective.function is None
         reference, sums = None, _unknown()
         if own or vocabulary >= vocabulary_size(self.model):
-            logits = wide(output.detach())
+            logits = at_least_float32(output.detach())
             reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
             sums = reference.itself()
         if not own:
@@ -162,21 +163,21 @@ class SharedPasses:
                 changes.setdefault(edit.site.name, {})[row] = edit
         edits = [_RowEdit(rows, mine) for mine in changes.values()]
         seen: dict[int, list[tuple[float, float]]] = {}
-        with ExitStack() as stack:
-            stack.enter_context(passed_over(blocks(self.model)[:start], unedited.outputs, rows))
-            stack.enter_context(installed(self.model, edits))
-            if whole:
-                stack.enter_context(self._watching(seen))
-            reference, own = unedited.reference, self.objective.function is None
-            blockwise = reference is not None and reference.unembedding is not None
-            read = stack.enter_context(_reading(self.model, skip=blockwise and own))
+        reference, own = unedited.reference, self.objective.function is None
+        blockwise = reference is not None and reference.unembedding is not None
+        with (
+            passed_over(blocks(self.model)[:start], unedited.outputs, rows),
+            installed(self.model, edits),
+            self._watching(seen) if whole else nullcontext(),
+            _reading(self.model, skip=blockwise and own) as read,
+        ):
             output = run(self.model, tokens.expand(rows, -1), return_type="logits")
         if idle := next((e for e in edits if not e.calls), None):
             raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
         if reference is None:
             made = [_unknown() for _ in jobs]
         else:
-            made = reference.compare(read[0] if blockwise else wide(output.detach()), whole)
+            made = reference.compare(read[0] if blockwise else at_least_float32(output.detach()), whole)
         if not own:
             losses = self.objective.sums(output, tokens.expand(rows, -1).to(device_of(self.model)))
             for sums, loss in zip(made, losses.tolist(), strict=True):
@@ -188,21 +189,14 @@ class SharedPasses:
             sums |= {"entropy": total if queries else math.nan, "queries": queries}
         return made
 
-    @contextmanager
-    def _watching(self, seen: dict[int, list[tuple[float, float]]]) -> Iterator[None]:
+    def _watching(self, seen: dict[int, list[tuple[float, float]]]) -> AbstractContextManager[None]:
         """Sum and count of entropy ratios over heads and queries, by layer and row, of what attention pays."""
 
-        def hook(layer: int) -> Callable[..., None]:
-            def add(_m: nn.Module, _args: Any, pattern: Tensor) -> None:
-                each = [self.entropies(layer, row) for row in pattern.detach()]
-                seen[layer] = [(float(ratios.sum()), float(ratios.numel())) for ratios in each]
+        def add(layer: int, _m: nn.Module, _args: Any, _kwargs: Any, pattern: Tensor) -> None:
+            each = [self.entropies(layer, row) for row in pattern.detach()]
+            seen[layer] = [(float(ratios.sum()), float(ratios.numel())) for ratios in each]
 
-            return add
-
-        with ExitStack() as stack:
-            for layer, module in self.attentions:
-                stack.callback(module.register_forward_hook(hook(layer)).remove)
-            yield
+        return hooks_on([(module, partial(add, layer)) for layer, module in self.attentions])
 
 
 def _unknown() -> Sums:
@@ -213,17 +207,16 @@ def _unknown() -> Sums:
 def _reading(model: HookedModel, *, skip: bool) -> Iterator[list[Tensor]]:
     """The unembedding's inputs while this lasts; with `skip` it computes nothing, and returns a column of its input."""
     found: list[Tensor] = []
-    module = getattr(model, "unembed", None)
+    module = child_of(model, "unembed")
 
-    def hook(_m: nn.Module, args: Any) -> None:
+    def hook(_m: nn.Module, args: Any, _kwargs: Any) -> None:
         if args and isinstance(args[0], Tensor):
             found.append(args[0].detach())
 
-    with ExitStack() as stack:
-        if isinstance(module, nn.Module):
-            if skip:
-                stack.enter_context(_replaced(module, lambda x, *_, **__: x[..., :1]))
-            stack.callback(module.register_forward_pre_hook(hook).remove)
+    if module is None:
+        yield found
+        return
+    with _replaced(module, lambda x, *_, **__: x[..., :1]) if skip else nullcontext(), hooks_on((), [(module, hook)]):
         yield found
 
 
@@ -270,22 +263,26 @@ def passed_over(skipped: Sequence[nn.Module], outputs: Sequence[Any], rows: int)
     """While it lasts these blocks compute nothing and return what they returned before; the last of them for every row
     of the batch."""
 
+    def repeated(output: Tensor) -> Tensor:
+        one = output.ndim > 1 and output.shape[0] == 1
+        return output.expand(rows, *output.shape[1:]).contiguous() if one else output
+
     def returning(output: Any) -> Callable[..., Any]:
         return lambda *_args, **_kwargs: output
 
     with ExitStack() as stack:
         last = len(skipped) - 1
         for k, (block, output) in enumerate(zip(skipped, outputs, strict=False)):
-            stack.enter_context(_replaced(block, returning(_repeated(output, rows) if k == last else output)))
+            stack.enter_context(_replaced(block, returning(mapped(repeated, output) if k == last else output)))
         yield
 
 
-def _repeated(output: Any, rows: int) -> Any:
+def mapped(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """A block's output with every tensor of it changed (a block of OpenAI's first GPT returns a list)."""
     if isinstance(output, Tensor):
-        repeated = output.ndim > 1 and output.shape[0] == 1
-        return output.expand(rows, *output.shape[1:]).contiguous() if repeated else output
-    if isinstance(output, (tuple, list)):  # a block of OpenAI's first GPT returns a list
-        return type(output)(_repeated(part, rows) for part in output)
+        return change(output)
+    if isinstance(output, tuple | list):
+        return type(output)(mapped(change, part) for part in output)
     return output
 
 
@@ -461,7 +458,3 @@ def _pick(
     """Into `out`, the logits of the tokens `which` (one a position), of those that are among these columns."""
     here = ((which >= columns.start) & (which < columns.stop)).nonzero()[:, 0]
     out[:, here] = part[:, here, which[here] - columns.start].to(out)
-
-
-def wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

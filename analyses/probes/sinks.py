@@ -41,12 +41,12 @@ from ln_probe.analyses.probes.outliers import LEAST_TOKENS, OUTLIER_RATIO, Promp
 from ln_probe.analyses.probes.text import counted, percent, visible
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.capture import visible_keys
+from ln_probe.hooks.model import at_least_float32
 from ln_probe.hooks.norm import Site
 
 MUCH = 0.3  # of a query's attention: Gu et al.'s epsilon
-SINK_SHARE = (
-    0.3  # of (head, query) of a layer that give it MUCH: a layer of heads that look elsewhere has under a tenth
-)
+# Of (head, query) of a layer that give it MUCH: a layer of heads that look elsewhere has under a tenth.
+SINK_SHARE = 0.3
 LEAST_QUERIES = 10  # that see a position: the few that see the last tokens often have nothing better
 _NAMED = 3  # tokens named in a finding
 
@@ -128,21 +128,20 @@ class _Prompt:
 
     def attention(self, attended: AttentionLayer) -> None:
         pattern, layer = attended.seen.pattern, attended.layer
-        chosen = (
-            list(range(len(pattern))) if attended.wanted is None else [h for h in attended.wanted if h < len(pattern)]
-        )
+        every = range(len(pattern))
+        chosen = list(every) if attended.wanted is None else [h for h in attended.wanted if h in every]
         pattern = pattern[chosen] if len(chosen) < len(pattern) else pattern
         self.length = pattern.shape[-1]
         if self.length < 2 or not chosen:
             return
         self.received.causal = attended.seen.causal
         self.received.windows[layer] = attended.seen.window
-        rows = pattern[:, 1 if self.received.causal else 0 :]
-        rows = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+        rows = at_least_float32(pattern[:, 1 if self.received.causal else 0 :])
         # (a sum of booleans takes four times as long)
         self.received.much[layer] = (rows > MUCH).view(torch.uint8).sum(1, dtype=torch.int32).double().cpu()
         self.received.total[layer] = rows.sum(1, dtype=torch.float32).double().cpu()
-        wanted = sorted({*self.outliers.found, *self._sinks(layer).nonzero().flatten().tolist()})
+        sinks = self._rates(layer) > SINK_SHARE
+        wanted = sorted({*self.outliers.found, *sinks.nonzero().flatten().tolist()})
         if wanted and attended.site.scales and attended.heads is not None:
             self._alone(attended, chosen, rows, wanted)
 
@@ -151,9 +150,6 @@ class _Prompt:
         queries = self.received.queries(layer, self.length)
         rates = self.received.much[layer].sum(0) / (len(self.received.much[layer]) * queries.clamp_min(1))
         return rates.where(queries >= LEAST_QUERIES, math.nan)
-
-    def _sinks(self, layer: int) -> Bool[Tensor, " key"]:
-        return self._rates(layer) > SINK_SHARE
 
     def _alone(
         self,
@@ -172,9 +168,8 @@ class _Prompt:
         weight = rows[..., positions].double()
         rest = torch.ones(self.length, len(wanted), dtype=rows.dtype, device=rows.device)
         rest[positions, torch.arange(len(wanted), device=rows.device)] = 0.0
-        others = torch.matmul(
-            rows, rest
-        ).double()  # summed without the weight: the remainder next to 0.9999 is exact too
+        # Summed without the weight: the remainder next to 0.9999 is exact too.
+        others = torch.matmul(rows, rest).double()
         # e^Δ over- and underflows: both sides are divided by the larger of them.
         top = delta.clamp_min(0.0)
         lifted = weight * (delta - top).exp()

@@ -139,10 +139,9 @@ def interval(
     drawn: Float[np.ndarray, "resample prompt"] | None = None,
     *,
     seed: int = 0,
-    least: int = PROMPTS_NEEDED,
 ) -> tuple[float, float]:
     """Both ends of the 95 % interval of sum(change) / sum(weight) over prompts; as `infer_mean`."""
-    found = infer_mean(change, weight, drawn, seed=seed, least=least)
+    found = infer_mean(change, weight, drawn, seed=seed)
     return found.low, found.high
 
 
@@ -241,23 +240,19 @@ def effects(kind: str, prompts: int, generator: np.random.Generator) -> tuple[Fl
     return x + 10.0 * (generator.random(prompts) < share), 10.0 * share
 
 
-def coverage(
-    kind: str, prompts: int, *, sets: int, seed: int = 0, least: int = PROMPTS_NEEDED, reach: float = REACH
-) -> tuple[float, float]:
+def coverage(kind: str, prompts: int, *, sets: int) -> tuple[float, float]:
     """Share of the intervals given that hold the true mean, NaN where none is given; and the share of sets given one.
 
     Args:
         kind: of `effects`.
         prompts: in each set, of equal weight.
         sets: how many are drawn.
-        least, reach: as `infer_mean`.
     """
-    generator = np.random.default_rng([seed, prompts, len(kind)])
-    drawn = resamples(prompts, seed, least=least)
-    held, given = 0, 0
-    for _ in range(sets if prompts >= least else 0):
+    generator = np.random.default_rng([0, prompts, len(kind)])
+    held, given, drawn = 0, 0, resamples(prompts, 0)
+    for _ in range(sets if prompts >= PROMPTS_NEEDED else 0):
         x, truth = effects(kind, prompts, generator)
-        found = infer_mean(x, np.ones(prompts), drawn, least=least, reach=reach)
+        found = infer_mean(x, np.ones(prompts), drawn)
         given += not math.isnan(found.low)
         held += found.low <= truth <= found.high
     return held / given if given else math.nan, given / sets

@@ -154,17 +154,11 @@ def measure(
     ease[close] = pointed_at(seen, offset, close)
     others = close[np.argsort(ease[close], kind="stable")[:shown]]
     chosen = np.concatenate([np.flatnonzero(stuck), others])
-    nothing = np.full(len(chosen), math.nan)
-    columns = {"margin_lower": nothing, "margin_upper": nothing, "attainable": nothing, "attainable_upper": nothing}
+    columns = dict.fromkeys(_OF_LOGITS, np.full(len(chosen), math.nan))
     if queries is not None:
-        lower, upper = margins_large(checker, chosen)
+        margins = margins_large(checker, chosen)
         reach = prove_attention(checker, attainable_large(checker, chosen), only=chosen)
-        columns = {
-            "margin_lower": lower,
-            "margin_upper": upper,
-            "attainable": reach.weight,
-            "attainable_upper": reach.upper,
-        }
+        columns = dict(zip(_OF_LOGITS, (*margins, reach.weight, reach.upper), strict=True))
     names = [name(int(i)) for i in chosen]
     made = pd.DataFrame(
         {"token_id": chosen, "token": names, "verdict": NAMES[code[chosen]], **columns}, columns=UNEMBEDDING.names

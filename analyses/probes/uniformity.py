@@ -37,7 +37,7 @@ from ln_probe.analyses.probes.base import (
     of_variant,
 )
 from ln_probe.analyses.probes.columns import HEADS
-from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, LayerMeasures, blocks, head_rows
+from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, blocks, head_rows
 from ln_probe.analyses.probes.text import percent
 from ln_probe.analyses.schema import Part
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
@@ -49,7 +49,7 @@ MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_
 
 # Seconds of one core per score (query × key, layer, head and variant): 3.3e-8 and 3.8e-8 measured on lm-layernorm with
 # prompts of 128 and 256 tokens.
-_QUERIES = "queries"  # kept with them: how many had a choice
+_QUERIES = "queries"  # kept with them: how many see more than one key
 _SECONDS_PER_SCORE = 3.5e-8
 _COMPARED = (INTACT.name, SCALING_FROZEN.name)  # in findings
 
@@ -98,22 +98,17 @@ class _Watching(Observer):
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         if attended.heads is None:
             return
-        queries = np.full((len(attended.chosen), 1), float(_choosing(attended)))
+        first = attended.length == 1 or attended.seen.causal  # sees no other key
+        queries = np.full((len(attended.chosen), 1), float(attended.length - first))
 
         def measure(variant: str) -> dict[str, np.ndarray]:
             uniform, _ = spread(attended, variant)
             return {m: getattr(uniform, m)[attended.chosen].numpy()[:, None] for m in MEASURES} | {_QUERIES: queries}
 
-        about = LayerMeasures(HEAD, attended.chosen, attended.heads.W_K.shape[-1], attended.no_op)
-        self.collected.add(prompt, attended, about, measure)
+        self.collected.add(prompt, attended, HEAD, measure)
 
     def piece(self) -> Piece:
         return self.collected.piece()
-
-
-def _choosing(attended: AttentionLayer) -> int:
-    """How many queries see more than one key."""
-    return attended.length - 1 if attended.seen.causal or attended.length == 1 else attended.length
 
 
 def _summary(rows: KeyRows, row: int) -> dict[str, float]:
@@ -381,8 +376,8 @@ def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -
     return pattern[:, 1 if causal else 0 :].amax(1)  # causal: rows before a key hold zeros
 
 
-def random_angle(d: int, *, seed: int = 0, draws: int = 2000) -> float:
+def random_angle(d: int, *, seed: int = 0) -> float:
     """Mean angle in degrees (0–90) of random directions of R^d to the all-ones direction: that of unrelated queries."""
-    v = torch.randn(draws, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    v = torch.randn(2000, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     cosine = (v.sum(-1).abs() / (v.norm(dim=-1) * math.sqrt(d))).clamp(0.0, 1.0)
     return float(torch.rad2deg(torch.acos(cosine)).mean())

@@ -17,7 +17,7 @@ see the mean), and gives every part's share of it through the final norm, exactl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.attribution.shared import bias_part, head_part, outputs, whole_part
+from ln_probe.analyses.attribution.shared import outputs
 from ln_probe.analyses.probes.base import Context, Cost, Needs, Observer, Piece, Probe, ProbeResults, Shape, View
 from ln_probe.analyses.probes.columns import ATTRIBUTION, WRITERS
 from ln_probe.hooks.capture import record, return_free_memory
@@ -36,12 +36,15 @@ from ln_probe.hooks.components import (
     Source,
     Split,
     SplitError,
+    bias_part,
     find_wiring,
+    head_part,
     outside_attention,
     watched,
+    whole_part,
 )
-from ln_probe.hooks.model import before_projection, flat, run, weight_of
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.model import at_least_float32, before_projection, flat, hooks_on, run, weight_of
+from ln_probe.hooks.norm import Site, bias_of, gain_of
 
 PROMPTS = 8  # of the default ones: a table of means over some thousand tokens, at two passes a prompt
 # |sum of a token's shares - 1| that rounding explains. Dot products with heads are of the model's own precision, and
@@ -102,11 +105,9 @@ class _Watching(Observer):
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
         under_way = _Prompt(self, len(tokens))
-        with ExitStack() as stack:
-            for source, module in watched(self.model):
-                stack.callback(module.register_forward_hook(under_way.on_write(source)).remove)
-            for site in self.by_name.values():
-                stack.callback(site.module.register_forward_pre_hook(under_way.on_norm(site)).remove)
+        after = [(module, partial(under_way.on_write, source)) for source, module in watched(self.model)]
+        before = [(site.module, partial(under_way.on_norm, site)) for site in self.by_name.values()]
+        with hooks_on(after, before):
             run(self.model, tokens[None])
         del under_way
         return_free_memory()
@@ -129,19 +130,7 @@ class _Watching(Observer):
         return self._grams[layer]
 
     def piece(self) -> Piece:
-        rows = []
-        for site, part in self.rows:
-            at = self.by_name[site]
-            rows.append(
-                {
-                    "site": site,
-                    "layer": at.layer,
-                    "part": part.name,
-                    "kind": part.kind,
-                    "part_layer": part.layer,
-                    "index": part.index,
-                }
-            )
+        rows = [{"site": s, "layer": self.by_name[s].layer} | _columns_of(part) for s, part in self.rows]
         notes = tuple(f"the writers of {site} were not measured: {why}" for site, why in self.open.items())
         if not rows:
             return Piece(notes=notes)
@@ -158,26 +147,20 @@ class _Prompt:
         self.done: set[str] = set()
         self.means: dict[Source, tuple[list[Part], Tensor, Tensor]] = {}  # parts, their means and squared lengths
 
-    def on_write(self, source: Source) -> Any:
-        def hook(_m: nn.Module, _args: Any, output: Any) -> None:
-            if source not in self.seen:
-                value = flat(output, self.length)
-                self.seen[source] = value if value.dtype in (torch.float32, torch.float64) else value.float()
+    def on_write(self, source: Source, _m: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        if source not in self.seen:
+            self.seen[source] = at_least_float32(flat(output, self.length))
 
-        return hook
-
-    def on_norm(self, site: Site) -> Any:
-        def hook(_m: nn.Module, args: Any) -> None:
-            if site.name not in self.done:  # HookedTransformer calls a norm for queries, keys and values
-                self.done.add(site.name)
-                x = flat(args[0], self.length)[:, : site.d]  # (of the first head, where each has a separate input)
-                self.inputs[site.name] = x if x.dtype in (torch.float32, torch.float64) else x.float()
-                if site in self.of.sites and site.name not in self.of.wiring.open:
-                    self._measure(site, x.dtype)
-                if site.name not in self.of.within:
-                    del self.inputs[site.name]  # what this norm puts into the stream is not read
-
-        return hook
+    def on_norm(self, site: Site, _m: nn.Module, args: Any, _kwargs: Any) -> None:
+        if site.name in self.done:  # HookedTransformer calls a norm for queries, keys and values
+            return
+        self.done.add(site.name)
+        x = flat(args[0], self.length)[:, : site.d]  # (of the first head, where each has a separate input)
+        self.inputs[site.name] = at_least_float32(x)
+        if site in self.of.sites and site.name not in self.of.wiring.open:
+            self._measure(site, x.dtype)
+        if site.name not in self.of.within:
+            del self.inputs[site.name]  # what this norm puts into the stream is not read
 
     def _measure(self, site: Site, dtype: torch.dtype) -> None:
         """Measure every part of a norm's input, which has the format `dtype` in the model.
@@ -255,7 +238,7 @@ class _Prompt:
             return self._plain_vectors(source)
         site = self.of.by_name[source.site]
         sigma = site.sigma(self.inputs[site.name].double())
-        gain: Tensor | float = 1.0 if site.gain is None else site.gain.detach().double()
+        gain = gain_of(site).to(sigma.device)
         made: dict[Part, Tensor] = {}
         for inner, factor in self.of.wiring.at(site.name).items():
             for part, vector in self._vectors(inner).items():
@@ -277,12 +260,14 @@ class _Prompt:
         return {whole_part(source): seen if bias is None else seen - bias} | rest
 
 
+def _columns_of(part: Part) -> dict[str, object]:
+    return {"part": part.name, "kind": part.kind, "part_layer": part.layer, "index": part.index}
+
+
 # ------------------------------------------------------------------------------------------------ attribution of logits
 
-PROMPTS = 8  # of the default ones, as `writers`
 AT_ONCE = 64  # positions whose readings are held at once
 _OF_LOGITS = ("contribution", "magnitude", "without_projection", "projection")
-_PASSES = 2.0
 
 
 class Attribution(Probe):
@@ -351,7 +336,7 @@ class _WatchingLogits(Observer):
         w = self.W_U[:, following.to(self.W_U.device)].double().cpu().T - self.mean
         w = before_projection(self.model, w)  # [row d_model]
         final = self.final
-        gain = w if final is None or final.gain is None else w * final.gain.detach().cpu().double()
+        gain = w if final is None else w * gain_of(final)
         sigma = torch.ones(len(w), 1).double() if final is None else split.sigma(self.where)
         f = torch.stack([gain / sigma, torch.full_like(gain, 1.0 / gain.shape[1])], 1)
         taken = gain.sum(1) / sigma[:, 0] if final is not None and final.projects else torch.zeros(len(w)).double()
@@ -360,7 +345,7 @@ class _WatchingLogits(Observer):
         zeros = torch.zeros(len(w)).double()
         if final is not None and final.bias is not None:
             part = Part(f"{final.name} bias", "norm bias", final.layer)
-            self._sum(part, zeros, zeros, w @ final.bias.detach().cpu().double())
+            self._sum(part, zeros, zeros, w @ bias_of(final))
         self._sum(Part("b_U", "unembedding bias"), zeros, zeros, self.b_U[following.cpu()] - self.mean_b)
 
     def _sum(self, part: Part, without: Tensor, taken: Tensor, fixed: Tensor | float = 0.0) -> None:
@@ -373,5 +358,5 @@ class _WatchingLogits(Observer):
             return Piece(notes=(f"attribution of logits was not measured: {self.why}",))
         if not self.sums:
             return Piece()
-        rows = [{"part": p.name, "kind": p.kind, "part_layer": p.layer, "index": p.index} for p in self.sums]
+        rows = [_columns_of(part) for part in self.sums]
         return Piece({"sums": np.stack(list(self.sums.values())), "count": np.array([self.count])}, {}, {"rows": rows})

@@ -13,7 +13,8 @@ from architectures import cases
 
 import ln_probe
 from ln_probe.analyses.geometry import positions
-from ln_probe.analyses.geometry.api import attainable_attention
+from ln_probe.analyses.geometry.api import set_attention
+from ln_probe.analyses.geometry.inputs import QuerySet, query_sets
 from ln_probe.analyses.geometry.newton import WEIGHT_GAP
 from ln_probe.analyses.geometry.positions import QuerySets, attainable_anywhere
 from ln_probe.hooks.attention import Rotary
@@ -74,15 +75,14 @@ def test_attention_alone_is_that_of_the_geometry():
     keys, bias = rng.standard_normal((3, 20, 4)), rng.standard_normal((3, 20))
     queries = rng.standard_normal((3, 4)), rng.standard_normal((3, 4, 6))
     geometry = ln_probe.key_geometry(keys, bias=bias, query_set=queries)
-    weight, upper = attainable_attention(keys, queries, bias)
-    np.testing.assert_allclose(weight, geometry.attainable, atol=WEIGHT_GAP)
-    assert (weight <= geometry.attainable_upper + 1e-12).all()
-    assert (geometry.attainable <= upper + 1e-12).all()
-    alone, _ = attainable_attention(keys[1], (queries[0][1], queries[1][1]), bias[1])
-    np.testing.assert_allclose(alone, weight[1], rtol=1e-9)
-    tight, above = attainable_attention(keys, queries, bias, gap=1e-6)
-    assert (above - tight <= 1e-6).all()
-    assert (tight >= weight - 1e-9).all()
+    for b, own in enumerate(query_sets(queries, 3, 4)):
+        found = set_attention(keys[b], bias[b], own)
+        np.testing.assert_allclose(found.weight, geometry.attainable[b], atol=WEIGHT_GAP)
+        assert (found.weight <= geometry.attainable_upper[b] + 1e-12).all()
+        assert (geometry.attainable[b] <= found.upper + 1e-12).all()
+        tight = set_attention(keys[b], bias[b], own, gap=1e-6)
+        assert (tight.upper - tight.weight <= 1e-6).all()
+        assert (tight.weight >= found.weight - 1e-9).all()
 
 
 def test_attainable_at_is_the_query_and_a_good_place_to_start_from():
@@ -94,12 +94,10 @@ def test_attainable_at_is_the_query_and_a_good_place_to_start_from():
     for b in range(3):
         paid = weights(keys[b], center[b] + geometry.attainable_at[b] @ axes[b].T)
         np.testing.assert_allclose(paid.diagonal(), geometry.attainable[b], rtol=1e-9)
-    cold, cold_upper = attainable_attention(keys, (center, axes / 2))
-    warm, warm_upper = attainable_attention(keys, (center, axes / 2), starts=geometry.attainable_at)
-    assert (warm_upper - warm <= WEIGHT_GAP).all()
-    assert ((warm <= cold_upper + 1e-12) & (cold <= warm_upper + 1e-12)).all()  # both are certified
-    one = attainable_attention(keys[0], (center[0], axes[0] / 2), starts=geometry.attainable_at[0])
-    np.testing.assert_array_equal(one[0], warm[0])
+        half = QuerySet(center[b], axes[b] / 2)
+        cold, warm = (set_attention(keys[b], None, half, starts=u) for u in (None, geometry.attainable_at[b]))
+        assert (warm.upper - warm.weight <= WEIGHT_GAP).all()
+        assert ((warm.weight <= cold.upper + 1e-12) & (cold.weight <= warm.upper + 1e-12)).all()  # both are certified
     assert ln_probe.key_geometry(keys).attainable_at is None
 
 
@@ -145,8 +143,9 @@ def by_position(
         if len(seen) < 2:
             continue
         center, axes = (part[0] for part in queries(np.array([t])))
-        here = attainable_attention(keys[seen], (center, axes), None if bias is None else bias[seen], gap=1e-6)
-        low[seen], high[seen] = np.maximum(low[seen], here[0]), np.maximum(high[seen], here[1])
+        lift = None if bias is None else bias[seen]
+        here = set_attention(keys[seen], lift, QuerySet(center, np.ascontiguousarray(axes)), gap=1e-6)
+        low[seen], high[seen] = np.maximum(low[seen], here.weight), np.maximum(high[seen], here.upper)
     return low, high
 
 

@@ -15,7 +15,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 import ln_probe
 from ln_probe.analyses.constants import KeySample
-from ln_probe.analyses.geometry.api import key_geometry, some_keys
+from ln_probe.analyses.geometry.api import key_geometry, set_geometry
 from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.geometry.inputs import QuerySet
 from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval
@@ -61,14 +61,17 @@ def test_some_keys_of_a_set_are_what_all_say(number: int, d: int) -> None:
     """Small sets and large ones take other ways; in 3 dimensions nearly all keys are inside, in 40 none."""
     rng = np.random.default_rng(number + d)
     keys, only = rng.standard_normal((number, d)), np.sort(rng.choice(number, 25, replace=False))
-    some = some_keys(keys, None, QuerySet(np.zeros(d), np.eye(d)), only, causal=True)
+    some = set_geometry(keys, None, QuerySet(np.zeros(d), np.eye(d)), True, only=only)
     full = key_geometry(keys, query_set=1.0, causal=True)
-    assert list(NAMES[some.verdict]) == list(full.verdict[only])
+    assert list(NAMES[some.proved.verdicts.code[only]]) == list(full.verdict[only])
     assert full.first_unselectable_at is not None
-    assert (some.first_unselectable_at == full.first_unselectable_at[only]).all()
-    assert (np.maximum(some.margin_lower, full.margin_lower[only]) <= some.margin_upper + 1e-9).all()
-    assert (np.maximum(some.margin_lower, full.margin_lower[only]) <= full.margin_upper[only] + 1e-9).all()
-    assert (np.abs(some.attainable - full.attainable[only]) <= 0.0101).all()
+    assert some.first is not None
+    assert (some.first.at[only] == full.first_unselectable_at[only]).all()
+    lower, upper = some.bounds
+    assert (np.maximum(lower, full.margin_lower[only]) <= upper + 1e-9).all()
+    assert (np.maximum(lower, full.margin_lower[only]) <= full.margin_upper[only] + 1e-9).all()
+    assert some.attainable is not None
+    assert (np.abs(some.attainable.weight - full.attainable[only]) <= 0.0101).all()
 
 
 @pytest.mark.parametrize("arch", cases("gpt2", slow=["mistral"]))
