@@ -14,6 +14,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from io import TextIOBase
 from pathlib import Path
@@ -141,11 +142,15 @@ class ProgressLine:
     """Shows what is going on until it is left.
 
     Args:
+        status: one line about it; by default what this process is doing (`now`).
         quiet: show nothing but what is `say`d.
         stream: where to; standard error by default.
     """
 
-    def __init__(self, *, quiet: bool = False, stream: TextIOBase | None = None) -> None:
+    def __init__(
+        self, status: Callable[[], str] | None = None, *, quiet: bool = False, stream: TextIOBase | None = None
+    ) -> None:
+        self.status = status or here
         self.quiet = quiet
         self.console = Console(
             file=cast("IO[str] | None", stream), stderr=stream is None, highlight=False, soft_wrap=True
@@ -189,11 +194,11 @@ class ProgressLine:
             self._next = time.monotonic() + EVERY
 
     def _line(self) -> Text:
-        return Text(f"{clock(time.monotonic() - self.begun)}  {here()}", no_wrap=True, overflow="ellipsis")
+        return Text(f"{clock(time.monotonic() - self.begun)}  {self.status()}", no_wrap=True, overflow="ellipsis")
 
     def _run(self) -> None:
         while not self._over.wait(_TICK):
-            if time.monotonic() >= self._next and (text := here()):
+            if time.monotonic() >= self._next and (text := self.status()):
                 try:
                     self.say(f"{clock(time.monotonic() - self.begun)}  {text}")
                 except (OSError, ValueError):  # the reader is gone; the work continues
