@@ -154,7 +154,7 @@ class Table:
             raise TableError(f"table {self.name!r} has a value {extra!r} for which no column is declared")
         return pd.DataFrame(list(rows), columns=self.names) if rows else self.empty()
 
-    def check(self, frame: object) -> pd.DataFrame:
+    def check(self, frame: object, *, unique: bool = True) -> pd.DataFrame:
         """`frame` itself, if it has these columns, of these types, and no two rows about the same thing.
 
         Raises:
@@ -178,7 +178,7 @@ class Table:
                 raise TableError(
                     f"{self.name}.{column.name} is declared as {column.kind}, and holds {frame[column.name].dtype}"
                 )
-        if self.key and frame.duplicated(list(self.key)).any():
+        if unique and self.key and frame.duplicated(list(self.key)).any():
             row = frame[frame.duplicated(list(self.key))].iloc[0]
             said = ", ".join(f"{k} {row[k]!r}" for k in self.key)
             raise TableError(f"table {self.name!r} has two rows about the same thing ({said})")
