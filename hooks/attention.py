@@ -234,7 +234,7 @@ class Heads:
 
     def _per_head(self, values: Float[Tensor, " wide *axis"]) -> Float[Tensor, "head d_head *axis"]:
         """What a query norm can put out, of each head: the same for all, or (a norm of all heads) that head's part."""
-        parts = values.unflatten(0, (-1, self.W_Q.shape[-1]))
+        parts = values.reshape(-1, self.W_Q.shape[-1], *values.shape[1:])
         return parts.expand(self.n_heads, *parts.shape[1:])
 
     def query_directions(

@@ -190,9 +190,10 @@ class Shipped(OneLine):
 @contextmanager
 def _reading(what: str, *more: type[Exception], again: str = "fit them again") -> Iterator[None]:
     """Turn errors of the code that reads JSON content into a ValueError that says what it is not."""
+    wrong: tuple[type[Exception], ...] = (AttributeError, KeyError, TypeError, *more)
     try:
         yield
-    except (AttributeError, KeyError, TypeError, *more) as error:
+    except wrong as error:
         why = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"not {what} ({why}): {again}") from None
 

@@ -93,7 +93,8 @@ class Collected:
             measure: the measures of a variant, by name; a row per head.
             theorem: why no key can be unselectable under a variant; empty if one can.
         """
-        site, heads = attended.site, (-1,)
+        site = attended.site
+        heads: tuple[int, ...] = (-1,)
         dim = site.d - 1 if site.projects else site.d
         if space == HEAD:
             assert attended.heads is not None
