@@ -30,12 +30,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ln_probe
+from ln_probe.analyses.probes import edited_runs, leading
 from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.batch import run as batch_run
 from ln_probe.batch.pool import ATTEMPTS, Schedule
 from ln_probe.batch.results import DAMAGED, DIED, DONE, FAILED, DamagedError, Outcome, Result, Stored, write
 from ln_probe.batch.run import CALIBRATION, PROMPTS, REPORT, WEIGHTS, WORK_FOLDER, BusyError, Slice, Unit, locked
 from ln_probe.batch.suite import SuiteError, Target, suite
+from ln_probe.hooks.interventions import GROUPS
 
 TABLES = tuple(table.name for table in BUILT_IN)
 
@@ -90,6 +92,25 @@ def test_tables_do_not_depend_on_shards_and_workers(
     assert code == 0, said
     assert tables(tmp_path) == tables(whole)
     assert not list((tmp_path / ".ln_probe" / "units").iterdir()), "results of units are kept after the report is made"
+
+
+def test_the_norms_of_a_large_model_are_chosen_once_for_all_shards(
+    lab_suite: list[Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "EXACT_WORK", 0.0)
+    monkeypatch.setattr(edited_runs, "LEADING_NORMS", 2)
+    options = ("--prompts", prompts, "--max-tokens", 9, "--probes", "causal")
+    for shard in (1, 99):
+        assert report(lab_suite[0], *options, "--out", tmp_path / str(shard), "--shard", shard)[0] == 0
+    made = [ln_probe.load_report(next((tmp_path / str(shard)).glob("run-*"))) for shard in (1, 99)]
+    alone = ln_probe.analyze(
+        ln_probe.load_model(lab_suite[0]), prompts, max_tokens=9, probes=["causal"], progress=False
+    )
+    for one in made:
+        pd.testing.assert_frame_equal(one.causal, alone.causal, rtol=1e-6, atol=1e-7)
+        assert one.notes == alone.notes
+    effects = alone.causal[(alone.causal["variant"] == "no_scaling") & ~alone.causal["sites"].isin(GROUPS)]
+    assert effects["delta_loss"].notna().sum() == 2 < len(effects)
 
 
 @pytest.mark.slow
