@@ -167,6 +167,7 @@ def figures_of_readme() -> list[str]:
         majority("no projection, at radius sqrt(d)"),
         majority("the published gap"),
         majority("the published gap", 17000),
+        majority("size 1/sqrt(d), without projection", 17000),
         majority("no projection, at radius sqrt(d)", 17000),
     ]
     for name in BUNDLED:
