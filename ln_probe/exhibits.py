@@ -11,7 +11,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,9 @@ class SiteSample(OneLine):
     tokens: tuple[str, ...]
 
 
+_KINDS: dict[str, type] = {"attention": PromptAttention, "samples": SiteSample, "scores": ScoreSums}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Exhibits(OneLine):
     """All data of a report for pictures; `notes` list omissions."""
@@ -206,14 +209,9 @@ class Exhibits(OneLine):
     def plain(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return arrays by name, and a JSON-like index that describes them."""
         arrays: dict[str, np.ndarray] = {}
-        groups: dict[str, Sequence[PromptAttention | SiteSample | ScoreSums]] = {
-            "attention": self.attention,
-            "samples": self.samples,
-            "scores": self.scores,
-        }
-        index: dict[str, Any] = {name: [] for name in groups} | {"notes": list(self.notes)}
-        for name, items in groups.items():
-            for number, item in enumerate(items):
+        index: dict[str, Any] = {name: [] for name in _KINDS} | {"notes": list(self.notes)}
+        for name in _KINDS:
+            for number, item in enumerate(getattr(self, name)):
                 rest = {}
                 for one in fields(item):
                     value = getattr(item, one.name)
@@ -234,8 +232,8 @@ class Exhibits(OneLine):
         Raises:
             KeyError, TypeError, ValueError, IndexError: they do not belong together.
         """
-        found: dict[str, list[dict[str, Any]]] = {n: [dict(i) for i in index[n]] for n in ("attention", "samples")}
-        found["scores"] = [dict(i) for i in index.get("scores", ())]  # earlier reports have none
+        index = {"scores": (), **index}  # earlier reports have none
+        found: dict[str, list[dict[str, Any]]] = {name: [dict(item) for item in index[name]] for name in _KINDS}
         for name, value in arrays.items():
             kind, number, what, *which = name.split(".")
             item = found[kind][int(number)]
@@ -246,12 +244,8 @@ class Exhibits(OneLine):
         for items in found.values():
             for item in items:
                 item |= {k: tuple(v) for k, v in item.items() if isinstance(v, list)}
-        return Exhibits(
-            tuple(PromptAttention(**item) for item in found["attention"]),
-            tuple(SiteSample(**item) for item in found["samples"]),
-            tuple(index["notes"]),
-            tuple(ScoreSums(**item) for item in found["scores"]),
-        )
+        made: dict[str, Any] = {name: tuple(kind(**item) for item in found[name]) for name, kind in _KINDS.items()}
+        return Exhibits(**made, notes=tuple(index["notes"]))
 
     def save(self, path: Path) -> None:
         """Write one compressed .npz (plain arrays, no pickles)."""

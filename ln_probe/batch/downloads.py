@@ -54,23 +54,18 @@ def within(targets: Sequence[Target], bound: int, out: Path) -> list[Target]:
         SpaceError: a checkpoint does not fit into the bound, or onto the disk; says how much is needed.
     """
     there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    largest, most = largest_downloads(targets)
-    if largest is not None and most[0] > min(bound, free := shutil.disk_usage(there).free + bytes_in(out)):
+    largest = sorted(targets, key=lambda target: -hub_info(target).download_bytes)[:2]
+    most = [hub_info(target).download_bytes for target in largest]
+    if most and most[0] > min(bound, free := shutil.disk_usage(there).free + bytes_in(out)):
         room = f"--disk {size(bound)}" if bound < free else f"the disk of {out} ({size(free)} free)"
         raise SpaceError(
-            f"{room} has no room for {largest.label}, whose files take {size(most[0])}: at least {size(most[0])} are "
-            f"needed, and {size(sum(most))} to fetch the next checkpoint while one is measured"
+            f"{room} has no room for {largest[0].label}, whose files take {size(most[0])}: at least {size(most[0])} "
+            f"are needed, and {size(sum(most))} to fetch the next checkpoint while one is measured"
         )
     unknown = "the hub does not tell its size, so it cannot be kept within --disk: try again, or leave out --disk"
     return [
         replace(t, error=unknown) if not t.error and is_on_hub(t) and not hub_info(t).config else t for t in targets
     ]
-
-
-def largest_downloads(targets: Iterable[Target]) -> tuple[Target | None, list[int]]:
-    """The checkpoint with the largest download, and the bytes of the two largest (0: nothing to download)."""
-    sizes = sorted(((hub_info(t).download_bytes, n, t) for n, t in enumerate(targets)), reverse=True)[:2]
-    return sizes[0][2] if sizes and sizes[0][0] else None, [s for s, _, _ in sizes]
 
 
 def folder_of(run: Run, part: Slice | None) -> Path:

@@ -47,7 +47,7 @@ from ln_probe.analyses.probes.base import Failure, Probe
 from ln_probe.analyses.probes.registry import OWN, chosen, entries, package_of
 from ln_probe.analyses.probes.text import quoted, whole_number
 from ln_probe.batch.shards import ShardedCorpus
-from ln_probe.batch.suite import Target
+from ln_probe.batch.suite import Target, numbered
 from ln_probe.report import PAGE_FILE, REPORT_FILE
 from ln_probe.settings import Settings
 
@@ -448,12 +448,8 @@ def _named(run: Run) -> list[Target]:
 def _own_folder(run: Run, target: Target, held: Sequence[Target], taken: Collection[str], fresh: bool) -> str:
     """The first of name, name-2, … that is free, this checkpoint's own, or a place where no report is lost."""
     holders = {t.folder: t for t in held if not t.error}
-    base = target.folder
-    number, folder = 1, base
-    while folder in taken or not _may_take(run, target, folder, holders.get(folder), fresh):
-        number += 1
-        folder = f"{base}-{number}"
-    return folder
+    free = (folder for folder in numbered(target.folder) if folder not in taken)
+    return next(folder for folder in free if _may_take(run, target, folder, holders.get(folder), fresh))
 
 
 def _may_take(run: Run, target: Target, folder: str, holder: Target | None, fresh: bool) -> bool:

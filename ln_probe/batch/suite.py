@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,11 +223,13 @@ def _folder(name: str, revision: str | None, taken: set[str]) -> str:
     if short.startswith(("checkpoint-", "step")) and path.is_dir():  # of a suite of folders
         short = f"{slug(path.parent.name)}-{short}"
     base = short if revision is None else f"{short}-{slug(revision)}"
-    number, folder = 1, base
-    while folder in taken:
-        number += 1
-        folder = f"{base}-{number}"
-    return folder
+    return next(folder for folder in numbered(base) if folder not in taken)
+
+
+def numbered(base: str) -> Iterator[str]:
+    """name, name-2, name-3, …"""
+    yield base
+    yield from (f"{base}-{number}" for number in count(2))
 
 
 def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,10 +211,13 @@ def parameters_of(weights: Sequence[Path], pickled_dtype: str = "") -> int:
 
 
 def _listing(folder: Path) -> str:
-    names = sorted(child.name for child in folder.iterdir())
-    if not names:
-        return "nothing"
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return some((child.name for child in folder.iterdir()), 8) or "nothing"
+
+
+def some(names: Iterable[str], most: int = 4) -> str:
+    """The first names in order of the alphabet, and how many more there are."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
 
 
 # What the libraries loop over, or make a list of: with 1e9 of them, building a model takes hours before it fails. The

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ln_probe.hooks.default_tokens import check_contained
 from ln_probe.hooks.in_memory import complete_biases, complete_token_ids
-from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint, check_header, check_tokenizer
+from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint, check_header, check_tokenizer, some
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     except Exception as error:
         raise ValueError(f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}") from error
     if info["missing_keys"]:
-        raise ValueError(f"{file} lacks weights: {_some(info['missing_keys'])}.")
+        raise ValueError(f"{file} lacks weights: {some(info['missing_keys'])}.")
     # The weights are plain floats from here on; left in place, this would mark the model as quantized.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -273,21 +273,21 @@ def _check_loading_info(
     named = checkpoint.config.get("architectures") or []
     if missing and (len(head) < len(missing) or architecture in named):
         raise ValueError(
-            f"{folder} lacks {len(missing)} weights of a {architecture}: {_some(missing)} "
+            f"{folder} lacks {len(missing)} weights of a {architecture}: {some(missing)} "
             f"(files: {', '.join(file.name for file in checkpoint.weights)}). The config and the weights do "
             "not belong together, or a file is missing."
         )
     reason = ""
     if head:
-        reason = f"{NO_HEAD}: {_some(head)} drawn at random (seed 0)"
+        reason = f"{NO_HEAD}: {some(head)} drawn at random (seed 0)"
     elif other := next((name for name in named if _OTHER_TASK.search(name)), ""):
-        its = f" ({_some(unused)})" if unused else ""
+        its = f" ({some(unused)})" if unused else ""
         reason = f"{NO_HEAD}: the head of a {other}{its} predicts no tokens, and the embedding is used as one"
     if reason:
         reason += ", so logits and losses of this model are meaningless; what happens inside its blocks is not affected"
     notes: tuple[str, ...] = (reason,) if reason else ()
     if unused:
-        notes += (f"weights in the file that a {architecture} has no place for: {_some(unused)}",)
+        notes += (f"weights in the file that a {architecture} has no place for: {some(unused)}",)
     return reason, notes
 
 
@@ -355,11 +355,6 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
 
 def _no_tokenizer(why: str) -> str:
     return f"no tokenizer: {why}; prompts must be token ids"
-
-
-def _some(names: Any) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
 
 
 def _first_lines(error: BaseException) -> str:

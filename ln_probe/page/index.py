@@ -328,14 +328,12 @@ def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) ->
     The scale is one for all; the first PANELS models are drawn.
     """
     shown = list(zip(reports, names, strict=True))[:PANELS]
-    figure, panels = _panels(len(shown), MEASURES.get(measure, ("", measure))[1])
-    for axes, (report, name) in zip(panels, shown, strict=True):
+    figure, panels = _panels([name for _, name in shown], measure, "depth")
+    for axes, (report, _) in zip(panels, shown, strict=True):
         deepest = max([1, *(int(v) for v in report.heads["layer"])])
         for variant, rows in by_variant(report):
             middle = rows.groupby("layer")[measure].median()
             axes.plot(middle.index / deepest, middle, **_line(variant), ms=3)
-        _title(axes, name)
-        axes.set_xlabel("depth", fontsize=SMALLEST)
     _variant_legend(figure, [v for v in VARIANTS if any(v == found for r, _ in shown for found, _ in by_variant(r))])
     return figure
 
@@ -346,9 +344,9 @@ def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequen
     for report, name, step in zip(reports, names, steps, strict=True):
         if step is not None:
             runs.setdefault(name, []).append((step, report))
-    figure, panels = _panels(min(PANELS, len(runs)), MEASURES.get(measure, ("", measure))[1])
+    figure, panels = _panels(list(runs)[:PANELS], measure, "training step")
     drawn: set[str] = set()
-    for axes, (name, found) in zip(panels, runs.items(), strict=False):
+    for axes, found in zip(panels, runs.values(), strict=False):
         found.sort(key=lambda item: item[0])
         for variant in VARIANTS:
             points = [
@@ -359,22 +357,25 @@ def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequen
                 drawn.add(variant)
         if found[-1][0] > 0:
             axes.set_xscale("symlog", linthresh=max(1, min((s for s, _ in found if s > 0), default=1)))
-        _title(axes, name)
-        axes.set_xlabel("training step", fontsize=SMALLEST)
     _variant_legend(figure, [v for v in VARIANTS if v in drawn])
     return figure
 
 
-def _panels(count: int, label: str) -> tuple[Figure, list[mpl.axes.Axes]]:
-    across = min(ACROSS, max(1, count))
+def _panels(names: Sequence[str], measure: str, xlabel: str) -> tuple[Figure, list[mpl.axes.Axes]]:
+    """Return a figure with a titled panel for each name."""
+    count, across = len(names), min(ACROSS, max(1, len(names)))
     lines = -(-count // across) or 1
     figure = Figure(figsize=(SIZE[0], 1.0 + 2.0 * lines), layout="constrained")
     grid = figure.subplots(lines, across, sharey=True, squeeze=False)
     for axes in grid.flat:
         _small(axes)
+    for axes, name in zip(grid.flat, names, strict=False):
+        short = name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
+        axes.set_title(disarmed(short).replace("\n", " ").replace("$", r"\$"), fontsize=SMALLEST)
+        axes.set_xlabel(xlabel, fontsize=SMALLEST)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
-    figure.supylabel(label, fontsize=SMALLEST)
+    figure.supylabel(MEASURES.get(measure, ("", measure))[1], fontsize=SMALLEST)
     return figure, list(grid.flat[:count])
 
 
@@ -383,11 +384,6 @@ def _small(axes: mpl.axes.Axes, grid: Literal["x", "y"] = "y") -> None:
     axes.tick_params(labelsize=SMALLEST)
     axes.grid(axis=grid, color=GRID, alpha=0.35)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _title(axes: mpl.axes.Axes, name: str) -> None:
-    short = name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
-    axes.set_title(disarmed(short).replace("\n", " ").replace("$", r"\$"), fontsize=SMALLEST)
 
 
 def _every(points: int) -> int:
