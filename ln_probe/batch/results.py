@@ -150,10 +150,7 @@ class Stored:
 
     def arrays(self, prefix: str) -> dict[str, np.ndarray]:
         """The arrays whose names begin with `prefix`, by the rest of their names."""
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="np") as file:
-            return {n.removeprefix(prefix): file.get_tensor(n) for n in self.names if n.startswith(prefix)}
+        return dict(self.lazily(prefix))
 
     def lazily(self, prefix: str) -> Mapping[str, np.ndarray]:
         """The same, each read when it is asked for."""
@@ -161,11 +158,10 @@ class Stored:
 
     def tables(self, prefix: str = "") -> dict[str, pd.DataFrame]:
         """The tables whose names begin with `prefix`, by the rest of their names."""
-        start = _TABLE + prefix
-        return {n.removeprefix(start): self.table(n.removeprefix(_TABLE)) for n in self.names if n.startswith(start)}
+        return {name: self.table(prefix + name) for name in self.lazily(_TABLE + prefix)}
 
     def table(self, name: str) -> pd.DataFrame:
-        return pd.read_parquet(io.BytesIO(self.arrays(_TABLE + name)[""].tobytes()))
+        return pd.read_parquet(io.BytesIO(self.lazily(_TABLE)[name].tobytes()))
 
 
 class _Lazy(Mapping[str, np.ndarray]):
