@@ -67,9 +67,8 @@ def test_no_ops_are_named(make_bridge: Callable[..., Any]) -> None:
 def test_the_theorem_says_whether_eps_spoils_it(make_bridge: Callable[..., Any]) -> None:
     site = find_sites(make_bridge("gpt2"))[0]
     for eps, said in ((0.0, "normalized keys lie on a sphere"), (1e-5, "normalized keys lie on a sphere (up to eps)")):
-        assert selectability._theorem(Site(**{**vars(site), "eps": eps}), "normalized", "intact") == said
-    assert selectability._theorem(site, "normalized", "no_scaling") == ""
-    assert selectability._theorem(site, "head", "intact") == ""
+        assert selectability._theorem(Site(**{**vars(site), "eps": eps}), "intact") == said
+    assert selectability._theorem(site, "no_scaling") == ""
 
 
 @pytest.fixture(scope="module")
