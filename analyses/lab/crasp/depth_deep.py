@@ -64,7 +64,7 @@ def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | No
     return Results(
         summary,
         tables={"exact_match": table, "hits": hits, "contrasts": contrasts},
-        figures={} if table.empty else {"deep": depth.length_curves(summary, "positions", len(DEPTHS) + 2)},
+        figures={} if table.empty else {"deep": depth.length_curves(summary, "positions", 4)},
         conclusions=(*_boundary(table, failed), *_contrast_sentences(contrasts)),
         settings={
             "bins": BINS,
