@@ -233,7 +233,7 @@ class EditedNorm:
 
     def __init__(self, site: Site) -> None:
         self.site, self.edits = site, list[Edit]()
-        self._before = site.module.__dict__.get("forward")
+        self.before = site.module.__dict__.get("forward")
         self._warned = False
 
     @classmethod
@@ -251,8 +251,8 @@ class EditedNorm:
             self.edits.remove(edit)
             if not self.edits and self.site.module.__dict__.get("forward") is self:
                 del self.site.module.__dict__["forward"]
-                if self._before is not None:
-                    self.site.module.__dict__["forward"] = self._before
+                if self.before is not None:
+                    self.site.module.__dict__["forward"] = self.before
 
         return remove
 
@@ -270,7 +270,7 @@ class EditedNorm:
 
     def _intact(self, *args: Any, **kwargs: Any) -> Any:
         module = self.site.module
-        return type(module).forward(module, *args, **kwargs) if self._before is None else self._before(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
 
     def _edited(
         self, linear: LinearEdit | None, edit: Edit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -305,7 +305,7 @@ class EditedNorm:
         used, same_scale = _passed(points["hook_scale"], divisor)
         normalized = formula.normalized(wide, divisor, used)
         normalized, same = _passed(points["hook_normalized"], normalized)
-        through = formula.after(x, self.site.affine(normalized).to(out.dtype))
+        through = formula.after(x, self.site.affine(normalized, live=True).to(out.dtype))
         if not (same and same_scale):
             return through
         if not through.requires_grad:
@@ -431,17 +431,29 @@ def edits_on(module: nn.Module) -> list[Edit]:
     return list(forward.edits) if isinstance(forward, EditedNorm) else []
 
 
+def own_forward(module: nn.Module) -> Any:
+    """The forward of its own that a module has, edits apart; None where it has that of its class."""
+    forward = module.__dict__.get("forward")
+    return forward.before if isinstance(forward, EditedNorm) else forward
+
+
 @contextmanager
 def quiet(model: HookedModel | nn.Module) -> Iterator[None]:
-    """Without the user's hooks at hook points while it lasts, so that edits are tried out on the model itself.
+    """Without the user's hooks at hook points while it lasts: short passes over tokens of ours run on the model itself.
 
-    Permanent hooks stay, and those that TransformerLens and ln_probe put there.
+    Permanent hooks stay, those that TransformerLens and ln_probe put there, and those that a measurement keeps.
     """
+    if getattr(cast(nn.Module, model)._forward_hooks, "cover", None) is not None:  # (`sealing` has the others off)
+        yield
+        return
 
     def belongs(point: nn.Module, key: int) -> bool:
         permanent = any(h.is_permanent for name in HANDLES for h in getattr(point, name) if h.hook.id == key)
-        there = {k: hook for store in HOOKS for k, hook in getattr(point, store).items()} | user_hooks(point)
-        return permanent or home_of(there.get(key)).startswith(("ln_probe.", "transformer_lens."))
+        users = user_hooks(point)
+        there = {k: hook for store in HOOKS for k, hook in getattr(point, store).items()} | users
+        # (of hooks that were added by name, those of `add_caching_hooks` are the user's too)
+        lens = "transformer_lens.model_bridge." if key in users else "transformer_lens."
+        return permanent or home_of(there.get(key)).startswith(("ln_probe.", lens))
 
     with silent(cast(nn.Module, model), belongs):
         yield
@@ -512,7 +524,7 @@ class LinearEdit(Edit):
 
     def _linear(self, x: Tensor, y: Tensor) -> Tensor:
         wide = at_least_float32(x)
-        linear = self.site.affine(self.site.project(wide) / self.sigma(wide)).to(y.dtype)
+        linear = self.site.affine(self.site.project(wide) / self.sigma(wide), live=True).to(y.dtype)
         if self.given is not None:
             return linear
         # 0 + y is y, bit for bit, and its gradient is that of `linear`

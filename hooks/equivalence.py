@@ -7,7 +7,8 @@ wrong way round; centring changes a model with RMSNorm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
+from ln_probe.hooks.edits import quiet
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
@@ -77,7 +79,7 @@ def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, "*one p
     Args:
         raw: the model as trained.
         processed: the same model folded, centred or both, in either TransformerLens world.
-        tokens: a prompt, [pos] or [1 pos]; by default 48 seeded random tokens.
+        tokens: a prompt, [pos] or [1 pos]; by default 48 seeded random tokens, which your hooks do not see.
 
     Raises:
         NotEquivalentError: log-probabilities differ by more than rounding; names the first norm whose normalized
@@ -96,14 +98,16 @@ def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, "*one p
             f"the models have vocabularies of {vocabulary_size(one)} and {vocabulary_size(two)} tokens: they are not "
             "the raw and the processed form of one model"
         )
+    hooks: Callable[[HookedModel], AbstractContextManager[object]] = nullcontext
     if tokens is None:
+        hooks = quiet
         length = min(PROBE_TOKENS, context_length(one), context_length(two))
         tokens = torch.randint(vocabulary_size(one), (length,), generator=torch.Generator().manual_seed(0))
     if tokens.ndim != 1:
         if tokens.shape[:-1] != (1,):
             raise ValueError(f"tokens must be one prompt, [pos] or [1 pos], got shape {tuple(tokens.shape)}")
         tokens = tokens[0]
-    (raw_logits, before), (logits, after) = (_logits_and_normalized(m, tokens) for m in (one, two))
+    (raw_logits, before), (logits, after) = (_logits_and_normalized(m, tokens, hooks) for m in (one, two))
     bound = max(PROCESSING_BOUND[dtype_of(m)] for m in (one, two))
     shared = [name for name in before if name in after]
     by_site = {n: relative_difference(after[n], before[n]) for n in shared}
@@ -135,14 +139,16 @@ def centred(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _logits_and_normalized(model: HookedModel, tokens: Int[Tensor, " pos"]) -> tuple[Tensor, dict[str, Tensor]]:
+def _logits_and_normalized(
+    model: HookedModel, tokens: Int[Tensor, " pos"], hooks: Callable[[HookedModel], AbstractContextManager[object]]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The logits of a prompt, and what each norm makes of its input before gain and bias; float64."""
     normalized: dict[str, Tensor] = {}
 
     def keep(site: Site, x: Tensor, _y: Tensor) -> None:
         normalized[site.name] = site.normalize(x.double()).cpu()
 
-    with evaluating(model):
+    with evaluating(model), hooks(model):
         stream(model, tokens, find_sites(model), on_norm=keep)
         logits = run(model, tokens[None], return_type="logits")[0]
     return logits.double().cpu(), normalized

@@ -140,7 +140,8 @@ def without(
     Contexts over different sites nest, in any order, and amount to one context over all of them. An edited norm
     computes through its own hook points (a bridge's `hook_in`, `hook_scale`, `hook_normalized`, a bridge's `hook_out`):
     hooks there see the edited values, and what they return is used. With `only` or `heads` they see and change the
-    intact norm, which the other readers use. In gradients the gains and biases of edited norms count as constants.
+    intact norm, which the other readers use. Gradients reach the gains and biases of edited norms, which are those that
+    the modules have at the time of the pass.
 
     Args:
         model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.

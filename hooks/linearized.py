@@ -56,8 +56,7 @@ class _Linearized:
         """The model with sigma held at every norm, while the `with` block lasts.
 
         With the norms' own sigmas the forward pass is unchanged, bit for bit. `without` nests with it in either order:
-        an edited norm keeps its edit, and what it still divides by is held. In gradients gains and biases of norms
-        count as constants.
+        an edited norm keeps its edit, and what it still divides by is held. Gradients reach gains and biases.
 
         Args:
             model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
@@ -105,7 +104,8 @@ class _Linearized:
         hooked = check_model(model)
         facts, given = _proved(hooked, sigma)
         sites = facts.norms()
-        with suspended(hooked), warnings.catch_warnings(), cast(Any, hooked).hooks(fwd_hooks=_points(sites, {})):
+        holding = cast(Any, hooked).hooks(fwd_hooks=_points(sites, {}))
+        with suspended(hooked), quiet(hooked), warnings.catch_warnings(), holding:
             warnings.simplefilter("ignore")  # a bridge warns that it recomputes the norm: that is what is tried out
             _prove_gradients(facts, "by hooks")
         return _points(sites, given)

@@ -99,6 +99,7 @@ class Site(OneLine):
         eps: as found in its answer to a zero vector.
         radius: length of the normalized vectors if eps were 0; NaN for norms that do not scale.
         constant_scale: the divisor of a norm that does not scale; NaN for the others.
+        gain_offset: what the module adds to its weight to make its gain (Gemma's norms: 1).
 
     Example:
         >>> site = ln_probe.hooks.find_sites(model)[0]
@@ -123,6 +124,7 @@ class Site(OneLine):
     constant_scale: float
     attention_layers: tuple[int, ...] = ()
     bare: bool = False
+    gain_offset: float = 0.0
 
     @property
     def stands_in(self) -> bool:
@@ -163,9 +165,19 @@ class Site(OneLine):
         """
         return (x if keep_mean else self.project(x)) / (self.sigma(x) if divisor is None else divisor)
 
-    def affine(self, normalized: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Gain and bias applied."""
-        return _affine(normalized, self.gain, self.bias)
+    def affine(self, normalized: Float[Tensor, "*batch d"], *, live: bool = False) -> Float[Tensor, "*batch d"]:
+        """Gain and bias applied; `live`: the module's present ones, with gradients (`live_gain`)."""
+        return _affine(normalized, *((self.live_gain(), self.live_bias()) if live else (self.gain, self.bias)))
+
+    def live_gain(self) -> Float[Tensor, " d"] | None:
+        """The gain, made of the parameter that the module has now: gradients reach it."""
+        weight = None if self.gain is None else _parameter(self.module, _GAINS, self.d)
+        return self.gain if weight is None else weight + self.gain_offset if self.gain_offset else weight
+
+    def live_bias(self) -> Float[Tensor, " d"] | None:
+        """The bias that the module has now."""
+        bias = None if self.bias is None else _parameter(self.module, _BIASES, self.d)
+        return self.bias if bias is None else bias
 
     def decompose(self, x: Float[Tensor, "*batch d"]) -> Terms:
         """The terms of this norm on its inputs x, in float64; `Terms.total()` is its output.
@@ -306,12 +318,13 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
 
 
-def _parameters(module: nn.Module, d: int) -> tuple[Tensor | None, Tensor | None]:
-    values = []
-    for names in (("w", "weight"), ("b", "bias")):
-        tensors = (getattr(module, n, None) for n in names)
-        values.append(next((t.detach() for t in tensors if isinstance(t, Tensor) and t.numel() == d), None))
-    return values[0], values[1]
+# What modules call them; the `w` and `b` of a bridge go on naming a parameter that has been replaced.
+_GAINS, _BIASES = ("weight", "w"), ("bias", "b")
+
+
+def _parameter(module: nn.Module, names: tuple[str, str], d: int) -> Tensor | None:
+    tensors = (getattr(module, name, None) for name in names)
+    return next((t for t in tensors if isinstance(t, Tensor) and t.numel() == d), None)
 
 
 _KIND = {  # by whether it projects and whether it scales
@@ -333,7 +346,9 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
         UnknownNormError: it is none of the norms that ln_probe knows.
     """
     d, called = _length(module, model), f"{name} ({type(module).__name__})"
-    gain, bias = _parameters(module, d)
+    found = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
+    gain, bias = (None if t is None else t.detach() for t in found)
+    offset = 0.0
     for label, tensor in (("gain", gain), ("bias", bias)):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise SiteError(f"{name}: its {label} holds NaN or infinite values; the checkpoint is damaged")
@@ -369,7 +384,7 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
     else:
         constant = float(trial.base.scale[0, 0])
     if gain is not None and not _affine_holds(trial.base, gain, bias):
-        gain = 1 + gain  # Gemma stores its gain as an offset from 1
+        gain, offset = gain + 1, 1.0  # Gemma stores its gain as an offset from 1
         if not _affine_holds(trial.base, gain, bias):
             raise UnknownNormError(
                 f"{called}: output is not gain·normalized + bias for its parameters; ln_probe does not know this norm"
@@ -378,6 +393,7 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
         raise SiteError(f"{name} returns NaN or infinite values on ordinary vectors; the checkpoint is damaged")
     return {
         "d": d, "kind": kind, "gain": gain, "bias": bias, "eps": eps, "radius": radius, "constant_scale": constant,
+        "gain_offset": offset,
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ln_probe.hooks.edits import InterventionError
+from ln_probe.hooks.edits import InterventionError, quiet
 from ln_probe.hooks.in_memory import same_weights
 from ln_probe.hooks.interventions import Rows, without
 from ln_probe.hooks.model import HookedModel, OneLine, check_model, evaluating, probe_tokens, run, world
@@ -108,7 +108,7 @@ def make_permanent(
     made = _hugging_face(hooked)
     with without(hooked, what, sites=sites, scale=scale, tokens=tokens) as edit:
         probe = probe_tokens(hooked, _LENGTH)[None]
-        with evaluating(hooked):
+        with evaluating(hooked), quiet(hooked):
             wanted: Tensor = run(hooked, probe, return_type="logits").detach().cpu()
     every = facts_of(hooked).norms()
     chosen = [s for s in every if s.name in edit.sites]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -24,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.components import Wiring, find_wiring
-from ln_probe.hooks.edits import edits_on, sounding
+from ln_probe.hooks.edits import LinearEdit, edits_on, own_forward, quiet, sounding, suspended
 from ln_probe.hooks.model import (
     HookedModel,
     attentions,
@@ -356,7 +357,7 @@ class ModelFacts:
     @cached_property
     def wiring(self) -> Wiring:
         """Of what every norm's input is a sum; costs one short pass in evaluation mode, the first time."""
-        with evaluating(self.model):
+        with evaluating(self.model), quiet(self.model), suspended(self.model):
             return find_wiring(self.model, self.sites, [site.layer for site in self.bare])
 
     def norms(self) -> list[Site]:
@@ -459,8 +460,7 @@ def facts_of(model: object, *, checksums: bool = True) -> ModelFacts:
 def facts_of_checked(hooked: HookedModel, *, checksums: bool = True) -> ModelFacts:
     """`facts_of` a model that `check_model` has returned."""
     module, attributes = cast(nn.Module, hooked), vars(hooked)
-    with exclusive(hooked):
-        _refuse_edited(hooked)
+    with exclusive(hooked), _as_it_is(hooked):
         kept: _Kept | None = attributes.get(_KEPT)
         weights = _weights(module)
         if kept is not None and kept.layout == _layout(module, weights):
@@ -490,7 +490,7 @@ def _layout(model: nn.Module, weights: list[Tensor]) -> tuple[object, ...]:
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().reshape(-1))
     sums = [int(checksum(torch.cat(some))) for some in alike.values()]
     modules = [
-        (id(m), id(m.__dict__.get("forward")), *sounding(m._forward_hooks), *sounding(m._forward_pre_hooks))
+        (id(m), id(own_forward(m)), *sounding(m._forward_hooks), *sounding(m._forward_pre_hooks))
         for m in model.modules()
     ]
     settings = {k: v for k, v in vars(cast(Any, model).cfg).items() if isinstance(v, bool | int | float | str)}
@@ -505,13 +505,23 @@ def _sums_of_large(weights: list[Tensor]) -> list[int]:
     return [int(checksum(tensor)) for tensor in weights if tensor.numel() > _TOGETHER]
 
 
-def _refuse_edited(model: HookedModel) -> None:
+@contextmanager
+def _as_it_is(model: HookedModel) -> Iterator[None]:
+    """Without hooks of the user while it lasts, and without `linearized`.
+
+    Raises:
+        SiteError: a norm is under an edit that changes what it computes.
+    """
     for name, module in site_modules(model).items():
-        if active := [e for e in edits_on(module) if not e.suspended]:
+        edits = [e for e in edits_on(module) if not e.suspended]
+        # (`linearized` with each token's own sigma leaves the forward pass as it is)
+        if active := [e for e in edits if not (isinstance(e, LinearEdit) and e.given is None)]:
             raise SiteError(
                 f"{name} is under an intervention ({active[0].label}), so the model cannot be measured as it is: "
                 "leave the `with` block first"
             )
+    with quiet(model), suspended(model):
+        yield
 
 
 def _survey(model: HookedModel) -> ModelFacts:

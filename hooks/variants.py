@@ -234,11 +234,11 @@ def changed_output(
     """
     wide = at_least_float32(x)
     if VARIANTS[variant].transform is not None or takes_scaling(site, variant):
-        return site.affine(normalized(site, variant, wide, constant)).to(y.dtype)
+        return site.affine(normalized(site, variant, wide, constant), live=True).to(y.dtype)
     if not takes_projection(site, variant):
         return y
     back = wide.mean(-1, keepdim=True) / (site.sigma(wide) if sigma is None else sigma.to(wide))
-    back = back if site.gain is None else back * site.gain.to(back)
+    back = back if (gain := site.live_gain()) is None else back * gain.to(back)
     return (y.to(back.dtype) + back).to(y.dtype)
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from architectures import cases
 
-from ln_probe.hooks import find_sites, linearized, without
+import ln_probe
+from ln_probe.hooks import check_equivalent, find_sites, linearized, without
 
 FAST = {
     "hooked": ("scaling", "linearized", "linearized, given", "linearized in scaling"),
@@ -151,3 +152,36 @@ def test_however_the_model_is_run(name: str, edit: str, run: str) -> None:
         assert theirs is not None
         assert compose.close(mine.double(), theirs.double(), same)
     assert run == "generate" or compose.distance(expected.logits, unedited.logits) > 2 * same
+
+
+@pytest.mark.parametrize("name", ["hooked", "gpt2"])
+def test_short_passes_over_tokens_of_ours_run_without_hooks_of_the_user(name: str) -> None:
+    """Only the user's own prompt is seen by what the user put on the model, and all of that stays where it was."""
+    model, tokens, point = model_of(name), torch.arange(1, 13), "blocks.0.hook_resid_pre"
+    seen: list[int] = []
+
+    def patch(value: Any, hook: Any) -> Any:
+        value[:, 10] = 0.5  # there is no such position in a shorter pass
+        seen.append(value.shape[1])
+        return value
+
+    for call, passes in (
+        (find_sites, 0),
+        (lambda m: ln_probe.attribute_logits(m, tokens, -1, 7).check(), 1),
+        (lambda m: ln_probe.attribute_scores(m, tokens, 1, 0, -1, 0).check(), 1),
+        (lambda m: linearized.sigmas(m, tokens), 1),
+        (linearized.fwd_hooks, 0),
+        (lambda m: check_equivalent(m, m), 0),
+    ):
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.99)  # what is known of a model is kept until its weights change
+        model.add_hook(point, patch)
+        model.add_hook("blocks.1.ln1.hook_scale", lambda value, hook: seen.append(value.shape[1]))
+        seen.clear()
+        before = [(h.hook.id, h.user_hook) for h in model.hook_dict[point].fwd_hooks]
+        call(model)
+        calls = 3 if name == "hooked" else 1  # HookedTransformer calls a norm for queries, keys and values
+        assert seen == passes * [12] * (1 + calls), call
+        assert [(h.hook.id, h.user_hook) for h in model.hook_dict[point].fwd_hooks] == before
+        model.reset_hooks()
+        assert find_sites(model)[0].name == "blocks.0.ln1"

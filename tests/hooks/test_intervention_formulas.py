@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.hooks import without
+from ln_probe.hooks import linearized, without
 from ln_probe.hooks.capture import stream
 from ln_probe.hooks.default_tokens import default_tokens
 from ln_probe.hooks.interventions import NoOpWarning
@@ -358,3 +360,53 @@ def test_split_inputs_of_hooked_transformer(make_hooked: Callable[..., Any]) -> 
         keys = torch.einsum("bpd,hdk->bphk", changed_output(site, "no_scaling", x, x, 2.0), model.W_K[0]) + model.b_K[0]
     torch.testing.assert_close(after["blocks.0.attn.hook_k"], keys, rtol=1e-4, atol=1e-4)
     assert torch.equal(before["blocks.0.attn.hook_v"], after["blocks.0.attn.hook_v"])
+
+
+@pytest.mark.parametrize("arch", [None, "gpt2", "gemma"])
+def test_gradients_of_gains_and_biases(
+    arch: str | None, make_hooked: Callable[..., Any], make_bridge: Callable[..., Any]
+) -> None:
+    """As those of a norm that is written by hand, also of a parameter that is put in while the edit lasts."""
+    model = make_hooked(dtype=torch.float64) if arch is None else make_bridge(arch, torch.float64)
+    site = find_sites(model)[0]
+    owner = getattr(site.module, "original_component", None) or site.module
+    names = [name for name in ("w", "b", "weight", "bias") if isinstance(getattr(owner, name, None), nn.Parameter)]
+    kept = {name: getattr(owner, name) for name in names}
+
+    def replaced() -> None:
+        for name in names:
+            setattr(owner, name, nn.Parameter(0.5 * kept[name].detach() - 0.1))
+
+    def found(run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+        parameters = [*(getattr(owner, name) for name in names), next(model.parameters())]
+        loss = run()
+        return loss.detach(), list(torch.autograd.grad(loss, parameters))
+
+    def written(how: str, _m: Any, args: Any, y: Tensor) -> Tensor:
+        x = args[0]
+        kept = x - x.mean(-1, keepdim=True) if site.projects else x
+        sigma = (kept.pow(2).mean(-1, keepdim=True) + site.eps).sqrt()
+        normalized = {"scaling": kept / 2.0, "projection": x / sigma, "linear": kept / sigma.detach()}[how]
+        gain, bias = (getattr(owner, names[0]), getattr(owner, names[1]) if len(names) > 1 else 0.0)
+        return normalized * (gain + 1 if arch == "gemma" else gain) + bias
+
+    for how, edit in (
+        ("scaling", lambda: without(model, "scaling", sites=[site.name], scale=2.0)),
+        ("projection", lambda: without(model, "projection", sites=[site.name])),
+        ("linear", lambda: linearized(model)),
+    ):
+        if how == "projection" and not site.projects:
+            continue
+        for put in (lambda: None, replaced):
+            with edit():
+                put()
+                value, gradients = found(lambda: model(TOKENS, return_type="loss"))
+            with linearized(model) if how == "linear" else nullcontext():  # (for the norms that follow)
+                handle = site.module.register_forward_hook(partial(written, how))
+                expected, by_hand = found(lambda: model(TOKENS, return_type="loss"))
+            handle.remove()
+            for name, parameter in kept.items():
+                setattr(owner, name, parameter)
+            torch.testing.assert_close(value, expected, rtol=1e-6 if arch == "gemma" else 1e-12, atol=0.0)
+            for one, other in zip(gradients, by_hand, strict=True):
+                assert difference(one, other) < (1e-5 if arch == "gemma" else 1e-10), how

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import ln_probe
 from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError, LostEditError
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Site, SiteError
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 ANSWER = 7
@@ -130,3 +131,17 @@ def test_what_cannot_be_held(make_lab: Callable[..., Any]) -> None:
     bare = make_lab(norm=None, norm_mlp=None, norm_final=None)
     with pytest.raises(InterventionError, match="no normalization: it is linear there already"), linearized(bare):
         pass
+
+
+def test_what_measures_the_model_works_inside(worlds: list[tuple[str, Any]]) -> None:
+    """With each token's own sigma the forward pass is unchanged; with another's it is not."""
+    for name, model in worlds:
+        names, outside = [s.name for s in find_sites(model)], ln_probe.attribute_logits(model, TOKENS, -1, ANSWER)
+        with linearized(model):
+            assert [s.name for s in find_sites(model)] == names
+            assert torch.equal(ln_probe.attribute_logits(model, TOKENS, -1, ANSWER).check().terms, outside.terms), name
+            next(model.parameters()).data.mul_(1.01)  # looked at once more
+            assert [s.name for s in find_sites(model)] == names
+        given = linearized.sigmas(model, TOKENS)
+        with linearized(model, sigma=given), pytest.raises(SiteError, match="leave the `with` block first"):
+            find_sites(model)
