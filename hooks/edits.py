@@ -268,6 +268,18 @@ class EditedNorm:
             each.keep(x, shown, unhooked)
         return shown
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Refuse a copy of the model (copy.deepcopy, pickle, torch.save): nothing would end the edit in it.
+
+        Raises:
+            InterventionError: always.
+        """
+        raise InterventionError(
+            f"{self.site.name} is under an intervention ({self.edits[0].label if self.edits else 'ended'}), and a copy "
+            "of the model would stay under it for good: copy or save the model outside the `with` block (its "
+            "state_dict can be taken inside)"
+        )
+
     def _intact(self, *args: Any, **kwargs: Any) -> Any:
         module = self.site.module
         return type(module).forward(module, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
@@ -362,12 +374,15 @@ class PartEdit(Edit):
         self.part = part
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.reader: nn.Module | None = None
+        self.adds_positions = False
 
     def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
         self.waiting.append((shown, self.change(x, intact)))
 
     def install(self, model: HookedModel | nn.Module, stack: ExitStack) -> None:
         super().install(model, stack)
+        positions = getattr(getattr(model, "cfg", None), "positional_embedding_type", "")
+        self.adds_positions = positions == "shortformer" and self.part != "values"
         for attn in attentions(model).values():
             module, hook = self._reader(attn)
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -415,6 +430,12 @@ class PartEdit(Edit):
     def _check_read(self, attn: nn.Module | None = None, *_: object) -> None:
         """Raise LostEditError if a changed output was not read, by this attention layer or (None) by any."""
         if self.waiting and self.reader is attn:
+            if self.adds_positions:
+                raise LostEditError(
+                    f"{self.site.name}: the edit for {self.part} alone was lost, because {self.part} are made of more "
+                    "than this norm's output (positional_embedding_type='shortformer' adds position embeddings to "
+                    "it): edit the whole norm with only=None"
+                )
             raise LostEditError(
                 f"{self.site.name}: the edit for {self.part} alone was lost, because no projection of {self.part} read "
                 "this norm's output as it is (split or repeated per head on the way?): switch use_split_qkv_input and "

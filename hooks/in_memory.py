@@ -18,6 +18,9 @@ def same_weights(model: nn.Module) -> Any:
     Changes to the copy's modules (wrapping, hooks, attention kernels) leave the model as it is.
     """
     shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
+    # What a pass has left on a module with its graph (a bridge's attention pattern) has no copy.
+    left = (value for module in model.modules() for value in vars(module).values())
+    shared |= {id(t): t.detach() for t in left if isinstance(t, torch.Tensor) and not t.is_leaf}
     return copy.deepcopy(model, dict(shared))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,7 +129,7 @@ def without(
     what: str,
     *,
     sites: str | Sequence[str] = "attention",
-    scale: str | float | Mapping[str, object] = FROZEN,
+    scale: str | float | Tensor | Mapping[str, object] = FROZEN,
     tokens: Rows | None = None,
     only: str | None = None,
     seed: int = 0,
@@ -314,6 +314,8 @@ def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:
             f"no norm of this model belongs to sites={sites!r} (its norms are read by: {reads}); give names instead: "
             f"{_some([s.name for s in found])}"
         )
+    if not isinstance(sites, str | Iterable):
+        raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
     names = [sites] if isinstance(sites, str) else list(sites)
     if not names:
         raise InterventionError(
@@ -360,7 +362,7 @@ def _divisors(
     facts: ModelFacts,
     chosen: Sequence[Site],
     variant: str,
-    scale: str | float | Mapping[str, object],
+    scale: str | float | Tensor | Mapping[str, object],
     tokens: Rows | None,
     seed: int,
 ) -> Mapping[str, Constant | Resampled]:
@@ -368,7 +370,7 @@ def _divisors(
     model = facts.model
     sites = [s for s in chosen if takes_scaling(s, variant)]
     given = None if tokens is None else check_tokens(model, tokens)
-    if given is not None and scale not in SCALES:
+    if given is not None and not (isinstance(scale, str) and scale in SCALES):
         named = ", ".join(map(repr, SCALES))
         raise InterventionError(f"tokens are for scale={named}: with another scale there is nothing to calibrate")
 

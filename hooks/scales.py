@@ -53,7 +53,7 @@ class Constant:
             return given
         if isinstance(given, Mapping) and set(given) == {"first", "rest"}:
             given = (given["first"], given["rest"])
-        values = tuple(given) if isinstance(given, tuple | list) else (given, given)
+        values = tuple(map(_plain, given if isinstance(given, tuple | list) else (given, given)))
         if len(values) != 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
             raise ValueError(f'a constant is a number or {{"first": number, "rest": number}}, got {given!r}')
         return cls(float(values[0]), float(values[1]))
@@ -249,6 +249,7 @@ def divisors_of(
             raise ValueError(f"scale has no entry for {', '.join(missing[:6])}{', …' * (len(missing) > 6)}")
         found = {n: Constant.of(scale[n]) for n in names}
     else:
+        scale = _plain(scale)
         if isinstance(scale, bool) or not isinstance(scale, int | float):
             raise ValueError(_unknown(scale))
         found = dict.fromkeys(names, Constant.of(scale))
@@ -258,6 +259,11 @@ def divisors_of(
         if wrong := [v for v in (value.first, value.rest) if not (v > 0 and np.isfinite(v))]:
             raise ValueError(f"{name}: its divisor must be a positive finite number, got {wrong[0]!r}")
     return found
+
+
+def _plain(number: Any) -> Any:
+    """The number in a tensor or an array without axes; anything else as it is."""
+    return number.item() if getattr(number, "ndim", None) == 0 else number
 
 
 def _unknown(scale: Any) -> str:

@@ -404,12 +404,13 @@ def freezing_cost(
     seed: int = 0,
     tokenizer: Any = None,
     progress: bool = True,
+    hooks: str = REFUSE,
 ) -> FreezingCost:
     """Measure what freezing LayerNorm's scaling costs: the first number of a report, alone.
 
     Args:
-        model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer, progress: as for `ln_probe.analyze`; the
-            numbers are those of its `causal` table.
+        model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer, progress, hooks: as for
+            `ln_probe.analyze`; the numbers are those of its `causal` table.
 
     Returns:
         The loss increase at every norm with its CI, the other primary contrasts, and the constants.
@@ -425,9 +426,9 @@ def freezing_cost(
     """
     objective = Objective.of(loss)
     probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
-    hooked, _ = hooked_model(model, tokenizer)
+    hooked, on_original = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
-    with ProgressLine(quiet=not progress), Seal(hooked) as seal:
+    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal:
         passes, ready, calibrated = _first_pass(seal, settings, [probe], objective, prompts, calibration, groups)
         piece = passes.measure(list(enumerate(ready.tokens)), calibrated, default=prompts is None)[probe.name]
     if isinstance(piece, Failure):
@@ -438,7 +439,7 @@ def freezing_cost(
     frozen = table[(table["family"] == "primary") & (table["variant"] == SCALING_FROZEN.name)]
     rows = frozen[frozen["sites"] == "all"]
     asked = (note for note in results.notes if "single norms" not in note)  # which no one asked for here
-    notes = (*ready.notes, *calibrated.notes, *asked)
+    notes = (*ready.notes, *calibrated.notes, *asked, *on_original, *seal.notes)
     if not len(rows) or frozen["delta_loss"].isna().all():
         why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
         raise ValueError(f"freezing_cost is not applicable: {why}")

@@ -215,9 +215,10 @@ def attribute_logits(
             this model.
         positions: whose predictions: None (all), an index, a slice or a list; negative from the end of each prompt.
             One index of one prompt gives a `LogitAttribution`, anything else `LogitAttributions`.
-        target: a token (id or text), whose logit is meant everywhere; ids [batch pos] or, for one prompt, [pos], one
-            for each position; None: the next token that occurs, NaN at the last position. At one position: a token, or
-            several, whose mean logit is meant; None: the model's own first choice.
+        target: a token (id or text), whose logit is meant everywhere; ids [batch pos], one for each position (of one
+            prompt also [pos], at one position of several [batch]); None: the next token that occurs, NaN at the last
+            position. At one position of one prompt: a token, or several, whose mean logit is meant; None: the model's
+            own first choice.
         against: what is subtracted: likewise, "mean" (the mean logit of the vocabulary), or None.
         components: "heads" (heads, MLPs, embeddings, biases), "layers" (attention layers and MLPs with their biases) or
             "neurons" (heads, and MLPs neuron by neuron).

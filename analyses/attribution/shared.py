@@ -138,6 +138,11 @@ def ids_of_rows(
             for r, at in zip(rows, places, strict=True)
             for p in at
         ]
+        if beyond := [i for i, _ in follows if i >= outputs(model)]:
+            raise AttributionError(
+                f"token id {beyond[0]}, the next one at one of these positions, has no logit: the model has "
+                f"{outputs(model)} outputs. Give target=, or positions= that no such token follows"
+            )
         return torch.tensor([[i] for i, _ in follows]), torch.tensor([k for _, k in follows])
     return others_of_rows(model, target, places, "target"), torch.ones(count, dtype=torch.bool)
 
@@ -160,6 +165,8 @@ def others_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int
         )
     if ids.ndim == 1 and len(places) == 1:
         ids = ids[None]
+    if ids.ndim == 1 and shape[1] == 1:  # one for each prompt
+        ids = ids[:, None]
     if ids.shape[:2] != shape or ids.ndim not in (2, 3) or any(len(at) != shape[1] for at in places):
         raise AttributionError(f"{what} must have an id for each position, {list(shape)}, got {list(ids.shape)}")
     flat_ids = ids.reshape(count, -1).long()

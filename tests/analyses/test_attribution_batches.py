@@ -49,6 +49,9 @@ def test_positions_targets_and_components(make_bridge: Callable[..., Any]) -> No
     given = attribute_logits(model, batch, slice(0, 9), target=batch[:, 1:])
     assert torch.equal(following.values, given.values)
     assert following.label == "logit of the next token"
+    one_each = attribute_logits(model, batch, -1, target=[7, 8])
+    alone = [attribute_logits(model, TOKENS, -1, i).total for i in (7, 8)]
+    assert one_each.total[:, 0].tolist() == pytest.approx(alone, abs=1e-5)
     sets = attribute_logits(model, TOKENS, [1, 2], target=torch.tensor([[[3, 4], [3, 4]]]))
     assert sets.total[0, 0] == pytest.approx(attribute_logits(model, TOKENS, 1, [3, 4]).total, abs=1e-9)
     layers = attribute_logits(model, batch, target=3, components="layers").check()

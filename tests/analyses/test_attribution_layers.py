@@ -127,6 +127,11 @@ def test_outputs_that_are_not_the_inputs(outputs: int, make_hooked: Callable[...
     assert attribute_logits(model, LONGER, -1, against="mean").check().label.startswith(f"logit of {first} ")
     with pytest.raises(AttributionError, match=f"token id {outputs} is outside the vocabulary of {outputs}"):
         attribute_logits(model, LONGER, -1, target=outputs)
+    said = rf"token id {outputs}, the next one at one of these positions, has no logit: the model has {outputs} outputs"
+    if outputs < 50:
+        with pytest.raises(AttributionError, match=said):
+            attribute_logits(model, torch.tensor([1, 2, outputs]))
+        attribute_logits(model, torch.tensor([1, 2, outputs, 3]), [0, 2]).check()
     if outputs > 50:
         assert attribute_logits(model, LONGER, -1, target=outputs - 1).check()
 

@@ -160,6 +160,11 @@ def test_only_what_changes_something_is_named(bridge: Any) -> None:
         for function in (ln_probe.freezing_cost, ln_probe.norm_constants):
             with pytest.raises(SealError, match=r"seal_cases\.halve"):
                 function(bridge, TOKENS)
+        report = ln_probe.analyze(bridge, TOKENS, probes=["causal"], progress=False, hooks="keep")
+        cost = ln_probe.freezing_cost(bridge, TOKENS, hooks="keep")
+    rows = report.causal.set_index(["sites", "variant"])
+    assert cost.estimate == pytest.approx(float(rows.loc[("all", "no_scaling"), "delta_loss"]), abs=1e-6)
+    assert any(note.startswith('measured with hooks="keep"') for note in cost.notes)
 
 
 @pytest.mark.slow

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from architectures import bridge_of
 from compose import distance as difference
 from torch import Tensor, nn
 
 import ln_probe
-from ln_probe.hooks import without
+from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError, LostEditError
 from ln_probe.seal import SealError
 
@@ -163,11 +167,15 @@ ONE = torch.arange(1, 9)[None]
     ("scale", {}, "unknown term 'scale': choose from 'scaling', 'projection', 'both'"),
     ("scaling", {"sites": ["blocks.0.ln_1"]}, r"no norm called 'blocks.0.ln_1'; the nearest names are 'blocks.0.ln1'"),
     ("scaling", {"sites": "atention"}, "no norm called 'atention'; the nearest names are 'attention'"),
+    ("scaling", {"sites": 0}, "sites must be one of attention, mlp, final, all or names of norms, got 0"),
+    ("scaling", {"sites": None}, "sites must be one of attention, mlp, final, all or names of norms, got None"),
     ("scaling", {"sites": []}, "an empty list of sites leaves nothing to edit: give names, or one of attention, mlp"),
     ("scaling", {"sites": ["ln_final", "ln_final"]}, "'ln_final' is given twice"),
     ("scaling", {"scale": "mean"}, "'optimal', a positive number or a mapping, got 'mean'"),
     ("scaling", {"scale": True}, "'optimal', a positive number or a mapping, got True"),
     ("scaling", {"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
+    ("scaling", {"scale": torch.tensor(-1.0)}, "scale must be a positive finite number, got -1.0"),
+    ("scaling", {"scale": torch.ones(2)}, "a positive number or a mapping, got tensor"),
     ("scaling", {"scale": math.nan}, "scale must be a positive finite number, got nan"),
     ("scaling", {"scale": {"blocks.0.ln1": 2.0}}, r"scale has no entry for blocks\.1\.ln1"),
     ("scaling", {"scale": {"blocks.0.ln1": 2.0, "blocks.1.ln1": -1}}, r"blocks\.1\.ln1: its divisor must be a posi"),
@@ -212,6 +220,12 @@ def test_what_does_not_go_together(make_hooked: Callable[..., Any], make_lab: Ca
         ("gpt2", {}, TypeError, "load it first"),
         (hooked, {"heads": heads, "sites": "all"}, InterventionError, "leave out sites='all'"),
         (hooked, {"heads": heads, "only": "keys"}, InterventionError, "leave out only='keys'"),
+        (
+            make_hooked(positional_embedding_type="shortformer"),
+            {"only": "keys"},
+            LostEditError,
+            r"keys are made of more than this norm's output \(positional_embedding_type='shortformer' adds",
+        ),
         (make_lab(norm=None), {"heads": heads}, InterventionError, "the attention of layer 0 reads no norm"),
     ]
     for model, options, error, said in cases:
@@ -348,3 +362,36 @@ def test_heads_that_read_more_than_the_norm(make_hooked: Callable[..., Any]) -> 
     report = ln_probe.analyze(model, TOKENS, probes=("head_effects",), progress=False)
     assert not len(report.tables["head_effects"])
     assert any(re.search(f"head_effects: nothing was measured: {said}", note) for note in report.notes)
+
+
+def test_a_number_without_axes_is_a_number(make_bridge: Callable[..., Any]) -> None:
+    model, two = make_bridge("gpt2"), torch.tensor(2.0)
+    for scale in (two, {"blocks.0.ln1": two, "blocks.1.ln1": [two, 2.0]}):
+        with without(model, "scaling", scale=scale) as done:
+            assert {c.plain["first"] for c in done.divisors.values()} == {2.0}
+
+
+@pytest.mark.parametrize("edit", [lambda m: without(m, "scaling", scale=2.0), linearized])
+def test_a_copy_inside_is_refused(edit: Callable[[Any], Any], worlds: list[tuple[str, Any]]) -> None:
+    """Nothing would end the edit in it."""
+    for name, model in worlds:
+        with edit(model):
+            state = model.state_dict()
+            pickles = (pickle.dumps, lambda m: torch.save(m, io.BytesIO())) if name == "lab" else ()
+            for make in (copy.deepcopy, *pickles):  # (hooks of TransformerLens's models cannot be pickled)
+                with pytest.raises(InterventionError, match=r"a copy of the model would stay under it for good: copy"):
+                    make(model)
+        after = copy.deepcopy(model)
+        assert torch.equal(after(TOKENS), model(TOKENS))
+        assert find_sites(after)
+        model.load_state_dict(state)
+
+
+def test_a_hugging_face_model_whose_bridge_ran_with_a_hook(make_hugging_face: Callable[..., Any]) -> None:
+    """Of a pass with a hook a bridge leaves the attention pattern on the module, with its graph."""
+    original = make_hugging_face("gpt2")
+    bridge_of(original).run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_pre", lambda v, hook: 1.0 * v)])
+    intact = original(TOKENS).logits
+    with without(original, "scaling", scale=2.0):
+        assert difference(original(TOKENS).logits, intact) > 1e-4
+    assert torch.equal(original(TOKENS).logits, intact)
