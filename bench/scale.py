@@ -1,4 +1,4 @@
-"""What selectability costs as models grow: time and memory against tokens, heads and d_head, with fitted exponents.
+"""What a report costs as models grow: time and memory against tokens, heads, d_head, layers, prompts; fitted exponents.
 
 One layer with random weights, keys of which one is a sink (its length ten times the others') and the rest heavy-tailed
 (lognormal(1) lengths), four variants, verdicts, margins, attainable attention over the reachable and the observed set,
@@ -6,9 +6,15 @@ in head space: all keys, or a sample of 64 of each head. With `--seven-b` the la
 128, 2048 tokens, sampled. Every measurement runs in a separate process; peak memory is given with what the keys
 themselves take; compiling is done before the clock starts.
 
+Layers and prompts: `ln_probe.analyze` as it is by default, of a GPT-2 with random weights (d_model 128, 4 heads, a
+vocabulary of 512), 4 layers, 8 prompts of 64 tokens.
+
     python bench/scale.py --quick          # up to 1024 tokens
     python bench/scale.py --seven-b
-    python bench/scale.py --out FILE.csv   # the rows, and the exponents as rows with a `power`
+    python bench/scale.py --out FILE.csv   # the rows, and the exponents as rows with a `power` and its 95 % CI
+
+The CI of an exponent is that of the slope of a regression of log time on log size: what is left is how far the points
+are from a power, not how a repeated measurement would differ.
 """
 
 from __future__ import annotations
@@ -25,7 +31,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
+from scipy import stats
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 
+import ln_probe
 from ln_probe.analyses.geometry.api import key_geometry, set_attention, set_geometry
 from ln_probe.analyses.geometry.compiled import in_threads
 from ln_probe.analyses.geometry.inputs import QuerySet
@@ -34,9 +44,11 @@ from ln_probe.hooks.variants import VARIANTS
 THREADS, SAMPLE = 2, 64
 BASE = {"tokens": 512, "heads": 4, "d_head": 64}
 STEPS = {"tokens": (256, 512, 1024, 2048, 4096), "heads": (2, 4, 8, 16), "d_head": (16, 32, 64, 128)}
+REPORT = {"layers": 4, "prompts": 8}
+REPORT_STEPS = {"layers": (2, 4, 8, 16, 32), "prompts": (4, 8, 16, 32, 64)}
 SEVEN_B = {"tokens": 2048, "heads": 32, "d_head": 128}
 NATS = 2.0  # by which the scores of typical keys deviate under a query of the reachable set
-COLUMNS = ("what", "tokens", "heads", "d_head", "sample", "wall_s", "cpu_s", "peak_mb", "undecided", "power")
+COLUMNS = ("what", "size", "sample", "wall_s", "cpu_s", "peak_mb", "undecided", "power", "power_low", "power_high")
 RHO = 0.4  # of the observed set: between what SmolLM2's heads have
 
 
@@ -63,7 +75,7 @@ def measure(tokens: int, heads: int, d_head: int, sample: int) -> dict[str, floa
             undecided += _whole(keys, center, axes)
         wall, spent = wall + time.perf_counter() - begun, spent + time.process_time() - used
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"wall": wall, "cpu": spent, "peak_mb": peak, "keys_mb": keys.nbytes / 2**20, "undecided": undecided}
+    return {"wall": wall, "cpu": spent, "peak_mb": peak, "undecided": undecided}
 
 
 def _whole(keys: np.ndarray, center: np.ndarray, axes: np.ndarray) -> int:
@@ -90,26 +102,54 @@ def _sampled(keys: np.ndarray, center: np.ndarray, axes: np.ndarray, count: int)
     return sum(in_threads(one, range(len(keys)), THREADS))
 
 
-def apart(shape: dict[str, int], sample: int) -> dict[str, float]:
+def measure_report(layers: int, prompts: int) -> dict[str, float]:
+    """Seconds of a whole report."""
+    torch.set_num_threads(THREADS)
+    random = torch.Generator().manual_seed(0)
+    texts = list(torch.randint(0, 512, (prompts, 64), generator=random))
+
+    def model(n_layers: int) -> HookedTransformer:
+        return HookedTransformer(
+            HookedTransformerConfig(
+                n_layers=n_layers, d_model=128, d_head=32, n_heads=4, n_ctx=64, d_vocab=512, act_fn="gelu", seed=0
+            )
+        )
+
+    ln_probe.analyze(model(1), texts[:2], progress=False)  # compile
+    measured = model(layers)
+    begun, used = time.perf_counter(), time.process_time()
+    report = ln_probe.analyze(measured, texts, progress=False)
+    wall, spent = time.perf_counter() - begun, time.process_time() - used
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"wall": wall, "cpu": spent, "peak_mb": peak, "undecided": int(report.heads["undecided"].sum())}
+
+
+def apart(given: dict[str, int]) -> dict[str, float]:
     """Run the measurement in a separate process."""
-    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    command = [sys.executable, __file__, "--one", json.dumps(shape | {"sample": sample})]
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    command = [sys.executable, __file__, "--one", json.dumps(given)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-def row(title: str, shape: dict[str, int], sample: int) -> dict[str, float]:
-    found = apart(shape, sample)
-    print(
-        f"| {title} | {shape['tokens']} | {shape['heads']} | {shape['d_head']} | {sample or 'all'} "
-        f"| {found['wall']:.1f} | {found['cpu']:.1f} | {found['peak_mb']:.0f} | {found['keys_mb']:.0f} "
-        f"| {found['undecided']:.0f} |",
-        flush=True,
-    )
+def row(what: str, given: dict[str, int], size: int) -> float:
+    """Measure, print and keep one size; processor seconds."""
+    found, sample = apart(given), given.get("sample", "") or "all"
     figures = (f"{found['wall']:.1f}", f"{found['cpu']:.1f}", f"{found['peak_mb']:.0f}", f"{found['undecided']:.0f}")
-    rows.append((title, *shape.values(), sample or "all", *figures, ""))
-    return found
+    print("|", *(f"{x} |" for x in (what, size, sample, *figures)), flush=True)
+    rows.append((what, size, sample, *figures, "", "", ""))
+    return found["cpu"]
+
+
+def exponent(what: str, sizes: list[int], spent: list[float], sample: int | str) -> None:
+    """Fit, print and keep the power of a size that processor time grows with."""
+    fit = stats.linregress(np.log(sizes), np.log(spent))
+    half = float(stats.t.ppf(0.975, len(sizes) - 2)) * fit.stderr
+    power = [f"{x:.2f}" for x in (fit.slope, fit.slope - half, fit.slope + half)]
+    print(f"| CPU ∝ {what}^{power[0]} [{power[1]}, {power[2]}] | | {sample} | | | | |", flush=True)
+    rows.append((what, "", sample, "", "", "", "", *power))
 
 
 rows: list[tuple[object, ...]] = []  # of COLUMNS
@@ -129,24 +169,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a CSV file for the table")
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(**json.loads(arguments.one))))
+        given = json.loads(arguments.one)
+        print(json.dumps(measure_report(**given) if "layers" in given else measure(**given)))
         return
-    print(f"\nscale: one layer, four variants, {THREADS} threads; seconds of the wall and of processors")
-    print(
-        "| what grows | tokens | heads | d_head | keys of a head | wall, s | CPU, s | peak, MB | keys, MB | undecided |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"\nscale: {THREADS} threads; seconds of the wall and of processors")
+    print("| what grows | size | keys of a head | wall, s | CPU, s | peak, MB | undecided |")
+    print("|---|---|---|---|---|---|---|")
     if arguments.seven_b:
-        row("7B layer", SEVEN_B, SAMPLE)
+        row("7B layer", SEVEN_B | {"sample": SAMPLE}, SEVEN_B["tokens"])
         write(arguments.out)
         return
     for sample in (0, SAMPLE):
         for what, steps in STEPS.items():
             sizes = [s for s in steps if not arguments.quick or (what, s) not in _LONG]
-            found = [row(what, BASE | {what: size}, sample)["cpu"] for size in sizes]
-            power = np.polyfit(np.log(sizes), np.log(found), 1)[0]
-            print(f"| CPU ∝ {what}^{power:.2f} | | | | {sample or 'all'} | | | | | |", flush=True)
-            rows.append((what, "", "", "", sample or "all", "", "", "", "", f"{power:.2f}"))
+            spent = [row(what, BASE | {what: size, "sample": sample}, size) for size in sizes]
+            exponent(what, sizes, spent, sample or "all")
+    for what, steps in REPORT_STEPS.items():
+        sizes = list(steps[:3] if arguments.quick else steps)
+        exponent(what, sizes, [row(what, REPORT | {what: size}, size) for size in sizes], "all")
     write(arguments.out)
 
 
