@@ -191,7 +191,7 @@ def test_readme_states_what_the_tables_hold() -> None:
 
 
 def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
-    shares = []
+    shares, at_first = [], []
     for experiment, seeds in (("language_model", 3), ("language_model_full", 1)):
         rows = pd.read_csv(PUBLISHED / experiment / "summary.csv")
         rows = rows[rows["measure"] == "unselectable_fraction"]
@@ -199,6 +199,8 @@ def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
         trained = rows[rows["step"] == rows["step"].max()]
         assert (trained.query("space == 'normalized' and norm == 'layernorm'")["mean"] == 0).all()
         trained = trained[trained["space"] == "head"]
+        untrained = rows.query("step == 0 and space == 'head'").groupby("norm")["mean"].mean()
+        at_first.append([round(100 * untrained[norm]) for norm in ("layernorm", "projection_only")])
         for norm in ("layernorm", "projection_only"):
             percent = (100 * trained.loc[trained["norm"] == norm, "mean"]).round().astype(int)
             shares.append(" to ".join(map(str, sorted(set(percent)))))
@@ -206,6 +208,7 @@ def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
     assert f"d 8, heads of 2 dimensions), {shares[0]} % of the keys cannot" in readme
     assert f"(three seeds), and {shares[2]} % in windows of 1024 tokens (one seed)" in readme
     assert f"Without scaling it is {shares[1]} % and {shares[3]} %." in readme
+    assert f"Before training it is {at_first[0][0]} and {at_first[0][1]} %, too" in readme
 
 
 def test_readme_states_how_far_the_seeds_of_the_bundled_models_are_apart() -> None:
