@@ -27,7 +27,6 @@ from ln_probe.hooks.components import (
     Wiring,
     neurons_of,
     outside_attention,
-    unembedding,
     watched,
 )
 from ln_probe.hooks.model import (
@@ -41,6 +40,7 @@ from ln_probe.hooks.model import (
     n_layers,
     run,
     tensors_in,
+    unembedding,
 )
 from ln_probe.hooks.norm import Site, is_heads_first
 

@@ -39,6 +39,7 @@ from ln_probe.hooks.model import (
     probe_tokens,
     run,
     tensors_in,
+    unembedding,
     weight_of,
 )
 from ln_probe.hooks.norm import Site, bias_of, gain_of
@@ -116,16 +117,6 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
         # A bridge's MLP can hold the whole block (OPT) or add the stream itself (BLOOM): its output map does not.
         if (out := child_of(mlp, "out", "hook_out") or mlp) is not None:
             yield Source("mlp", layer), out
-
-
-def unembedding(model: HookedModel) -> nn.Module | None:
-    """The module that reads logits off the end of the stream (of OPT-350m, the projection before the unembedding)."""
-    return child_of(model, "project_out") or child_of(model, "unembed")
-
-
-def attention_output(attn: nn.Module) -> nn.Module:
-    """The module whose output is what attention writes, bias included (a bridge's BERT adds the stream after it)."""
-    return child_of(attn, "o", "hook_out") or attn
 
 
 def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]] | None:

@@ -182,6 +182,16 @@ def child_of(owner: object, *path: str) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
+def unembedding(model: HookedModel) -> nn.Module | None:
+    """The module that reads logits off the end of the stream (of OPT-350m, the projection before the unembedding)."""
+    return child_of(model, "project_out") or child_of(model, "unembed")
+
+
+def attention_output(attn: nn.Module) -> nn.Module:
+    """The module whose output is what attention writes, bias included (a bridge's BERT adds the stream after it)."""
+    return child_of(attn, "o", "hook_out") or attn
+
+
 def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
     """A module's output, a row per position of one prompt after the other, whichever way the world lays it out."""
     value: Tensor = output[0] if isinstance(output, tuple) else output

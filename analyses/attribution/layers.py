@@ -32,14 +32,22 @@ from ln_probe.hooks.components import (
     Part,
     Source,
     Writers,
-    attention_output,
     bias_part,
     head_part,
     watched,
     whole_part,
 )
 from ln_probe.hooks.linearized import linearized
-from ln_probe.hooks.model import HookedModel, attentions, blocks, check_model, child_of, evaluating, hooks_on
+from ln_probe.hooks.model import (
+    HookedModel,
+    attention_output,
+    attentions,
+    blocks,
+    check_model,
+    child_of,
+    evaluating,
+    hooks_on,
+)
 
 LAYER_COLUMNS = ("part", "kind", "layer", "index", "direct", "mediated", "effect")
 # |gradient through queries| over the effects' own size that counts as "patterns are held"; where they are, it is 0.

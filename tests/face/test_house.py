@@ -133,6 +133,11 @@ def test_no_imports_in_circles(arrows: dict[str, set[str]]) -> None:
     assert [c for c in circles(arrows) if any(floor(name) < len(FLOORS) for name in c)] == []
 
 
+def test_no_module_is_longer_than_600_lines() -> None:
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules(PACKAGE).items()}
+    assert {name: count for name, count in lines.items() if count > 600} == {}
+
+
 def test_a_file_can_be_named_by_room_and_stem() -> None:
     """Within hooks, analyses, the laboratory and ln_probe; hooks and pages both have an `attention`."""
     rooms = {name: "lab" if ".analyses.lab" in name else floor(name) for name in modules(PACKAGE)}
