@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
 
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.optimal_constants import Halves

@@ -22,8 +22,8 @@ import typer
 import typer.core
 
 from ln_probe.analyses.files import Undo, temporary_folder
-from ln_probe.analyses.probes.text import counted, encodable
 from ln_probe.analyses.processes import check_stopped, stop_on_signals
+from ln_probe.analyses.text import counted, encodable
 from ln_probe.batch import exits
 from ln_probe.batch.exits import DONE, SOME_FAILED, refuse, refusing, writable
 from ln_probe.batch.options import (

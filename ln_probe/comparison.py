@@ -17,8 +17,8 @@ from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import asked_layers
 from ln_probe.analyses.probes.columns import BY_HEAD, PAIRED, SUMMARY
 from ln_probe.analyses.probes.sinks import MUCH
-from ln_probe.analyses.probes.text import step_named
 from ln_probe.analyses.schema import Table
+from ln_probe.analyses.text import step_named
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.report import Report, TableNamed

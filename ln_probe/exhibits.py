@@ -22,7 +22,7 @@ from jaxtyping import Float, Int, UInt8
 
 from ln_probe.analyses.files import parse_json, write_atomically
 from ln_probe.analyses.probes.columns import SINKS, TOKENS
-from ln_probe.analyses.probes.text import encodable
+from ln_probe.analyses.text import encodable
 from ln_probe.hooks.model import OneLine
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from ln_probe.analyses.probes.text import counted, disarmed, encodable
+from ln_probe.analyses.text import counted, disarmed, encodable
 from ln_probe.hooks.variants import VARIANTS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from ln_probe.analyses.probes.text import quoted, step_named
+from ln_probe.analyses.text import quoted, step_named
 from ln_probe.loading.provenance import ModelSource, source_of
 
 if TYPE_CHECKING:

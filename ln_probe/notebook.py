@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from ln_probe.analyses.probes.text import shortened, visible
+from ln_probe.analyses.text import shortened, visible
 from ln_probe.exhibits import to_bytes
 from ln_probe.hooks import find_sites, without
 from ln_probe.hooks.interventions import NoOpWarning

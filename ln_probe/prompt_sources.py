@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ln_probe.analyses.files import LONGEST_LINE, open_regular, parse_json, read_lines
-from ln_probe.analyses.probes.text import quoted
+from ln_probe.analyses.text import quoted
 
 Entry = str | list[int]  # a text, or the token ids of one prompt
 

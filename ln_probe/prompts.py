@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ln_probe.analyses.files import FileError, read_json, read_text
-from ln_probe.analyses.probes.text import encodable, quoted
+from ln_probe.analyses.text import encodable, quoted
 from ln_probe.hooks.default_tokens import (
     COMMONEST_SHARE,
     MAX_TOKENS,

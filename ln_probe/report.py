@@ -34,8 +34,8 @@ from ln_probe.analyses.probes import columns as declared_here
 from ln_probe.analyses.probes.base import Failure, Finding, Probe, ProbeError
 from ln_probe.analyses.probes.causal import family, with_today_statistics
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
-from ln_probe.analyses.probes.text import counted, disarmed, encodable
 from ln_probe.analyses.schema import Column, Table, TableError
+from ln_probe.analyses.text import counted, disarmed, encodable
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
 from ln_probe.hooks.variants import RENAMED, frozen_scaling, present_name
 

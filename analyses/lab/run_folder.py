@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ln_probe.analyses.files import PARTIAL, FileError, parse_json, read_json, write_atomically
 from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.probes.text import step_named
+from ln_probe.analyses.text import step_named
 
 _KEY = "ln_probe"
 

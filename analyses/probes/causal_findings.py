@@ -16,7 +16,7 @@ import pandas as pd
 
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Finding
-from ln_probe.analyses.probes.text import counted, number, percent, signed
+from ln_probe.analyses.text import counted, number, percent, signed
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN, VARIANTS, edits_of_norms
 

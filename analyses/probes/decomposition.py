@@ -25,7 +25,7 @@ from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.geometry.compiled import compiled, room
 from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Needs, Piece, Probe, ProbeResults, largest
 from ln_probe.analyses.probes.columns import LAYERNORMS
-from ln_probe.analyses.probes.text import percent
+from ln_probe.analyses.text import percent
 from ln_probe.hooks.norm import Site, bias_of, gain_of
 
 

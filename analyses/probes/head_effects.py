@@ -52,7 +52,7 @@ from ln_probe.analyses.probes.leading import (
 )
 from ln_probe.analyses.probes.shared_passes import mapped, passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 from ln_probe.hooks.edits import LostEditError
 from ln_probe.hooks.head_edits import attention_of, by_head, for_heads, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing

@@ -65,9 +65,9 @@ from ln_probe.analyses.probes.keys import (
     blocks,
     key_tables,
 )
-from ln_probe.analyses.probes.text import number, percent
 from ln_probe.analyses.probes.uniformity import spread
 from ln_probe.analyses.schema import Part
+from ln_probe.analyses.text import number, percent
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, SCALING_FROZEN, VARIANTS, no_op
 

@@ -38,7 +38,7 @@ from ln_probe.analyses.probes.base import (
 )
 from ln_probe.analyses.probes.columns import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
 from ln_probe.analyses.probes.outliers import LEAST_TOKENS, OUTLIER_RATIO, PromptOutliers
-from ln_probe.analyses.probes.text import counted, percent, visible
+from ln_probe.analyses.text import counted, percent, visible
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.capture import visible_keys
 from ln_probe.hooks.model import at_least_float32

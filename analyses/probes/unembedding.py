@@ -30,7 +30,7 @@ from ln_probe.analyses.geometry.large import (
 from ln_probe.analyses.geometry.prove import prove_attention
 from ln_probe.analyses.probes.base import DESCRIBED, Cost, Finding, Observer, Piece, Probe, Shape, View
 from ln_probe.analyses.probes.columns import UNEMBEDDING
-from ln_probe.analyses.probes.text import counted, percent, visible
+from ln_probe.analyses.text import counted, percent, visible
 from ln_probe.hooks.model import read_unembedding, transformed_logits
 from ln_probe.hooks.norm import Site
 

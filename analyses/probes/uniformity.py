@@ -38,8 +38,8 @@ from ln_probe.analyses.probes.base import (
 )
 from ln_probe.analyses.probes.columns import HEADS
 from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, blocks, head_rows
-from ln_probe.analyses.probes.text import percent
 from ln_probe.analyses.schema import Part
+from ln_probe.analyses.text import percent
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
 from ln_probe.hooks.capture import visible_keys
 from ln_probe.hooks.norm import Site

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 from ln_probe.analyses import progress
 from ln_probe.analyses.files import temporary_folder
-from ln_probe.analyses.probes.text import quoted
 from ln_probe.analyses.processes import starting_workers
+from ln_probe.analyses.text import quoted
 from ln_probe.batch.cost import size
 from ln_probe.batch.suite import Target, hub_info, is_on_hub
 from ln_probe.loading.hub import fetch_ahead
 
 if TYPE_CHECKING:
-    from ln_probe.batch.pool import Schedule
     from ln_probe.batch.run import Run, Slice, Unit
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -115,14 +114,14 @@ class Downloads:
         """What is being fetched, and how much of it is here."""
         return progress.read(self._sign) if self.busy else progress.Progress()
 
-    def advance(self, schedule: Schedule) -> None:
-        """Delete checkpoints that are done, and fetch the next if all that are here are in use and there is room."""
-        if over := [t for t in self._held if t in schedule.over]:
+    def advance(self, begun: Collection[Target], over: Collection[Target]) -> None:
+        """Delete checkpoints that are over, and fetch the next if all that are here are begun and there is room."""
+        if any(t in over for t in self._held):
             self._held = {t: held for t, held in self._held.items() if t not in over}
             self._delete_all_but(self._held)
         if self._fetching is not None and not self._fetching[1].is_alive():
             self._fetching = None
-        if self._fetching is None and self._waiting and all(t in schedule.begun for t in self._held):
+        if self._fetching is None and self._waiting and all(t in begun for t in self._held):
             target, held = next(iter(self._waiting.items()))
             if sum(self._held.values()) + held <= self.bound:
                 del self._waiting[target]

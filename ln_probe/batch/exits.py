@@ -11,8 +11,8 @@ from pathlib import Path
 
 import typer
 
-from ln_probe.analyses.probes.text import shortened
 from ln_probe.analyses.processes import Stopped
+from ln_probe.analyses.text import shortened
 from ln_probe.loading.hub import causes
 
 # DONE: all as asked. SOME_FAILED: a model or a probe failed, or something else than asked was measured. After a signal

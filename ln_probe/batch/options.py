@@ -15,7 +15,7 @@ import typer
 
 from ln_probe.analyses.files import FileError, read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import listing
-from ln_probe.analyses.probes.text import quoted, whole_number
+from ln_probe.analyses.text import quoted, whole_number
 from ln_probe.batch.exits import refuse, refusing
 
 if TYPE_CHECKING:

@@ -13,12 +13,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from ln_probe.analyses import progress
 from ln_probe.analyses.files import remove_listed, temporary_folder, write_text
 from ln_probe.analyses.processes import check_stopped, follow_parent, starting_workers
 from ln_probe.analyses.progress import Progress, ProgressLine, duration, here, left_of
+from ln_probe.batch.downloads import Downloads
 from ln_probe.batch.results import DAMAGED, DIED, DONE, NO_STORAGE, RETURNED, DamagedError, Outcome, Stored, storing
 from ln_probe.batch.run import (
     CALIBRATION,
@@ -35,10 +36,6 @@ from ln_probe.batch.run import (
     slice_of,
 )
 from ln_probe.batch.suite import Target
-
-if TYPE_CHECKING:
-    from ln_probe.batch.downloads import Downloads
-
 
 # How often a unit may take its worker with it (killed, out of memory) before its checkpoint counts as failed: a
 # machine that is taken away twice is bad luck, three times is the unit's doing.
@@ -441,7 +438,7 @@ def drive(engine: Engine, schedule: Schedule, display: Display, downloads: Downl
             display.began(*job)
             engine.submit(worker, *job)
         if downloads is not None:
-            downloads.advance(schedule)
+            downloads.advance(schedule.begun, schedule.over)
         if not running:
             if downloads is not None and downloads.busy:
                 downloads.wait(_TICK)

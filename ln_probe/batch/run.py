@@ -45,7 +45,7 @@ from ln_probe.analyses.files import (
 )
 from ln_probe.analyses.probes.base import Failure, Probe
 from ln_probe.analyses.probes.registry import OWN, chosen, entries, package_of
-from ln_probe.analyses.probes.text import quoted, whole_number
+from ln_probe.analyses.text import quoted, whole_number
 from ln_probe.batch.shards import ShardedCorpus
 from ln_probe.batch.suite import Target, numbered
 from ln_probe.report import PAGE_FILE, REPORT_FILE

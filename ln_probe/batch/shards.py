@@ -8,16 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ln_probe.analyses.files import read_json, replacing, sha256_of_file, verify, with_checksum, write_atomically
 from ln_probe.hooks.default_tokens import MEASURED, SAMPLED_SEQUENCES, bundled_prompts, bundled_texts, tokenizer_of
 from ln_probe.hooks.model import HookedModel
 from ln_probe.prompt_sources import BUNDLED, SAMPLED, Entry, Sampled, entries, is_dataset
 from ln_probe.prompts import Prompts, make_prompts, of_entries
-
-if TYPE_CHECKING:
-    from ln_probe.batch.run import Run
+from ln_probe.settings import Settings
 
 # Prompts in a shard, unless the user says otherwise: what is lost when a worker dies. On 2 cores, 4 prompts of 128
 # tokens through the bundled models take about 10 seconds, 4 of 512 through GPT-2 small's shape 10 minutes.
@@ -147,14 +144,13 @@ def read_corpus(file: Path, corpus: ShardedCorpus) -> Iterator[Entry]:
     return (entry["text"] if "text" in entry else entry["tokens"] for entry in found)
 
 
-def prompts_of(run: Run, model: HookedModel) -> Prompts:
-    """Return the prompts of a run for one model: those of the corpus, or those that the model brings or samples."""
-    corpus, settings = run.corpus, run.settings
+def prompts_of(model: HookedModel, corpus: ShardedCorpus, file: Path, settings: Settings) -> Prompts:
+    """Return the prompts of one model: those of the corpus in `file`, or those that the model brings or samples."""
     own = bundled_prompts(model) is not None or tokenizer_of(model) is None
     if corpus.given == SAMPLED or (corpus.given == DEFAULT and own):
         how = None if corpus.given == DEFAULT else Sampled()
         return make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed, most=corpus.most)
-    found = read_corpus(run.corpus_file, corpus)
+    found = read_corpus(file, corpus)
     return of_entries(model, found, corpus.source, max_tokens=settings.max_tokens)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.analyses.files import FileError, read_text
-from ln_probe.analyses.probes.text import quoted, whole_number
+from ln_probe.analyses.text import quoted, whole_number
 from ln_probe.batch.exits import why_failed
 from ln_probe.loading.hub import Description
 from ln_probe.report import slug
@@ -209,7 +209,7 @@ def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]
 
 def _step_folders(path: Path) -> dict[int, Path]:
     """Subfolders checkpoint-N or stepN that hold a model, by step: what Hugging Face's Trainer writes."""
-    from ln_probe.analyses.probes.text import step_named
+    from ln_probe.analyses.text import step_named
 
     if not os.path.isdir(path) or (path / "config.json").is_file():
         return {}

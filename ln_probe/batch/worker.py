@@ -165,7 +165,7 @@ class Worker:
 
     def _calibrate(self, target: Target, unit: Unit) -> tuple[Result, int]:
         passes, seal = self._load(target), self._sealed(target)
-        made = prompts_of(self.run, passes.model)
+        made = prompts_of(passes.model, self.run.corpus, self.run.corpus_file, self.run.settings)
         if made.tokens:
             seal.compare(made.tokens[0])
         settings, default = self.run.settings, self.run.corpus.given == DEFAULT

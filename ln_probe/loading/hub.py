@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ln_probe.analyses.files import FileError, read_json, temporary_folder
-from ln_probe.analyses.probes.text import step_named
 from ln_probe.analyses.processes import follow_parent
 from ln_probe.analyses.progress import tell, write_to
+from ln_probe.analyses.text import step_named
 from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
 
 HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is there; downloads have their own

@@ -23,7 +23,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from ln_probe.analyses.probes.text import disarmed, shortened, visible
+from ln_probe.analyses.text import disarmed, shortened, visible
 
 _TYPES = {"uint8": "Uint8Array", "uint16": "Uint16Array", "int32": "Int32Array", "float32": "Float32Array"}
 _ALIGN = 8  # typed arrays must begin at a multiple of their item's size

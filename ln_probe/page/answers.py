@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
-from ln_probe.analyses.probes.text import percent
+from ln_probe.analyses.text import percent
 from ln_probe.page.heads import by_head, linked
 from ln_probe.report import Report, ranked_findings
 

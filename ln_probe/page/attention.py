@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from ln_probe.analyses.attribution.pairs import TERMS
 from ln_probe.analyses.files import write_text
-from ln_probe.analyses.probes.text import shortened, visible
+from ln_probe.analyses.text import shortened, visible
 from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
 from ln_probe.page import circuitsvis_script, compressed, own_script, packed, policy, render
 from ln_probe.page.heads import HeadMap

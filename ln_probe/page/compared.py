@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.sinks import MUCH
-from ln_probe.analyses.probes.text import disarmed, percent, shortened, signed, visible
+from ln_probe.analyses.text import disarmed, percent, shortened, signed, visible
 from ln_probe.comparison import joined
 from ln_probe.exhibits import CELLS, PromptAttention
 from ln_probe.hooks.variants import SCALING_FROZEN

@@ -30,7 +30,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from mpl_toolkits.mplot3d.art3d import Line3DCollection  # type: ignore[import-untyped]
 
 from ln_probe.analyses.probes.base import even_share
-from ln_probe.analyses.probes.text import disarmed, percent
+from ln_probe.analyses.text import disarmed, percent
 from ln_probe.exhibits import SiteSample
 from ln_probe.hooks.deprecation import renamed
 from ln_probe.hooks.variants import VARIANTS

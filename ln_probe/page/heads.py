@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
-from ln_probe.analyses.probes.text import disarmed, signed
+from ln_probe.analyses.text import disarmed, signed
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN, edits_of_norms
 from ln_probe.page.figures import SIZE, Figure, draw_grid

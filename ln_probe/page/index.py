@@ -19,7 +19,7 @@ from markupsafe import Markup
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
-from ln_probe.analyses.probes.text import disarmed, shortened
+from ln_probe.analyses.text import disarmed, shortened
 from ln_probe.comparison import paired, run_of, setup_differences, step_of, summary
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.interventions import GROUPS

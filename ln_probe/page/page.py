@@ -16,7 +16,7 @@ from markupsafe import Markup
 from ln_probe.analyses.probes.base import Failure, Picture
 from ln_probe.analyses.probes.columns import CAUSAL, TOKENS
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, package_of
-from ln_probe.analyses.probes.text import shortened, visible
+from ln_probe.analyses.text import shortened, visible
 from ln_probe.exhibits import by_token
 from ln_probe.page import figures, own_script, policy, render
 from ln_probe.page.answers import answers

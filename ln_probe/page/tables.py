@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.analyses.schema import Column
 from ln_probe.analyses.schema import Table as Declared
+from ln_probe.analyses.text import disarmed, shortened, visible
 from ln_probe.page import packed
 
 STATIC_ROWS = 40  # rows shown without scripts

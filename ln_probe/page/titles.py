@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
-from ln_probe.analyses.probes.text import counted, disarmed
+from ln_probe.analyses.text import counted, disarmed
 
 if TYPE_CHECKING:
     from ln_probe.page.figures import Figure

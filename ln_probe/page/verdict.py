@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, change, is_effect, is_significant
-from ln_probe.analyses.probes.text import counted, number, signed, signed_percent
+from ln_probe.analyses.text import counted, number, signed, signed_percent
 from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.report import Report
 

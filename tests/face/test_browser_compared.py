@@ -14,7 +14,7 @@ import pytest
 
 import ln_probe
 from ln_probe.analyses.attribution.pairs import TERMS
-from ln_probe.analyses.probes.text import disarmed, shortened, visible
+from ln_probe.analyses.text import disarmed, shortened, visible
 from ln_probe.exhibits import to_weights
 from ln_probe.page import attention as frames
 from ln_probe.page import own_script

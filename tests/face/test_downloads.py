@@ -197,7 +197,7 @@ def test_one_is_fetched_ahead_and_what_is_done_is_deleted(hub: Hub, tmp_path: Pa
 
     def here() -> list[str]:
         """The steps whose weights are here when nothing more is fetched."""
-        downloads.advance(schedule)
+        downloads.advance(schedule.begun, schedule.over)
         downloads.wait(60)
         schedule.awaited = downloads.awaited
         there = {path.parent.name for path in (tmp_path / "hub").glob("*/snapshots/*/model.safetensors")}

@@ -22,8 +22,8 @@ import ln_probe
 from ln_probe import page as payload
 from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
-from ln_probe.analyses.probes.text import disarmed, shortened, visible
 from ln_probe.analyses.schema import Table
+from ln_probe.analyses.text import disarmed, shortened, visible
 from ln_probe.exhibits import Exhibits
 from ln_probe.page import attention, circuitsvis_script, own_script, packed, policy
 from ln_probe.page.answers import QUESTIONS, answers

@@ -52,7 +52,7 @@ from ln_probe.analyses.lab.approximation.rates import dot_product_factors
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import FACTOR, Results, doubt, interval_text, summarize
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned, step_generator
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 
 NAME = "adaptive"
 IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions, from 1, that are read by what the last input is

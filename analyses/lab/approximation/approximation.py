@@ -63,7 +63,7 @@ from ln_probe.analyses.lab.results import (
 )
 from ln_probe.analyses.lab.train import Run, Task, TrainConfig, carry_out, curves, planned, step_generator
 from ln_probe.analyses.probes.statistics import holm
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
 WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them

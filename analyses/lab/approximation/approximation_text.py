@@ -31,7 +31,7 @@ from ln_probe.analyses.lab.results import Results, contrasted, differences, doub
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, interval_text, summarize
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 
 LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
 KERNELS = ("log", "linear", "t5")

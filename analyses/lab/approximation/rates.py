@@ -41,7 +41,7 @@ from ln_probe.analyses.lab.results import (
     interval_text,
     minus_reference,
 )
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
 # Errors relative to the best constant's. Searched slopes are float64: off by 1e-16 of themselves they leave 1e-32 times

@@ -21,7 +21,7 @@ from ln_probe.analyses.lab.crasp.depth_task import BINS, EVALUATION_WORDS, Cell,
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text
 from ln_probe.analyses.lab.train import TrainConfig
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 
 QUICK_STEPS, QUICK_WORDS = 60, 100
 POSITIONS = ("none", "rotary", "alibi")

@@ -62,8 +62,8 @@ from ln_probe.analyses.lab.run_folder import (
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned, text_training
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
-from ln_probe.analyses.probes.text import counted
 from ln_probe.analyses.probes.uniformity import entropy_ratio
+from ln_probe.analyses.text import counted
 
 LAYERNORM, TWO_CONSTANTS, ONE_CONSTANT = range(3)
 # Weight of a new batch in the running means of sigma: some ten batches (20,000 tokens at the full size), which holds

@@ -42,7 +42,7 @@ from ln_probe.analyses.lab.results import (
 )
 from ln_probe.analyses.lab.train import ModelSpec, Run, carry_out, curves, shared_settings, train_all
 from ln_probe.analyses.lab.transformer import LabTransformer
-from ln_probe.analyses.probes.text import counted
+from ln_probe.analyses.text import counted
 
 WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
 # Read off the published plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits.
