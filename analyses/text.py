@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
+_MOST_DECIMALS = 6  # of a change beside its interval
 LONGEST = 80  # characters of a token shown: longer ones would push everything else off the page
 
 
@@ -47,6 +49,19 @@ def percent(share: float) -> str:
 def signed(value: float) -> str:
     """A change, two digits where it is small: "+0.33", "-190"."""
     return f"{value:+.2g}" if abs(value) < 99.5 else f"{value:+.0f}"
+
+
+def with_interval(value: float, low: float, high: float) -> tuple[str, str]:
+    """A change and its interval with equal decimals, two digits of the interval's width: "+0.280", "+0.256 to +0.304".
+
+    The interval is empty where an end is not known; the change is then `signed`.
+    """
+    width = high - low
+    if not math.isfinite(width):
+        return signed(value), ""
+    decimals = 1 - math.floor(math.log10(width)) if width > 0 else _MOST_DECIMALS + 1
+    form = "+.2g" if decimals > _MOST_DECIMALS else f"+.{max(0, decimals)}f"
+    return f"{value:{form}}", f"{low:{form}} to {high:{form}}"
 
 
 def signed_percent(share: float) -> str:

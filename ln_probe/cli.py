@@ -53,7 +53,12 @@ if TYPE_CHECKING:
 
 
 class _Commands(typer.core.TyperGroup):
-    """All commands: stopped by a signal, each says how to resume."""
+    """All commands: stopped by a signal, each says how to resume; an unknown one is answered with those that exist."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}: choose from {', '.join(self.commands)}.")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, context: Any) -> Any:
         try:
@@ -75,7 +80,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-lab = typer.Typer(help="From-scratch experiments, published figures beside their own.", no_args_is_help=True)
+lab = typer.Typer(
+    cls=_Commands, help="From-scratch experiments, published figures beside their own.", no_args_is_help=True
+)
 app.add_typer(lab, name="lab")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from ln_probe.analyses.text import counted, disarmed, encodable
+from ln_probe.analyses.text import counted, disarmed, encodable, with_interval
 from ln_probe.hooks.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ class FreezingCost:
             if row.no_op or math.isnan(row.delta_loss):
                 said = (f"0 ({row.no_op})" if row.no_op else "not finite", "", "")
             else:
-                ends = (row.delta_loss_low, row.delta_loss_high)
-                interval = "" if any(map(math.isnan, ends)) else " to ".join(map(_change, ends))
-                said = (_change(row.delta_loss), interval, _p(row.p_mean))
+                said = (*with_interval(row.delta_loss, row.delta_loss_low, row.delta_loss_high), _p(row.p_mean))
             rows.append((f"{VARIANTS[row.variant].state}, {_SITES.get(row.sites, row.sites)}", *said))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for cells in rows:
@@ -93,10 +91,6 @@ class FreezingCost:
             "notes": list(self.notes),
         }
         return {name: _known(value) for name, value in found.items()}
-
-
-def _change(value: float) -> str:
-    return f"{value:+.3f}" if abs(value) >= 0.01 else f"{value:+.2g}"
 
 
 def _p(value: float) -> str:

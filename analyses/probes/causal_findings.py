@@ -16,7 +16,7 @@ import pandas as pd
 
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Finding
-from ln_probe.analyses.text import counted, number, percent, signed
+from ln_probe.analyses.text import counted, number, percent, signed, with_interval
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN, VARIANTS, edits_of_norms
 
@@ -104,17 +104,18 @@ def change(row: Any, unit: str = _NATS, *, of_the_whole: bool = False) -> str:
         middle = "" if math.isnan(median) else f" (median prompt {signed(median)})"
         size = f"{signed(delta)} {unit} on average{whole}{middle}"
         return f"changes the loss by {size} on {_prompts(row)}: {_no_interval(row)}"
-    interval = f"95 % CI {signed(low)} to {signed(high)}"
+    size, ends = with_interval(delta, low, high)
+    interval = f"95 % CI {ends}"
     if is_significant(row):
-        changed = f"{'raises' if delta > 0 else 'lowers'} the loss by {number(abs(delta))} {unit}{whole}"
+        changed = f"{'raises' if delta > 0 else 'lowers'} the loss by {size[1:]} {unit}{whole}"
         small = f": significant, but too small to be called an effect (below {LEAST_CHANGE:g} {unit})"
         return f"{changed} ({interval}; {_p(row)}){'' if is_effect(row) else small}"
     if (bound := float(row["equivalence_bound"])) < LEAST_CHANGE:
         return (
-            f"does not change the loss by more than {LEAST_CHANGE:g} {unit} ({signed(delta)}; 90 % CI within "
+            f"does not change the loss by more than {LEAST_CHANGE:g} {unit} ({size}; 90 % CI within "
             f"±{number(bound)}, the equivalence bound)"
         )
-    return f"does not significantly change the loss ({signed(delta)} {unit}, {interval}; {_p(row)})"
+    return f"does not significantly change the loss ({size} {unit}, {interval}; {_p(row)})"
 
 
 def _primary(
@@ -225,8 +226,8 @@ def _optimal(row: Any) -> str:
     value, low, high = (float(row.get(f"delta_loss_optimal{end}", math.nan)) for end in ("", "_low", "_high"))
     if math.isnan(value):
         return ""
-    interval = "" if math.isnan(low) else f" (95 % CI {signed(low)} to {signed(high)})"
-    return f"; with loss-optimal constants {signed(value)}{interval}"
+    size, ends = with_interval(value, low, high)
+    return f"; with loss-optimal constants {size}{f' (95 % CI {ends})' if ends else ''}"
 
 
 def _sink(row: Any) -> str:

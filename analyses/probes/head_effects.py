@@ -52,7 +52,7 @@ from ln_probe.analyses.probes.leading import (
 )
 from ln_probe.analyses.probes.shared_passes import mapped, passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
-from ln_probe.analyses.text import counted
+from ln_probe.analyses.text import counted, with_interval
 from ln_probe.hooks.edits import LostEditError
 from ln_probe.hooks.head_edits import attention_of, by_head, for_heads, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
@@ -446,14 +446,12 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
             )
         return [Finding(text, "by-head", NO_EFFECT)]
     worst = significant.iloc[int(significant["delta_loss"].argmax())]
-    within = (
-        f"95 % CI {worst['delta_loss_low']:+.2g} to {worst['delta_loss_high']:+.2g}"
-        if not math.isnan(worst["delta_loss_low"])
-        else f"it rises on {int(worst['prompts_worse'])} of {int(worst['prompts'])} prompts"
-    )
+    size, ends = with_interval(*worst[["delta_loss", "delta_loss_low", "delta_loss_high"]])
+    rises = f"it rises on {int(worst['prompts_worse'])} of {int(worst['prompts'])} prompts"
+    within = f"95 % CI {ends}" if ends else rises
     text = (
         f"With scaling frozen for one head at a time, {_name(worst)} raises the loss most: by "
-        f"{worst['delta_loss']:.2g} nats/token from {worst['loss']:.3g} ({within}). Of {counted(len(rows), 'head')}, "
+        f"{size[1:]} nats/token from {worst['loss']:.3g} ({within}). Of {counted(len(rows), 'head')}, "
         f"{len(significant)} {'has' if len(significant) == 1 else 'have'} an effect of at least {MATTERS:g} that is "
         "significant (Holm-adjusted sign test)."
     )

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.sinks import MUCH
-from ln_probe.analyses.text import disarmed, percent, shortened, signed, visible
+from ln_probe.analyses.text import disarmed, percent, shortened, visible, with_interval
 from ln_probe.comparison import joined
 from ln_probe.exhibits import CELLS, PromptAttention
 from ln_probe.hooks.variants import SCALING_FROZEN
@@ -110,8 +110,10 @@ def answers(
 
 
 def _interval(value: float, low: float, high: float) -> str:
-    ends = f" (95 % CI {signed(low)} to {signed(high)}{', which includes 0' if low <= 0 <= high else ''})"
-    return f"{signed(value)} nats/token{ends if np.isfinite([low, high]).all() else ''}"
+    size, ends = with_interval(value, low, high)
+    return f"{size} nats/token" + (
+        f" (95 % CI {ends}{', which includes 0' if low <= 0 <= high else ''})" if ends else ""
+    )
 
 
 def _loss(row: Mapping[Any, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, change, is_effect, is_significant
-from ln_probe.analyses.text import counted, number, signed, signed_percent
+from ln_probe.analyses.text import counted, number, signed_percent, with_interval
 from ln_probe.hooks.variants import VARIANTS, primary_variants
 from ln_probe.report import Report
 
@@ -116,10 +116,10 @@ def in_one_line(report: Report) -> str:
         if why := _idle(row):
             parts.append(f"{state}: not applicable ({why})")
             continue
-        low, high = (float(row[f"delta_loss_{end}"]) for end in ("low", "high"))
-        sure = [f"95 % CI {signed(low)} to {signed(high)}"] if math.isfinite(low) and math.isfinite(high) else []
+        size, ends = with_interval(*(float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high")))
+        sure = [f"95 % CI {ends}"] if ends else []
         sure += [] if is_effect(row) else [f"below {LEAST_CHANGE:g}" if is_significant(row) else "not significant"]
-        parts.append(f"{state} {signed(float(row['delta_loss']))} {unit} ({', '.join(sure)})")
+        parts.append(f"{state} {size} {unit} ({', '.join(sure)})")
     return f"{'; '.join(parts)}{in_layers(report.provenance)}"
 
 
@@ -191,14 +191,15 @@ def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Cal
         if kind and not both:
             continue
         delta, low, high = (float(row[f"delta_loss{kind}{end}"]) for end in ("", "_low", "_high"))
-        bounded = math.isfinite(low) and math.isfinite(high)
+        size, ends = with_interval(delta, low, high)
+        bounded = bool(ends)
         sure = is_significant(row) if not kind else bounded and (low > 0 or high < 0)
         yield Bar(
             term,
             what + name,
-            f"{signed(delta)} nats",
+            f"{size} nats",
             _share(delta, row),
-            f"95 % CI {signed(low)} to {signed(high)}" if bounded else "",
+            f"95 % CI {ends}" if bounded else "",
             min(place(0.0), place(delta)),
             abs(place(delta) - place(0.0)),
             place(low) if bounded else 0.0,

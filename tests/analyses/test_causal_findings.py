@@ -54,9 +54,9 @@ def test_both_terms_are_reported_whatever_came_of_them() -> None:
         row("all", "both_removed", 0.33, 0.05),
     )
     assert [f.text for f in told] == [
-        f"{EVERY} raises the loss by 0.327 nats/token, 8.2 % of the intact loss of 4 (95 % CI +0.28 to +0.38; "
-        f"Holm-adjusted p = 0.002). {HEEDED} does not significantly change the loss (+0.02 nats/token, 95 % CI -0.01 "
-        "to +0.05; Holm-adjusted p = 0.44).",
+        f"{EVERY} raises the loss by 0.33 nats/token, 8.2 % of the intact loss of 4 (95 % CI +0.28 to +0.38; "
+        f"Holm-adjusted p = 0.002). {HEEDED} does not significantly change the loss (+0.020 nats/token, 95 % CI "
+        "-0.010 to +0.050; Holm-adjusted p = 0.44).",
         "Removing projection at every norm does not significantly change the loss (-0.007 nats/token, 95 % CI -0.027 "
         f"to +0.013; Holm-adjusted p = 0.9). {HEEDED} does not change the loss by more than 0.01 nats/token (+0.001; "
         "90 % CI within ±0.0034, the equivalence bound).",
@@ -76,16 +76,16 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
         f"{EVERY} raises",
         "Exploratory: freezing scaling at the final norm raises",
     ]
-    assert "; freezing scaling at the norms that MLPs read raises the loss by 0.14 nats/token" in told[1].text
+    assert "; freezing scaling at the norms that MLPs read raises the loss by 0.140 nats/token" in told[1].text
     assert told[0].size > told[1].size
 
 
 @pytest.mark.parametrize(("values", "rank", "ends"), [
     ({"variant": "no_projection", "change": 0.004, "half": 0.001}, NO_EFFECT,
-     "raises the loss by 0.004 nats/token, 0.1 % of the intact loss of 4 (95 % CI +0.003 to +0.005; Holm-adjusted p = "
-     "0.002): significant, but too small to be called an effect (below 0.01 nats/token)."),
+     "raises the loss by 0.0040 nats/token, 0.1 % of the intact loss of 4 (95 % CI +0.0030 to +0.0050; Holm-adjusted p "
+     "= 0.002): significant, but too small to be called an effect (below 0.01 nats/token)."),
     ({"change": 0.408, "half": 0.04, "delta_loss_optimal": 0.274, "delta_loss_optimal_low": 0.25,
-      "delta_loss_optimal_high": 0.3}, EFFECT, "; with loss-optimal constants +0.27 (95 % CI +0.25 to +0.3)."),
+      "delta_loss_optimal_high": 0.3}, EFFECT, "; with loss-optimal constants +0.274 (95 % CI +0.250 to +0.300)."),
     ({"change": 0.5, **FEW, "p_sign": 0.6}, NO_EFFECT,
      " changes the loss by +0.5 nats/token on average, 12 % of the intact loss of 4 (median prompt +0.4) on 20 "
      "prompts: no CI with fewer than 32 prompts."),
@@ -99,7 +99,7 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
     ({"change": 0.12, "half": 0.02, "delta_loss_uniform": 4.61}, EFFECT,  # as in MGM
      "; with one constant for all positions +4.6, because position 0 then becomes too long."),
     ({"change": -0.5, "half": 0.25, "loss": 3.0, "p_mean": 0.001}, EFFECT,
-     " lowers the loss by 0.5 nats/token, 14 % of the intact loss of 3.5 (95 % CI -0.75 to -0.25; Holm-adjusted p = "
+     " lowers the loss by 0.50 nats/token, 14 % of the intact loss of 3.5 (95 % CI -0.75 to -0.25; Holm-adjusted p = "
      "0.001)."),
 ])  # fmt: skip
 def test_how_a_primary_contrast_is_told(values: dict[str, Any], rank: int, ends: str) -> None:
@@ -117,8 +117,8 @@ def test_single_norms_are_exploratory_and_the_largest_are_named() -> None:
     assert finding.rank == EFFECT
     assert finding.text.startswith(
         "Exploratory: of 5 norms frozen one at a time, 4 change the loss by 0.01 or more, significantly; the 3 "
-        "largest of them: blocks.4.ln1 raises the loss by 0.4 nats/token (95 % CI +0.38 to +0.42; Holm-adjusted "
-        "p = 0.002); blocks.3.ln1 "
+        "largest of them: blocks.4.ln1 raises the loss by 0.400 nats/token (95 % CI +0.380 to +0.420; "
+        "Holm-adjusted p = 0.002); blocks.3.ln1 "
     )
     (finding,) = found(
         row("blocks.0.ln1", "no_scaling", 0.3, **FEW),
@@ -138,8 +138,8 @@ def test_single_norms_are_exploratory_and_the_largest_are_named() -> None:
      "The prompts are the model's own samples: a loss change on them estimates a KL divergence."),
     ([row("all", "no_scaling", 0.001, 0.01, equivalence_bound=0.02)], {"source": "sampled"}, "Holm-adjusted p = 0.5)."),
     ([row("all", "no_scaling", 0.5)], {"unit": "units of task:error"},
-     "raises the loss by 0.5 units of task:error, 12 % of the intact loss of 4 (95 % CI +0.49 to +0.51; Holm-adjusted "
-     "p = 0.002)."),
+     "raises the loss by 0.500 units of task:error, 12 % of the intact loss of 4 (95 % CI +0.490 to +0.510; "
+     "Holm-adjusted p = 0.002)."),
 ])  # fmt: skip
 def test_what_else_is_said(rows: list[dict[str, Any]], options: dict[str, Any], ends: str) -> None:
     assert found(*rows, **options)[-1].text.endswith(ends)
@@ -151,8 +151,8 @@ def test_nothing_is_said_of_a_contrast_without_a_number() -> None:
     numbers = [name for name in every if name.startswith(("delta_loss", "loss", "p_mean", "equivalence"))]
     blank = dict.fromkeys(numbers, math.nan)
     (finding,) = found(attention, every | blank)
-    assert finding.text.startswith("Freezing scaling at the norms that attention reads raises the loss by 0.5 nats")
+    assert finding.text.startswith("Freezing scaling at the norms that attention reads raises the loss by 0.50 nats")
     (finding,) = found(attention | blank, every)
-    assert finding.text.startswith(f"{EVERY} raises the loss by 0.5 nats/token")
+    assert finding.text.startswith(f"{EVERY} raises the loss by 0.50 nats/token")
     assert "attention" not in finding.text
     assert found(attention | blank, every | blank) == []

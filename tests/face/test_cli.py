@@ -346,6 +346,16 @@ def test_threads_wait_asleep_unless_the_user_says_otherwise(given: str | None, i
     assert done.stdout.split()[-2:] == [is_set, "False"]
 
 
+@pytest.mark.parametrize(("asked", "known"), [
+    (["heads"], "models, report, freezing-cost, plan, merge, env, lab"),
+    (["lab", "train"], "list, run, compile"),
+])  # fmt: skip
+def test_an_unknown_command_is_answered_with_those_that_there_are(asked: list[str], known: str) -> None:
+    found = runner.invoke(app, asked, env={"COLUMNS": "200"})
+    assert found.exit_code == 2
+    assert f"No such command '{asked[-1]}': choose from {known}" in found.output
+
+
 def test_names() -> None:
     listed = runner.invoke(app, ["models", "--bundled"]).stdout.split()
     assert listed == ln_probe.bundled_models()

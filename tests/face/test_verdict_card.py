@@ -54,11 +54,11 @@ def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFram
     card = made_of(report, effects)
     assert card.sentences == (
         "Freezing every norm’s scaling raises the loss by 0.327 nats/token, 7.6 % of the intact loss of 4.3 (95 % CI "
-        "+0.28 to +0.37; Holm-adjusted p = 0.001). At attention alone it does not significantly change the loss "
-        "(+0.004 nats/token, 95 % CI -0.03 to +0.04; Holm-adjusted p = 0.5).",
-        "Removing every norm’s projection does not change the loss by more than 0.01 nats/token (-0.001; 90 % CI "
-        "within ±0.0017, the equivalence bound). At attention alone it raises the loss by 0.003 nats/token (95 % CI "
-        "+0.001 to +0.005; Holm-adjusted p = 0.001): significant, but too small to be called an effect (below 0.01 "
+        "+0.278 to +0.371; Holm-adjusted p = 0.001). At attention alone it does not significantly change the loss "
+        "(+0.004 nats/token, 95 % CI -0.030 to +0.040; Holm-adjusted p = 0.5).",
+        "Removing every norm’s projection does not change the loss by more than 0.01 nats/token (-0.0010; 90 % CI "
+        "within ±0.0017, the equivalence bound). At attention alone it raises the loss by 0.0030 nats/token (95 % CI "
+        "+0.0010 to +0.0050; Holm-adjusted p = 0.001): significant, but too small to be called an effect (below 0.01 "
         "nats/token).",
     )
     html = report_page(report.with_tables(causal=effects))
@@ -144,8 +144,8 @@ def test_loss_optimal_constants_have_bars_of_their_own(report: Report, effects: 
         "Scaling frozen at attention alone",
     ]
     best = card.bars[1]
-    assert (best.value, best.interval, best.effect) == ("+0.27 nats", "95 % CI +0.25 to +0.3", True)
-    assert "+0.27 nats (+6.4 %)" in parsed(report_page(report.with_tables(causal=fitted))).text
+    assert (best.value, best.interval, best.effect) == ("+0.274 nats", "95 % CI +0.250 to +0.300", True)
+    assert "+0.274 nats (+6.4 %)" in parsed(report_page(report.with_tables(causal=fitted))).text
 
 
 def test_large_changes_are_legible(report: Report, effects: pd.DataFrame) -> None:
@@ -214,10 +214,10 @@ def test_models_of_an_index_are_described_alike(report: Report, effects: pd.Data
     bare = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)
     models = {"a": effects, "b": off, "c": bare, "d": effects.head(0)}
     lines = {
-        "a": "intact loss 4.3; scaling frozen +0.33 nats/token (95 % CI +0.28 to +0.37); projection removed -0.001 "
-        "nats/token (95 % CI -0.002 to +0.001, not significant)",
-        "b": "intact loss 4.3; scaling frozen: not applicable (its norms do not scale); projection removed -0.001 "
-        "nats/token (95 % CI -0.002 to +0.001, not significant)",
+        "a": "intact loss 4.3; scaling frozen +0.327 nats/token (95 % CI +0.278 to +0.371); projection removed -0.0010 "
+        "nats/token (95 % CI -0.0020 to +0.0010, not significant)",
+        "b": "intact loss 4.3; scaling frozen: not applicable (its norms do not scale); projection removed -0.0010 "
+        "nats/token (95 % CI -0.0020 to +0.0010, not significant)",
         "c": "intact loss 4.3; scaling frozen +0.33 nats/token (not significant); projection removed -0.001 "
         "nats/token (not significant)",
         "d": "loss not measured",
