@@ -66,6 +66,7 @@ from ln_probe.hooks.scales import (
     Constant,
     Resampled,
     Sigmas,
+    announced,
     calibration_sigmas,
     check_tokens,
     divisors_of,
@@ -214,7 +215,9 @@ def without(
         readers = only if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
         prove(facts, chosen, make=make, readers=readers)
         no_ops = why_nothing(facts, chosen, variant)
-        divisors = _divisors(facts, chosen, variant, scale, tokens, seed)
+        fitted = isinstance(scale, str) and scale == OPTIMAL
+        with announced("fitting loss-optimal constants: minutes" if fitted else "measuring the constants of norms"):
+            divisors = _divisors(facts, chosen, variant, scale, tokens, seed)
     left_out = members(facts.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
     _warn(hooked, what, chosen, no_ops, left_out)
     positions = Positions()

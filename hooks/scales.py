@@ -13,13 +13,16 @@ position separately for the same reason). Values of `scale=` in `without`:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Timer
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int
+from rich.console import Console
 from torch import Tensor
 
 from ln_probe.hooks.capture import stream
@@ -29,6 +32,7 @@ from ln_probe.hooks.norm import Site
 FROZEN, UNIFORM, RESAMPLED, OPTIMAL = "frozen", "uniform", "resampled", "optimal"
 FROM_SIGMAS = (FROZEN, UNIFORM, RESAMPLED)  # those for which sigmas are measured
 SCALES = (*FROM_SIGMAS, OPTIMAL)
+_SOON = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,19 @@ def calibration_sigmas(
             stream(model, row, sites, on_norm=on_norm)
     found = {name: (np.concatenate(first[name]), np.concatenate(rest[name])) for name in first if first[name]}
     return {name: Sigmas(one, others if len(others) else one) for name, (one, others) in found.items()}
+
+
+@contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Print a line on a terminal or in a notebook if what happens meanwhile takes longer than half a second."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    timer = Timer(_SOON, console.print, [f"ln_probe: {text}"])
+    if console.is_terminal or console.is_jupyter:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, Constant]:

@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from compose import distance as difference
 from torch import Tensor, nn
 
 import ln_probe
-from ln_probe.hooks import find_sites, linearized, without
+from ln_probe.hooks import find_sites, interventions, linearized, without
 from ln_probe.hooks.edits import InterventionError, LostEditError
 from ln_probe.seal import SealError
 
@@ -369,6 +370,19 @@ def test_a_number_without_axes_is_a_number(make_bridge: Callable[..., Any]) -> N
     for scale in (two, {"blocks.0.ln1": two, "blocks.1.ln1": [two, 2.0]}):
         with without(model, "scaling", scale=scale) as done:
             assert {c.plain["first"] for c in done.divisors.values()} == {2.0}
+
+
+@pytest.mark.parametrize(("seconds", "terminal", "said"), [
+    (0.8, "1", "ln_probe: measuring the constants of norms\n"), (0.0, "1", ""), (0.8, "", ""),
+])  # fmt: skip
+def test_a_terminal_is_told_what_takes_long(
+    seconds: float, terminal: str, said: str, make_bridge: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    measure = interventions.calibration_sigmas
+    monkeypatch.setattr(interventions, "calibration_sigmas", lambda *given: (time.sleep(seconds), measure(*given))[1])
+    monkeypatch.setenv("FORCE_COLOR", terminal)
+    with without(make_bridge("gpt2"), "scaling", tokens=TOKENS):
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("edit", [lambda m: without(m, "scaling", scale=2.0), linearized])
