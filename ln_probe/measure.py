@@ -470,11 +470,13 @@ def norm_constants(
     max_tokens: int = 512,
     seed: int = 0,
     tokenizer: Any = None,
+    progress: bool = True,
+    hooks: str = REFUSE,
 ) -> Constants:
     """Measure the constants that replace each norm's sigma when scaling is frozen: one forward pass per prompt.
 
     Args:
-        model, prompts, calibration, groups, max_tokens, seed, tokenizer: as for `ln_probe.analyze`.
+        model, prompts, calibration, groups, max_tokens, seed, tokenizer, progress, hooks: as for `ln_probe.analyze`.
 
     Returns:
         The constants: `.of(i)` those of prompt i (means over the prompts outside its group), `.pooled` those over all
@@ -489,7 +491,7 @@ def norm_constants(
         >>> with ln_probe.hooks.without(model, "scaling", scale=scale): ...
     """
     probe = Decomposition()
-    hooked, _ = hooked_model(model, tokenizer)
+    hooked, _ = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
-    with Seal(hooked) as seal:
+    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal:
         return _first_pass(seal, settings, [probe], Objective(), prompts, calibration, groups)[2].constants

@@ -23,7 +23,7 @@ from ln_probe.hooks.edits import LinearEdit, suspended
 from ln_probe.hooks.in_memory import is_hugging_face
 from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, exclusive, run
 from ln_probe.hooks.sealing import Cover, Fingerprint, Foreign, checksum, edits_under_way, foreign_hooks, running
-from ln_probe.hooks.sites import site_modules
+from ln_probe.hooks.sites import PROBE_TOKENS, site_modules
 from ln_probe.loading.verify import bridged
 
 REFUSE, KEEP = "refuse", "keep"
@@ -152,6 +152,7 @@ class Seal:
         able = [f for f in self._foreign if f.removable and not f.backward]
         differ = bool(able) and self._differs(able, tokens)
         if self.policy == KEEP:
+            self._try_short(tokens)
             self.changing = differ or not all(f.removable for f in self._foreign)
             what = "change what the model computes" if self.changing else "change nothing on the first prompt"
             self._note(
@@ -164,7 +165,7 @@ class Seal:
             raise SealError(
                 f"{_some(alone or able)} on the model and not of TransformerLens or ln_probe: with them the output or "
                 "the input of a norm is another, so these numbers would not be the model's own. Remove them "
-                '(model.reset_hooks(), handle.remove()), or measure the model with them: analyze(…, hooks="keep")'
+                '(model.reset_hooks(), handle.remove()), or measure the model with them: hooks="keep"'
             )
         self._note(
             f"{_some(self._foreign)} on the model and not of TransformerLens or ln_probe: outputs and norm inputs of "
@@ -222,6 +223,25 @@ class Seal:
             raise RuntimeError("the seal has not been entered")
         return self._cover, self._fingerprint
 
+    def _try_short(self, tokens: Int[Tensor, " pos"]) -> None:
+        """Raise SealError if kept hooks fail on an input as short as those on which norms are tried out."""
+        cover, _ = self._inside()
+        try:
+            self._pass(tokens[:PROBE_TOKENS])
+        except Exception as error:
+            failing = []
+            for each in self.kept:
+                with cover.showing([each]):
+                    try:
+                        self._pass(tokens[:PROBE_TOKENS])
+                    except Exception:
+                        failing.append(each)
+            raise SealError(
+                f"{_some(failing or self.kept)} on the model fails on an input of {PROBE_TOKENS} tokens "
+                f"({type(error).__name__}: {error}), and norms are tried out on inputs of 3 to 8 tokens: let the hook "
+                "return shorter inputs as they are (`if value.shape[1] <= position: return value`), or remove it"
+            ) from error
+
     def _differs(self, shown: Sequence[Foreign], tokens: Int[Tensor, " pos"]) -> bool:
         cover, _ = self._inside()
         with cover.showing(()):
@@ -255,7 +275,7 @@ class Seal:
             raise SealError(
                 f"{_some(fixed)} in the model: what they change cannot be seen, because they cannot be taken out for a "
                 "pass. Measure the model without them (PEFT: merge_and_unload(); SAELens: reset_saes()), or with them: "
-                'analyze(…, hooks="keep")'
+                'hooks="keep"'
             )
 
 

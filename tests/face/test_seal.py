@@ -153,8 +153,7 @@ def test_only_what_changes_something_is_named(bridge: Any) -> None:
     assert str(refused.value) == (
         f"1 hook ({name_of_point(bridge)} (forward hook seal_cases.halve)) on the model and not of TransformerLens or "
         "ln_probe: with them the output or the input of a norm is another, so these numbers would not be the model's "
-        "own. Remove them (model.reset_hooks(), handle.remove()), or measure the model with them: analyze(…, "
-        'hooks="keep")'
+        'own. Remove them (model.reset_hooks(), handle.remove()), or measure the model with them: hooks="keep"'
     )
     with hooked(bridge, halve):
         for function in (ln_probe.freezing_cost, ln_probe.norm_constants):
@@ -162,9 +161,30 @@ def test_only_what_changes_something_is_named(bridge: Any) -> None:
                 function(bridge, TOKENS)
         report = ln_probe.analyze(bridge, TOKENS, probes=["causal"], progress=False, hooks="keep")
         cost = ln_probe.freezing_cost(bridge, TOKENS, hooks="keep")
+        constants = ln_probe.norm_constants(bridge, TOKENS, hooks="keep")
+    assert constants.of(0) == cost.constants.of(0)
     rows = report.causal.set_index(["sites", "variant"])
     assert cost.estimate == pytest.approx(float(rows.loc[("all", "no_scaling"), "delta_loss"]), abs=1e-6)
     assert any(note.startswith('measured with hooks="keep"') for note in cost.notes)
+
+
+def test_a_kept_hook_that_fails_on_short_inputs_is_named(bridge: Any) -> None:
+    """Norms are tried out on a few tokens, and a hook that patches a later position fails there."""
+
+    def patch(value: Any, hook: Any) -> Any:
+        value[:, 4] = 0.0
+        return value
+
+    def guarded(value: Any, hook: Any) -> Any:
+        return patch(value, hook) if value.shape[1] > 4 else value
+
+    bridge.blocks[1].register_forward_hook(lambda *_: None)
+    with hooked(bridge, patch), pytest.raises(SealError) as refused:
+        ln_probe.freezing_cost(bridge, TOKENS, hooks="keep")
+    assert f"1 hook ({name_of_point(bridge)} (forward hook" in str(refused.value)
+    assert "patch)) on the model fails on an input of 3 tokens (IndexError: " in str(refused.value)
+    with hooked(bridge, guarded):
+        assert np.isfinite(ln_probe.freezing_cost(bridge, TOKENS, hooks="keep").loss)
 
 
 @pytest.mark.slow
