@@ -77,7 +77,9 @@ class Positions:
             finally:
                 self._reset()
 
-    def _begin(self, layer: int | None, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, layer: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) > 1:
+            kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         given = (*args, *(kwargs.get(n) for n in _READ))
         read = next((v for v in given if isinstance(v, Tensor) and v.ndim >= 2), None)
         if read is not None:
@@ -560,8 +562,9 @@ def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Ten
     """
     wanted, laid = x.shape[:-1], given.to(x.device)
     # As the norm was given its inputs (also flattened), for every prompt, or for every head of a token.
-    for fits in (laid, laid[None], laid[..., None], laid[None, ..., None]):
-        if fits.ndim == len(wanted) and all(g in (1, w) for g, w in zip(fits.shape, wanted, strict=True)):
+    whole, by_head = ((laid, None), (laid[None], None)), ((laid[..., None], -1), (laid[None, ..., None], -1))
+    for fits, end in (*whole, *(by_head if len(wanted) > 2 else ())):
+        if fits.ndim == len(wanted) and fits.shape[0] in (1, wanted[0]) and fits.shape[1:end] == wanted[1:end]:
             return fits.expand(wanted)[..., None]
     raise InterventionError(
         f"{site.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "

@@ -261,6 +261,14 @@ def vocabulary_size(model: HookedModel) -> int:
     return int(model.cfg.d_vocab)
 
 
+def outputs(model: HookedModel) -> int:
+    """How many tokens have a logit: `d_vocab_out` where a model has it (its outputs may be others than its inputs)."""
+    declared = getattr(model.cfg, "d_vocab_out", None)
+    size = declared if isinstance(declared, int) and declared > 0 else vocabulary_size(model)
+    W_U = weight_of(model, "W_U")
+    return size if W_U is None else min(size, int(W_U.shape[1]))
+
+
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, " pos"]:
     """Token ids spread evenly over the vocabulary, for a short pass; at most the context."""
     return torch.linspace(1, vocabulary_size(model) - 1, min(length, context_length(model))).long()
@@ -357,7 +365,7 @@ def read_unembedding(
         return None
     rows = at_least_float32(weight.cpu()).numpy().T
     lift = None if bias is None else bias.double().cpu().numpy()
-    size = min(len(rows), vocabulary_size(model))
+    size = outputs(model)
     return rows[:size], None if lift is None else lift[:size]
 
 

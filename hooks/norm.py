@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from ln_probe.hooks.model import HookedModel, OneLine, device_of, dtype_of, hooks_on
+from ln_probe.hooks.model import HookedModel, OneLine, at_least_float32, device_of, dtype_of, hooks_on
 
 KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none", "unknown")
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
@@ -172,7 +172,7 @@ class Site(OneLine):
     def live_gain(self) -> Float[Tensor, " d"] | None:
         """The gain, made of the parameter that the module has now: gradients reach it."""
         weight = None if self.gain is None else _parameter(self.module, _GAINS, self.d)
-        return self.gain if weight is None else weight + self.gain_offset if self.gain_offset else weight
+        return self.gain if weight is None else _plus(weight, self.gain_offset)
 
     def live_bias(self) -> Float[Tensor, " d"] | None:
         """The bias that the module has now."""
@@ -246,8 +246,13 @@ SIZES = (1.0, 1e2, 1e4)
 
 
 def is_heads_first(site: Site, x: Float[Tensor, "a b c d"], length: int) -> bool:
-    """Whether a norm of queries or keys is given [batch head pos d_head], as inside a bridge's attention."""
-    return site.reads in ("query", "key") and x.shape[2] == length
+    """Whether a norm of queries or keys is given [batch head pos d_head], as inside a bridge's attention.
+
+    Of as many heads as positions, the layout in memory tells: a position's heads lie side by side.
+    """
+    return (
+        site.reads in ("query", "key") and x.shape[2] == length and (x.shape[1] != length or x.stride(1) < x.stride(2))
+    )
 
 
 class SiteError(ValueError):
@@ -383,9 +388,11 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
         eps = next((e for e in _declared_eps(module, model) if abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), eps)
     else:
         constant = float(trial.base.scale[0, 0])
-    if gain is not None and not _affine_holds(trial.base, gain, bias):
-        gain, offset = gain + 1, 1.0  # Gemma stores its gain as an offset from 1
-        if not _affine_holds(trial.base, gain, bias):
+    if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
+        made = {more: _affine(trial.base.normalized, _plus(gain, more), bias) for more in (0.0, 1.0)}
+        offset = min(made, key=lambda more: float((made[more] - trial.base.out).abs().mean()))
+        gain = _plus(gain, offset)
+        if not _close(made[offset], trial.base.out):
             raise UnknownNormError(
                 f"{called}: output is not gain·normalized + bias for its parameters; ln_probe does not know this norm"
             )
@@ -397,8 +404,9 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _affine_holds(answers: _Answers, gain: Tensor, bias: Tensor | None) -> bool:
-    return _close(_affine(answers.normalized, gain, bias), answers.out)
+def _plus(weight: Tensor, offset: float) -> Tensor:
+    """The gain of a weight that is an offset from another; in 16-bit formats computed in float32, as norms do."""
+    return at_least_float32(weight) + offset if offset else weight
 
 
 def _declared_eps(module: nn.Module, model: HookedModel) -> list[float]:

@@ -36,7 +36,6 @@ from ln_probe.analyses.attribution.shared import (
     mean_columns,
     of_equal_length,
     others_of_rows,
-    outputs,
     part_columns,
     place,
     places_of,
@@ -64,6 +63,7 @@ from ln_probe.hooks.model import (
     logit_factor,
     missing_head,
     n_layers,
+    outputs,
     weight_of,
 )
 from ln_probe.hooks.norm import Site, bias_of, gain_of

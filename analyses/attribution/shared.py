@@ -18,7 +18,7 @@ from torch import Tensor
 from ln_probe.hooks.capture import is_cache
 from ln_probe.hooks.components import Part
 from ln_probe.hooks.default_tokens import encode, tokenizer_of
-from ln_probe.hooks.model import HookedModel, before_projection, device_of, vocabulary_size, weight_of
+from ln_probe.hooks.model import HookedModel, before_projection, device_of, outputs, weight_of
 from ln_probe.hooks.scales import check_ids
 
 MEAN = "mean"
@@ -263,14 +263,6 @@ def mean_columns(
     vectors = W_U[:, at].double().mean(2, dtype=torch.float64).cpu().T
     vectors = before_projection(model, vectors)
     return vectors, torch.zeros(len(ids)).double() if b_U is None else b_U[at].double().mean(1).cpu()
-
-
-def outputs(model: HookedModel) -> int:
-    """How many tokens have a logit: `d_vocab_out` where a model has it (its outputs may be others than its inputs)."""
-    declared = getattr(model.cfg, "d_vocab_out", None)
-    size = declared if isinstance(declared, int) and declared > 0 else vocabulary_size(model)
-    W_U = weight_of(model, "W_U")
-    return size if W_U is None else min(size, int(W_U.shape[1]))
 
 
 def soft_cap(model: HookedModel) -> float:

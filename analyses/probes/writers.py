@@ -26,7 +26,6 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.attribution.shared import outputs
 from ln_probe.analyses.probes.base import Context, Cost, Needs, Observer, Piece, Probe, ProbeResults, Shape, View
 from ln_probe.analyses.probes.columns import ATTRIBUTION, WRITERS
 from ln_probe.hooks.capture import record, return_free_memory
@@ -43,7 +42,7 @@ from ln_probe.hooks.components import (
     watched,
     whole_part,
 )
-from ln_probe.hooks.model import at_least_float32, before_projection, flat, hooks_on, run, weight_of
+from ln_probe.hooks.model import at_least_float32, before_projection, flat, hooks_on, outputs, run, weight_of
 from ln_probe.hooks.norm import Site, bias_of, gain_of
 
 PROMPTS = 8  # of the default ones: a table of means over some thousand tokens, at two passes a prompt

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import cases
+from architectures import cases, hugging_face
 from compose import distance as difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -289,6 +289,22 @@ def test_padding_on_the_left_moves_position_0(make_bridge: Callable[..., Any]) -
         whole = model(TOKENS[:1])
         shifted = model(padded, attention_mask=mask)[:, 3:]
     torch.testing.assert_close(shifted, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_position_0_of_a_hugging_face_model_in_memory() -> None:
+    """With as many tokens as heads, whose norms see positions before heads (Qwen 3); and behind padding on the left
+    that is told without a keyword."""
+    scale = (3.0, 0.7)
+    for arch, heads in (("qwen3", 4), ("gemma3", 4), ("qwen3", 2)):
+        model = hugging_face(arch, torch.float64)
+        with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_sites(model)}):
+            few, more = (model(TOKENS[:1, :n]).logits for n in (heads, 7))
+        torch.testing.assert_close(few, more[:, :heads], rtol=1e-5, atol=1e-5)
+    model.set_attn_implementation("sdpa")
+    padded, mask = torch.cat([TOKENS[:1, :2], TOKENS[:1]], 1), torch.tensor([[0] * 2 + [1] * 10])
+    with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_sites(model)}):
+        named, bare = model(padded, attention_mask=mask).logits, model(padded, mask).logits
+    assert torch.equal(named[:, 2:], bare[:, 2:])
 
 
 @pytest.mark.parametrize("given", [True, (1.0, 2.0, 3.0), {"first": 1.0}, "1"])

@@ -97,6 +97,9 @@ def test_sigmas_of_another_run_and_keys_alone(worlds: list[tuple[str, Any]]) -> 
         said = r"sigma was given for tokens \[2, 10\], and the norm's input is"
         with pytest.raises(InterventionError, match=said), linearized(model, sigma=sigmas):
             model(TOKENS[:, :5])
+        for few in ({n: s[0, :2] for n, s in sigmas.items()}, {n: s[:, :1] for n, s in sigmas.items()}):
+            with pytest.raises(InterventionError, match="was given for tokens"), linearized(model, sigma=few):
+                model(TOKENS)  # (of two tokens, for two prompts; of one token, for all)
 
 
 def test_a_lost_edit_is_named(make_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ln_probe
-from ln_probe.hooks.model import check_model, exclusive
+from ln_probe.hooks.model import check_model, exclusive, read_unembedding
 
 
 def refuses(model: Any, said: str) -> None:
     for use in (check_model, lambda m: ln_probe.analyze(m, torch.arange(5)[None], progress=False)):
         with pytest.raises(ValueError, match=said):
             use(model)
+
+
+def test_every_output_has_a_row(make_hooked: Callable[..., Any]) -> None:
+    """A model can have more outputs than inputs, and fewer."""
+    for size in (60, 40):
+        rows, bias = read_unembedding(make_hooked(d_vocab_out=size)) or ((), ())
+        assert len(rows) == len(bias) == size
 
 
 def test_models_without_all_their_weights(make_bridge: Callable[..., Any]) -> None:

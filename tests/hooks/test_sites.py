@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import bridge_of, hugging_face
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import lab, norm_of
@@ -81,6 +82,20 @@ def test_norms_of_a_bridge(arch: str, make_bridge: Callable[..., Any]) -> None:
             ("embed_ln", 0, "attention", (0,)), ("blocks.0.ln1", 0, "mlp", ()), ("blocks.0.ln2", 0, "attention", (1,)),
             ("blocks.1.ln1", 1, "mlp", ()), ("blocks.1.ln2", 1, "other", ()), ("ln_final", 2, "unembed", ()),
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, IN_FLOAT32), (torch.bfloat16, 2**-8)])
+def test_a_gain_stored_as_an_offset_is_told_beside_a_large_one(dtype: torch.dtype, bound: float) -> None:
+    """Gemma's checkpoints have single gains of 50 and more: next to them 1 is little, and not for the others."""
+    model = hugging_face("gemma3", dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight[3] = 300.0
+    for site in (s for s in find_sites(bridge_of(model)) if s.d == 32):
+        x = torch.randn(2, 5, site.d, generator=torch.Generator().manual_seed(1)).to(dtype)
+        truth = site.module(x).double()
+        assert bool(((site.decompose(x).total() - truth).abs() <= bound * truth.abs() + 1e-6).all()), site.name
 
 
 @pytest.mark.parametrize("kind", ["LN", "LNPre", "RMS", "RMSPre"])
