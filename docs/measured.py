@@ -8,7 +8,7 @@
 
 makes a table with a column per line (its title and a format string, in which names have no dots) and a row per row of
 the file. Several files, by a pattern, are put one after the other, with the column `case`: the folder of each. In the
-text `{{ make_report_warm }}` is the figure of that name in `bench/results/single.csv`. The directive `claims` shows
+text `{{ make_report }}` is the figure of that name in `bench/results/single.csv`. The directive `claims` shows
 what `analyses/lab/published/sources.toml` says of one source, its figures read from the kept tables.
 """
 
