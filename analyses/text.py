@@ -11,6 +11,8 @@ LONGEST = 80  # characters of a token shown: longer ones would push everything e
 
 def disarmed(text: str) -> str:
     """Text whose control characters and direction marks are written out."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text)
 
 

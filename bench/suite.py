@@ -5,7 +5,8 @@ tokens, the probe `causal` alone: next to nothing to measure, so that what remai
 
 * `local`: two workers (`--workers`); the driver is killed (SIGKILL) when a half of the reports are there, and run
   again.
-* `slices`: `report --unit K/16`, as a job array of 16 runs them, two at a time, then `merge`.
+* `slices`: `report --unit K/16`, as a job array of 16 runs them, two at a time, then `merge`; the first one is killed
+  half way before, and run again with the others (processor time of what was killed is not counted).
 * `ray`: two workers of a cluster on this machine; needs `pip install 'ln-probe[ray]'`.
 
 Columns: wall and processor seconds of all processes; processor seconds per checkpoint; what of them a bare loop over
@@ -123,6 +124,11 @@ def finished(out: Path) -> int:
         return 0
 
 
+def calibrated(out: Path) -> int:
+    """How many checkpoints have a result."""
+    return sum(1 for _ in (out / ".ln_probe" / "units").glob("*/calibration-*.safetensors"))
+
+
 def watched(seen: Seen, line: list[str], out: Path, kill_at: int = 0) -> None:
     """Run a command to its end, or until so many reports are there."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -170,6 +176,11 @@ def slices(seen: Seen, base: list[object], out: Path, count: int, workers: int) 
     waiting = [
         command("report", *base, "--workers", 1, "--quiet", "--unit", f"{k}/{SLICES}") for k in range(1, SLICES + 1)
     ]
+    killed = subprocess.Popen(waiting[0], env=environment())
+    while killed.poll() is None and calibrated(out) < count // SLICES // 2:
+        time.sleep(0.1)
+    killed.kill()
+    killed.wait()
     for at in range(0, SLICES, workers):
         given = {"env": environment(), "stderr": subprocess.PIPE, "text": True}
         for process in [subprocess.Popen(line, **given) for line in waiting[at : at + workers]]:
@@ -179,7 +190,7 @@ def slices(seen: Seen, base: list[object], out: Path, count: int, workers: int) 
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     watched(seen, command("merge", out, "--workers", workers, "--quiet"), out)
     seen.cpu += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return 0
+    return 1
 
 
 def ray(seen: Seen, base: list[object], out: Path, count: int, workers: int) -> int:

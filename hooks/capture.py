@@ -180,12 +180,24 @@ def _check_finite(site: Site, value: Float[Tensor, "rows d"], what: str, length:
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of glibc's allocator; None on another system."""
     try:
-        found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     except (OSError, TypeError):  # not a POSIX system
         return None
     return found
+
+
+def keep_free_memory() -> None:
+    """Let glibc's allocator hold up to 256 MB for later; nothing on other systems.
+
+    By default it gives the activations of a pass back and gets them zeroed for the next one: a third of the time of
+    edited passes through a small model.
+    """
+    if (option := _glibc("mallopt")) is not None:
+        option(_M_MMAP_THRESHOLD, 32 << 20)
+        option(_M_TRIM_THRESHOLD, 256 << 20)
 
 
 def _resident() -> int:
@@ -197,6 +209,7 @@ def _resident() -> int:
         return 0
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _GROWTH = 64 << 20  # bytes: less than this is not worth the page faults of getting it again
 _kept = 0  # bytes in memory after the last time
@@ -211,7 +224,7 @@ def return_free_memory() -> None:
     so it is called around what takes much memory, and does something only where the process has grown since.
     """
     global _kept
-    if (trim := _malloc_trim()) is None:
+    if (trim := _glibc("malloc_trim")) is None:
         return
     held = _resident()
     _kept = min(_kept, held)  # a model that was larger is gone

@@ -25,7 +25,7 @@ from ln_probe.hooks.edits import (
     cached_tokens,
     silent,
 )
-from ln_probe.hooks.model import HookedModel, attentions, blocks
+from ln_probe.hooks.model import HookedModel, attentions, blocks, child_of
 
 
 def attention_of(model: HookedModel, layer: int) -> nn.Module:
@@ -45,7 +45,7 @@ def z_point(model: HookedModel, layer: int) -> nn.Module:
     Raises:
         InterventionError: there is none.
     """
-    point: nn.Module | None = model.hook_dict.get(f"blocks.{layer}.attn.hook_z")
+    point = _points(model, layer, "z").get("z")
     if point is None:
         raise InterventionError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
     return point
@@ -59,7 +59,8 @@ def head_count(model: HookedModel, layer: int) -> int:
 
 def _points(model: HookedModel, layer: int, letters: str) -> dict[str, nn.Module]:
     """The hook points of queries, keys, values and z of a block, as far as it has them."""
-    named = {letter: model.hook_dict.get(f"blocks.{layer}.attn.hook_{letter}") for letter in letters}
+    attn = attentions(model).get(layer)
+    named = {letter: child_of(attn, f"hook_{letter}") for letter in letters}
     return {letter: point for letter, point in named.items() if point is not None}
 
 

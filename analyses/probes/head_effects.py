@@ -50,7 +50,7 @@ from ln_probe.analyses.probes.leading import (
     other_prompts,
     with_largest,
 )
-from ln_probe.analyses.probes.shared_passes import mapped, passed_over
+from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE, mapped, passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
 from ln_probe.analyses.text import counted, with_interval
 from ln_probe.hooks.edits import LostEditError
@@ -269,7 +269,7 @@ class HeadRuns:
 
     def _exact(self, tokens: Int[Tensor, " pos"], first: _First) -> dict[tuple[int, int, str], float]:
         found: dict[tuple[int, int, str], float] = {}
-        at_once = max(1, _LOGITS // (len(tokens) * vocabulary_size(self.model)))
+        at_once = max(1, min(_LOGITS // vocabulary_size(self.model), TOKENS_AT_ONCE) // len(tokens))
         for layer in self.sites:
             for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
                 variants = [v.name for v in edits_of_norms(standard=standard) if (layer, v.name) in first.edited]
