@@ -1,11 +1,11 @@
 """What `ln-probe plan` says beforehand next to what the same report then takes: processor time and memory.
 
-Five shapes: lm-layernorm, and random weights (seed 0) in Hugging Face folders of the shapes of GPT-2 small,
-Pythia-160m, four layers of SmolLM2-135m (in bfloat16) and one of Llama-3-8B (in bfloat16, vocabulary 16,384). Prompts
-are random token ids; lm-layernorm has its own. Every report is the default one, a whole command in one process
+Six shapes: lm-layernorm, and random weights (seed 0) in Hugging Face folders of the shapes of GPT-2 small,
+Pythia-160m, four layers of SmolLM2-135m (in bfloat16), one of Llama-3-8B and one of Pythia-12B (in bfloat16, vocabulary
+16,384). Prompts are random token ids; lm-layernorm has its own. Every report is the default one, a whole command in one process
 (`--workers 0`); memory is its largest resident set. Kernels are warm; other work makes seconds longer, not memory.
 
-    python bench/plan.py                             all five, a quarter of an hour
+    python bench/plan.py                             all six, twenty minutes
     python bench/plan.py --shapes gpt2 pythia-160m
     python bench/plan.py --out bench/results/plan.csv
 """
@@ -91,6 +91,20 @@ SHAPES = {
     ),
     "llama-3-8b, 1 layer": Shape(
         "LlamaConfig", (*LLAMA_3_8B, ("num_hidden_layers", 1), ("vocab_size", 16384)), (1, 64), "bfloat16"
+    ),
+    "pythia-12b, 1 layer": Shape(
+        "GPTNeoXConfig",
+        _given(
+            vocab_size=16384,
+            hidden_size=5120,
+            num_hidden_layers=1,
+            num_attention_heads=40,
+            intermediate_size=20480,
+            max_position_embeddings=2048,
+            rotary_pct=0.25,
+        ),
+        (1, 64),
+        "bfloat16",
     ),
 }
 
