@@ -2,8 +2,9 @@
 
 Six shapes: lm-layernorm, and random weights (seed 0) in Hugging Face folders of the shapes of GPT-2 small,
 Pythia-160m, four layers of SmolLM2-135m (in bfloat16), one of Llama-3-8B and one of Pythia-12B (in bfloat16, vocabulary
-16,384). Prompts are random token ids; lm-layernorm has its own. Every report is the default one, a whole command in one process
-(`--workers 0`); memory is its largest resident set. Kernels are warm; other work makes seconds longer, not memory.
+16,384). Prompts are random token ids; lm-layernorm has its own. Every report is the default one, a whole command in one
+process (`--workers 0`); memory is its largest resident set. Kernels are warm; other work makes seconds longer, not
+memory.
 
     python bench/plan.py                             all six, twenty minutes
     python bench/plan.py --shapes gpt2 pythia-160m

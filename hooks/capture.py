@@ -190,14 +190,14 @@ def _glibc(name: str) -> Callable[..., int] | None:
 
 
 def keep_free_memory() -> None:
-    """Let glibc's allocator hold up to 256 MB for later; nothing on other systems.
+    """Let glibc's allocator hold up to 64 MB for later; nothing on other systems.
 
     By default it gives the activations of a pass back and gets them zeroed for the next one: a third of the time of
     edited passes through a small model.
     """
     if (option := _glibc("mallopt")) is not None:
         option(_M_MMAP_THRESHOLD, 32 << 20)
-        option(_M_TRIM_THRESHOLD, 256 << 20)
+        option(_M_TRIM_THRESHOLD, _GROWTH)
 
 
 def _resident() -> int:
