@@ -136,7 +136,7 @@ def without(
     seed: int = 0,
     heads: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[Intervention]:
-    """The model without projection, scaling or both at some norms, while the `with` block lasts.
+    """Remove projection, scaling or both from some norms of the model inside a `with` block.
 
     Contexts over different sites nest, in any order, and amount to one context over all of them. An edited norm
     computes through its own hook points (a bridge's `hook_in`, `hook_scale`, `hook_normalized`, a bridge's `hook_out`):
@@ -149,7 +149,7 @@ def without(
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
         sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
             ("final"), every norm ("all", norms inside attention included), or names.
-        scale: c, what is divided by instead of sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
+        scale: the constant c that replaces sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
             over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
             "resampled": each token gets the sigma of another token drawn at random (position 0 of one at position 0).
             "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
@@ -168,10 +168,10 @@ def without(
             inside that attention are called twice. A key-value cache cannot be used at the same time.
 
     Yields:
-        What is done, with the divisors.
+        An `Intervention`: the edited sites and their constants.
 
     Raises:
-        TypeError: not a TransformerLens model, or tokens that are no tensor.
+        TypeError: not a TransformerLens or Hugging Face model, or tokens that are no tensor.
         InterventionError: an unknown term, site or scale; no norm to edit; a site that is under an intervention
             already; a part of attention that cannot be edited alone; loss-optimal constants for some readers alone, or
             of a loss that the model does not have or that has no gradient.

@@ -53,7 +53,7 @@ class _Linearized:
 
     @contextmanager
     def __call__(self, model: object, sigma: Sigma = OWN) -> Iterator[tuple[str, ...]]:
-        """The model with sigma held at every norm, while the `with` block lasts.
+        """Hold sigma at every norm inside a `with` block, so that each norm is a linear map.
 
         With the norms' own sigmas the forward pass is unchanged, bit for bit. `without` nests with it in either order:
         an edited norm keeps its edit, and what it still divides by is held. Gradients reach gains and biases.
@@ -111,7 +111,7 @@ class _Linearized:
         return _points(sites, given)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
-        """What every norm divides by at every token, by its name; one forward pass.
+        """Return the sigma of every norm at every token, by the norm's name; one forward pass.
 
         Args:
             model: any hooked model.

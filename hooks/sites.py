@@ -410,7 +410,7 @@ def layers_in_words(layers: Sequence[int]) -> str:
 
 
 def find_sites(model: object) -> list[Site]:
-    """Every norm of `model`, in the order of the forward pass.
+    """Return every norm of `model`, in the order of the forward pass.
 
     Costs a forward pass over three tokens and a call of each norm the first time (`facts_of`). An empty list means that
     the model has none.

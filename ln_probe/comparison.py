@@ -32,7 +32,7 @@ class Comparison:
         names: a different one per report; reports: the reports themselves.
         summary: a row per report (`ln_probe.analyses.probes.columns.SUMMARY`): the loss and its difference from the
             first report's, sinks, shares and medians over heads, intact and with scaling frozen.
-        tables: the reports' tables joined on what a row is about, with columns (measure, name), so that
+        tables: the reports' tables joined on their key columns, with columns (measure, name), so that
             `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
         paired: difference in the change of the loss between each report and the first one, paired by prompt
             (`ln_probe.analyses.probes.columns.PAIRED`); only reports on the same tokens and layers are paired.
@@ -80,7 +80,7 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Comparison:
-    """Put the tables of several reports side by side.
+    """Compare several reports: join their tables, and pair their loss changes by prompt.
 
     Args:
         reports: at least one.

@@ -70,31 +70,32 @@ def analyze(
     optimal: bool = False,
     hooks: str = REFUSE,
 ) -> Report:
-    """Measure what LayerNorm does in `model`: norms term by term, keys that attention can select, uniform attention.
+    """Measure what LayerNorm does in `model`, and return a report.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`), or a Hugging Face `PreTrainedModel`
-            in memory, which is wrapped for the measurement and stays as it is.
-        prompts: a text or a list of texts; token ids as a tensor, array or lists ([pos], [batch pos] or ragged), or
-            what a tokenizer returned (its attention_mask counts); a `pathlib.Path` to a file;
-            `ln_probe.sampled_prompts(n)` for sequences of the model's own; None for the model's default prompts (64
-            windows of held-out text for a bundled model, else the bundled passages, else its own samples).
-        probes: names ("decomposition", "selectability", "uniformity", "causal", "unembedding", on request "writers"
-            and "attribution", those of other packages) or `Probe` objects.
-        layers, heads: indices to look at; None means all. A negative layer counts from the end.
+            in memory, which is wrapped for the measurement and not changed.
+        prompts: a text or a list of texts; token ids as a tensor, array or lists ([pos], [batch pos] or ragged), or a
+            tokenizer's output (padding by its attention_mask is left out); a `pathlib.Path` to a file;
+            `ln_probe.sampled_prompts(n)` for sequences that the model samples; None for the model's default prompts (64
+            windows of held-out text for a bundled model, else the bundled passages, else sampled sequences).
+        probes: names of built-in probes ("decomposition", "selectability", "uniformity", "causal", "head_effects",
+            "sinks", "unembedding"; on request "writers" and "attribution") or of probes of other packages, or `Probe`
+            objects.
+        layers, heads: indices to measure; None means all. A negative layer counts from the end.
         keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
         max_tokens: longer prompts are cut, and the report says so.
         seed: of sampled prompts and sampled keys.
-        vocab: file of token strings for a model without a tokenizer (JSON, or a token a line); names among them such
-            as `<EOS>` are the end tokens that sampled sequences stop at.
-        batch_size: how many prompts go through the model together: neighbours nearly of a length, padded; numbers agree
+        vocab: file of token strings for a model without a tokenizer (JSON, or one token per line); names such as
+            `<EOS>` among them are end tokens, at which sampled sequences stop.
+        batch_size: how many prompts go through the model together: prompts of similar length, padded. Numbers agree
             with those of single prompts to the rounding of matrix products. None: 1 on a CPU, on a GPU as its memory
             allows.
-        progress: show what is going on: a live line on a terminal or in a notebook, elsewhere a line every half minute.
+        progress: show a live progress line on a terminal or in a notebook, elsewhere a line every half minute.
         keys_sample: how many keys of each head are measured (of the longest prompt; of shorter ones fewer in
-            proportion), each among all others; fractions and quantiles then have intervals. 0: all keys. None: all,
-            unless they would take more than about an hour of one core; the report says so.
-        tokenizer: of a Hugging Face model in memory; the others bring their own.
+            proportion), each among all others; fractions and quantiles then have CIs. 0: all keys. None: all, unless
+            they would take more than about an hour of one core; a note then names the number.
+        tokenizer: of a Hugging Face model in memory; other models have one.
         prepend_bos: whether prompts that are texts begin with the tokenizer's first token; None: as the model was
             trained.
         calibration: text that the constants of frozen scaling come from, in any form that `prompts` takes. None: the
@@ -105,16 +106,19 @@ def analyze(
             mean loss of each prompt [batch], lower is better; or its name as "module:function".
         optimal: fit loss-optimal constants too (minutes); a bundled model on its default prompts brings its own.
         hooks: what happens to hooks on the model that neither TransformerLens nor ln_probe nor the loader installed
-            (those of accelerate belong to the model). "refuse": if they change the output or a norm's input on the
-            first prompt, by a single bit, they are an error; else a note says that they were switched off during the
-            measurement. "keep": the model is measured with them, the intact model included, and the report says so.
+            (those of accelerate belong to the model). "refuse": an error if they change the output or a norm's input on
+            the first prompt by a single bit; otherwise they are off during the measurement, with a note. "keep": the
+            model is measured with them, the intact model included, and a note names them.
 
     The model is sealed while it is measured: `analyze` compares versions and checksums of all weights at the start, at
-    the end and around every probe of another package. Of two calls on the same model in two threads, the second waits;
-    a pass of the model itself in another thread raises there.
+    the end and around every probe of another package. If two threads call it on one model, the second waits; a pass of
+    the model itself in another thread raises an error there.
 
-    A probe that fails is named in `Report.failures`, in its notes and in a ProbeFailedWarning; the others' results
-    stand.
+    A probe that fails is named in `Report.failures`, in the notes and in a ProbeFailedWarning; the other probes'
+    results stay.
+
+    Returns:
+        A `Report`: tables as DataFrames, findings, and data for pictures and pages.
 
     Raises:
         TypeError: not a TransformerLens or Hugging Face model; prompts that hold no text and no token ids.
@@ -406,7 +410,7 @@ def freezing_cost(
     progress: bool = True,
     hooks: str = REFUSE,
 ) -> FreezingCost:
-    """Measure what freezing LayerNorm's scaling costs: the first number of a report, alone.
+    """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
 
     Args:
         model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer, progress, hooks: as for

@@ -50,9 +50,8 @@ def load_model(
 ) -> nn.Module:
     """Load a model, and check once that its logits are those of the original.
 
-    Weights stay as they were trained unless one of the last four flags asks for more; a model processed that
-    way is compared with the unprocessed one. `ln_probe.source_of(model)` tells what was loaded and how far the
-    logits were apart.
+    Weights stay as trained unless one of the last four flags is set; a processed model is compared with the
+    unprocessed one. `ln_probe.source_of(model)` has the source, and the difference of the logits.
 
     Args:
         name: a name on the model hub (``gpt2``, ``pythia-70m``, ``owner/model``), a local Hugging Face
@@ -69,7 +68,7 @@ def load_model(
             bridges by default.
         fold_ln: fold the norms' gains and biases into the weights that read them.
         center_writing_weights: centre the weights that write to the residual stream (LayerNorm models only).
-        center_unembed: centre the unembedding over the vocabulary (shifts the logits of a position alike).
+        center_unembed: centre the unembedding over the vocabulary (shifts all logits of a position by one number).
         fold_value_biases: fold the value biases into the attention's output bias.
 
     Returns:

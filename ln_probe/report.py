@@ -94,7 +94,7 @@ class Report:
         tables: every table by name: those of the built-in probes (empty where one did not run), then those of other
             packages' probes. `describe` says what their columns mean.
         provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
-        notes: what a reader has to know before believing the tables.
+        notes: caveats on the model, the prompts and the tables.
         exhibits: data for pictures: attention patterns, marks of keys, vectors around the norms.
         declared: descriptions of the tables, by name.
         probes: probes of other packages that ran and are installed here.

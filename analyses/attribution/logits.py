@@ -77,13 +77,13 @@ _REMEDY = ". Does something after the final norm change its logits?"
 
 @dataclass(frozen=True, eq=False)
 class LogitAttribution(Sums):
-    """A logit (or a difference of logits) as a sum over parts.
+    """A logit (or a difference of logits) as a sum over components.
 
     Attributes:
-        table: a row per part: `part`, `kind`, `layer`, `index` (head or neuron; -1), `contribution`, and the three it
-            is the sum of: `without_projection`, `projection` (what projection takes off), `bias`.
-        total: what they add up to, b_U included: the logit.
-        own: the model's own, from its forward pass (from a cache: of the norm's output that it holds).
+        table: a row per component: `part`, `kind`, `layer`, `index` (head or neuron; -1), `contribution`, and the three
+            terms that it is the sum of: `without_projection`, `projection` (the effect of projection), `bias`.
+        total: the sum of the contributions, b_U included.
+        own: the model's logit from its forward pass (from a cache: from the norm's output that it holds).
         scale: what the error is relative to: the largest |logit| at that position.
         bound: relative error that rounding explains in the model's format: 1e-5 in float32, 1e-11 in float64, four
             units of relative precision in half precision (0.03 in bfloat16, 0.004 in float16).
@@ -207,24 +207,27 @@ def attribute_logits(
     neurons: bool | Sequence[int] = False,
     position: SupportsIndex | None = None,
 ) -> LogitAttribution | LogitAttributions:
-    """Where logits come from: every component's share, exactly, through the final norm.
+    """Write logits as exact sums over components of the residual stream and terms of the final norm.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model; raw, folded or centred; with or without a final norm.
         tokens_or_cache: prompts (text, ids [pos] or [batch pos], lists of unequal length), or an `ActivationCache` of
             this model.
-        positions: whose predictions: None (all), an index, a slice or a list; negative from the end of each prompt.
-            One index of one prompt gives a `LogitAttribution`, anything else `LogitAttributions`.
-        target: a token (id or text), whose logit is meant everywhere; ids [batch pos], one for each position (of one
-            prompt also [pos], at one position of several [batch]); None: the next token that occurs, NaN at the last
-            position. At one position of one prompt: a token, or several, whose mean logit is meant; None: the model's
-            own first choice.
-        against: what is subtracted: likewise, "mean" (the mean logit of the vocabulary), or None.
+        positions: positions whose logits are attributed: None (all), an index, a slice or a list; negative from the
+            end of each prompt. One index of one prompt gives a `LogitAttribution`, anything else `LogitAttributions`.
+        target: the token whose logit is attributed: an id or text, the same at every position; ids [batch pos], one for
+            each position (for one prompt also [pos], for one position of several [batch]); None: the next token of the
+            prompt, NaN at the last position. For one position of one prompt: a token, or several, whose logits are
+            averaged; None: the model's most likely token.
+        against: the logit to subtract: given like `target`, "mean" (the mean logit of the vocabulary), or None.
         components: "heads" (heads, MLPs, embeddings, biases), "layers" (attention layers and MLPs with their biases) or
             "neurons" (heads, and MLPs neuron by neuron).
         features: dictionaries whose features replace the components that they reconstruct.
         neurons: MLPs neuron by neuron: True for all layers, or a list of layers. (Not from a cache.)
-        position: deprecated: what `positions` was called.
+        position: deprecated name of `positions`.
+
+    Returns:
+        The attribution; `.check()` raises an error if the sum is not the model's own logit.
 
     Raises:
         TypeError: not a TransformerLens model.

@@ -196,18 +196,18 @@ def attribute_scores(
     against: int | str | None = None,
     features: Sequence[Features] | Features | None = None,
 ) -> ScoreAttribution | ScoreAttributions:
-    """Why a head attends where it does: scores, exactly, as sums over parts of the query and parts of the key.
+    """Write a head's attention scores as exact sums over components of the query and components of the key.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
         tokens_or_cache: prompts (text, ids [pos] or [batch pos], lists of unequal length), or an `ActivationCache` of
             this model.
         layer, head: which head; negative from the end.
-        query, key: positions; negative from the end of each prompt. Both, of one prompt: a `ScoreAttribution`, a sum
-            over pairs of parts. Otherwise `ScoreAttributions`: `key=None` is all keys, by parts of the key, the query's
-            summed; `query=None` with a key is all queries, by parts of the query, the key's summed.
+        query, key: positions; negative from the end of each prompt. With both, for one prompt: a `ScoreAttribution`, a
+            sum over pairs of components. Otherwise `ScoreAttributions`: `key=None` gives all keys by components of the
+            key; `query=None` with a key gives all queries by components of the query; the other side is summed.
         against: another key's position, whose score is subtracted; "mean": the mean score of the keys that the query
-            sees; None: the score itself (which softmax does not see: it depends on differences).
+            sees; None: the score itself (attention depends on differences of scores only).
         features: dictionaries whose features replace the components that they reconstruct, on both sides.
 
     Raises:

@@ -209,13 +209,13 @@ class KeyGeometry:
 
     @property
     def conditioning(self) -> Conditioning | list[Conditioning]:
-        """What endangers the verdicts, as figures; a list of them for a batch."""
+        """Figures on the numerical conditioning of the keys; a list of them for a batch."""
         found = [one.conditioning for one in self._found]
         return found if self.verdict.ndim > 1 else found[0]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What endangers the verdicts, in sentences; empty if nothing does."""
+        """Sentences on critical conditioning; empty if there is none."""
         number = self.verdict.shape[-1]
         return tuple(dict.fromkeys(text for one in self._found for text in one.conditioning.warnings(number)))
 
@@ -357,7 +357,7 @@ def key_geometry(
     budget: float = SECONDS,
     threads: int | None = None,
 ) -> KeyGeometry:
-    """Decide for every key whether some query can select it, by how much, and how much attention it can get.
+    """Decide for every key whether some query can select it, by what margin, and how much attention it can receive.
 
     Args:
         keys: the keys of a head (or the rows of an unembedding), or a batch of such sets, decided in
@@ -365,13 +365,13 @@ def key_geometry(
         bias: added to the score of each key; a key is then unselectable iff convex weights of the others
             reproduce it with at least its bias.
         query_set: a radius (queries no longer than that), or the ellipsoid `center + axes @ u`, `|u| <= 1`
-            (axes may be fewer than d, or dependent: a lower-dimensional set). Margins are then over it, in nats, and
-            `reachable` and `attainable` are computed. Verdicts still ask for a query of any length; keys are judged
-            without the directions that the axes do not span.
+            (axes may be fewer than d, or dependent: a lower-dimensional set). Margins are then over this set, in nats,
+            and `reachable` and `attainable` are computed. Verdicts still ask for a query of any length, without the
+            directions that the axes do not span.
         causal: also find the position from which on each key is unselectable, if position t sees keys 0..t.
         margins: whether to bracket margins (to 1 %), or "exact" (to about six digits).
-        strict: decide what the tolerance would decide (unselectable keys, copies and undecided ones) in exact rational
-            arithmetic on the given numbers; slow (see `geometry.exact`).
+        strict: decide unselectable keys, copies and undecided keys in exact rational arithmetic on the given numbers
+            instead of within the tolerance; slow (see `geometry.exact`).
         budget: seconds that a key may take before it stays undecided or its bracket wide, on a nominal processor of 1e9
             multiplications and additions per second; counted in these, so no result depends on the clock.
         threads: how many sets to work on at a time, by default as many as there are processors; changes no

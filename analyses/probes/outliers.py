@@ -204,12 +204,12 @@ class OutlierTokens(OneLine):
 def outlier_tokens(
     model: object, tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 ) -> OutlierTokens:
-    """Which tokens are outliers at some norm of the model: a mask for other tools, and the sizes behind it.
+    """Find the tokens that are outliers at some norm of the model: a mask for other tools, with sigmas and ratios.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
-        tokens: [batch pos], or a list of rows of several lengths; at least LEAST_TOKENS of them a row: fewer have no
-            outliers. Behind the end of a shorter row masks are False and sizes NaN.
+        tokens: [batch pos], or a list of rows of several lengths. Rows of fewer than LEAST_TOKENS tokens have no
+            outliers. After the end of a shorter row masks are False and sizes NaN.
 
     Raises:
         TypeError: not a TransformerLens model.
