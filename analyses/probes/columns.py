@@ -361,15 +361,15 @@ HEAD_EFFECTS = declare(
     variant (text): which terms remain for this head: no_scaling, no_projection, both_removed, or a registered one
     delta_loss (float, nats per token): change of the mean next-token loss, by running the edited model; NaN where
         only estimated
-    delta_loss_low (float, nats per token): lower end of its 95 % interval over prompts (bootstrap-t); NaN with fewer
-        than 32 prompts
+    delta_loss_low (float, nats per token): lower end of its 95 % interval over prompt groups (bootstrap-t); NaN with
+        fewer than 32 groups
     delta_loss_high (float, nats per token): upper end of the same
     prompts_worse (int): prompts whose loss rises; NaN where only estimated
-    p_sign (float): sign test of that number (Holm-adjusted for the heads run under the same variant); NaN if only
+    p_sign (float): sign test over prompt groups (Holm-adjusted for the heads run under the same variant); NaN if only
         estimated
     estimate (float, nats per token): first-order estimate of delta_loss: gradient of the loss at the head's output
         z, times the change of z
-    estimate_low (float, nats per token): lower end of the estimate's interval over prompts
+    estimate_low (float, nats per token): lower end of the estimate's interval over prompt groups
     estimate_high (float, nats per token): upper end of the same
     loss (float, nats per token): of the intact model
     prompts (int): number of prompts

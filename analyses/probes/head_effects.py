@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
 from ln_probe.analyses.constants import Calibration
@@ -51,7 +51,7 @@ from ln_probe.analyses.probes.leading import (
     with_largest,
 )
 from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE, mapped, passed_over
-from ln_probe.analyses.probes.statistics import SIGNIFICANCE, holm, interval, resamples, sign_test
+from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, interval, sign_test
 from ln_probe.analyses.text import counted, with_interval
 from ln_probe.hooks.edits import LostEditError
 from ln_probe.hooks.head_edits import attention_of, by_head, for_heads, head_count, z_instead, z_point
@@ -332,12 +332,12 @@ class HeadEffects(Probe):
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         measured = [p.tables["sums"] for p in pieces if len(p.tables.get("sums", ()))]
         notes = dict.fromkeys(note for p in pieces for note in p.notes)
-        made = table(measured, seed=context.seed)
+        made = table(measured, context.calibration.constants.groups, seed=context.seed)
         said = [f"head_effects: first-order estimates and exact effects of {t}" for t in agreement(made, "heads")]
         return ProbeResults({HEAD_EFFECTS.name: made}, (*notes, *said))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return _leading(tables.get(HEAD_EFFECTS.name))
+        return _leading(tables.get(HEAD_EFFECTS.name), provenance.get("calibration", {}).get("groups", math.inf))
 
     def cost(self, shape: Shape) -> Cost:
         heads = shape.layers * shape.heads
@@ -382,27 +382,30 @@ class _Watching(Observer):
         )
 
 
-def table(measured: Sequence[pd.DataFrame], *, seed: int = 0) -> pd.DataFrame:
-    """The `head_effects` table from what `HeadRuns.measure` gave for each prompt, in any order."""
+def table(
+    measured: Sequence[pd.DataFrame], groups: Int64[np.ndarray, " prompt"] | None = None, *, seed: int = 0
+) -> pd.DataFrame:
+    """The `head_effects` table from what `HeadRuns.measure` gave for each prompt, in any order; `groups`: of prompts by
+    their number, each its own where it is None."""
     if not measured:
         return HEAD_EFFECTS.empty()
     sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")
     prompts = sums["prompt"].nunique()
-    drawn = resamples(prompts, seed)
     rows = []
     for (layer, head, variant), mine in sums.groupby(["layer", "head", "variant"], sort=False):
-        predicted = mine["predicted"].to_numpy(float)
+        predicted, at = mine["predicted"].to_numpy(float), mine["prompt"].to_numpy(int)
+        members = at if groups is None else groups[at]
         changes = {"delta_loss": mine["nll"] - mine["intact"], "estimate": mine["estimate"]}
         row: dict[str, Any] = {"layer": layer, "head": head, "variant": variant}
         for name, change in changes.items():
             values = change.to_numpy(float)
-            low, high = interval(values, predicted, drawn, seed=seed)
+            low, high = interval(by_group(values, members), by_group(predicted, members), seed=seed)
             row |= {name: values.sum() / predicted.sum(), f"{name}_low": low, f"{name}_high": high}
         exact, no_op = changes["delta_loss"].to_numpy(float), mine["no_op"].iloc[0]
         known = bool(np.isfinite(exact).all())
         row |= {
             "prompts_worse": int((exact > 0).sum()) if known else math.nan,
-            "p_sign": sign_test(exact) if known and not no_op else math.nan,
+            "p_sign": sign_test(by_group(exact, members)) if known and not no_op else math.nan,
             "loss": mine["intact"].sum() / predicted.sum(),
             "prompts": prompts,
             "no_op": no_op,
@@ -418,8 +421,8 @@ def _worse_on_most(rows: pd.DataFrame) -> pd.Series:
     return rows["prompts_worse"] > rows["prompts"] / 2
 
 
-def _leading(effects: pd.DataFrame | None) -> list[Finding]:
-    """The head whose frozen scaling raises the loss most, if one is significant."""
+def _leading(effects: pd.DataFrame | None, groups: float) -> list[Finding]:
+    """The head whose frozen scaling raises the loss most, if one is significant; `groups`: that prompts form."""
     if effects is None or not len(effects):
         return []
     rows = effects[
@@ -433,8 +436,10 @@ def _leading(effects: pd.DataFrame | None) -> list[Finding]:
     if not len(significant):
         change = f"{top['delta_loss']:+.2g} nats/token from {top['loss']:.3g}"
         largest = f"the largest change is that of {_name(top)}, {change}"
-        prompts = counted(int(top["prompts"]), "prompt")
-        if len(rows) * sign_test(np.ones(int(rows["prompts"].max()))) >= SIGNIFICANCE:
+        prompts, units = counted(int(top["prompts"]), "prompt"), min(int(top["prompts"]), groups)
+        if units < top["prompts"]:
+            prompts += f" in {counted(int(units), 'group')}"
+        if len(rows) * sign_test(np.ones(int(units))) >= SIGNIFICANCE:
             few = f"{prompts} {'is' if top['prompts'] == 1 else 'are'} too few"
             text = f"No effect of a single head can be significant: {few} ({tested}); {largest}."
         else:

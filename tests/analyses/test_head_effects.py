@@ -144,6 +144,14 @@ def test_one_head_of_as_many_as_are_run_can_be_told(prompts: int, told: bool) ->
         )
 
 
+def test_equal_prompts_are_one_group() -> None:
+    """Twelve times the same text says no more than once."""
+    asked: dict[str, Any] = {"probes": ("head_effects",), "layers": [1], "heads": [0], "progress": False}
+    report = ln_probe.analyze(lab(), PROMPTS[:1].repeat(12, 1), **asked)
+    assert (report.head_effects["p_sign"].dropna() == 1.0).all()
+    assert "12 prompts in 1 group are too few" in str(report.findings())
+
+
 def test_heads_and_layers_that_are_asked_for() -> None:
     report = ln_probe.analyze(lab(), PROMPTS, probes=("head_effects",), layers=[1], heads=[2], progress=False)
     made = report.tables["head_effects"]
