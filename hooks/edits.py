@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from ln_probe.hooks.in_memory import is_hugging_face
 from ln_probe.hooks.model import HookedModel, at_least_float32, attentions, blocks, hooks_on, tensors_in
 from ln_probe.hooks.norm import Site, is_heads_first
 
@@ -69,7 +70,8 @@ class Positions:
     @contextmanager
     def watch(self, model: HookedModel | nn.Module) -> Iterator[None]:
         """While it lasts, note where every forward pass begins."""
-        whole = {id(m): m for m in (model, getattr(model, "original_model", None)) if isinstance(m, nn.Module)}
+        inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
+        whole = {id(m): m for m in (model, inner) if isinstance(m, nn.Module)}
         at = [(module, None) for module in whole.values()] + [(b, layer) for layer, b in enumerate(blocks(model))]
         with hooks_on(before=[(module, partial(self._begin, layer)) for module, layer in at]):
             try:

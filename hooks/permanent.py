@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.edits import InterventionError, quiet
@@ -209,19 +208,9 @@ def _freeze(made: Any, constants: Mapping[str, Constant]) -> None:
         weight: Any = getattr(made.get_submodule(path), "weight", None)
         if site.gain is None or not isinstance(weight, Tensor):
             raise InterventionError(f"{site.name} has no gain that could take its constant in")
-        offset = _offset(site, weight.detach())
         with torch.no_grad():
             factor = math.sqrt(EPS) / constants[site.name].rest
-            weight.copy_((weight.double() + offset) * factor - offset)
+            weight.copy_((weight.double() + site.gain_offset) * factor - site.gain_offset)
     for name in _EPS_NAMES:
         if hasattr(made.config, name):
             setattr(made.config, name, EPS)
-
-
-def _offset(site: Site, weight: Float[Tensor, " d"]) -> float:
-    """What a norm adds to its weight before it multiplies (Gemma: 1)."""
-    assert site.gain is not None
-    for offset in (0.0, 1.0):
-        if torch.allclose(site.gain.to(weight), weight + offset, rtol=1e-3, atol=1e-6):
-            return offset
-    raise InterventionError(f"{site.name} makes its gain of its weight in a way that ln_probe does not know")

@@ -304,7 +304,11 @@ def test_position_0_of_a_hugging_face_model_in_memory() -> None:
     padded, mask = torch.cat([TOKENS[:1, :2], TOKENS[:1]], 1), torch.tensor([[0] * 2 + [1] * 10])
     with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_sites(model)}):
         named, bare = model(padded, attention_mask=mask).logits, model(padded, mask).logits
+        whole = model(TOKENS[:1], output_hidden_states=True).hidden_states[-1]
+        model.generate(TOKENS[:1], max_new_tokens=2, pad_token_id=0)
+        alone = model.model(TOKENS[:1]).last_hidden_state  # without the head, after steps that began later
     assert torch.equal(named[:, 2:], bare[:, 2:])
+    assert torch.equal(whole, alone)
 
 
 @pytest.mark.parametrize("given", [True, (1.0, 2.0, 3.0), {"first": 1.0}, "1"])
