@@ -161,6 +161,7 @@ def figures_of_readme() -> list[str]:
         over_seeds("delta_loss_no_scaling"),
         over_seeds("delta_loss_no_projection"),
         majority("size 1/sqrt(d), with projection"),
+        majority("size 1/sqrt(d), without projection"),
         majority("size 1/sqrt(d) of values alone"),
         majority("size 1/sqrt(d) of queries and keys alone"),
         majority("size 1/sqrt(d) of queries and keys, beside such values"),
