@@ -39,8 +39,37 @@ _import_hook.JaxtypingTransformer.visit_FunctionDef = _visit_unless_compiled
 _package = Path(str(importlib.util.find_spec("ln_probe").origin)).parent  # type: ignore[union-attr]
 _rooms = [f"ln_probe.{p.stem}" for p in _package.iterdir() if p.stem not in ("analyses", "__init__", "__pycache__")]
 _rooms.append("ln_probe.analyses")
-# (an int where a float is asked for is right: PEP 484)
-install_import_hook(_rooms, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+install_import_hook(_rooms, "checked.checked")
+
+
+def _compile_once() -> None:
+    """Of the processes of a run one compiles a kernel, and the others read it from the cache."""
+    from filelock import FileLock
+    from numba.core.dispatcher import Dispatcher
+
+    folder = Path(__file__).with_name("__pycache__")
+    folder.mkdir(exist_ok=True)
+    lock, compile_it = FileLock(folder / "compiling.lock"), Dispatcher.compile
+
+    def compile_alone(dispatcher: Any, signature: Any) -> Any:
+        with lock:
+            return compile_it(dispatcher, signature)
+
+    Dispatcher.compile = compile_alone
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    _compile_once()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of hooks, which need no kernels, begin the second half: the second of two processes starts there, while the
+    first compiles."""
+    hooks = [item for item in items if item.path.parent.name == "hooks"]
+    others = [item for item in items if item.path.parent.name != "hooks"]
+    half = min(len(items) // 2, len(others))
+    items[:] = [*others[:half], *hooks, *others[half:]]
 
 
 class _AsUsersMeetThem:
