@@ -13,12 +13,11 @@ from typing import Any
 import hypothesis
 import jaxtyping
 import pytest
-import torch
 from jaxtyping import _import_hook, install_import_hook
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one, wherever the tests are run from
-from architectures import bridge_of, hooked_transformer, hugging_face
-
+# For the modules beside this one, wherever the tests are run from. Those of models are imported where they are used:
+# the process that hands the tests out to others needs no torch.
+sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("ln_probe", deadline=None)  # no test fails because a machine is busy
 hypothesis.settings.load_profile("ln_probe")
@@ -103,50 +102,45 @@ def fold(bridge: Any, *, centre: bool = False) -> Any:
     return bridge
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_hugging_face() -> Callable[..., Any]:
+    """Tiny Hugging Face models with random weights, by architecture and precision (default: float32)."""
+    from architectures import hugging_face
+
     return hugging_face
 
 
 @pytest.fixture(scope="session")
-def make_bridge() -> Callable[..., Any]:
-    def make(arch: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-        return bridge_of(hugging_face(arch, dtype, **more))
+def make_bridge(make_hugging_face: Callable[..., Any]) -> Callable[..., Any]:
+    from architectures import bridge_of
 
-    return make
+    return lambda *given, **more: bridge_of(make_hugging_face(*given, **more))
 
 
 @pytest.fixture
-def make_folded() -> Callable[..., Any]:
+def make_folded(make_bridge: Callable[..., Any]) -> Callable[..., Any]:
     """Bridges in compatibility mode."""
-
-    def make(arch: str, dtype: torch.dtype = torch.float32, *, centre: bool = False, **more: Any) -> Any:
-        return fold(bridge_of(hugging_face(arch, dtype, **more)), centre=centre)
-
-    return make
+    return lambda *given, centre=False, **more: fold(make_bridge(*given, **more), centre=centre)
 
 
 @pytest.fixture
-def make_twins() -> Callable[..., Any]:
+def make_twins(make_hugging_face: Callable[..., Any]) -> Callable[..., Any]:
     """A Hugging Face model, a bridge around its copy, and the path in the original of each module that is wrapped."""
+    from architectures import bridge_of
 
-    def make(arch: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, dict[int, str]]:
-        original, wrapped = hugging_face(arch, dtype), hugging_face(arch, dtype)
+    def make(*given: Any) -> tuple[Any, Any, dict[int, str]]:
+        original, wrapped = make_hugging_face(*given), make_hugging_face(*given)
         paths = {id(module): path for path, module in wrapped.named_modules()}
         return original, bridge_of(wrapped), paths
 
     return make
 
 
-@pytest.fixture
-def hf_model() -> Callable[[str], Any]:
-    """Tiny Hugging Face models with random weights, by architecture."""
-    return hugging_face
-
-
 @pytest.fixture(scope="session")
 def make_hooked() -> Callable[..., Any]:
     """HookedTransformers with random weights; options go to HookedTransformerConfig."""
+    from architectures import hooked_transformer
+
     try:
         from transformer_lens import HookedTransformer  # noqa: F401
     except ImportError:
@@ -197,6 +191,8 @@ def minilm() -> Path:
 @pytest.fixture(scope="session")
 def lab_suite(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two tiny lab runs that kept their models of steps 0, 2, 4 and 6, in folders with spaces and other letters."""
+    import torch
+
     from ln_probe.analyses.lab.text_task import TextTask
     from ln_probe.analyses.lab.train import TrainConfig, train
     from ln_probe.analyses.lab.transformer import LabConfig

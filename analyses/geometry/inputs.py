@@ -546,7 +546,7 @@ def score_space(
         )
     if terms * np.finfo(np.float64).eps * sizes.max(initial=0.0) > _LOST * extent:
         seen = np.where(np.isfinite(again := seen_from(keys, mean, moving)), again, seen)
-    offset = at_unit(seen[:, -1], powers.center, powers.offset)
+    offset = at_unit(np.ascontiguousarray(seen[:, -1]), powers.center, powers.offset)
     if level is not None:
         offset = offset + at_unit(level, powers.bias, powers.offset)
     return ScoreSpace(

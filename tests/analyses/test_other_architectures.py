@@ -36,8 +36,8 @@ def test_a_large_eps_is_read(arch: str, option: str, kind: str, eps: float, make
     assert (report.layernorms["reconstruction_error"] <= report.layernorms["reconstruction_bound"]).all()
 
 
-def test_alibi_of_falcon(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
-    model = folder(hf_model("falcon-alibi"), tmp_path)
+def test_alibi_of_falcon(make_hugging_face: Callable[[str], Any], tmp_path: Path) -> None:
+    model = folder(make_hugging_face("falcon-alibi"), tmp_path)
     report = ln_probe.analyze(model, TOKENS, probes=PROBES, progress=False)
     assert not any("head space was not measured" in n for n in report.notes)
     assert set(report.heads["space"]) == {"normalized", "head"}
@@ -46,9 +46,9 @@ def test_alibi_of_falcon(hf_model: Callable[[str], Any], tmp_path: Path) -> None
     assert found.total == pytest.approx(math.log(pattern[2] / pattern[3]), rel=1e-4)
 
 
-def test_projections_around_the_stream_are_followed(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
+def test_projections_around_the_stream_are_followed(make_hugging_face: Callable[[str], Any], tmp_path: Path) -> None:
     """OPT-350m: embeddings are the stream's through `project_in`, logits are read through `project_out`."""
-    original = hf_model("opt-350m")
+    original = make_hugging_face("opt-350m")
     model = folder(original, tmp_path)
     with torch.no_grad():
         logits = original(TOKENS).logits[0].double()
@@ -67,8 +67,8 @@ def test_a_head_that_transforms_the_stream_is_refused_by_name(make_bridge: Calla
         ln_probe.attribute_logits(make_bridge("bert"), TOKENS)
 
 
-def test_neox_without_biases_in_memory(hf_model: Callable[[str], Any], tmp_path: Path) -> None:
-    original = hf_model("neox-no-bias")
+def test_neox_without_biases_in_memory(make_hugging_face: Callable[[str], Any], tmp_path: Path) -> None:
+    original = make_hugging_face("neox-no-bias")
     report = ln_probe.analyze(original, TOKENS, probes=PROBES, progress=False)
     assert any("zeros were put in their place" in n for n in report.provenance["model"]["notes"])
     assert original.gpt_neox.layers[0].attention.query_key_value.bias is None
@@ -77,15 +77,15 @@ def test_neox_without_biases_in_memory(hf_model: Callable[[str], Any], tmp_path:
         assert report.heads[column].to_numpy() == pytest.approx(same.heads[column].to_numpy(), rel=1e-4, nan_ok=True)
 
 
-def test_unscaled_attention_in_memory(hf_model: Callable[[str], Any]) -> None:
+def test_unscaled_attention_in_memory(make_hugging_face: Callable[[str], Any]) -> None:
     """TransformerLens's bridge scales it all the same: where there is HookedTransformer, that is the model."""
     from ln_probe.loading.convert import has_hooked_transformer
 
     if not has_hooked_transformer():
         with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge .* its logits are"):
-            ln_probe.analyze(hf_model("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
+            ln_probe.analyze(make_hugging_face("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
         return
-    report = ln_probe.analyze(hf_model("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
+    report = ln_probe.analyze(make_hugging_face("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
     assert report.provenance["model"]["world"] == "HookedTransformer"
     assert any("not a TransformerBridge: " in n for n in report.provenance["model"]["notes"])
     assert set(report.heads["space"]) == {"normalized", "head"}

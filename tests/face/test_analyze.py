@@ -19,6 +19,8 @@ import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.hooks.objective import Objective, ObjectiveError
 
+GEOMETRY = ("decomposition", "selectability", "uniformity")
+
 
 @pytest.fixture(scope="module")
 def gpt2(make_bridge: Callable[..., Any]) -> Any:
@@ -58,7 +60,7 @@ def test_a_report_says_where_it_came_from(capp: Path) -> None:
 
 def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
     tokens = torch.arange(1, 13)[None]
-    how: dict[str, Any] = {"probes": ("decomposition", "selectability", "uniformity"), "progress": False}
+    how: dict[str, Any] = {"probes": GEOMETRY, "progress": False}
     whole = ln_probe.analyze(gpt2, tokens, keys="all", **how)
     part = ln_probe.analyze(gpt2, tokens, keys="all", layers=[1], heads=[0, 2], **how)
     expected = whole.heads[(whole.heads["layer"] == 1) & whole.heads["head"].isin([-1, 0, 2])].reset_index(drop=True)
@@ -92,7 +94,8 @@ def test_the_model_is_left_as_it_was(make_bridge: Callable[..., Any]) -> None:
 def test_a_post_norm_model_is_measured_block_by_block(make_bridge: Callable[..., Any]) -> None:
     """BERT: attention reads the norm of the block before, and sees all positions."""
     model, tokens = make_bridge("bert"), torch.arange(1, 25)[None]
-    report = ln_probe.analyze(model, tokens, progress=False, keys="all")
+    how: dict[str, Any] = {"probes": GEOMETRY, "progress": False, "keys": "all"}
+    report = ln_probe.analyze(model, tokens, **how)
     assert {(lay, s) for lay, s in zip(report.heads["layer"], report.heads["space"], strict=True)} == {
         (0, "normalized"), (1, "normalized"), (0, "head"), (1, "head"),
     }  # fmt: skip
@@ -107,7 +110,7 @@ def test_a_post_norm_model_is_measured_block_by_block(make_bridge: Callable[...,
     keys = report.keys.query("layer == 1 and space == 'head' and variant == 'intact'").sort_values(["head", "position"])
     np.testing.assert_allclose(keys["pattern_max"].to_numpy().reshape(4, 24), most, rtol=1e-4)
     # one layer alone needs the constant of a norm in the block before
-    part = ln_probe.analyze(model, tokens, progress=False, keys="all", layers=[1])
+    part = ln_probe.analyze(model, tokens, layers=[1], **how)
     assert part.heads.equals(report.heads[report.heads["layer"] == 1].reset_index(drop=True))
     assert list(part.layernorms["site"]) == ["blocks.1.ln1", "blocks.1.ln2"]
 
@@ -139,7 +142,7 @@ def test_minilm_is_measured_block_by_block(minilm: Path) -> None:
     """A real post-norm model: all-MiniLM-L6-v2."""
     model = ln_probe.load_model(minilm, device="cpu")
     text = "A key inside the hull of the others cannot be selected by any query, whatever the query is."
-    how: dict[str, Any] = {"probes": ("decomposition", "selectability", "uniformity"), "progress": False}
+    how: dict[str, Any] = {"probes": GEOMETRY, "progress": False}
     tokens = model.tokenizer(text, return_tensors="pt")["input_ids"]
     report = ln_probe.analyze(model, tokens, **how)
     assert len(report.layernorms) == 13  # the embedding's and two a block: the checkpoint has no head
@@ -181,7 +184,7 @@ def test_a_model_without_norms_is_reported_as_such(make_hooked: Callable[..., An
 
 def test_unsupported_scores_are_a_note_and_the_rest_is_measured(make_hooked: Callable[..., Any]) -> None:
     model = make_hooked(attn_scores_soft_cap=3.0)
-    report = ln_probe.analyze(model, torch.arange(20)[None], progress=False)
+    report = ln_probe.analyze(model, torch.arange(20)[None], probes=GEOMETRY, progress=False)
     assert any("head space was not measured. layer 0: its scores have a soft cap of 3" in n for n in report.notes)
     assert set(report.heads["space"]) == {"normalized"}
     assert len(report.layernorms) == 5
@@ -192,7 +195,7 @@ def test_centred_streams_are_called_no_ops(make_hooked: Callable[..., Any]) -> N
     model.load_and_process_state_dict(
         model.state_dict(), fold_ln=False, center_writing_weights=True, center_unembed=False, fold_value_biases=False
     )
-    report = ln_probe.analyze(model, torch.arange(20)[None], progress=False)
+    report = ln_probe.analyze(model, torch.arange(20)[None], probes=GEOMETRY, progress=False)
     assert any("5 of 5 norms read a stream that is already centred" in n for n in report.notes)
     assert any("Projection removes nothing" in f for f in report.findings())
     rows = report.heads.set_index(["space", "layer", "head", "variant"]).sort_index()

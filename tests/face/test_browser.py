@@ -15,7 +15,6 @@ import matplotlib as mpl
 import matplotlib.image
 import pandas as pd
 import pytest
-from architectures import cases
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.results import Results, summarize, write_results
@@ -507,7 +506,7 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
 SILENT = "for (const kind of ['ResizeObserver', 'IntersectionObserver']) window[kind].prototype.observe = () => {};"
 
 
-@pytest.mark.parametrize("observers", ["told", "silent"])
+@pytest.mark.parametrize("observers", ["told", pytest.param("silent", marks=pytest.mark.slow)])
 def test_a_frame_drawn_before_it_had_a_place_is_drawn_again(observers: str, html: str, opened: Any, visit: Any) -> None:
     if observers == "silent":  # as they are where a browser does not draw a frame out of sight
         opened = visit(html)
@@ -571,7 +570,8 @@ def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Pa
     opened.quiet()
 
 
-@pytest.mark.parametrize("scheme", cases("light", slow=["dark"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(scheme: str, shown: Report, opened: Any, index: Any, visit: Any, tmp_path: Path) -> None:
     if not AXE:
         pytest.skip("set LN_PROBE_AXE to axe.min.js of the npm package axe-core (npm pack axe-core)")

@@ -140,6 +140,7 @@ def test_differences_are_told_in_words(report: Report, parsed: Callable[[str], A
     assert "Attention to position 0 of every head (dots)" in said
 
 
+@pytest.mark.slow
 def test_many_models_get_coarser_patterns(report: Report, long_report: Report) -> None:
     assert compared([report], ["a"], ["a"], [None]) is None
     assert compared([Report(), Report()], ["a", "b"], ["a", "b"], [None, None]) is None

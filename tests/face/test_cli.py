@@ -35,6 +35,11 @@ GROUPS = (MODELS, PROMPTS, MEASURED, WORK, OUTPUT)
 LONG, DIGITS, SUPERSCRIPT = "a" * 5000, "9" * 5000, "²"
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_pages(monkeypatch)
+
+
 def test_a_vocabulary_names_the_tokens_of_a_model_without_a_tokenizer(capp: Path, tmp_path: Path) -> None:
     names = {str(i): f"part-{i}" for i in range(json.loads((capp / "config.json").read_text())["vocab_size"])}
     (tmp_path / "names.json").write_text(json.dumps(names))
@@ -81,7 +86,8 @@ def test_one_number_that_cannot_be_had(asked: tuple[str, ...], code: int, said: 
     assert said in ended.stderr
 
 
-def test_a_failing_model_leaves_the_others_done(capp: Path, tmp_path: Path) -> None:
+def test_a_failing_model_leaves_the_others_done(capp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # pages are drawn
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((capp / "config.json").read_text())
@@ -238,9 +244,8 @@ def test_b06_names_of_models(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_b06_names_that_are_no_text_or_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b06_names_that_are_no_text_or_long(tmp_path: Path) -> None:
     """A lone surrogate is how Python has bytes that are no UTF-8: files may be called so."""
-    without_pages(monkeypatch)
     code, _, said = report("\udcff", "--out", tmp_path / "out")
     assert code == 1
     assert r"No model is called '\udcff'" in said

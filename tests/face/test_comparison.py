@@ -127,17 +127,23 @@ def test_training_steps(name: str, model: dict[str, Any], run: str, step: int | 
     assert (run_of(found), step_of(found)) == (run, step)
 
 
-def test_the_index_draws_training_over_steps_and_models_over_depth(report: Report, parsed: Reader) -> None:
-    runs = [named(report, "p", revision=f"step{s}") for s in (0, 10, 1000)]
+@pytest.fixture(scope="module")
+def drawn(report: Report) -> Report:
+    """What an index draws over depth and training, alone."""
+    return Report({"layernorms": report.layernorms, "heads": report.heads}, report.provenance)
+
+
+def test_the_index_draws_training_over_steps_and_models_over_depth(drawn: Report, parsed: Reader) -> None:
+    runs = [named(drawn, "p", revision=f"step{s}") for s in (0, 10, 1000)]
     entries = [IndexEntry(n, f"{i}/report.html", r) for i, (n, r) in enumerate(zip("abc", runs, strict=True))]
-    page = parsed(index_page([*entries, IndexEntry("other", "o/report.html", named(report, "other"))]))
+    page = parsed(index_page([*entries, IndexEntry("other", "o/report.html", named(drawn, "other"))]))
     ids = {a.get("id") for t, a in page.tags if t == "figure"}
     assert {"training-margin_median", "depth-margin_median", "training-entropy_ratio"} <= ids
     assert {"training step", "depth"} <= set(page.text.split("\n")) or "training step" in page.text
-    unbounded = report.heads.assign(margin_median=report.heads["margin_median"].where(report.heads["head"] == -1))
-    without = parsed(index_page([IndexEntry("x", "x/report.html", report.with_tables(heads=unbounded))]))
+    unbounded = drawn.heads.assign(margin_median=drawn.heads["margin_median"].where(drawn.heads["head"] == -1))
+    without = parsed(index_page([IndexEntry("x", "x/report.html", drawn.with_tables(heads=unbounded))]))
     assert "depth-margin_median" not in {a.get("id") for t, a in without.tags if t == "figure"}
-    alone = parsed(index_page([IndexEntry("other", "o/report.html", named(report, "other", revision="step5"))]))
+    alone = parsed(index_page([IndexEntry("other", "o/report.html", named(drawn, "other", revision="step5"))]))
     assert not [a for t, a in alone.tags if t == "figure" and (a.get("id") or "").startswith("training")]
 
 
@@ -150,8 +156,8 @@ def test_many_models_are_cut_and_it_is_said(report: Report, parsed: Reader) -> N
     assert all(f"m{i}" in page.text for i in range(30))
 
 
-def test_one_page_for_all(report: Report, tmp_path: Path) -> None:
-    path = ln_probe.compare([named(report, "a"), named(report, "b")]).to_html(tmp_path / "x" / "both.html")
+def test_one_page_for_all(models: list[Report], tmp_path: Path) -> None:
+    path = ln_probe.compare(models[:2]).to_html(tmp_path / "x" / "both.html")
     assert "<svg" in path.read_text()
 
 
@@ -207,8 +213,8 @@ def test_long_names_on_an_axis_keep_both_ends() -> None:
 # ------------------------------------------------------------------------------------------------------------ the index
 
 
-def test_d5_an_index_draws_no_axis_of_zeros(report: Report, parsed: Reader) -> None:
-    zero = report.with_tables(heads=report.heads.assign(unselectable_fraction=0.0))
+def test_d5_an_index_draws_no_axis_of_zeros(drawn: Report, parsed: Reader) -> None:
+    zero = drawn.with_tables(heads=drawn.heads.assign(unselectable_fraction=0.0))
     html = index_page([IndexEntry("a", report=zero), IndexEntry("b", report=zero)])
     assert "0 in every model, layer and variant." in parsed(html).text
     assert "depth-unselectable-fraction-title" not in html

@@ -36,9 +36,9 @@ def weights_of(row: dict[str, Any], folder: Path) -> float:
     return found
 
 
-def test_a14_a_bfloat16_folder_is_loaded_in_float32(hf_model: Callable[..., Any], tmp_path: Path) -> None:
+def test_a14_a_bfloat16_folder_is_loaded_in_float32(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    hf_model("gpt2").to(torch.bfloat16).save_pretrained(folder)
+    make_hugging_face("gpt2").to(torch.bfloat16).save_pretrained(folder)
     numbers = sum(t.numel() for t in load_file(folder / "model.safetensors").values())
     assert abs((folder / "model.safetensors").stat().st_size - 2 * numbers) < 20_000  # its header
     config = json.loads((folder / "config.json").read_text())
@@ -47,13 +47,13 @@ def test_a14_a_bfloat16_folder_is_loaded_in_float32(hf_model: Callable[..., Any]
     assert weights_of(by_default, folder) == 4 * held
     for dtype, size in (("float32", 4), ("bfloat16", 2), ("float64", 8)):
         assert weights_of(planned(folder, "--dtype", dtype), folder) == size * held
-    hf_model("gpt2").save_pretrained(tmp_path / "wide")
+    make_hugging_face("gpt2").save_pretrained(tmp_path / "wide")
     for what in ("memory_bytes", "seconds"):
         assert planned(tmp_path / "wide")[what] == pytest.approx(by_default[what]), "the same model, in another format"
 
 
-def test_a14_every_kind_of_folder_is_counted(hf_model: Callable[..., Any], tmp_path: Path) -> None:
-    model = hf_model("gpt2")
+def test_a14_every_kind_of_folder_is_counted(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
+    model = make_hugging_face("gpt2")
     model.save_pretrained(tmp_path / "parts", max_shard_size="40KB")
     assert (tmp_path / "parts" / "model.safetensors.index.json").exists()
     files = sorted((tmp_path / "parts").glob("*.safetensors"))

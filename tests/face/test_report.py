@@ -21,6 +21,12 @@ from ln_probe.analyses.probes.statistics import infer_mean
 from ln_probe.report import PRINTED, Report, slug
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is read is drawn after `monkeypatch.undo()`."""
+    without_pages(monkeypatch)
+
+
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     loaded = ln_probe.load_report(folder)
@@ -44,9 +50,8 @@ def test_print_gives_the_first_findings_and_says_how_many_more_there_are(report:
     assert str(Report()) == "model\n- Nothing was measured: no table holds a row."
 
 
-def test_damaged_reports(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_reports(report: Report, tmp_path: Path) -> None:
     """Cut, missing or of another version; flipped bits and links are those of `test_fault_files`."""
-    without_pages(monkeypatch)
     folder = report.save(tmp_path / "r")
     for name in ("exhibits.npz", "heads.parquet"):
         whole = (folder / name).read_bytes()
@@ -187,7 +192,7 @@ def test_reports_of_0_2_0_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -> None:
+def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier ln_probe may have known fewer columns, a later one more."""
     folder = Path(shutil.copytree(OLD, tmp_path / "r"))
     heads = pd.read_parquet(folder / "heads.parquet")
@@ -197,6 +202,7 @@ def test_columns_that_came_later_are_unknown_and_more_are_kept(tmp_path: Path) -
     assert (report.heads["no_op"] == "").all()
     assert set(report.heads.columns) == {*heads.columns, *HEADS_LATER, "extra"}
     assert report.describe("heads").set_index("column").loc["extra", "meaning"].startswith("not described")
+    monkeypatch.undo()
     assert "<svg" in report.to_html(tmp_path / "page.html").read_text()
 
 
@@ -262,16 +268,17 @@ def without_columns(folder: Path, table: str, columns: list[str]) -> None:
     (folder / "report.json").write_bytes(with_checksum(about))
 
 
-def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path) -> None:
+def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = pd.DataFrame({"word": ["a", "<u>"], "count": [1, 2]})
     loaded = ln_probe.load_report(report.with_tables(mine=mine).save(tmp_path / "r"))
     pd.testing.assert_frame_equal(loaded.tables["mine"], mine)
     assert loaded.describe("mine")["dtype"].tolist() == ["text", "int"]
+    pd.testing.assert_frame_equal(ln_probe.load_report(loaded.save(tmp_path / "s")).tables["mine"], mine)
+    monkeypatch.undo()
     page = loaded.to_html(tmp_path / "page.html").read_text()
     assert 'id="table-mine"' in page
     assert "&lt;u&gt;" in page
     assert "<u>" not in page
-    pd.testing.assert_frame_equal(ln_probe.load_report(loaded.save(tmp_path / "s")).tables["mine"], mine)
     joined = ln_probe.compare([loaded, loaded], ["a", "b"])
     assert set(joined.tables) == {t.name for t in BUILT_IN}  # nobody said what tells its rows apart
 

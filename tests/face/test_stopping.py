@@ -109,6 +109,7 @@ def test_b04_what_a_killed_command_left_is_swept_by_the_next(tmp_path: Path) -> 
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_b04_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
     """A module that stands for any that takes its time: importing it is interrupted."""
     for name in ("typer", "filelock"):
