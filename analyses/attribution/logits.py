@@ -371,7 +371,7 @@ class _Reader:
     ) -> _Values:
         """Every component's share of the logits of `ids` minus those of `other`, row by row."""
         own, cap = self.uncapped(logits, split.record, cached)
-        factor = logit_factor(self.model) if cached else _factor(self.model, own[:1], split.record)
+        factor = logit_factor(self.model) if cached else factor_seen(self.model, own[:1], split.record)
         w, lift = mean_columns(self.model, ids)
         value = own.gather(1, ids).mean(1)
         if other is not None:
@@ -532,7 +532,7 @@ def _uncapped(
     return cap * (logits / cap).clamp(-1.0, 1.0).atanh(), cap
 
 
-def _factor(model: HookedModel, logits: Float64[Tensor, "row d_vocab"], seen: Record) -> float:
+def factor_seen(model: HookedModel, logits: Float64[Tensor, "row d_vocab"], seen: Record) -> float:
     """What the model multiplies W_U's logits by: what its config says, where the logits are seen to have it."""
     factor = logit_factor(model)
     plain = _plain_logits(model, seen) if factor != 1.0 else None

@@ -26,6 +26,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
+from ln_probe.analyses.attribution.logits import factor_seen
 from ln_probe.analyses.probes.base import Context, Cost, Needs, Observer, Piece, Probe, ProbeResults, Shape, View
 from ln_probe.analyses.probes.columns import ATTRIBUTION, WRITERS
 from ln_probe.hooks.capture import record, return_free_memory
@@ -326,14 +327,16 @@ class _WatchingLogits(Observer):
         seen = record(self.model, tokens, known, self.view.sites)
         split = Split(self.wiring, seen)
         split.check(self.where)
+        assert seen.logits is not None
+        factor = factor_seen(self.model, seen.logits[:1].double(), seen)
         for first in range(0, len(known), AT_ONCE):
             some = known[first : first + AT_ONCE]
-            self._add(split.rows(some), tokens[[i + 1 for i in some]])
+            self._add(split.rows(some), tokens[[i + 1 for i in some]], factor)
         self.count += len(known)
 
-    def _add(self, split: Split, following: Int[Tensor, " row"]) -> None:
+    def _add(self, split: Split, following: Int[Tensor, " row"], factor: float) -> None:
         w = self.W_U[:, following.to(self.W_U.device)].double().cpu().T - self.mean
-        w = before_projection(self.model, w)  # [row d_model]
+        w = factor * before_projection(self.model, w)  # [row d_model]
         final = self.final
         gain = w if final is None else w * gain_of(final)
         sigma = torch.ones(len(w), 1).double() if final is None else split.sigma(self.where)
@@ -345,7 +348,7 @@ class _WatchingLogits(Observer):
         if final is not None and final.bias is not None:
             part = Part(f"{final.name} bias", "norm bias", final.layer)
             self._sum(part, zeros, zeros, w @ bias_of(final))
-        self._sum(Part("b_U", "unembedding bias"), zeros, zeros, self.b_U[following.cpu()] - self.mean_b)
+        self._sum(Part("b_U", "unembedding bias"), zeros, zeros, factor * (self.b_U[following.cpu()] - self.mean_b))
 
     def _sum(self, part: Part, without: Tensor, taken: Tensor, fixed: Tensor | float = 0.0) -> None:
         whole = without + taken + fixed

@@ -104,8 +104,10 @@ def test_a_norm_that_does_not_scale_has_no_change_of_sigma() -> None:
     }  # fmt: skip
 
 
-def test_direct_attribution_is_the_mean_over_positions(make_bridge: Callable[..., Any]) -> None:
-    model = make_bridge("gpt2")
+@pytest.mark.parametrize("arch", ["gpt2", "granite"])
+def test_direct_attribution_is_the_mean_over_positions(arch: str, make_bridge: Callable[..., Any]) -> None:
+    """Also where the model multiplies W_U's logits (Granite)."""
+    model = make_bridge(arch)
     report = ln_probe.analyze(model, TOKENS[None], probes=["attribution"], progress=False)
     assert not report.failures
     found = report.tables["attribution"].set_index("part")
