@@ -20,6 +20,7 @@ from ln_probe.analyses.probes.sinks import MUCH
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import step_named
 from ln_probe.hooks.interventions import GROUPS
+from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.report import Report, TableNamed
 
@@ -35,7 +36,8 @@ class Comparison:
         tables: the reports' tables joined on their key columns, with columns (measure, name), so that
             `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
         paired: difference in the change of the loss between each report and the first one, paired by prompt
-            (`ln_probe.analyses.probes.columns.PAIRED`); only reports on the same tokens and layers are paired.
+            (`ln_probe.analyses.probes.columns.PAIRED`); only reports on the same tokens and layers and of the
+            same loss are paired.
         notes: differences from the first report other than the model (prompts, layers, version).
 
     Example:
@@ -176,7 +178,7 @@ def _loss(report: Report, first: Report) -> dict[str, float]:
         return {}
     found = {"loss": float((mine["loss"] * mine["predicted"]).sum() / mine["predicted"].sum())}
     both = mine.merge(other, left_index=True, right_index=True, suffixes=("", "_first"))
-    if report is not first and len(both) and same_tokens(first, report):
+    if report is not first and len(both) and same_tokens(first, report) and same_loss(first, report):
         change, weight = _by_group(both, (both["loss"] - both["loss_first"]) * both["predicted"])
         interval = statistics.infer_mean(change, weight)
         found["loss_difference"] = float(change.sum() / weight.sum())
@@ -224,6 +226,12 @@ def same_tokens(one: Report, other: Report) -> bool:
     return first is not None and bool(first == second)
 
 
+def same_loss(one: Report, other: Report) -> bool:
+    """Whether both reports are of the same loss: the next-token loss, or one that the user gave."""
+    first, second = (r.provenance.get("loss", {}).get("name", Objective.name) for r in (one, other))
+    return bool(first == second)
+
+
 def same_layers(one: Report, other: Report) -> bool:
     """Whether groups of norms ("all", "attention") are of the same layers in both."""
     return asked_layers(one.provenance) == asked_layers(other.provenance)
@@ -236,6 +244,7 @@ def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[
     unpaired = ": figures side by side differ for that, too, and losses are not paired"
     kinds = (
         ("on other prompts", unpaired, [n for n, r in others if not same_tokens(first, r)]),
+        ("by another loss", unpaired, [n for n, r in others if not same_loss(first, r)]),
         ("in other layers", unpaired, [n for n, r in others if not same_layers(first, r)]),
         (
             "with another version of ln_probe",
@@ -250,13 +259,13 @@ def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -
     """Return differences of `causal_prompts.delta_loss` from the baseline's, over the prompts that both have.
 
     That is the table `ln_probe.analyses.probes.columns.PAIRED`, without reports on other tokens or layers than the
-    baseline's.
+    baseline's, or of another loss.
     """
     first, key = reports[baseline], ["prompt", "sites", "variant"]
     rows: list[dict[str, object]] = []
     for number, (name, report) in enumerate(zip(names, reports, strict=True)):
         one, two = (r.tables["causal_prompts"] for r in (first, report))
-        comparable = same_tokens(first, report) and same_layers(first, report)
+        comparable = all(same(first, report) for same in (same_tokens, same_loss, same_layers))
         if number == baseline or not len(one) or not len(two) or not comparable:
             continue
         both = one.merge(two, on=key, suffixes=("", "_other"))

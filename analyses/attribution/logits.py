@@ -436,8 +436,8 @@ def _in_layers(terms: dict[Part, Float64[Tensor, "row term"]]) -> dict[Part, Flo
     """Heads, neurons and output biases summed into the attention layer or MLP that they belong to."""
     summed: dict[Part, Tensor] = {}
     for part, value in terms.items():
-        attention = part.kind == "head" or part.name.endswith(" b_O")
-        mlp = part.kind in ("mlp", "neuron") or part.name.endswith(" b_out")
+        written = part.name.rsplit(" ", 1)[-1] if part.kind == "bias" else part.kind  # (a feature can be called so)
+        attention, mlp = written in ("head", "b_O"), written in ("mlp", "neuron", "b_out")
         whole = Part(f"L{part.layer} attn", "attention", part.layer) if attention else part
         whole = Part(f"L{part.layer} mlp", "mlp", part.layer) if mlp else whole
         summed[whole] = summed[whole] + value if whole in summed else value

@@ -145,6 +145,9 @@ def test_features_of_several_hook_points(make_bridge: Callable[..., Any]) -> Non
     last = Features.of(Dictionary("blocks.1.hook_resid_post"), cache)
     alone, after = (attribute_logits(model, TOKENS, -1, 3, features=f).check() for f in (last, [*three, last]))
     assert list(after.table["part"]) == list(alone.table["part"])
+    called = replace(last, names=[f"{i} b_O" for i in range(len(last.directions))])  # as a bias's part is
+    layers = attribute_logits(model, TOKENS, -1, 3, features=called, components="layers").check().table
+    assert list(layers["kind"]) == list(alone.table["kind"])
 
 
 def test_features_that_do_not_fit(make_bridge: Callable[..., Any]) -> None:

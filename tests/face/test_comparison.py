@@ -185,6 +185,14 @@ def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
     assert not len(ln_probe.compare([models[0], other]).paired)
 
 
+def test_losses_of_other_units_are_not_subtracted(models: list[Report]) -> None:
+    mine = {"loss": {"name": "my:accuracy", "unit": "units of my:accuracy"}}
+    both = ln_probe.compare([models[0], replace(models[1], provenance=models[1].provenance | mine)], ["a", "b"])
+    assert not len(both.paired)
+    assert both.summary["loss_difference"].isna().all()
+    assert "b: measured by another loss than a" in both.notes[0]
+
+
 def test_folders_are_named_by_what_tells_them_apart() -> None:
     from ln_probe.page.index import short_names
 
