@@ -7,6 +7,7 @@ that would be run exactly in a large model (`recall_K`: the K with the largest e
 
     python bench/single_norms.py lm-layernorm "$LN_PROBE_MGM" ../shared/checkpoints/capp_gpt --out FILE.csv
     python bench/single_norms.py gpt2-shape --prompts 4     # random weights, as in bench/whole.py
+    python bench/single_norms.py "$LN_PROBE_GGUF" --prompts 4 --tokens 64
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LARGEST, SIZES = 10, (6, 8, 12)
 COLUMNS = ("model", "norms", "prompts", "variant", "first", "second", "largest", *(f"recall_{k}" for k in SIZES))
 
 
-def measured(name: str, model: object, prompts: int) -> list[tuple[object, ...]]:
+def measured(name: str, model: object, prompts: int, length: int | None) -> list[tuple[object, ...]]:
     """The rows of one model."""
     sites = find_sites(model)
     other = default_tokens(model, CALIBRATION)
@@ -42,7 +43,8 @@ def measured(name: str, model: object, prompts: int) -> list[tuple[object, ...]]
     runs.rows = [r for r in runs.rows if not r.is_group]
     exact, first, second = (defaultdict[tuple[str, str], float](float) for _ in range(3))
     tokens, every = 0, []
-    for number, prompt in enumerate(default_tokens(model, MEASURED)[:prompts]):
+    for number, whole_prompt in enumerate(default_tokens(model, MEASURED)[:prompts]):
+        prompt = whole_prompt[:length]
         rows = runs.measure(number, prompt).set_index(["sites", "variant"])
         terms = runs._estimates(runs.rows, prompt, means)
         every.append(terms)
@@ -69,6 +71,7 @@ def main() -> None:
     given = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     given.add_argument("models", nargs="+")
     given.add_argument("--prompts", type=int, default=12)
+    given.add_argument("--tokens", type=int, help="the first so many of each prompt (default: all)")
     given.add_argument("--out", type=Path, help="a CSV file; rows of other models in it are kept")
     asked = given.parse_args()
     torch.set_num_threads(1)
@@ -80,7 +83,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             place = whole.checkpoint(Path(folder), 12) if name == "gpt2-shape" else name
             model = ln_probe.load_model(str(place), allow_pickle="mgm" in str(place))
-            rows = measured(_label(name), model, asked.prompts)
+            rows = measured(_label(name), model, asked.prompts, asked.tokens)
         print(*(" ".join(map(str, row)) for row in rows), sep="\n", flush=True)
         made += rows
         if asked.out:
@@ -90,6 +93,7 @@ def main() -> None:
 
 def _label(name: str) -> str:
     known = {"general_model": "MGM", "capp_gpt": "CAPP-GPT", "gpt2-shape": "GPT-2 small's shape, random weights"}
+    known["SmolLM2-135M-Instruct.Q4_1.gguf"] = "SmolLM2-135M"
     return known.get(Path(name).name, Path(name).name)
 
 
