@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -255,6 +255,8 @@ def _of_heads(
     if sites != "attention" or only is not None:
         said = f"sites={sites!r}" if only is None else f"only={only!r}"
         raise InterventionError(f"heads says which norms are edited, and for whom: leave out {said}")
+    if not isinstance(heads, Sized):
+        raise InterventionError(f"heads must be a list of (layer, head) pairs, got {heads!r}")
     if not len(heads):
         raise InterventionError("an empty list of heads leaves nothing to edit: give (layer, head) pairs")
     by_site: dict[str, dict[int, list[int]]] = {}

@@ -155,10 +155,10 @@ def _proved(model: HookedModel, sigma: Sigma) -> tuple[ModelFacts, dict[str, Ten
 
 
 def _given(sites: Sequence[Site], sigma: Sigma) -> dict[str, Tensor]:
-    if isinstance(sigma, str):
-        if sigma != OWN:
-            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
+    if isinstance(sigma, str) and sigma == OWN:
         return {}
+    if not isinstance(sigma, Mapping):
+        raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
     names = [s.name for s in sites]
     given = {}
     for name, value in sigma.items():

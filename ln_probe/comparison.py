@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -95,7 +95,7 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     Example:
         >>> ln_probe.compare([report, report], names=["before", "after"]).summary
     """
-    if isinstance(reports, Report | str | Path):
+    if isinstance(reports, Report | str | Path) or not isinstance(reports, Iterable):
         raise TypeError(f"compare takes a list of reports, got one {type(reports).__name__}: compare([one, other])")
     found = tuple(reports)
     if not found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -171,9 +171,7 @@ def analyze(
             {name: [piece] for name, piece in measured.items()},
             Context(calibrated, settings.layers, lambda p, i: ready.strings[p][i], keys, seed),
             exhibits=exhibits,
-            provenance=provenance(
-                source, ready.summary, settings, calibrated, int(hooked.cfg.d_model), chosen_probes, objective
-            )
+            provenance=provenance(source, ready.summary, settings, calibrated, passes.shape, chosen_probes, objective)
             | seal.plain,
             notes=(*ready.notes, *calibrated.notes),
         )
@@ -189,9 +187,10 @@ def analyze(
 
 def _probes(probes: Sequence[str | Probe]) -> tuple[Probe, ...]:
     known = entries()
-    if isinstance(probes, str) or not probes or any(isinstance(p, str) and p not in known for p in probes):
-        given = probes if isinstance(probes, str) else tuple(probes)
-        raise ValueError(f"unknown probes {given!r}: give a list of {', '.join(known)}")
+    if isinstance(probes, str) or not isinstance(probes, Iterable):
+        raise ValueError(f"unknown probes {probes!r}: give a list of {', '.join(known)}")
+    if not probes or any(isinstance(p, str) and p not in known for p in probes):
+        raise ValueError(f"unknown probes {tuple(probes)!r}: give a list of {', '.join(known)}")
     return chosen(tuple(probes))
 
 
@@ -315,7 +314,7 @@ def provenance(
     prompts: Mapping[str, Any],
     settings: Settings,
     calibration: Calibration,
-    d_model: int,
+    shape: Mapping[str, int],
     probes: Sequence[Probe] = (),
     objective: Objective | None = None,
 ) -> dict[str, Any]:
@@ -325,6 +324,7 @@ def provenance(
     return {
         "ln_probe": __version__,
         "model": asdict(source),
+        "shape": dict(shape),
         "prompts": dict(prompts),
         "arguments": settings.plain,
         "constants": {name: c.plain for name, c in calibration.constants.pooled.items()},
@@ -337,7 +337,7 @@ def provenance(
         },
         "loss": {"name": objective.name, "unit": objective.unit},
         "thresholds": _thresholds(probes),
-        "random_angle_deg": random_angle(d_model, seed=settings.seed),
+        "random_angle_deg": random_angle(shape["d_model"], seed=settings.seed),
         "versions": versions(),
     } | ({"probes": others} if others else {})
 
@@ -374,6 +374,8 @@ def on_text(report: Report, text: str, model: object = None) -> Report:
     Raises:
         ValueError: the model cannot be loaded again, or its weights are others today; a text without tokens.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a text, got {text!r}")
     about = report.provenance.get("model", {})
     if model is None:
         name = about.get("name")

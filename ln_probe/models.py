@@ -40,7 +40,7 @@ def load_model(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    revision: str | None = None,
+    revision: str | int | None = None,
     allow_pickle: bool = False,
     world: Literal["hooked", "bridge"] | None = None,
     fold_ln: bool = False,
@@ -95,6 +95,7 @@ def load_model(
         raise ValueError(f"world must be 'hooked', 'bridge' or None, got {world!r}.")
     processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)
     given = str(name)
+    revision = None if revision is None else str(revision)  # a step may come as a number
     check_name(given)
     path = Path(os.path.expanduser(given))
     kind = kind_of(given, path)

@@ -116,6 +116,8 @@ class Passes:
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
         self._n_heads = int(getattr(model.cfg, "n_heads", 0))
+        # d_model, and how many layers and heads the model has, asked for or not
+        self.shape = {"d_model": int(model.cfg.d_model), "layers": n_layers(model), "heads": self._n_heads}
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
         self._reached: dict[int, dict[str, Reached | None]] = {}  # by layer and norm
         self.attends = any(s.attention_layers for s in self.found.read)
@@ -559,6 +561,8 @@ def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[n
             f"groups must hold a label for each prompt: got {len(labels)} labels for {len(rows)} prompts (prompts with "
             "equal labels form one group)"
         )
+    if (odd := next((label for label in labels if not isinstance(label, Hashable)), None)) is not None:
+        raise TypeError(f"groups: a label must be a text, a number or a tuple (hashable), got {odd!r}")
     return grouped(labels)
 
 

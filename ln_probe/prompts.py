@@ -164,11 +164,11 @@ def make_prompts(
         prompts: None (a bundled model's own held-out windows; bundled texts; sampled sequences if the model has no
             tokenizer); a text, or a list of texts; a `Path` (`.txt`: a prompt a paragraph; `.jsonl`: `{"text": …}` or
             `{"tokens": […]}` a line; `.npy`: ids); token ids in any form (`prompt_sources.token_rows`), a tokenizer's
-            output among them; `ln_probe.sampled_prompts(n)`.
+            output among them; `ln_probe.sampled_prompts(n)`; what this function returned.
         max_tokens: longer prompts are cut to this, and to the model's context.
         seed: of sampled sequences.
         prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.
-        most: use only so many of the sampled sequences or of a bundled model's windows; None: all.
+        most: use only so many of the default prompts or sampled sequences; None: all.
 
     In a list of texts or a file, prompts that cannot be used (empty ones, for example) are skipped and named.
 
@@ -184,6 +184,8 @@ def make_prompts(
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    if isinstance(prompts, Prompts):
+        return prompts
     limit = min(max_tokens, context_length(model))
     notes = _bos_note(prepend_bos)
     if prompts is None and (own := bundled_prompts(model)) is not None:
@@ -198,7 +200,7 @@ def make_prompts(
             raise FileNotFoundError(f"no prompts file {str(prompts)!r}")
         texts, source = entries(prompts), prompts.name
     elif prompts is None and tokenizer_of(model) is not None:
-        texts, source = bundled_texts(), BUNDLED
+        texts, source = bundled_texts()[:most], BUNDLED
     elif isinstance(prompts, Sequence) and not isinstance(prompts, bytes) and all(isinstance(t, str) for t in prompts):
         texts = prompts
     if texts is not None:

@@ -282,6 +282,8 @@ class Report:
             OSError: the folder cannot be written.
         """
         folder = Path(folder)
+        if folder.is_file():
+            raise FileExistsError(f"{folder} is a file: give a folder, or call to_html for the page alone")
         folder.mkdir(parents=True, exist_ok=True)
         earlier = listed(folder / REPORT_FILE)
         (folder / REPORT_FILE).unlink(missing_ok=True)

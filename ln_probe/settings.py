@@ -71,7 +71,7 @@ class Settings:
         ):
             given = getattr(self, name)
             try:
-                if given is None:
+                if given is None and name in ("batch_size", "keys_sample"):
                     continue
                 if isinstance(given, bool) or operator.index(given) < least:
                     raise TypeError

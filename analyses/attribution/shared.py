@@ -84,7 +84,7 @@ def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]
     if ids.ndim != 1:
-        raise AttributionError(f"attribution is of one prompt, [pos] or [1 pos] token ids: got {list(ids.shape)}")
+        raise AttributionError(f"a prompt is [pos] or [1 pos] token ids (several: [batch pos]): got {list(ids.shape)}")
     try:
         check_ids(model, ids)
     except ValueError as error:
@@ -104,7 +104,9 @@ def places_of(positions: Any, length: int) -> list[int]:
     if isinstance(positions, str):
         raise AttributionError(f"positions must be None, an index, a slice or a list of indices, got {positions!r}")
     if isinstance(positions, slice):
-        return list(range(length))[positions]
+        if not (within := list(range(length))[positions]):
+            raise AttributionError(f"{positions} holds none of the prompt's {length} positions: give at least one")
+        return within
     if is_index(positions) and not isinstance(positions, Sequence):
         return [place(positions, length)]
     several = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)

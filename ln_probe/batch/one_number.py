@@ -16,12 +16,11 @@ def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
     import ln_probe
     from ln_probe.batch.suite import suite
     from ln_probe.prompt_sources import prompts_named
+    from ln_probe.prompts import make_prompts
     from ln_probe.settings import read_groups
 
     with exits.refusing(OSError, ValueError):
         check_values(options)
-        if options.max_prompts is not None and options.prompts is None:
-            raise ValueError("--max-prompts is about --prompts: give --prompts too, or leave it out")
         (target,) = suite([model.name], None, options.revision, allow_pickle=options.allow_pickle)
         measuring: dict[str, Any] = {
             "prompts": prompts_named(options.prompts, options.max_prompts),
@@ -33,6 +32,8 @@ def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
         raise _failed(target.label, target.error)
     try:
         loaded = ln_probe.load_model(target.name, revision=target.revision, **loading)
+        if options.prompts is None and (most := options.max_prompts) is not None:
+            measuring["prompts"] = make_prompts(loaded, max_tokens=options.max_tokens, seed=options.seed, most=most)
         cost = ln_probe.freezing_cost(loaded, **measuring, progress=not output.quiet)
     except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise _failed(target.label, exits.why_failed(error)) from error

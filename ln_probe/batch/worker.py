@@ -198,7 +198,7 @@ class Worker:
             "prompts": prompts,
             "names": {i: made.name_of(i) for i in sorted({i for row in made.tokens for i in row.tolist()})},
             "model": asdict(source),
-            "d_model": int(passes.model.cfg.d_model),
+            "shape": passes.shape,
             "inputs": {"model": source.inputs_sha256},
         }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
@@ -333,7 +333,7 @@ def make_report(run: Run, target: Target) -> None:
         Context(made, settings.layers, prompts.string, settings.keys, settings.seed),
         exhibits=Exhibits.of_plain(base.arrays("exhibits/"), base.info["exhibits"]),
         provenance=provenance(
-            source, base.info["prompts"], settings, made, base.info["d_model"], probes, Objective.of(settings.loss)
+            source, base.info["prompts"], settings, made, base.info["shape"], probes, Objective.of(settings.loss)
         )
         | {"request": request, "command": run.command},
         notes=made.notes,

@@ -185,6 +185,7 @@ function compareModels(root, { models, layers, heads, measures }) {
   // An address is untrusted text: whole numbers that name a head are taken from it.
   function follow() {
     const [layer, head] = placeOf(location.hash) ?? [], row = layers.indexOf(layer), column = heads.indexOf(head);
+    if (layer !== undefined && (row < 0 || column < 0)) find("state").textContent = `None of these reports has layer ${layer}, head ${head}.`;
     if (row < 0 || column < 0) return;
     choose(row, column);
     find("head-name").scrollIntoView();

@@ -40,9 +40,9 @@ def compared(
     wide = joined(BY_HEAD, columns, [r.by_head() for r in shown])
     if len(shown) < 2 or not len(wide):
         return None
-    layers, heads = (sorted({int(v) for v in wide.index.get_level_values(k)}) for k in ("layer", "head"))
-    grid = pd.MultiIndex.from_product([layers, heads], names=["layer", "head"])
     measures, maps = [], [HeadMap.of(r) for r in shown]
+    layers, heads = (sorted({i for m in maps for i in axis(m)}) for axis in (lambda m: m.layers, lambda m: m.heads))
+    grid = pd.MultiIndex.from_product([layers, heads], names=["layer", "head"])
     for name, about in MEASURES.items():
         values = pd.DataFrame(wide.reindex(grid)[name]).reindex(columns=columns).to_numpy(np.float32)
         if np.isfinite(values).any(axis=0).sum() > 1 and np.nanmax(np.abs(values)) > 0:

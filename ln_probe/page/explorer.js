@@ -8,6 +8,9 @@ const valueAt = (of, layer, head) => {
   return row < 0 || column < 0 ? NaN : of.values[row * data.map.heads.length + column];
 };
 
+const absent = (layer, head) => data.map.measures.every((of) => Number.isNaN(valueAt(of, layer, head)));
+const listed = (n) => (n.length > 3 && n[n.length - 1] - n[0] === n.length - 1 ? `${n[0]}–${n[n.length - 1]}` : n.join(", "));
+
 function drawMap() {
   const of = data.map.measures[measure];
   at("overview").hidden = at("measures").hidden = !of;
@@ -25,9 +28,10 @@ function drawMap() {
       const cell = document.createElement("button"), value = valueAt(of, layer, head);
       cell.style.backgroundColor = colour(value);
       cell.classList.toggle("unsure", !told(layer, head) && !Number.isNaN(value));
+      cell.classList.toggle("absent", absent(layer, head));
       cell.dataset.layer = layer;
       cell.dataset.head = head;
-      cell.title = `layer ${layer}, head ${head}: ${amount(value, of)}` + (told(layer, head) ? "" : ", not significant") + (kept(layer, head) ? "" : " (its attention is not kept)");
+      cell.title = absent(layer, head) ? `layer ${layer}, head ${head}: not in this report` : `layer ${layer}, head ${head}: ${amount(value, of)}` + (told(layer, head) ? "" : ", not significant") + (kept(layer, head) ? "" : " (its attention is not kept)");
       cell.setAttribute("aria-label", cell.title);
       cell.disabled = !kept(layer, head);
       cells.push(cell);
@@ -42,6 +46,7 @@ function drawMap() {
   at("most").textContent = amount(top, of);
   at("meaning").textContent = `${of.title}: ${of.meaning}.` + (least ? ` Colour begins at ±${least} ${of.unit}.` : "");
   at("hatched").hidden = !of.significant;
+  at("absent").hidden = !at("map").querySelector(".absent");
   const count = of.significant?.reduce((a, b) => a + b, 0);
   at("tested").hidden = !of.significant;
   at("tested").textContent = of.significant ? `${count ? `${count} of ${known.length} heads are` : `None of ${known.length} heads is`} significant (exploratory; Holm-adjusted sign test over prompts).` : "";
@@ -90,7 +95,9 @@ function go(place) {
   const [layer, head, prompt] = place, i = data.prompts.findIndex((p) => p.prompt === prompt);
   const there = i >= 0 && data.prompts[i].layers.includes(layer) && data.prompts[i].heads.includes(head);
   at("lost").hidden = there;
-  at("lost").textContent = there ? "" : `The attention of layer ${layer}, head ${head} on prompt ${prompt} is not kept here.`;
+  const prompts = listed(data.prompts.map((p) => p.prompt)), holds = `layers ${listed(shown.layers)}, heads ${listed(shown.heads)}, prompts ${prompts}`;
+  at("lost").textContent = there ? "" : `The attention of layer ${layer}, head ${head} on prompt ${prompt} is not kept here: this page has ${holds}.` +
+    (kept(layer, head) ? "" : " Layers and heads of a report are chosen with --layers and --heads, or layers= and heads= of analyze; without them it has all.");
   if (!there) return;
   at("prompt").selectedIndex = i;
   choosePrompt(i, layer, head);

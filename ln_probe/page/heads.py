@@ -227,11 +227,16 @@ class HeadMap:
         grids = {
             m: table.pivot(index="layer", columns="head", values=m) for m in sorted(known, key=lambda m: m != first)
         }
-        axes = grids[first]
+        shape = report.provenance.get("shape", {})  # layers and heads that were not asked for have a place, too
+        layers, heads = (
+            sorted({*map(int, found), *range(shape.get(name, 0))})
+            for name, found in (("layers", grids[first].index), ("heads", grids[first].columns))
+        )
+        axes = pd.DataFrame(index=layers, columns=heads)
         return HeadMap(
-            tuple(int(v) for v in axes.index),
-            tuple(int(v) for v in axes.columns),
-            {m: g.to_numpy(np.float64) for m, g in grids.items()},
+            tuple(layers),
+            tuple(heads),
+            {m: g.reindex(index=layers, columns=heads).to_numpy(np.float64) for m, g in grids.items()},
             {m: _significant(report.head_effects, v, axes) for m, v in _TESTED.items() if m in grids},
         )
 

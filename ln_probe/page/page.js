@@ -202,13 +202,19 @@ for (const choice of document.querySelectorAll("select.drawings")) {
 // The frame of attention patterns says how tall it is, that it is ready, and which head it shows; nothing else is listened
 // to. It receives the head that the page's address names.
 function go() {
-  const place = placeOf(location.hash);
-  for (const frame of place ? document.querySelectorAll("iframe.attention") : []) {
+  const place = placeOf(location.hash), frames = place ? document.querySelectorAll("iframe.attention") : [];
+  if (place && !frames.length) {
+    document.querySelector("p.lost")?.remove();
+    const text = `This page has no attention patterns, of layer ${place[0]}, head ${place[1]} or another: the probes selectability and uniformity keep them.`;
+    document.querySelector("main").prepend(Object.assign(document.createElement("p"), { className: "lost", role: "status", textContent: text }));
+  }
+  for (const frame of frames) {
     frame.contentWindow.postMessage({ lnProbeGo: place }, "*");
     document.getElementById("attention").scrollIntoView();
   }
 }
 addEventListener("hashchange", go);
+if (!document.querySelector("iframe.attention")) go();
 addEventListener("message", (event) => {
   for (const frame of document.querySelectorAll("iframe.attention")) {
     if (event.source !== frame.contentWindow) continue;

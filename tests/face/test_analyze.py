@@ -222,6 +222,10 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"probes": ("decompositon",)}, r"unknown probes \('decompositon',\): give a list of decomposition, selectability"),
     ({"probes": ()}, "unknown probes"),
     ({"probes": "uniformity"}, "unknown probes 'uniformity'"),
+    ({"probes": None}, "unknown probes None: give a list of"),
+    ({"max_tokens": None}, "max_tokens must be a number of tokens, 2 or more .*, got None"),
+    ({"seed": None}, "seed must be a whole number, 0 or more, got None"),
+    ({"groups": [[1]]}, r"a label must be a text, a number or a tuple .hashable., got \[1\]"),
     ({"layers": [2]}, "no layer 2: the model has layers 0 … 1"),
     ({"layers": []}, "an empty list of layers leaves nothing to analyze"),
     ({"heads": [-1]}, "no head -1: the model has heads 0 … 3"),
@@ -231,7 +235,7 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"seed": 1.5}, "seed must be a whole number, 0 or more, got 1.5"),
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str, gpt2: Any) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeError), match=said):
         ln_probe.analyze(gpt2, torch.arange(9)[None], progress=False, **options)
 
 

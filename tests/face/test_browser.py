@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+import ln_probe
 from ln_probe.analyses.lab.results import Results, summarize, write_results
+from ln_probe.exhibits import Exhibits
 from ln_probe.page.heads import HeadMap
 from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.page.lab import write_lab_page
@@ -482,7 +485,7 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
         opened.page.evaluate("to => { location.hash = to; }", address)
         assert place(frame) == "Layer 1, head 3"
     opened.page.evaluate("location.hash = '#L7H0P0'")
-    frame.locator("#lost", has_text="The attention of layer 7, head 0 on prompt 0 is not kept here.").wait_for()
+    frame.locator("#lost", has_text="The attention of layer 7, head 0 on prompt 0 is not kept here: this").wait_for()
     assert place(frame) == "Layer 1, head 3"
     # What the frame says is checked as well, and nobody else is listened to.
     before = opened.page.evaluate("location.hash")
@@ -501,6 +504,25 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
     frame.locator("#title", has_text="Layer 0, head 2").wait_for()
     opened.until("parseFloat(document.querySelector('iframe.attention').style.height) > 100")
     opened.quiet()
+
+
+def test_a_page_about_some_heads_says_so(make_bridge: Callable[..., Any], visit: Any) -> None:
+    """Its map has a place for every head of the model; an address of a head that it has not is answered."""
+    options: dict[str, Any] = {"probes": ["uniformity"], "layers": [1], "progress": False}
+    report = ln_probe.analyze(make_bridge("gpt2"), [list(range(3, 12))], heads=[1, 3], **options)
+    opened = visit(report_page(report), at="#L0H2P0")
+    frame = opened.attention()
+    frame.locator("#lost", has_text="The attention of layer 0, head 2 on prompt 0 is not kept here").wait_for()
+    said = frame.locator("#lost").inner_text()
+    assert "this page has layers 1, heads 1, 3, prompts 0. Layers and heads of a report are chosen with" in said
+    heads = frame.locator("#map button")
+    absent = [t for t in heads.evaluate_all("all => all.map((b) => b.title)") if t.endswith("not in this report")]
+    assert (heads.count(), len(absent)) == (8, 6)
+    assert "Dashed: not in this report." in frame.locator("#overview").inner_text()
+    opened.quiet()
+    bare = visit(report_page(replace(report, exhibits=Exhibits())), at="#L0H2P0")
+    bare.page.locator("p.lost", has_text="This page has no attention patterns, of layer 0, head 2 or").wait_for()
+    bare.quiet()
 
 
 SILENT = "for (const kind of ['ResizeObserver', 'IntersectionObserver']) window[kind].prototype.observe = () => {};"

@@ -63,6 +63,9 @@ def test_one_number_alone(capp: Path, tmp_path: Path) -> None:
     assert found["estimate"] == pytest.approx(wanted.estimate, rel=1e-5)
     assert (found["low"], found["prompts"]["count"], len(found["contrasts"])) == (None, 2, 4)
     assert found["constants"]["pooled"].keys() == wanted.constants.pooled.keys()
+    few = ("freezing-cost", "lm-none", "--json", "--quiet", "--max-prompts", "2", "--max-tokens", "16")
+    about = json.loads(runner.invoke(app, few).stdout)["prompts"]  # of the default ones, as in a report
+    assert (about["count"], about["tokens"], about["source"].startswith("held-out")) == (2, 32, True), about
     said = runner.invoke(app, asked).stdout
     assert re.search(r"^scaling frozen, every norm +[+-]0\.\d+", said, re.MULTILINE), said
     assert "prompts: rows.npy, 27 tokens" in said
@@ -74,7 +77,6 @@ def test_one_number_alone(capp: Path, tmp_path: Path) -> None:
     [
         (("nothere",), 1, "No model is called 'nothere'. Nearest known names: "),
         (("lm-none", "--prompts", "missing.txt"), 2, "no prompts file 'missing.txt'"),
-        (("lm-none", "--max-prompts", "3"), 2, "--max-prompts is about --prompts: give --prompts too"),
         (("lm-none", "--calibration", "."), 2, "--calibration . is a folder: give a .txt, .jsonl or .npy file"),
         (("lm-none", "--max-tokens", "1"), 2, "'1' is not a whole number from 2"),
         (("lm-none", "--dtype", "int8"), 2, "int8"),

@@ -164,6 +164,8 @@ def test_one_page_for_all(models: list[Report], tmp_path: Path) -> None:
 def test_bad_input(report: Report) -> None:
     with pytest.raises(ValueError, match="nothing to compare: give at least one report"):
         ln_probe.compare([])
+    with pytest.raises(TypeError, match="compare takes a list of reports, got one NoneType"):
+        ln_probe.compare(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"compare takes reports, got str: load one with ln_probe\.load_report"):
         ln_probe.compare(["out/gpt2"])  # type: ignore[list-item]
     for names in (["a"], ["a", "a"], ["a", "b", "c"]):

@@ -133,7 +133,7 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
     source = source_of(load_model(tmp_path, device="cpu", dtype="float64"))
     assert (source.kind, source.world, source.dtype, source.revision) == ("lab", "lab", "float64", None)
     assert source_of(load_model(tmp_path, device="cpu", revision="step40")).revision == "step40"
-    load_model(tmp_path, device="cpu", revision="7")
+    load_model(tmp_path, device="cpu", revision=7)
     assert asked == [(tmp_path, None), (tmp_path, 40), (tmp_path, 7)]
     with pytest.raises(ValueError, match=r"revision of a lab run is a training step .*, got 'main'"):
         load_model(tmp_path, device="cpu", revision="main")

@@ -198,6 +198,7 @@ def test_bad_arguments(what: str, options: dict[str, Any], said: str, make_bridg
 
 
 @pytest.mark.parametrize(("heads", "said"), [
+    (3, r"heads must be a list of \(layer, head\) pairs, got 3"),
     ([], "an empty list of heads leaves nothing to edit"),
     ([(2, 0)], "there is no layer 2; this model has layers 0 to 1"),
     ([(-1, 0)], "there is no layer -1"),

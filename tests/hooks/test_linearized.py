@@ -120,6 +120,7 @@ def test_what_cannot_be_held(make_lab: Callable[..., Any]) -> None:
     model = make_lab()
     good = linearized.sigmas(model, TOKENS)
     for sigma, said in (
+        (None, "sigma must be 'own' or a mapping from names of norms, got None"),
         ("frozen", "sigma must be 'own' or a mapping from names of norms, got 'frozen'"),
         ({"blocks.9.ln1": good["ln_final"]}, "sigma is given for 'blocks.9.ln1', which is no norm of this model"),
         ({"ln_final": -good["ln_final"]}, "sigma of ln_final must be positive and finite everywhere, its least is -"),
