@@ -189,7 +189,7 @@ def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
 
 def test_losses_of_other_units_are_not_subtracted(models: list[Report]) -> None:
     mine = {"loss": {"name": "my:accuracy", "unit": "units of my:accuracy"}}
-    both = ln_probe.compare([models[0], replace(models[1], provenance=models[1].provenance | mine)], ["a", "b"])
+    both = ln_probe.compare([models[0], replace(models[1], provenance={**models[1].provenance, **mine})], ["a", "b"])
     assert not len(both.paired)
     assert both.summary["loss_difference"].isna().all()
     assert "b: measured by another loss than a" in both.notes[0]

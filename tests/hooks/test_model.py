@@ -27,8 +27,10 @@ def refuses(model: Any, said: str) -> None:
 def test_every_output_has_a_row(make_hooked: Callable[..., Any]) -> None:
     """A model can have more outputs than inputs, and fewer."""
     for size in (60, 40):
-        rows, bias = read_unembedding(make_hooked(d_vocab_out=size)) or ((), ())
-        assert len(rows) == len(bias) == size
+        found = read_unembedding(make_hooked(d_vocab_out=size))
+        assert found is not None
+        assert found[1] is not None
+        assert len(found[0]) == len(found[1]) == size
 
 
 def test_models_without_all_their_weights(make_bridge: Callable[..., Any]) -> None:
