@@ -25,4 +25,4 @@ __all__ = [
     "without",
 ]
 
-__getattr__ = renamed(__name__, {"Applied": "PermanentEdit", "apply": "make_permanent"}, "0.3", "0.5")
+__getattr__ = renamed(__name__, {"Applied": "PermanentEdit", "apply": "make_permanent"}, "1.0", "2.0")

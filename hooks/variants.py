@@ -176,7 +176,7 @@ def present_name(name: str, place: str) -> str:
         DeprecationWarning: the variant has been renamed.
     """
     if name in RENAMED:
-        deprecated(f"the variant {name!r} ({place})", repr(RENAMED[name]), "0.3", "0.5", level=2)
+        deprecated(f"the variant {name!r} ({place})", repr(RENAMED[name]), "1.0", "2.0", level=2)
     return RENAMED.get(name, name)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ln_probe.prompt_sources import sampled_prompts
     from ln_probe.report import Report, load_report
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 
 _HOME = {
     "Comparison": "ln_probe.comparison",
@@ -48,7 +48,7 @@ _HOME = {
     "sampled_prompts": "ln_probe.prompt_sources",
     "source_of": "ln_probe.models",
 }
-# Public names of 0.2 and their new names; removed in 0.5.
+# Public names of 0.2 and their new names; removed in 2.0.
 _RENAMED = {"constants": "norm_constants", "sampled": "sampled_prompts"}
 _SUBPACKAGES = ("analyses", "hooks")
 
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> object:
     if name in _RENAMED:
         from ln_probe.hooks.deprecation import deprecated
 
-        deprecated(f"ln_probe.{name}", f"ln_probe.{_RENAMED[name]}", "0.3", "0.5")
+        deprecated(f"ln_probe.{name}", f"ln_probe.{_RENAMED[name]}", "1.0", "2.0")
         return __getattr__(_RENAMED[name])
     raise AttributeError(f"module 'ln_probe' has no attribute {name!r}")
 
@@ -92,7 +92,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-# Public modules of 0.2 and their new names; removed in 0.5.
+# Public modules of 0.2 and their new names; removed in 2.0.
 _MOVED = {
     "prompting": {"prompts": "ln_probe.prompts"},
     "render": {
@@ -118,7 +118,7 @@ class _MovedModules(MetaPathFinder, Loader):
             from ln_probe.hooks.deprecation import deprecated
 
             instead = _MOVED[folder][name[0]]
-            deprecated(module.__name__, instead, "0.3", "0.5", level=5)
+            deprecated(module.__name__, instead, "1.0", "2.0", level=5)
             sys.modules[module.__name__] = import_module(instead)
 
 

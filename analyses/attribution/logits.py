@@ -242,7 +242,7 @@ def attribute_logits(
         >>> last = ln_probe.attribute_logits(model, "The ships came home.", -1, target=" The").check()
     """
     if position is not None:
-        deprecated("attribute_logits(position=…)", "positions=", "0.3", "0.5")
+        deprecated("attribute_logits(position=…)", "positions=", "1.0", "2.0")
         positions = position
     hooked = check_model(model)
     if reason := missing_head(hooked):

@@ -53,7 +53,7 @@ __all__ = [
     "uniform_angle_by_layer",
     "unselectable_by_head",
 ]
-__getattr__ = renamed(__name__, {"geometry": "norm_geometry"}, "0.3", "0.5")
+__getattr__ = renamed(__name__, {"geometry": "norm_geometry"}, "1.0", "2.0")
 
 # Okabe and Ito's colours, which are safe for colour-blind readers; a variant has the same colour in every picture.
 # On a page they are CSS variables, with lighter shades on a dark background. Heat maps keep their colours in both

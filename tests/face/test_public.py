@@ -123,10 +123,10 @@ def test_a_deprecated_argument_warns_at_the_line_that_uses_it() -> None:
 
     def halved(x: int, half: bool = True) -> int:
         if half:
-            deprecated("halved(half=True)", "x // 2", "0.3", "0.5")
+            deprecated("halved(half=True)", "x // 2", "1.0", "2.0")
         return x // 2
 
-    with pytest.warns(DeprecationWarning, match="since ln_probe 0.3 and will be gone in 0.5: use x // 2") as heard:
+    with pytest.warns(DeprecationWarning, match="since ln_probe 1.0 and will be gone in 2.0: use x // 2") as heard:
         assert halved(4) == 2
     assert heard[0].filename == __file__
 

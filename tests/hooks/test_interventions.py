@@ -238,7 +238,7 @@ def test_what_does_not_go_together(make_hooked: Callable[..., Any], make_lab: Ca
 def test_the_old_name_of_both_removed_warns(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
     with (
-        pytest.warns(DeprecationWarning, match="the variant 'neither' .without. is deprecated since ln_probe 0.3"),
+        pytest.warns(DeprecationWarning, match="the variant 'neither' .without. is deprecated since ln_probe 1.0"),
         without(model, "neither", scale=2.0) as what,
     ):
         assert what.variant == "both_removed"
