@@ -567,7 +567,8 @@ def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Ten
     whole, by_head = ((laid, None), (laid[None], None)), ((laid[..., None], -1), (laid[None, ..., None], -1))
     for fits, end in (*whole, *(by_head if len(wanted) > 2 else ())):
         if fits.ndim == len(wanted) and fits.shape[0] in (1, wanted[0]) and fits.shape[1:end] == wanted[1:end]:
-            return fits.expand(wanted)[..., None]
+            expanded: Tensor = fits.expand(wanted)[..., None]
+            return expanded
     raise InterventionError(
         f"{site.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "
         "record it on as many tokens (ln_probe.hooks.linearized.sigmas)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import typer
 
@@ -15,6 +15,7 @@ def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
     """Measure the model and print the cost of freezing its scaling; exits where that makes no sense or fails."""
     import ln_probe
     from ln_probe.batch.suite import suite
+    from ln_probe.hooks.model import HookedModel
     from ln_probe.prompt_sources import prompts_named
     from ln_probe.prompts import make_prompts
     from ln_probe.settings import read_groups
@@ -33,7 +34,8 @@ def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
     try:
         loaded = ln_probe.load_model(target.name, revision=target.revision, **loading)
         if options.prompts is None and (most := options.max_prompts) is not None:
-            measuring["prompts"] = make_prompts(loaded, max_tokens=options.max_tokens, seed=options.seed, most=most)
+            hooked = cast(HookedModel, loaded)
+            measuring["prompts"] = make_prompts(hooked, max_tokens=options.max_tokens, seed=options.seed, most=most)
         cost = ln_probe.freezing_cost(loaded, **measuring, progress=not output.quiet)
     except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise _failed(target.label, exits.why_failed(error)) from error

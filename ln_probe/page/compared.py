@@ -41,7 +41,8 @@ def compared(
     if len(shown) < 2 or not len(wide):
         return None
     measures, maps = [], [HeadMap.of(r) for r in shown]
-    layers, heads = (sorted({i for m in maps for i in axis(m)}) for axis in (lambda m: m.layers, lambda m: m.heads))
+    layers = sorted({i for m in maps for i in m.layers})
+    heads = sorted({i for m in maps for i in m.heads})
     grid = pd.MultiIndex.from_product([layers, heads], names=["layer", "head"])
     for name, about in MEASURES.items():
         values = pd.DataFrame(wide.reindex(grid)[name]).reindex(columns=columns).to_numpy(np.float32)
