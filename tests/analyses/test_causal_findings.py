@@ -58,7 +58,7 @@ def test_both_terms_are_reported_whatever_came_of_them() -> None:
         f"Holm-adjusted p = 0.002). {HEEDED} does not significantly change the loss (+0.020 nats/token, 95 % CI "
         "-0.010 to +0.050; Holm-adjusted p = 0.44).",
         "Removing projection at every norm does not significantly change the loss (-0.007 nats/token, 95 % CI -0.027 "
-        f"to +0.013; Holm-adjusted p = 0.9). {HEEDED} does not change the loss by more than 0.01 nats/token (+0.001; "
+        f"to +0.013; Holm-adjusted p = 0.9). {HEEDED} does not change the loss by more than 0.01 nats/token (+0.0010; "
         "90 % CI within ±0.0034, the equivalence bound).",
     ]
     assert [f.rank for f in told] == [EFFECT, NO_EFFECT]
