@@ -31,8 +31,8 @@ SMALL = Shape(layers=3, heads=4, lengths=(10.0, 20.0), vocabulary=1000.0, width=
     ("uniformity", {}, 0, 8.4e-4, 3072, 0),  # four float64 of every head, prompt and variant
     ("causal", {}, 36.5, 0, 0, 0),
     ("causal", {"layers": 0, "lengths": ()}, 27.5, 0, 0, 0),
-    ("causal", {"layers": 20, "width": 4096.0}, 23 + 2 * 3 + 8 * 3 / 2, 0, 0, 0),
-    ("causal", {"layers": 20, "width": math.nan}, 23 + 2 * 3 + 8 * 3 / 2, 0, 0, 0),
+    ("causal", {"layers": 20, "width": 4096.0}, 23 + 2 * 3 + 12 * 3 / 2, 0, 0, 0),
+    ("causal", {"layers": 20, "width": math.nan}, 23 + 2 * 3 + 12 * 3 / 2, 0, 0, 0),
     ("causal", {"layers": 12, "width": math.nan}, 23 + 3 + 25 * 3 / 2, 0, 0, 0),
     ("head_effects", {}, 5 + 3 * 12 / 2, 0, 0, 0),
     ("head_effects", {"width": math.nan, "heads": 24}, 5 + 3 * 72 / 2, 0, 0, 0),

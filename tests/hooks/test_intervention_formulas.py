@@ -160,7 +160,8 @@ def test_projection_that_changes_nothing_says_why(
             assert difference(model(TOKENS), intact) > 1e-2
 
 
-@pytest.mark.parametrize("name", cases("gpt2", slow=["lm-layernorm"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "lm-layernorm"])
 def test_default_constants_are_the_pooled_ones_of_analyze(name: str, make_bridge: Callable[..., Any]) -> None:
     """The same default prompts; `analyze` adds sigmas prompt by prompt, so the last digits can differ."""
     model = make_bridge(name) if name == "gpt2" else ln_probe.load_model(name)
