@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import cases, hugging_face
+from architectures import hugging_face
 from compose import distance as difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
