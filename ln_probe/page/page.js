@@ -15,7 +15,7 @@ function save(content, name) {
   link.href = URL.createObjectURL(content);
   link.download = `${model}-${name}`.normalize("NFKC").replace(/[^\p{L}\p{N}._-]+/gu, "-").replace(/^[.-]+/, "");
   link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // a busy browser may take seconds to begin reading
 }
 
 // A test of rows for each word: layer=2 or margin > 0.5 compares a column, L2H3 is a head, a number matches a whole cell.
