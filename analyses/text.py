@@ -63,7 +63,8 @@ def with_interval(value: float, low: float, high: float) -> tuple[str, str]:
         return signed(value), ""
     decimals = 1 - math.floor(math.log10(width)) if width > 0 else _MOST_DECIMALS + 1
     form = "+.2g" if decimals > _MOST_DECIMALS else f"+.{max(0, decimals)}f"
-    return f"{value:{form}}", f"{low:{form}} to {high:{form}}"
+    size = f"{value:{form}}"
+    return size if float(size) else size.replace("-", "+"), f"{low:{form}} to {high:{form}}"  # no -0
 
 
 def signed_percent(share: float) -> str:

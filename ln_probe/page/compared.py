@@ -120,7 +120,7 @@ def _interval(value: float, low: float, high: float) -> str:
 def _loss(row: Mapping[Any, Any]) -> Iterator[str]:
     if np.isfinite(row["loss_difference"]):
         ends = (row[f"loss_difference{end}"] for end in ("", "_low", "_high"))
-        yield f"Its loss, {row['loss']:.3g}, differs by {_interval(*ends)} on the same prompts."
+        yield f"Its loss, {row['loss']:#.3g}, differs by {_interval(*ends)} on the same prompts."
 
 
 def _scaling(rows: pd.DataFrame) -> Iterator[str]:

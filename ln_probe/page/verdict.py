@@ -110,7 +110,7 @@ def in_one_line(report: Report) -> str:
     known = [r for r in rows.values() if math.isfinite(base_loss(r))]
     if not known:
         return "loss not measured"
-    parts, unit = [f"intact loss {number(base_loss(known[0]))}"], report.provenance.get("loss", {}).get("unit", _UNIT)
+    parts, unit = [f"intact loss {base_loss(known[0]):#.3g}"], report.provenance.get("loss", {}).get("unit", _UNIT)
     for variant, row in rows.items():
         state = VARIANTS[variant].state
         if why := _idle(row):

@@ -101,6 +101,8 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
     ({"change": -0.5, "half": 0.25, "loss": 3.0, "p_mean": 0.001}, EFFECT,
      " lowers the loss by 0.50 nats/token, 14 % of the intact loss of 3.5 (95 % CI -0.75 to -0.25; Holm-adjusted p = "
      "0.001)."),
+    ({"change": -0.0002, "half": 0.02, "p_mean": 0.9}, NO_EFFECT,  # no -0
+     " does not significantly change the loss (+0.000 nats/token, 95 % CI -0.020 to +0.020; Holm-adjusted p = 0.9)."),
 ])  # fmt: skip
 def test_how_a_primary_contrast_is_told(values: dict[str, Any], rank: int, ends: str) -> None:
     (finding,) = found(row("all", **{"variant": "no_scaling"} | values))
