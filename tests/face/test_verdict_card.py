@@ -214,8 +214,8 @@ def test_models_of_an_index_are_described_alike(report: Report, effects: pd.Data
     bare = effects.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)
     models = {"a": effects, "b": off, "c": bare, "d": effects.head(0)}
     lines = {
-        "a": "intact loss 4.30; scaling frozen +0.327 nats/token (95 % CI +0.278 to +0.371); projection removed -0.0010 "
-        "nats/token (95 % CI -0.0020 to +0.0010, not significant)",
+        "a": "intact loss 4.30; scaling frozen +0.327 nats/token (95 % CI +0.278 to +0.371); projection removed "
+        "-0.0010 nats/token (95 % CI -0.0020 to +0.0010, not significant)",
         "b": "intact loss 4.30; scaling frozen: not applicable (its norms do not scale); projection removed -0.0010 "
         "nats/token (95 % CI -0.0020 to +0.0010, not significant)",
         "c": "intact loss 4.30; scaling frozen +0.33 nats/token (not significant); projection removed -0.001 "
