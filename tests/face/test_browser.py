@@ -136,7 +136,6 @@ def test_attention_is_drawn_and_its_selectors_work(long_report: Report, long: An
     long.quiet()
 
 
-@pytest.mark.slow
 def test_tables_sort_filter_and_download(shown: Report, opened: Any) -> None:
     opened.again()
     section = opened.page.locator("#table-keys")
@@ -390,7 +389,6 @@ def place(frame: Any) -> str:
     return str(frame.locator("#title").inner_text())
 
 
-@pytest.mark.slow
 def test_a_head_has_an_address(shown: Report, opened: Any) -> None:
     opened.again()
     frame = opened.attention()
@@ -412,7 +410,6 @@ def test_a_head_has_an_address(shown: Report, opened: Any) -> None:
     opened.quiet()
 
 
-@pytest.mark.slow
 def test_the_map_says_what_is_significant(shown: Report, opened: Any) -> None:
     """Colour begins at the threshold, what is not significant is hatched, the largest heads are a list."""
     opened.again()
@@ -445,7 +442,6 @@ def test_the_map_says_what_is_significant(shown: Report, opened: Any) -> None:
     opened.quiet()
 
 
-@pytest.mark.slow
 def test_why_a_head_attends_there(long_report: Report, long: Any) -> None:
     """One click on the map answers it for position 0, another for the strongest pairs of query and key."""
     long.again()
@@ -481,7 +477,6 @@ def test_why_a_head_attends_there(long_report: Report, long: Any) -> None:
     long.quiet()
 
 
-@pytest.mark.slow
 def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) -> None:
     opened.again(at="#L1H3P0")
     frame = opened.attention()
@@ -511,7 +506,6 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
     opened.quiet()
 
 
-@pytest.mark.slow
 def test_a_page_about_some_heads_says_so(make_bridge: Callable[..., Any], visit: Any) -> None:
     """Its map has a place for every head of the model; an address of a head that it has not is answered."""
     options: dict[str, Any] = {"probes": ["uniformity"], "layers": [1], "progress": False}
@@ -534,8 +528,7 @@ def test_a_page_about_some_heads_says_so(make_bridge: Callable[..., Any], visit:
 SILENT = "for (const kind of ['ResizeObserver', 'IntersectionObserver']) window[kind].prototype.observe = () => {};"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("observers", ["told", "silent"])
+@pytest.mark.parametrize("observers", ["told", pytest.param("silent", marks=pytest.mark.slow)])
 def test_a_frame_drawn_before_it_had_a_place_is_drawn_again(observers: str, html: str, opened: Any, visit: Any) -> None:
     if observers == "silent":  # as they are where a browser does not draw a frame out of sight
         opened = visit(html)
