@@ -2,7 +2,7 @@
 
     intact           Px / sigma
     no_scaling       Px / c           c = the site's mean sigma over other prompts: two numbers, one for position 0
-    no_projection     x / sigma(Px)   its norm grows by 1/√(1 - mean_share): not size-matched
+    no_projection     x / sigma(Px)   1/√(1 - mean_share) times as long as intact
     both_removed      x / c
 
 before gain and bias. Everything that measures, draws or describes variants iterates over the registry `VARIANTS`.

@@ -324,8 +324,9 @@ class Failure:
 
 NOTEWORTHY = 0.01  # a change of less than a hundredth, in share of attention or of entropy, is not pointed out
 
-NOT_SIZE_MATCHED = (
-    "with projection removed vectors are longer by 1/sqrt(1 - mean_share), so no_projection is not size-matched"
+LONGER_OUTPUT = (
+    "without the projection a norm's output is 1 / sqrt(1 - mean_share) times as long: part of what no_projection "
+    "costs may be that length"
 )
 
 

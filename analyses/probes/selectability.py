@@ -35,8 +35,8 @@ from ln_probe.analyses.geometry.witnesses import GivenSet
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
+    LONGER_OUTPUT,
     NO_EFFECT,
-    NOT_SIZE_MATCHED,
     NOTEWORTHY,
     Context,
     Cost,
@@ -107,7 +107,7 @@ class Selectability(Probe):
             pieces, context.calibration, context.token, every=context.keys == "all", seed=context.seed
         )
         frames = {HEADS.name: pd.DataFrame(heads, columns=list(self.tables[0].columns)), KEYS.name: keys}
-        return ProbeResults(frames, (NOT_SIZE_MATCHED,) * (bool(heads) and context.calibration.projection_matters))
+        return ProbeResults(frames, (LONGER_OUTPUT,) * (bool(heads) and context.calibration.projection_matters))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]

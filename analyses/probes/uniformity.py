@@ -21,7 +21,7 @@ from torch import Tensor
 from ln_probe.analyses.probes.attention_layer import AttentionLayer, scores
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
-    NOT_SIZE_MATCHED,
+    LONGER_OUTPUT,
     NOTEWORTHY,
     Context,
     Cost,
@@ -75,7 +75,7 @@ class UniformityProbe(Probe):
             for r, row, head in head_rows(block)
         ]
         frames = {HEADS.name: pd.DataFrame(rows, columns=list(self.tables[0].columns))}
-        return ProbeResults(frames, (NOT_SIZE_MATCHED,) * (bool(rows) and context.calibration.projection_matters))
+        return ProbeResults(frames, (LONGER_OUTPUT,) * (bool(rows) and context.calibration.projection_matters))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
