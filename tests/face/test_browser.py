@@ -157,10 +157,9 @@ def test_tables_sort_filter_and_download(shown: Report, opened: Any) -> None:
     assert (
         section.locator(".count").inner_text().startswith(f"{len(kept)} of {len(kept)} rows shown ({len(shown.keys)}")
     )
-    with opened.page.expect_download() as download:
-        section.locator("button", has_text="Download CSV").click()
-    assert download.value.suggested_filename == "tiny-keys.csv"
-    rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text(encoding="utf-8-sig"))))
+    download = opened.download(section.locator("button", has_text="Download CSV"))
+    assert download.suggested_filename == "tiny-keys.csv"
+    rows = list(csv.DictReader(io.StringIO(Path(download.path()).read_text(encoding="utf-8-sig"))))
     assert len(rows) == len(kept)
     assert list(rows[0]) == list(shown.keys.columns)
     assert sorted(float(r["margin_lower"]) for r in rows) == pytest.approx(sorted(kept["margin_lower"]), rel=1e-5)
@@ -318,10 +317,9 @@ def test_pictures_are_chosen_and_saved_with_their_captions(opened: Any) -> None:
         assert f"at {site} " in caption
 
     def saved(kind: str) -> Path:
-        with opened.page.expect_download() as download:
-            figure.locator(".saves button", has_text=kind).click()
-        assert download.value.suggested_filename == f"tiny-geometry.{kind.lower()}"
-        return Path(download.value.path())
+        download = opened.download(figure.locator(".saves button", has_text=kind))
+        assert download.suggested_filename == f"tiny-geometry.{kind.lower()}"
+        return Path(download.path())
 
     root = ElementTree.fromstring(saved("SVG").read_text(encoding="utf-8"))
     svg = "{http://www.w3.org/2000/svg}"
