@@ -28,6 +28,7 @@ from ln_probe.hooks.model import (
     vocabulary_size,
 )
 from ln_probe.hooks.norm import Site
+from ln_probe.hooks.scales import token_batch
 from ln_probe.hooks.sites import find_sites
 
 # Largest difference that processing explains, relative to the largest value: it rounds the weights themselves anew
@@ -84,8 +85,9 @@ def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, "*one p
     Raises:
         NotEquivalentError: log-probabilities differ by more than rounding; names the first norm whose normalized
             vectors do, and the cause where it is a known one.
-        ValueError: the two models do not share a vocabulary; several prompts.
-        TypeError: not TransformerLens models.
+        ValueError: the two models do not share a vocabulary; several prompts; not token ids, empty, outside the
+            vocabulary, or longer than a context.
+        TypeError: not TransformerLens models, or tokens that are none.
 
     Example:
         >>> folded = ln_probe.load_model("lm-layernorm", fold_ln=True)
@@ -103,11 +105,11 @@ def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, "*one p
         hooks = quiet
         length = min(PROBE_TOKENS, context_length(one), context_length(two))
         tokens = torch.randint(vocabulary_size(one), (length,), generator=torch.Generator().manual_seed(0))
-    if tokens.ndim != 1:
-        if tokens.shape[:-1] != (1,):
-            raise ValueError(f"tokens must be one prompt, [pos] or [1 pos], got shape {tuple(tokens.shape)}")
-        tokens = tokens[0]
-    (raw_logits, before), (logits, after) = (_logits_and_normalized(m, tokens, hooks) for m in (one, two))
+    batches = [token_batch(m, tokens) for m in (one, two)]
+    if len(batches[0]) != 1:
+        raise ValueError(f"tokens must be one prompt, [pos] or [1 pos], got shape {tuple(batches[0].shape)}")
+    prompt = batches[0][0]
+    (raw_logits, before), (logits, after) = (_logits_and_normalized(m, prompt, hooks) for m in (one, two))
     bound = max(PROCESSING_BOUND[dtype_of(m)] for m in (one, two))
     shared = [name for name in before if name in after]
     by_site = {n: relative_difference(after[n], before[n]) for n in shared}

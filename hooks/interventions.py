@@ -15,7 +15,6 @@ site first: a strong perturbation, sent through the same mechanism, must change 
 from __future__ import annotations
 
 import difflib
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -56,6 +55,7 @@ from ln_probe.hooks.model import (
     n_layers,
     probe_tokens,
     run,
+    whole_number,
 )
 from ln_probe.hooks.norm import Site, gain_of
 from ln_probe.hooks.optimal_constants import fit
@@ -187,11 +187,11 @@ def without(
         ...     loss = model(tokens, return_type="loss")
         >>> done.divisors["blocks.1.ln1"]
     """
-    if what in RENAMED:  # in 0.2 tables called without "both" so
+    if isinstance(what, str) and what in RENAMED:  # in 0.2 tables called without "both" so
         what = VARIANTS[present_name(what, "without")].without
-    if what not in VARIANT_WITHOUT:
+    if not isinstance(what, str) or what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
-    hooked = check_model(model)
+    hooked, seed = check_model(model), whole_number(seed, "seed", 0, InterventionError)
     if isinstance(scale, str) and scale == OPTIMAL and (only is not None or heads is not None):
         raise InterventionError(
             'scale="optimal" is fitted with norms edited for everything that reads them: leave out only and heads, or '
@@ -263,7 +263,7 @@ def _of_heads(
     layers = n_layers(model)
     for pair in heads:
         try:
-            layer, head = (operator.index(i) for i in pair)
+            layer, head = (whole_number(i, "heads") for i in pair)
         except (TypeError, ValueError):
             raise InterventionError(f"heads must be (layer, head) pairs of whole numbers, got {pair!r}") from None
         if not 0 <= layer < layers:
@@ -328,7 +328,9 @@ def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:
         )
     known = {s.name: s for s in found}
     for name in names:
-        if name not in known:
+        if isinstance(name, str) and name in GROUPS:
+            raise InterventionError(f"{name!r} is a group of norms: give it alone, sites={name!r}")
+        if not isinstance(name, str) or name not in known:
             near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3)
             raise InterventionError(
                 f"no norm called {name!r}; the nearest names are {', '.join(map(repr, near))}"
@@ -378,6 +380,9 @@ def _divisors(
     if given is not None and not (isinstance(scale, str) and scale in SCALES):
         named = ", ".join(map(repr, SCALES))
         raise InterventionError(f"tokens are for scale={named}: with another scale there is nothing to calibrate")
+    names = [s.name for s in facts.sites]
+    if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
+        raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {_some(names)}")
 
     def sigmas() -> dict[str, Sigmas]:
         return _default_sigmas(facts, sites) if given is None else calibration_sigmas(model, sites, given)

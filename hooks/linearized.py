@@ -30,6 +30,7 @@ from ln_probe.hooks.in_memory import is_hugging_face, norm_of
 from ln_probe.hooks.interventions import prove
 from ln_probe.hooks.model import HookedModel, at_least_float32, check_model, device_of, dtype_of, hooks_on, run
 from ln_probe.hooks.norm import Site
+from ln_probe.hooks.scales import token_batch
 from ln_probe.hooks.sites import ModelFacts, facts_of
 
 OWN = "own"
@@ -116,15 +117,19 @@ class _Linearized:
         Args:
             model: any hooked model.
             tokens: [pos] or [batch pos].
+
+        Raises:
+            TypeError, ValueError: not whole numbers, other axes, empty, outside the vocabulary, beyond the context.
         """
         hooked = check_model(model)
+        batch = token_batch(hooked, tokens)
         sigmas: dict[str, Tensor] = {}
 
         def keep(site: Site, _m: Any, args: Any, _kwargs: Any, _output: Any) -> None:
             sigmas.setdefault(site.name, site.sigma(at_least_float32(args[0].detach()))[..., 0])
 
         with hooks_on([(site.module, partial(keep, site)) for site in _norms(facts_of(hooked))]):
-            run(hooked, tokens if tokens.ndim == 2 else tokens[None])
+            run(hooked, batch)
         return sigmas
 
 

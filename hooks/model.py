@@ -6,6 +6,7 @@ no model class is imported here.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -390,6 +391,24 @@ def exclusive(model: object) -> Iterator[None]:
         lock = _LOCKS.setdefault(cast(nn.Module, model), RLock())
     with lock:
         yield
+
+
+def whole_number(value: object, what: str, least: int | None = None, error: type[Exception] = ValueError) -> int:
+    """Return a whole number of any kind (a tensor's or an array's entry too); a truth value is none.
+
+    Raises:
+        ValueError (or `error`): something else, or less than `least`.
+    """
+    try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+            raise TypeError
+        found = operator.index(value)  # type: ignore[arg-type]
+        if least is not None and found < least:
+            raise TypeError
+    except (TypeError, RuntimeError):
+        allowed = "" if least is None else f", {least} or more"
+        raise error(f"{what} must be a whole number{allowed}, got {value!r}") from None
+    return found
 
 
 LINE = 160  # characters of a whole line

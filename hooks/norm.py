@@ -139,13 +139,26 @@ class Site(OneLine):
     def scales(self) -> bool:
         return self.kind in ("layernorm", "rmsnorm", "scaling_only")
 
+    def _check(self, x: object, axis: int = -1) -> None:
+        """Raise TypeError or ValueError unless x holds real vectors of the norm's length along an axis."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{self.name} normalizes vectors of real numbers [… {self.d}], got {got}")
+        if x.ndim < -axis or x.shape[axis] != self.d:
+            raise ValueError(f"{self.name} normalizes vectors of length {self.d}, got {list(x.shape)}")
+
     def project(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Px, or x itself where the norm does not project."""
+        """Px, or x itself where the norm does not project.
+
+        This and the methods below raise TypeError or ValueError for what does not hold vectors of the norm's length.
+        """
+        self._check(x)
         return x - x.mean(-1, keepdim=True) if self.projects else x
 
     def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
         """The divisor this norm uses on x (in x's own precision)."""
         if not self.scales:
+            self._check(x)
             return torch.full_like(x[..., :1], self.constant_scale)
         return (self.project(x).pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
 
@@ -162,11 +175,18 @@ class Site(OneLine):
             x: vectors.
             keep_mean: leave the projection out, x / sigma (with the sigma of the intact norm).
             divisor: what is divided by instead of sigma.
+
+        Raises:
+            ValueError: a number that is not positive and finite.
         """
+        self._check(x)
+        if isinstance(divisor, int | float) and not 0.0 < divisor < math.inf:
+            raise ValueError(f"{self.name}: a divisor must be positive and finite, got {divisor!r}")
         return (x if keep_mean else self.project(x)) / (self.sigma(x) if divisor is None else divisor)
 
     def affine(self, normalized: Float[Tensor, "*batch d"], *, live: bool = False) -> Float[Tensor, "*batch d"]:
         """Gain and bias applied; `live`: the module's present ones, with gradients (`live_gain`)."""
+        self._check(normalized)
         return _affine(normalized, *((self.live_gain(), self.live_bias()) if live else (self.gain, self.bias)))
 
     def live_gain(self) -> Float[Tensor, " d"] | None:
@@ -186,11 +206,7 @@ class Site(OneLine):
             TypeError: x is no tensor of floating-point numbers.
             ValueError: x does not have the norm's length.
         """
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{self.name} normalizes vectors of real numbers [… {self.d}], got {got}")
-        if x.ndim == 0 or x.shape[-1] != self.d:
-            raise ValueError(f"{self.name} normalizes vectors of length {self.d}, got {list(x.shape)}")
+        self._check(x)
         x = x.detach().double()
         gain, bias = (None if t is None else t.detach().double().to(x.device) for t in (self.gain, self.bias))
         mean = x.mean(-1, keepdim=True).expand_as(x)
@@ -221,6 +237,7 @@ class Site(OneLine):
         if W is None:
             center, axes = bias, radius * torch.diag(gain)
         else:
+            self._check(W, axis=-2)
             read = W.detach().double().cpu()
             center = torch.einsum("d,...dk->...k", bias, read)
             axes = radius * (read * gain[:, None]).transpose(-2, -1)

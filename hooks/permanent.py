@@ -66,7 +66,12 @@ class PermanentEdit(OneLine):
 
         Raises:
             OSError: the folder cannot be written.
+            ValueError: no folder is named.
         """
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise ValueError(f"give a folder to write to, got {folder!r}")
+        if Path(folder).is_file():  # transformers would write nothing, and log it
+            raise FileExistsError(f"{folder} is a file: give a folder")
         self.model.save_pretrained(folder)
         if callable(getattr(self.tokenizer, "save_pretrained", None)):
             self.tokenizer.save_pretrained(folder)

@@ -226,8 +226,12 @@ def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
         try:
             found = [row if isinstance(row, Tensor) else torch.tensor(row) for row in tokens]
         except (TypeError, ValueError, RuntimeError):
+            ids = [i for row in tokens if isinstance(row, list | tuple) for i in row if isinstance(i, int)]
+            if huge := [i for i in ids if abs(i) >= 2**63]:
+                raise ValueError(f"token id {huge[0]} is outside any vocabulary") from None
             found = []
-        shape = f"a list of {len(tokens)}"
+        one_row = all(row.ndim == 0 for row in found) and len(found) > 0
+        shape = f"one row of {len(found)}: write [[…]]" if one_row else f"a list of {len(tokens)}"
     proper = [r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in found]
     if not found or not all(proper) or (isinstance(tokens, Tensor) and tokens.ndim != 2):
         raise ValueError(
@@ -235,6 +239,20 @@ def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
             "of them empty)"
         )
     return [row.long() for row in found]
+
+
+def token_batch(model: HookedModel, tokens: object) -> Int[Tensor, "batch pos"]:
+    """Token ids that run together: [pos], [batch pos], or a list of rows of one length.
+
+    Raises:
+        TypeError, ValueError: as `token_rows` and `check_ids`; rows of different lengths.
+    """
+    rows = token_rows(tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens)
+    if len(lengths := {len(row) for row in rows}) > 1:
+        raise ValueError(f"tokens must be rows of one length, got lengths {sorted(lengths)}")
+    for row in rows:
+        check_ids(model, row)
+    return torch.stack(rows)
 
 
 def divisors_of(
@@ -251,7 +269,7 @@ def divisors_of(
     Raises:
         ValueError: something else; a name is missing, or a divisor is no positive finite number.
     """
-    found: dict[str, Constant]
+    found: dict[str, Constant] = {}
     if isinstance(scale, str):
         if scale not in FROM_SIGMAS:
             raise ValueError(_unknown(scale))
@@ -264,7 +282,11 @@ def divisors_of(
         missing = [n for n in names if n not in scale]
         if missing:
             raise ValueError(f"scale has no entry for {', '.join(missing[:6])}{', …' * (len(missing) > 6)}")
-        found = {n: Constant.of(scale[n]) for n in names}
+        for n in names:
+            try:
+                found[n] = Constant.of(scale[n])
+            except ValueError as error:
+                raise ValueError(f"{n}: {error}") from None
     else:
         scale = _plain(scale)
         if isinstance(scale, bool) or not isinstance(scale, int | float):

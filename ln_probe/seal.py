@@ -19,17 +19,23 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from ln_probe.hooks import components, interventions, sites
 from ln_probe.hooks.edits import LinearEdit, suspended
 from ln_probe.hooks.in_memory import is_hugging_face
 from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, exclusive, run
 from ln_probe.hooks.sealing import Cover, Fingerprint, Foreign, checksum, edits_under_way, foreign_hooks, running
-from ln_probe.hooks.sites import PROBE_TOKENS, site_modules
+from ln_probe.hooks.sites import site_modules
 from ln_probe.loading.verify import bridged
 
 REFUSE, KEEP = "refuse", "keep"
 HOOKS = (REFUSE, KEEP)
 Forward = Callable[[Int[Tensor, "batch pos"]], Any]
 _NAMED = 5  # hooks that a sentence names
+_TRIED = (
+    sites.PROBE_TOKENS,
+    interventions.TOKENS,
+    components.TOKENS,
+)  # tokens of the inputs that norms are tried out on
 
 
 class SealError(RuntimeError):
@@ -224,23 +230,24 @@ class Seal:
         return self._cover, self._fingerprint
 
     def _try_short(self, tokens: Int[Tensor, " pos"]) -> None:
-        """Raise SealError if kept hooks fail on an input as short as those on which norms are tried out."""
+        """Raise SealError if kept hooks fail on the beginning of a prompt, as short as what norms are tried out on."""
         cover, _ = self._inside()
-        try:
-            self._pass(tokens[:PROBE_TOKENS])
-        except Exception as error:
-            failing = []
-            for each in self.kept:
-                with cover.showing([each]):
-                    try:
-                        self._pass(tokens[:PROBE_TOKENS])
-                    except Exception:
-                        failing.append(each)
-            raise SealError(
-                f"{_some(failing or self.kept)} on the model fails on an input of {PROBE_TOKENS} tokens "
-                f"({type(error).__name__}: {error}), and norms are tried out on inputs of 3 to 8 tokens: let the hook "
-                "return shorter inputs as they are (`if value.shape[1] <= position: return value`), or remove it"
-            ) from error
+        for short in (tokens[:length] for length in _TRIED):
+            try:
+                self._pass(short)
+            except Exception as error:
+                failing = []
+                for each in self.kept:
+                    with cover.showing([each]):
+                        try:
+                            self._pass(short)
+                        except Exception:
+                            failing.append(each)
+                raise SealError(
+                    f"{_some(failing or self.kept)} on the model fails on an input of {len(short)} tokens "
+                    f"({type(error).__name__}: {error}), and norms are tried out on inputs of 3 to 8 tokens: let the "
+                    "hook return short inputs as they are (`if value.shape[1] <= position: return value`), or remove it"
+                ) from error
 
     def _differs(self, shown: Sequence[Foreign], tokens: Int[Tensor, " pos"]) -> bool:
         cover, _ = self._inside()

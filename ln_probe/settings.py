@@ -10,7 +10,7 @@ from typing import Any
 
 from ln_probe.analyses.files import read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import DEFAULT, entries
-from ln_probe.hooks.model import HookedModel, n_layers
+from ln_probe.hooks.model import HookedModel, n_layers, whole_number
 
 KEYS = ("hardest", "all")
 
@@ -23,8 +23,8 @@ def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
     """
     try:
         if not isinstance(values, str | bytes):
-            return tuple(map(operator.index, values))
-    except TypeError:
+            return tuple(whole_number(v, what) for v in values)
+    except (TypeError, ValueError):
         pass
     raise TypeError(f"{what} must be a list of whole numbers, such as [0, 1], got {values!r}")
 

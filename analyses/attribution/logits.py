@@ -65,6 +65,7 @@ from ln_probe.hooks.model import (
     n_layers,
     outputs,
     weight_of,
+    whole_number,
 )
 from ln_probe.hooks.norm import Site, bias_of, gain_of
 from ln_probe.hooks.sites import facts_of
@@ -119,6 +120,7 @@ class LogitAttribution(Sums):
 
     def top(self, k: int = TOP) -> pd.DataFrame:
         """The k rows with the largest contributions, either way."""
+        k = whole_number(k, "k", 1, AttributionError)
         order = self.table["contribution"].abs().sort_values(ascending=False, kind="stable").index
         return self.table.loc[order[:k]]
 
@@ -243,6 +245,10 @@ def attribute_logits(
     """
     if position is not None:
         deprecated("attribute_logits(position=…)", "positions=", "1.0", "2.0")
+        if positions is not None:
+            raise AttributionError(
+                f"position={position!r} is the deprecated name of positions={positions!r}: give positions alone"
+            )
         positions = position
     hooked = check_model(model)
     if reason := missing_head(hooked):
@@ -256,7 +262,10 @@ def attribute_logits(
         final = next((s for s in reversed(sites) if "unembed" in s.reads.split("+")), None)
         reader = _Reader(hooked, wiring, final, wanted, components == "layers")
         wiring.at(reader.where)  # raises before the prompt runs
-        layers = _layers(hooked, True if components == "neurons" else neurons)
+        layers, every = _layers(hooked, neurons), _layers(hooked, True)
+        if layers and (components == "layers" or (components == "neurons" and layers != every)):
+            raise AttributionError(f"neurons={neurons!r} is for components='heads', got components={components!r}")
+        layers = every if components == "neurons" else layers
         if layers and is_cache(tokens_or_cache):
             raise AttributionError("neurons are not read from a cache: pass tokens")
         cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
@@ -497,7 +506,11 @@ def logit_asked(
 def _layers(model: HookedModel, neurons: bool | Sequence[int]) -> list[int]:
     if isinstance(neurons, bool):
         return list(range(n_layers(model))) if neurons else []
-    return [place(layer, n_layers(model), "layer", "the model", "layers") for layer in neurons]
+    try:
+        layers = list(neurons)
+    except TypeError:
+        raise AttributionError(f"neurons must be True, False or a list of layers, got {neurons!r}") from None
+    return [place(layer, n_layers(model), "layer", "the model", "layers") for layer in layers]
 
 
 def _names(model: HookedModel) -> Callable[[int], str] | None:

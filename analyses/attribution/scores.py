@@ -41,7 +41,7 @@ from ln_probe.analyses.attribution.shared import (
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.capture import AttentionInput, CachedPrompts, is_cache, record_attention
 from ln_probe.hooks.components import Part, Record, Split
-from ln_probe.hooks.model import check_model, evaluating, n_layers
+from ln_probe.hooks.model import check_model, evaluating, n_layers, whole_number
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.sites import ModelFacts, facts_of
 
@@ -89,6 +89,7 @@ class ScoreAttribution(Sums):
 
     def top(self, k: int = 10) -> pd.DataFrame:
         """The k pairs that contribute most, either way: `query_part`, `key_part`, `contribution`."""
+        k = whole_number(k, "k", 1, AttributionError)
         values = self.pairs.to_numpy(dtype=float)
         order = np.argsort(-np.abs(values), axis=None, kind="stable")[:k]
         rows, columns = np.unravel_index(order, values.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar, cast
@@ -18,7 +17,7 @@ from torch import Tensor
 from ln_probe.hooks.capture import is_cache
 from ln_probe.hooks.components import Part
 from ln_probe.hooks.default_tokens import encode, tokenizer_of
-from ln_probe.hooks.model import HookedModel, before_projection, device_of, outputs, weight_of
+from ln_probe.hooks.model import HookedModel, before_projection, device_of, outputs, weight_of, whole_number
 from ln_probe.hooks.scales import check_ids
 
 MEAN = "mean"
@@ -101,7 +100,7 @@ def places_of(positions: Any, length: int) -> list[int]:
     """The positions of one prompt that are asked for, from 0."""
     if positions is None:
         return list(range(length))
-    if isinstance(positions, str):
+    if isinstance(positions, str | dict | set):
         raise AttributionError(f"positions must be None, an index, a slice or a list of indices, got {positions!r}")
     if isinstance(positions, slice):
         if not (within := list(range(length))[positions]):
@@ -160,6 +159,8 @@ def others_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int
         ids = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given))
     except (TypeError, ValueError) as error:
         raise AttributionError(f"{what} must be a token, or an id for each position: got {given!r}") from error
+    if not ids.numel():
+        raise AttributionError(f"{what} is an empty list of tokens: give an id for each position, or None")
     shape = (len(places), len(places[0]))
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise AttributionError(
@@ -185,24 +186,10 @@ def place(
     Raises:
         AttributionError: there is none.
     """
-    found = _whole(position, what)
+    found = whole_number(position, what, error=AttributionError)
     if not -length <= found < length:
         raise AttributionError(f"{what} {found} is out of range: {whole} has {length} {parts} (0 … {length - 1})")
     return found % length
-
-
-def _whole(value: object, what: str) -> int:
-    """A whole number of any kind (a tensor's or an array's entry too).
-
-    Raises:
-        AttributionError: it is none.
-    """
-    if isinstance(value, bool):
-        raise AttributionError(f"{what} must be a whole number, got {value!r}")
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError) as error:
-        raise AttributionError(f"{what} must be a whole number, got {value!r}") from error
 
 
 def token_ids(model: HookedModel, tokens: Tokens) -> list[int]:
@@ -218,7 +205,9 @@ def token_ids(model: HookedModel, tokens: Tokens) -> list[int]:
         raise AttributionError("an empty set of tokens has no logit: give at least one")
     size, found = outputs(model), []
     for one in several:
-        token = _of_text(model, one) if isinstance(one, str) else _whole(one, "a token id")
+        token = (
+            _of_text(model, one) if isinstance(one, str) else whole_number(one, "a token id", error=AttributionError)
+        )
         if not 0 <= token < size:
             raise AttributionError(f"token id {token} is outside the vocabulary of {size} (0 … {size - 1})")
         if token in found:
@@ -350,6 +339,7 @@ class SumsAtPositions(Sums):
 
     def top(self, k: int = TOP) -> pd.DataFrame:
         """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
+        k = whole_number(k, "k", 1, AttributionError)
         table, values = self._components(), self.values.flatten(1)
         table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()
         return table.sort_values("mean_abs", ascending=False, kind="stable").head(k).reset_index(drop=True)

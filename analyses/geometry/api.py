@@ -381,9 +381,10 @@ def key_geometry(
         A `KeyGeometry`; for a batch all its arrays lead with the batch axis.
 
     Raises:
-        TypeError: keys, bias or query set are not of a floating-point type, or sparse, or without values.
+        TypeError: keys, bias or query set are not of a floating-point type, or sparse, or without values; causal or
+            strict is not a bool.
         ValueError: no keys, no dimensions, NaN or infinite values, shapes that do not fit, a radius that is not
-            positive or of unusable size, a budget that is not positive, scores that overflow.
+            positive or of unusable size, a budget that is not positive and finite, scores that overflow.
 
     Example:
         >>> keys = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0]])
@@ -395,8 +396,11 @@ def key_geometry(
         raise ValueError(f'margins must be True, False or "exact", got {margins!r}')
     if not isinstance(budget, (int, float, np.integer, np.floating)) or isinstance(budget, bool):
         raise TypeError(f"budget must be a positive number of seconds per key, got {budget!r}")
-    if not budget > 0.0:
-        raise ValueError(f"budget must be a positive number of seconds per key, got {budget!r}")
+    if not 0.0 < budget < math.inf:
+        raise ValueError(f"budget must be a positive, finite number of seconds per key, got {budget!r}")
+    for name, given in (("causal", causal), ("strict", strict)):
+        if not isinstance(given, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {given!r}")
     values, lift, batched = key_sets(keys, bias)
     ellipsoids = None if query_set is None else query_sets(query_set, len(values), values.shape[2])
     gap = EXACT_GAP if margins == "exact" else RELATIVE_GAP if margins else None

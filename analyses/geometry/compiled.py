@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ln_probe.analyses.files import MARKER, is_marked, mark
 from ln_probe.analyses.progress import tell_delay
+from ln_probe.hooks.model import whole_number
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -174,9 +175,7 @@ def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads
     Raises:
         ValueError: `threads` below 1.
     """
-    threads = processors() if threads is None else threads
-    if isinstance(threads, str | float) or threads < 1:
-        raise ValueError(f"threads must be a whole number, 1 or more, got {threads!r}")
+    threads = processors() if threads is None else whole_number(threads, "threads", 1)
     todo = list(items)
     if threads == 1 or len(todo) < 2:
         return [work(item) for item in todo]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from small_models import lab
 from transformer_lens import ActivationCache
 
 from ln_probe.analyses.attribution.logits import attribute_logits
+from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import SplitError
 
@@ -101,11 +103,34 @@ def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
         ({"tokens": torch.ones(40).long()}, "40 tokens are more than the context of 32"),
         ({"tokens": "a text"}, "this model has no tokenizer"),
         ({"tokens": TOKENS, "neurons": [2]}, "layer 2 is out of range: the model has 2 layers (0 … 1)"),
+        *(
+            ({"tokens": TOKENS, "neurons": given}, f"neurons must be True, False or a list of layers, got {given}")
+            for given in (3, None, math.nan)
+        ),
+        (
+            {"tokens": TOKENS, "neurons": True, "components": "layers"},
+            "neurons=True is for components='heads', got comp",
+        ),
+        (
+            {"tokens": TOKENS, "neurons": [0], "components": "neurons"},
+            "neurons=[0] is for components='heads', got comp",
+        ),
+        ({"tokens": TOKENS, "positions": {}}, "positions must be None, an index, a slice or a list of indices, got {}"),
+        ({**every, "target": []}, "target is an empty list of tokens: give"),
         ({"tokens": []}, "the prompt is empty: give at least one token"),
     ):
         with pytest.raises(AttributionError) as error:
             attribute_logits(model, options.pop("tokens"), **({"positions": -1} | options))
         assert said in str(error.value)
+    said = "position=1 is the deprecated name of positions=0: give positions alone"
+    with pytest.raises(AttributionError, match=said), pytest.warns(DeprecationWarning, match="position"):
+        attribute_logits(model, TOKENS, 0, position=1)
+    found: list[Any] = [attribute_logits(model, TOKENS, -1), attribute_logits(model, TOKENS)]
+    for each in (*found, attribute_scores(model, TOKENS, 1, 0, query=7, key=3)):
+        assert len(each.top(2)) == 2
+        for k in (-1, 0, 1.5, True, None, "2"):
+            with pytest.raises(AttributionError, match=f"k must be a whole number, 1 or more, got {k!r}"):
+                each.top(k)
     with pytest.raises(TypeError, match="is not a TransformerLens model"):
         attribute_logits(torch.nn.Linear(2, 2), TOKENS, -1)
 

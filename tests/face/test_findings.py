@@ -276,7 +276,9 @@ def test_sinks_are_those_of_the_layers_and_heads_asked_for() -> None:
     assert said(table.head(0), layers=[2]) == [none]
 
 
-@pytest.mark.parametrize(("given", "told"), [(1, "1"), ("0", "'0'"), ([0.5], "[0.5]"), (["0"], "['0']")])
+@pytest.mark.parametrize(
+    ("given", "told"), [(1, "1"), ("0", "'0'"), ([0.5], "[0.5]"), (["0"], "['0']"), ([True], "[True]")]
+)
 def test_what_is_no_list_of_layers(given: Any, told: str) -> None:
     with pytest.raises(TypeError) as error:
         whole_numbers(given, "layers")

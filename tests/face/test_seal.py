@@ -183,6 +183,15 @@ def test_a_kept_hook_that_fails_on_short_inputs_is_named(bridge: Any) -> None:
         ln_probe.freezing_cost(bridge, TOKENS, hooks="keep")
     assert f"1 hook ({name_of_point(bridge)} (forward hook" in str(refused.value)
     assert "patch)) on the model fails on an input of 3 tokens (IndexError: " in str(refused.value)
+    for length in (4, 8):
+
+        def refuses(value: Any, hook: Any, length: int = length) -> Any:
+            assert value.shape[1] != length
+            return value
+
+        said = rf"refuses\)\) on the model fails on an input of {length} tokens \(AssertionError"
+        with hooked(bridge, refuses), pytest.raises(SealError, match=said):
+            ln_probe.freezing_cost(bridge, TOKENS, hooks="keep")
     with hooked(bridge, guarded):
         assert np.isfinite(ln_probe.freezing_cost(bridge, TOKENS, hooks="keep").loss)
 

@@ -164,6 +164,9 @@ def test_training_mode_is_reported(make_bridge: Callable[..., Any]) -> None:
 ONE = torch.arange(1, 9)[None]
 
 
+BOTH: dict[str, Any] = {"blocks.0.ln1": 2.0, "blocks.1.ln1": 2.0}
+
+
 @pytest.mark.parametrize(("what", "options", "said"), [
     ("scale", {}, "unknown term 'scale': choose from 'scaling', 'projection', 'both'"),
     ("scaling", {"sites": ["blocks.0.ln_1"]}, r"no norm called 'blocks.0.ln_1'; the nearest names are 'blocks.0.ln1'"),
@@ -185,10 +188,20 @@ ONE = torch.arange(1, 9)[None]
     ("scaling", {"tokens": ONE[:, :1]}, r"tokens \[1, 1\] hold no position besides 0"),
     ("scaling", {"tokens": ONE + 45}, r"token id 50 is outside the vocabulary of 50 \(0 … 49\)"),
     ("scaling", {"tokens": torch.zeros(1, 33, dtype=torch.long)}, "33 tokens are more than the context of 32"),
+    (["scaling"], {}, r"unknown term \['scaling'\]: choose from"),
+    ({}, {}, r"unknown term \{\}: choose from"),
+    ("scaling", {"sites": ["attention", "ln_final"]}, "'attention' is a group of norms: give it alone, sites='attent"),
+    ("scaling", {"sites": [["ln_final"]]}, r"no norm called \['ln_final'\]"),
+    *(("scaling", {"scale": "resampled", "seed": seed}, f"seed must be a whole number, 0 or more, got {seed!r}")
+      for seed in (None, "x", 1.5, math.nan, -1, True)),
+    ("scaling", {"scale": BOTH | {"nope": 2.0}}, "scale is given for 'nope', which is no norm of this model: blocks.0"),
+    ("scaling", {"scale": BOTH | {"blocks.1.ln1": "x"}}, r"blocks\.1\.ln1: a constant is a number or .*, got 'x'"),
+    ("scaling", {"tokens": [1, 2, 3]}, r"got one row of 3: write \[\[…\]\]"),
+    ("scaling", {"tokens": [[1, 2, 10**30]]}, "token id 10{30} is outside any vocabulary"),
     ("scaling", {"sites": "all", "only": "keys"},
      r"only='keys' needs norms that attention reads, and blocks\.0\.ln2 is read by: mlp"),
 ])  # fmt: skip
-def test_bad_arguments(what: str, options: dict[str, Any], said: str, make_bridge: Callable[..., Any]) -> None:
+def test_bad_arguments(what: Any, options: dict[str, Any], said: str, make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
     model(TOKENS)  # a bridge puts hooks of its own in its first pass
     before = hook_counts(model)
@@ -206,6 +219,7 @@ def test_bad_arguments(what: str, options: dict[str, Any], said: str, make_bridg
     ([(1, -1)], "layer 1 has no head -1; it has heads 0 to 3"),
     ([(0, 1), (0, 1)], r"\(0, 1\) is given twice"),
     ([3], r"must be \(layer, head\) pairs of whole numbers, got 3"),
+    ([(True, False)], r"must be \(layer, head\) pairs of whole numbers, got \(True, False\)"),
     ([(0, 1.5)], r"must be \(layer, head\) pairs of whole numbers, got \(0, 1\.5\)"),
 ])  # fmt: skip
 def test_heads_that_are_not_there(heads: Any, said: str, make_bridge: Callable[..., Any]) -> None:

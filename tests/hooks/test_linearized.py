@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ln_probe
-from ln_probe.hooks import find_sites, linearized, without
+from ln_probe.hooks import check_equivalent, find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError, LostEditError
 from ln_probe.hooks.norm import Site, SiteError
 
@@ -135,6 +135,23 @@ def test_what_cannot_be_held(make_lab: Callable[..., Any]) -> None:
     bare = make_lab(norm=None, norm_mlp=None, norm_final=None)
     with pytest.raises(InterventionError, match="no normalization: it is linear there already"), linearized(bare):
         pass
+
+
+@pytest.mark.parametrize("read", [linearized.sigmas, lambda model, tokens: check_equivalent(model, model, tokens)])
+def test_tokens_that_are_none_are_refused(read: Callable[[Any, Any], Any], make_lab: Callable[..., Any]) -> None:
+    model = make_lab()
+    for tokens, said in (
+        ("a text", "tokens must be a tensor of token ids [batch pos] or a list of rows, got str"),
+        (torch.tensor([1, 99]), "token id 99 is outside the vocabulary of 50"),
+        (torch.ones(40).long(), "40 tokens are more than the context of 32"),
+        (torch.ones(0).long(), "got int64 [1, 0]"),
+        (torch.ones(1, 1, 1).long(), "got int64 [1, 1, 1]"),
+        (torch.ones(3), "got float32 [1, 3]"),
+        ([[1, 2], [3]], "tokens must be rows of one length, got lengths [1, 2]"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            read(model, tokens)
+        assert said in str(error.value)
 
 
 def test_what_measures_the_model_works_inside(worlds: list[tuple[str, Any]]) -> None:

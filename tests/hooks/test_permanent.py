@@ -42,6 +42,13 @@ def test_a_saved_norm_free_model_gives_the_logits_of_the_edited_one(
         loaded: Any = ln_probe.load_model(folder)
         assert largest(loaded(TOKENS), wanted) < 1e-5
     assert not any(s.scales for s in find_sites(loaded))
+    (file := tmp_path / "file.txt").write_text("mine")
+    for wrong, error, said in ((file, FileExistsError, r"file\.txt is a file: give a folder"),
+                               (None, ValueError, "give a folder to write to, got None"),
+                               ("", ValueError, "give a folder to write to, got ''")):  # fmt: skip
+        with pytest.raises(error, match=said):
+            permanent.save(wrong)  # type: ignore[arg-type]
+    assert file.read_text() == "mine"
 
 
 def test_a_lab_model_in_the_shape_of_gpt2(tmp_path: Path) -> None:
