@@ -192,7 +192,7 @@ def parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"character {error.pos}"
+        at = f"line {error.lineno}, column {error.colno}" if "\n" in text.rstrip() else f"character {error.pos}"
         raise FileError(f"{where}: not JSON ({error.msg}, {at})") from error
     except ValueError as error:  # int() refuses what would take it minutes
         raise FileError(f"{where}: a whole number has too many digits to be one that is meant") from error

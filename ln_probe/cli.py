@@ -37,6 +37,7 @@ from ln_probe.batch.options import (
     Workers,
     check_targets,
     count_option,
+    path_of,
     run_of,
     settings_of,
     slice_of,
@@ -154,12 +155,14 @@ def report(options: ReportOptions, execution: Execution, processes: Workers, int
     if execution.engine not in ENGINES:
         raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {execution.engine!r}")
     bound = space_of(execution.disk)
-    if execution.dry_run:
-        _plan(options, processes, into, output, bound)
-        return
+    if execution.engine != "ray" and (execution.address is not None or execution.gpus):
+        raise refuse("--address and --gpus are about a Ray cluster: add --engine ray, or leave them out")
     part = slice_of(execution.unit)
     if part is not None and execution.fresh:
         raise refuse("--fresh would delete what other slices have done: delete the folder instead")
+    if execution.dry_run:
+        _plan(options, processes, into, output, bound)
+        return
     settings = settings_of(options)
     writable(out)
     targets = targets_of(options, quiet=output.quiet, disk=bound, out=out)
@@ -243,6 +246,7 @@ def _plan(options: ReportOptions, processes: Workers, into: Out, output: Output,
     from ln_probe.batch.cost import cost, cost_table, default_workers, prompt_lengths
 
     settings = settings_of(options)
+    writable(into.out)
     targets = targets_of(options, quiet=output.quiet, disk=disk, out=into.out)
     check_targets(options, settings, targets)
     with temporary_folder() as scratch:
@@ -482,10 +486,18 @@ def lab_run(
     seeds: Annotated[
         int | None, count_option(None, least=1, most=10_000, help="How many; default: the experiment's own.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder; default lab-runs/NAME.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=path_of, metavar="PATH", help="Folder; default lab-runs/NAME.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A size that takes minutes.")] = False,
-    text: Annotated[list[Path] | None, typer.Option(help="A text file (UTF-8); may be repeated.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer's folder; else made from the text.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(parser=path_of, metavar="PATH", help="A text file (UTF-8); may be repeated."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(parser=path_of, metavar="PATH", help="A tokenizer's folder; else made from the text."),
+    ] = None,
     jobs: Annotated[int, count_option(None, least=1, most=10_000, help="Processes that train side by side.")] = 1,
     collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
@@ -533,7 +545,9 @@ def lab_run(
 @lab.command("compile")
 def lab_compile(
     program: Annotated[Path, typer.Argument(help="A C-RASP program (docs/compiler.md).")],
-    out: Annotated[Path, typer.Option(help="Folder for the model, which `ln-probe report` takes.")],
+    out: Annotated[
+        Path, typer.Option(parser=path_of, metavar="PATH", help="Folder for the model, which `ln-probe report` takes.")
+    ],
     construction: Annotated[str, typer.Option(help="What makes truth values: scaling, clip, rounding.")] = "scaling",
     norm: Annotated[str, typer.Option(help="layernorm, scaling_only, projection_only, none.")] = "layernorm",
     alphabet: Annotated[str | None, typer.Option(help="Letters of words; default: those of the program.")] = None,
@@ -544,18 +558,20 @@ def lab_compile(
     from ln_probe.batch.options import LARGEST
 
     with refusing(ImportError):
-        from ln_probe.analyses.lab.crasp.crasp import parse
+        from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
         from ln_probe.analyses.lab.crasp.crasp_compiler import compile_program, save_compiled
 
     if construction not in (known := ("scaling", "clip", "rounding")):
         raise exits.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
-    exits.writable(out.parent)
+    exits.writable(out)
     try:
         source = read_text(program, LARGEST, "utf-8-sig")  # editors on Windows write a byte order mark
         made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
         save_compiled(made, out)
-    except (OSError, ValueError) as error:
-        raise exits.refuse(f"{program}: {error}") from error
+    except (CRaspError, FileNotFoundError) as error:
+        raise exits.refuse(f"{program}: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, ValueError) as error:  # these say themselves what they are about
+        raise exits.refuse(str(error)) from error
     grid = made.precision
     typer.echo(
         f"{encodable(str(out))}: depth {made.depth}, {made.layers} layers ({made.attending} attend), "

@@ -218,7 +218,7 @@ def _first_pass(
     passes = Passes(model, settings, probes=probes, objective=objective, seal=seal)
     clock.lap("preparation")
     numbered = list(enumerate(ready.tokens))
-    calibrated = passes.calibrate(numbered, groups=groups, calibration=other, default=default)
+    calibrated = passes.calibrate(numbered, groups=ready.labels(groups), calibration=other, default=default)
     clock.lap("first pass")
     return passes, ready, calibrated
 

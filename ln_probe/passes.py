@@ -210,6 +210,10 @@ class Passes:
         Raises:
             ValueError: another number of labels than prompts, or calibration text that cannot be used.
         """
+        prompts = list(prompts)
+        rows = [row.numpy().astype(np.int64).tobytes() for _, row in prompts]  # equal ones form a group
+        grouping = _groups(rows, groups)
+        on_overlap = () if calibration is None else _overlap(rows, calibration)
         # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
         wanted = self.settings.layers
         statistics = [
@@ -224,7 +228,6 @@ class Passes:
         occurred: dict[int, EmpiricalQueries] = defaultdict(EmpiricalQueries)
         batch: list[tuple[int, Tensor]] = []
         lengths: list[float] = []
-        rows: list[bytes] = []  # the token ids of every prompt: equal ones form a group
         frozen = [s.site for s in statistics if not s.site.stands_in]
         places = {site.name: place for place, site in enumerate(frozen)}
         sums: list[np.ndarray] = []  # of sigma, of each prompt: [2 site 2], sums and counts
@@ -255,12 +258,11 @@ class Passes:
 
         for batch in self._batches("first pass", prompts):  # the callbacks read it
             lengths += [float(len(row)) for _, row in batch]
-            rows += [row.numpy().astype(np.int64).tobytes() for _, row in batch]
             sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
             self._stream(batch, on_norm, on_attention if self.wants_heads else None)
         stacked = np.stack(sums) if sums else np.zeros((0, 2, len(frozen), 2))
-        measured = Constants(tuple(places), _groups(rows, groups), stacked[:, 0], stacked[:, 1])
-        constants, calibrated_on, on_constants = self._constants(frozen, measured, rows, calibration)
+        measured = Constants(tuple(places), grouping, stacked[:, 0], stacked[:, 1])
+        constants, calibrated_on, on_constants = self._constants(frozen, measured, calibration)
         optimal = self._optimal(constants, rows, default=default)
         if not optimal:
             passes = _FITTING_PASSES * sum(lengths) * sum(p.numel() for _, p in self.model.named_parameters())
@@ -268,7 +270,7 @@ class Passes:
         return_free_memory()
         sample = self._sample(lengths)
         notes = self._notes(statistics, unsupported, bidirectional, sorted(set(occurred) - set(observed)))
-        notes = (*notes, *on_constants, *constants.notes())
+        notes = (*notes, *on_overlap, *on_constants, *constants.notes())
         return Calibration(
             norms=decomposition.layernorms_table(statistics, constants),
             constants=constants,
@@ -286,18 +288,15 @@ class Passes:
         )
 
     def _constants(
-        self, sites: Sequence[Site], measured: Constants, rows: Sequence[bytes], calibration: Prompts | None
+        self, sites: Sequence[Site], measured: Constants, calibration: Prompts | None
     ) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
         """Return the constants, what provenance says of the prompts that they come from, and notes.
 
         They come from the user's `calibration`, else from the other prompts (`measured`); where all prompts form one
         group, from the model's calibration windows, else the bundled passages, else the prompts' own means.
-
-        Raises:
-            ValueError: calibration text that holds the measured prompts alone, or no prompt of two tokens.
         """
+        notes: tuple[str, ...] = ()
         if calibration is not None:
-            notes = _overlap(rows, calibration)
             tokens, source = calibration.tokens, f"{CALIBRATION} ({calibration.source})"
         elif measured.group_count > 1 or not measured.group_count or not sites:
             return measured, {}, ()

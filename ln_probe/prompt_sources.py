@@ -25,6 +25,7 @@ Entry = str | list[int]  # a text, or the token ids of one prompt
 BUNDLED, SAMPLED = "bundled", "sampled"
 HUB_PREFIX = "hf:"
 _OPTIONS = ("config", "split", "field")
+_FIELDS = {"text": (str, "a text"), "tokens": (list, "a list of token ids")}  # of a line of JSON
 # The largest vocabularies have some millions of entries; larger ids are other numbers, and arrays of 2³¹ would follow.
 LARGEST_ID = 2**31 - 1
 _SAVED = ("state.json", "dataset_dict.json")  # what Dataset.save_to_disk leaves
@@ -98,21 +99,25 @@ def entries(given: str | Path) -> Iterator[Entry]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file or data set is damaged, or lacks the fields that are needed.
+        ValueError: the file or data set is damaged, lacks the fields that are needed, or holds no prompts.
         ConnectionError: a data set that is not on this machine, and no network.
     """
-    text = str(given)
-    if is_dataset(text):
-        yield from _dataset(DatasetName.parse(text))
-        return
+    empty = True
+    for entry in _read(str(given)):
+        empty = False
+        yield entry
+    if empty:
+        raise ValueError(f"no prompts ({given} is empty): give at least one")
+
+
+def _read(given: str) -> Iterator[Entry]:
+    if is_dataset(given):
+        return _dataset(DatasetName.parse(given))
+    check_source(given)
     path = Path(given)
-    check_source(text)
     if path.suffix == ".npy":
-        yield from _array(path)
-    elif path.suffix in (".jsonl", ".json"):
-        yield from _json_lines(path)
-    else:
-        yield from _paragraphs(path)
+        return _array(path)
+    return _json_lines(path) if path.suffix in (".jsonl", ".json") else _paragraphs(path)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -144,13 +149,17 @@ def _json_lines(path: Path) -> Iterator[Entry]:
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
-        entry = parse_json(line, f"{path}, line {number}")
-        if isinstance(entry, dict) and isinstance(entry.get("text"), str):
-            yield entry["text"]
-        elif isinstance(entry, dict) and isinstance(entry.get("tokens"), list):
-            yield _ids(entry["tokens"], f"{path}, line {number}")
-        else:
-            raise ValueError(f'{path}, line {number}: needs a "text" or a "tokens" field')
+        where = f"{path}, line {number}"
+        entry = parse_json(line, where)
+        held = {k: v for k, v in entry.items() if k in _FIELDS and v is not None} if isinstance(entry, dict) else {}
+        if len(held) != 1:
+            more = ", and has both: leave one out" if held else ""
+            raise ValueError(f'{where}: needs a "text" or a "tokens" field{more}')
+        ((field, value),) = held.items()
+        wanted, described = _FIELDS[field]
+        if not isinstance(value, wanted):
+            raise ValueError(f'{where}: "{field}" must be {described}, got {_short(value)}')
+        yield value if isinstance(value, str) else _ids(value, where)
 
 
 def _ids(values: object, where: str) -> list[int]:
@@ -184,7 +193,9 @@ def _array(path: Path) -> Iterator[Entry]:
     try:
         ids = np.atleast_2d(np.load(path, mmap_mode="r", allow_pickle=False))  # in memory row by row
     except (ValueError, OSError, EOFError, MemoryError, SyntaxError, RecursionError) as error:
-        raise ValueError(f"{path} is not a plain .npy file of token ids: {error}") from error
+        # What is in no format of NumPy's is taken for a pickle, and the advice is to read it as one.
+        why = "it has another format, or holds objects" if "pickle" in str(error) else error
+        raise ValueError(f"{path} is not a plain .npy file of token ids: {why}") from error
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise ValueError(f"{path}: token ids must be whole numbers [batch pos], got {ids.dtype} {list(ids.shape)}")
     for number, row in enumerate(ids):
@@ -273,17 +284,20 @@ def sampled_prompts(count: int | None = None) -> Sampled:
     return Sampled(count)
 
 
-def prompts_named(given: str | None, most: int | None = None) -> Any:
-    """Return what `make_prompts` takes for the words of a command line: None, "sampled", a file or a data set.
+def prompts_named(given: str | None, most: int | None = None) -> tuple[Any, int | None]:
+    """Return what `make_prompts` takes for the words of a command line (None, "sampled", a file or a data set), and how
+    many prompts it holds, which have been read; None where that depends on the model.
 
     Args:
         given: as typed; most: only so many of the first prompts; None: all.
+
+    Raises:
+        FileNotFoundError, ValueError, ConnectionError: as `entries`.
     """
     if given is None or given == SAMPLED:
-        return None if given is None else Sampled(most)
-    if most is None and not is_dataset(given):
-        return Path(given)
-    return list(islice(entries(given), most))
+        return (None if given is None else Sampled(most)), None
+    found = list(islice(entries(given), most))
+    return Path(given) if most is None and not is_dataset(given) else found, len(found)
 
 
 def token_rows(given: Any, *, pad: int | None = None, ends: Sequence[int] = ()) -> tuple[list[Tensor], tuple[str, ...]]:

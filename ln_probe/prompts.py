@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,15 @@ class Prompts:
     def summary(self) -> dict[str, Any]:
         """The description of the prompts for a report's provenance."""
         return summary(self.source, self.tokens, self.name_of, skipped=self.skipped)
+
+    def labels(self, given: Any) -> Any:
+        """Return the labels of these prompts from one for each prompt that was given, skipped ones too."""
+        left_out = {number for number, _ in self.skipped}
+        if not left_out or isinstance(given, str) or not isinstance(given, Sized):
+            return given
+        if len(given) != len(self.tokens) + len(left_out):
+            return given
+        return [label for number, label in enumerate(given) if number not in left_out]
 
 
 def summary(

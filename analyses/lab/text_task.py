@@ -64,7 +64,7 @@ class TextTask:
         texts = []
         self._files = []
         for file in map(Path, files):
-            if not file.is_file():
+            if not file.exists():
                 raise FileNotFoundError(f"no text file {file}")
             raw = read_bytes(file, LARGEST_TEXT)
             try:
@@ -82,7 +82,7 @@ class TextTask:
         if min(len(self.train_tokens), len(self.valid_tokens)) < n_ctx:
             raise ValueError(
                 f"the text is too short: {len(self.train_tokens)} training and {len(self.valid_tokens)} held-out "
-                f"tokens, but a window needs {n_ctx}: give more text or a smaller n_ctx"
+                f"tokens, but a window needs {n_ctx}: give more text"
             )
         self.boundary = self.tokenizer.get_vocab()[TEXT_BOUNDARY]
 
@@ -165,13 +165,17 @@ def read_tokenizer(folder: Path, d_vocab: int) -> Tokenizer:
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: another size than d_vocab, or no `<|endoftext|>`.
+        ValueError: no tokenizer in it, one of another size than d_vocab, or without `<|endoftext|>`.
     """
     from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no tokenizer folder {folder}")
-    found: Tokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    try:
+        found: Tokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    except Exception as error:  # of a damaged file, of any class
+        there = "a tokenizer.json that cannot be read" if (folder / "tokenizer.json").exists() else "no tokenizer.json"
+        raise ValueError(f"{folder} holds {there}: give a folder with a fast tokenizer of Hugging Face") from error
     vocabulary = found.get_vocab()
     if len(vocabulary) != d_vocab or TEXT_BOUNDARY not in vocabulary:
         raise ValueError(

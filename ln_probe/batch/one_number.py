@@ -8,7 +8,7 @@ from typing import Any, cast
 import typer
 
 from ln_probe.batch import exits
-from ln_probe.batch.options import MeasureOptions, OneModel, Output, check_values
+from ln_probe.batch.options import MeasureOptions, OneModel, Output, check_labels, check_values
 
 
 def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
@@ -23,8 +23,10 @@ def run(model: OneModel, options: MeasureOptions, output: Output) -> None:
     with exits.refusing(OSError, ValueError):
         check_values(options)
         (target,) = suite([model.name], None, options.revision, allow_pickle=options.allow_pickle)
+        prompts, count = prompts_named(options.prompts, options.max_prompts)
+        check_labels(options.groups, count)
         measuring: dict[str, Any] = {
-            "prompts": prompts_named(options.prompts, options.max_prompts),
+            "prompts": prompts,
             "groups": None if options.groups is None else read_groups(options.groups),
         }
     measuring |= {name: getattr(options, name) for name in ("calibration", "loss", "max_tokens", "seed")}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -15,7 +17,7 @@ import typer
 
 from ln_probe.analyses.files import FileError, read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import listing
-from ln_probe.analyses.text import quoted, whole_number
+from ln_probe.analyses.text import counted, quoted, whole_number
 from ln_probe.batch.exits import refuse, refusing
 
 if TYPE_CHECKING:
@@ -57,7 +59,12 @@ def _read(context: Context, path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in found.items():
         option = known[_spelled(key)]
-        values[str(option.name)] = _value(value, f"--config {path}: {key}", several=option.nargs != 1)
+        where = f"--config {path}: {key}"
+        values[str(option.name)] = typed = _value(value, where, several=option.nargs != 1)
+        try:
+            option.process_value(context, typed)
+        except typer.BadParameter as error:  # it would name an option that was not typed
+            raise refuse(f"{where} is {value!r}: {error.message}") from error
     return values
 
 
@@ -72,6 +79,23 @@ def _value(value: Any, where: str, *, several: bool) -> Any:
     if isinstance(value, str | int | float | bool):
         return [str(value)] if several else value
     raise refuse(f"{where} is {value!r}: an option is a text, a number, true or false, or a list of texts or numbers")
+
+
+def path_of(value: str | Path) -> Path:
+    """Parse a path; an empty one would be the current folder."""
+    if not str(value):
+        raise typer.BadParameter("the name is empty: give a path (this folder is .)")
+    return Path(value)
+
+
+def _gpus(value: str | float) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise typer.BadParameter(f"{quoted(str(value))} is not a number of GPUs per worker, 0 or more, fractions too")
+    return number
 
 
 # The groups of `--help`.
@@ -207,7 +231,7 @@ class Execution:
 
     engine: Annotated[str, _of(WORK, help="'local' processes or a 'ray' cluster.")] = "local"
     address: Annotated[str | None, _of(WORK, help="Of the Ray cluster; 'auto' finds one, none starts one here.")] = None
-    gpus: Annotated[float, _of(WORK, min=0, help="GPUs per Ray worker, fractions too.")] = 0.0
+    gpus: Annotated[float, _of(WORK, parser=_gpus, metavar="FLOAT", help="GPUs per Ray worker, fractions too.")] = 0.0
     unit: Annotated[str | None, _of(WORK, metavar="K/N", help="Only slice K of N; join with merge.")] = None
     dry_run: Annotated[bool, _of(WORK, "--dry-run", help="Say what would be done, and stop.")] = False
     fresh: Annotated[bool, _of(WORK, "--fresh", help="Do finished models again.")] = False
@@ -240,14 +264,14 @@ class Workers:
 class Out:
     """Where reports go."""
 
-    out: Annotated[Path, _of(OUTPUT, help="Folder for the reports.")] = Path("reports")
+    out: Annotated[Path, _of(OUTPUT, parser=path_of, metavar="PATH", help="Folder for the reports.")] = Path("reports")
 
 
 @dataclass(frozen=True)
 class Folder:
     """Where slices of reports lie."""
 
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of the slices.")]
+    folder: Annotated[Path, typer.Argument(parser=path_of, metavar="DIR", help="The --out of the slices.")]
 
 
 @dataclass(frozen=True)
@@ -345,7 +369,7 @@ def check_values(options: MeasureOptions) -> None:
     """Raise ValueError or FileNotFoundError for values that are seen to be wrong before a model is loaded."""
     from ln_probe.hooks.objective import Objective
     from ln_probe.models import device_named, dtype_named
-    from ln_probe.prompt_sources import check_source
+    from ln_probe.prompt_sources import check_source, entries, is_dataset
     from ln_probe.settings import read_groups
 
     if options.prompts not in (None, "sampled"):
@@ -355,12 +379,42 @@ def check_values(options: MeasureOptions) -> None:
     if options.device is not None:
         device_named(options.device)
     if options.groups is not None:
-        read_groups(options.groups)
-    if options.calibration is not None:
-        if options.calibration.is_dir():
-            raise ValueError(f"--calibration {options.calibration} is a folder: give a .txt, .jsonl or .npy file")
-        check_source(str(options.calibration))
+        with _naming("groups", ": give a UTF-8 text file with a label a line, a line for each prompt"):
+            read_groups(options.groups)
+    if (given := options.calibration) is not None:
+        if is_dataset(str(given)):
+            kind = "folder" if given.is_dir() else "data set"
+            raise ValueError(f"--calibration {given} is a {kind}: give a .txt, .jsonl or .npy file")
+        with _naming("calibration"):
+            for _ in entries(given):  # every one is read
+                pass
+        measured = Path(options.prompts or "")
+        if options.max_prompts is None and measured.is_file() and sha256_of_file(measured) == sha256_of_file(given):
+            raise ValueError(
+                f"--calibration {given} holds the prompts that are measured: leave it out (the constants of a prompt "
+                "are then means over the others), or give other text"
+            )
     Objective.of(options.loss)
+
+
+@contextmanager
+def _naming(option: str, advice: str = "") -> Iterator[None]:
+    """Errors of a file name the option that it was given to."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--{option}: {error}{advice}") from error
+
+
+def check_labels(groups: Path | None, count: int | None) -> None:
+    """Raise ValueError if a file of group labels has not `count`, one for each prompt; None: the model decides that."""
+    from ln_probe.settings import read_groups
+
+    if groups is not None and count is not None and (found := len(read_groups(groups))) != count:
+        raise ValueError(
+            f"--groups {groups} holds {counted(found, 'label')} for {counted(count, 'prompt')}: write one label a "
+            "line, a line for each prompt (equal labels form one group)"
+        )
 
 
 def settings_of(options: ReportOptions) -> Settings:
@@ -435,6 +489,7 @@ def run_of(options: ReportOptions, settings: Settings, out: Path, corpus: Path) 
     from ln_probe.batch.shards import divide
 
     sharded = divide(options.prompts, corpus, options.shard, options.max_prompts)
+    check_labels(options.groups, None if options.prompts in (None, "sampled") else sharded.count)
     command = shlex.join(["ln-probe", *sys.argv[1:]])
     return Run(out, settings, sharded, options.dtype, options.device, options.allow_pickle, options.strict, command)
 

@@ -6,7 +6,6 @@ ended.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from typing import Any
@@ -102,8 +101,6 @@ def connect(address: str | None, gpus: float) -> Any:
         import ray
     except ImportError as error:
         raise RayError("--engine ray needs the package ray: pip install 'ln-probe[ray]'") from error
-    if not math.isfinite(gpus):
-        raise RayError(f"--gpus must be a number of GPUs per worker, fractions too, got {gpus}")
     if not ray.is_initialized():
         _check_address(address)
         try:

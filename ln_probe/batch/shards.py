@@ -91,8 +91,6 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
     if held is not None:
         return held
     count, digest = _write(islice(entries(given), limit), file)
-    if not count:
-        raise ValueError(f"no prompts ({given} is empty): give at least one")
     if not is_dataset(given) and _sha256(Path(given)) != file_sha256:
         raise ValueError(f"{given} changed while it was being read: wait until it is complete, and try again")
     source = given if is_dataset(given) else Path(given).name

@@ -177,7 +177,7 @@ class Worker:
             other = calibration_prompts(passes.model, Path(settings.calibration), settings.max_tokens, settings.seed)
         if settings.groups is not None:
             check_unchanged(settings.groups, settings.groups_sha256)
-            labels = read_groups(settings.groups)
+            labels = made.labels(read_groups(settings.groups))
         skips = (skip_note(made.skipped, len(made.tokens)),) if made.skipped else ()
         self._check_strictly(skips)
         found = passes.calibrate(list(enumerate(made.tokens)), groups=labels, calibration=other, default=default)

@@ -93,8 +93,17 @@ def test_labels_form_groups(make_bridge: Callable[..., Any]) -> None:
     expected = mean_sigmas(model, find_sites(model), TOKENS[2:])
     assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
     assert constants.effective_groups == pytest.approx((21 + 17) ** 2 / (21**2 + 17**2))
+
+
+def test_labels_and_calibration_text_are_checked_before_the_first_pass(
+    make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_bridge("gpt2")
+    monkeypatch.setattr("ln_probe.passes.stream_together", None)
     with pytest.raises(ValueError, match="got 2 labels for 5 prompts"):
         analyzed(model, groups=["a", "b"])
+    with pytest.raises(ValueError, match="calibration: these are the 5 prompts that are measured: leave it out"):
+        analyzed(model, calibration=TOKENS)
 
 
 def test_calibration_text_gives_every_prompt_the_same_constants(make_bridge: Callable[..., Any]) -> None:
@@ -128,8 +137,6 @@ def test_unusable_calibration_text_is_refused(make_bridge: Callable[..., Any]) -
         analyzed(model, calibration=[[50]])
     with pytest.raises(ValueError, match="calibration: its 2 prompts have one token each"):
         analyzed(model, calibration=[[3], [4]])
-    with pytest.raises(ValueError, match="calibration: these are the 5 prompts that are measured: leave it out"):
-        analyzed(model, calibration=TOKENS)
     report = analyzed(model, calibration=[TOKENS[1], torch.arange(30, 42)])
     assert "1 of 5 prompts are in the calibration text too: their own sigma is part of their constants" in report.notes
 

@@ -345,11 +345,14 @@ def test_a_compiled_folder_loads_and_commands_refuse(tmp_path: Path) -> None:
     marked = tmp_path / "marked.crasp"  # with a byte order mark, as an editor on Windows may leave it
     marked.write_text("x := #[Q_a] > 0", encoding="utf-8-sig")
     for path, options, shown in (
-        (marked, ["--alphabet", ""], "the alphabet is empty"),
+        (marked, ["--alphabet", ""], "ln-probe: the alphabet is empty"),
         (bad, ["--construction", "rounding"], "line 1, column 6: unsupported: the output is a count"),
         (bad, ["--construction", "hardmax"], "unknown construction 'hardmax': known ones are scaling, clip, rounding"),
         (bad, ["--norm", "batchnorm"], "unknown norm 'batchnorm'"),
-        (tmp_path / "none.crasp", [], "No such file"),
+        (marked, ["--norm", "batchnorm"], "ln-probe: unknown norm 'batchnorm'"),
+        (tmp_path / "none.crasp", [], "none.crasp: No such file or directory\n"),
+        (tmp_path, [], f"ln-probe: {tmp_path}: a folder, not a file"),
+        (marked, ["--out", str(bad)], f"ln-probe: cannot write to {bad} (Not a directory): choose another --out"),
         (bad, ["--out", str(tmp_path / "m")], "holds another run (not the same: alphabet, model, program)"),
     ):
         arguments = ["lab", "compile", str(path), "--out", str(tmp_path / "n"), *options]

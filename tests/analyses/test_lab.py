@@ -171,7 +171,7 @@ def test_damaged_runs(task: TextTask, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("content", "error", "said"), [
     ("die Fläche ".encode("latin-1") * 5000, ValueError,
      r"some\.txt is not UTF-8 text \(.* position 6.*\): convert it first"),
-    (b"too short", ValueError, r"the text is too short: .* a window needs 16"),
+    (b"too short", ValueError, r"the text is too short: .* a window needs 16: give more text$"),
     (None, FileNotFoundError, "no text file"),
 ])  # fmt: skip
 def test_bad_text(content: bytes | None, error: type[Exception], said: str, tmp_path: Path) -> None:

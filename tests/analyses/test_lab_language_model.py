@@ -88,6 +88,13 @@ def test_a_tokenizer_of_the_users(prose: Path, tmp_path: Path) -> None:
         read_tokenizer(tmp_path / "tok", 300)
     with pytest.raises(FileNotFoundError, match="no tokenizer folder"):
         read_tokenizer(tmp_path / "nothing", 300)
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    with pytest.raises(ValueError, match=r"bad holds no tokenizer\.json: give a folder with a fast tokenizer"):
+        read_tokenizer(bad, 300)
+    (bad / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"bad holds a tokenizer\.json that cannot be read: give a folder"):
+        read_tokenizer(bad, 300)
 
 
 def test_gpt2s_tokenizer(shared: Path) -> None:

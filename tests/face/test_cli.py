@@ -88,6 +88,39 @@ def test_one_number_that_cannot_be_had(asked: tuple[str, ...], code: int, said: 
     assert said in ended.stderr
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    (["--prompts", "empty.txt"], "no prompts (empty.txt is empty): give at least one"),
+    (["--prompts", "cut.jsonl"], "cut.jsonl, line 2: not JSON (Expecting property name enclosed in double quotes, "),
+    (["--prompts", "abc.npy"], "abc.npy is not a plain .npy file of token ids: it has another format"),
+    (["--calibration", "empty.txt"], "--calibration: no prompts (empty.txt is empty): give at least one"),
+    (["--calibration", "cut.jsonl"], "--calibration: cut.jsonl, line 2: not JSON"),
+    (["--calibration", "nothing.txt"], "--calibration: no prompts file 'nothing.txt'"),
+    (["--calibration", "hf:some/data"], "--calibration hf:some/data is a data set: give a .txt, .jsonl or .npy file"),
+    (["--calibration", "again.jsonl"], "--calibration again.jsonl holds the prompts that are measured: leave it out"),
+    (["--groups", "two.txt"], "--groups two.txt holds 2 labels for 3 prompts: write one label a line"),
+    (["--groups", "three.txt", "--max-prompts", "1"], "--groups three.txt holds 3 labels for 1 prompt: "),
+    (["--groups", "nothing.txt"], "--groups: no groups file 'nothing.txt': give a UTF-8 text file with a label a line"),
+    (["--groups", "latin.txt"], "--groups: latin.txt: not UTF-8 text (byte 0): give a UTF-8 text file with a label"),
+    (["--groups", "."], "--groups: .: a folder, not a file: give a UTF-8 text file with a label a line"),
+])  # fmt: skip
+def test_files_are_read_before_a_model_is_loaded(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, prompts = lab_model(tmp_path / "m"), write_prompts(tmp_path / "p.jsonl")
+    content = {"empty.txt": b"", "cut.jsonl": b'{"tokens": [1, 2]}\n{,\n', "abc.npy": b"abc", "latin.txt": b"\xe9\n"}
+    content |= {"again.jsonl": prompts.read_bytes(), "two.txt": b"a\nb\n", "three.txt": b"a\nb\nb\n"}
+    for name, held in content.items():
+        (tmp_path / name).write_bytes(held)
+    monkeypatch.setattr(ln_probe, "load_model", None)
+    for asked in (["report", "--out", "out"], ["plan"], ["freezing-cost"]):
+        code, printed, heard = command(*asked, model, "--quiet", "--prompts", prompts.name, *options)
+        assert (code, printed) == (2, "")
+        assert heard.startswith(f"ln-probe: {said}")
+        assert len(heard.splitlines()) == 1
+        assert not (tmp_path / "out").exists()
+
+
 def test_a_failing_model_leaves_the_others_done(capp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # pages are drawn
     broken = tmp_path / "broken"
@@ -144,8 +177,10 @@ def test_options_from_a_file(capp: Path, tmp_path: Path) -> None:
     ("seed = 1979-05-27", "seed is datetime.date(1979, 5, 27): an option is a text, a number, true or false"),
     ("layers = [[1]]", "layers is [[1]]: an option is a text"),
     ("seed =", "cannot be read (Invalid value (at"),
-    ("max-tokens = 0", "--max-tokens"),
-    ("allow-pickle = 'perhaps'", "allow-pickle"),
+    ("max-tokens = 0", "a.toml: max-tokens is 0: '0' is not a whole number from 2 to"),
+    ("allow-pickle = 'perhaps'", "a.toml: allow-pickle is 'perhaps': "),
+    ("optimal = 3", "a.toml: optimal is 3: "),
+    ("gpus = -1", "a.toml: gpus is -1: '-1' is not a number of GPUs"),
     (None, "cannot be read (No such file or directory)"),
 ])  # fmt: skip
 def test_a_file_of_options_that_makes_no_sense(text: str | None, said: str, tmp_path: Path) -> None:
@@ -214,7 +249,13 @@ SLICE, NUMBER = "--unit takes K/N with K from 1 to N, such as 3/16, got ", " is 
     (["--probes", "magic"], "unknown probe 'magic': choose from decomposition, selectability, uniformity"),
     (["--probes", " , "], "names no probe"),
     (["--config", LONG], "cannot be read (File name too long)"),
-    (["--gpus", "nan", "--engine", "ray"], "--"),
+    (["--gpus", "nan", "--engine", "ray"], "'nan' is not a number of GPUs per worker, 0 or more"),
+    (["--gpus", "-1", "--engine", "ray"], "'-1' is not a number of GPUs per worker, 0 or more"),
+    (["--gpus", "x", "--engine", "ray"], "'x' is not a number of GPUs per worker, 0 or more"),
+    (["--gpus", "3"], "--address and --gpus are about a Ray cluster: add --engine ray, or leave them out"),
+    (["--address", "auto"], "--address and --gpus are about a Ray cluster: add --engine ray, or leave them out"),
+    (["--dry-run", "--unit", "x"], SLICE + "'x'"),
+    (["--out", ""], "'--out': the name is empty: give a path"),
     (["{model}"], "is given twice"),
 ])  # fmt: skip
 def test_b06_c10_options(options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,10 +306,12 @@ def test_b06_names_that_are_no_text_or_long(tmp_path: Path) -> None:
 
 def test_an_unwritable_folder_is_found_out_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    code, _, said = report("no-such-model", "--out", tmp_path / "file" / "reports")
-    assert code == 2
-    assert "cannot write to" in said
-    assert "no-such-model" not in said, "the work began before the folder was checked"
+    for asked in (["report", "no-such-model", "--workers", 0], ["plan", "no-such-model"]):
+        for out in (tmp_path / "file" / "reports", tmp_path / "file"):
+            code, _, said = command(*asked, "--out", out)
+            assert code == 2
+            assert "cannot write to" in said
+            assert "no-such-model" not in said, "the work began before the folder was checked"
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -439,6 +482,8 @@ def test_the_command_line_of_the_laboratory(toy: list[Request], tmp_path: Path) 
     (["toy", "--text", "x.txt"], "toy takes no text and no tokenizer: leave out x.txt"),
     (["language_model"], "language_model trains on text that you give: add --text FILE"),
     (["language_model", "--text", "no-such.txt"], "no text file no-such.txt"),
+    (["language_model", "--text", "."], "ln-probe: .: a folder, not a file"),
+    (["language_model", "--text", ""], "'--text': the name is empty: give a path"),
     (["majority", "--seeds", "9" * 20], f"'{'9' * 20}'{NUMBER}1 to 10000"),
     (["majority", "--jobs", "9" * 20], f"'{'9' * 20}'{NUMBER}1 to 10000"),
     (["majority", "--seeds", "0"], f"'0'{NUMBER}1 to 10000"),

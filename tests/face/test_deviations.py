@@ -148,11 +148,14 @@ def test_b06_one_prompt_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
     """It failed the whole model after loading; now the others give the tables that they would give alone."""
     with_tokenizer(folder)
     whole = write_prompts(tmp_path / "all.jsonl", ENTRIES)
+    labels = tmp_path / "labels.txt"  # skipped prompts have one too
+    labels.write_text("".join(f"{number}\n" for number in range(len(ENTRIES))))
     good = write_prompts(tmp_path / "good.jsonl", [e for i, e in enumerate(ENTRIES) if i not in SKIPPED])
     expected = None
     for shard in (2, 9):
         out = tmp_path / str(shard)
-        code, printed, said = report(folder, "--prompts", whole, "--shard", shard, "--out", out, "--json")
+        asked = ("--prompts", whole, "--groups", labels, "--shard", shard)
+        code, printed, said = report(folder, *asked, "--out", out, "--json")
         assert code == 1, said
         assert json.loads(printed)["models"][0]["deviations"] == [NOTE]
         made = ln_probe.load_report(out / "model")
@@ -186,7 +189,8 @@ def test_b06_lists_of_texts_in_analyze(folder: Path, tmp_path: Path) -> None:
     texts = ["the norm", "", "projects keys", "\udfff"]
     probes = ("decomposition", "uniformity")
     with pytest.warns(UserWarning, match=r"2 of 4 prompts were skipped \(prompt 1: an empty prompt .*; prompt 3: it"):
-        made = ln_probe.analyze(model, texts, probes=probes, progress=False)
+        made = ln_probe.analyze(model, texts, probes=probes, groups=["a", "a", "b", "b"], progress=False)
+    assert made.constants.groups.tolist() == [0, 1], "labels of skipped prompts are left out"
     alone = ln_probe.analyze(model, [texts[0], texts[2]], probes=probes, progress=False)
     for name in ("layernorms", "heads"):
         assert made.tables[name].equals(alone.tables[name])

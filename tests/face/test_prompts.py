@@ -304,9 +304,12 @@ def test_vocabulary_files(name: str, content: str, tmp_path: Path, model: Any) -
 
 @pytest.mark.parametrize(("read", "name", "content", "said"), [
     (make_prompts, "a.jsonl", b'{"text": "abc"}\n{"text": ', r"a\.jsonl, line 2: not JSON"),
-    (make_prompts, "b.jsonl", b'{"words": "abc"}', r'b\.jsonl, line 1: needs a "text" or a "tokens" field'),
+    (make_prompts, "b.jsonl", b'{"words": "abc"}', r'b\.jsonl, line 1: needs a "text" or a "tokens" field$'),
+    (make_prompts, "b.jsonl", b'{"text": "a", "tokens": [1]}', r'a "tokens" field, and has both: leave one out'),
+    (make_prompts, "b.jsonl", b'{"text": 3, "tokens": null}', r'b\.jsonl, line 1: "text" must be a text, got 3'),
+    (make_prompts, "b.jsonl", b'{"tokens": "abc"}', r"""line 1: "tokens" must be a list of token ids, got 'abc'"""),
     (make_prompts, "c.txt", b"\xff\xfe\x00", r"c\.txt is not a readable UTF-8 text file"),
-    (make_prompts, "d.npy", b"not numpy", r"d\.npy is not a plain \.npy file of token ids"),
+    (make_prompts, "d.npy", b"not numpy", r"d\.npy is not a plain \.npy file of token ids: it has another format"),
     (make_prompts, "e.txt", b"\n\n", "no prompts"),
     (name_tokens, "a.json", b"{", "is not a readable vocabulary: not JSON"),
     (name_tokens, "b.json", b'{"x": 1.5}', "holds no vocabulary: it takes JSON"),
