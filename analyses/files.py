@@ -27,6 +27,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ln_probe.analyses.arguments import path_of
+
 PARTIAL = ".partial"
 CHECKSUM = "sha256"
 # Bytes of a file that is read whole; the index of a checkpoint in 1000 parts has 20 MB, the largest tokenizers 35 MB.
@@ -65,12 +67,35 @@ class FileError(ValueError):
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside `path` to write to: renamed into place at the end, removed on failure; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")  # two processes may write the same result
+    aside = _aside(path)
     try:
         yield aside
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")  # two processes may write the same result
+
+
+def to_be_written(given: str | Path) -> Path:
+    """The path of a file, tried before what it will hold is made: its folder is made, and takes a file.
+
+    Raises:
+        TypeError, ValueError: no path.
+        OSError: a folder, or a file that cannot be written.
+    """
+    path = path_of(given)
+    if os.path.isdir(path):  # pathlib raises for names that are too long
+        raise IsADirectoryError(f"{path} is a folder: give a file, such as {path / 'report.html'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _aside(path).touch()
+        _aside(path).unlink()
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written ({error.strerror}): choose another path") from error
+    return path
 
 
 def write_atomically(path: Path, content: bytes) -> None:

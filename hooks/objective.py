@@ -68,12 +68,14 @@ class Objective:
             if not (module and name):
                 raise ObjectiveError(f"loss must be written module:function, got {given!r}")
             try:
-                found = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError) as error:
+                home = importlib.import_module(module)
+            except Exception as error:  # whatever the module raises while it is imported
                 raise ObjectiveError(
                     f"loss {given!r} cannot be imported ({error}): is the module on the Python path?"
                 ) from error
-            return cls(_callable(found), given)
+            if not hasattr(home, name):
+                raise ObjectiveError(f"loss {given!r}: the module {module} has no {name!r}")
+            return cls(_callable(getattr(home, name), f"loss {given!r}"), given)
         function = _callable(given)
         return cls(
             function, f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__name__)}"
@@ -96,14 +98,19 @@ class Objective:
             tokens: equal in length.
 
         Raises:
-            ObjectiveError: the user's loss returned something that is not one finite number per prompt.
+            ObjectiveError: the user's loss raised, or returned something that is not one finite number per prompt.
         """
         if self.function is None:
             logits = output[:, :-1] if output.dtype in (torch.float32, torch.float64) else output[:, :-1].float()
             wanted = tokens[:, 1:].to(logits.device)
             losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
             return losses.view(wanted.shape).sum(-1, dtype=torch.float64)
-        found = self.function(output, tokens)
+        try:
+            found = self.function(output, tokens)
+        except Exception as error:
+            raise ObjectiveError(
+                f"{self.name}(output, tokens [batch pos]) raised {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(found, Tensor):
             raise ObjectiveError(
                 f"{self.name} must return a tensor [batch], a mean loss for each prompt; got {type(found).__name__}"
@@ -159,9 +166,9 @@ class Objective:
             )
 
 
-def _callable(given: object) -> Loss:
+def _callable(given: object, name: str = "loss") -> Loss:
     if not callable(given):
         raise ObjectiveError(
-            f"loss must be a function of (output, tokens) that returns a tensor [batch], got {type(given).__name__}"
+            f"{name} must be a function of (output, tokens) that returns a tensor [batch], got {type(given).__name__}"
         )
     return given

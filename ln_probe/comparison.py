@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from ln_probe.analyses.files import write_text
+from ln_probe.analyses.arguments import check_text, received
+from ln_probe.analyses.files import to_be_written, write_text
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import asked_layers
 from ln_probe.analyses.probes.columns import BY_HEAD, PAIRED, SUMMARY
@@ -75,7 +76,7 @@ class Comparison:
         """Write one self-contained page and return its path: losses, sinks, two models head by head, tables."""
         from ln_probe.page.index import IndexEntry, index_page
 
-        path = Path(path)
+        path = to_be_written(path)
         entries = [IndexEntry(name, report=report) for name, report in zip(self.names, self.reports, strict=True)]
         write_text(path, index_page(entries))
         return path
@@ -90,7 +91,7 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
 
     Raises:
         ValueError: no reports, or names that are not one per report and all different.
-        TypeError: something that is not a Report.
+        TypeError: something that is not a Report, or a name that is no text.
 
     Example:
         >>> ln_probe.compare([report, report], names=["before", "after"]).summary
@@ -103,7 +104,11 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     for report in found:
         if not isinstance(report, Report):
             raise TypeError(f"compare takes reports, got {type(report).__name__}: load one with ln_probe.load_report")
-    called = labels(found) if names is None else tuple(map(str, names))
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
+        raise TypeError(f"names must be a list of texts, one per report, got {received(names)}")
+    called = labels(found) if names is None else tuple(names)
+    for name in called:
+        check_text("a name", name)
     if len(called) != len(found) or len(set(called)) != len(called):
         raise ValueError(f"names must be {len(found)} different ones, one per report, got {list(called)}")
     tables = {name: table for report in found for name, table in report.declared.items() if table.key}

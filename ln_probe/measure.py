@@ -14,6 +14,7 @@ import pandas as pd
 from torch import nn
 
 from ln_probe import __version__
+from ln_probe.analyses.arguments import check_flags, check_text, path_of
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.probes import columns as declared
 from ln_probe.analyses.probes import registry
@@ -32,7 +33,7 @@ from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.models import load_model
 from ln_probe.passes import Passes
-from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, name_tokens
+from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, tokens_named
 from ln_probe.recording import marked
 from ln_probe.report import Report, versions
 from ln_probe.seal import REFUSE, Seal, hooked_model
@@ -134,6 +135,7 @@ def analyze(
         >>> report = ln_probe.analyze(model, probes=["causal"])
         >>> report.findings()[0]
     """
+    check_flags(progress=progress)
     hooked, on_original = hooked_model(model, tokenizer, hooks)
     chosen_probes = _probes(probes)
     objective = Objective.of(loss)
@@ -144,7 +146,7 @@ def analyze(
         keys=keys,
         max_tokens=max_tokens,
         seed=seed,
-        vocab=None if vocab is None else str(vocab),
+        vocab=None if vocab is None else str(path_of(vocab, "vocab")),
         keys_sample=keys_sample,
         batch_size=batch_size,
         loss=None if loss is None else objective.name,
@@ -154,7 +156,7 @@ def analyze(
     clock = _Clock()
     was_training = cast(nn.Module, model).training
     default = prompts is None
-    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal:
+    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal, tokens_named(hooked, settings.vocab):
         passes, ready, calibrated = _first_pass(
             seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, clock
         )
@@ -208,8 +210,6 @@ def _first_pass(
     """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
     model, clock = cast(HookedModel, seal.model), clock or _Clock()
     tell("preparing prompts")
-    if settings.vocab is not None:
-        name_tokens(model, settings.vocab)
     tokens, seed, default = settings.max_tokens, settings.seed, prompts is None
     ready = make_prompts(model, prompts, max_tokens=tokens, seed=seed, prepend_bos=prepend_bos)
     other = None if calibration is None else calibration_prompts(model, calibration, tokens, seed, prepend_bos)
@@ -374,8 +374,9 @@ def on_text(report: Report, text: str, model: object = None) -> Report:
     Raises:
         ValueError: the model cannot be loaded again, or its weights are others today; a text without tokens.
     """
-    if not isinstance(text, str):
-        raise TypeError(f"text must be a text, got {text!r}")
+    check_text("text", text)
+    if not text.strip():
+        raise ValueError(f"text must hold some text, got {text!r}")
     about = report.provenance.get("model", {})
     if model is None:
         name = about.get("name")
@@ -430,6 +431,7 @@ def freezing_cost(
         Freezing scaling at every norm raises the loss by … nats/token (…)
         >>> print(cost)  # all primary contrasts, prompts and constants; on the command line: ln-probe freezing-cost
     """
+    check_flags(progress=progress)
     objective = Objective.of(loss)
     probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
     hooked, on_original = hooked_model(model, tokenizer, hooks)
@@ -496,6 +498,7 @@ def norm_constants(
         >>> scale = ln_probe.norm_constants(model).pooled
         >>> with ln_probe.hooks.without(model, "scaling", scale=scale): ...
     """
+    check_flags(progress=progress)
     probe = Decomposition()
     hooked, _ = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)

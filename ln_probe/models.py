@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from ln_probe.analyses.arguments import check_flags, received
 from ln_probe.analyses.text import quoted, step_named
 from ln_probe.loading.provenance import ModelSource, source_of
 
@@ -82,6 +83,7 @@ def load_model(
             function; damaged, quantized or non-finite weights;
             files that change while they are read; pickles without `allow_pickle`; or logits that are not those of
             the original.
+        TypeError: a name that is no text or path, or a flag that is neither True nor False.
         ImportError: a ``.gguf`` file without the package ``gguf``.
 
     Example:
@@ -90,7 +92,16 @@ def load_model(
     """
     from ln_probe.loading.convert import Processing
 
-    torch_dtype, torch_device = dtype_named(dtype or DTYPES[0]), device_named(device)
+    if not isinstance(name, str | os.PathLike):
+        raise TypeError(f"name must be a model's name or path, got {received(name)}")
+    check_flags(
+        allow_pickle=allow_pickle,
+        fold_ln=fold_ln,
+        center_writing_weights=center_writing_weights,
+        center_unembed=center_unembed,
+        fold_value_biases=fold_value_biases,
+    )
+    torch_dtype, torch_device = dtype_named(DTYPES[0] if dtype is None else dtype), device_named(device)
     if world not in (None, "hooked", "bridge"):
         raise ValueError(f"world must be 'hooked', 'bridge' or None, got {world!r}.")
     processing = Processing(fold_ln, center_writing_weights, center_unembed, fold_value_biases)

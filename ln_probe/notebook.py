@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from ln_probe.analyses.arguments import check_text
 from ln_probe.analyses.text import shortened, visible
 from ln_probe.exhibits import to_bytes
 from ln_probe.hooks import find_sites, without
@@ -153,13 +154,14 @@ def explore(model: object, text: str = "The ships came home.", *, tokenizer: Any
 
     Raises:
         ImportError: anywidget is not installed (`pip install 'ln-probe[notebook]'`).
-        TypeError: not a TransformerLens model.
+        TypeError: not a TransformerLens model, or a text that is none.
         ValueError: a model without a tokenizer or without next-token predictions, or a text without tokens.
 
     Example:
         >>> widget = ln_probe.explore(model, "In the beginning")
         >>> widget.scaling = ["layer 0"]
     """
+    check_text("text", text)
     made = _widget_class()
     live = LiveModel(hooked_model(model, tokenizer)[0])
     live.tokens(text)

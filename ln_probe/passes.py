@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -553,7 +553,7 @@ class Passes:
 def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[np.ndarray, " prompt"]:
     if labels is None:
         return grouped(rows)
-    if isinstance(labels, str) or not isinstance(labels, Sized):
+    if isinstance(labels, str | Set | Mapping) or not isinstance(labels, Sized):  # a set has no order
         raise TypeError(f"groups must be a list of labels, one for each prompt, got {labels!r}")
     if len(labels) != len(rows):
         raise ValueError(
@@ -562,6 +562,8 @@ def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[n
         )
     if (odd := next((label for label in labels if not isinstance(label, Hashable)), None)) is not None:
         raise TypeError(f"groups: a label must be a text, a number or a tuple (hashable), got {odd!r}")
+    if any(isinstance(label, float | np.floating) and math.isnan(label) for label in labels):
+        raise ValueError("groups: a label is nan, which equals no label, itself included: give it a name")
     return grouped(labels)
 
 

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ln_probe.analyses.arguments import received
 from ln_probe.analyses.files import LONGEST_LINE, open_regular, parse_json, read_lines
 from ln_probe.analyses.text import quoted
 
@@ -327,7 +328,7 @@ def _of_tokenizer(
     if "input_ids" not in given:
         raise ValueError(
             'a dict as prompts is a tokenizer\'s output and needs "input_ids"; this one has '
-            f"{', '.join(map(str, given))}"
+            f"{', '.join(map(str, given)) or 'nothing'}"
         )
     rows = _rows(given["input_ids"])
     if given.get("attention_mask") is None:
@@ -406,6 +407,8 @@ def _rows(given: Any, what: str = "prompts") -> list[Tensor]:
         raise TypeError(f"{what}: {_WANTED}; got {type(given).__name__}")
     if all(_is_number(v) for v in given):
         return [_row(given, what)] if len(given) else []
+    if isinstance(given[0], str) and (odd := [n for n, t in enumerate(given) if not isinstance(t, str)]):
+        raise TypeError(f"{what}, prompt {odd[0]}: a list of texts holds texts only; got {received(given[odd[0]])}")
     for number, row in enumerate(given):
         if isinstance(row, str | bytes) or not isinstance(row, Sequence | np.ndarray | Tensor):
             raise TypeError(f"{what}, prompt {number}: {_WANTED}; got {type(row).__name__}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ln_probe.analyses.arguments import check_flags, check_integer
 from ln_probe.analyses.files import FileError, read_json, read_text
 from ln_probe.analyses.text import encodable, quoted
 from ln_probe.hooks.default_tokens import (
@@ -28,7 +30,7 @@ from ln_probe.hooks.default_tokens import (
     special_tokens,
     tokenizer_of,
 )
-from ln_probe.hooks.model import HookedModel, context_length, vocabulary_size
+from ln_probe.hooks.model import HookedModel, check_model, context_length, vocabulary_size
 from ln_probe.prompt_sources import BUNDLED, SAMPLED, Entry, Sampled, entries, token_rows
 
 # How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
@@ -185,14 +187,18 @@ def make_prompts(
         FileNotFoundError: the file does not exist.
         ValueError: no prompt that can be used, ids outside the vocabulary, text without a tokenizer, an unknown
             format, the name of an existing file or the word "sampled" as a text.
-        TypeError: any other object.
+        TypeError: any other object; no hooked model.
 
     Example:
         >>> from ln_probe.prompts import make_prompts
         >>> make_prompts(model, ["The ships came home."], max_tokens=8).tokens[0]
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    model = check_model(model)
+    for name, given, least in (("max_tokens", max_tokens, 1), ("seed", seed, 0), ("most", most, 1)):
+        if name != "most" or given is not None:
+            check_integer(name, given, least, f"a whole number, {least} or more")
+    if prepend_bos is not None:
+        check_flags(prepend_bos=prepend_bos)
     if isinstance(prompts, Prompts):
         return prompts
     limit = min(max_tokens, context_length(model))
@@ -461,6 +467,20 @@ def name_tokens(model: HookedModel, path: str | Path) -> None:
             f"{path} names token {beyond[0]}, and the model has 0 … {vocabulary_size(model) - 1}: another model's file?"
         )
     vars(model)["token_names"] = names
+
+
+@contextmanager
+def tokens_named(model: HookedModel, path: str | Path | None) -> Iterator[None]:
+    """`name_tokens` while this lasts; None: the names that there are."""
+    before = vars(model).get("token_names")
+    try:
+        if path is not None:
+            name_tokens(model, path)
+        yield
+    finally:
+        vars(model).pop("token_names", None)
+        if before is not None:
+            vars(model)["token_names"] = before
 
 
 def naming_notes(model: HookedModel) -> list[str]:

@@ -7,6 +7,7 @@ import platform
 import re
 import textwrap
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ln_probe import __version__
+from ln_probe.analyses.arguments import check_text, path_of, received
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.files import (
     FileError,
@@ -25,6 +27,7 @@ from ln_probe.analyses.files import (
     remove_listed,
     replacing,
     sha256_of_file,
+    to_be_written,
     verify,
     with_checksum,
     write_atomically,
@@ -165,7 +168,7 @@ class Report:
         Raises:
             ValueError: the report has no such table (says which there are).
         """
-        if table not in self.declared:
+        if not isinstance(table, str) or table not in self.declared:
             raise ValueError(f"this report has no table {table!r}: there are {', '.join(self.declared)}")
         return self.declared[table].describe()
 
@@ -195,13 +198,24 @@ class Report:
 
         Raises:
             TypeError: something that is no data frame.
+            ValueError: no such table, or other columns than it has (`describe` lists them).
         """
-        if wrong := [name for name, table in tables.items() if not isinstance(table, pd.DataFrame)]:
-            raise TypeError(f"with_tables takes data frames, got {type(tables[wrong[0]]).__name__} as {wrong[0]}")
+        for name, table in tables.items():
+            if not isinstance(table, pd.DataFrame):
+                raise TypeError(f"with_tables takes data frames, got {type(table).__name__} as {name}")
+            if name not in self.declared:
+                raise ValueError(f"this report has no table {name!r} to replace: there are {', '.join(self.declared)}")
+            self.declared[name].check(table)
         return replace(self, tables={**self.tables, **tables})
 
     def with_notes(self, *notes: str) -> Report:
-        """The same report with more notes."""
+        """The same report with more notes.
+
+        Raises:
+            TypeError: something that is no text.
+        """
+        for note in notes:
+            check_text("a note", note)
         return replace(self, notes=(*self.notes, *notes))
 
     def attention(
@@ -235,6 +249,13 @@ class Report:
         if text is not None:
             from ln_probe.measure import on_text
 
+            shape = self.provenance.get("shape", {})
+            if prompt != 0:
+                raise ValueError(f"no prompt {received(prompt)}: text is prompt 0, and there is no other")
+            for what, given in (("layer", layer), ("head", head)):
+                count = shape.get(f"{what}s")
+                if given is not None and count is not None and given not in range(count):
+                    raise ValueError(f"no {what} {received(given)}: the model has {what}s 0 … {count - 1}")
             return on_text(self, text, model).attention(layer, prompt, head)
         if model is not None:
             raise ValueError("model is what text is run on: give text as well")
@@ -264,9 +285,8 @@ class Report:
         """Write one self-contained page that opens offline; the path written. `index`: see `save`."""
         from ln_probe.page.page import report_page
 
-        path = Path(path)
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder: give a file, such as {path / PAGE_FILE}, or call save")
+        check_text("index", index)
+        path = to_be_written(path)
         write_text(path, report_page(self, index))
         return path
 
@@ -279,31 +299,34 @@ class Report:
         report saved there before are deleted if report.json lists them; other files of the folder are left alone.
 
         Raises:
+            TypeError, ValueError: `folder` is no path or empty, `index` no text, or a table holds what parquet cannot.
             OSError: the folder cannot be written.
         """
-        folder = Path(folder)
+        folder = path_of(folder, "folder")
         if folder.is_file():
             raise FileExistsError(f"{folder} is a file: give a folder, or call to_html for the page alone")
-        folder.mkdir(parents=True, exist_ok=True)
-        earlier = listed(folder / REPORT_FILE)
-        (folder / REPORT_FILE).unlink(missing_ok=True)
-        for name, table in self.tables.items():
-            with replacing(folder / f"{name}.parquet") as aside, aside.open("wb") as file:  # pyarrow wants UTF-8 paths
-                table.to_parquet(file, index=False)
-        self.exhibits.save(folder / EXHIBITS_FILE)
-        self.to_html(folder / PAGE_FILE, index=index)
-        files = files_of(self)
-        remove_listed(folder, earlier.keys() - set(files))
+        to_be_written(folder / PAGE_FILE)
         content = {
             "format": FORMAT,
-            "files": checksums(folder, files),
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
             "tables": {name: self.declared[name].plain() for name in self.tables},
             "probes": {p.name: package_of(p) for p in self.probes},
             "failures": [asdict(f) for f in self.failures],
         }
-        write_atomically(folder / REPORT_FILE, with_checksum(content))
+        with_checksum(content)  # raises for what is no JSON
+        with ExitStack() as written:  # a report saved here before stays whole until all of this one is written
+            self.to_html(written.enter_context(replacing(folder / PAGE_FILE)), index=index)
+            for name, table in self.tables.items():
+                aside = written.enter_context(replacing(folder / f"{name}.parquet"))
+                with aside.open("wb") as file:  # pyarrow wants UTF-8 paths
+                    table.to_parquet(file, index=False)
+            self.exhibits.save(written.enter_context(replacing(folder / EXHIBITS_FILE)))
+            earlier = listed(folder / REPORT_FILE)
+            (folder / REPORT_FILE).unlink(missing_ok=True)
+        files = files_of(self)
+        remove_listed(folder, earlier.keys() - set(files))
+        write_atomically(folder / REPORT_FILE, with_checksum({**content, "files": checksums(folder, files)}))
         return folder
 
 
@@ -330,8 +353,11 @@ def load_report(folder: str | Path) -> Report:
         >>> page = report.save(folder)
         >>> ln_probe.load_report(folder).causal
     """
-    folder = Path(folder)
+    folder = path_of(folder, "folder")
     path = folder / REPORT_FILE
+    if not folder.is_dir():
+        why = "is a file" if folder.exists() else "does not exist"
+        raise FileNotFoundError(f"{folder} {why}: give the folder that Report.save wrote")
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: not a finished report's folder")
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ln_probe.analyses.arguments import check_flags, check_integer
 from ln_probe.analyses.files import read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import DEFAULT, entries
 from ln_probe.hooks.model import HookedModel, n_layers, whole_number
@@ -65,19 +66,14 @@ class Settings:
             raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {self.keys!r}")
         for name, least, what in (
             ("max_tokens", 2, "a number of tokens, 2 or more (one token alone predicts nothing)"),
-            ("seed", 0, "a whole number, 0 or more"),
+            ("seed", 0, "a whole number, 0 or more and at most 10^18"),
             ("batch_size", 1, "a number of prompts, 1 or more"),
             ("keys_sample", 0, "a number of keys per head (0: all of them)"),
         ):
             given = getattr(self, name)
-            try:
-                if given is None and name in ("batch_size", "keys_sample"):
-                    continue
-                if isinstance(given, bool) or operator.index(given) < least:
-                    raise TypeError
-            except TypeError:
-                raise ValueError(f"{name} must be {what}, got {given!r}") from None
-            object.__setattr__(self, name, operator.index(given))
+            if given is not None or name not in ("batch_size", "keys_sample"):
+                object.__setattr__(self, name, check_integer(name, given, least, what))
+        check_flags(optimal=self.optimal)
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -330,6 +330,9 @@ def _unknown(name: str, *, also: tuple[str, ...] = ()) -> str:
     known = known_hub_names()
     near = get_close_matches(name.lower(), [*known, *(other.lower() for other in also)], n=4, cutoff=0.5)
     suggestion = f" Nearest known names: {', '.join(near)}." if near else ""
+    plain, _, revision = name.partition("@")
+    if revision:
+        suggestion += f" In Python a revision is given apart: load_model({plain!r}, revision={revision!r})."
     return (
         f"No model is called {name!r}.{suggestion} A model is a name on the model hub (gpt2, pythia-70m, "
         "owner/model), a local Hugging Face folder, a .gguf file, a lab run's folder, or a bundled name "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from ln_probe.analyses.arguments import received
 from ln_probe.analyses.files import FileError, sha256_of_file
 from ln_probe.loading.folder import Checkpoint
 
@@ -95,8 +96,8 @@ def source_of(model: nn.Module) -> ModelSource:
     Example:
         >>> ln_probe.source_of(model).name
     """
-    if not callable(getattr(model, "parameters", None)):
-        raise TypeError(f"source_of takes a model, got {type(model).__name__}: ln_probe.load_model loads one")
+    if isinstance(model, type) or not callable(getattr(model, "parameters", None)):
+        raise TypeError(f"source_of takes a model, got {received(model)}: ln_probe.load_model loads one")
     known = _SOURCES.get(model)
     if known is not None:
         return known

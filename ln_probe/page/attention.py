@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 
 from ln_probe.analyses.attribution.pairs import TERMS
-from ln_probe.analyses.files import write_text
+from ln_probe.analyses.files import to_be_written, write_text
 from ln_probe.analyses.text import shortened, visible
 from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
 from ln_probe.page import circuitsvis_script, compressed, own_script, packed, policy, render
@@ -77,7 +77,7 @@ class AttentionView:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the picture as one self-contained page and return its path."""
-        path = Path(path)
+        path = to_be_written(path)
         write_text(path, self.document())
         return path
 

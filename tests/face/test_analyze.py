@@ -224,7 +224,15 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"probes": "uniformity"}, "unknown probes 'uniformity'"),
     ({"probes": None}, "unknown probes None: give a list of"),
     ({"max_tokens": None}, "max_tokens must be a number of tokens, 2 or more .*, got None"),
-    ({"seed": None}, "seed must be a whole number, 0 or more, got None"),
+    ({"seed": None}, r"seed must be a whole number, 0 or more and at most 10\^18, got None"),
+    ({"seed": 2**64}, r"seed must be a whole number, 0 or more and at most 10\^18, got 18446744073709551616"),
+    ({"groups": {"a"}}, "groups must be a list of labels, one for each prompt, got {'a'}"),
+    ({"groups": [float("nan")]}, "groups: a label is nan, which equals no label"),
+    ({"vocab": ""}, "vocab is empty"),
+    ({"vocab": []}, r"vocab must be a text or a pathlib\.Path, got a list"),
+    ({"optimal": "x"}, "optimal must be True or False, got 'x'"),
+    ({"progress": "no"}, "progress must be True or False, got 'no'"),
+    ({"prepend_bos": "no"}, "prepend_bos must be True or False, got 'no'"),
     ({"groups": [[1]]}, r"a label must be a text, a number or a tuple .hashable., got \[1\]"),
     ({"layers": [2]}, "no layer 2: the model has layers 0 … 1"),
     ({"layers": []}, "an empty list of layers leaves nothing to analyze"),
@@ -232,11 +240,11 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"keys": "some"}, "keys must be one of hardest, all, got 'some'"),
     ({"max_tokens": 1}, "max_tokens must be a number of tokens, 2 or more .one token alone predicts nothing., got 1"),
     ({"max_tokens": "9"}, "max_tokens must be a number of tokens, 2 or more .*, got '9'"),
-    ({"seed": 1.5}, "seed must be a whole number, 0 or more, got 1.5"),
+    ({"seed": 1.5}, "seed must be a whole number, 0 or more .*, got 1.5"),
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str, gpt2: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
-        ln_probe.analyze(gpt2, torch.arange(9)[None], progress=False, **options)
+        ln_probe.analyze(gpt2, torch.arange(9)[None], **({"progress": False} | options))
 
 
 TOKENS = torch.randint(1, 50, (6, 12), generator=torch.Generator().manual_seed(0))
@@ -321,6 +329,10 @@ def test_a_classifier_is_measured_with_its_own_loss(make_hooked: Callable[..., A
         (lambda output, tokens: 3.0, r"must return a tensor \[batch\].*got float"),
         (lambda output, tokens: torch.full((len(tokens),), float("nan")), "returned nan on the first prompt"),
         (drifting, r"returned 0\.\d+ and then 0\.\d+ on the same output: make it deterministic"),
+        (lambda: 1.0, r"lambda>\(output, tokens \[batch pos\]\) raised TypeError: .* takes 0 positional arguments"),
+        (lambda output, tokens: {}["a"], r"raised KeyError: 'a'"),
+        ("math:nope", "loss 'math:nope': the module math has no 'nope'"),
+        ("math:pi", "loss 'math:pi' must be a function of .* got float"),
         (3, r"loss must be a function of \(output, tokens\).* got int"),
         ("nowhere_to_be_found:loss", "cannot be imported .*is the module on the Python path"),
         ("loss", "loss must be written module:function, got 'loss'"),

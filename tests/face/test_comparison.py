@@ -171,6 +171,10 @@ def test_bad_input(report: Report) -> None:
     for names in (["a"], ["a", "a"], ["a", "b", "c"]):
         with pytest.raises(ValueError, match="names must be 2 different ones, one per report, got"):
             ln_probe.compare([report, report], names)
+    wrong: dict[str, Any] = {"a list of texts, one per report, got 3": 3, "got 'ab'": "ab", "got None": [None, "b"]}
+    for said, names in wrong.items():
+        with pytest.raises(TypeError, match=said):
+            ln_probe.compare([report, report], names)
     empty = Report()
     assert np.isnan(ln_probe.compare([empty]).summary.loc[0, "margin"])
 

@@ -52,6 +52,11 @@ def test_a_model_we_did_not_load_is_described_from_its_structure() -> None:
     assert source_of(model).weights_sha256 != source.weights_sha256
 
 
+def test_a_class_is_no_model() -> None:
+    with pytest.raises(TypeError, match="source_of takes a model, got the class Linear"):
+        source_of(torch.nn.Linear)  # type: ignore[arg-type]
+
+
 def test_the_hash_of_several_files_is_that_of_their_sha256sum_lines(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
     (tmp_path / "b").write_bytes(b"abc")
@@ -78,6 +83,9 @@ def process() -> list[Any]:
     ("options", "message"),
     [
         ({"dtype": "int8"}, r"dtype must be one of float32, float64, bfloat16, float16, got 'int8'\."),
+        ({"dtype": ""}, r"dtype must be one of float32, float64, bfloat16, float16, got ''\."),
+        ({"fold_ln": "no"}, "fold_ln must be True or False, got 'no'"),
+        ({"allow_pickle": "no"}, "allow_pickle must be True or False, got 'no'"),
         ({"device": "gpu"}, r"device must be 'cpu', 'cuda', 'cuda:0', …, got 'gpu'\."),
         ({"device": "cuda:99"}, r"device 'cuda:99' is not there: .* Use device='cpu'\."),
         ({"device": "meta"}, r"device must be 'cpu' or 'cuda', got 'meta'\."),
@@ -86,7 +94,7 @@ def process() -> list[Any]:
     ],
 )
 def test_options(folder: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         load_model(folder, **({"device": "cpu"} | options))
 
 
@@ -98,9 +106,12 @@ NOTHING = "No model is called|does not exist|is no model's name"
     *((path, AWAY) for path in ("./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c", "model.gguf")),
     *((name, NOTHING) for name in ("nul\0byte", "né", "-rf", "owner/", "a b")),
     ("", "the model's name is empty"),
+    (None, "name must be a model's name or path, got None"),
+    (torch.nn.Linear(1, 1), "name must be a model's name or path, got a Linear"),
+    ("lm-layernorm@step3", r"In Python a revision is given apart: load_model\('lm-layernorm', revision='step3'\)"),
 ])  # fmt: skip
-def test_a_name_that_is_nothing(name: str, said: str) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=said):
+def test_a_name_that_is_nothing(name: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=said):
         load_model(name)
 
 

@@ -56,6 +56,8 @@ def test_a_switch_of_one_layer_changes_it_and_what_follows(live: LiveModel) -> N
 def test_without_anywidget_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, live: LiveModel) -> None:
     monkeypatch.setitem(sys.modules, "anywidget", None)
     _widget_class.cache_clear()
+    with pytest.raises(TypeError, match="text must be a text, got 3"):
+        ln_probe.explore(live.model, 3)
     with pytest.raises(ImportError, match=r"needs anywidget.*pip install 'ln-probe\[notebook\]'"):
         ln_probe.explore(live.model)
     _widget_class.cache_clear()

@@ -264,6 +264,8 @@ BAD_MASK = {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]}
     ([["abc"]], ValueError, r"prompts, prompt 0: .*; got 'abc'"),
     ([[[5, 6]]], ValueError, r"prompts, prompt 0: .*; got \[5, 6\]"),
     ([[5, 10**30]], ValueError, r"token id 10+ is no id of any vocabulary"),
+    (["a", None], TypeError, r"prompts, prompt 1: a list of texts holds texts only; got None"),
+    ({}, ValueError, 'needs "input_ids"; this one has nothing'),
     (7, TypeError, r"got int \(prompts: token ids must be whole numbers"),
     ({"text": "abc"}, ValueError, 'needs "input_ids"; this one has text'),
     (BAD_MASK, ValueError, "attention_mask of prompt 0 hides position 1 between tokens that it shows"),
@@ -274,6 +276,18 @@ BAD_MASK = {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]}
 def test_what_cannot_be_used_is_said(given: Any, error: type[Exception], said: str, speaking: Any) -> None:
     with pytest.raises(error, match=said):
         make_prompts(speaking, given)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"max_tokens": "x"}, "max_tokens must be a whole number, 1 or more, got 'x'"),
+    ({"most": 0}, "most must be a whole number, 1 or more, got 0"),
+    ({"seed": -1}, "seed must be a whole number, 0 or more, got -1"),
+    ({"prepend_bos": "no"}, "prepend_bos must be True or False, got 'no'"),
+    ({"model": 3}, "int is not a TransformerLens model"),
+])  # fmt: skip
+def test_options_that_cannot_be_used_are_said(options: dict[str, Any], said: str, speaking: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        make_prompts(**({"model": speaking, "prompts": None} | options))
 
 
 def test_b09_an_activation_cache_is_no_prompt(model: Any) -> None:
@@ -336,6 +350,7 @@ def test_names_that_are_missing_or_replace_others_are_noted(model: Any, speaking
     notes = notes_with("a\nb\n")
     missing = f"the vocabulary file names 2 of the model's {size} tokens: the other {size - 2} stand as their ids"
     assert missing in notes
+    assert make_prompts(model, ROWS).strings[0][0] == "<5>", "the names are those of one call"
     assert any(n.startswith("tokens have the names of the vocabulary file, not of the model's") for n in notes)
     model.tokenizer = None
     assert not [n for n in notes_with("".join(f"t{i}\n" for i in range(size))) if "vocabulary file" in n]

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -270,7 +271,7 @@ def without_columns(folder: Path, table: str, columns: list[str]) -> None:
 
 def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = pd.DataFrame({"word": ["a", "<u>"], "count": [1, 2]})
-    loaded = ln_probe.load_report(report.with_tables(mine=mine).save(tmp_path / "r"))
+    loaded = ln_probe.load_report(replace(report, tables={**report.tables, "mine": mine}).save(tmp_path / "r"))
     pd.testing.assert_frame_equal(loaded.tables["mine"], mine)
     assert loaded.describe("mine")["dtype"].tolist() == ["text", "int"]
     pd.testing.assert_frame_equal(ln_probe.load_report(loaded.save(tmp_path / "s")).tables["mine"], mine)
@@ -281,6 +282,64 @@ def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path, monke
     assert "<u>" not in page
     joined = ln_probe.compare([loaded, loaded], ["a", "b"])
     assert set(joined.tables) == {t.name for t in BUILT_IN}  # nobody said what tells its rows apart
+
+
+WRONG: list[tuple[Callable[[Report], object], str]] = [
+    (lambda r: r.with_tables(causal=pd.DataFrame({"a": [1]})), "table 'causal' lacks the column 'sites': it has a"),
+    (lambda r: r.with_tables(nope=r.heads), "this report has no table 'nope' to replace: there are layernorms, heads"),
+    (lambda r: r.with_tables(heads=3), "with_tables takes data frames, got int as heads"),
+    (lambda r: r.with_notes("a", 3), "a note must be a text, got 3"),
+    (lambda r: r.with_notes(["x"]), "a note must be a text, got a list"),
+    (lambda r: r.describe([]), r"this report has no table \[\]: there are layernorms"),
+    (lambda r: r.save(""), r"folder is empty: write \. for the current folder"),
+    (lambda r: r.save(3), r"folder must be a text or a pathlib\.Path, got 3"),
+    (lambda r: r.to_html(None), r"path must be a text or a pathlib\.Path, got None"),
+    (lambda r: r.to_html(""), "path is empty"),
+    (lambda r: r.to_html("page.html", index=3), "index must be a text, got 3"),
+    (lambda r: r.to_html("."), r"\. is a folder: give a file, such as report\.html"),
+    (lambda r: r.to_html("file/page.html"), r"file/page\.html cannot be written \((Not a directory|File exists)\)"),
+    (lambda r: r.to_html("x" * 300), r"x+ cannot be written \(File name too long\): choose another path"),
+    (lambda r: r.attention(text=" "), "text must hold some text, got ' '"),
+    (lambda r: r.attention(text=3), "text must be a text, got 3"),
+    (lambda r: r.attention(99, text="a"), "no layer 99: the model has layers 0 … 1"),
+    (lambda r: r.attention(head=-1, text="a"), "no head -1: the model has heads 0 … 3"),
+    (lambda r: r.attention(prompt=3, text="a"), "no prompt 3: text is prompt 0, and there is no other"),
+    (lambda r: ln_probe.load_report(""), "folder is empty"),
+    (lambda r: ln_probe.load_report(None), r"folder must be a text or a pathlib\.Path, got None"),
+    (lambda r: ln_probe.load_report("nope"), r"nope does not exist: give the folder that Report\.save wrote"),
+    (lambda r: ln_probe.load_report("file"), "file is a file: give the folder"),
+    (lambda r: ln_probe.load_report("."), r"\. holds no report\.json: not a finished report's folder"),
+    (lambda r: ln_probe.compare([r]).to_html(""), "path is empty"),
+    (lambda r: ln_probe.compare([r]).to_html("."), r"\. is a folder: give a file"),
+    (lambda r: r.attention().to_html(3), r"path must be a text or a pathlib\.Path, got 3"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), WRONG)
+def test_wrong_arguments_leave_no_file(
+    call: Callable[[Any], object], said: str, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, TypeError, OSError), match=said):
+        call(report)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("changes", "options", "said"), [
+    ({}, {"index": 3}, "index must be a text, got 3"),
+    ({"provenance": {"seen": {1}}}, {}, "set is not JSON serializable"),
+    ({"tables": {"unembedding": pd.DataFrame({"token": [1, "a"]})}}, {}, "Conversion failed for column token"),
+])  # fmt: skip
+def test_a_save_that_fails_leaves_the_report_saved_before(
+    changes: dict[str, Any], options: dict[str, Any], said: str, report: Report, tmp_path: Path
+) -> None:
+    folder = report.save(tmp_path / "r")
+    before = sorted(folder.iterdir())
+    with pytest.raises((ValueError, TypeError), match=said):
+        replace(report, **changes).save(folder, **options)
+    assert sorted(folder.iterdir()) == before
+    pd.testing.assert_frame_equal(ln_probe.load_report(folder).heads, report.heads)
 
 
 @pytest.mark.parametrize(("change", "said"), [

@@ -1,0 +1,49 @@
+"""What many public functions require of their arguments, checked before any work."""
+
+from __future__ import annotations
+
+import operator
+import os
+from pathlib import Path
+from typing import Any
+
+MOST = 10**18  # of whole numbers: libraries take seeds of 63 bits
+
+
+def received(value: object) -> str:
+    """A wrong argument for an error: plain values as they are, of any other (a model, a table) its type."""
+    if value is None or isinstance(value, str | bytes | int | float):
+        return f"{value!r:.80}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def check_flags(**flags: object) -> None:
+    """Raise TypeError for a flag that is neither True nor False: the text "no" would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {received(value)}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise TypeError for what is not a text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a text, got {received(value)}")
+
+
+def check_integer(name: str, value: Any, least: int, what: str) -> int:
+    """`value` as an int from `least` to MOST; ValueError for anything else. `what`: what it must be, in words."""
+    try:
+        if isinstance(value, bool) or not least <= operator.index(value) <= MOST:
+            raise TypeError
+    except TypeError:
+        raise ValueError(f"{name} must be {what}, got {received(value)}") from None
+    return operator.index(value)
+
+
+def path_of(value: Any, name: str = "path") -> Path:
+    """The path that a text or a `pathlib.Path` names; TypeError for anything else, ValueError for an empty text."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} must be a text or a pathlib.Path, got {received(value)}")
+    if value == "":
+        raise ValueError(f"{name} is empty: write . for the current folder")
+    return Path(value)
