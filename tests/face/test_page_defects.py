@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_d3_shares_stand_beside_an_even_one(report: Report) -> None:
     (line,) = [found for found in axes.lines if found.get_linestyle() == ":"]
     assert list(line.get_ydata()) == [even, even]
     assert line.get_label() == "uniform attention, 1/n = 4.2 %"
-    without = report.with_tables(heads=report.heads.drop(columns="prompts"))
+    without = replace(report, tables={**report.tables, "heads": report.heads.drop(columns="prompts")})
     assert not [found for found in figures.attainable_over_depth(without).axes[0].lines if found.get_linestyle() == ":"]
 
 

@@ -70,7 +70,8 @@ def test_without_structure_to_compress(report: Report) -> None:
     keys = pd.concat([report.keys] * 33, ignore_index=True)  # as many as 12 × 12 heads have
     numbers = keys.select_dtypes("float").columns
     keys[numbers] = rng.lognormal(size=(len(keys), len(numbers)))
-    big = replace(report.with_tables(heads=pd.concat(heads, ignore_index=True), keys=keys), exhibits=exhibits)
+    tables = {**report.tables, "heads": pd.concat(heads, ignore_index=True), "keys": keys}
+    big = replace(report, tables=tables, exhibits=exhibits)
     assert len(keys) > 10_000
     page = report_page(big)
     assert len(page.encode()) <= LIMIT

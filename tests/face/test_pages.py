@@ -233,7 +233,7 @@ def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame, parsed
         numbers = [c for c in frame.select_dtypes("number").columns if c not in keep]
         return frame.assign(**dict.fromkeys(numbers, np.nan))
 
-    blank = report.with_tables(**{n: emptied(t) for n, t in (report.tables | {"causal": causal}).items()})
+    blank = replace(report, tables={n: emptied(t) for n, t in (report.tables | {"causal": causal}).items()})
     page = parsed(report_page(blank))
     assert "–" in page.text
     assert "nan" not in page.text.lower().split()
