@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from pathlib import Path
 from typing import Any
 
-MOST = 10**18  # of whole numbers: libraries take seeds of 63 bits
+import numpy as np
+
+LARGEST_SEED = 10**18  # torch takes 63 bits
 
 
 def received(value: object) -> str:
@@ -20,7 +21,7 @@ def received(value: object) -> str:
 def check_flags(**flags: object) -> None:
     """Raise TypeError for a flag that is neither True nor False: the text "no" would count as True."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{name} must be True or False, got {received(value)}")
 
 
@@ -28,16 +29,6 @@ def check_text(name: str, value: object) -> None:
     """Raise TypeError for what is not a text."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a text, got {received(value)}")
-
-
-def check_integer(name: str, value: Any, least: int, what: str) -> int:
-    """`value` as an int from `least` to MOST; ValueError for anything else. `what`: what it must be, in words."""
-    try:
-        if isinstance(value, bool) or not least <= operator.index(value) <= MOST:
-            raise TypeError
-    except TypeError:
-        raise ValueError(f"{name} must be {what}, got {received(value)}") from None
-    return operator.index(value)
 
 
 def path_of(value: Any, name: str = "path") -> Path:

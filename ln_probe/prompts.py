@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.analyses.arguments import check_flags, check_integer
+from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.files import FileError, read_json, read_text
 from ln_probe.analyses.text import encodable, quoted
 from ln_probe.hooks.default_tokens import (
@@ -30,7 +30,7 @@ from ln_probe.hooks.default_tokens import (
     special_tokens,
     tokenizer_of,
 )
-from ln_probe.hooks.model import HookedModel, check_model, context_length, vocabulary_size
+from ln_probe.hooks.model import HookedModel, check_model, context_length, vocabulary_size, whole_number
 from ln_probe.prompt_sources import BUNDLED, SAMPLED, Entry, Sampled, entries, token_rows
 
 # How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
@@ -196,7 +196,7 @@ def make_prompts(
     model = check_model(model)
     for name, given, least in (("max_tokens", max_tokens, 1), ("seed", seed, 0), ("most", most, 1)):
         if name != "most" or given is not None:
-            check_integer(name, given, least, f"a whole number, {least} or more")
+            whole_number(given, name, least)
     if prepend_bos is not None:
         check_flags(prepend_bos=prepend_bos)
     if isinstance(prompts, Prompts):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.arguments import check_flags, check_integer
+from ln_probe.analyses.arguments import LARGEST_SEED, check_flags, received
 from ln_probe.analyses.files import read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import DEFAULT, entries
 from ln_probe.hooks.model import HookedModel, n_layers, whole_number
@@ -71,9 +70,16 @@ class Settings:
             ("keys_sample", 0, "a number of keys per head (0: all of them)"),
         ):
             given = getattr(self, name)
-            if given is not None or name not in ("batch_size", "keys_sample"):
-                object.__setattr__(self, name, check_integer(name, given, least, what))
+            if given is None and name in ("batch_size", "keys_sample"):
+                continue
+            try:
+                object.__setattr__(self, name, whole_number(given, name, least))
+                if name == "seed" and self.seed > LARGEST_SEED:
+                    raise ValueError
+            except ValueError:
+                raise ValueError(f"{name} must be {what}, got {received(given)}") from None
         check_flags(optimal=self.optimal)
+        object.__setattr__(self, "optimal", bool(self.optimal))
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 
+from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.geometry.checker import SLACK, Checker
 from ln_probe.analyses.geometry.compiled import in_threads
 from ln_probe.analyses.geometry.coordinates import TAU, KeyCoordinates, coordinates
@@ -398,9 +399,7 @@ def key_geometry(
         raise TypeError(f"budget must be a positive number of seconds per key, got {budget!r}")
     if not 0.0 < budget < math.inf:
         raise ValueError(f"budget must be a positive, finite number of seconds per key, got {budget!r}")
-    for name, given in (("causal", causal), ("strict", strict)):
-        if not isinstance(given, bool | np.bool_):
-            raise TypeError(f"{name} must be True or False, got {given!r}")
+    check_flags(causal=causal, strict=strict)
     values, lift, batched = key_sets(keys, bias)
     ellipsoids = None if query_set is None else query_sets(query_set, len(values), values.shape[2])
     gap = EXACT_GAP if margins == "exact" else RELATIVE_GAP if margins else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ln_probe.analyses.arguments import MOST
+from ln_probe.analyses.arguments import LARGEST_SEED
 from ln_probe.analyses.files import FileError, read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import listing
 from ln_probe.analyses.text import counted, quoted, whole_number
@@ -136,7 +136,7 @@ class MeasureOptions:
     ] = None
     max_tokens: Annotated[int, count_option(PROMPTS, least=2, help="Longer prompts are cut.")] = 512
     max_prompts: Annotated[int | None, count_option(PROMPTS, least=1, help="Only the first so many prompts.")] = None
-    seed: Annotated[int, count_option(PROMPTS, least=0, most=MOST, help="Of sampled prompts and keys.")] = 0
+    seed: Annotated[int, count_option(PROMPTS, least=0, most=LARGEST_SEED, help="Of sampled prompts and keys.")] = 0
     calibration: Annotated[
         Path | None,
         _of(PROMPTS, metavar="FILE", help="Text that constants come from. Default: the other prompts (leave-one-out)."),
