@@ -140,8 +140,8 @@ class Head:
             }
         if norm is not None:
             own, inner, shift = self.inner(norm, name, plain, positions)
-            plain = norm.project(plain) / own[:, None] * inner
-            terms = {t: norm.project(v) / own * inner for t, v in terms.items()}
+            plain = projected(norm, plain) / own[:, None] * inner
+            terms = {t: projected(norm, v) / own * inner for t, v in terms.items()}
             if shift is not None:
                 parts.append(Part(f"{norm.name} bias", "norm bias", site.layer))
                 plain = torch.cat([plain, shift.expand(len(plain), 1, -1)], 1)
@@ -172,6 +172,11 @@ class Head:
         """The mean of the keys at these positions, some at a time."""
         sums = (self.side("K", some, typical).summed() for some in in_chunks(positions))
         return reduce(Side.plus, sums).times(1.0 / len(positions))
+
+
+def projected(norm: Site, made: Float[Tensor, "*row d_head"]) -> Float[Tensor, "*row d_head"]:
+    """Px of a head's queries or keys; they are a piece of what OLMo 2's norms normalize, which do not project."""
+    return norm.project(made) if norm.projects else made
 
 
 def in_chunks(positions: Sequence[int]) -> list[list[int]]:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.heads import Head
+from ln_probe.analyses.attribution.heads import Head, projected
 from ln_probe.analyses.attribution.scores import maps_of, read_by, split_of
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.capture import record_attention
@@ -161,7 +161,7 @@ class _HeadPairs:
             if norm is not None:
                 before = (one.seen.y.double().cpu() @ W + b)[:, None]
                 own, inner, shift = one.inner(norm, name, before, range(one.length))
-                made = norm.project(made) / own[:, None] * inner
+                made = projected(norm, made) / own[:, None] * inner
             if shift is not None:
                 made = made + shift
             if maps.rotary is not None:
