@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,7 +82,7 @@ class Prompts:
     def labels(self, given: Any) -> Any:
         """Return the labels of these prompts from one for each prompt that was given, skipped ones too."""
         left_out = {number for number, _ in self.skipped}
-        if not left_out or isinstance(given, str | Set | Mapping) or not isinstance(given, Sized):
+        if not left_out or isinstance(given, str | Set | Mapping) or not isinstance(given, Collection):
             return given
         if len(given) != len(self.tokens) + len(left_out):
             return given
