@@ -89,8 +89,8 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
     ({"change": 0.5, **FEW, "p_sign": 0.6}, NO_EFFECT,
      " changes the loss by +0.5 nats/token on average, 12 % of the intact loss of 4 (median prompt +0.4) on 20 "
      "prompts: no CI with fewer than 32 prompts."),
-    ({"change": 0.5, **FEW}, DESCRIBED,
-     "on 20 prompts: it rises on 19 of 20, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32 prompts)."),
+    ({"change": 0.5, **FEW, "prompts_worse": 12}, DESCRIBED,
+     "on 20 prompts: it rises on 12 of 20, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32 prompts)."),
     ({"change": 0.5, **FEW, "prompts": 64}, DESCRIBED,
      "on 64 prompts in 20 groups: it falls on 45 of 64, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32 "
      "prompts)."),

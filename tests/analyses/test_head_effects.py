@@ -125,11 +125,13 @@ def test_one_head_of_as_many_as_are_run_can_be_told(prompts: int, told: bool) ->
         for head in range(64):
             for variant in ("no_scaling", "no_projection", "both_removed"):
                 change = 0.5 if (head, variant) == (11, "no_scaling") else 0.001 * rng.normal()
+                change *= head != 20
                 rows.append((prompt, head // 16, head % 16, variant, 2.0 + change, change, 2.0, 1, ""))
     made = table([pd.DataFrame(rows, columns=list(head_effects.COLUMNS))])
     top = made[(made["layer"] == 0) & (made["head"] == 11) & (made["variant"] == "no_scaling")].iloc[0]
     assert top["p_sign"] == pytest.approx(64 * 2 * 0.5**prompts)
     assert (top["delta_loss"], top["prompts_worse"]) == (pytest.approx(0.5), prompts)
+    assert not made.query("layer == 1 and head == 4")["prompts_worse"].any(), "no change is none for the worse"
     assert made["delta_loss_low"].isna().all(), "too few prompts for an interval"
     (finding,) = HeadEffects().findings({"head_effects": made}, {})
     if told:

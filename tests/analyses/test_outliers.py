@@ -80,6 +80,16 @@ def test_what_is_planted_is_found_and_nothing_else(seeds: range) -> None:
         assert {d for site, d in found.dimensions if site == sites[0].name} == {dimension}, seed
 
 
+def test_a_mask_of_rows_of_several_lengths() -> None:
+    model, rows = random_model(0), [prompt(0), prompt(0)[:-3], prompt(0)[:3]]
+    for row in rows:
+        row[2] = 39
+    with torch.no_grad():
+        model.embed.W_E[39] *= 1000
+    mask = outlier_tokens(model, rows).mask
+    assert mask.nonzero().tolist() == [[0, 2], [1, 2]], "three tokens have no median"
+
+
 def added_at(position: int, dimension: int, size: float) -> Callable[..., Tensor]:
     def hook(x: Tensor, hook: Any) -> Tensor:
         out = x.clone()

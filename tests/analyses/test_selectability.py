@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import ln_probe
-from ln_probe.analyses.constants import observed_radius, plain_queries
+from ln_probe.analyses.constants import Calibration, Constants, observed_radius, plain_queries
 from ln_probe.analyses.probes import selectability
-from ln_probe.analyses.probes.attention_layer import VARIANTS, no_op, variant_outputs
+from ln_probe.analyses.probes.attention_layer import VARIANTS, AttentionLayer, no_op, variant_outputs
 from ln_probe.analyses.probes.keys import HARDEST_PER_VARIANT, SAMPLED
 from ln_probe.analyses.probes.uniformity import received
 from ln_probe.hooks.attention import read_heads
@@ -122,6 +123,33 @@ def test_observed_queries_are_within_reach(arch: str, make_bridge: Callable[...,
         assert radius is not None
         assert radius.shape == (24, 4)
         assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3"])
+def test_observed_queries_are_the_reachable_ones_shrunk_about_their_center(
+    arch: str, make_bridge: Callable[..., Any]
+) -> None:
+    model = make_bridge(arch)
+    seen = attention_inputs(model)[-1]
+    norms = {s.reads: s for s in find_sites(model) if s.layer == seen.layer and s.reads in ("query", "key")}
+    heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
+    radii = np.array([0.5, 1.0, 0.03, 1.0])
+    constants = Constants((seen.site.name,), np.zeros(1, int), np.ones((1, 1, 2)), np.ones((1, 1, 2)))
+    calibration = Calibration(pd.DataFrame(), constants, {seen.layer: radii}, {}, ())
+    layer = AttentionLayer(seen, lambda: heads, calibration, 0)
+    for row, position in ((0, 0), (1, 7), (2, 23)):
+        found, reached, queries = (
+            layer.observed(row),
+            layer.reachable(position),
+            layer.queries[0][position, row] / heads.divisor,
+        )
+        assert found is not None
+        assert reached is not None
+        (center,), (axes,) = found(np.array([position]))
+        np.testing.assert_allclose(center, reached[0][row], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(axes, radii[row] * reached[1][row], rtol=1e-9, atol=1e-12)
+        inside = np.linalg.norm(np.linalg.pinv(reached[1][row]) @ (queries.numpy() - reached[0][row]))
+        assert inside <= 1 + 1e-5, "the query that occurred here can be reached"
 
 
 def test_received_attention() -> None:

@@ -13,6 +13,7 @@ from architectures import cases
 
 from ln_probe.analyses.probes import shared_passes
 from ln_probe.analyses.probes.edited_runs import EditedRuns
+from ln_probe.hooks.interventions import without
 from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.hooks.sites import find_sites
 
@@ -37,6 +38,18 @@ def test_together_as_alone(arch: str, make_bridge: Callable[..., Any], monkeypat
         scale = np.abs(alone["nll"]).max() if name.startswith(("nll", "kl")) else 1.0
         np.testing.assert_allclose(together[name], alone[name], rtol=1e-6, atol=1e-6 * scale)
     assert (together["agree"] == alone["agree"]).all()
+
+
+def test_agreement_counts_the_intact_models_favorites(make_bridge: Callable[..., Any]) -> None:
+    model = make_bridge("gpt2", torch.float64)
+    rows, constants = measured(model).set_index(["sites", "variant"]), mean_sigmas(model, find_sites(model), [TOKENS])
+    intact = model(TOKENS[None], return_type="logits")[0].argmax(-1)
+    for variant, term in (("no_scaling", "scaling"), ("both_removed", "both")):
+        with without(model, term, sites="all", scale=constants):
+            edited = model(TOKENS[None], return_type="logits")[0].argmax(-1)
+        same = int((edited == intact).sum())
+        assert rows.loc[("all", variant), "agree"] == same < len(TOKENS)
+    assert rows.loc[("all", "intact"), "agree"] == len(TOKENS)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama", "gemma2"])

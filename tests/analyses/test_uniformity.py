@@ -188,3 +188,19 @@ def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm(make_bridge: Callab
     head = report.heads[report.heads["space"] == "head"]
     assert head["uniform_angle_deg"].isna().all()
     assert head["entropy_ratio"].between(0, 1).all()
+
+
+def test_the_table_holds_spread_and_entropy_of_the_models_own_attention(make_bridge: Callable[..., Any]) -> None:
+    import ln_probe
+
+    model, tokens = make_bridge("gpt2"), torch.arange(20)[None]
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tokens)
+    report = ln_probe.analyze(model, tokens, probes=("uniformity",), progress=False)
+    rows = report.heads.query("space == 'head' and variant == 'intact'").set_index(["layer", "head"])
+    for layer, head in ((0, 0), (1, 3)):
+        scores, pattern = (cache[f"blocks.{layer}.attn.hook_{n}"][0, head].double() for n in ("attn_scores", "pattern"))
+        spread = [float(scores[t, : t + 1].std(correction=0)) for t in range(1, 20)]
+        entropy = [float(-(p * p.log()).sum()) / math.log(len(p)) for t in range(1, 20) for p in [pattern[t, : t + 1]]]
+        assert rows.loc[(layer, head), "score_spread"] == pytest.approx(np.mean(spread), rel=1e-4)
+        assert rows.loc[(layer, head), "entropy_ratio"] == pytest.approx(np.mean(entropy), rel=1e-4)
