@@ -57,7 +57,7 @@ def test_without_anywidget_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, l
     monkeypatch.setitem(sys.modules, "anywidget", None)
     _widget_class.cache_clear()
     with pytest.raises(TypeError, match="text must be a text, got 3"):
-        ln_probe.explore(live.model, 3)
+        ln_probe.explore(live.model, 3)  # type: ignore[arg-type]
     with pytest.raises(ImportError, match=r"needs anywidget.*pip install 'ln-probe\[notebook\]'"):
         ln_probe.explore(live.model)
     _widget_class.cache_clear()
