@@ -114,6 +114,15 @@ def test_indices_that_do_not_fit(batch):
     assert geometry.verdict[(*place, 0)] == "selectable"
 
 
+def test_a_key_of_a_batch_is_that_key_of_that_set():
+    sets = np.random.default_rng(0).standard_normal((2, 5, 3))
+    geometry = ln_probe.key_geometry(sets)
+    for b, i in ((1, 0), (0, 4), (1, 3)):
+        scores = sets[b] @ geometry.witness(b, i)
+        assert geometry.verdict[b, i] == "selectable"
+        assert scores.argmax() == i
+
+
 @pytest.fixture
 def unannotated():
     """Shape checks off: what is taken is more than what is annotated (lists, 128 bits)."""

@@ -126,6 +126,7 @@ def test_the_spread_of_a_set_and_its_keys_near_the_tolerance() -> None:
     assert found.spread == pytest.approx(4.0)
     assert found.offset_over_spread == 0.0
     assert found.near_tau == 0
+    assert found.warnings(4) == ()
     assert ln_probe.key_geometry(np.ones((1, 3, 2)), margins=False).conditioning[0].spread == 1.0
     beyond_an_edge = np.concatenate([keys, [[4.0, 1.0 + 1.001e-7 * 4]]])  # by about the tolerance
     assert ln_probe.key_geometry(beyond_an_edge[None], margins=False).conditioning[0].near_tau >= 1

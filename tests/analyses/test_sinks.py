@@ -165,6 +165,8 @@ def test_nothing_to_find() -> None:
 def test_short_prompts_are_noted() -> None:
     report = ln_probe.analyze(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]), probes=("sinks",), progress=False)
     assert any("2 prompts of fewer than 8 tokens were not searched" in n for n in report.notes)
+    unseen = "sinks: in 2 prompts no token is seen by 10 queries that see another one: no sink can be detected there"
+    assert unseen in report.notes
     assert not report.failures
 
 
