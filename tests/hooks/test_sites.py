@@ -293,6 +293,15 @@ def test_folded_weights_without_the_flag_are_known_by_their_readers(make_folded:
         assert "what reads it is centred as folding leaves it" in site.evidence
 
 
+def test_a_gain_below_one_is_not_folded(make_folded: Callable[..., Any]) -> None:
+    model = make_folded("gpt2")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "ln" in name and name.endswith("weight"):
+                parameter.fill_(0.9)
+    assert {s.state for s in find_sites(model)} == {"raw"}
+
+
 def test_a_unit_gain_alone_is_not_folded(make_bridge: Callable[..., Any]) -> None:
     """An untrained model has gains of exactly 1 that nobody folded."""
     model = make_bridge("gpt2")
