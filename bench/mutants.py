@@ -51,7 +51,8 @@ MAP, RESULTS = ROOT / "build" / "mutants.json", ROOT / "bench" / "mutants.csv"
 FILES = ("analyses/geometry/*.py", "analyses/probes/*.py", "hooks/sites.py", "hooks/variants.py")
 TESTS = ("tests/hooks/test_*.py", "tests/analyses/test_*.py")
 NOT_THESE = re.compile("_lab_|test_lab|_crasp|_attribution")  # they use what is mutated, and take long
-UNCOMPILED = re.compile("hull|attain|last_res|margin|cone|weights|formulas|loops|pieces|guards")  # quick without numba
+# With tests that are quick without numba.
+UNCOMPILED = re.compile("attain|budget|decomp|exact|formulas|geometry_|hull|key_s|large|last_res|temporal|unif|verdict")
 SLOWEST, ENOUGH = 3.0, 5.0  # seconds of a processor: of a test without numba, of all tests of a mutant
 PATIENCE = 90.0  # and of the wall, before a mutant's process is stopped
 COLUMNS = ("file", "line", "operator", "occurrence", "change", "loop", "outcome", "test", "seconds", "why")
