@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 LARGEST_SEED = 10**18  # torch takes 63 bits
 
 
@@ -20,6 +18,8 @@ def received(value: object) -> str:
 
 def check_flags(**flags: object) -> None:
     """Raise TypeError for a flag that is neither True nor False: the text "no" would count as True."""
+    import numpy as np  # (the command line's help does without)
+
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{name} must be True or False, got {received(value)}")

@@ -33,7 +33,7 @@ from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.models import load_model
 from ln_probe.passes import Passes
-from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, tokens_named
+from ln_probe.prompts import Prompts, calibration_prompts, labels_of, make_prompts, tokens_named
 from ln_probe.recording import marked
 from ln_probe.report import Report, versions
 from ln_probe.seal import REFUSE, Seal, hooked_model
@@ -218,7 +218,7 @@ def _first_pass(
     passes = Passes(model, settings, probes=probes, objective=objective, seal=seal)
     clock.lap("preparation")
     numbered = list(enumerate(ready.tokens))
-    calibrated = passes.calibrate(numbered, groups=ready.labels(groups), calibration=other, default=default)
+    calibrated = passes.calibrate(numbered, groups=labels_of(ready, groups), calibration=other, default=default)
     clock.lap("first pass")
     return passes, ready, calibrated
 

@@ -79,14 +79,15 @@ class Prompts:
         """The description of the prompts for a report's provenance."""
         return summary(self.source, self.tokens, self.name_of, skipped=self.skipped)
 
-    def labels(self, given: Any) -> Any:
-        """Return the labels of these prompts from one for each prompt that was given, skipped ones too."""
-        left_out = {number for number, _ in self.skipped}
-        if not left_out or isinstance(given, str | Set | Mapping) or not isinstance(given, Collection):
-            return given
-        if len(given) != len(self.tokens) + len(left_out):
-            return given
-        return [label for number, label in enumerate(given) if number not in left_out]
+
+def labels_of(prompts: Prompts, given: Any) -> Any:
+    """Return the labels of the prompts that are left from one for each that was given, skipped ones too."""
+    left_out = {number for number, _ in prompts.skipped}
+    if not left_out or isinstance(given, str | Set | Mapping) or not isinstance(given, Collection):
+        return given
+    if len(given) != len(prompts.tokens) + len(left_out):
+        return given
+    return [label for number, label in enumerate(given) if number not in left_out]
 
 
 def summary(

@@ -51,7 +51,7 @@ from ln_probe.loading.hub import FULL, downloads_in
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measure import assemble, provenance
 from ln_probe.passes import Passes
-from ln_probe.prompts import calibration_prompts, skip_note
+from ln_probe.prompts import calibration_prompts, labels_of, skip_note
 from ln_probe.report import REPORT_FILE, files_of
 from ln_probe.seal import Seal
 from ln_probe.settings import check_unchanged, read_groups
@@ -177,7 +177,7 @@ class Worker:
             other = calibration_prompts(passes.model, Path(settings.calibration), settings.max_tokens, settings.seed)
         if settings.groups is not None:
             check_unchanged(settings.groups, settings.groups_sha256)
-            labels = made.labels(read_groups(settings.groups))
+            labels = labels_of(made, read_groups(settings.groups))
         skips = (skip_note(made.skipped, len(made.tokens)),) if made.skipped else ()
         self._check_strictly(skips)
         found = passes.calibrate(list(enumerate(made.tokens)), groups=labels, calibration=other, default=default)
