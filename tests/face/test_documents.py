@@ -160,6 +160,7 @@ def figures_of_readme() -> list[str]:
     found = [
         over_seeds("delta_loss_no_scaling"),
         over_seeds("delta_loss_no_projection"),
+        causal("lm-layernorm-wikitext", "all"),
         majority("size 1/sqrt(d), with projection"),
         majority("size 1/sqrt(d), without projection"),
         majority("size 1/sqrt(d) of values alone"),
@@ -206,8 +207,8 @@ def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
             percent = (100 * trained.loc[trained["norm"] == norm, "mean"]).round().astype(int)
             shares.append(" to ".join(map(str, sorted(set(percent)))))
     readme = " ".join(README.split())
-    assert f"d 8, heads of 2 dimensions), {shares[0]} % of the keys cannot" in readme
-    assert f"(three seeds), and {shares[2]} % in windows of 1024 tokens (one seed)" in readme
+    assert f"d 8, heads of 2 dimensions), {shares[0]} % of a window's 256 keys cannot" in readme
+    assert f"(three seeds), and {shares[2]} % of 1024 (one seed)" in readme
     assert f"Without scaling it is {shares[1]} % and {shares[3]} %." in readme
     assert f"Before training it is {at_first[0][0]} and {at_first[0][1]} %, too" in readme
 
