@@ -22,8 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.decomposition import SiteStatistics, layernorms_table
 from ln_probe.hooks.model import run
 from ln_probe.hooks.sites import find_sites
@@ -75,14 +77,16 @@ def decomposition(model: Any, tokens: torch.Tensor) -> Any:
 
 
 def cache(model: Any, tokens: torch.Tensor, world: str) -> Any:
-    found = [SiteStatistics(s) for s in find_sites(model)]
+    sites = find_sites(model)
+    found, alone = [SiteStatistics(s) for s in sites], np.arange(len(tokens))
     for prompt in tokens:
         with torch.no_grad():
             _, kept = model.run_with_cache(prompt[None])
         for each in found:
             x, y = norm_of(kept, each.site, world)
             each.add(x[0], y[0])
-    return layernorms_table(found)
+    unknown = np.ones((len(tokens), len(sites), 2))  # (the constants' columns are no work of a cache)
+    return layernorms_table(found, Constants(tuple(s.name for s in sites), alone, unknown, unknown))
 
 
 def norm_of(kept: Any, site: Any, world: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -206,8 +206,9 @@ def _prompts(row: Any) -> str:
 def _no_interval(row: Any) -> str:
     """Why there is no interval, and what the prompts' signs say instead."""
     groups = row["prompts"] if pd.isna(row["groups"]) else row["groups"]
+    units = "prompts" if groups == row["prompts"] else "groups"
     why = (
-        f"no CI with fewer than {statistics.PROMPTS_NEEDED} prompts"
+        f"no CI with fewer than {statistics.PROMPTS_NEEDED} {units}"
         if groups < statistics.PROMPTS_NEEDED
         else "no CI, because a few prompts carry the mean"
     )

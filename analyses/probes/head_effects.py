@@ -422,7 +422,8 @@ def _worse_on_most(rows: pd.DataFrame) -> pd.Series:
 
 
 def _leading(effects: pd.DataFrame | None, groups: float) -> list[Finding]:
-    """The head whose frozen scaling raises the loss most, if one is significant; `groups`: that prompts form."""
+    """The head whose frozen scaling raises the loss most, and of those with a significant effect; `groups`: that
+    prompts form."""
     if effects is None or not len(effects):
         return []
     rows = effects[
@@ -454,8 +455,14 @@ def _leading(effects: pd.DataFrame | None, groups: float) -> list[Finding]:
     size, ends = with_interval(*worst[["delta_loss", "delta_loss_low", "delta_loss_high"]])
     rises = f"it rises on {int(worst['prompts_worse'])} of {int(worst['prompts'])} prompts"
     within = f"95 % CI {ends}" if ends else rises
+    most = "raises the loss most"
+    if top.name != worst.name:
+        most = (
+            "raises the loss most of those with a significant effect (the largest mean change is that of "
+            f"{_name(top)}, {top['delta_loss']:+.2g}, not a significant rise)"
+        )
     text = (
-        f"With scaling frozen for one head at a time, {_name(worst)} raises the loss most: by "
+        f"With scaling frozen for one head at a time, {_name(worst)} {most}: by "
         f"{size[1:]} nats/token from {worst['loss']:.3g} ({within}). Of {counted(len(rows), 'head')}, "
         f"{len(significant)} {'has' if len(significant) == 1 else 'have'} an effect of at least {MATTERS:g} that is "
         "significant (Holm-adjusted sign test)."

@@ -93,7 +93,7 @@ def test_exploratory_groups_are_labelled_and_never_mixed_with_primary_ones() -> 
      "on 20 prompts: it rises on 12 of 20, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32 prompts)."),
     ({"change": 0.5, **FEW, "prompts": 64}, DESCRIBED,
      "on 64 prompts in 20 groups: it falls on 45 of 64, Holm-adjusted sign test p = 0.0001 (no CI with fewer than 32 "
-     "prompts)."),
+     "groups)."),
     ({"change": 0.582, **FEW, "prompts": 64, "groups": 64, "p_sign": 0.7}, NO_EFFECT,
      "on 64 prompts: no CI, because a few prompts carry the mean."),
     ({"change": 0.12, "half": 0.02, "delta_loss_uniform": 4.61}, EFFECT,  # as in MGM
