@@ -160,7 +160,7 @@ def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: 
     code, _, said = command("merge", tmp_path, "--workers", 0)
     assert code == 0, said
     assert tables(tmp_path) == tables(whole)
-    assert "run-layernorm" in (tmp_path / "index.html").read_text()
+    assert "run layernorm" in (tmp_path / "index.html").read_text()
 
 
 def test_slices_start_together(tmp_path: Path) -> None:
