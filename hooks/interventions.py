@@ -171,7 +171,8 @@ def without(
         An `Intervention`: the edited sites and their constants.
 
     Raises:
-        TypeError: not a TransformerLens or Hugging Face model, or tokens that are no tensor.
+        TypeError: not a TransformerLens or Hugging Face model, or tokens that are neither a tensor nor a list of rows.
+        ValueError, ActivationError: unusable tokens; activations that are not finite.
         InterventionError: an unknown term, site or scale; no norm to edit; a site that is under an intervention
             already; a part of attention that cannot be edited alone; loss-optimal constants for some readers alone, or
             of a loss that the model does not have or that has no gradient.

@@ -120,6 +120,7 @@ class _Linearized:
 
         Raises:
             TypeError, ValueError: not whole numbers, other axes, empty, outside the vocabulary, beyond the context.
+            InterventionError: the model has no norm, or is linearized already.
         """
         hooked = check_model(model)
         batch = token_batch(hooked, tokens)

@@ -139,7 +139,6 @@ def calibration_sigmas(
     """The sigmas of each site over the tokens of some prompts; costs one forward pass a prompt.
 
     Raises:
-        ValueError: token ids outside the vocabulary, or prompts longer than the context.
         ActivationError: a norm's input or output is not finite.
     """
     first: dict[str, list[np.ndarray]] = {s.name: [] for s in sites}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from itertools import chain
 from typing import Any, cast
 
@@ -165,7 +166,12 @@ class Foreign:
 
 
 def foreign_hooks(model: HookedModel | nn.Module) -> list[Foreign]:
-    """Everything on a model, and among torch's global hooks, that is foreign."""
+    """Everything on a model, and among torch's global hooks, that is foreign.
+
+    Raises:
+        RuntimeError: this version of TransformerLens keeps the hooks that users add where they cannot be seen.
+    """
+    _check_hooks_are_seen()
     found = []
     for path, module in cast(nn.Module, model).named_modules():
         point = _name(path, module)
@@ -185,6 +191,22 @@ def foreign_hooks(model: HookedModel | nn.Module) -> list[Foreign]:
             if not _own(hook, None):
                 found.append(Foreign("every module", f"global {kind}", name_of(hook), None, store, key))
     return found
+
+
+def _check_hooks_are_seen() -> None:
+    """Add a hook to a new hook point, and look for it there."""
+    from transformer_lens.hook_points import HookPoint
+
+    def hook(value: Tensor, hook: HookPoint) -> None: ...
+
+    point = HookPoint()
+    point.add_hook(hook)
+    if hook not in user_hooks(point).values():
+        raise RuntimeError(
+            f"ln_probe cannot see the hooks that users add with TransformerLens {version('transformer-lens')}, so a "
+            "model could be measured with them and nothing would say so: install a version that ln_probe was tested "
+            "with (3.9.0 or 4.3.0)"
+        )
 
 
 def global_hooks(store: str) -> dict[int, Any]:

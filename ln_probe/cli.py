@@ -37,13 +37,13 @@ from ln_probe.batch.options import (
     Workers,
     check_targets,
     count_option,
-    path_of,
     run_of,
     settings_of,
     slice_of,
     space_of,
     takes,
     targets_of,
+    typed_path,
 )
 
 if TYPE_CHECKING:
@@ -487,16 +487,16 @@ def lab_run(
         int | None, count_option(None, least=1, most=10_000, help="How many; default: the experiment's own.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(parser=path_of, metavar="PATH", help="Folder; default lab-runs/NAME.")
+        Path | None, typer.Option(parser=typed_path, metavar="PATH", help="Folder; default lab-runs/NAME.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A size that takes minutes.")] = False,
     text: Annotated[
         list[Path] | None,
-        typer.Option(parser=path_of, metavar="PATH", help="A text file (UTF-8); may be repeated."),
+        typer.Option(parser=typed_path, metavar="PATH", help="A text file (UTF-8); may be repeated."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(parser=path_of, metavar="PATH", help="A tokenizer's folder; else made from the text."),
+        typer.Option(parser=typed_path, metavar="PATH", help="A tokenizer's folder; else made from the text."),
     ] = None,
     jobs: Annotated[int, count_option(None, least=1, most=10_000, help="Processes that train side by side.")] = 1,
     collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
@@ -546,7 +546,8 @@ def lab_run(
 def lab_compile(
     program: Annotated[Path, typer.Argument(help="A C-RASP program (docs/compiler.md).")],
     out: Annotated[
-        Path, typer.Option(parser=path_of, metavar="PATH", help="Folder for the model, which `ln-probe report` takes.")
+        Path,
+        typer.Option(parser=typed_path, metavar="PATH", help="Folder for the model, which `ln-probe report` takes."),
     ],
     construction: Annotated[str, typer.Option(help="What makes truth values: scaling, clip, rounding.")] = "scaling",
     norm: Annotated[str, typer.Option(help="layernorm, scaling_only, projection_only, none.")] = "layernorm",

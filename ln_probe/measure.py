@@ -129,6 +129,7 @@ def analyze(
             or a weight was changed, or a hook added, during the measurement. Names it.
         ProbeError: a probe that cannot be used (names it and its package), or all of them failed.
         ObjectiveError: a loss that does not return one finite number per prompt, or not twice the same.
+        FileNotFoundError: a file of prompts that does not exist.
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")
@@ -423,7 +424,8 @@ def freezing_cost(
         The loss increase at every norm with its CI, the other primary contrasts, and the constants.
 
     Raises:
-        TypeError, ValueError: as `ln_probe.analyze`; ValueError also where the loss is not applicable (says why).
+        TypeError, ValueError, SealError, FileNotFoundError: as `ln_probe.analyze`; ValueError also where the loss is
+            not applicable (says why).
 
     Example:
         >>> cost = ln_probe.freezing_cost(ln_probe.load_model("lm-layernorm"))
@@ -491,7 +493,7 @@ def norm_constants(
         prompts, `.observed` the mean sigmas.
 
     Raises:
-        TypeError, ValueError: as `ln_probe.analyze`.
+        TypeError, ValueError, SealError, FileNotFoundError: as `ln_probe.analyze`.
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")

@@ -262,8 +262,8 @@ def calibration_prompts(
     """Return the user's calibration text as prompts, in any form that `make_prompts` takes.
 
     Raises:
-        ValueError: ids outside the model's vocabulary, no prompts, or an empty one; the message begins with
-            "calibration".
+        TypeError, ValueError: as `make_prompts`; the message begins with "calibration".
+        FileNotFoundError: a file that does not exist.
     """
     try:
         return make_prompts(model, given, max_tokens=max_tokens, seed=seed, prepend_bos=prepend_bos)

@@ -163,14 +163,15 @@ class Report:
         return (*model.get("deviations", ()), *([prompts["skipped"]] if prompts.get("skipped") else []))
 
     def describe(self, table: str) -> pd.DataFrame:
-        """Describe a table: a row per column with `column`, `dtype`, `unit`, `meaning`.
+        """Describe a table, or "by_head": a row per column with `column`, `dtype`, `unit`, `meaning`.
 
         Raises:
             ValueError: the report has no such table (says which there are).
         """
-        if not isinstance(table, str) or table not in self.declared:
-            raise ValueError(f"this report has no table {table!r}: there are {', '.join(self.declared)}")
-        return self.declared[table].describe()
+        known = {**self.declared, declared_here.BY_HEAD.name: declared_here.BY_HEAD}
+        if not isinstance(table, str) or table not in known:
+            raise ValueError(f"this report has no table {table!r}: there are {', '.join(known)}")
+        return known[table].describe()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))

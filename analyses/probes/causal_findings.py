@@ -1,9 +1,9 @@
 """What a `causal` table says, in sentences: which changes of the loss are effects, and how they are worded.
 
 Two terms, scaling and projection, at every norm and at the norms that attention reads, are the primary contrasts: each
-is always reported, significant or not. All other changes are exploratory: they are reported only where significant
-within their family, and labelled. A change is called an effect where its interval excludes 0, its Holm-adjusted p is
-below 0.05, and it is at least LEAST_CHANGE.
+is always reported, significant or not. All other changes are exploratory: they are reported only where they are effects
+within their family (single norms without a CI: by the sign test), and labelled. A change is called an effect where its
+interval excludes 0, its Holm-adjusted p is below 0.05, and it is at least LEAST_CHANGE.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: s
     Args:
         effects: the table.
         source: of the prompts.
-        layers: where norms were edited, as `sentences.in_layers` puts it.
+        layers: where norms were edited, as `base.in_layers` puts it.
         unit: of the loss.
     """
     if not len(effects) or effects["delta_loss"].isna().all():

@@ -402,13 +402,14 @@ SINKS = declare(
     length_after (float, L2 norm): length of the norm's output there
     dimensions (text): the dimensions that make most of it there, with their shares of squared length
     sink (bool): whether, in some layer, over 30 % of (head, query) give it over 0.3 of their attention
-    sink_layer (int): the layer in which most do; NaN without a query that sees it
+    sink_layer (int): the layer in which most do; NaN where fewer than 10 queries see it
     sink_rate (float, share): share of (head, query) of that layer that do (Gu et al. 2025)
     received (float, share): mean attention that queries of all measured layers give it
     uniform (float, share): the same if attention were uniform: mean over these queries of 1 / visible keys, to
         compare with
-    received_no_scaling (float, share): the same over the layers from the one where it emerges on, if its own key
-        alone were made with the mean sigma of the other tokens; NaN where head space is not supported
+    received_no_scaling (float, share): the same over the layers from the one where it emerges on (of a sink that is
+        no outlier: over the layers where it is one), if its own key alone were made with the norm's mean sigma over the
+        other prompts, position 0 left out; NaN where the norm does not scale or head space is not supported
     received_there (float, share): received over those layers as they are, to compare with
     """,
 )
@@ -460,7 +461,7 @@ OUTLIER_DIMENSIONS = declare(
     site (text): the norm's name in the model
     layer (int): block it belongs to
     dimension (int): of the norm's input, from 0
-    ratio (float): median over tokens of |Px| there over its median over dimensions, mean over prompts
+    ratio (float): median over tokens of |Px| there over its median over dimensions, mean over these prompts
     prompts (int): prompts in which it is over 10
     """,
 )

@@ -212,7 +212,7 @@ def outlier_tokens(
             outliers. After the end of a shorter row masks are False and sizes NaN.
 
     Raises:
-        TypeError: not a TransformerLens model.
+        TypeError: not a TransformerLens model, or tokens that are neither a tensor nor a list of rows.
         ValueError: tokens that are not [batch pos], empty, longer than the context or outside the vocabulary.
         ActivationError: a norm's input or output is not finite.
 

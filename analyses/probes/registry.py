@@ -43,7 +43,7 @@ BUILT_IN = {
         f"{_HERE}.writers:Attribution", "which parts write the next token's logit, through the final norm",
     ),
 }  # fmt: skip
-# Asked for by name: `writers` costs a pass and a half a prompt and has up to thousands of rows (norms × parts).
+# Asked for by name: `writers` costs two passes a prompt and has up to thousands of rows (norms × parts).
 ON_REQUEST = ("writers", "attribution")
 DEFAULT = tuple(n for n in BUILT_IN if n not in ON_REQUEST)  # what runs unless something else is asked for
 

@@ -9,7 +9,7 @@ the same for every equivalent model, and `reachable`. Behind a norm that does no
 and margins and attention are those of the empirical set. The queries of all variants are the intact model's.
 
 Keys are judged among those that one query sees: all of them, or those of its window (`AttentionLayer.key_sets`).
-Attainable attention is the largest weight at any position that sees a key (`geometry.any_position`), and at the last
+Attainable attention is the largest weight at any position that sees a key (`geometry/positions.py`), and at the last
 position.
 
 Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the convex hull of the others.

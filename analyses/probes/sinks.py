@@ -425,7 +425,7 @@ def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
 def _sentences(
     sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int, seen: bool, where: tuple[str, str] = ("", "")
 ) -> list[str]:
-    """`where`: the layers and heads asked for, as `probes.sentences` puts them."""
+    """`where`: the layers and heads asked for, as `base.in_layers` and `base.among_heads` put them."""
     if not len(sinks):
         no_sink = f"Attention has no sink here{''.join(where)}"
         if not seen:

@@ -5,7 +5,7 @@ bootstrap-t (Efron & Tibshirani 1993, chapter 12; the standard error of a ratio:
 prompts tell how (estimate - truth) / standard error is distributed, skewness included. Effects over prompts are skewed
 and have outliers: at 32 prompts the percentile bootstrap used before covers 94, 88 and 92 % of nominal 95 on normal,
 lognormal and outlier-ridden effects, this one 96, 94 and 96 (`coverage`; docs/statistics.md has the table). Below 32
-prompts no method can: with one outlier in ten prompts, 16 prompts show none of them in 18 % of cases.
+prompts no method can: with one outlier in ten prompts, 16 prompts show none of them in 19 % of cases.
 """
 
 from __future__ import annotations

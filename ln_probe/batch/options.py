@@ -82,7 +82,7 @@ def _value(value: Any, where: str, *, several: bool) -> Any:
     raise refuse(f"{where} is {value!r}: an option is a text, a number, true or false, or a list of texts or numbers")
 
 
-def path_of(value: str | Path) -> Path:
+def typed_path(value: str | Path) -> Path:
     """Parse a path; an empty one would be the current folder."""
     if not str(value):
         raise typer.BadParameter("the name is empty: give a path (this folder is .)")
@@ -132,7 +132,8 @@ class MeasureOptions:
     ] = None
     allow_pickle: Annotated[bool, _of(MODELS, "--allow-pickle", help="Read .bin/.pt weights (weights_only).")] = False
     prompts: Annotated[
-        str | None, _of(PROMPTS, help="A .txt, .jsonl or .npy file, a data set (folder or hf:NAME), or 'sampled'.")
+        str | None,
+        _of(PROMPTS, help="A .txt (a prompt a paragraph), .jsonl, .npy or data set (folder, hf:NAME), or 'sampled'."),
     ] = None
     max_tokens: Annotated[int, count_option(PROMPTS, least=2, help="Longer prompts are cut.")] = 512
     max_prompts: Annotated[int | None, count_option(PROMPTS, least=1, help="Only the first so many prompts.")] = None
@@ -143,7 +144,11 @@ class MeasureOptions:
     ] = None
     groups: Annotated[
         Path | None,
-        _of(PROMPTS, metavar="FILE", help="A label a line for each prompt: equal labels form one prompt group."),
+        _of(
+            PROMPTS,
+            metavar="FILE",
+            help="A line per prompt with its label (its document, say): equal labels form one group.",
+        ),
     ] = None
     loss: Annotated[
         str | None,
@@ -265,14 +270,16 @@ class Workers:
 class Out:
     """Where reports go."""
 
-    out: Annotated[Path, _of(OUTPUT, parser=path_of, metavar="PATH", help="Folder for the reports.")] = Path("reports")
+    out: Annotated[Path, _of(OUTPUT, parser=typed_path, metavar="PATH", help="Folder for the reports.")] = Path(
+        "reports"
+    )
 
 
 @dataclass(frozen=True)
 class Folder:
     """Where slices of reports lie."""
 
-    folder: Annotated[Path, typer.Argument(parser=path_of, metavar="DIR", help="The --out of the slices.")]
+    folder: Annotated[Path, typer.Argument(parser=typed_path, metavar="DIR", help="The --out of the slices.")]
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def index(shown: Report, visit_once: Any) -> Any:
     return visit_once(index_page([*entries, IndexEntry("bad", error="ValueError: broken")]))
 
 
+@pytest.mark.slow
 def test_attention_is_drawn_and_its_selectors_work(long_report: Report, long: Any) -> None:
     long.again()
     frame = long.attention()
@@ -277,6 +278,7 @@ def charts_fit(opened: Any) -> None:
     assert [w for w in wide if w[0] > 0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360), ("dark", 1200), ("light", 390)])
 def test_schemes_and_widths(scheme: str, width: int, long: Any) -> None:
     long.look(width, color_scheme=scheme)
@@ -387,6 +389,7 @@ def place(frame: Any) -> str:
     return str(frame.locator("#title").inner_text())
 
 
+@pytest.mark.slow
 def test_a_head_has_an_address(shown: Report, opened: Any) -> None:
     opened.again()
     frame = opened.attention()
@@ -408,6 +411,7 @@ def test_a_head_has_an_address(shown: Report, opened: Any) -> None:
     opened.quiet()
 
 
+@pytest.mark.slow
 def test_the_map_says_what_is_significant(shown: Report, opened: Any) -> None:
     """Colour begins at the threshold, what is not significant is hatched, the largest heads are a list."""
     opened.again()
@@ -440,6 +444,7 @@ def test_the_map_says_what_is_significant(shown: Report, opened: Any) -> None:
     opened.quiet()
 
 
+@pytest.mark.slow
 def test_why_a_head_attends_there(long_report: Report, long: Any) -> None:
     """One click on the map answers it for position 0, another for the strongest pairs of query and key."""
     long.again()
@@ -475,6 +480,7 @@ def test_why_a_head_attends_there(long_report: Report, long: Any) -> None:
     long.quiet()
 
 
+@pytest.mark.slow
 def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) -> None:
     opened.again(at="#L1H3P0")
     frame = opened.attention()
@@ -504,6 +510,7 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
     opened.quiet()
 
 
+@pytest.mark.slow
 def test_a_page_about_some_heads_says_so(make_bridge: Callable[..., Any], visit: Any) -> None:
     """Its map has a place for every head of the model; an address of a head that it has not is answered."""
     options: dict[str, Any] = {"probes": ["uniformity"], "layers": [1], "progress": False}
@@ -526,7 +533,8 @@ def test_a_page_about_some_heads_says_so(make_bridge: Callable[..., Any], visit:
 SILENT = "for (const kind of ['ResizeObserver', 'IntersectionObserver']) window[kind].prototype.observe = () => {};"
 
 
-@pytest.mark.parametrize("observers", ["told", pytest.param("silent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("observers", ["told", "silent"])
 def test_a_frame_drawn_before_it_had_a_place_is_drawn_again(observers: str, html: str, opened: Any, visit: Any) -> None:
     if observers == "silent":  # as they are where a browser does not draw a frame out of sight
         opened = visit(html)

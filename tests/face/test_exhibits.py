@@ -342,7 +342,7 @@ def test_a13_one_definition_of_a_sink(long_report: Report) -> None:
 def test_every_figure_is_that_of_its_table(report: Report) -> None:
     table = report.by_head()
     assert table[["layer", "head"]].to_numpy().tolist() == [[i, h] for i in range(2) for h in range(4)]
-    assert table.columns.tolist() == BY_HEAD.names
+    assert table.columns.tolist() == report.describe("by_head")["column"].tolist() == BY_HEAD.names
     effects = report.tables["head_effects"].set_index(["layer", "head", "variant"])
     heads = report.heads[report.heads["space"] == "head"].set_index(["layer", "head", "variant"])
     sinks = report.tables["sink_heads"].set_index(["layer", "head"])

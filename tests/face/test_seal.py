@@ -411,3 +411,9 @@ def test_b07_an_analysis_waits_for_an_intervention_in_another_thread(make_bridge
 
     _, report = in_threads(edit, look)
     assert report.layernorms.equals(alone.layernorms)
+
+
+def test_a_transformer_lens_that_keeps_hooks_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ln_probe.hooks.edits.HANDLES", ("forward_handles", "backward_handles"))
+    with pytest.raises(RuntimeError, match=r"cannot see the hooks that users add with TransformerLens .* \(3\.9\.0"):
+        foreign_hooks(models()[FIRST]())
