@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,43 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("ln_probe", deadline=None)  # no test fails because a machine is busy
 hypothesis.settings.load_profile("ln_probe")
 
-# Every call in every test is checked against its annotations, shapes of tensors and arrays included (jaxtyping with
-# beartype). Not so the compiled kernels: numba takes the bare function and cannot compile a wrapper around it; what
-# calls them is checked.
+# Every call of a function whose annotations have shapes is checked against them (jaxtyping with beartype); other
+# annotations are mypy's. Not checked are the compiled kernels: numba takes the bare function and cannot compile a
+# wrapper around it; what calls them is checked.
 KERNELS = ("compiled", "compiled_in_order")
-_visit = _import_hook.JaxtypingTransformer.visit_FunctionDef
 
 
-def _visit_unless_compiled(self: Any, node: ast.FunctionDef) -> Any:
-    marks = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
-    return node if any(isinstance(m, ast.Name) and m.id in KERNELS for m in marks) else _visit(self, node)
+def _has_shapes(hints: Iterable[ast.expr | None]) -> bool:
+    """Whether one of the annotations is, or holds, something like Float[Tensor, "batch pos"]."""
+    parts = (part for hint in hints if hint is not None for part in ast.walk(hint))
+    shapes = (
+        part.slice.elts[-1] for part in parts if isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Tuple)
+    )
+    return any(isinstance(shape, ast.Constant) and isinstance(shape.value, str) for shape in shapes)
 
 
-_import_hook.JaxtypingTransformer.visit_FunctionDef = _visit_unless_compiled
+class _Checking(_import_hook.JaxtypingTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        marks = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+        if any(isinstance(m, ast.Name) and m.id in KERNELS for m in marks):
+            return node
+        given = node.args
+        arguments = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+        shapes = _has_shapes((node.returns, *(a.annotation for a in arguments if a is not None)))
+        return super().visit_FunctionDef(node) if shapes else self._only_inside(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        shapes = _has_shapes(part.annotation for part in node.body if isinstance(part, ast.AnnAssign))
+        return super().visit_ClassDef(node) if shapes else self._only_inside(node)
+
+    def _only_inside(self, node: ast.stmt) -> ast.stmt:
+        self._parents.append(node)
+        self.generic_visit(node)
+        self._parents.pop()
+        return node
+
+
+_import_hook.JaxtypingTransformer = _Checking
 _package = Path(str(importlib.util.find_spec("ln_probe").origin)).parent  # type: ignore[union-attr]
 _rooms = [f"ln_probe.{p.stem}" for p in _package.iterdir() if p.stem not in ("analyses", "__init__", "__pycache__")]
 _rooms.append("ln_probe.analyses")
