@@ -1,4 +1,4 @@
-"""The test suite checks every call of a function whose annotations have shapes; errors that are tested are the functions' own."""
+"""The suite checks calls of functions whose annotations have shapes; errors that are tested are the functions' own."""
 
 from __future__ import annotations
 
