@@ -36,5 +36,6 @@ def path_of(value: Any, name: str = "path") -> Path:
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} must be a text or a pathlib.Path, got {received(value)}")
     if value == "":
-        raise ValueError(f"{name} is empty: write . for the current folder")
+        here = ": write . for the current folder" if name == "folder" else ": give a path"
+        raise ValueError(f"{name} is empty{here}")
     return Path(value)

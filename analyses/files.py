@@ -20,6 +20,7 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -76,7 +77,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")  # two processes may write the same result
+    mine = f"{os.getpid()}-{threading.get_ident()}"  # two processes, or threads, may write the same result
+    return path.with_name(f".{path.name}.{mine}{PARTIAL}")
 
 
 def to_be_written(given: str | Path) -> Path:
@@ -92,7 +94,7 @@ def to_be_written(given: str | Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _aside(path).touch()
-        _aside(path).unlink()
+        _aside(path).unlink(missing_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"{path} cannot be written ({error.strerror}): choose another path") from error
     return path
@@ -106,7 +108,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """The same of a text; halves of a surrogate pair, which no encoding has, stand as \\ud800 and the like."""
-    write_atomically(path, text.encode("utf-8", "backslashreplace"))
+    write_atomically(path, encoded(text))
+
+
+def encoded(text: str) -> bytes:
+    """A text as UTF-8, as `write_text` writes it."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

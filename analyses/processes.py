@@ -1,4 +1,4 @@
-"""How processes end: on Ctrl-C and SIGTERM alike, and none of the workers outlives its parent."""
+"""How processes end, on Ctrl-C and SIGTERM alike, no worker after its parent; and how many threads BLAS has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -85,3 +90,21 @@ def _end_with_parent() -> None:
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """NumPy's and SciPy's matrix products use one thread while this lasts.
+
+    Theirs would wait for each other, and for torch's: with two processors `selectability` took twice as long.
+    """
+    with _blas().limit(limits=1, user_api="blas"):
+        yield
+
+
+@cache
+def _blas() -> ThreadpoolController:
+    import scipy.linalg  # noqa: F401 - its library must be there to be found
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()

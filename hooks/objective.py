@@ -107,6 +107,8 @@ class Objective:
             return losses.view(wanted.shape).sum(-1, dtype=torch.float64)
         try:
             found = self.function(output, tokens)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             raise ObjectiveError(
                 f"{self.name}(output, tokens [batch pos]) raised {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +67,11 @@ class PermanentEdit(OneLine):
 
         Raises:
             OSError: the folder cannot be written.
-            ValueError: no folder is named.
+            TypeError, ValueError: no folder is named.
         """
-        if not isinstance(folder, str | Path) or not str(folder):
+        if not isinstance(folder, str | os.PathLike):
+            raise TypeError(f"give a folder to write to, got {folder!r}")
+        if not str(folder):
             raise ValueError(f"give a folder to write to, got {folder!r}")
         if Path(folder).is_file():  # transformers would write nothing, and log it
             raise FileExistsError(f"{folder} is a file: give a folder")

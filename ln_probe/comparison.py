@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -104,9 +104,9 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     for report in found:
         if not isinstance(report, Report):
             raise TypeError(f"compare takes reports, got {type(report).__name__}: load one with ln_probe.load_report")
-    if isinstance(names, str) or not isinstance(names, Iterable | None):
+    if isinstance(names, str | Set | Mapping) or not isinstance(names, Iterable | None):
         raise TypeError(f"names must be a list of texts, one per report, got {received(names)}")
-    called = labels(found) if names is None else tuple(names)
+    called = labels(found) if names is None else tuple(str(n) if isinstance(n, int | Path) else n for n in names)
     for name in called:
         check_text("a name", name)
     if len(called) != len(found) or len(set(called)) != len(called):

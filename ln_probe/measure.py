@@ -23,6 +23,7 @@ from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import Decomposition
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
 from ln_probe.analyses.probes.uniformity import random_angle
+from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import Part, Table, TableError, joined
 from ln_probe.exhibits import Exhibits
@@ -157,7 +158,12 @@ def analyze(
     clock = _Clock()
     was_training = cast(nn.Module, model).training
     default = prompts is None
-    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal, tokens_named(hooked, settings.vocab):
+    with (
+        ProgressLine(quiet=not progress),
+        Seal(hooked, hooks) as seal,
+        tokens_named(hooked, settings.vocab),
+        one_blas_thread(),
+    ):
         passes, ready, calibrated = _first_pass(
             seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, clock
         )
@@ -438,7 +444,7 @@ def freezing_cost(
     probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
     hooked, on_original = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
-    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal:
+    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal, one_blas_thread():
         passes, ready, calibrated = _first_pass(seal, settings, [probe], objective, prompts, calibration, groups)
         piece = passes.measure(list(enumerate(ready.tokens)), calibrated, default=prompts is None)[probe.name]
     if isinstance(piece, Failure):

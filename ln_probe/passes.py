@@ -557,12 +557,14 @@ def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[n
         raise TypeError(f"groups must be a list of labels, one for each prompt, got {labels!r}")
     if len(labels) != len(rows):
         raise ValueError(
-            f"groups must hold a label for each prompt: got {len(labels)} labels for {len(rows)} prompts (prompts with "
-            "equal labels form one group)"
+            f"groups must hold a label for each prompt: got {len(labels)} labels for {len(rows)} prompts (or one for "
+            "skipped prompts too; prompts with equal labels form one group)"
         )
     if (odd := next((label for label in labels if not isinstance(label, Hashable)), None)) is not None:
         raise TypeError(f"groups: a label must be a text, a number or a tuple (hashable), got {odd!r}")
-    if any(isinstance(label, float | np.floating) and math.isnan(label) for label in labels):
+    if any(isinstance(label, Tensor) for label in labels):
+        raise TypeError("groups: a label is a tensor, which equals no other one: give numbers (tensor.tolist())")
+    if any(isinstance(label, float | np.floating | np.datetime64) and label != label for label in labels):
         raise ValueError("groups: a label is nan, which equals no label, itself included: give it a name")
     return grouped(labels)
 

@@ -153,6 +153,8 @@ def _json_lines(path: Path) -> Iterator[Entry]:
         where = f"{path}, line {number}"
         entry = parse_json(line, where)
         held = {k: v for k, v in entry.items() if k in _FIELDS and v is not None} if isinstance(entry, dict) else {}
+        if len(held) > 1:  # a text and how many tokens it has, for example
+            held = {k: v for k, v in held.items() if isinstance(v, _FIELDS[k][0])} or held
         if len(held) != 1:
             more = ", and has both: leave one out" if held else ""
             raise ValueError(f'{where}: needs a "text" or a "tokens" field{more}')

@@ -82,6 +82,8 @@ class Prompts:
 
 def labels_of(prompts: Prompts, given: Any) -> Any:
     """Return the labels of the prompts that are left from one for each that was given, skipped ones too."""
+    if isinstance(given, Tensor):  # whose entries are tensors too, none of which equals another one as a label
+        given = given.tolist()
     left_out = {number for number, _ in prompts.skipped}
     if not left_out or isinstance(given, str | Set | Mapping) or not isinstance(given, Collection):
         return given
@@ -195,9 +197,8 @@ def make_prompts(
         >>> make_prompts(model, ["The ships came home."], max_tokens=8).tokens[0]
     """
     model = check_model(model)
-    for name, given, least in (("max_tokens", max_tokens, 1), ("seed", seed, 0), ("most", most, 1)):
-        if name != "most" or given is not None:
-            whole_number(given, name, least)
+    max_tokens, seed = whole_number(max_tokens, "max_tokens", 1), whole_number(seed, "seed", 0)
+    most = None if most is None else whole_number(most, "most", 1)
     if prepend_bos is not None:
         check_flags(prepend_bos=prepend_bos)
     if isinstance(prompts, Prompts):

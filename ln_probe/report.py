@@ -21,6 +21,7 @@ from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.files import (
     FileError,
     checksums,
+    encoded,
     listed,
     open_regular,
     read_json,
@@ -303,10 +304,12 @@ class Report:
             TypeError, ValueError: `folder` is no path or empty, `index` no text, or a table holds what parquet cannot.
             OSError: the folder cannot be written.
         """
+        from ln_probe.page.page import report_page
+
         folder = path_of(folder, "folder")
         if folder.is_file():
             raise FileExistsError(f"{folder} is a file: give a folder, or call to_html for the page alone")
-        to_be_written(folder / PAGE_FILE)
+        check_text("index", index)
         content = {
             "format": FORMAT,
             "provenance": dict(self.provenance),
@@ -316,8 +319,13 @@ class Report:
             "failures": [asdict(f) for f in self.failures],
         }
         with_checksum(content)  # raises for what is no JSON
+        files = files_of(self)
+        if taken := [name for name in (*files, REPORT_FILE) if (folder / name).is_dir()]:
+            raise IsADirectoryError(f"{folder / taken[0]} is a folder, but a file of the report: choose another folder")
+        to_be_written(folder / PAGE_FILE)
         with ExitStack() as written:  # a report saved here before stays whole until all of this one is written
-            self.to_html(written.enter_context(replacing(folder / PAGE_FILE)), index=index)
+            page = written.enter_context(replacing(folder / PAGE_FILE))
+            page.write_bytes(encoded(report_page(self, index)))
             for name, table in self.tables.items():
                 aside = written.enter_context(replacing(folder / f"{name}.parquet"))
                 with aside.open("wb") as file:  # pyarrow wants UTF-8 paths
@@ -325,7 +333,6 @@ class Report:
             self.exhibits.save(written.enter_context(replacing(folder / EXHIBITS_FILE)))
             earlier = listed(folder / REPORT_FILE)
             (folder / REPORT_FILE).unlink(missing_ok=True)
-        files = files_of(self)
         remove_listed(folder, earlier.keys() - set(files))
         write_atomically(folder / REPORT_FILE, with_checksum({**content, "files": checksums(folder, files)}))
         return folder

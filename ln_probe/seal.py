@@ -232,7 +232,7 @@ class Seal:
     def _try_short(self, tokens: Int[Tensor, " pos"]) -> None:
         """Raise SealError if kept hooks fail on the beginning of a prompt, as short as what norms are tried out on."""
         cover, _ = self._inside()
-        for short in (tokens[:length] for length in _TRIED):
+        for short in (tokens[:length] for length in sorted({min(len(tokens), n) for n in _TRIED})):
             try:
                 self._pass(short)
             except Exception as error:

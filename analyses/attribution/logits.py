@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, SupportsIndex, cast
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -120,7 +121,7 @@ class LogitAttribution(Sums):
 
     def top(self, k: int = TOP) -> pd.DataFrame:
         """The k rows with the largest contributions, either way."""
-        k = whole_number(k, "k", 1, AttributionError)
+        k = whole_number(k, "k", 0, AttributionError)
         order = self.table["contribution"].abs().sort_values(ascending=False, kind="stable").index
         return self.table.loc[order[:k]]
 
@@ -263,7 +264,7 @@ def attribute_logits(
         reader = _Reader(hooked, wiring, final, wanted, components == "layers")
         wiring.at(reader.where)  # raises before the prompt runs
         layers, every = _layers(hooked, neurons), _layers(hooked, True)
-        if layers and (components == "layers" or (components == "neurons" and layers != every)):
+        if layers and (components == "layers" or (components == "neurons" and set(layers) != set(every))):
             raise AttributionError(f"neurons={neurons!r} is for components='heads', got components={components!r}")
         layers = every if components == "neurons" else layers
         if layers and is_cache(tokens_or_cache):
@@ -504,7 +505,7 @@ def logit_asked(
 
 
 def _layers(model: HookedModel, neurons: bool | Sequence[int]) -> list[int]:
-    if isinstance(neurons, bool):
+    if isinstance(neurons, bool | np.bool_):
         return list(range(n_layers(model))) if neurons else []
     try:
         layers = list(neurons)

@@ -18,8 +18,8 @@ from numba.core import event
 from numpy.typing import NDArray
 
 from ln_probe.analyses.files import MARKER, is_marked, mark
+from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import tell_delay
-from ln_probe.hooks.model import whole_number
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -175,9 +175,14 @@ def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads
     Raises:
         ValueError: `threads` below 1.
     """
-    threads = processors() if threads is None else whole_number(threads, "threads", 1)
+    if threads is None:
+        threads = processors()
+    else:
+        from ln_probe.hooks.model import whole_number  # (with torch, which the kernels do without)
+
+        threads = whole_number(threads, "threads", 1)
     todo = list(items)
     if threads == 1 or len(todo) < 2:
         return [work(item) for item in todo]
-    with ThreadPoolExecutor(min(threads, len(todo))) as pool:
+    with one_blas_thread(), ThreadPoolExecutor(min(threads, len(todo))) as pool:
         return list(pool.map(work, todo))

@@ -303,8 +303,7 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 # Logits that are processed together: 6 MB, which stay in the cache.
 _LOGITS = 1_500_000
-# NumPy's product is faster than torch's on a matrix this wide. On a narrower one the gain is less than what torch's
-# next operations lose to NumPy's threads, which keep waiting for work (lm-layernorm took twice as long).
+# With one thread NumPy's product is faster than torch's on a matrix this wide. (With more, NumPy still has one here.)
 _WIDE = 16_384
 _NARROWEST = 1024  # columns of the unembedding at a time: with fewer its product is slower
 # Logits made here may differ from the model's by this many units in the last place of the largest, times √d_model.
@@ -410,7 +409,7 @@ class Unembedding:
         for first in range(0, size, step):
             columns = slice(first, min(first + step, size))
             part = room[: len(flat) * (columns.stop - first)].view(len(flat), -1)
-            if part.device.type == "cpu" and size > _WIDE:
+            if part.device.type == "cpu" and size > _WIDE and torch.get_num_threads() == 1:
                 np.matmul(flat.numpy(), self.weight[:, columns].numpy(), out=part.numpy())
             else:
                 torch.mm(flat, self.weight[:, columns], out=part)

@@ -421,7 +421,7 @@ def check_labels(groups: Path | None, count: int | None) -> None:
     if groups is not None and count is not None and (found := len(read_groups(groups))) != count:
         raise ValueError(
             f"--groups {groups} holds {counted(found, 'label')} for {counted(count, 'prompt')}: write one label a "
-            "line, a line for each prompt (equal labels form one group)"
+            "line, a line for each prompt, skipped ones too (equal labels form one group)"
         )
 
 

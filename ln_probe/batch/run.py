@@ -558,7 +558,7 @@ def remove(run: Run, target: Target) -> None:
 def remove_partial(run: Run, targets: Sequence[Target]) -> None:
     """Delete half-written files that killed processes left behind. (No other process may be at work in the folder.)"""
     for path in run.work.rglob(f".*{PARTIAL}"):
-        if re.fullmatch(rf"\..+\.\d+{PARTIAL}", path.name) and path.is_file():
+        if re.fullmatch(rf"\..+\.\d+(-\d+)?{PARTIAL}", path.name) and path.is_file():
             path.unlink()
     for target in targets:
         for name in _ours(run, target):

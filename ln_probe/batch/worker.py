@@ -22,6 +22,7 @@ from ln_probe.analyses.geometry.compiled import use_processors
 from ln_probe.analyses.probes.base import Context, Failure, Piece, Probe, ProbeError
 from ln_probe.analyses.probes.edited_runs import SINGLE_NORM_PROMPTS
 from ln_probe.analyses.probes.registry import chosen, find
+from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.batch import results
 from ln_probe.batch.exits import why_failed
 from ln_probe.batch.results import (
@@ -95,7 +96,8 @@ class Worker:
         """
         start = time.perf_counter()
         try:
-            tokens = self._do(target, unit)
+            with one_blas_thread():
+                tokens = self._do(target, unit)
         except _MissingError as error:
             return Outcome(DAMAGED, str(error), again=tuple(error.units))
         except StorageError as error:

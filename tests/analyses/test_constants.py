@@ -90,6 +90,7 @@ def test_labels_form_groups(make_bridge: Callable[..., Any]) -> None:
     model = make_bridge("gpt2")
     constants = analyzed(model, groups=["a", "a", "b", "b", "b"]).constants
     assert constants.groups.tolist() == [0, 0, 1, 1, 1]
+    assert analyzed(model, groups=torch.tensor([3, 3, 1, 1, 1])).constants.groups.tolist() == [0, 0, 1, 1, 1]
     expected = mean_sigmas(model, find_sites(model), TOKENS[2:])
     assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
     assert constants.effective_groups == pytest.approx((21 + 17) ** 2 / (21**2 + 17**2))

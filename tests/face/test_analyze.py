@@ -228,6 +228,7 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"seed": 2**64}, r"seed must be a whole number, 0 or more and at most 10\^18, got 18446744073709551616"),
     ({"groups": {"a"}}, "groups must be a list of labels, one for each prompt, got {'a'}"),
     ({"groups": [float("nan")]}, "groups: a label is nan, which equals no label"),
+    ({"groups": [torch.tensor(1)]}, "groups: a label is a tensor, which equals no other one"),
     ({"vocab": ""}, "vocab is empty"),
     ({"vocab": []}, r"vocab must be a text or a pathlib\.Path, got a list"),
     ({"optimal": "x"}, "optimal must be True or False, got 'x'"),

@@ -461,3 +461,8 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert divide(str(file), tmp_path / "corpus", 1) == after
     assert list(entries(held)) == ["one", "two and a half"]
     assert divide(str(file), tmp_path / "corpus", 1, limit=1).count == 1
+
+
+def test_a_text_with_its_number_of_tokens_is_a_text(tmp_path: Path) -> None:
+    (tmp_path / "counts.jsonl").write_text('{"text": "the ships", "tokens": 512}\n')
+    assert list(entries(tmp_path / "counts.jsonl")) == ["the ships"]

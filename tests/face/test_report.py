@@ -370,3 +370,22 @@ def test_tables_that_are_not_what_they_should_be(
 ])  # fmt: skip
 def test_slugs_are_plain_folder_names(name: str, folder: str) -> None:
     assert slug(name) == folder
+
+
+def test_a_report_stays_where_another_cannot_be_saved(report: Report, tmp_path: Path) -> None:
+    report.save(tmp_path / "kept")
+    (tmp_path / "kept" / "heads.parquet").unlink()
+    (tmp_path / "kept" / "heads.parquet").mkdir()
+    before = (tmp_path / "kept" / "report.json").read_bytes()
+    with pytest.raises(IsADirectoryError, match=r"heads\.parquet is a folder, but a file of the report"):
+        report.save(tmp_path / "kept")
+    assert (tmp_path / "kept" / "report.json").read_bytes() == before
+    with pytest.raises(TypeError, match="index must be a text, got 3"):
+        report.save(tmp_path / "other", index=3)  # type: ignore[arg-type]
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+def test_names_of_compared_reports_can_be_steps(report: Report) -> None:
+    assert [*ln_probe.compare([report, report], names=[1000, 2000]).summary["model"]] == ["1000", "2000"]
+    with pytest.raises(TypeError, match="names must be a list of texts"):
+        ln_probe.compare([report, report], names={"before", "after"})  # type: ignore[arg-type]

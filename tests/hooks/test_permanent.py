@@ -44,7 +44,7 @@ def test_a_saved_norm_free_model_gives_the_logits_of_the_edited_one(
     assert not any(s.scales for s in find_sites(loaded))
     (file := tmp_path / "file.txt").write_text("mine")
     for wrong, error, said in ((file, FileExistsError, r"file\.txt is a file: give a folder"),
-                               (None, ValueError, "give a folder to write to, got None"),
+                               (None, TypeError, "give a folder to write to, got None"),
                                ("", ValueError, "give a folder to write to, got ''")):  # fmt: skip
         with pytest.raises(error, match=said):
             permanent.save(wrong)  # type: ignore[arg-type]
