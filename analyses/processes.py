@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -104,7 +105,7 @@ def one_blas_thread() -> Iterator[None]:
 
 @cache
 def _blas() -> ThreadpoolController:
-    import scipy.linalg  # noqa: F401 - its library must be there to be found
     from threadpoolctl import ThreadpoolController
 
+    import_module("scipy.linalg")  # whose BLAS must be there to be found
     return ThreadpoolController()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -180,8 +181,8 @@ class Site(OneLine):
             ValueError: a number that is not positive and finite.
         """
         self._check(x)
-        number = divisor.item() if getattr(divisor, "ndim", None) == 0 else divisor
-        if isinstance(number, int | float) and not 0.0 < number < math.inf:
+        number = divisor.item() if isinstance(divisor, Tensor) and divisor.ndim == 0 else divisor
+        if isinstance(number, Real) and not 0.0 < number < math.inf:
             raise ValueError(f"{self.name}: a divisor must be positive and finite, got {divisor!r}")
         return (x if keep_mean else self.project(x)) / (self.sigma(x) if divisor is None else divisor)
 

@@ -197,11 +197,11 @@ def _check_hooks_are_seen() -> None:
     """Add a hook to a new hook point, and look for it there."""
     from transformer_lens.hook_points import HookPoint
 
-    def hook(value: Tensor, hook: HookPoint) -> None: ...
+    def reading(tensor: Tensor, *, hook: HookPoint) -> None: ...
 
     point = HookPoint()
-    point.add_hook(hook)
-    if hook not in user_hooks(point).values():
+    point.add_hook(reading)
+    if reading not in user_hooks(point).values():
         raise RuntimeError(
             f"ln_probe cannot see the hooks that users add with TransformerLens {version('transformer-lens')}, so a "
             "model could be measured with them and nothing would say so: install a version that ln_probe was tested "

@@ -121,7 +121,7 @@ class LogitAttribution(Sums):
 
     def top(self, k: int = TOP) -> pd.DataFrame:
         """The k rows with the largest contributions, either way."""
-        k = whole_number(k, "k", 0, AttributionError)
+        k = whole_number(k, "k", 1, AttributionError)
         order = self.table["contribution"].abs().sort_values(ascending=False, kind="stable").index
         return self.table.loc[order[:k]]
 

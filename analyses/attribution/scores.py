@@ -89,7 +89,7 @@ class ScoreAttribution(Sums):
 
     def top(self, k: int = 10) -> pd.DataFrame:
         """The k pairs that contribute most, either way: `query_part`, `key_part`, `contribution`."""
-        k = whole_number(k, "k", 0, AttributionError)
+        k = whole_number(k, "k", 1, AttributionError)
         values = self.pairs.to_numpy(dtype=float)
         order = np.argsort(-np.abs(values), axis=None, kind="stable")[:k]
         rows, columns = np.unravel_index(order, values.shape)

@@ -339,7 +339,7 @@ class SumsAtPositions(Sums):
 
     def top(self, k: int = TOP) -> pd.DataFrame:
         """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
-        k = whole_number(k, "k", 0, AttributionError)
+        k = whole_number(k, "k", 1, AttributionError)
         table, values = self._components(), self.values.flatten(1)
         table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()
         return table.sort_values("mean_abs", ascending=False, kind="stable").head(k).reset_index(drop=True)
