@@ -22,9 +22,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("ln_probe", deadline=None)  # no test fails because a machine is busy
 hypothesis.settings.load_profile("ln_probe")
 
-# Every call of a function whose annotations have shapes is checked against them (jaxtyping with beartype); other
-# annotations are mypy's. Not checked are the compiled kernels: numba takes the bare function and cannot compile a
-# wrapper around it; what calls them is checked.
+# Every call of a function whose annotations write out shapes is checked against them (jaxtyping with beartype); other
+# annotations, aliases of types with shapes too, are mypy's. Not checked are the compiled kernels: numba takes the bare
+# function and cannot compile a wrapper around it; what calls them is checked.
 KERNELS = ("compiled", "compiled_in_order")
 
 
