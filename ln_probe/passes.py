@@ -59,6 +59,7 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
+from ln_probe.hooks.products import fast_products
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import facts_of, layers_in_words
 from ln_probe.hooks.variants import SCALING_FROZEN
@@ -256,10 +257,11 @@ class Passes:
             if radius is not None:
                 observed[seen.layer].append(radius.numpy())
 
-        for batch in self._batches("first pass", prompts):  # the callbacks read it
-            lengths += [float(len(row)) for _, row in batch]
-            sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
-            self._stream(batch, on_norm, on_attention if self.wants_heads else None)
+        with fast_products(self.model):
+            for batch in self._batches("first pass", prompts):  # the callbacks read it
+                lengths += [float(len(row)) for _, row in batch]
+                sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
+                self._stream(batch, on_norm, on_attention if self.wants_heads else None)
         stacked = np.stack(sums) if sums else np.zeros((0, 2, len(frozen), 2))
         measured = Constants(tuple(places), grouping, stacked[:, 0], stacked[:, 1])
         constants, calibrated_on, on_constants = self._constants(frozen, measured, calibration)
@@ -371,8 +373,8 @@ class Passes:
             return {}
         view = self._view(calibration)
         alone = sum(map(is_foreign, asked)) < 2
-        watching = [GuardedObserver(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
-        with BackgroundWorker(self._gpu_memory) as beside:
+        with fast_products(self.model), BackgroundWorker(self._gpu_memory) as beside:
+            watching = [GuardedObserver(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
             for batch in self._batches("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
                 self._watch(batch, [w for w in watching if w.takes(batch[0][0])], calibration, beside)
         return_free_memory()
@@ -475,18 +477,19 @@ class Passes:
                 return None
             return self._attended(number, seen, calibration).pattern(SCALING_FROZEN.name)
 
-        return record(
-            self.model,
-            self.found,
-            prompts,
-            tokens,
-            count=count,
-            attention=self.wants_heads,
-            frozen=frozen,
-            layers=self.layers,
-            heads=range(self._n_heads) if self.heads is None else self.heads,
-            drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
-        )
+        with fast_products(self.model):
+            return record(
+                self.model,
+                self.found,
+                prompts,
+                tokens,
+                count=count,
+                attention=self.wants_heads,
+                frozen=frozen,
+                layers=self.layers,
+                heads=range(self._n_heads) if self.heads is None else self.heads,
+                drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
+            )
 
     def _view(self, calibration: Calibration | None) -> View:
         of_model = namer(self.model), missing_head(self.model)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -303,8 +302,6 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 # Logits that are processed together: 6 MB, which stay in the cache.
 _LOGITS = 1_500_000
-# With one thread NumPy's product is faster than torch's on a matrix this wide. (With more, NumPy still has one here.)
-_WIDE = 16_384
 _NARROWEST = 1024  # columns of the unembedding at a time: with fewer its product is slower
 # Logits made here may differ from the model's by this many units in the last place of the largest, times √d_model.
 _UNITS = 16.0
@@ -327,7 +324,7 @@ class Reference:
         self.unembedding, self.after = unembedding, tokens[1:]
         self.logits = logits[0]
         if unembedding is not None:  # made as those of edited models are, so that rounding is the same
-            self.logits = torch.cat([part[0].clone() for _, part in unembedding.blocks(unembedding.read)], dim=-1)
+            self.logits = torch.cat([part[0] for _, part in unembedding.blocks(unembedding.read)], dim=-1)
         self.favourite = self.logits.argmax(-1)
         self.level = _LogSum(self.logits.shape[:1], self.logits)
         for _, part in _columns(self.logits[None]):
@@ -401,18 +398,13 @@ class Unembedding:
     def blocks(
         self, read: Float[Tensor, "row pos d_model"]
     ) -> Iterator[tuple[slice, Float[Tensor, "row pos columns"]]]:
-        """Logits, a slice of the vocabulary at a time; a block is overwritten by the next one."""
+        """Logits, a slice of the vocabulary at a time."""
         size = self.weight.shape[1]
         flat = read.reshape(-1, read.shape[-1])
         step = min(size, max(_NARROWEST, _LOGITS // len(flat)))
-        room = torch.empty(len(flat) * step, dtype=read.dtype, device=read.device)
         for first in range(0, size, step):
             columns = slice(first, min(first + step, size))
-            part = room[: len(flat) * (columns.stop - first)].view(len(flat), -1)
-            if part.device.type == "cpu" and size > _WIDE and torch.get_num_threads() == 1:
-                np.matmul(flat.numpy(), self.weight[:, columns].numpy(), out=part.numpy())
-            else:
-                torch.mm(flat, self.weight[:, columns], out=part)
+            part = torch.mm(flat, self.weight[:, columns])
             if self.bias is not None:
                 part += self.bias[columns]
             yield columns, part.view(*read.shape[:2], -1)
