@@ -454,7 +454,9 @@ class Passes:
     def weigh(self, probe: Probe) -> Piece | Failure:
         """Return the piece of a probe that needs no prompts."""
         tell(probe.name)
-        return GuardedObserver(probe, self._view(None), None, self.seal).piece()
+        piece = GuardedObserver(probe, self._view(None), None, self.seal).piece()
+        return_free_memory()
+        return piece
 
     def record(
         self,
