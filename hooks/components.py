@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -257,31 +258,18 @@ class _Search:
         self.places: list[_Place] = []
         self.open: dict[str, str] = {}
 
-    def begin_block(self, layer: int) -> None:
-        """From here on only what the last two blocks wrote is fitted."""
-        if self.places:
-            self.oldest = layer - 1
-
-    def _recent(self, written: Sequence[tuple[Source, Tensor]]) -> list[tuple[Source, Tensor]]:
-        return [(source, value) for source, value in written if source.layer >= self.oldest]
-
-    def _starts(self, value: Tensor) -> tuple[_Place, ...]:
-        """The places that the stream can be continued from, the last one first."""
-        return (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value)))
-
     def see(self, name: str, value: Tensor) -> dict[Source, float] | None:
-        if (plain := self._plain(value)) is not None:
-            self._put(name, plain, value)
-            return plain
+        """The sources of what is read at a place; None if the sum does not close (`open` says why)."""
+        # The places that the stream can be continued from, the last one first.
+        starts = (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value)))
+        writes, norms = ([(s, v) for s, v in made if s.layer >= self.oldest] for made in (self.writes, self.norms))
+        fits = (self._fit(start, known, value) for known in (writes, writes + norms) for start in starts)
         best = 1.0
-        writes = self._recent(self.writes)
-        for known in (writes, [*writes, *self._recent(self.norms)]):
-            for start in self._starts(value):
-                expression, left = self._fit(start, known, value)
-                if left <= self.limit:
-                    self._put(name, expression, value)
-                    return expression
-                best = min(best, left)
+        for expression, left in chain([self._plain(starts, value)], fits):
+            if left <= self.limit:
+                self.places.append(_Place(name, expression, value, len(self.writes), len(self.norms)))
+                return expression
+            best = min(best, left)
         since = self.places[-1].name if self.places else "the embeddings"
         self.open[name] = (
             f"what is read at {name} is not the sum of what embeddings, heads, MLPs and norms wrote: {best:.1e} of its "
@@ -290,14 +278,11 @@ class _Search:
         )
         return None
 
-    def _put(self, name: str, expression: dict[Source, float], value: Tensor) -> None:
-        self.places.append(_Place(name, expression, value, len(self.writes), len(self.norms)))
-
-    def _plain(self, value: Tensor) -> dict[Source, float] | None:
-        """The stream at an earlier place plus all that was written since, or plus what norms put out: what
-        nearly every model does, with factors of 1 that no rounding can bend. The nearest of those that close."""
-        best, found = self.limit, None
-        for start in self._starts(value):
+    def _plain(self, starts: Sequence[_Place], value: Tensor) -> tuple[dict[Source, float], float]:
+        """The stream at an earlier place plus all that was written since, or plus what norms put out: what nearly every
+        model does, with factors of 1 that no rounding can bend. The nearest, and its relative remainder."""
+        best, found = 1.0, dict[Source, float]()
+        for start in starts:
             since, normed = self.writes[start.writes :], self.norms[start.norms :]
             for added in (since, normed[-1:], normed):
                 if not added and not start.expression:
@@ -309,7 +294,7 @@ class _Search:
                     best, found = left, dict(start.expression)
                     for source, _ in added:
                         found[source] = found.get(source, 0.0) + 1.0
-        return found
+        return found, best
 
     def _fit(
         self, start: _Place, known: Sequence[tuple[Source, Tensor]], value: Tensor
@@ -335,12 +320,9 @@ class _Search:
 
 
 def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int] = ()) -> Wiring:
-    """Of what every norm's input is a sum; costs one forward pass over eight tokens.
+    """Of what every norm's input is a sum; costs one forward pass over eight tokens of a model in evaluation mode.
 
-    Args:
-        model: any hooked model, in evaluation mode.
-        sites: its norms (`find_sites`).
-        bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
+    `bare`: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
     writers, tokens, dtype = Writers(model), probe_tokens(model, TOKENS), dtype_of(model)
     search = _Search(dtype)
@@ -364,7 +346,8 @@ def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int]
                 single.add(key.name)
                 search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
         elif isinstance(key, int):
-            search.begin_block(key)
+            if search.places:  # from here on only what the last two blocks wrote is fitted
+                search.oldest = key - 1
             expression = search.see(f"blocks.{key}", given)
             if expression is not None and key in bare:
                 reads[f"blocks.{key}"] = expression
@@ -455,12 +438,7 @@ def outside_attention(sites: Sequence[Site]) -> list[Site]:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The parts of what one prompt's norms read, in float64 on the CPU.
-
-    Args:
-        wiring: of the model.
-        record: of the prompt.
-    """
+    """The parts of what one prompt's norms read, in float64 on the CPU."""
 
     wiring: Wiring
     record: Record
