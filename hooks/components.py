@@ -20,17 +20,19 @@ back through what they passed (a norm at its own sigma, a head's W_O), which cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from einops import einsum, rearrange, reduce
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
+    Hook,
     HookedModel,
     blocks,
     child_of,
@@ -328,68 +330,61 @@ def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int]
     search = _Search(dtype)
     reads: dict[str, Expression] = {}
     single: set[str] = set()
-    for key, given, output in _events(model, writers, sites, tokens):
-        if isinstance(key, Source):
-            try:
-                written = writers.written(key, output)
-            except (SplitError, RuntimeError):  # a layer without W_O: the places that read it stay open
-                continue
-            if written.shape[-1] == writers.d_model:
-                search.writes.append((key, written))
-        elif isinstance(key, Site):
-            x, y = given[:, : key.d], output[:, : key.d]  # (of the first head)
-            if (expression := search.see(key.name, x)) is not None:
-                reads[key.name] = expression
-            search.norms.append((Source("norm", key.layer, key.name), y))
-            off = float((key.affine(key.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
-            if dtype == torch.float64 and off > CLOSES[dtype]:
-                single.add(key.name)
-                search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
-        elif isinstance(key, int):
-            if search.places:  # from here on only what the last two blocks wrote is fitted
-                search.oldest = key - 1
-            expression = search.see(f"blocks.{key}", given)
-            if expression is not None and key in bare:
-                reads[f"blocks.{key}"] = expression
-        elif given.shape[-1] != writers.d_model:
+    done: set[object] = set()  # (HookedTransformer calls a norm for queries, keys and values: the first call counts)
+
+    def seen(value: Any) -> Float[Tensor, "row wide"]:
+        return flat(value, len(tokens)).double()
+
+    def on_write(source: Source, _m: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        if source in done:
+            return
+        done.add(source)
+        try:
+            written = writers.written(source, seen(output))
+        except (SplitError, RuntimeError):  # a layer without W_O: the places that read it stay open
+            return
+        if written.shape[-1] == writers.d_model:
+            search.writes.append((source, written))
+
+    def on_norm(site: Site, _m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if site in done:
+            return
+        done.add(site)
+        x, y = (seen(value)[:, : site.d] for value in (tensors_in(args, kwargs)[0], output))  # (of the first head)
+        if (expression := search.see(site.name, x)) is not None:
+            reads[site.name] = expression
+        search.norms.append((Source("norm", site.layer, site.name), y))
+        off = float((site.affine(site.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
+        if dtype == torch.float64 and off > CLOSES[dtype]:
+            single.add(site.name)
+            search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
+
+    def on_block(layer: int, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        if search.places:  # from here on only what the last two blocks wrote is fitted
+            search.oldest = layer - 1
+        expression = search.see(f"blocks.{layer}", seen(tensors_in(args, kwargs)[0]))
+        if expression is not None and layer in bare:
+            reads[f"blocks.{layer}"] = expression
+
+    def on_end(_m: nn.Module, args: Any, kwargs: Any) -> None:
+        x = seen(tensors_in(args, kwargs)[0])
+        if x.shape[-1] != writers.d_model:
             search.open[END] = (
-                f"what the unembedding reads is {given.shape[-1]} wide, and the residual stream {writers.d_model}: a "
-                "map that ln_probe does not know comes between them, so what is written to the stream is no part of a "
+                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {writers.d_model}: a map "
+                "that ln_probe does not know comes between them, so what is written to the stream is no part of a "
                 "logit. Attention scores and layers before it can be attributed"
             )
-        elif (expression := search.see(END, given)) is not None:
+        elif (expression := search.see(END, x)) is not None:
             reads[END] = expression
-    return Wiring(writers, sites, reads, search.open, frozenset(single))
 
-
-# A source and its output, a norm with its input and output, a block (by its number) or END with its input.
-_Event = tuple[Source | Site | int | str, Tensor, Tensor]
-
-
-def _events(model: HookedModel, writers: Writers, sites: Sequence[Site], tokens: Int[Tensor, " pos"]) -> list[_Event]:
-    """The writes to the stream and the reads from it in one pass, in order, float64; each module counts once."""
-    events: list[_Event] = []
-    done: set[int] = set()  # HookedTransformer calls a norm for queries, keys and values
-
-    def look(key: Source | Site | int | str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-            if isinstance(key, int) or id(module) not in done:
-                done.add(id(module))
-                given = None if isinstance(key, Source) else tensors_in(args, kwargs)[0]
-                x, y = (torch.empty(0) if v is None else flat(v, len(tokens)).double() for v in (given, output))
-                events.append((key, x, y))
-
-        return hook
-
-    stream = [s for s in outside_attention(sites) if s.d == writers.d_model]
-    after = [(module, look(source)) for source, module in watched(model)]
-    after += [(site.module, look(site)) for site in stream]
-    before = [(block, look(layer)) for layer, block in enumerate(blocks(model))]
+    after = [(module, partial(on_write, source)) for source, module in watched(model)]
+    after += [(s.module, partial(on_norm, s)) for s in outside_attention(sites) if s.d == writers.d_model]
+    before: list[Hook] = [(block, partial(on_block, layer)) for layer, block in enumerate(blocks(model))]
     if (reader := unembedding(model)) is not None:
-        before.append((reader, look(END)))
+        before.append((reader, on_end))
     with hooks_on(after, before):
         run(model, tokens[None], return_type="logits")
-    return events
+    return Wiring(writers, sites, reads, search.open, frozenset(single))
 
 
 @dataclass(frozen=True, eq=False)
