@@ -275,8 +275,10 @@ class _Pass:
         self.running |= {layer: (read, ys, {}) for layer in site.attention_layers if layer in self.attentions}
 
     def _bare(self, layer: int, site: Site, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        if (read := _what_is_read(args, kwargs, site.d)) is not None:
-            each = [x[:n] for x, n in zip(read, self.lengths, strict=True)]
+        given = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (site.d,) and t.ndim in (3, 4))
+        if (read := next(given, None)) is not None:
+            # (of the first head, where each has its own input: `use_split_qkv_input`)
+            each = [x[:n] if x.ndim == 2 else x[:n, 0] for x, n in zip(read, self.lengths, strict=True)]
             for x in each:
                 _check_finite(site, x, "input", len(x))
             self.running[layer] = each, each, {}
@@ -301,12 +303,6 @@ def _tables_of(shown: Mapping[str, Tensor | None], prompt: int, length: int) -> 
     if cos is None or sin is None:
         return None
     return cos[min(prompt, len(cos) - 1), :length], sin[min(prompt, len(sin) - 1), :length]
-
-
-def _what_is_read(args: tuple[Any, ...], kwargs: dict[str, Any], d: int) -> Float[Tensor, "prompt pos d_model"] | None:
-    """The input of an attention module's queries; of the first head where each has its own (`use_split_qkv_input`)."""
-    read = next((t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (d,) and t.ndim in (3, 4)), None)
-    return read if read is None or read.ndim == 3 else read[:, :, 0]
 
 
 def stream(

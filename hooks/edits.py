@@ -306,9 +306,15 @@ class EditedNorm:
         formula = edit or Edit(self.site, lambda _x, y: y, "intact")
         wide = at_least_float32(x)
         sigma = self.site.sigma(wide) if linear is None else linear.sigma(x).to(wide)
-        divisor = formula.divisor(wide, sigma)
-        self._warn_of_constant(points["hook_scale"], divisor)
-        used, same_scale = _passed(points["hook_scale"], divisor)
+        divisor, point = formula.divisor(wide, sigma), points["hook_scale"]
+        if torch.is_grad_enabled() and point._backward_hooks and not divisor.requires_grad and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.site.name}.hook_scale: what this norm divides by is held, so it has no gradient and the "
+                "backward hook there is not called",
+                stacklevel=2,
+            )
+        used, same_scale = _passed(point, divisor)
         if not (same_scale or formula.divides):
             raise LostEditError(
                 f"{self.site.name}: a hook at hook_scale changes what this norm divides by, and {formula.label} does "
@@ -322,15 +328,6 @@ class EditedNorm:
             return out
         # The value is that of `out`, bit for bit; the gradient goes through the hook points.
         return (through - through.detach()) + out.detach()
-
-    def _warn_of_constant(self, point: nn.Module, divisor: Tensor) -> None:
-        if torch.is_grad_enabled() and point._backward_hooks and not divisor.requires_grad and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.site.name}.hook_scale: what this norm divides by is held, so it has no gradient and the "
-                "backward hook there is not called",
-                stacklevel=2,
-            )
 
 
 def _passed(point: nn.Module, given: Tensor) -> tuple[Tensor, bool]:

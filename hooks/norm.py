@@ -383,7 +383,9 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
         expected = kept / (kept.pow(2).mean(-1, keepdim=True) + eps).sqrt() * radius / math.sqrt(d)
         if trial is not first and not _close(first.normalized[_BASE], expected):
             raise UnknownNormError(f"{called} does not divide short vectors by sqrt(mean + {eps:.3g}), but long ones")
-        eps = next((e for e in _declared_eps(module, model) if abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), eps)
+        owners = (module, getattr(module, "original_component", None), model.cfg)
+        said = [getattr(o, name, None) for o in owners for name in ("eps", "variance_epsilon", "layer_norm_epsilon")]
+        eps = next((e for e in said if isinstance(e, float) and abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), eps)
     else:
         constant = float(trial.scale[0, 0])
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
@@ -406,9 +408,3 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
 def _plus(weight: Tensor, offset: float) -> Tensor:
     """The gain of a weight that is an offset from another; in 16-bit formats computed in float32, as norms do."""
     return at_least_float32(weight) + offset if offset else weight
-
-
-def _declared_eps(module: nn.Module, model: HookedModel) -> list[float]:
-    owners = (module, getattr(module, "original_component", None), model.cfg)
-    names = ("eps", "variance_epsilon", "layer_norm_epsilon")
-    return [e for owner in owners for name in names if isinstance(e := getattr(owner, name, None), float)]

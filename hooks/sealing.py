@@ -438,9 +438,7 @@ class Cover:
     def left(self) -> list[str]:
         """What is on the model, or changed in torch's settings, that was not when it was covered."""
         found = [taken.described(store, key) for taken, store, key in self._left_hooks()]
-        for store, kind in KINDS.items():
-            hooks = global_hooks(store)
-            found += [f"a global {kind} {name_of(hooks[k])}" for k in sorted(set(hooks) - self._globals[store])]
+        found += [f"a global {KINDS[s]} {name_of(global_hooks(s)[key])}" for s, key in self._left_globals()]
         for taken in self._taken:
             if taken.module.__dict__.get(FORWARD) is not taken.own_forward:
                 found.append(f"a replaced forward of {taken.path}")
@@ -455,9 +453,8 @@ class Cover:
         """Take away what `left` names."""
         for taken, _, key in self._left_hooks():
             taken.remove(key)
-        for store in KINDS:
-            for key in set(global_hooks(store)) - self._globals[store]:
-                global_hooks(store).pop(key)
+        for store, key in self._left_globals():
+            global_hooks(store).pop(key)
         for taken in self._taken:
             set_forward(taken.module, taken.own_forward)
             taken.module.__dict__.pop(_COMPILED, None)
@@ -465,6 +462,9 @@ class Cover:
             self.model.eval()
         _restore(self._torch)
         self._added.clear()
+
+    def _left_globals(self) -> list[tuple[str, int]]:
+        return [(store, key) for store in KINDS for key in sorted(set(global_hooks(store)) - self._globals[store])]
 
     def _left_hooks(self) -> list[tuple[_Taken, str, int]]:
         self._added = [(hooks, key) for hooks, key in self._added if key in hooks]
