@@ -309,7 +309,7 @@ def mgm_keys(number: int) -> np.ndarray:
     sites, found = find_sites(model), list[np.ndarray]()
 
     def keep(seen: AttentionInput) -> None:
-        heads = read_heads(seen.layer, seen.attn, {}, seen.y, seen.pattern, seen.cos_sin)
+        heads = read_heads(seen, sites)
         found.append(heads.keys(seen.y)[:, 0].numpy())
 
     generator = torch.Generator().manual_seed(0)

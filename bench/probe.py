@@ -71,7 +71,7 @@ def intact(model: Any, tokens: torch.Tensor) -> dict[str, float]:
     spent, deviation = [], []
 
     def measure(seen: AttentionInput) -> None:
-        heads = attention.read_heads(seen.layer, seen.attn, {}, seen.y, seen.pattern, seen.cos_sin)
+        heads = attention.read_heads(seen, sites)
         keys, queries = heads.keys(seen.y), heads.queries(seen.y)
         deviation.append(float((torch.einsum("qhd,khd->hqk", queries, keys) / heads.divisor).std()))
         ellipsoid = heads.query_ellipsoid(seen.site, TOKENS - 1)

@@ -18,9 +18,9 @@ from typing import Any, cast
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from ln_probe.hooks.capture import is_causal, visible_keys, window_of
+from ln_probe.hooks.capture import AttentionInput, visible_keys
 from ln_probe.hooks.model import weight_of
 from ln_probe.hooks.norm import Site, gain_of
 from ln_probe.hooks.variants import ignored_below
@@ -184,9 +184,7 @@ class Heads:
     ) -> Float[Tensor, "key head d_head"]:
         """Keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64.
 
-        Args:
-            y: the outputs.
-            positions: where they are; None: at 0, 1, 2, …
+        `positions`: where they are; None: at 0, 1, 2, …
         """
         return self._project(y, self.W_K, self.b_K, self.k_norm, positions, self.rotary)
 
@@ -312,15 +310,13 @@ def _per_query_head(weight: Tensor, n_heads: int) -> Tensor:
     return weight if len(weight) == n_heads else weight.repeat_interleave(n_heads // len(weight), dim=0)
 
 
-def _divisors(attn: Any, d_head: int) -> Iterator[float]:
+def _divisors(attn: Any, d_head: int) -> list[float]:
+    """What q·k may be divided by: as the layer says, or its original, or as usual."""
     own = getattr(attn, "attn_scale", None)
-    if isinstance(own, int | float) and own > 0:
-        yield float(own)
     scaling = getattr(getattr(attn, "original_component", None), "scaling", None)
-    if isinstance(scaling, int | float) and scaling > 0:
-        yield 1.0 / float(scaling)
-    yield math.sqrt(d_head)
-    yield 1.0
+    said = [float(own)] if isinstance(own, int | float) and own > 0 else []
+    said += [1.0 / float(scaling)] if isinstance(scaling, int | float) and scaling > 0 else []
+    return [*said, math.sqrt(d_head), 1.0]
 
 
 def _obstacle(attn: Any, causal: bool, bent: bool) -> str:
@@ -329,9 +325,13 @@ def _obstacle(attn: Any, causal: bool, bent: bool) -> str:
         return f"its scores have a soft cap of {cap:g}"
     if not bent and _sinks(attn) is not None:
         return "its softmax has a sink, a score of no key"
-    if any(getattr(cfg, "positional_embedding_type", None) == "alibi" for cfg in _configs(attn)) and not causal:
+    if _has_alibi(attn) and not causal:
         return "its scores fall with distance on both sides (ALiBi without a causal mask)"
     return ""
+
+
+def _has_alibi(attn: Any) -> bool:
+    return any(getattr(cfg, "positional_embedding_type", None) == "alibi" for cfg in _configs(attn))
 
 
 def _soft_cap(attn: Any) -> float:
@@ -354,12 +354,18 @@ def _configs(attn: Any) -> list[Any]:
 
 def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
     """The slopes that a layer with ALiBi may have; None alone without."""
-    if not any(getattr(cfg, "positional_embedding_type", None) == "alibi" for cfg in _configs(attn)):
+    if not _has_alibi(attn):
         yield None
         return
+    power = 2 ** math.floor(math.log2(n_heads))
+    next_ones = _geometric(2 * power)[::2][: n_heads - power]
+    # BLOOM's are those of a power of two, and behind them every other one of the next power.
+    forms = [_geometric(n_heads), torch.cat([_geometric(power), next_ones])]
     steepest = [getattr(getattr(cfg, "attn_config", None), "alibi_bias_max", None) for cfg in _configs(attn)]
-    forms = [_geometric(n_heads), _interleaved(n_heads)]
-    forms += [_every_other(n_heads, float(most)) for most in steepest if isinstance(most, int | float)]
+    for most in (float(value) for value in steepest if isinstance(value, int | float)):
+        # MPT's are those of the next power of two, first every other one, then the rest.
+        slopes = _geometric(2 ** math.ceil(math.log2(n_heads)), most)
+        forms.append(slopes if len(slopes) == n_heads else torch.cat([slopes[1::2], slopes[::2]])[:n_heads])
     for form in forms:
         yield form
         yield form / divisor  # Falcon divides the bias with the scores
@@ -370,18 +376,6 @@ def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
 def _geometric(n_heads: int, most: float = 8.0) -> Tensor:
     """2^(-most·h/n), h = 1 … n (Press, Smith & Lewis 2022; theirs for powers of two)."""
     return 2.0 ** (-most * torch.arange(1, n_heads + 1, dtype=torch.float64) / n_heads)
-
-
-def _interleaved(n_heads: int) -> Tensor:
-    """As BLOOM has them: of a power of two, and every other one of the next power behind them."""
-    lower = 2 ** math.floor(math.log2(n_heads))
-    return torch.cat([_geometric(lower), _geometric(2 * lower)[::2][: n_heads - lower]])
-
-
-def _every_other(n_heads: int, most: float) -> Tensor:
-    """As MPT has them: of the next power of two, first every other one, then the rest."""
-    slopes = _geometric(2 ** math.ceil(math.log2(n_heads)), most)
-    return slopes if len(slopes) == n_heads else torch.cat([slopes[1::2], slopes[::2]])[:n_heads]
 
 
 def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
@@ -400,29 +394,13 @@ def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
     return None
 
 
-def read_heads(
-    layer: int,
-    attn: nn.Module,
-    qk_norms: dict[str, Site],
-    norm_output: Float[Tensor, "pos d_model"],
-    pattern: Float[Tensor, "head query key"],
-    cos_sin: tuple[Tensor, Tensor] | None,
-    known: Form | None = None,
-    causal: bool | None = None,
-    *,
-    bent: bool = False,
-) -> Heads:
+def read_heads(seen: AttentionInput, sites: Sequence[Site], known: Form | None = None, *, bent: bool = False) -> Heads:
     """The key and query maps of one layer, checked on one prompt against the attention the model really paid.
 
     Args:
-        layer: block index.
-        attn: the attention module (W_Q, W_K [head d_model d_head]).
-        qk_norms: the layer's norms inside attention, by what they read ("query", "key").
-        norm_output: what attention read for the prompt.
-        pattern: its attention pattern for the prompt.
-        cos_sin: rotary tables seen in the pass (bridge), or None.
+        seen: the layer during the prompt.
+        sites: the model's norms, for those inside attention.
         known: the form of the layer's scores, where it was checked on this prompt before: it is not checked again.
-        causal: whether no query of the pattern pays attention to a later key, where that is known.
         bent: whether scores may be squashed (a soft cap), or the softmax have a sink: q·k / divisor is then not what
             the softmax sees, or not all of it.
 
@@ -430,17 +408,17 @@ def read_heads(
         UnsupportedAttentionError: the layer declares scores of a form that is not supported (a soft cap, a sink, ALiBi
             in both directions: by name), or no known form gives that pattern.
     """
-    module = cast(Any, attn)
-    causal = is_causal(pattern) if causal is None else causal
-    if obstacle := _obstacle(module, causal, bent):
+    layer, module = seen.layer, cast(Any, seen.attn)
+    if obstacle := _obstacle(module, seen.causal, bent):
         raise UnsupportedAttentionError(f"layer {layer}: {obstacle}, which head-space measures do not support")
     W_Q, W_K = weight_of(module, "W_Q"), weight_of(module, "W_K")
     if W_Q is None or W_K is None:
-        raise UnsupportedAttentionError(f"layer {layer}: {type(attn).__name__} shows no W_Q and W_K")
+        raise UnsupportedAttentionError(f"layer {layer}: {type(module).__name__} shows no W_Q and W_K")
     n_heads = len(W_Q)
     W_Q, W_K = _per_query_head(W_Q, n_heads), _per_query_head(W_K, n_heads)
     no_bias = W_Q.new_zeros(n_heads, W_Q.shape[-1])
     b_Q, b_K = (no_bias if (b := weight_of(module, n)) is None else _per_query_head(b, n_heads) for n in ("b_Q", "b_K"))
+    inside = {site.reads: site for site in sites if site.layer == layer}
     plain = Heads(
         layer,
         W_Q,
@@ -448,11 +426,11 @@ def read_heads(
         W_K,
         b_K,
         1.0,
-        _rotary(module, cos_sin),
-        qk_norms.get("query"),
-        qk_norms.get("key"),
-        causal,
-        window_of(attn, pattern),
+        _rotary(module, seen.cos_sin),
+        inside.get("query"),
+        inside.get("key"),
+        seen.causal,
+        seen.window,
         soft_cap=_soft_cap(module),
         sinks=_sinks(module),
     )
@@ -462,27 +440,26 @@ def read_heads(
     for divisor in dict.fromkeys(_divisors(module, int(W_Q.shape[-1]))):
         for slopes in _slopes(module, n_heads, divisor):
             heads = Form(divisor, slopes).of(plain)
-            difference = _disagreement(heads, norm_output, pattern)
+            difference = _disagreement(heads, seen)
             if difference < worst:
                 nearest, worst = heads, difference
-        if worst <= CLEARLY.get(pattern.dtype, 0.0):
+        if worst <= CLEARLY.get(seen.pattern.dtype, 0.0):
             break
-    if worst <= PATTERN_TOLERANCE.get(pattern.dtype, PATTERN_TOLERANCE_HALF):
+    if worst <= PATTERN_TOLERANCE.get(seen.pattern.dtype, PATTERN_TOLERANCE_HALF):
         return nearest
     raise UnsupportedAttentionError(
-        f"layer {layer}: the attention pattern of {type(attn).__name__} differs by {worst:.2g} from "
+        f"layer {layer}: the attention pattern of {type(module).__name__} differs by {worst:.2g} from "
         "softmax(q·k / divisor): its scores have a form that head-space measures do not know"
     )
 
 
-def _disagreement(
-    heads: Heads, norm_output: Float[Tensor, "pos d_model"], pattern: Float[Tensor, "head query key"]
-) -> float:
+def _disagreement(heads: Heads, seen: AttentionInput) -> float:
     """The largest difference between the attention that `heads` computes and the one paid."""
-    q, k = heads.queries(norm_output), heads.keys(norm_output)
-    worst = []  # (of tensors: a NaN must not get lost)
-    for some in heads_at_once(pattern.shape):
-        worst.append(heads.pattern(q, k, some).sub_(pattern[some]).abs_().max())
+    q, k = heads.queries(seen.y), heads.keys(seen.y)
+    # (of tensors: a NaN must not get lost)
+    worst = [
+        heads.pattern(q, k, some).sub_(seen.pattern[some]).abs_().max() for some in heads_at_once(seen.pattern.shape)
+    ]
     return float(torch.stack(worst).max())
 
 

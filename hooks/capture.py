@@ -11,7 +11,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,10 +55,8 @@ def visible_keys(
     """What each of the last `queries` of `keys` positions sees.
 
     Args:
-        queries, keys: how many.
         causal: only keys at or before the query.
         window: of these only the last `window`, the query's own among them; None: all.
-        device: where the mask goes.
     """
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if causal:
@@ -85,12 +83,8 @@ def is_causal(pattern: Float[Tensor, "head query key"]) -> bool:
 
 
 def window_of(attn: nn.Module, pattern: Float[Tensor, "head query key"]) -> int | None:
-    """How many keys a query of this layer sees at most, itself included; None if every key before it.
-
-    Args:
-        attn: the attention module.
-        pattern: the attention pattern of some prompt. A prompt that fits into the window does not show it: None.
-    """
+    """How many keys a query of this layer sees at most, itself included; None if every key before it, or if the prompt
+    of this pattern fits into the window and does not show it."""
     length = pattern.shape[-1]
     for window in _declared(attn):
         if window >= length:
@@ -152,20 +146,9 @@ class AttentionInput:
         return window_of(self.attn, self.pattern)
 
 
-@dataclass
-class _Layer:
-    """What has been seen of the layer that is running: of each prompt what is read, and what all have in a tensor."""
-
-    x: Sequence[Tensor]
-    y: Sequence[Tensor]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-
-OnNorm = Callable[[Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
-OnAttention = Callable[[AttentionInput], None]
-# The same, with the number of the prompt first.
-OnNormOf = Callable[[int, Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
-OnAttentionOf = Callable[[int, AttentionInput], None]
+# From the number of a prompt, a norm, its input and its output; and from the number of a prompt and a layer.
+OnNorm = Callable[[int, Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
+OnAttention = Callable[[int, AttentionInput], None]
 
 
 def _check_finite(site: Site, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
@@ -251,13 +234,14 @@ class _Pass:
         model: HookedModel,
         sites: Sequence[Site],
         lengths: Sequence[int],
-        on_norm: OnNormOf | None,
-        on_attention: OnAttentionOf | None,
+        on_norm: OnNorm | None,
+        on_attention: OnAttention | None,
         layers: Collection[int] | None,
     ) -> None:
         self.lengths, self.on_norm, self.on_attention = lengths, on_norm, on_attention
         self.site_of = {layer: s for s in sites for layer in s.attention_layers}
-        self.running: dict[int, _Layer] = {}
+        # Of the layer that is running, what is read in each prompt, and its norm's output; and what its points showed.
+        self.running: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], dict[str, Tensor]]] = {}
         self.done: set[str] = set()
         # Where attention reads the stream itself there is no norm's module: the input of attention is taken.
         self.after: list[Hook] = [(site.module, partial(self._norm, site)) for site in sites if not site.bare]
@@ -288,35 +272,37 @@ class _Pass:
             if self.on_norm is not None:
                 self.on_norm(prompt, site, of_x, of_y)
         read = ys if site.stands_in else xs  # of no known norm: what attention reads, as it is
-        self.running |= {layer: _Layer(read, ys) for layer in site.attention_layers if layer in self.attentions}
+        self.running |= {layer: (read, ys, {}) for layer in site.attention_layers if layer in self.attentions}
 
     def _bare(self, layer: int, site: Site, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        if (read := what_is_read(args, kwargs, site.d)) is not None:
-            each = [x[:n] for x, n in zip(read, self.lengths, strict=True)]
+        given = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (site.d,) and t.ndim in (3, 4))
+        if (read := next(given, None)) is not None:
+            # (of the first head, where each has its own input: `use_split_qkv_input`)
+            each = [x[:n] if x.ndim == 2 else x[:n, 0] for x, n in zip(read, self.lengths, strict=True)]
             for x in each:
                 _check_finite(site, x, "input", len(x))
-            self.running[layer] = _Layer(each, each)
+            self.running[layer] = each, each, {}
 
     def _keep(self, layer: int, name: str, _m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
         if layer in self.running:
-            self.running[layer].tensors[name] = output.detach()
+            self.running[layer][2][name] = output.detach()
 
     def _attention(self, layer: int, attn: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
-        seen = self.running.pop(layer, None)
-        if seen is None or "hook_pattern" not in seen.tensors or self.on_attention is None:
+        xs, ys, seen = self.running.pop(layer, ((), (), {}))
+        if "hook_pattern" not in seen or self.on_attention is None:
             return
-        pattern, tables = seen.tensors["hook_pattern"], [seen.tensors.get(n) for n in ("hook_cos", "hook_sin")]
         for prompt, n in enumerate(self.lengths):
-            cos, sin = (None if t is None else t[min(prompt, len(t) - 1), :n] for t in tables)
-            cos_sin = None if cos is None or sin is None else (cos, sin)
-            x, y, paid = seen.x[prompt], seen.y[prompt], pattern[prompt, :, :n, :n]
-            self.on_attention(prompt, AttentionInput(layer, x, y, paid, cos_sin, attn, self.site_of[layer]))
+            paid, cos_sin = seen["hook_pattern"][prompt, :, :n, :n], _tables_of(seen, prompt, n)
+            look = AttentionInput(layer, xs[prompt], ys[prompt], paid, cos_sin, attn, self.site_of[layer])
+            self.on_attention(prompt, look)
 
 
-def what_is_read(args: tuple[Any, ...], kwargs: dict[str, Any], d: int) -> Float[Tensor, "prompt pos d_model"] | None:
-    """The input of an attention module's queries; of the first head where each has its own (`use_split_qkv_input`)."""
-    read = next((t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (d,) and t.ndim in (3, 4)), None)
-    return read if read is None or read.ndim == 3 else read[:, :, 0]
+def _tables_of(shown: Mapping[str, Tensor | None], prompt: int, length: int) -> tuple[Tensor, Tensor] | None:
+    """The rotary tables of one prompt, where they were shown (for all prompts at once, or for each)."""
+    cos, sin = shown.get("hook_cos"), shown.get("hook_sin")
+    if cos is None or sin is None:
+        return None
+    return cos[min(prompt, len(cos) - 1), :length], sin[min(prompt, len(sin) - 1), :length]
 
 
 def stream(
@@ -324,24 +310,11 @@ def stream(
     tokens: Int[Tensor, " pos"],
     sites: Sequence[Site],
     *,
-    on_norm: OnNorm | None = None,
-    on_attention: OnAttention | None = None,
+    on_norm: Callable[[Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None] | None = None,
+    on_attention: Callable[[AttentionInput], None] | None = None,
     layers: Collection[int] | None = None,
 ) -> None:
-    """Run one prompt; call `on_norm(site, x, y)` at every norm and `on_attention(…)` at every attention layer.
-
-    Args:
-        model: any hooked model.
-        tokens: one prompt.
-        sites: the model's norms (`find_sites`), and the replacements of norms (`facts_of`) where they are wanted.
-        on_norm: gets a norm's input and output, once per pass, however often it is called. Norms inside attention
-            come flattened over heads, [pos·head d_head].
-        on_attention: gets an `AttentionInput` when a layer's attention has run.
-        layers: attention layers wanted; None means all.
-
-    Raises:
-        ActivationError: a norm's input or output is not finite.
-    """
+    """Run one prompt: `stream_together`, but the callbacks get no number of a prompt."""
     stream_together(
         model,
         [tokens],
@@ -357,20 +330,24 @@ def stream_together(
     prompts: Sequence[Int[Tensor, " _"]],
     sites: Sequence[Site],
     *,
-    on_norm: OnNormOf | None = None,
-    on_attention: OnAttentionOf | None = None,
+    on_norm: OnNorm | None = None,
+    on_attention: OnAttention | None = None,
     layers: Collection[int] | None = None,
 ) -> None:
-    """Run several prompts in one pass; the callbacks get the number of the prompt first.
+    """Run several prompts in one pass, with callbacks at every norm and attention layer.
 
     Shorter prompts are padded behind their end, which changes nothing before it where attention is causal and positions
-    do not depend on how long a prompt is (`hooks.model.stretches_positions`). Callbacks
-    come a layer at a time: of all prompts in their order, then of the next layer. They never see padding.
+    do not depend on how long a prompt is (`hooks.model.stretches_positions`). Callbacks come a layer at a time: of all
+    prompts in their order, then of the next layer. They never see padding.
 
     Args:
         model: any hooked model; one that attends to later tokens (`looks_ahead`) takes prompts of equal length only.
         prompts: token ids of each.
-        on_norm, on_attention, sites, layers: as for `stream`, after the prompt's place among `prompts`.
+        sites: the model's norms (`find_sites`), and the replacements of norms (`facts_of`) where they are wanted.
+        on_norm: gets the number of a prompt, a norm, and its input and output, once per pass, however often the norm is
+            called. Norms inside attention come flattened over heads, [pos·head d_head].
+        on_attention: gets the number of a prompt and an `AttentionInput` when a layer's attention has run.
+        layers: attention layers wanted; None means all.
 
     Raises:
         ActivationError: a norm's input or output is not finite.
@@ -410,10 +387,8 @@ def record(
     """One forward pass, and what it shows at some positions.
 
     Args:
-        model: any hooked model.
         tokens: one prompt, or several of equal length.
         positions: which rows are kept, counted through all prompts: prompt · length + position.
-        sites: the model's norms.
         neurons: layers whose neurons are kept.
         points: other modules whose output is kept, by name.
         logits: whether those of the positions are kept.
@@ -461,13 +436,8 @@ def record_attention(
     layer: int,
     points: Mapping[str, nn.Module],
 ) -> tuple[Record, list[AttentionInput]]:
-    """One forward pass: `record` at every position, and what one layer's attention did in each prompt.
-
-    Args:
-        model, tokens, sites, points: as for `record`.
-        site: the norm that attention of this layer reads, or what replaces it.
-        layer: its block.
-    """
+    """One forward pass: `record` at every position, and what one layer's attention, which reads `site`, did in each
+    prompt."""
     found: list[AttentionInput] = []
     watch = _Pass(model, [site], [tokens.shape[1]] * len(tokens), None, lambda _, seen: found.append(seen), [layer])
     with exclusive(model), hooks_on(watch.after, watch.before):
@@ -475,7 +445,7 @@ def record_attention(
     return kept, found
 
 
-REMEDY = "take the cache without a names_filter, or pass tokens instead"
+_REMEDY = "take the cache without a names_filter, or pass tokens instead"
 
 
 def is_cache(given: object) -> bool:
@@ -499,24 +469,24 @@ class CachedPrompts:
         self.model, self._values = model, dict(cache.items())
         self._batched = bool(getattr(cache, "has_batch_dim", True))
         if not any(isinstance(v, Tensor) and v.is_floating_point() for v in self._values.values()):
-            raise SplitError(f"the cache holds no activations: {REMEDY}")
+            raise SplitError(f"the cache holds no activations: {_REMEDY}")
 
     def _first(self, names: Sequence[str]) -> Float[Tensor, "batch pos *wide"] | None:
         value = next((self._values[n] for n in names if isinstance(self._values.get(n), Tensor)), None)
         return None if value is None else value.detach() if self._batched else value.detach()[None]
 
+    def _needed(self, names: Sequence[str]) -> Float[Tensor, "batch pos *wide"]:
+        if (value := self._first(names)) is None:
+            raise SplitError(f"the cache lacks {names[0]!r}: {_REMEDY}")
+        return value
+
+    def _rows(self, names: Sequence[str]) -> Float[Tensor, "row wide"]:
+        batch, length = self.shape()
+        return flat(self._needed(names), length, batch)
+
     def rows(self, names: Sequence[str]) -> Float[Tensor, "row wide"] | None:
         """The first of these names that is there, a row per position of one prompt after the other."""
-        value = self._first(names)
-        if value is None:
-            return None
-        batch, length = self.shape()
-        return flat(value, length, batch)
-
-    def _needed(self, names: Sequence[str]) -> Float[Tensor, "row wide"]:
-        if (rows := self.rows(names)) is None:
-            raise SplitError(f"the cache lacks {names[0]!r}: {REMEDY}")
-        return rows
+        return None if self._first(names) is None else self._rows(names)
 
     def shape(self) -> tuple[int, int]:
         """Prompts, and positions of each.
@@ -524,9 +494,7 @@ class CachedPrompts:
         Raises:
             SplitError: the cache does not hold the embeddings.
         """
-        names = ["embed.hook_out", "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_in"]
-        if (value := self._first(names)) is None:
-            raise SplitError(f"the cache lacks {names[0]!r}: {REMEDY}")
+        value = self._needed(["embed.hook_out", "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_in"])
         return len(value), int(value.shape[1])
 
     def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
@@ -545,9 +513,9 @@ class CachedPrompts:
                 if source.kind == "mlp" and not post:  # (behind a post-norm `hook_mlp_out` is the norm's output)
                     names.append(f"blocks.{source.layer}.hook_mlp_out")
                 names = names or [f"blocks.{source.layer}.mlp.hook_out"]
-                seen[source] = self._needed(names)[rows].cpu()
-        inputs = {name: self._needed(self._input_of(name, sites))[rows].cpu() for name in (*passed, place)}
-        shown = {name: self._needed([name])[rows].cpu() for name in points}
+                seen[source] = self._rows(names)[rows].cpu()
+        inputs = {name: self._rows(self._input_of(name, sites))[rows].cpu() for name in (*passed, place)}
+        shown = {name: self._rows([name])[rows].cpu() for name in points}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
 
     def attention(self, site: Site, layer: int, place: str) -> list[AttentionInput]:
@@ -557,38 +525,30 @@ class CachedPrompts:
             SplitError: the cache lacks something, by name.
         """
         (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
-        x = self._needed(self._input_of(place, outside_attention([site])))
+        x = self._rows(self._input_of(place, outside_attention([site])))
         normalized = None if site.bare else self.rows([f"{site.name}.hook_normalized"])
         y = x if site.bare else site.affine(site.normalize(x) if normalized is None else normalized)
-        pattern = self._first([f"{attn}.hook_pattern"])
-        if pattern is None:
-            raise SplitError(f"the cache lacks '{attn}.hook_pattern': {REMEDY}")
-        tables = [self._first([f"{attn}.hook_{n}", f"rotary_emb.hook_{n}"]) for n in ("cos", "sin")]
-        found = []
-        for prompt, (of_x, of_y) in enumerate(zip(x.view(batch, length, -1), y.view(batch, length, -1), strict=True)):
-            cos, sin = (None if t is None else t[min(prompt, len(t) - 1), :length] for t in tables)
-            cos_sin = None if cos is None or sin is None else (cos, sin)
-            module = attentions(self.model)[layer]
-            found.append(AttentionInput(layer, of_x, of_y, pattern[prompt], cos_sin, module, site))
-        return found
+        pattern = self._needed([f"{attn}.hook_pattern"])
+        shown = {n: self._first([f"{attn}.{n}", f"rotary_emb.{n}"]) for n in ("hook_cos", "hook_sin")}
+        xs, ys, module = x.view(batch, length, -1), y.view(batch, length, -1), attentions(self.model)[layer]
+        return [
+            AttentionInput(layer, xs[i], ys[i], pattern[i], _tables_of(shown, i, length), module, site)
+            for i in range(batch)
+        ]
 
     def _input_of(self, place: str, sites: Sequence[Site]) -> list[str]:
         """The points that may show what is read at a place."""
         last = f"blocks.{n_layers(self.model) - 1}"
         if place == END:
-            projected = child_of(self.model, "project_out") is not None
-            return [
-                "project_out.hook_in" if projected else "unembed.hook_in",
-                f"{last}.hook_resid_post",
-                f"{last}.hook_out",
-            ]
-        block, leaf = place.rsplit(".", 1)[0], place.rsplit(".", 1)[-1]
-        stream = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf, "")
+            reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
+            return [f"{reader}.hook_in", f"{last}.hook_resid_post", f"{last}.hook_out"]
+        block, _, leaf = place.rpartition(".")
         names = [f"{place}.hook_in"]
         if leaf.isdigit():  # a block, whose attention reads the stream itself
             return [*names, f"{place}.hook_resid_pre"]
         if any(s.attention_layers and s.layer not in s.attention_layers for s in sites):
             return names  # norms behind attention and MLP: no point of the stream is what they read
-        if block == place:
+        if not block:
             return [*names, f"{last}.hook_resid_post"]
-        return [*names, f"{block}.{stream}"] if stream else names
+        stream = {"ln1": ["hook_resid_pre"], "ln2": ["hook_resid_mid"]}.get(leaf, [])
+        return names + [f"{block}.{point}" for point in stream]

@@ -20,16 +20,19 @@ back through what they passed (a norm at its own sigma, a head's W_O), which cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from einops import einsum, rearrange, reduce
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
+    Hook,
     HookedModel,
     blocks,
     child_of,
@@ -257,31 +260,18 @@ class _Search:
         self.places: list[_Place] = []
         self.open: dict[str, str] = {}
 
-    def begin_block(self, layer: int) -> None:
-        """From here on only what the last two blocks wrote is fitted."""
-        if self.places:
-            self.oldest = layer - 1
-
-    def _recent(self, written: Sequence[tuple[Source, Tensor]]) -> list[tuple[Source, Tensor]]:
-        return [(source, value) for source, value in written if source.layer >= self.oldest]
-
-    def _starts(self, value: Tensor) -> tuple[_Place, ...]:
-        """The places that the stream can be continued from, the last one first."""
-        return (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value)))
-
     def see(self, name: str, value: Tensor) -> dict[Source, float] | None:
-        if (plain := self._plain(value)) is not None:
-            self._put(name, plain, value)
-            return plain
+        """The sources of what is read at a place; None if the sum does not close (`open` says why)."""
+        # The places that the stream can be continued from, the last one first.
+        starts = (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value)))
+        writes, norms = ([(s, v) for s, v in made if s.layer >= self.oldest] for made in (self.writes, self.norms))
+        fits = (self._fit(start, known, value) for known in (writes, writes + norms) for start in starts)
         best = 1.0
-        writes = self._recent(self.writes)
-        for known in (writes, [*writes, *self._recent(self.norms)]):
-            for start in self._starts(value):
-                expression, left = self._fit(start, known, value)
-                if left <= self.limit:
-                    self._put(name, expression, value)
-                    return expression
-                best = min(best, left)
+        for expression, left in chain([self._plain(starts, value)], fits):
+            if left <= self.limit:
+                self.places.append(_Place(name, expression, value, len(self.writes), len(self.norms)))
+                return expression
+            best = min(best, left)
         since = self.places[-1].name if self.places else "the embeddings"
         self.open[name] = (
             f"what is read at {name} is not the sum of what embeddings, heads, MLPs and norms wrote: {best:.1e} of its "
@@ -290,14 +280,11 @@ class _Search:
         )
         return None
 
-    def _put(self, name: str, expression: dict[Source, float], value: Tensor) -> None:
-        self.places.append(_Place(name, expression, value, len(self.writes), len(self.norms)))
-
-    def _plain(self, value: Tensor) -> dict[Source, float] | None:
-        """The stream at an earlier place plus all that was written since, or plus what norms put out: what
-        nearly every model does, with factors of 1 that no rounding can bend. The nearest of those that close."""
-        best, found = self.limit, None
-        for start in self._starts(value):
+    def _plain(self, starts: Sequence[_Place], value: Tensor) -> tuple[dict[Source, float], float]:
+        """The stream at an earlier place plus all that was written since, or plus what norms put out: what nearly every
+        model does, with factors of 1 that no rounding can bend. The nearest, and its relative remainder."""
+        best, found = 1.0, dict[Source, float]()
+        for start in starts:
             since, normed = self.writes[start.writes :], self.norms[start.norms :]
             for added in (since, normed[-1:], normed):
                 if not added and not start.expression:
@@ -309,7 +296,7 @@ class _Search:
                     best, found = left, dict(start.expression)
                     for source, _ in added:
                         found[source] = found.get(source, 0.0) + 1.0
-        return found
+        return found, best
 
     def _fit(
         self, start: _Place, known: Sequence[tuple[Source, Tensor]], value: Tensor
@@ -335,78 +322,69 @@ class _Search:
 
 
 def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int] = ()) -> Wiring:
-    """Of what every norm's input is a sum; costs one forward pass over eight tokens.
+    """Of what every norm's input is a sum; costs one forward pass over eight tokens of a model in evaluation mode.
 
-    Args:
-        model: any hooked model, in evaluation mode.
-        sites: its norms (`find_sites`).
-        bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
+    `bare`: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
     writers, tokens, dtype = Writers(model), probe_tokens(model, TOKENS), dtype_of(model)
     search = _Search(dtype)
     reads: dict[str, Expression] = {}
     single: set[str] = set()
-    for key, given, output in _events(model, writers, sites, tokens):
-        if isinstance(key, Source):
-            try:
-                written = writers.written(key, output)
-            except (SplitError, RuntimeError):  # a layer without W_O: the places that read it stay open
-                continue
-            if written.shape[-1] == writers.d_model:
-                search.writes.append((key, written))
-        elif isinstance(key, Site):
-            x, y = given[:, : key.d], output[:, : key.d]  # (of the first head)
-            if (expression := search.see(key.name, x)) is not None:
-                reads[key.name] = expression
-            search.norms.append((Source("norm", key.layer, key.name), y))
-            off = float((key.affine(key.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
-            if dtype == torch.float64 and off > CLOSES[dtype]:
-                single.add(key.name)
-                search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
-        elif isinstance(key, int):
-            search.begin_block(key)
-            expression = search.see(f"blocks.{key}", given)
-            if expression is not None and key in bare:
-                reads[f"blocks.{key}"] = expression
-        elif given.shape[-1] != writers.d_model:
+    done: set[object] = set()  # (HookedTransformer calls a norm for queries, keys and values: the first call counts)
+
+    def seen(value: Any) -> Float[Tensor, "row wide"]:
+        return flat(value, len(tokens)).double()
+
+    def on_write(source: Source, _m: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        if source in done:
+            return
+        done.add(source)
+        try:
+            written = writers.written(source, seen(output))
+        except (SplitError, RuntimeError):  # a layer without W_O: the places that read it stay open
+            return
+        if written.shape[-1] == writers.d_model:
+            search.writes.append((source, written))
+
+    def on_norm(site: Site, _m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if site in done:
+            return
+        done.add(site)
+        x, y = (seen(value)[:, : site.d] for value in (tensors_in(args, kwargs)[0], output))  # (of the first head)
+        if (expression := search.see(site.name, x)) is not None:
+            reads[site.name] = expression
+        search.norms.append((Source("norm", site.layer, site.name), y))
+        off = float((site.affine(site.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
+        if dtype == torch.float64 and off > CLOSES[dtype]:
+            single.add(site.name)
+            search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
+
+    def on_block(layer: int, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        if search.places:  # from here on only what the last two blocks wrote is fitted
+            search.oldest = layer - 1
+        expression = search.see(f"blocks.{layer}", seen(tensors_in(args, kwargs)[0]))
+        if expression is not None and layer in bare:
+            reads[f"blocks.{layer}"] = expression
+
+    def on_end(_m: nn.Module, args: Any, kwargs: Any) -> None:
+        x = seen(tensors_in(args, kwargs)[0])
+        if x.shape[-1] != writers.d_model:
             search.open[END] = (
-                f"what the unembedding reads is {given.shape[-1]} wide, and the residual stream {writers.d_model}: a "
-                "map that ln_probe does not know comes between them, so what is written to the stream is no part of a "
+                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {writers.d_model}: a map "
+                "that ln_probe does not know comes between them, so what is written to the stream is no part of a "
                 "logit. Attention scores and layers before it can be attributed"
             )
-        elif (expression := search.see(END, given)) is not None:
+        elif (expression := search.see(END, x)) is not None:
             reads[END] = expression
-    return Wiring(writers, sites, reads, search.open, frozenset(single))
 
-
-# A source and its output, a norm with its input and output, a block (by its number) or END with its input.
-_Event = tuple[Source | Site | int | str, Tensor, Tensor]
-
-
-def _events(model: HookedModel, writers: Writers, sites: Sequence[Site], tokens: Int[Tensor, " pos"]) -> list[_Event]:
-    """The writes to the stream and the reads from it in one pass, in order, float64; each module counts once."""
-    events: list[_Event] = []
-    done: set[int] = set()  # HookedTransformer calls a norm for queries, keys and values
-
-    def look(key: Source | Site | int | str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-            if isinstance(key, int) or id(module) not in done:
-                done.add(id(module))
-                given = None if isinstance(key, Source) else tensors_in(args, kwargs)[0]
-                x, y = (torch.empty(0) if v is None else flat(v, len(tokens)).double() for v in (given, output))
-                events.append((key, x, y))
-
-        return hook
-
-    stream = [s for s in outside_attention(sites) if s.d == writers.d_model]
-    after = [(module, look(source)) for source, module in watched(model)]
-    after += [(site.module, look(site)) for site in stream]
-    before = [(block, look(layer)) for layer, block in enumerate(blocks(model))]
+    after = [(module, partial(on_write, source)) for source, module in watched(model)]
+    after += [(s.module, partial(on_norm, s)) for s in outside_attention(sites) if s.d == writers.d_model]
+    before: list[Hook] = [(block, partial(on_block, layer)) for layer, block in enumerate(blocks(model))]
     if (reader := unembedding(model)) is not None:
-        before.append((reader, look(END)))
+        before.append((reader, on_end))
     with hooks_on(after, before):
         run(model, tokens[None], return_type="logits")
-    return events
+    return Wiring(writers, sites, reads, search.open, frozenset(single))
 
 
 @dataclass(frozen=True, eq=False)
@@ -455,12 +433,7 @@ def outside_attention(sites: Sequence[Site]) -> list[Site]:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The parts of what one prompt's norms read, in float64 on the CPU.
-
-    Args:
-        wiring: of the model.
-        record: of the prompt.
-    """
+    """The parts of what one prompt's norms read, in float64 on the CPU."""
 
     wiring: Wiring
     record: Record

@@ -241,10 +241,14 @@ def _drawn(
     else:
         allowed = [i for i in range(size) if i not in {*stops, *special_tokens(model, "pad")}] or list(range(size))
         rows = torch.tensor(allowed)[torch.randint(len(allowed), (count, 1), generator=generator)]
-    complete: dict[int, tuple[Tensor, Tensor]] = {}
+    complete: dict[int, tuple[Tensor, Tensor]] = {}  # sequences and the log-probabilities of their tokens, by number
     alive = torch.arange(count)
     log_probs = torch.zeros(count, 0)  # of the tokens that were drawn
     next_logits = NextLogits(model, cached=cached)
+
+    def end(which: Tensor) -> None:
+        complete.update(zip(alive[which].tolist(), zip(rows[which], log_probs[which], strict=True), strict=True))
+
     while len(rows) and rows.shape[1] < length:
         logits = next_logits(rows).float().cpu()
         if not torch.isfinite(logits).all():
@@ -255,21 +259,14 @@ def _drawn(
         log_probs = torch.cat([log_probs, logits.log_softmax(-1).gather(1, tokens)], dim=1)
         rows = torch.cat([rows, tokens], dim=1)
         ended = torch.tensor([int(row[-1]) in stops for row in rows])
-        complete |= _numbered(alive[ended], rows[ended], log_probs[ended])
+        end(ended)
         alive, rows, log_probs = alive[~ended], rows[~ended], log_probs[~ended]
         next_logits.keep(~ended)
-    complete |= _numbered(alive, rows, log_probs)
+    end(torch.ones(len(rows), dtype=torch.bool))
     if next_logits.cached:
         # Of the longest rows the last one: whenever a row before it ended, its place in the cache changed.
         _check_cache(model, *complete[max(complete, key=lambda number: (len(complete[number][0]), number))])
     return [complete[number][0] for number in range(count)]
-
-
-def _numbered(
-    numbers: Int[Tensor, " row"], rows: Int[Tensor, "row pos"], log_probs: Float[Tensor, "row later"]
-) -> dict[int, tuple[Int[Tensor, " pos"], Float[Tensor, " later"]]]:
-    """Sequences with the log-probabilities of their tokens, by their numbers."""
-    return dict(zip(numbers.tolist(), zip(rows, log_probs, strict=True), strict=True))
 
 
 def _check_cache(model: HookedModel, row: Int[Tensor, " pos"], log_probs: Float[Tensor, " later"]) -> None:

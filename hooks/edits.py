@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -145,7 +145,7 @@ def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _p
             for store in HOOKS:
                 kept = [(k, h if keep(point, k) else _nothing) for k, h in before[store]]
                 # A norm of the laboratory computes in another order where there are no hooks, so that rounding differs.
-                _refill(
+                refill(
                     getattr(point, store),
                     kept if store == "_forward_hooks" else [e for e in kept if e[1] is not _nothing],
                 )
@@ -157,7 +157,7 @@ def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _p
         for point, before, handles in taken:
             for store, hooks in before.items():
                 known = {key for key, _ in hooks}
-                _refill(
+                refill(
                     getattr(point, store), hooks + [(k, h) for k, h in getattr(point, store).items() if k not in known]
                 )
             for name, known_handles in handles.items():
@@ -173,7 +173,7 @@ def sounding(store: Mapping[int, Any]) -> list[tuple[int, int]]:
     return [(key, id(hook)) for key, hook in store.items() if hook is not _nothing]
 
 
-def _refill(store: dict[int, Any], hooks: Sequence[tuple[int, Any]]) -> None:
+def refill(store: dict[int, Any], hooks: Sequence[tuple[int, Any]]) -> None:
     """Give a dictionary of hooks other entries; not by its own methods, which note what is added (`sealing`)."""
     OrderedDict.clear(store)
     for key, hook in hooks:
@@ -193,6 +193,7 @@ class Edit:
 
     # Whether everything that reads the norm sees the edit; otherwise the norm's own output stays (`keep`).
     whole = True
+    divides = True  # whether it divides by what `hook_scale` shows
 
     def __init__(self, site: Site, change: Change, label: str, positions: Positions | None = None) -> None:
         self.site, self.change, self.label, self.positions = site, change, label, positions
@@ -203,13 +204,8 @@ class Edit:
         """What the edited norm divides by, for `hook_scale`; `sigma` is what the norm would divide by otherwise."""
         return sigma
 
-    def normalized(
-        self, x: Float[Tensor, "*batch d"], divisor: Float[Tensor, "*batch 1"], used: Float[Tensor, "*batch 1"]
-    ) -> Float[Tensor, "*batch d"]:
-        """The edited norm before gain and bias, for `hook_normalized`.
-
-        `divisor` is what `hook_scale` was given, `used` what its hooks returned.
-        """
+    def normalized(self, x: Float[Tensor, "*batch d"], used: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch d"]:
+        """The edited norm before gain and bias, for `hook_normalized`; `used`: what `hook_scale` returned."""
         return self.site.project(x) / used
 
     def after(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
@@ -221,7 +217,7 @@ class Edit:
 
     def install(self, model: HookedModel | nn.Module, stack: ExitStack) -> None:
         """Put the edit on; `stack` takes it off."""
-        stack.callback(EditedNorm.of(self.site).add(self))
+        stack.callback(EditedNorm.add(self))
 
     def finish(self) -> None:
         """Raise LostEditError if what was computed was not read; called when the `with` block ends without an error."""
@@ -241,22 +237,17 @@ class EditedNorm:
         self._warned = False
 
     @classmethod
-    def of(cls, site: Site) -> EditedNorm:
-        """That of a norm's module; a new one if it has none yet."""
-        there = site.module.__dict__.get("forward")
-        return there if isinstance(there, cls) else cls(site)
-
-    def add(self, edit: Edit) -> Callable[[], None]:
-        """Add an edit; returns what removes it again."""
+    def add(cls, edit: Edit) -> Callable[[], None]:
+        """Add an edit to what its norm is under; returns what removes it again."""
+        entries = edit.site.module.__dict__  # not by setattr, which a bridge passes to what it wraps
+        there = entries.get("forward")
+        self = entries["forward"] = there if isinstance(there, cls) else cls(edit.site)
         self.edits.append(edit)
-        self.site.module.__dict__["forward"] = self  # not by setattr, which a bridge passes to what it wraps
 
         def remove() -> None:
             self.edits.remove(edit)
-            if not self.edits and self.site.module.__dict__.get("forward") is self:
-                del self.site.module.__dict__["forward"]
-                if self.before is not None:
-                    self.site.module.__dict__["forward"] = self.before
+            if not self.edits and entries.get("forward") is self:
+                set_forward(edit.site.module, self.before)
 
         return remove
 
@@ -294,13 +285,12 @@ class EditedNorm:
         """The norm's input, its output as the model goes on with it, and its output without any hooks."""
         points = {n: p for n, p in self.site.module.named_children() if hasattr(p, "fwd_hooks")}
         hooked = any(getattr(p, store) for p in points.values() for store in HOOKS)
-        if hooked and "hook_in" in points:
-            args, kwargs = _with_first(args, kwargs, points["hook_in"])
         x = tensors_in(args, kwargs)[0]
-        if hooked:
-            with silent(self.site.module):
-                y = self._intact(*args, **kwargs)
-        else:
+        if hooked and "hook_in" in points:
+            given, x = x, points["hook_in"](x)
+            args = tuple(x if value is given else value for value in args)
+            kwargs = {name: x if value is given else value for name, value in kwargs.items()}
+        with silent(self.site.module) if hooked else nullcontext():
             y = self._intact(*args, **kwargs)
         out = y if linear is None else linear.change(x, y)
         out = out if edit is None else edit.change(x, out)
@@ -316,20 +306,7 @@ class EditedNorm:
         formula = edit or Edit(self.site, lambda _x, y: y, "intact")
         wide = at_least_float32(x)
         sigma = self.site.sigma(wide) if linear is None else linear.sigma(x).to(wide)
-        divisor = formula.divisor(wide, sigma)
-        self._warn_of_constant(points["hook_scale"], divisor)
-        used, same_scale = _passed(points["hook_scale"], divisor)
-        normalized = formula.normalized(wide, divisor, used)
-        normalized, same = _passed(points["hook_normalized"], normalized)
-        through = formula.after(x, self.site.affine(normalized, live=True).to(out.dtype))
-        if not (same and same_scale):
-            return through
-        if not through.requires_grad:
-            return out
-        # The value is that of `out`, bit for bit; the gradient goes through the hook points.
-        return (through - through.detach()) + out.detach()
-
-    def _warn_of_constant(self, point: nn.Module, divisor: Tensor) -> None:
+        divisor, point = formula.divisor(wide, sigma), points["hook_scale"]
         if torch.is_grad_enabled() and point._backward_hooks and not divisor.requires_grad and not self._warned:
             self._warned = True
             warnings.warn(
@@ -337,20 +314,20 @@ class EditedNorm:
                 "backward hook there is not called",
                 stacklevel=2,
             )
-
-
-def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], point: nn.Module) -> tuple[Any, Any]:
-    """The arguments of a norm's call with the vectors as the hooks of a point return them."""
-    done = False
-
-    def passed(value: Any) -> Any:
-        nonlocal done
-        if done or not (isinstance(value, Tensor) and value.is_floating_point()):
-            return value
-        done = True
-        return point(value)
-
-    return tuple(map(passed, args)), {k: passed(v) for k, v in kwargs.items()}
+        used, same_scale = _passed(point, divisor)
+        if not (same_scale or formula.divides):
+            raise LostEditError(
+                f"{self.site.name}: a hook at hook_scale changes what this norm divides by, and {formula.label} does "
+                "not divide by it: remove the hook, or put it at hook_normalized"
+            )
+        normalized, same = _passed(points["hook_normalized"], formula.normalized(wide, used))
+        through = formula.after(x, self.site.affine(normalized, live=True).to(out.dtype))
+        if not (same and same_scale):
+            return through
+        if not through.requires_grad:
+            return out
+        # The value is that of `out`, bit for bit; the gradient goes through the hook points.
+        return (through - through.detach()) + out.detach()
 
 
 def _passed(point: nn.Module, given: Tensor) -> tuple[Tensor, bool]:
@@ -388,35 +365,25 @@ class PartEdit(Edit):
         positions = getattr(getattr(model, "cfg", None), "positional_embedding_type", "")
         self.adds_positions = positions == "shortformer" and self.part != "values"
         for attn in attentions(model).values():
-            module, hook = self._reader(attn)
+            # HookedTransformer and lab models name the input; a bridge has a module for each projection.
+            named = INPUTS[self.part] in inspect.signature(attn.forward).parameters
+            module = attn if named else dict(attn.named_children()).get(_PROJECTION[self.part])
+            if module is None:
+                raise InterventionError(
+                    f"{type(attn).__name__} has no separate projection of {self.part}, so only={self.part!r} cannot be "
+                    "had for this architecture: edit the whole norm with only=None"
+                )
+            hook = partial(self._replace, attn, named)
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            stack.callback(attn.register_forward_hook(self._check_read).remove)
+            stack.callback(attn.register_forward_hook(self.finish).remove)
 
-    def _reader(self, attn: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
-        """The module that projects this part in an attention layer, and the pre-hook that replaces what it reads.
-
-        Raises:
-            InterventionError: no module projects this part alone.
-        """
-        name, projection = INPUTS[self.part], dict(attn.named_children()).get(_PROJECTION[self.part])
-        if name in inspect.signature(attn.forward).parameters:  # HookedTransformer and lab models
-
-            def replace_input(_m: nn.Module, args: Any, kwargs: Any) -> Any:
-                new = self._instead(attn, kwargs.get(name, args[0] if args else None))
-                return None if new is None else (args, {**kwargs, name: new})
-
-            return attn, replace_input
-        if projection is not None:  # a bridge, whether its original projects them one by one or at once
-
-            def replace_first(_m: nn.Module, args: Any, kwargs: Any) -> Any:
-                new = self._instead(attn, args[0] if args else None)
-                return None if new is None else ((new, *args[1:]), kwargs)
-
-            return projection, replace_first
-        raise InterventionError(
-            f"{type(attn).__name__} has no separate projection of {self.part}, so only={self.part!r} cannot be had "
-            "for this architecture: edit the whole norm with only=None"
-        )
+    def _replace(self, attn: nn.Module, named: bool, _m: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A pre-hook that replaces what this part is projected from."""
+        name = INPUTS[self.part]
+        new = self._instead(attn, kwargs.get(name, args[0] if args else None))
+        if new is None:
+            return None
+        return (args, {**kwargs, name: new}) if named else ((new, *args[1:]), kwargs)
 
     def _instead(self, attn: nn.Module, read: object) -> Tensor | None:
         """What the projection in `attn` should read instead of `read`, if that is this norm's output."""
@@ -431,23 +398,27 @@ class PartEdit(Edit):
                 return changed
         return None
 
-    def _check_read(self, attn: nn.Module | None = None, *_: object) -> None:
+    def finish(self, attn: nn.Module | None = None, *_: object) -> None:
         """Raise LostEditError if a changed output was not read, by this attention layer or (None) by any."""
         if self.waiting and self.reader is attn:
-            if self.adds_positions:
-                raise LostEditError(
-                    f"{self.site.name}: the edit for {self.part} alone was lost, because {self.part} are made of more "
-                    "than this norm's output (positional_embedding_type='shortformer' adds position embeddings to "
-                    "it): edit the whole norm with only=None"
-                )
+            why = (
+                f"{self.part} are made of more than this norm's output (positional_embedding_type='shortformer' adds "
+                "position embeddings to it):"
+                if self.adds_positions
+                else f"no projection of {self.part} read this norm's output as it is (split or repeated per head on "
+                "the way?): switch use_split_qkv_input and use_attn_in off, or"
+            )
             raise LostEditError(
-                f"{self.site.name}: the edit for {self.part} alone was lost, because no projection of {self.part} read "
-                "this norm's output as it is (split or repeated per head on the way?): switch use_split_qkv_input and "
-                "use_attn_in off, or edit the whole norm with only=None"
+                f"{self.site.name}: the edit for {self.part} alone was lost, because {why} edit the whole norm with "
+                "only=None"
             )
 
-    def finish(self) -> None:
-        self._check_read()
+
+def set_forward(module: nn.Module, forward: Any) -> None:
+    """Give an instance its own forward, or (None) that of its class; not by setattr, which a bridge passes on."""
+    module.__dict__.pop("forward", None)
+    if forward is not None:
+        module.__dict__["forward"] = forward
 
 
 def edits_on(module: nn.Module) -> list[Edit]:

@@ -7,8 +7,8 @@ wrong way round; centring changes a model with RMSNorm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -100,28 +100,25 @@ def check_equivalent(raw: object, processed: object, tokens: Int[Tensor, "*one p
             f"the models have vocabularies of {vocabulary_size(one)} and {vocabulary_size(two)} tokens: they are not "
             "the raw and the processed form of one model"
         )
-    hooks: Callable[[HookedModel], AbstractContextManager[object]] = nullcontext
-    if tokens is None:
-        hooks = quiet
+    if seeded := tokens is None:
         length = min(PROBE_TOKENS, context_length(one), context_length(two))
         tokens = torch.randint(vocabulary_size(one), (length,), generator=torch.Generator().manual_seed(0))
     batches = [token_batch(m, tokens) for m in (one, two)]
     if len(batches[0]) != 1:
         raise ValueError(f"tokens must be one prompt, [pos] or [1 pos], got shape {tuple(batches[0].shape)}")
     prompt = batches[0][0]
-    (raw_logits, before), (logits, after) = (_logits_and_normalized(m, prompt, hooks) for m in (one, two))
+    (raw_logits, before), (logits, after) = (_logits_and_normalized(m, prompt, seeded) for m in (one, two))
     bound = max(PROCESSING_BOUND[dtype_of(m)] for m in (one, two))
-    shared = [name for name in before if name in after]
-    by_site = {n: relative_difference(after[n], before[n]) for n in shared}
+    by_site = {name: relative_difference(after[name], before[name]) for name in before if name in after}
     equivalence = Equivalence(
         log_prob_difference=float((raw_logits.log_softmax(-1) - logits.log_softmax(-1)).abs().max()),
         logits_difference=relative_difference(centred(logits), centred(raw_logits)),
         normalized_difference=by_site,
         bound=bound,
-        parts_at=next((n for n in shared if not by_site[n] <= bound), ""),
+        parts_at=next((name for name, difference in by_site.items() if not difference <= bound), ""),
     )
     if not equivalence.holds:
-        raise NotEquivalentError(_explain(equivalence, shared, one.cfg, two.cfg))
+        raise NotEquivalentError(_explain(equivalence, one.cfg, two.cfg))
     return equivalence
 
 
@@ -142,35 +139,34 @@ def centred(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_
 
 
 def _logits_and_normalized(
-    model: HookedModel, tokens: Int[Tensor, " pos"], hooks: Callable[[HookedModel], AbstractContextManager[object]]
+    model: HookedModel, tokens: Int[Tensor, " pos"], hidden: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The logits of a prompt, and what each norm makes of its input before gain and bias; float64."""
+    """The logits of a prompt, and what each norm makes of its input before gain and bias; float64.
+
+    `hidden`: from the user's hooks.
+    """
     normalized: dict[str, Tensor] = {}
 
     def keep(site: Site, x: Tensor, _y: Tensor) -> None:
         normalized[site.name] = site.normalize(x.double()).cpu()
 
-    with evaluating(model), hooks(model):
+    with evaluating(model), quiet(model) if hidden else nullcontext():
         stream(model, tokens, find_sites(model), on_norm=keep)
         logits = run(model, tokens[None], return_type="logits")[0]
     return logits.double().cpu(), normalized
 
 
-def _explain(found: Equivalence, sites: list[str], raw: object, processed: object) -> str:
+def _explain(found: Equivalence, raw: object, processed: object) -> str:
     text = (
         f"the processed model is not the raw one: log-probabilities differ by up to {found.log_prob_difference:.2g} "
         f"nats (logits less their mean by {found.logits_difference:.1e} of the largest, bound {found.bound:.0e})"
     )
     if not found.parts_at:
-        same = {(getattr(c, "d_model", None), getattr(c, "d_vocab", None)) for c in (raw, processed)}
-        square = " (d_vocab == d_model: a square W_U is folded the wrong way round)"
-        text += ". All norms see the same: what follows the last one is wrong, the unembedding"
-        return text + square * any(d is not None and d == vocab for d, vocab in same)
-    place = sites.index(found.parts_at)
+        return f"{text}. All norms see the same: what follows the last one is wrong, the unembedding"
+    sites = list(found.normalized_difference)
+    place, width = sites.index(found.parts_at), getattr(raw, "d_model", None)
     text += f". They part before {found.parts_at}" + (f", after {sites[place - 1]}" if place else ", its first norm")
-    widths = {(getattr(c, "d_model", None), getattr(c, "d_mlp", None)) for c in (raw, processed)}
-    if any(d is not None and d == mlp for d, mlp in widths):
-        width = next(d for d, mlp in widths if d == mlp)
+    if width is not None and width in [getattr(cfg, "d_mlp", None) for cfg in (raw, processed)]:
         text += f". d_mlp == d_model == {width}: a square W_in is folded or centred the wrong way round, "
         text += "load this model unfolded"
     elif getattr(processed, "normalization_type", None) in ("RMS", "RMSPre"):

@@ -65,7 +65,7 @@ def _points(model: HookedModel, layer: int, letters: str) -> dict[str, nn.Module
 
 
 def by_head(z: Float[Tensor, "batch pos *heads"], heads: int) -> Float[Tensor, "batch pos head d_head"]:
-    """What a hook_z shows with an axis for the heads: bridges show it flat."""
+    """What a hook point of heads shows with an axis for them: bridges show it flat."""
     return z if z.ndim == 4 else z.unflatten(-1, (heads, -1))
 
 
@@ -88,17 +88,14 @@ def z_instead(
         InterventionError: attention continues from keys and values in a cache.
         LostEditError: only some of queries, keys and values are made of something that `instead` knows.
     """
-    put = 0
 
     def changed(value: Any) -> Any:
-        nonlocal put
         found = instead(value) if isinstance(value, Tensor) else None
-        put += found is not None
         return value if found is None else found
 
     own = tuple(changed(a) for a in args)
     named = {k: changed(v) for k, v in kwargs.items()}
-    if not put:
+    if all(new is old for new, old in zip((*own, *named.values()), (*args, *kwargs.values()), strict=True)):
         return None
     left = [p for p, name in INPUTS.items() if isinstance(kwargs.get(name), Tensor) and named[name] is kwargs[name]]
     if left:
@@ -132,23 +129,25 @@ def _keep(seen: dict[str, Tensor], name: str, _module: nn.Module, _args: Any, ou
 
 
 class HeadEdit(Edit):
-    """Some heads of the attention that reads a norm see a changed output of it.
+    """An edit that some heads of the attention that reads the norm see alone.
+
+    Args:
+        by_site: the heads, by the norm's name and block.
+        edit: what they see.
 
     Attributes:
-        heads: those, by block.
+        heads: those of this norm, by block.
         waiting: (input, output, output without hooks) of the norm, until attention has read it.
     """
 
     whole = False
 
-    def __init__(self, edit: Edit, heads: Mapping[int, Collection[int]]) -> None:
+    def __init__(self, by_site: Mapping[str, Mapping[int, Collection[int]]], edit: Edit) -> None:
         super().__init__(edit.site, edit.change, edit.label, edit.positions)
-        self.heads = {layer: sorted(some) for layer, some in heads.items()}
+        self.heads = {layer: sorted(some) for layer, some in by_site[edit.site.name].items()}
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._instead: dict[int, Tensor] = {}
         self._inside = False
         self._handles: list[Any] = []
-        self.d_head = 0
 
     def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
         if not self._inside:
@@ -158,44 +157,39 @@ class HeadEdit(Edit):
         super().install(model, stack)
         model = cast(HookedModel, model)
         stack.callback(self._release)
-        self.d_head = int(model.cfg.d_head)
         for layer in self.heads:
-            attn, point = attention_of(model, layer), z_point(model, layer)
-            reading, replacing = self._reading(model, layer), self._replacing(layer, head_count(model, layer))
-            stack.callback(attn.register_forward_pre_hook(reading, with_kwargs=True).remove)
-            # First of the hooks there: what others see of z is the edited one.
-            stack.callback(point.register_forward_hook(replacing, prepend=True).remove)
+            z_point(model, layer)  # raises where there is none
+            reading = partial(self._reading, model, layer)
+            stack.callback(attention_of(model, layer).register_forward_pre_hook(reading, with_kwargs=True).remove)
 
-    def _reading(self, model: HookedModel, layer: int) -> Callable[..., None]:
-        def hook(_m: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.suspended:
-                return
-            attn, points, z = attention_of(model, layer), _points(model, layer, "qkv"), z_point(model, layer)
-            before = [p for p in attn.modules() if hasattr(p, "fwd_hooks") and p is not z]
-            hooked = any(getattr(p, store) for p in before for store in HOOKS)
-            self._inside = True
-            try:
-                split = len(points) == 3 and self._separable(model, layer)
-                seen = z_instead(model, layer, args, kwargs, self._read_instead(), hooks=hooked and not split)
-            finally:
-                self._inside = False
-            if seen is None:
-                raise LostEditError(
-                    f"{self.site.name}: the edit of single heads was lost, because the attention of block {layer} did "
-                    "not read this norm's output as it is (split or repeated per head on the way?): switch "
-                    "use_split_qkv_input and use_attn_in off, or edit the whole norm with heads=None"
-                )
-            if hooked and split:  # what hooks see of queries, keys and values, and change, is what z is made of
-                for letter, point in points.items():
-                    combining = partial(self._combined, layer, seen[letter], head_count(model, layer))
-                    self._handles.append(point.register_forward_hook(combining, prepend=True))
-                self._handles.append(attn.register_forward_hook(self._release))
-            else:
-                self._instead[layer] = seen["z"]
-            if layer == max(self.heads):
-                self.waiting.clear()
-
-        return hook
+    def _reading(self, model: HookedModel, layer: int, attn: nn.Module, args: Any, kwargs: Any) -> None:
+        """A pre-hook of attention: compute what its edited heads put out, or are made of."""
+        if self.suspended:
+            return
+        self._release()
+        points = _points(model, layer, "qkvz")
+        before = [p for p in attn.modules() if hasattr(p, "fwd_hooks") and p is not points["z"]]
+        hooked = any(getattr(p, store) for p in before for store in HOOKS)
+        self._inside = True
+        try:
+            split = len(points) == 4 and self._separable(model, layer)
+            seen = z_instead(model, layer, args, kwargs, partial(self._changed, {}), hooks=hooked and not split)
+        finally:
+            self._inside = False
+        if seen is None:
+            raise LostEditError(
+                f"{self.site.name}: the edit of single heads was lost, because the attention of block {layer} did "
+                "not read this norm's output as it is (split or repeated per head on the way?): switch "
+                "use_split_qkv_input and use_attn_in off, or edit the whole norm with heads=None"
+            )
+        # What hooks see of queries, keys and values, and change, is what z is made of. Ours come first: others see the
+        # edited values.
+        for letter in "qkv" if hooked and split else "z":
+            combining = partial(self._combined, model, layer, letter, seen[letter])
+            self._handles.append(points[letter].register_forward_hook(combining, prepend=True))
+        self._handles.append(attn.register_forward_hook(self._release))
+        if layer == max(self.heads):
+            self.waiting.clear()
 
     def _release(self, *_: object) -> None:
         while self._handles:
@@ -208,48 +202,29 @@ class HeadEdit(Edit):
         group = max(1, count // max(1, shared))
         return all(sum(head // group == number for head in self.heads[layer]) in (0, group) for number in range(shared))
 
-    def _combined(self, layer: int, instead: Tensor, count: int, _m: nn.Module, _args: Any, own: Tensor) -> Tensor:
-        """Queries, keys or values: those of edited heads from the edited norm, the others the model's own."""
+    def _combined(
+        self, model: HookedModel, layer: int, letter: str, instead: Tensor, _m: nn.Module, _args: Any, own: Tensor
+    ) -> Tensor:
+        """Queries, keys, values or z: those of edited heads from the edited norm, the others the model's own."""
         if instead.shape != own.shape:
             raise LostEditError(
                 f"{self.site.name}: the edit of single heads was lost, because block {layer} computes its queries, "
                 "keys and values in another shape with hooks than without: edit the whole norm with heads=None"
             )
-        width = own.shape[-2] if own.ndim == 4 else 0
-        out = own.clone(memory_format=torch.contiguous_format)
-        mine = out if out.ndim == 4 else out.unflatten(-1, (-1, self.d_head))
-        other = instead if instead.ndim == 4 else instead.unflatten(-1, (-1, self.d_head))
-        group = count // (width or mine.shape[-2])
+        out, count = own.clone(memory_format=torch.contiguous_format), head_count(model, layer)
+        heads = count if letter == "z" else own[0, 0].numel() // int(model.cfg.d_head)
+        mine, other = by_head(out, heads), by_head(instead, heads)
+        group = count // heads
         for head in sorted({head // group for head in self.heads[layer]}):
             mine[:, :, head] = other[:, :, head]
         return out
 
-    def _read_instead(self) -> Callable[[Tensor], Tensor | None]:
-        made: dict[int, Tensor] = {}  # HookedTransformer calls the norm for queries, keys and values each
-
-        def instead(read: Tensor) -> Tensor | None:
-            for i, (x, shown, intact) in reversed(list(enumerate(self.waiting))):
-                if read.shape == shown.shape and torch.equal(read, shown):
-                    if i not in made:
-                        made[i] = self.change(x, intact)
-                    return made[i]
-            return None
-
-        return instead
-
-    def _replacing(self, layer: int, count: int) -> Callable[..., Tensor | None]:
-        def hook(_m: nn.Module, _args: Any, z: Tensor) -> Tensor | None:
-            if self._inside or layer not in self._instead:
-                return None
-            out = z.clone(memory_format=torch.contiguous_format)
-            instead = by_head(self._instead.pop(layer), count)
-            for head in self.heads[layer]:
-                by_head(out, count)[:, :, head] = instead[:, :, head]
-            return out
-
-        return hook
-
-
-def for_heads(by_site: Mapping[str, Mapping[int, Collection[int]]], edit: Edit) -> Edit:
-    """The edit for these heads alone, by the norm's name and block."""
-    return HeadEdit(edit, by_site[edit.site.name])
+    def _changed(self, made: dict[int, Tensor], read: Tensor) -> Tensor | None:
+        """The changed output for one of the norm's; `made`: by its number (HookedTransformer calls it for queries,
+        keys and values each)."""
+        for i, (x, shown, intact) in reversed(list(enumerate(self.waiting))):
+            if read.shape == shown.shape and torch.equal(read, shown):
+                if i not in made:
+                    made[i] = self.change(x, intact)
+                return made[i]
+        return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -81,14 +83,19 @@ def wrapped(model: Any) -> nn.Module:
     return _WRAPPED[model][1]
 
 
-def norm_of(model: nn.Module, module: nn.Module) -> nn.Module:
-    """The norm of a Hugging Face model that a norm of `wrapped(model)` wraps a copy of.
+def in_original(model: nn.Module, copied: nn.Module, module: nn.Module) -> nn.Module:
+    """The module of a Hugging Face model of which a bridge's module wraps that of a copy.
 
     Raises:
         ValueError: there is none.
     """
-    original: Any = wrapped(model).original_model
-    path = next((p for p, m in original.named_modules() if m is getattr(module, "original_component", None)), "")
+    path = next((p for p, m in copied.named_modules() if m is getattr(module, "original_component", None)), "")
     if not path:
         raise ValueError(f"a {type(module).__name__} of the bridge wraps no module of {type(model).__name__}")
     return model.get_submodule(path.replace("._original_component", ""))
+
+
+def original_sites(model: Any, sites: Sequence[Any]) -> list[Any]:
+    """The sites of `wrapped(model)` with the norms of the Hugging Face model itself; ValueError if there are none."""
+    copied: Any = wrapped(model).original_model
+    return [replace(site, module=in_original(model, copied, site.module)) for site in sites]

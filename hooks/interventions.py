@@ -8,8 +8,7 @@ model is unchanged, bit for bit. Freezing scale: Heimersheim 2024, "You can remo
 projection and scaling as terms: Brody, Alon & Yahav 2023.
 
 Edits of a norm can be lost without a message: attention may normalize on its own (`use_split_qkv_input` on a bridge), a
-compiled model may not call the module at all. So `prove` tests each
-site first: a strong perturbation, sent through the same mechanism, must change the model's output.
+compiled model may not call the module at all. So `prove` tests each site first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -42,8 +41,8 @@ from ln_probe.hooks.edits import (
     quiet,
     suspended,
 )
-from ln_probe.hooks.head_edits import for_heads, head_count
-from ln_probe.hooks.in_memory import is_hugging_face, norm_of
+from ln_probe.hooks.head_edits import HeadEdit, head_count
+from ln_probe.hooks.in_memory import is_hugging_face, original_sites
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
@@ -71,6 +70,7 @@ from ln_probe.hooks.scales import (
     check_tokens,
     divisors_of,
     mean_sigmas,
+    some,
 )
 from ln_probe.hooks.sites import ModelFacts, class_of, facts_of_checked
 from ln_probe.hooks.variants import (
@@ -82,8 +82,6 @@ from ln_probe.hooks.variants import (
     ignored_below,
     no_op,
     present_name,
-    takes_projection,
-    takes_scaling,
 )
 
 Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
@@ -193,13 +191,13 @@ def without(
     if not isinstance(what, str) or what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
     hooked, seed = check_model(model), whole_number(seed, "seed", 0, InterventionError)
-    if isinstance(scale, str) and scale == OPTIMAL and (only is not None or heads is not None):
+    fitted = isinstance(scale, str) and scale == OPTIMAL
+    if fitted and (only is not None or heads is not None):
         raise InterventionError(
             'scale="optimal" is fitted with norms edited for everything that reads them: leave out only and heads, or '
             "pass constants by site name"
         )
     variant = VARIANT_WITHOUT[what]
-    label = f"without {what!r}"
     with exclusive(hooked), suspended(hooked), quiet(hooked):
         facts = facts_of_checked(hooked)
         norms = facts.norms()
@@ -208,15 +206,14 @@ def without(
         _refuse_twice(chosen)
         if only is not None:
             _refuse_other_readers(chosen, only)
-        make: Callable[[Edit], Edit] = _for_all
+        make: Callable[[Edit], Edit] = _whole
         if by_site is not None:
-            make = partial(for_heads, by_site)
+            make = partial(HeadEdit, by_site)
         elif only is not None:
             make = partial(PartEdit, part=only)
         readers = only if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
         prove(facts, chosen, make=make, readers=readers)
         no_ops = why_nothing(facts, chosen, variant)
-        fitted = isinstance(scale, str) and scale == OPTIMAL
         with announced("fitting loss-optimal constants: minutes" if fitted else "measuring the constants of norms"):
             divisors = _divisors(facts, chosen, variant, scale, tokens, seed)
     left_out = members(facts.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
@@ -230,8 +227,9 @@ def without(
                 "only and heads need hook points inside attention, which a Hugging Face model in memory has not: save "
                 "it, and load it with ln_probe.load_model"
             )
-        chosen = [replace(s, module=norm_of(target, s.module)) for s in chosen]
+        chosen = original_sites(model, chosen)
         _refuse_twice(chosen)
+    label = f"without {what!r}"
     edits = [make(VariantEdit(s, variant, divisors.get(s.name), positions, label=label)) for s in chosen]
     matched = not divisors or isinstance(scale, str | Mapping)
     means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
@@ -284,11 +282,6 @@ def _of_heads(
     return by_site
 
 
-def _for_all(edit: Edit) -> Edit:
-    """An edit that everything that reads the norm sees."""
-    return edit
-
-
 def members(found: Sequence[Site], group: str) -> list[Site]:
     """The sites of a group (one of GROUPS)."""
     return [s for s in found if group == "all" or _READER_OF_GROUP[group] in s.reads.split("+")]
@@ -298,10 +291,10 @@ def why_nothing(facts: ModelFacts, sites: Sequence[Site], variant: str) -> dict[
     """Sites at which a variant changes nothing by construction, and why; costs short passes where projection goes, the
     first time."""
     reasons = {s.name: reason for s in sites if (reason := no_op(s, variant))}
-    rest = [s for s in sites if s.name not in reasons and takes_projection(s, variant)]
-    rest = [s for s in rest if not takes_scaling(s, variant)]
-    kinds = {s.name: s.kind for s in rest}
-    return reasons | {name: f"{kinds[name]}: {reason}" for name, reason in ignored_means(facts, rest).items()}
+    chosen = VARIANTS[variant]
+    rest = [s for s in sites if s.name not in reasons and chosen.takes_projection(s) and not chosen.takes_scaling(s)]
+    ignored = _ignored_means(facts, rest)
+    return reasons | {s.name: f"{s.kind}: {MEAN_IGNORED}" for s in rest if s.name in ignored}
 
 
 def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:
@@ -318,7 +311,7 @@ def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:
         reads = ", ".join(sorted({s.reads for s in found}))
         raise InterventionError(
             f"no norm of this model belongs to sites={sites!r} (its norms are read by: {reads}); give names instead: "
-            f"{_some([s.name for s in found])}"
+            f"{some([s.name for s in found])}"
         )
     if not isinstance(sites, str | Iterable):
         raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
@@ -336,15 +329,11 @@ def choose(found: Sequence[Site], sites: str | Sequence[str]) -> list[Site]:
             raise InterventionError(
                 f"no norm called {name!r}; the nearest names are {', '.join(map(repr, near))}"
                 if near
-                else f"no norm called {name!r}; there are {_some(list(known))}"
+                else f"no norm called {name!r}; there are {some(list(known))}"
             )
         if names.count(name) > 1:
             raise InterventionError(f"{name!r} is given twice")
     return [s for s in found if s.name in names]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
 
 def _refuse_twice(chosen: Sequence[Site]) -> None:
@@ -376,14 +365,14 @@ def _divisors(
 ) -> Mapping[str, Constant | Resampled]:
     """What each of these sites that scales divides by instead of its sigma."""
     model = facts.model
-    sites = [s for s in chosen if takes_scaling(s, variant)]
+    sites = [s for s in chosen if VARIANTS[variant].takes_scaling(s)]
     given = None if tokens is None else check_tokens(model, tokens)
     if given is not None and not (isinstance(scale, str) and scale in SCALES):
         named = ", ".join(map(repr, SCALES))
         raise InterventionError(f"tokens are for scale={named}: with another scale there is nothing to calibrate")
     names = [s.name for s in facts.sites]
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
-        raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {_some(names)}")
+        raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
 
     def sigmas() -> dict[str, Sigmas]:
         return _default_sigmas(facts, sites) if given is None else calibration_sigmas(model, sites, given)
@@ -434,13 +423,13 @@ def _warn(
 ) -> None:
     if left:
         warnings.warn(
-            f"{_some([s.name for s in left])} stands where a norm would and is none that ln_probe knows "
+            f"{some([s.name for s in left])} stands where a norm would and is none that ln_probe knows "
             f"({class_of(left[0].module)}): the group leaves it out",
             stacklevel=4,
         )
     if no_ops:
         reasons = "; ".join(sorted(set(no_ops.values())))
-        where = "every site" if len(no_ops) == len(chosen) else _some(list(no_ops))
+        where = "every site" if len(no_ops) == len(chosen) else some(list(no_ops))
         warnings.warn(
             f"without {what!r} changes nothing at {where}, by construction ({reasons})", NoOpWarning, stacklevel=4
         )
@@ -462,14 +451,18 @@ STRENGTH = 10.0
 NOISE_FACTOR, UNITS = 10.0, 4.0
 
 
+def _whole(edit: Edit) -> Edit:
+    """An edit that everything that reads the norm sees."""
+    return edit
+
+
 def prove(
-    facts: ModelFacts, sites: Sequence[Site], *, make: Callable[[Edit], Edit] = _for_all, readers: object = None
+    facts: ModelFacts, sites: Sequence[Site], *, make: Callable[[Edit], Edit] = _whole, readers: object = None
 ) -> None:
     """Check that an edit of each site reaches the model's output; costs a short pass per 30 sites, the first time.
 
     Args:
         facts: of the model; what was proved is kept there.
-        sites: its norms that are to be edited.
         make: makes an edit for some readers alone.
         readers: those, for `facts` to know them by; None: all.
 
@@ -490,7 +483,7 @@ def prove(
         raise LostEditError(next(iter(lost.values())) + more)
 
 
-def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[[Edit], Edit] = _for_all) -> dict[str, str]:
+def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[[Edit], Edit] = _whole) -> dict[str, str]:
     """Sites at which an edit does not reach the model's output, each with the probable cause."""
     found: dict[str, str] = {}
     with evaluating(model):
@@ -499,8 +492,8 @@ def lost_edits(model: HookedModel, sites: Sequence[Site], *, make: Callable[[Edi
     return found
 
 
-def ignored_means(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, str]:
-    """Sites whose readers do not see the mean that a norm without projection leaves in, and how that is known.
+def _ignored_means(facts: ModelFacts, sites: Sequence[Site]) -> set[str]:
+    """Names of sites whose readers do not see the mean that a norm without projection leaves in.
 
     TransformerLens centres the weights that read a norm when it folds the norm into them (`fold_ln`): in such a model
     taking projection away changes nothing, although the norm's output changes.
@@ -511,28 +504,22 @@ def ignored_means(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, str]:
     limit = ignored_below(dtype_of(model))
     with evaluating(model):
         for at in range(0, len(left), SITES_AT_ONCE):
-            some = left[at : at + SITES_AT_ONCE]
+            rows = list(enumerate(left[at : at + SITES_AT_ONCE], start=1))
             noise, shift = (
-                _moves(_perturbed(model, [
-                    Edit(s, _perturbation(s, row, len(some) + 2, along=along(s)), "sentinel")
-                    for row, s in enumerate(some, start=1)
-                ]))
+                _perturbed(model, [Edit(s, _perturbation(s, i, len(rows) + 2, along=along(s)), "") for i, s in rows])[1]
                 for along in (lambda _: None, gain_of)
-            )  # fmt: skip
-            ignored |= {s.name: float(shift[row]) <= limit * float(noise[row]) for row, s in enumerate(some, start=1)}
-    return {s.name: MEAN_IGNORED for s in sites if ignored.get(s.name)}
+            )
+            ignored |= {s.name: float(shift[row]) <= limit * float(noise[row]) for row, s in rows}
+    return {s.name for s in sites if ignored.get(s.name)}
 
 
-def _perturbed(model: HookedModel, edits: Sequence[Edit]) -> Float[Tensor, "row values"]:
-    """Logits of a batch with a row for each edit, between two rows that no edit touches."""
+def _perturbed(model: HookedModel, edits: Sequence[Edit]) -> tuple[float, Float[Tensor, " row"]]:
+    """Run a batch with a row for each edit, between two rows that no edit touches: the size of a logit of the first
+    row, and the largest difference from it of each row's."""
     tokens = probe_tokens(model, TOKENS).expand(len(edits) + 2, -1)
     with installed(model, edits):
-        logits: Tensor = run(model, tokens, return_type="logits")
-    return logits.double().flatten(1)
-
-
-def _moves(logits: Float[Tensor, "row values"]) -> Float[Tensor, " row"]:
-    return (logits - logits[0]).abs().amax(-1)
+        logits = run(model, tokens, return_type="logits").double().flatten(1)
+    return float(logits[0].abs().max()), (logits - logits[0]).abs().amax(-1)
 
 
 def _try(model: HookedModel, sites: Sequence[Site], make: Callable[[Edit], Edit]) -> dict[str, str]:
@@ -540,15 +527,13 @@ def _try(model: HookedModel, sites: Sequence[Site], make: Callable[[Edit], Edit]
     moved: dict[str, bool] = {}
     edits = [make(Edit(s, _perturbation(s, i, rows, moved), "sentinel")) for i, s in enumerate(sites, start=1)]
     try:
-        logits = _perturbed(model, edits)
+        size, change = _perturbed(model, edits)
     except LostEditError as error:
         unread = [e.site for e in edits if isinstance(e, PartEdit) and e.waiting]
         if not unread:
             raise
         return {s.name: str(error).replace(unread[0].name, s.name) for s in unread}
-    change = _moves(logits)
-    rounding = UNITS * torch.finfo(dtype_of(model)).eps * float(logits[0].abs().max())
-    threshold = max(NOISE_FACTOR * float(change[-1]), rounding)
+    threshold = max(NOISE_FACTOR * float(change[-1]), UNITS * torch.finfo(dtype_of(model)).eps * size)
     found = {}
     for row, (site, edit) in enumerate(zip(sites, edits, strict=True), start=1):
         if not edit.calls:

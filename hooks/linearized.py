@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.hooks.edits import InterventionError, LinearEdit, LostEditError, edits_on, fitted, quiet, suspended
-from ln_probe.hooks.in_memory import is_hugging_face, norm_of
+from ln_probe.hooks.in_memory import is_hugging_face, original_sites
 from ln_probe.hooks.interventions import prove
 from ln_probe.hooks.model import HookedModel, at_least_float32, check_model, device_of, dtype_of, hooks_on, run
 from ln_probe.hooks.norm import Site
@@ -86,8 +85,9 @@ class _Linearized:
                 _prove_gradients(facts, "in place of the forward")
             if is_hugging_face(model):
                 stack.close()
-                edits = [LinearEdit(replace(s, module=norm_of(cast(Any, model), s.module))) for s in sites]
-                _refuse_twice([e.site for e in edits])
+                sites = original_sites(model, sites)
+                _refuse_twice(sites)
+                edits = [LinearEdit(site) for site in sites]
                 for edit in edits:
                     edit.install(cast(Any, model), stack)
             for edit in edits:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 from ln_probe.hooks.model import HookedModel, OneLine, at_least_float32, device_of, dtype_of, hooks_on
 
-KINDS = ("layernorm", "rmsnorm", "projection_only", "scaling_only", "none", "unknown")
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
 
 
@@ -90,7 +90,7 @@ class Site(OneLine):
     Attributes:
         name: hook-point name without its last part.
         layer: block index; the final norm has the number of layers, one after the embedding 0.
-        kind: one of KINDS (what it does to a vector; lab norms keep their own names).
+        kind: "layernorm", "rmsnorm", "projection_only", "scaling_only" (the laboratory's RMSNorm), "none" or "unknown".
         reads: one of READERS (who takes its output).
         attention_layers: blocks whose attention takes its output; after a post-norm block, the next one.
         state: one of `ln_probe.hooks.sites.STATES`.
@@ -282,15 +282,6 @@ class UnknownNormError(SiteError):
     """A module with the hook points of a norm whose formula is none that ln_probe knows."""
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """What a norm makes of some vectors, float64."""
-
-    normalized: Tensor
-    scale: Tensor
-    out: Tensor
-
-
 def _length(module: nn.Module, model: HookedModel) -> int:
     for name in ("w", "weight"):
         value = getattr(module, name, None)
@@ -299,42 +290,33 @@ def _length(module: nn.Module, model: HookedModel) -> int:
     return int(getattr(module, "length", None) or getattr(module, "d_model", None) or model.cfg.d_model)
 
 
-def _ask(module: nn.Module, x: Tensor) -> _Answers:
-    """Run the norm alone on x [batch d], seeing what passes its hook points."""
-    seen: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
-            seen.setdefault(name, output.detach().reshape(x.shape[0], -1).double())
-
-        return hook
-
-    points = dict(module.named_children())
-    with torch.no_grad(), hooks_on([(points[name], keep(name)) for name in ("hook_scale", "hook_normalized")]):
-        out = module(x[None])
-    return _Answers(seen["hook_normalized"], seen["hook_scale"], out.detach().reshape(x.shape[0], -1).double())
+_BASE, _SHIFTED, _TRIPLED, _ZERO = slice(0, 4), slice(4, 8), slice(8, 12), 12  # the rows of a trial
 
 
 class _Trial:
-    """A norm's answers to four vectors of a size, to the same shifted, and tripled, and to zero."""
+    """A norm's answers to four vectors of a size, to the same shifted, and tripled, and to zero; in float64."""
 
-    def __init__(self, module: nn.Module, model: HookedModel, dtype: torch.dtype, size: float) -> None:
-        generator = torch.Generator().manual_seed(0)
-        x = size * torch.randn(4, _length(module, model), generator=generator, dtype=torch.float64)
-        self.rows = torch.cat([x, x + 2.0 * size, 3.0 * x, torch.zeros_like(x[:1])]).to(device_of(model), dtype)
-        answers = _ask(module, self.rows)
-        self.base, self.shifted, self.tripled, self.at_zero = (
-            _Answers(answers.normalized[at], answers.scale[at], answers.out[at])
-            for at in (slice(0, 4), slice(4, 8), slice(8, 12), slice(12, 13))
-        )
+    def __init__(self, module: nn.Module, d: int, device: torch.device, dtype: torch.dtype, size: float) -> None:
+        x = size * torch.randn(4, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.rows = torch.cat([x, x + 2.0 * size, 3.0 * x, torch.zeros_like(x[:1])]).to(device, dtype)
+        seen: dict[str, Tensor] = {}
+
+        def keep(name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
+            seen.setdefault(name, output.detach().reshape(len(self.rows), -1).double())
+
+        points = dict(module.named_children())
+        with torch.no_grad(), hooks_on([(points[n], partial(keep, n)) for n in ("hook_scale", "hook_normalized")]):
+            out = module(self.rows[None])
+        self.scale, self.normalized = seen["hook_scale"], seen["hook_normalized"]
+        self.out = out.detach().reshape(len(self.rows), -1).double()
 
     @property
     def scales(self) -> bool:
-        return _close(self.tripled.normalized, self.base.normalized)
+        return _close(self.normalized[_TRIPLED], self.normalized[_BASE])
 
     def kept(self, projects: bool) -> Tensor:
         """The four vectors, without their means where the norm projects."""
-        x = self.rows[:4].double()
+        x = self.rows[_BASE].double()
         return x - x.mean(-1, keepdim=True) if projects else x
 
 
@@ -378,11 +360,11 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
             raise SiteError(f"{name}: its {label} holds NaN or infinite values; the checkpoint is damaged")
     dtype = dtype_of(model) if gain is None else gain.dtype
     sizes = [size for size in SIZES if size == SIZES[0] or 100 * size < torch.finfo(dtype).max]
-    first = _Trial(module, model, dtype, sizes[0])
-    projects = d > 1 and _close(first.shifted.normalized, first.base.normalized)
-    larger = (_Trial(module, model, dtype, size) for size in sizes[1:])
+    first = _Trial(module, d, device_of(model), dtype, sizes[0])
+    projects = d > 1 and _close(first.normalized[_SHIFTED], first.normalized[_BASE])
+    larger = (_Trial(module, d, device_of(model), dtype, size) for size in sizes[1:])
     trial = first if first.scales else next((t for t in larger if t.scales), first)
-    if not trial.scales and not _close(first.tripled.normalized, 3 * first.base.normalized):
+    if not trial.scales and not _close(first.normalized[_TRIPLED], 3 * first.normalized[_BASE]):
         raise UnknownNormError(f"{called} neither keeps nor triples 3x: not a norm ln_probe knows")
     kind = _KIND[projects, trial.scales]
     if kind == "rmsnorm" and getattr(module, "kind", None) == "scaling_only":
@@ -390,8 +372,8 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
     radius, eps, constant = math.nan, 0.0, math.nan
     if trial.scales:
         # scale² = (mean(kept²) + eps)·d/radius² at x and at 0: two unknowns, two equations.
-        at_zero = float(trial.at_zero.scale[0, 0]) ** 2
-        stretch = float(((trial.base.scale[:, 0] ** 2 - at_zero) / trial.kept(projects).pow(2).mean(-1)).mean())
+        at_zero = float(trial.scale[_ZERO, 0]) ** 2
+        stretch = float(((trial.scale[_BASE, 0] ** 2 - at_zero) / trial.kept(projects).pow(2).mean(-1)).mean())
         declared = getattr(module, "radius", None)
         radius = float(declared) if declared is not None else math.sqrt(d)
         if abs(math.sqrt(d / stretch) / radius - 1) > SAME_OUTPUT:
@@ -399,23 +381,23 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
         eps = float(at_zero / stretch)
         kept = first.kept(projects)
         expected = kept / (kept.pow(2).mean(-1, keepdim=True) + eps).sqrt() * radius / math.sqrt(d)
-        if trial is not first and not _close(first.base.normalized, expected):
-            raise UnknownNormError(
-                f"{called} keeps 3x of long vectors alone, and does not divide shorter ones by sqrt(mean + eps) with "
-                f"eps {eps:.3g}: not a norm ln_probe knows"
-            )
-        eps = next((e for e in _declared_eps(module, model) if abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), eps)
+        if trial is not first and not _close(first.normalized[_BASE], expected):
+            raise UnknownNormError(f"{called} does not divide short vectors by sqrt(mean + {eps:.3g}), but long ones")
+        owners = (module, getattr(module, "original_component", None), model.cfg)
+        said = [getattr(o, name, None) for o in owners for name in ("eps", "variance_epsilon", "layer_norm_epsilon")]
+        eps = next((e for e in said if isinstance(e, float) and abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), eps)
     else:
-        constant = float(trial.base.scale[0, 0])
+        constant = float(trial.scale[0, 0])
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
-        made = {more: _affine(trial.base.normalized, _plus(gain, more), bias) for more in (0.0, 1.0)}
-        offset = min(made, key=lambda more: float((made[more] - trial.base.out).abs().mean()))
+        out = trial.out[_BASE]
+        made = {more: _affine(trial.normalized[_BASE], _plus(gain, more), bias) for more in (0.0, 1.0)}
+        offset = min(made, key=lambda more: float((made[more] - out).abs().mean()))
         gain = _plus(gain, offset)
-        if not _close(made[offset], trial.base.out):
+        if not _close(made[offset], out):
             raise UnknownNormError(
                 f"{called}: output is not gain·normalized + bias for its parameters; ln_probe does not know this norm"
             )
-    if not all(torch.isfinite(t).all() for a in (trial.base, trial.at_zero) for t in (a.out, a.scale)):
+    if not all(torch.isfinite(t[at]).all() for t in (trial.out, trial.scale) for at in (_BASE, _ZERO)):
         raise SiteError(f"{name} returns NaN or infinite values on ordinary vectors; the checkpoint is damaged")
     return {
         "d": d, "kind": kind, "gain": gain, "bias": bias, "eps": eps, "radius": radius, "constant_scale": constant,
@@ -426,9 +408,3 @@ def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]
 def _plus(weight: Tensor, offset: float) -> Tensor:
     """The gain of a weight that is an offset from another; in 16-bit formats computed in float32, as norms do."""
     return at_least_float32(weight) + offset if offset else weight
-
-
-def _declared_eps(module: nn.Module, model: HookedModel) -> list[float]:
-    owners = (module, getattr(module, "original_component", None), model.cfg)
-    names = ("eps", "variance_epsilon", "layer_norm_epsilon")
-    return [e for owner in owners for name in names if isinstance(e := getattr(owner, name, None), float)]

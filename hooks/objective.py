@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,23 +64,28 @@ class Objective:
             return given
         if given is None:
             return cls()
+        function, named = given, "loss"
+        name = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__name__)}"
         if isinstance(given, str):
-            module, _, name = given.partition(":")
-            if not (module and name):
+            name, named = given, f"loss {given!r}"
+            module, _, attribute = given.partition(":")
+            if not (module and attribute):
                 raise ObjectiveError(f"loss must be written module:function, got {given!r}")
             try:
                 home = importlib.import_module(module)
             except Exception as error:  # whatever the module raises while it is imported
                 raise ObjectiveError(
-                    f"loss {given!r} cannot be imported ({error}): is the module on the Python path?"
+                    f"{named} cannot be imported ({error}): is the module on the Python path?"
                 ) from error
-            if not hasattr(home, name):
-                raise ObjectiveError(f"loss {given!r}: the module {module} has no {name!r}")
-            return cls(_callable(getattr(home, name), f"loss {given!r}"), given)
-        function = _callable(given)
-        return cls(
-            function, f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__name__)}"
-        )
+            if not hasattr(home, attribute):
+                raise ObjectiveError(f"{named}: the module {module} has no {attribute!r}")
+            function = getattr(home, attribute)
+        if not callable(function):
+            raise ObjectiveError(
+                f"{named} must be a function of (output, tokens) that returns a tensor [batch], got "
+                f"{type(function).__name__}"
+            )
+        return cls(function, name)
 
     @property
     def unit(self) -> str:
@@ -159,18 +165,10 @@ class Objective:
             output = run(model, row, return_type="logits")
             with torch.no_grad():
                 first, second = (float(self.sums(output, row)[0]) for _ in range(2))
-        if not first == first or first in (float("inf"), -float("inf")):
+        if not math.isfinite(first):
             raise ObjectiveError(f"{self.name} returned {first} on the first prompt: it must be finite")
         if first != second:
             raise ObjectiveError(
                 f"{self.name} returned {first!r} and then {second!r} on the same output: make it deterministic (fix "
                 "its seed, switch dropout off)"
             )
-
-
-def _callable(given: object, name: str = "loss") -> Loss:
-    if not callable(given):
-        raise ObjectiveError(
-            f"{name} must be a function of (output, tokens) that returns a tensor [batch], got {type(given).__name__}"
-        )
-    return given

@@ -31,8 +31,8 @@ from ln_probe.hooks.edits import Positions, installed
 from ln_probe.hooks.model import HookedModel, OneLine, device_of, evaluating, exclusive, vocabulary_size
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.scales import Constant, Divisor
-from ln_probe.hooks.variants import VariantEdit, takes_scaling
+from ln_probe.hooks.scales import Constant, Divisor, some
+from ln_probe.hooks.variants import VARIANTS, VariantEdit
 
 # Mean losses that differ by less (nats/token) are the same optimum: descents of lm-layernorm that converged from
 # different starts end up to 4e-6 apart.
@@ -102,17 +102,10 @@ class Fit(OneLine):
 
     @classmethod
     def of_json(cls, content: Any) -> Fit:
-        """From what `to_json` gave.
-
-        Raises:
-            ValueError: something else.
-        """
-        found = []
+        """From what `to_json` gave; ValueError for anything else."""
         with _reading("a fit of constants as to_json writes it"):
-            for given in content:
-                constants = {n: Constant.of(c) for n, c in given["constants"].items()}
-                found.append(Descent(**(given | {"constants": constants})))
-        return cls(tuple(found))
+            constants = [{name: Constant.of(c) for name, c in given["constants"].items()} for given in content]
+            return cls(tuple(Descent(**given | {"constants": c}) for given, c in zip(content, constants, strict=True)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,11 +135,7 @@ class Halves(OneLine):
 
     @classmethod
     def of_json(cls, content: Any) -> Halves:
-        """From what `to_json` gave.
-
-        Raises:
-            ValueError: something else.
-        """
+        """From what `to_json` gave; ValueError for anything else."""
         with _reading("halves as to_json writes them", ValueError):
             half, (first, second) = tuple(map(int, content["half"])), content["fits"]
         return cls(half, (Fit.of_json(first), Fit.of_json(second)))
@@ -175,16 +164,11 @@ class Shipped(OneLine):
 
     @classmethod
     def of_json(cls, content: Any) -> Shipped:
-        """From what `to_json` gave.
-
-        Raises:
-            ValueError: something else.
-        """
+        """From what `to_json` gave; ValueError for anything else."""
         with _reading("constants as bench/optimal.py writes them", again="run it again"):
-            hashes = str(content["weights_sha256"]), str(content["prompts_sha256"])
             every = {group: Fit.of_json(found["every"]) for group, found in content["groups"].items()}
             halves = {group: Halves.of_json(found["halves"]) for group, found in content["groups"].items()}
-        return cls(*hashes, every, halves)
+            return cls(str(content["weights_sha256"]), str(content["prompts_sha256"]), every, halves)
 
 
 @contextmanager
@@ -197,8 +181,6 @@ def _reading(what: str, *more: type[Exception], again: str = "fit them again") -
         why = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"not {what} ({why}): {again}") from None
 
-
-__all__ = ["Descent", "Fit", "GradientError", "Halves", "fit", "fit_halves", "frozen_sites", "loss_and_gradients"]
 
 # A fit has converged where no derivative of the mean loss by the logarithm of a constant is larger, in nats/token: a
 # change of any constant by 1 % then changes the loss by less than 1e-6. In float32, rounding leaves derivatives of
@@ -223,9 +205,7 @@ TOKENS_AT_ONCE, LOGITS_AT_ONCE = 1024, 1 << 25
 # Factor of a constant whose gradient is 0: large enough that rounded activations change with it.
 _TRIAL = 1.1
 
-
 _Vector = Float64[np.ndarray, " constant"]  # a number for each constant, in the order first, rest of each norm
-_Bounds = Float64[np.ndarray, "constant 2"]
 
 
 class GradientError(ValueError):
@@ -233,16 +213,11 @@ class GradientError(ValueError):
 
 
 class _Leaf:
-    """A constant of which gradients are taken.
-
-    Attributes:
-        values: at position 0, and elsewhere.
-    """
+    """A constant of which gradients are taken, by its values at position 0 and elsewhere."""
 
     def __init__(self, constant: Constant, device: torch.device) -> None:
-        self.values: Float64[Tensor, " 2"] = torch.tensor(
-            [constant.first, constant.rest], dtype=torch.float64, device=device, requires_grad=True
-        )
+        pair = [constant.first, constant.rest]
+        self.values = torch.tensor(pair, dtype=torch.float64, device=device, requires_grad=True)
 
     def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
         """As `Constant.at`."""
@@ -264,35 +239,19 @@ def fit(
     Takes minutes for a small model: some hundred forward and backward passes over all prompts from each start.
 
     Args:
-        model: HookedTransformer, TransformerBridge or lab model.
         sites: the norms that are edited together; those that do not scale have no constant.
-        prompts: token ids of each.
         start: the mean sigmas of these norms, by site name.
         variant, objective: as for `loss_and_gradients`.
-
-    Returns:
-        Both descents; the better one has the constants.
 
     Raises:
         ValueError: no norm that scales, no prompt with a loss, the model has no next-token loss, a missing or
             non-positive start, or a loss that is not finite at the start.
         GradientError: the loss has no gradient at the constants.
-
-    Example:
-        >>> import torch, ln_probe
-        >>> from ln_probe.hooks.scales import mean_sigmas
-        >>> from ln_probe.hooks.optimal_constants import fit
-        >>> model, prompts = ln_probe.load_model("lm-layernorm"), [torch.arange(1, 17), torch.arange(17, 33)]
-        >>> sites = [s for s in ln_probe.hooks.find_sites(model) if s.reads == "attention"]
-        >>> found = fit(model, sites, prompts, start=mean_sigmas(model, sites, prompts))
-        >>> bool(found.best.loss < found.best.loss_start)
-        True
     """
     wanted = Objective() if objective is None else objective
     if obstacle := wanted.obstacle(model):
         raise ValueError(f"there is no loss to minimize: {obstacle}")
-    names = [s.name for s in frozen_sites(sites, variant)]
-    _refuse_missing(names, start, "start")
+    names = _frozen(sites, variant, start, "start")
     if wrong := next((n for n in names if not min(start[n].first, start[n].rest) > 0), None):
         raise ValueError(f"start: the constants of {wrong} must be positive, got {start[wrong].plain}")
     counted = [row for row in prompts if wanted.weight(row)]
@@ -331,7 +290,6 @@ def fit_halves(
 
     Args:
         groups: of each prompt; prompts of one group are never on both sides.
-        model, sites, prompts, start, objective: as for `fit`.
 
     Raises:
         ValueError: fewer than two groups, or not one for each prompt; otherwise as `fit`.
@@ -365,9 +323,8 @@ def loss_and_gradients(
     One forward and one backward pass. The model's parameters get no gradients, and dropout is off.
 
     Args:
-        model: HookedTransformer, TransformerBridge or lab model.
         sites: the norms that are edited; those that do not scale have no constant.
-        tokens: ids of one prompt [pos], or of several of equal length [batch pos].
+        tokens: one prompt, or several of equal length.
         constants: of each of these norms that scales, by site name; each positive.
         variant: "no_scaling" or "both_removed".
         objective: the loss; None: the next-token loss.
@@ -380,22 +337,11 @@ def loss_and_gradients(
         ValueError: no norm of these has a constant under this variant, or a constant is missing.
         GradientError: the loss has no gradient at the constants, as in a model that rounds its activations.
         ObjectiveError: the user's loss did not return one number per prompt.
-
-    Example:
-        >>> import torch, ln_probe
-        >>> from ln_probe.hooks.scales import mean_sigmas
-        >>> from ln_probe.hooks.optimal_constants import loss_and_gradients
-        >>> model, tokens = ln_probe.load_model("lm-layernorm"), torch.arange(1, 65)
-        >>> sites = ln_probe.hooks.find_sites(model)
-        >>> loss, gradients = loss_and_gradients(model, sites, tokens, mean_sigmas(model, sites, [tokens]))
-        >>> sorted(gradients) == sorted(s.name for s in sites)
-        True
     """
     wanted = Objective() if objective is None else objective
-    frozen = frozen_sites(sites, variant)
-    _refuse_missing([s.name for s in frozen], constants, "constants")
+    names = _frozen(sites, variant, constants, "constants")
     rows = (tokens[None] if tokens.ndim == 1 else tokens).to(device_of(model))
-    leaves = {s.name: _Leaf(constants[s.name], rows.device) for s in frozen}
+    leaves = {name: _Leaf(constants[name], rows.device) for name in names}
     with torch.enable_grad():
         loss = edited_loss(model, sites, rows, leaves, variant, wanted)
         if not loss.requires_grad:
@@ -438,23 +384,21 @@ def edited_loss(
         return objective.sums(model(rows, return_type="logits"), rows).sum()
 
 
-def frozen_sites(sites: Sequence[Site], variant: str) -> list[Site]:
-    """Return those of some norms whose sigma a variant replaces by a constant.
+def _frozen(sites: Sequence[Site], variant: str, constants: Mapping[str, Constant], argument: str) -> list[str]:
+    """The names of those norms whose sigma a variant replaces by one of these constants.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or a constant is missing.
     """
-    if frozen := [s for s in sites if takes_scaling(s, variant)]:
-        return frozen
-    raise ValueError(
-        f"variant {variant!r} replaces the sigma of none of these {len(sites)} norms, so there are no constants to "
-        'fit: use "no_scaling" or "both_removed", and norms that scale'
-    )
-
-
-def _refuse_missing(names: Sequence[str], constants: Mapping[str, Constant], argument: str) -> None:
-    if missing := [n for n in names if n not in constants]:
-        raise ValueError(f"{argument} has no entry for {', '.join(missing[:6])}{', …' * (len(missing) > 6)}")
+    frozen = [s.name for s in sites if VARIANTS[variant].takes_scaling(s)]
+    if not frozen:
+        raise ValueError(
+            f"variant {variant!r} replaces the sigma of none of these {len(sites)} norms, so there are no constants "
+            'to fit: use "no_scaling" or "both_removed", and norms that scale'
+        )
+    if missing := [name for name in frozen if name not in constants]:
+        raise ValueError(f"{argument} has no entry for {some(missing)}")
+    return frozen
 
 
 def _batches(prompts: Sequence[Int[Tensor, " _"]], vocabulary: int) -> Iterator[Int[Tensor, "batch pos"]]:
@@ -477,13 +421,19 @@ def _descend(
     label: str,
     mean_loss: Callable[[_Vector], tuple[float, _Vector]],
     start: _Vector,
-    bounds: _Bounds,
+    bounds: Float64[np.ndarray, "constant 2"],
 ) -> Descent:
     """Minimize the loss from one start; the lowest point that was evaluated counts."""
     logs, gradient = start, np.zeros_like(start)
     losses: list[float] = []
 
-    def evaluate(at: Float64[np.ndarray, " constant"]) -> tuple[float, Float64[np.ndarray, " constant"]]:
+    def stuck() -> tuple[Bool[np.ndarray, " constant"], float]:
+        """Which constants are at a bound that their derivative pushes them beyond, and the largest derivative of the
+        others."""
+        at_bound = ((logs <= bounds[:, 0]) & (gradient > 0)) | ((logs >= bounds[:, 1]) & (gradient < 0))
+        return at_bound, float(np.abs(np.where(at_bound, 0.0, gradient)).max())
+
+    def evaluate(at: _Vector) -> tuple[float, _Vector]:
         nonlocal logs, gradient
         loss, slope = mean_loss(at)
         if not (math.isfinite(loss) and np.isfinite(slope).all()):
@@ -504,29 +454,18 @@ def _descend(
     while len(losses) < MOST_EVALUATIONS:
         options = {"maxcor": MEMORY, "ftol": 0.0, "gtol": GRADIENT, "maxfun": MOST_EVALUATIONS - len(losses)}
         minimize(evaluate, logs, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-        if _largest(gradient, logs, bounds) <= GRADIENT or before - min(losses) < LEAST_FALL:
+        at_bound, largest = stuck()
+        if largest <= GRADIENT or before - min(losses) < LEAST_FALL:
             break
         before = min(losses)
-    largest = _largest(gradient, logs, bounds)
     if largest <= GRADIENT:
         reason = f"no derivative above {GRADIENT:g}"
     elif len(losses) < MOST_EVALUATIONS:
         reason = f"no step lowers the loss by {LEAST_FALL:g}"
     else:
         reason = f"{len(losses)} evaluations"
-    if (at_bound := np.flatnonzero(_at_bound(gradient, logs, bounds))).size:
-        held = dict.fromkeys(names[int(i) // 2] for i in at_bound)
+    if held := dict.fromkeys(names[int(i) // 2] for i in np.flatnonzero(at_bound)):
         reason += f"; at {REACH:g} times or a {REACH:g}th of the mean: {', '.join(held)}"
     return Descent(
         label, len(losses), losses[0], min(losses), largest, largest <= GRADIENT, reason, _constants(names, logs)
     )
-
-
-def _at_bound(gradient: _Vector, logs: _Vector, bounds: _Bounds) -> Bool[np.ndarray, " constant"]:
-    """Which constants are at a bound that their derivative pushes them beyond: it cannot be followed."""
-    return ((logs <= bounds[:, 0]) & (gradient > 0)) | ((logs >= bounds[:, 1]) & (gradient < 0))
-
-
-def _largest(gradient: _Vector, logs: _Vector, bounds: _Bounds) -> float:
-    """The largest derivative that can be followed."""
-    return float(np.abs(np.where(_at_bound(gradient, logs, bounds), 0.0, gradient)).max())

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ln_probe.hooks.edits import InterventionError, quiet
-from ln_probe.hooks.in_memory import same_weights
+from ln_probe.hooks.in_memory import in_original, same_weights
 from ln_probe.hooks.interventions import Rows, without
-from ln_probe.hooks.model import HookedModel, OneLine, check_model, evaluating, probe_tokens, run, world
+from ln_probe.hooks.model import HookedModel, OneLine, check_model, evaluating, plain_path, probe_tokens, run, world
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import UNIFORM, Constant
 from ln_probe.hooks.sites import facts_of, find_sites
-from ln_probe.hooks.variants import takes_projection
+from ln_probe.hooks.variants import VARIANTS
 
 # Mean squares of residual streams reach about 1e6 (massive activations), which is 1e-6 of this.
 EPS = 1e12
@@ -69,10 +69,8 @@ class PermanentEdit(OneLine):
             OSError: the folder cannot be written.
             TypeError, ValueError: no folder is named.
         """
-        if not isinstance(folder, str | os.PathLike):
-            raise TypeError(f"give a folder to write to, got {folder!r}")
-        if not str(folder):
-            raise ValueError(f"give a folder to write to, got {folder!r}")
+        if not isinstance(folder, str | os.PathLike) or not str(folder):
+            raise (ValueError if folder == "" else TypeError)(f"give a folder to write to, got {folder!r}")
         if Path(folder).is_file():  # transformers would write nothing, and log it
             raise FileExistsError(f"{folder} is a file: give a folder")
         self.model.save_pretrained(folder)
@@ -141,7 +139,7 @@ def make_permanent(
 
 def _refuse(every: Sequence[Site], chosen: Sequence[Site], variant: str, divisors: Mapping[str, Constant]) -> None:
     """Raise InterventionError if an edit has no standard form."""
-    keeps = [s.name for s in chosen if takes_projection(s, variant) and "centred" not in s.state]
+    keeps = [s.name for s in chosen if VARIANTS[variant].takes_projection(s) and "centred" not in s.state]
     if keeps:
         raise InterventionError(
             f"{keeps[0]} has no standard form without projection: a LayerNorm always subtracts the mean, and an "
@@ -179,7 +177,7 @@ def _hugging_face(model: HookedModel) -> Any:
             'ln_probe.load_model(…, world="bridge")'
         )
     made = type(original)(copy.deepcopy(original.config))
-    wrapped = {k.replace("_original_component.", ""): v for k, v in original.state_dict().items()}
+    wrapped = {plain_path(k): v for k, v in original.state_dict().items()}
     bias = wrapped.get("lm_head.bias")
     if bias is not None and "lm_head.bias" not in made.state_dict() and bool(bias.any()):
         raise InterventionError(f"the model has no standard form: a {type(made).__name__} has no unembedding bias")
@@ -208,12 +206,8 @@ def _freeze(made: Any, constants: Mapping[str, Constant]) -> None:
     bridge = build_bridge_from_module(
         wrapped, type(made).__name__, hf_config=wrapped.config, tokenizer=None, model_name="local"
     )
-    paths = {id(m): p for p, m in wrapped.named_modules()}
-    for site in find_sites(bridge):
-        if site.name not in constants:
-            continue
-        path = paths[id(getattr(site.module, "original_component", None))].replace("._original_component", "")
-        weight: Any = getattr(made.get_submodule(path), "weight", None)
+    for site in (s for s in find_sites(bridge) if s.name in constants):
+        weight: Any = getattr(in_original(made, wrapped, site.module), "weight", None)
         if site.gain is None or not isinstance(weight, Tensor):
             raise InterventionError(f"{site.name} has no gain that could take its constant in")
         with torch.no_grad():

@@ -29,9 +29,7 @@ from ln_probe.hooks.capture import stream
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, vocabulary_size
 from ln_probe.hooks.norm import Site
 
-FROZEN, UNIFORM, RESAMPLED, OPTIMAL = "frozen", "uniform", "resampled", "optimal"
-FROM_SIGMAS = (FROZEN, UNIFORM, RESAMPLED)  # those for which sigmas are measured
-SCALES = (*FROM_SIGMAS, OPTIMAL)
+SCALES = FROZEN, UNIFORM, RESAMPLED, OPTIMAL = "frozen", "uniform", "resampled", "optimal"
 _SOON = 0.5  # seconds
 
 
@@ -57,8 +55,8 @@ class Constant:
             return given
         if isinstance(given, Mapping) and set(given) == {"first", "rest"}:
             given = (given["first"], given["rest"])
-        values = tuple(map(_plain, given if isinstance(given, tuple | list) else (given, given)))
-        if len(values) != 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+        values = tuple(map(_number, given if isinstance(given, tuple | list) else (given, given)))
+        if len(values) != 2 or None in values:
             raise ValueError(f'a constant is a number or {{"first": number, "rest": number}}, got {given!r}')
         return cls(float(values[0]), float(values[1]))
 
@@ -128,9 +126,7 @@ class Resampled:
 class Divisor(Protocol):
     """What a norm divides by instead of its sigma."""
 
-    def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-        """The divisor of every vector, given which belong to position 0; in the precision of `like`."""
-        ...
+    def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]: ...
 
 
 def calibration_sigmas(
@@ -173,7 +169,7 @@ def announced(text: str) -> Iterator[None]:
 
 
 def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, Constant]:
-    """The mean sigma of each site at position 0 and elsewhere; as `calibration_sigmas` otherwise."""
+    """The mean sigma of each site at position 0 and elsewhere; otherwise as `calibration_sigmas`."""
     return {name: found.constant for name, found in calibration_sigmas(model, sites, prompts).items()}
 
 
@@ -218,21 +214,21 @@ def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
         raise TypeError(
             f"tokens must be a tensor of token ids [batch pos] or a list of rows, got {type(tokens).__name__}"
         )
+    found: list[Tensor] = []
     if isinstance(tokens, Tensor):
-        found = list(tokens) if tokens.ndim == 2 else [tokens]
+        found = list(tokens) if tokens.ndim == 2 else []
         shape = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
     else:
+        shape = f"a list of {len(tokens)}"
         try:
             found = [row if isinstance(row, Tensor) else torch.tensor(row) for row in tokens]
         except (TypeError, ValueError, RuntimeError):
             ids = [i for row in tokens if isinstance(row, list | tuple) for i in row if isinstance(i, int)]
             if huge := [i for i in ids if abs(i) >= 2**63]:
                 raise ValueError(f"token id {huge[0]} is outside any vocabulary") from None
-            found = []
-        one_row = all(row.ndim == 0 for row in found) and len(found) > 0
-        shape = f"one row of {len(found)}: write [[…]]" if one_row else f"a list of {len(tokens)}"
-    proper = [r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in found]
-    if not found or not all(proper) or (isinstance(tokens, Tensor) and tokens.ndim != 2):
+        if found and all(row.ndim == 0 for row in found):
+            shape = f"one row of {len(found)}: write [[…]]"
+    if not found or not all(r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in found):
         raise ValueError(
             f"tokens must be whole numbers [batch pos], got {shape} (prompts of several lengths: a list of rows, none "
             "of them empty)"
@@ -260,7 +256,7 @@ def divisors_of(
     """What each of these norms divides by; `sigmas` are measured if `scale` needs them.
 
     Args:
-        scale: one of FROM_SIGMAS, a number, or constants by name (as `Constant.of` takes them).
+        scale: one of SCALES but OPTIMAL, a number, or constants by name (as `Constant.of` takes them).
         names: of the norms.
         sigmas: measures the sigmas of these norms.
         seed: of resampled sigmas.
@@ -269,40 +265,39 @@ def divisors_of(
         ValueError: something else; a name is missing, or a divisor is no positive finite number.
     """
     found: dict[str, Constant] = {}
-    if isinstance(scale, str):
-        if scale not in FROM_SIGMAS:
-            raise ValueError(_unknown(scale))
+    if isinstance(scale, str) and scale in SCALES:
         measured = sigmas() if names else {}
         if scale == RESAMPLED:
             return {n: Resampled(measured[n], f"{seed}/{n}") for n in names}
         constants = {n: measured[n].constant for n in names}
-        found = dict(constants) if scale == FROZEN else {n: c.uniform for n, c in constants.items()}
+        found = constants if scale == FROZEN else {n: c.uniform for n, c in constants.items()}
     elif isinstance(scale, Mapping):
-        missing = [n for n in names if n not in scale]
-        if missing:
-            raise ValueError(f"scale has no entry for {', '.join(missing[:6])}{', …' * (len(missing) > 6)}")
+        if missing := [n for n in names if n not in scale]:
+            raise ValueError(f"scale has no entry for {some(missing)}")
         for n in names:
             try:
                 found[n] = Constant.of(scale[n])
             except ValueError as error:
                 raise ValueError(f"{n}: {error}") from None
+    elif (number := _number(scale)) is None:
+        named = ", ".join(map(repr, SCALES))
+        raise ValueError(f"scale must be one of {named}, a positive number or a mapping, got {scale!r}")
+    elif not (number > 0 and np.isfinite(number)):
+        raise ValueError(f"scale must be a positive finite number, got {number!r}")
     else:
-        scale = _plain(scale)
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
-            raise ValueError(_unknown(scale))
-        found = dict.fromkeys(names, Constant.of(scale))
-        if not (scale > 0 and np.isfinite(scale)):
-            raise ValueError(f"scale must be a positive finite number, got {scale!r}")
+        found = dict.fromkeys(names, Constant.of(number))
     for name, value in found.items():
         if wrong := [v for v in (value.first, value.rest) if not (v > 0 and np.isfinite(v))]:
             raise ValueError(f"{name}: its divisor must be a positive finite number, got {wrong[0]!r}")
     return found
 
 
-def _plain(number: Any) -> Any:
-    """The number in a tensor or an array without axes; anything else as it is."""
-    return number.item() if getattr(number, "ndim", None) == 0 else number
+def _number(given: Any) -> Any:
+    """A number, also that in a tensor or an array without axes; None: it is none."""
+    plain = given.item() if getattr(given, "ndim", None) == 0 else given
+    return plain if isinstance(plain, int | float) and not isinstance(plain, bool) else None
 
 
-def _unknown(scale: Any) -> str:
-    return f"scale must be one of {', '.join(map(repr, SCALES))}, a positive number or a mapping, got {scale!r}"
+def some(names: Sequence[str]) -> str:
+    """Names for a message; of many the first six."""
+    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")

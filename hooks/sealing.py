@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +26,17 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from ln_probe.hooks.edits import HANDLES, Edit, LinearEdit, edits_on, home_of, unwrapped, user_hooks
+from ln_probe.hooks.edits import (
+    HANDLES,
+    Edit,
+    LinearEdit,
+    edits_on,
+    home_of,
+    refill,
+    set_forward,
+    unwrapped,
+    user_hooks,
+)
 from ln_probe.hooks.model import HookedModel, blocks, plain_path, stretches_positions
 
 _ROW = 4096  # words summed at a time: GPT-2's weights take a tenth of a second on one core
@@ -77,13 +87,16 @@ class Fingerprint:
     def __init__(self, model: HookedModel | nn.Module) -> None:
         self.model = cast(nn.Module, model)
         self._own = "inv_freq" if stretches_positions(model) else None
-        self._sums = _sums(self._named())
+        self._sums = self._checksums()
         self.renew()
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for path, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
             if tensor.device.type != "meta" and (self._own is None or self._own not in path):
                 yield plain_path(path), tensor
+
+    def _checksums(self) -> dict[str, tuple[int, torch.dtype, torch.Size]]:
+        return {name: (int(checksum(tensor)), tensor.dtype, tensor.shape) for name, tensor in self._named()}
 
     def touched(self) -> str:
         """The first tensor that was written to in place or given other memory since; empty if none was.
@@ -94,7 +107,7 @@ class Fingerprint:
 
     def changed(self) -> str:
         """The first tensor that does not hold what it held, bit for bit, or is there no more, or is new."""
-        now = _sums(self._named())
+        now = self._checksums()
         return next((name for name in (*self._sums, *now) if self._sums.get(name) != now.get(name)), "")
 
     def renew(self) -> None:
@@ -109,11 +122,6 @@ def version_of(tensor: Tensor) -> int:
 
 def _state(tensor: Tensor) -> tuple[int, int, torch.dtype, torch.Size]:
     return version_of(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape
-
-
-def _sums(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, torch.dtype, torch.Size]]:
-    """Checksums with formats and shapes, by name."""
-    return {name: (int(checksum(tensor)), tensor.dtype, tensor.shape) for name, tensor in named}
 
 
 # Where torch keeps the hooks of a module, and what they are called; and those of all modules of the process.
@@ -222,12 +230,6 @@ def edits_under_way(model: HookedModel | nn.Module) -> tuple[list[Edit], list[Li
     return [edit for edit in edits if not isinstance(edit, LinearEdit)], linear
 
 
-def described(module: nn.Module, path: str, store: str, key: int) -> str:
-    """Describe a hook: its kind, its function and where it is."""
-    hook = user_hooks(module).get(key, getattr(module, store)[key])
-    return f"a {KINDS[store]} {name_of(hook)} at {_name(path, module)}"
-
-
 def name_of(function: Any) -> str:
     """What a function is called, with its module; of an object that is called, its class."""
     function = unwrapped(function)
@@ -280,10 +282,6 @@ class _Guarded(OrderedDict[int, Any]):
             self.cover.adding(self, key)
         super().__setitem__(key, hook)
 
-    def put(self, key: int, hook: Any) -> None:
-        """Add what belongs there."""
-        super().__setitem__(key, hook)
-
     def __reduce__(self) -> Any:  # a copy of the model is not covered
         return OrderedDict, ([(k, h) for k, h in self.items() if getattr(h, "__self__", None) is not self.cover],)
 
@@ -297,12 +295,10 @@ class _Taken:
         self.lists = {name: module.__dict__[name] for name in HANDLES if name in module.__dict__}
         self.forward, self.full = module.__dict__.get(FORWARD), module.__dict__.get("_is_full_backward_hook")
         self.own_forward = self.forward
-        self.ours = {store: _Guarded() for store in KINDS}
-        for store, hooks in self.ours.items():
-            for key, hook in self.before[store].items():
-                hooks.put(key, hook)
+        self.ours = {store: _Guarded(hooks) for store, hooks in self.before.items()}
+        for hooks in self.ours.values():
             hooks.cover = cover
-            module.__dict__[store] = hooks
+        module.__dict__.update(self.ours)
         self.known = {store: dict(hooks) for store, hooks in self.before.items()}
 
     def show(self, shown: Collection[Foreign]) -> None:
@@ -312,17 +308,20 @@ class _Taken:
             gone = {f.key for f in off if f.store == store}
             kept = [(k, h) for k, h in self.known[store].items() if k not in gone]
             added = [(k, h) for k, h in hooks.items() if k not in self.known[store]]
-            hooks.clear()
-            for key, hook in (*kept, *added):
-                hooks.put(key, hook)
+            refill(hooks, [*kept, *added])
         self._keep_handles(self.lists)
         self.module.__dict__["_is_full_backward_hook"] = self.full if self.ours["_backward_hooks"] else None
         self.own_forward = None if any(f.store == FORWARD for f in off) else self.forward
-        _set_forward(self.module, self.own_forward)
+        set_forward(self.module, self.own_forward)
 
     def is_own(self, store: str, key: int) -> bool:
         """Whether TransformerLens added a hook for itself."""
         return of_transformer_lens(self.ours[store][key], user_hooks(self.module).get(key))
+
+    def described(self, store: str, key: int) -> str:
+        """A hook's kind, its function and where it is."""
+        hook = user_hooks(self.module).get(key, self.ours[store][key])
+        return f"a {KINDS[store]} {name_of(hook)} at {_name(self.path, self.module)}"
 
     def remove(self, key: int) -> None:
         """Take away a hook that was added."""
@@ -348,7 +347,7 @@ class _Taken:
             handle.hook.remove()
         self._keep_handles(self.lists)
         self.module.__dict__["_is_full_backward_hook"] = self.full
-        _set_forward(self.module, self.forward)
+        set_forward(self.module, self.forward)
 
     def _keep_handles(self, lists: dict[str, Any]) -> None:
         """Of a hook point's handles those whose hooks are there."""
@@ -438,10 +437,8 @@ class Cover:
 
     def left(self) -> list[str]:
         """What is on the model, or changed in torch's settings, that was not when it was covered."""
-        found = [described(t.module, t.path, store, key) for t, store, key in self._left_hooks()]
-        for store, kind in KINDS.items():
-            hooks = global_hooks(store)
-            found += [f"a global {kind} {name_of(hooks[k])}" for k in sorted(set(hooks) - self._globals[store])]
+        found = [taken.described(store, key) for taken, store, key in self._left_hooks()]
+        found += [f"a global {KINDS[s]} {name_of(global_hooks(s)[key])}" for s, key in self._left_globals()]
         for taken in self._taken:
             if taken.module.__dict__.get(FORWARD) is not taken.own_forward:
                 found.append(f"a replaced forward of {taken.path}")
@@ -456,16 +453,18 @@ class Cover:
         """Take away what `left` names."""
         for taken, _, key in self._left_hooks():
             taken.remove(key)
-        for store in KINDS:
-            for key in set(global_hooks(store)) - self._globals[store]:
-                global_hooks(store).pop(key)
+        for store, key in self._left_globals():
+            global_hooks(store).pop(key)
         for taken in self._taken:
-            _set_forward(taken.module, taken.own_forward)
+            set_forward(taken.module, taken.own_forward)
             taken.module.__dict__.pop(_COMPILED, None)
         if any(taken.module.training for taken in self._taken):
             self.model.eval()
         _restore(self._torch)
         self._added.clear()
+
+    def _left_globals(self) -> list[tuple[str, int]]:
+        return [(store, key) for store in KINDS for key in sorted(set(global_hooks(store)) - self._globals[store])]
 
     def _left_hooks(self) -> list[tuple[_Taken, str, int]]:
         self._added = [(hooks, key) for hooks, key in self._added if key in hooks]
@@ -488,9 +487,8 @@ class Cover:
 
     def _show(self, shown: Collection[Foreign]) -> None:
         self._on = shown
-        for taken in self._taken:
-            if taken.foreign:
-                taken.show(shown)
+        for taken in (t for t in self._taken if t.foreign):
+            taken.show(shown)
 
     def _watched(self) -> list[nn.Module]:
         """The modules that a pass goes through, whichever part of the model it begins at: those that hooks of a
@@ -546,14 +544,6 @@ def running(model: nn.Module) -> str:
                 return names.get(number, str(number))
             inside = inside.f_back
     return ""
-
-
-def _set_forward(module: nn.Module, forward: Any) -> None:
-    """An instance's own forward, or that of its class; not by setattr, which a bridge passes to what it wraps."""
-    if forward is None:
-        module.__dict__.pop(FORWARD, None)
-    else:
-        module.__dict__[FORWARD] = forward
 
 
 def _settings_of_torch() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -31,6 +31,7 @@ from ln_probe.hooks.model import (
     attentions,
     blocks,
     check_model,
+    child_of,
     evaluating,
     exclusive,
     hooks_on,
@@ -99,14 +100,11 @@ def _weight(owner: object, path: str, layer: int, part: str, *, dim: int = -1) -
     return None if value is None else Weight(path, layer, part, off_centre(value, dim), centred_bound(value.dtype))
 
 
-def _embeddings(model: HookedModel) -> Iterable[Weight]:
-    d_model = int(model.cfg.d_model)
-    for child, name in (("embed", "W_E"), ("pos_embed", "W_pos"), ("token_type_embed", "token_type_embed")):
-        module = getattr(model, child, None)
-        for value in module.parameters() if isinstance(module, nn.Module) else ():
-            if value.ndim == 2 and value.shape[-1] == d_model:
-                # a position table can have rows before the first position (OPT: 2): they are centred with the others
-                yield Weight(name, -1, "embed", off_centre(value), centred_bound(value.dtype))
+# Weights of the parts of a block: the part, its name in the block, those that write, those that read, along which axis.
+_PARTS = (
+    ("attention", "attn", ("W_O", "b_O"), ("W_Q", "W_K", "W_V"), -2),
+    ("mlp", "mlp", ("W_out", "b_out"), ("W_in", "W_gate"), 0),
+)
 
 
 def writing_weights(model: HookedModel) -> list[Weight]:
@@ -114,9 +112,15 @@ def writing_weights(model: HookedModel) -> list[Weight]:
 
     A block part whose output weight the model does not show (a mixture of experts) is listed with `off_centre` NaN.
     """
-    weights = list(_embeddings(model))
+    weights: list[Weight] = []
+    for child, name in (("embed", "W_E"), ("pos_embed", "W_pos"), ("token_type_embed", "token_type_embed")):
+        module = child_of(model, child)
+        for value in module.parameters() if module is not None else ():
+            if value.ndim == 2 and value.shape[-1] == int(model.cfg.d_model):
+                # A position table can have rows before the first position (OPT: 2): they are centred with the others.
+                weights.append(Weight(name, -1, "embed", off_centre(value), centred_bound(value.dtype)))
     for layer, block in enumerate(blocks(model)):
-        for part, child, names in (("attention", "attn", ("W_O", "b_O")), ("mlp", "mlp", ("W_out", "b_out"))):
+        for part, child, names, _, _ in _PARTS:
             if (owner := getattr(block, child, None)) is None:
                 continue
             paths = [f"blocks.{layer}.{child}.{name}" for name in names]
@@ -126,29 +130,18 @@ def writing_weights(model: HookedModel) -> list[Weight]:
 
 
 def reading_weights(model: HookedModel, reads: str, layers: Sequence[int]) -> list[Weight]:
-    """The weights that take a norm's output, measured along d_model.
-
-    Args:
-        model: any hooked model.
-        reads: who takes the output (`Site.reads`).
-        layers: the blocks that take it.
-    """
-    found: list[Weight | None] = []
-    parts = reads.split("+")
-    for layer in layers:
-        block = blocks(model)[layer]
-        if "attention" in parts:
-            attn = getattr(block, "attn", None)
-            found += [_weight(attn, f"blocks.{layer}.attn.{n}", layer, "attention", dim=-2) for n in _READ_BY_ATTENTION]
-        if "mlp" in parts:
-            mlp = getattr(block, "mlp", None)
-            found += [_weight(mlp, f"blocks.{layer}.mlp.{n}", layer, "mlp", dim=0) for n in ("W_in", "W_gate")]
-    if "unembed" in parts:
+    """The weights that take a norm's output, measured along d_model; `layers`: the blocks that take it."""
+    readers = reads.split("+")
+    found = [
+        _weight(getattr(blocks(model)[layer], child, None), f"blocks.{layer}.{child}.{name}", layer, part, dim=dim)
+        for layer in layers
+        for part, child, _, names, dim in _PARTS
+        if part in readers
+        for name in names
+    ]
+    if "unembed" in readers:
         found.append(_weight(model, "W_U", len(blocks(model)), "unembed", dim=0))
     return [w for w in found if w is not None]
-
-
-_READ_BY_ATTENTION = ("W_Q", "W_K", "W_V")
 
 
 def _folded(model: HookedModel, site: Site, readers: Sequence[Weight]) -> tuple[bool, str]:
@@ -184,8 +177,6 @@ def state_of(
     """Return one of STATES for a norm, and the evidence as text.
 
     Args:
-        model: any hooked model.
-        site: the norm.
         reading_layers: the blocks that take its output.
         x: some of its inputs; None if it never ran.
         writing: `writing_weights(model)`.
@@ -447,7 +438,6 @@ def facts_of(model: object, *, checksums: bool = True) -> ModelFacts:
     They are kept until the model's weights, modules, configuration or torch hooks change.
 
     Args:
-        model: any hooked model.
         checksums: compare every bit of the weights. False: of large ones only the counts that PyTorch keeps of in-place
             edits (edits through `.data` are missed), for callers that do not depend on what large weights hold.
 

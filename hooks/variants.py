@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.hooks.deprecation import deprecated
-from ln_probe.hooks.edits import Edit, LostEditError, Positions, held
+from ln_probe.hooks.edits import Edit, Positions, held
 from ln_probe.hooks.model import at_least_float32
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Divisor
@@ -101,45 +102,8 @@ class Variant:
         return self.transform is None and site.projects and "projection" in self.removes
 
 
-INTACT = Variant("intact", frozenset(), "intact", "#0072b2", "o", "", "intact", standard=True)
-SCALING_FROZEN = Variant(
-    "no_scaling",
-    frozenset({"scaling"}),
-    "scaling frozen",
-    "#d55e00",
-    "s",
-    "Freezing scaling",
-    "scaling frozen",
-    without="scaling",
-    primary=True,
-    standard=True,
-)
-PROJECTION_REMOVED = Variant(
-    "no_projection",
-    frozenset({"projection"}),
-    "projection removed",
-    "#009e73",
-    "^",
-    "Removing projection",
-    "projection removed",
-    without="projection",
-    primary=True,
-    standard=True,
-)
-BOTH_REMOVED = Variant(
-    "both_removed",
-    frozenset({"scaling", "projection"}),
-    "both removed",
-    "#cc79a7",
-    "D",
-    "Freezing scaling and removing projection",
-    "both removed",
-    without="both",
-    standard=True,
-)
-
 # Names of variants in ln_probe 0.2, and those of today.
-RENAMED = {"neither": BOTH_REMOVED.name}
+RENAMED = {"neither": "both_removed"}
 # All variants by name, in the order of tables and pictures; and their names by what `without` calls them.
 VARIANTS: dict[str, Variant] = {}
 VARIANT_WITHOUT: dict[str, str] = {}
@@ -161,8 +125,35 @@ def register(variant: Variant) -> Variant:
     return variant
 
 
-for _variant in (INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED):
-    register(_variant)
+def _standard(
+    name: str, removes: Iterable[str], color: str, marker: str, wording: str, state: str, **more: Any
+) -> Variant:
+    return register(Variant(name, frozenset(removes), state, color, marker, wording, state, standard=True, **more))
+
+
+INTACT = _standard("intact", [], "#0072b2", "o", "", "intact")
+SCALING_FROZEN = _standard(
+    "no_scaling", ["scaling"], "#d55e00", "s", "Freezing scaling", "scaling frozen", without="scaling", primary=True
+)
+PROJECTION_REMOVED = _standard(
+    "no_projection",
+    ["projection"],
+    "#009e73",
+    "^",
+    "Removing projection",
+    "projection removed",
+    without="projection",
+    primary=True,
+)
+BOTH_REMOVED = _standard(
+    "both_removed",
+    ["scaling", "projection"],
+    "#cc79a7",
+    "D",
+    "Freezing scaling and removing projection",
+    "both removed",
+    without="both",
+)
 
 
 def present_name(name: str, place: str) -> str:
@@ -195,26 +186,23 @@ def frozen_scaling(variants: Iterable[str]) -> list[bool]:
     return [name in VARIANTS and VARIANTS[name].freezes_scaling for name in variants]
 
 
-def takes_scaling(site: Site, variant: str) -> bool:
-    """Whether the variant replaces this site's sigma by a constant."""
-    return VARIANTS[variant].takes_scaling(site)
-
-
-def takes_projection(site: Site, variant: str) -> bool:
-    """Whether the variant leaves this site's mean component in."""
-    return VARIANTS[variant].takes_projection(site)
-
-
 def normalized(
-    site: Site, variant: str, x: Float[Tensor, "*batch d"], constant: float | Float[Tensor, "*batch 1"] | None
+    site: Site,
+    variant: str,
+    x: Float[Tensor, "*batch d"],
+    constant: float | Float[Tensor, "*batch 1"] | None,
+    sigma: Float[Tensor, "*batch 1"] | None = None,
 ) -> Float[Tensor, "*batch d"]:
-    """The norm's output before gain and bias under one variant, in x's own precision; `constant` is c."""
-    chosen, frozen = VARIANTS[variant], takes_scaling(site, variant)
+    """The norm's output before gain and bias under one variant, in x's own precision.
+
+    `constant` is c; `sigma` what is divided by where scaling stays (None: that of x).
+    """
+    chosen = VARIANTS[variant]
+    frozen = chosen.takes_scaling(site)
     assert not frozen or constant is not None
-    divisor = constant if frozen else None
     if chosen.transform is not None:
-        return chosen.transform(site, x, divisor)
-    return site.normalize(x, keep_mean=chosen.takes_projection(site), divisor=divisor)
+        return chosen.transform(site, x, constant if frozen else None)
+    return site.normalize(x, keep_mean=chosen.takes_projection(site), divisor=constant if frozen else sigma)
 
 
 def changed_output(
@@ -232,10 +220,10 @@ def changed_output(
     Where scaling stays, the output is the norm's own plus gain·mu/sigma: so where there is nothing to put back,
     nothing changes, rounding included.
     """
-    wide = at_least_float32(x)
-    if VARIANTS[variant].transform is not None or takes_scaling(site, variant):
+    wide, chosen = at_least_float32(x), VARIANTS[variant]
+    if chosen.transform is not None or chosen.takes_scaling(site):
         return site.affine(normalized(site, variant, wide, constant), live=True).to(y.dtype)
-    if not takes_projection(site, variant):
+    if not chosen.takes_projection(site):
         return y
     back = wide.mean(-1, keepdim=True) / (site.sigma(wide) if sigma is None else sigma.to(wide))
     back = back if (gain := site.live_gain()) is None else back * gain.to(back)
@@ -258,7 +246,8 @@ class VariantEdit(Edit):
         where = positions or Positions()
         super().__init__(site, self._change, label or variant, where)
         self.variant, self.where = variant, where
-        self.replaced = replaced if takes_scaling(site, variant) else None
+        self.replaced = replaced if VARIANTS[variant].takes_scaling(site) else None
+        self.divides = VARIANTS[variant].transform is None or self.replaced is not None
 
     def _rows(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"] | None:
         if self.replaced is None:
@@ -274,18 +263,8 @@ class VariantEdit(Edit):
         rows = self._rows(x)
         return sigma if rows is None else rows.to(sigma)
 
-    def normalized(
-        self, x: Float[Tensor, "*batch d"], divisor: Float[Tensor, "*batch 1"], used: Float[Tensor, "*batch 1"]
-    ) -> Float[Tensor, "*batch d"]:
-        chosen = VARIANTS[self.variant]
-        if chosen.transform is None:
-            return self.site.normalize(x, keep_mean=chosen.takes_projection(self.site), divisor=used)
-        if self.replaced is None and used is not divisor and not torch.equal(used, divisor):
-            raise LostEditError(
-                f"{self.site.name}: a hook at hook_scale changes what this norm divides by, and {self.label} does not "
-                "divide by it: remove the hook, or put it at hook_normalized"
-            )
-        return chosen.transform(self.site, x, None if self.replaced is None else used)
+    def normalized(self, x: Float[Tensor, "*batch d"], used: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch d"]:
+        return normalized(self.site, self.variant, x, used, used)
 
     def after(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         return y

@@ -179,12 +179,11 @@ class Passes:
 
     def _heads_of(self, seen: AttentionInput, *, again: bool = False) -> Heads:
         """Return the weights and maps of a layer's heads; `again`: the first pass has checked its scores already."""
-        norms = {s.reads: s for s in self.sites if s.layer == seen.layer and s.reads in ("query", "key")}
         length = len(seen.y)
         longest, form = self._forms.get(seen.layer, (0, None))
         decided = form if longest >= length else None  # to one token any form fits: the longest prompt tells
         known = decided if again else None
-        heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin, known, seen.causal)
+        heads = read_heads(seen, self.sites, known)
         heads = replace(heads, known=self._reached.setdefault(seen.layer, {}))
         if decided is not None:
             return decided.of(heads)

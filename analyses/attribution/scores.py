@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -300,8 +299,7 @@ def split_of(facts: ModelFacts, kept: Record, looks: Sequence[AttentionInput], s
 
 def maps_of(facts: ModelFacts, look: AttentionInput) -> Heads:
     """One layer's attention as linear maps, checked against its pattern."""
-    norms: dict[str, Any] = {s.reads: s for s in facts.sites if s.layer == look.layer and s.reads in ("query", "key")}
-    return read_heads(look.layer, look.attn, norms, look.y, look.pattern, look.cos_sin, bent=True)
+    return read_heads(look, facts.sites, bent=True)
 
 
 def _visible(one: Head, query: int, key: int) -> None:

@@ -54,7 +54,7 @@ from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE, mapped, passe
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, interval, sign_test
 from ln_probe.analyses.text import counted, with_interval
 from ln_probe.hooks.edits import LostEditError
-from ln_probe.hooks.head_edits import attention_of, by_head, for_heads, head_count, z_instead, z_point
+from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
 from ln_probe.hooks.model import Hook, HookedModel, blocks, device_of, evaluating, hooks_on, run, vocabulary_size
 from ln_probe.hooks.norm import Site
@@ -139,7 +139,7 @@ class HeadRuns:
                 by_site.setdefault(site.name, {})[layer] = self.heads[layer]
             every = list(dict.fromkeys(self.sites.values()))
             try:
-                self.lost = lost_edits(model, every, make=partial(for_heads, by_site))
+                self.lost = lost_edits(model, every, make=partial(HeadEdit, by_site))
             except LostEditError as error:  # of all heads alike: no site is to blame
                 self.silent = str(error)
         if self.sites and not self.silent:

@@ -226,6 +226,7 @@ class _RowEdit(Edit):
         first = next(iter(edits.values()))
         super().__init__(first.site, self._change, first.label)
         self.rows, self.edits = rows, edits
+        self.divides = all(edit.divides for edit in edits.values())
 
     def _change(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         return self._by_row(x, y, lambda edit, mine: edit.change(x[mine], y[mine]))
@@ -233,11 +234,9 @@ class _RowEdit(Edit):
     def divisor(self, x: Float[Tensor, "*batch d"], sigma: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch 1"]:
         return self._by_row(x, sigma, lambda edit, mine: edit.divisor(x[mine], sigma[mine]))
 
-    def normalized(
-        self, x: Float[Tensor, "*batch d"], divisor: Float[Tensor, "*batch 1"], used: Float[Tensor, "*batch 1"]
-    ) -> Float[Tensor, "*batch d"]:
-        intact = super().normalized(x, divisor, used)
-        return self._by_row(x, intact, lambda edit, mine: edit.normalized(x[mine], divisor[mine], used[mine]))
+    def normalized(self, x: Float[Tensor, "*batch d"], used: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch d"]:
+        intact = super().normalized(x, used)
+        return self._by_row(x, intact, lambda edit, mine: edit.normalized(x[mine], used[mine]))
 
     def after(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         return self._by_row(x, y, lambda edit, mine: edit.after(x[mine], y[mine]))

@@ -89,7 +89,7 @@ def check_over_the_empirical_set(model: Any, layer: int = 0) -> None:
     seen: list[Any] = []
     for row in TOKENS:
         stream(model, row, found.read, on_attention=lambda s: seen.append(s), layers=[layer])
-    maps = [read_heads(layer, s.attn, {}, s.y, s.pattern, s.cos_sin) for s in seen]
+    maps = [read_heads(s, ()) for s in seen]
     q = torch.cat([h.queries(s.y) for h, s in zip(maps, seen, strict=True)]) / maps[0].divisor
     k = maps[0].keys(seen[0].y)
     for head in (0, 3):

@@ -117,8 +117,7 @@ def test_observed_queries_are_within_reach(arch: str, make_bridge: Callable[...,
     model = make_bridge(arch)
     sites = find_sites(model)
     for seen in attention_inputs(model):
-        norms = {s.reads: s for s in sites if s.layer == seen.layer and s.reads in ("query", "key")}
-        heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
+        heads = read_heads(seen, sites)
         radius = observed_radius(heads, seen.site, plain_queries(heads, seen.y))
         assert radius is not None
         assert radius.shape == (24, 4)
@@ -131,8 +130,7 @@ def test_observed_queries_are_the_reachable_ones_shrunk_about_their_center(
 ) -> None:
     model = make_bridge(arch)
     seen = attention_inputs(model)[-1]
-    norms = {s.reads: s for s in find_sites(model) if s.layer == seen.layer and s.reads in ("query", "key")}
-    heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
+    heads = read_heads(seen, find_sites(model))
     radii = np.array([0.5, 1.0, 0.03, 1.0])
     constants = Constants((seen.site.name,), np.zeros(1, int), np.ones((1, 1, 2)), np.ones((1, 1, 2)))
     calibration = Calibration(pd.DataFrame(), constants, {seen.layer: radii}, {}, ())

@@ -23,8 +23,7 @@ def layers_of(model: Any, tokens: torch.Tensor = TOKENS) -> list[tuple[Attention
     found: list[tuple[AttentionInput, Heads]] = []
 
     def keep(seen: AttentionInput) -> None:
-        norms = {s.reads: s for s in sites if s.layer == seen.layer and s.reads in ("query", "key")}
-        found.append((seen, read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)))
+        found.append((seen, read_heads(seen, sites)))
 
     stream(model, tokens, sites, on_attention=keep)
     return found
