@@ -24,8 +24,7 @@ __all__ = ["DTYPES", "ModelSource", "bundled_models", "load_model", "source_of"]
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
-# Characters of a path, and bytes of each of its parts, that file systems take.
-LONGEST_PATH, LONGEST_NAME = 4096, 255
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # characters of a path, and bytes of each of its parts, that file systems take
 
 _LAB_FILE = "lab.json"  # what makes a folder a lab run's
 
@@ -110,12 +109,10 @@ def load_model(
     check_name(given)
     path = Path(os.path.expanduser(given))
     kind = kind_of(given, path)
-
     if kind in ("lab", "bundled"):
         folder = path if kind == "lab" else bundled_folder(given)
-        return _load_run(
-            given, kind, folder, torch_device, None if dtype is None else torch_dtype, revision, world, processing
-        )
+        own = None if dtype is None else torch_dtype
+        return _load_run(given, kind, folder, torch_device, own, revision, world, processing)
     if kind in ("folder", "gguf") and revision is not None:
         raise ValueError(
             f"revision={revision!r} was given for {given}, which is a local {kind}: it holds one version. "
@@ -142,10 +139,7 @@ def bundled_models() -> list[str]:
         >>> ln_probe.bundled_models()
         ['lm-layernorm', 'lm-layernorm-removed', 'lm-none', 'lm-projection_only', 'lm-scaling_only']
     """
-    home = _bundled_home()
-    if not home.is_dir():
-        return []
-    return sorted(child.name for child in home.iterdir() if (child / _LAB_FILE).is_file())
+    return sorted(file.parent.name for file in _bundled_home().glob(f"*/{_LAB_FILE}"))
 
 
 def held_out_windows() -> BundledPrompts:
@@ -232,8 +226,7 @@ def device_named(name: str | torch.device | None) -> torch.device:
         raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', …, got {name!r}.") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"device {name!r} is not there: this machine shows {torch.cuda.device_count()} CUDA devices "
-            "to torch "
+            f"device {name!r} is not there: this machine shows {torch.cuda.device_count()} CUDA devices to torch "
             f"{torch.__version__}. Use device='cpu'."
         )
     from ln_probe.hooks.model import device_obstacle
@@ -266,14 +259,13 @@ def _load_checkpoint(
     repository = commit = None
     notes: tuple[str, ...] = ()
     if kind == "hub":
-        with quiet():
-            repository = official_name(given, also=tuple(bundled_models()))
-        if repository.startswith(LEGACY_PREFIXES):
-            raise ValueError(
-                f"{given} ({repository}) is stored in TransformerLens's own older format, a pickle without a Hugging "
-                "Face model to compare with. Load it with TransformerLens and pass the model object."
-            )
         with quiet(progress=True):
+            repository = official_name(given, also=bundled_models())
+            if repository.startswith(LEGACY_PREFIXES):
+                raise ValueError(
+                    f"{given} ({repository}) is stored in TransformerLens's own older format, a pickle without a "
+                    "Hugging Face model to compare with. Load it with TransformerLens and pass the model object."
+                )
             snapshot = fetch(repository, revision=revision, allow_pickle=allow_pickle)
         path, revision, commit, notes = snapshot.folder, snapshot.revision, snapshot.commit, snapshot.notes
     with isolated():  # every file is on the disk now

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import Part, Record, dot, once
-from ln_probe.hooks.model import ABSENT, HookedModel, n_layers
+from ln_probe.hooks.model import HookedModel, blocks, child_of, n_layers
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
 # The hook points of a block in the order of the pass; the last one is the first one of the next block.
@@ -75,9 +75,12 @@ class Features:
             if not hasattr(sae, name):
                 raise AttributionError(f"{type(sae).__name__} has no {name}: features need encode, decode and W_dec")
         cfg = getattr(sae, "cfg", None)
-        known = [getattr(cfg, "metadata", None), cfg]
-        reads = input_name or _named(known, ("hook_name",)) or hook_name
-        writes = hook_name or _named(known, ("hook_name_out", "hook_name"))
+        holders = (getattr(cfg, "metadata", None), cfg)
+        told, told_out = (
+            next((v for v in (getattr(h, name, None) for h in holders) if v and isinstance(v, str)), None)
+            for name in ("hook_name", "hook_name_out")
+        )
+        reads, writes = input_name or told or hook_name, hook_name or told_out or told
         if reads is None or writes is None:
             raise AttributionError(f"{type(sae).__name__} does not say its hook point: give hook_name=")
         if reads not in cache:
@@ -105,39 +108,34 @@ class Features:
         Raises:
             AttributionError: the model has none of this name.
         """
-        match = self._match()
         if self.layer >= n_layers(model):
             raise AttributionError(
                 f"{self.hook_name}: the model has {n_layers(model)} layers (0 … {n_layers(model) - 1})"
             )
-        try:
-            point = getattr(model.blocks[self.layer], match[2], None)  # type: ignore[attr-defined]
-        except ABSENT:
-            point = None
-        if not isinstance(point, nn.Module):
+        if (point := child_of(blocks(model)[self.layer], self._match()[2])) is None:
             raise AttributionError(f"{type(model).__name__} has no hook point {self.hook_name}")
         return point
 
     def check(self, d_model: int, batch: int, length: int) -> None:
         """Raise AttributionError unless shapes fit the model and the prompts."""
         self._match()
-        wanted = (batch, length, len(self.directions))
+        wanted, shape = (batch, length, len(self.directions)), tuple(self.activations.shape)
         if self.directions.ndim != 2 or self.directions.shape[1] != d_model:
-            raise AttributionError(
-                f"{self.hook_name}: directions must be [feature {d_model}], got {list(self.directions.shape)}"
+            why = f"directions must be [feature {d_model}], got {list(self.directions.shape)}"
+        elif shape != wanted and not (batch == 1 and shape == wanted[1:]):
+            why = (
+                f"activations must be {list(wanted)} (batch, positions, features), got {list(shape)}: encode the same "
+                "tokens"
             )
-        shape = tuple(self.activations.shape)
-        if shape != wanted and not (batch == 1 and shape == wanted[1:]):
-            raise AttributionError(
-                f"{self.hook_name}: activations must be {list(wanted)} (batch, positions, features), "
-                f"got {list(shape)}: encode the same tokens"
-            )
-        if self.bias is not None and self.bias.shape != (d_model,):
-            raise AttributionError(f"{self.hook_name}: bias must be [{d_model}], got {list(self.bias.shape)}")
-        if not (self.activations.isfinite().all() and self.directions.isfinite().all()):
-            raise AttributionError(f"{self.hook_name}: activations or directions are not finite: encode finite vectors")
-        if self.names is not None and len(self.names) != len(self.directions):
-            raise AttributionError(f"{self.hook_name}: {len(self.names)} names for {len(self.directions)} features")
+        elif self.bias is not None and self.bias.shape != (d_model,):
+            why = f"bias must be [{d_model}], got {list(self.bias.shape)}"
+        elif not (self.activations.isfinite().all() and self.directions.isfinite().all()):
+            why = "activations or directions are not finite: encode finite vectors"
+        elif self.names is not None and len(self.names) != len(self.directions):
+            why = f"{len(self.names)} names for {len(self.directions)} features"
+        else:
+            return
+        raise AttributionError(f"{self.hook_name}: {why}")
 
     def replaces(self, part: Part) -> bool:
         """Whether a component is part of what the hook point shows."""
@@ -196,8 +194,11 @@ class Features:
         written = dot(active @ directions, f)
         lift = torch.zeros_like(whole) if self.bias is None else dot(self.bias.double().cpu(), f)
         kept = {part: value for part, value in values.items() if part not in replaced}
-        layer, at = self.layer, self._short()
-        of_feature = {Part(self._name(i), "feature", layer, i): value for i, value in zip(named, shown, strict=True)}
+        layer, at = self.layer, f"L{self.layer} {self._match()[2].removeprefix('hook_')}"  # "L3 resid_pre"
+        names = [f"{at} {f'feature {i}' if self.names is None else self.names[i]}" for i in named]
+        of_feature = {
+            Part(name, "feature", layer, i): value for name, i, value in zip(names, named, shown, strict=True)
+        }
         return {
             **of_feature,
             Part(f"{at} other features", "feature", layer): written - shown.sum(0),
@@ -205,13 +206,6 @@ class Features:
             Part(f"{at} reconstruction error", "error", layer): each.sum(0) - written - lift,
             **kept,
         }
-
-    def _short(self) -> str:
-        """The hook point in the form of the names of components: "L3 resid_pre"."""
-        return f"L{self.layer} {self._match()[2].removeprefix('hook_')}"
-
-    def _name(self, i: int) -> str:
-        return f"{self._short()} {f'feature {i}' if self.names is None else self.names[i]}"
 
 
 def dictionaries(features: object) -> list[Features]:
@@ -233,6 +227,13 @@ def dictionaries(features: object) -> list[Features]:
     return given
 
 
+def points_of(model: HookedModel, given: Sequence[Features], lengths: Sequence[int]) -> dict[str, nn.Module]:
+    """The hook points of dictionaries by name; AttributionError unless all fit the model and the prompts."""
+    for one in given:
+        one.check(int(model.cfg.d_model), len(lengths), max(lengths))
+    return {one.hook_name: one.point(model) for one in given}
+
+
 def _when(part: Part) -> int:
     """The place of a component in the order of the pass: four steps per block, as those of _POINTS; embeddings: -1."""
     if part.layer < 0 or part.kind in ("embedding", "position"):
@@ -242,9 +243,3 @@ def _when(part: Part) -> int:
         return 4 * part.layer + _POINTS.index(f"hook_{point}")
     of_attention = part.kind == "head" or part.name.endswith(" b_O") or "ln1_post" in part.name
     return 4 * part.layer + _POINTS.index("hook_attn_out" if of_attention else "hook_mlp_out")
-
-
-def _named(holders: Sequence[Any], names: Sequence[str]) -> str | None:
-    """The first of these attributes that one of these objects has as text."""
-    values = (getattr(holder, name, None) for name in names for holder in holders)
-    return next((str(v) for v in values if isinstance(v, str) and v), None)

@@ -3,49 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, reduce
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses.attribution.features import Features
-from ln_probe.hooks.attention import Heads
+from ln_probe.analyses.attribution.shared import AttributionError
+from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.capture import AttentionInput, visible_keys
-from ln_probe.hooks.components import Part, Split
+from ln_probe.hooks.components import Part, Record, Split
 from ln_probe.hooks.norm import Site, bias_of, gain_of
+from ln_probe.hooks.sites import ModelFacts
 
 AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
-    """The queries, or the keys, of some positions as sums over parts.
+class Side(NamedTuple):
+    """The queries, or the keys, of some positions as sums over parts; a mean over keys is one row.
 
     Attributes:
         parts: what the rows are.
         whole: each part's vector in head space [row part d_head], after QK-norm and rotary.
         terms: for each LN term, what it adds to the vector: the vector minus what it would be without it [row d_head].
-
-    A mean over keys is one row.
     """
 
     parts: list[Part]
     whole: Float[Tensor, "row part d_head"]
     terms: dict[str, Float[Tensor, "row d_head"]]
-
-    def times(self, factor: float) -> Side:
-        return Side(self.parts, self.whole * factor, {t: v * factor for t, v in self.terms.items()})
-
-    def summed(self) -> Side:
-        """One row: the sum of all."""
-        terms = {t: v.sum(0, keepdim=True) for t, v in self.terms.items()}
-        return Side(self.parts, self.whole.sum(0, keepdim=True), terms)
-
-    def plus(self, other: Side) -> Side:
-        terms = {t: v + other.terms[t] for t, v in self.terms.items()}
-        return Side(self.parts, self.whole + other.whole, terms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +45,9 @@ class Head:
         site, where: the norm that attention reads (or what replaces it), and the name of that place.
         split: of every position of the prompt.
         seen: what attention did.
+        bound: relative error that rounding explains.
         features, named: dictionaries, and which of their features get a row each.
         first: the row of position 0 among the features' activations.
-        bound: relative error that rounding explains.
     """
 
     heads: Heads
@@ -68,10 +56,10 @@ class Head:
     where: str
     split: Split
     seen: AttentionInput
-    features: Sequence[Features]
-    named: Sequence[Sequence[int]]
-    first: int
     bound: float
+    features: Sequence[Features] = ()
+    named: Sequence[Sequence[int]] = ()
+    first: int = 0
 
     @property
     def length(self) -> int:
@@ -105,13 +93,15 @@ class Head:
         scores = scores if added is None else scores + added
         return torch.where(self.mask[list(queries)], scores, 0.0)
 
+    def map(self, name: str) -> tuple[Float64[Tensor, "d_model d_head"], Float64[Tensor, " d_head"], Site | None]:
+        """The weight and the bias that make queries (name Q) or keys (K), and the norm behind them."""
+        of_layer = self.heads
+        W, b = (of_layer.W_Q, of_layer.b_Q) if name == "Q" else (of_layer.W_K, of_layer.b_K)
+        return W[self.head].cpu(), b[self.head].cpu(), of_layer.q_norm if name == "Q" else of_layer.k_norm
+
     def side(self, name: str, positions: Sequence[int], typical: float | None = None) -> Side:
         """The queries (name Q) or keys (K) at some positions; LN terms where a `typical` sigma is given."""
-        if name == "Q":
-            W, b, norm = self.heads.W_Q, self.heads.b_Q, self.heads.q_norm
-        else:
-            W, b, norm = self.heads.W_K, self.heads.b_K, self.heads.k_norm
-        W, b = W[self.head].cpu(), b[self.head].cpu()
+        W, b, norm = self.map(name)
         site, at, split = self.site, torch.tensor(positions), self.split.rows(positions)
         gain, lift = gain_of(site), bias_of(site)
         x = split.input(self.where)
@@ -123,13 +113,13 @@ class Head:
             rows = (at + self.first).tolist()
             values = given.split(values, f, split.record, rows, chosen, self.bound)
         read = torch.stack(list(values.values()), 1)  # [row part d_head+1]
-        fixed = [(f"{site.name} bias", "norm bias", lift @ W), (f"b_{name}", "bias", b)]
-        if site.bare:
-            fixed = fixed[1:]
-        parts = [*values, *(Part("norm bias" if k == "norm bias" else n, k, site.layer) for n, k, _ in fixed)]
+        fixed = {Part(f"b_{name}", "bias", site.layer): b}
+        if not site.bare:
+            fixed = {Part("norm bias", "norm bias", site.layer): lift @ W, **fixed}
+        parts = [*values, *fixed]
         taken = read[..., -1:] * (gain @ W) if site.projects else torch.zeros_like(read[..., :-1])
         kept = (read[..., :-1] - taken) / sigma[:, None]
-        plain = torch.cat([kept, torch.stack([v for *_, v in fixed]).expand(len(at), -1, -1)], 1)
+        plain = torch.cat([kept, torch.stack(list(fixed.values())).expand(len(at), -1, -1)], 1)
         terms: dict[str, Tensor] = {}
         if typical is not None:
             terms = {
@@ -170,8 +160,14 @@ class Head:
 
     def mean_keys(self, positions: Sequence[int], typical: float) -> Side:
         """The mean of the keys at these positions, some at a time."""
-        sums = (self.side("K", some, typical).summed() for some in in_chunks(positions))
-        return reduce(Side.plus, sums).times(1.0 / len(positions))
+        sums: dict[str, Tensor] = {}
+        for some in in_chunks(positions):
+            made = self.side("K", some, typical)
+            for name, vectors in {"whole": made.whole, **made.terms}.items():
+                added = vectors.sum(0, keepdim=True)
+                sums[name] = sums[name] + added if name in sums else added
+        means = {name: vectors * (1.0 / len(positions)) for name, vectors in sums.items()}
+        return Side(made.parts, means.pop("whole"), means)
 
 
 def projected(norm: Site, made: Float[Tensor, "*row d_head"]) -> Float[Tensor, "*row d_head"]:
@@ -181,3 +177,44 @@ def projected(norm: Site, made: Float[Tensor, "*row d_head"]) -> Float[Tensor, "
 
 def in_chunks(positions: Sequence[int]) -> list[list[int]]:
     return [list(positions[i : i + AT_ONCE]) for i in range(0, len(positions), AT_ONCE)]
+
+
+def read_by(facts: ModelFacts, layer: int) -> tuple[Site, str]:
+    """The norm that attention of a layer reads, or what replaces it; and the name of that place.
+
+    Raises:
+        AttributionError: it is a module that is no norm that ln_probe knows.
+        SplitError: what is read there is not known to be a sum.
+    """
+    facts.norms()
+    site = next((s for s in facts.read if layer in s.attention_layers), None)
+    if site is None or site.kind == "unknown":
+        what = "nothing that ln_probe knows" if site is None else f"{site.name}, which is no norm that ln_probe knows"
+        raise AttributionError(
+            f"attention of layer {layer} reads {what}: its scores are no sum over parts of the stream. Choose a layer "
+            "that reads a norm or the stream itself (`find_sites`)"
+        )
+    where = f"blocks.{layer}" if site.bare else site.name
+    facts.wiring.at(where)  # raises before the prompt runs
+    return site, where
+
+
+def heads_of(facts: ModelFacts, kept: Record, looks: Sequence[AttentionInput], site: Site, where: str) -> list[Head]:
+    """The first head of a layer on each prompt of a record; its maps are checked against the pattern.
+
+    Args:
+        kept: a row per position of one prompt after the other.
+        looks: what the layer's attention did in each prompt.
+        site, where: as `read_by` gives them.
+    """
+    if not looks:
+        raise AttributionError(f"attention that reads {where} shows no pattern, so its scores cannot be checked")
+    if site.bare:
+        kept = replace(kept, inputs={**kept.inputs, where: torch.cat([look.x for look in looks]).cpu()})
+    split, found = Split(facts.wiring, kept), list[Head]()
+    for look in looks:
+        maps = read_heads(look, facts.sites, bent=True)
+        first = len(found) * len(look.x)
+        own = split.rows(range(first, first + len(look.x)))
+        found.append(Head(maps, 0, site, where, own, look, facts.wiring.bound(where, look.x.dtype)))
+    return found

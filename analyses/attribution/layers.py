@@ -18,25 +18,19 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ln_probe.analyses.attribution.logits import LogitAttribution, attribute_logits, logit_asked
+from ln_probe.analyses.attribution.logits import LogitAttribution, attribute_logits
 from ln_probe.analyses.attribution.shared import (
     AttributionError,
     Bar,
     Tokens,
     draw,
+    is_mean,
     largest,
     place,
     prompt,
+    token_ids,
 )
-from ln_probe.hooks.components import (
-    Part,
-    Source,
-    Writers,
-    bias_part,
-    head_part,
-    watched,
-    whole_part,
-)
+from ln_probe.hooks.components import Part, Source, Writers, bias_part, head_part, watched, whole_part
 from ln_probe.hooks.linearized import linearized
 from ln_probe.hooks.model import (
     HookedModel,
@@ -47,9 +41,9 @@ from ln_probe.hooks.model import (
     child_of,
     evaluating,
     hooks_on,
+    outputs,
 )
 
-LAYER_COLUMNS = ("part", "kind", "layer", "index", "direct", "mediated", "effect")
 # |gradient through queries| over the effects' own size that counts as "patterns are held"; where they are, it is 0.
 _HELD = 1e-9
 
@@ -87,7 +81,7 @@ class LayersAttribution:
             "Bars do not add up (a part acts through later ones). First-order in MLPs: "
             f"{self.remainders['remainder'].iloc[0]:+.3g} of the logit come from biases and bends after the embeddings."
         )
-        return str(draw(largest(bars), f"{self.label}: {self.total:.4f}", note))
+        return draw(largest(bars), f"{self.label}: {self.total:.4f}", note)
 
 
 def attribute_through_layers(
@@ -121,7 +115,7 @@ def attribute_through_layers(
     seen = _Watched(hooked, len(ids))
     with evaluating(hooked), linearized(hooked), seen.hooks(), torch.enable_grad():
         logits = _without_cap(hooked(ids[None], return_type="logits")[0, at], direct.soft_cap)
-        asked = logit_asked(hooked, logits, target, against)
+        asked = _asked(hooked, logits, target, against)
         found = seen.effects(asked)
     total = float(asked.detach())
     rows = direct.table.set_index("part")["contribution"]
@@ -129,11 +123,23 @@ def attribute_through_layers(
         (p.name, p.kind, p.layer, p.index, float(rows.get(p.name, 0.0)), v - float(rows.get(p.name, 0.0)), v)
         for p, v in found.items()
     ]
+    columns = ["part", "kind", "layer", "index", "direct", "mediated", "effect"]
     remainders = pd.DataFrame(
         [(layer, value, total - value) for layer, value in seen.first_order.items()],
         columns=["layer", "first_order", "remainder"],
     )
-    return LayersAttribution(pd.DataFrame(table, columns=list(LAYER_COLUMNS)), remainders, total, direct.label)
+    return LayersAttribution(pd.DataFrame(table, columns=columns), remainders, total, direct.label)
+
+
+def _asked(
+    model: HookedModel, logits: Float[Tensor, " d_vocab"], target: Tokens | None, against: Tokens | None
+) -> Tensor:
+    """The logit, or the difference, that `target` and `against` mean, with its graph."""
+    size = outputs(model)
+    found = logits[[int(logits[:size].argmax())] if target is None else token_ids(model, target)].mean()
+    if against is None:
+        return found
+    return found - (logits[:size] if is_mean(against) else logits[token_ids(model, against)]).mean()
 
 
 def _without_cap(logits: Float[Tensor, " d_vocab"], cap: float) -> Float[Tensor, " d_vocab"]:
@@ -157,36 +163,31 @@ class _Watched:
 
     def __init__(self, model: HookedModel, length: int) -> None:
         self.model, self.length, self.writers = model, length, Writers(model)
-        self.written: dict[Source, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}  # of attention layers, biases included
-        self.streams: dict[int, Tensor] = {}
-        self.queries: dict[int, Tensor] = {}
+        # By source; by ("output", layer), of attention with its biases; by ("query", layer) and by ("stream", layer).
+        self.kept: dict[Source | tuple[str, int], Tensor] = {}
         self.first_order: dict[int, float] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
-        after = [(m, self._keep(self.written, source, leaf=source.layer < 0)) for source, m in watched(self.model)]
+        after = [(module, self._keep(source, leaf=source.layer < 0)) for source, module in watched(self.model)]
         for layer, attn in attentions(self.model).items():
-            after.append((attention_output(attn), self._keep(self.outputs, layer)))
-            for name, hook in (("hook_pattern", _detached), ("hook_q", self._keep(self.queries, layer))):
+            after.append((attention_output(attn), self._keep(("output", layer))))
+            for name, hook in (("hook_pattern", _detached), ("hook_q", self._keep(("query", layer)))):
                 if (point := child_of(attn, name)) is not None:
                     after.append((point, hook))
-        return hooks_on(after, [(block, self._stream(layer)) for layer, block in enumerate(blocks(self.model))])
+        before = [(block, self._keep(("stream", layer))) for layer, block in enumerate(blocks(self.model))]
+        return hooks_on(after, before)
 
-    def _keep(self, into: dict[Any, Tensor], key: Any, *, leaf: bool = False) -> Any:
-        def hook(_m: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
-            value = output[0] if isinstance(output, tuple) else output
-            if key in into:
+    def _keep(self, key: Source | tuple[str, int], *, leaf: bool = False) -> Any:
+        """A hook that keeps a module's output, or (before it runs) its input, the first time."""
+
+        def hook(_m: nn.Module, args: Any, _kwargs: Any, output: Any = None) -> Any:
+            value = args[0] if output is None else output[0] if isinstance(output, tuple) else output
+            if key in self.kept:
                 return None
             if leaf:  # so that there is a gradient where parameters are frozen
                 value = value.detach().requires_grad_()
-            into[key] = value
+            self.kept[key] = value
             return value if leaf else None
-
-        return hook
-
-    def _stream(self, layer: int) -> Any:
-        def hook(_m: nn.Module, args: Any, _kwargs: Any) -> None:
-            self.streams[layer] = args[0]
 
         return hook
 
@@ -196,42 +197,45 @@ class _Watched:
         Raises:
             AttributionError: patterns are not held.
         """
-        places: list[tuple[dict[Any, Tensor], Any]] = [
-            (kept, key) for kept in (self.written, self.outputs, self.streams, self.queries) for key in kept
-        ]
-        every = torch.autograd.grad(asked, [kept[key] for kept, key in places], allow_unused=True)
-        gradients = [torch.zeros_like(k[n]) if g is None else g for g, (k, n) in zip(every, places, strict=True)]
-        by = {(id(kept), key): g for g, (kept, key) in zip(gradients, places, strict=True)}
-
-        def product(kept: dict[Any, Tensor], key: Any) -> float:
-            return float((by[id(kept), key].double() * kept[key].detach().double()).sum())
-
+        found = torch.autograd.grad(asked, list(self.kept.values()), allow_unused=True)
+        gradients = {
+            key: torch.zeros_like(value) if gradient is None else gradient
+            for (key, value), gradient in zip(self.kept.items(), found, strict=True)
+        }
         size = max(abs(float(asked.detach())), 1e-300)
-        for layer in self.queries:
-            largest_gradient = float(by[id(self.queries), layer].abs().max())
-            if largest_gradient * float(self.queries[layer].detach().abs().max()) > _HELD * size:
+        effects: dict[Part, float] = {}
+        for key, value in self.kept.items():
+            gradient, seen = gradients[key], value.detach()
+            if isinstance(key, Source):
+                effects |= self._of_source(key, seen.double(), gradient.double(), gradients)
+            elif key[0] == "stream":
+                self.first_order[key[1]] = float((gradient.double() * seen.double()).sum())
+            elif key[0] == "query" and float(gradient.abs().max()) * float(seen.abs().max()) > _HELD * size:
                 raise AttributionError(
-                    f"the attention pattern of layer {layer} cannot be held: this world shows it after it was used. "
+                    f"the attention pattern of layer {key[1]} cannot be held: this world shows it after it was used. "
                     "Load the model as a HookedTransformer (TransformerLens 3.9), or use attribute_logits"
                 )
-        self.first_order = {layer: product(self.streams, layer) for layer in self.streams}
-        found: dict[Part, float] = {}
-        for source, value in self.written.items():
-            gradient, bias = by[id(self.written), source].double(), self.writers.bias(source, value.detach().double())
-            flat_value, flat_gradient = (t.detach().double().reshape(self.length, -1) for t in (value, gradient))
-            if source.kind == "attn":
-                z, g = (self.writers.split(source.layer, t) for t in (flat_value, flat_gradient))
-                each = einsum(z, g, "pos head k, pos head k -> head")
-                found |= {head_part(source.layer, h): float(v) for h, v in enumerate(each)}
-                if bias is not None:
-                    lift = by[id(self.outputs), source.layer].double().reshape(self.length, -1)
-                    found[bias_part(source)] = float((lift @ bias).sum())
-                continue
-            own = 0.0 if bias is None else float((flat_gradient @ bias).sum())
-            found[whole_part(source)] = float((flat_value * flat_gradient).sum()) - own
+        return effects
+
+    def _of_source(
+        self, source: Source, value: Tensor, gradient: Tensor, gradients: dict[Any, Tensor]
+    ) -> dict[Part, float]:
+        """The effect of what a source wrote, by part."""
+        bias = self.writers.bias(source, value)
+        flat_value, flat_gradient = (t.reshape(self.length, -1) for t in (value, gradient))
+        if source.kind == "attn":
+            z, g = (self.writers.split(source.layer, t) for t in (flat_value, flat_gradient))
+            each = einsum(z, g, "pos head k, pos head k -> head")
+            found = {head_part(source.layer, h): float(v) for h, v in enumerate(each)}
             if bias is not None:
-                found[bias_part(source)] = own
-        return found
+                lift = gradients["output", source.layer].double().reshape(self.length, -1)
+                found[bias_part(source)] = float((lift @ bias).sum())
+            return found
+        whole = float((flat_value * flat_gradient).sum())
+        if bias is None:
+            return {whole_part(source): whole}
+        of_bias = float((flat_gradient @ bias).sum())
+        return {whole_part(source): whole - of_bias, bias_part(source): of_bias}
 
 
 def _detached(_m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> Tensor:

@@ -10,51 +10,42 @@ share is split into what it would give without projection, w·gain·x_p / sigma,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.features import Features, dictionaries
+from ln_probe.analyses.attribution.features import Features, dictionaries, points_of
 from ln_probe.analyses.attribution.shared import (
     MEAN,
     TOP,
     AttributionError,
     Bar,
+    Prompts,
     Sums,
     SumsAtPositions,
     Tokens,
     draw,
     ids_of_rows,
     is_index,
+    is_mean,
     largest,
+    layer_of,
     mean_columns,
-    of_equal_length,
-    others_of_rows,
+    next_ids,
     part_columns,
-    place,
     places_of,
-    prompts,
-    row_number,
-    soft_cap,
     token_ids,
     token_names,
 )
 from ln_probe.hooks.capture import CachedPrompts, is_cache, record
-from ln_probe.hooks.components import (
-    END,
-    Part,
-    Record,
-    Split,
-    Wiring,
-)
-from ln_probe.hooks.default_tokens import tokenizer_of
+from ln_probe.hooks.components import END, Part, Record, Split, Wiring
 from ln_probe.hooks.deprecation import deprecated
 from ln_probe.hooks.model import (
     HookedModel,
@@ -74,7 +65,6 @@ from ln_probe.hooks.sites import facts_of
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]
 COMPONENTS = ("heads", "layers", "neurons")
-_REMEDY = ". Does something after the final norm change its logits?"
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +98,7 @@ class LogitAttribution(Sums):
     label: str
     sigma: float
     soft_cap: float = 0.0
-    _remedy = _REMEDY
+    _remedy = ". Does something after the final norm change its logits?"
 
     def to_torch(self) -> Float64[Tensor, "part term"]:
         """`without_projection`, `projection` and `bias` of every row of the table."""
@@ -134,10 +124,10 @@ class LogitAttribution(Sums):
         note = "Bars add up to it, b_U included. The tick: what the part would give without projection."
         if self.soft_cap:
             note += f" The logit is meant before its soft cap of {self.soft_cap:g}."
-        return str(draw(bars, f"{self.label}: {self.total:.4f}", note))
+        return draw(bars, f"{self.label}: {self.total:.4f}", note)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LogitAttributions(SumsAtPositions):
     """Logits (or differences of logits) at several positions of one or several prompts, each as a sum over components.
 
@@ -165,7 +155,8 @@ class LogitAttributions(SumsAtPositions):
     at: Int[Tensor, "batch pos"]
     label: str
     soft_cap: float = 0.0
-    _remedy = _REMEDY
+    _remedy = LogitAttribution._remedy
+    _tick = "; the tick: without projection"
 
     @property
     def values(self) -> Float64[Tensor, "component batch pos"]:
@@ -183,19 +174,10 @@ class LogitAttributions(SumsAtPositions):
         prompt_number, position = divmod(at, self.at.shape[1])
         return f" at position {int(self.at[prompt_number, position])} of prompt {prompt_number}"
 
-    def __repr__(self) -> str:
-        shape = " × ".join(map(str, self.total.shape))
-        return f"LogitAttributions({self.label}: {len(self.components)} components, {shape} positions)"
-
-    def _repr_html_(self) -> str:
-        count = int(self.total.isfinite().sum())
+    def _bars(self) -> list[Bar]:
         terms = self.terms.flatten(2).nanmean(2)
-        bars = [
-            Bar(part.name, float(row.sum()), float(row[0] + row[2]))
-            for part, row in zip(self.components, terms, strict=True)
-        ]
-        note = f"Means over {count} positions; the tick: without projection. Values: .values [component, batch, pos]."
-        return str(draw(largest(bars), f"{self.label}: {float(self.total.nanmean()):.4f} on average", note))
+        rows = zip(self.components, terms, strict=True)
+        return [Bar(part.name, float(row.sum()), float(row[0] + row[2])) for part, row in rows]
 
 
 def attribute_logits(
@@ -259,88 +241,102 @@ def attribute_logits(
     wanted = dictionaries(features)
     with evaluating(hooked):
         facts = facts_of(hooked, checksums=False)
-        sites, wiring = facts.norms(), facts.wiring
+        sites = facts.norms()
         final = next((s for s in reversed(sites) if "unembed" in s.reads.split("+")), None)
-        reader = _Reader(hooked, wiring, final, wanted, components == "layers")
-        wiring.at(reader.where)  # raises before the prompt runs
-        layers, every = _layers(hooked, neurons), _layers(hooked, True)
-        if layers and (components == "layers" or (components == "neurons" and set(layers) != set(every))):
-            raise AttributionError(f"neurons={neurons!r} is for components='heads', got components={components!r}")
-        layers = every if components == "neurons" else layers
+        where = END if final is None else final.name
+        facts.wiring.at(where)  # raises before the prompt runs
+        layers = _layers(hooked, neurons, components)
         if layers and is_cache(tokens_or_cache):
             raise AttributionError("neurons are not read from a cache: pass tokens")
-        cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
-        rows = [] if cached is not None else prompts(hooked, tokens_or_cache)
-        if cached is not None:
-            count, longest = cached.shape()
-            lengths = [longest] * count
-        else:
-            lengths = list(map(len, rows))
-        places = [places_of(positions, n) for n in lengths]
-        single = len(lengths) == 1 and not isinstance(positions, slice | Sequence) and is_index(positions)
-        for given in wanted:
-            given.check(int(hooked.cfg.d_model), len(lengths), max(lengths))
-        widest = max(lengths)
-        named = [f.chosen([i * widest + p for i, at in enumerate(places) for p in at]) for f in wanted]
-        points = {f.hook_name: f.point(hooked) for f in wanted}
-        ids, valid = (None, None) if single else ids_of_rows(hooked, target, places, rows)
-        others = None if single else others_of_rows(hooked, against, places)
-        results: list[tuple[list[tuple[int, int]], _Values]] = []
-        for members in of_equal_length(lengths):
-            length = lengths[members[0]]
-            flat_at = [k * length + p for k, i in enumerate(members) for p in places[i]]
-            of_features = [i * widest + p for i in members for p in places[i]]
-            if cached is not None:
-                seen = cached.record(flat_at, wiring, reader.where, points)
-                normalized = None if final is None else cached.rows([f"{final.name}.hook_normalized"])
-                own = reader.logits_of_cache(seen, None if normalized is None else normalized[flat_at])
+        prompts = Prompts(hooked, tokens_or_cache)
+        points = points_of(hooked, wanted, prompts.lengths)
+        places = [places_of(positions, n) for n in prompts.lengths]
+        single = len(places) == 1 and is_index(positions)
+        asked = [(i, k, p) for i, at in enumerate(places) for k, p in enumerate(at)]  # prompt, column, position
+
+        def ids_of(given: Any, what: str) -> Int[Tensor, "row token"]:
+            return torch.tensor([token_ids(hooked, given)]) if single else ids_of_rows(hooked, given, places, what)
+
+        ids, valid = None, torch.ones(len(asked), dtype=torch.bool)
+        if target is not None:
+            ids = ids_of(target, "target")
+        elif not single:
+            ids, valid = next_ids(hooked, prompts.rows, places)
+        others: Tensor | str | None = MEAN if is_mean(against) else None
+        if against is not None and others is None:
+            others = ids_of(against, "against")
+        of_features = [i * max(prompts.lengths) + p for i, _, p in asked]
+        named = [one.chosen(of_features) for one in wanted]
+        reader = _Reader(hooked, facts.wiring, final, where, wanted, named, prompts.cache)
+        order: list[int] = []
+        found: list[_Values] = []
+        for members in prompts.of_equal_length():
+            start = {number: k * prompts.lengths[number] for k, number in enumerate(members)}
+            rows = [r for r, (i, *_) in enumerate(asked) if i in start]
+            at = [start[i] + p for i, _, p in (asked[r] for r in rows)]
+            if prompts.cache is None:
+                seen = record(hooked, prompts.tokens(members), at, sites, neurons=layers, points=points)
             else:
-                seen = record(
-                    hooked, torch.stack([rows[i] for i in members]), flat_at, sites, neurons=layers, points=points
-                )
-                assert seen.logits is not None
-                own = seen.logits
-            split = Split(wiring, seen)
-            split.check(reader.where)
-            known = [(i, k) for i in members for k in range(len(places[i]))]
-            if single:
-                uncapped = reader.uncapped(own, seen, cached is not None)[0]
-                best = int(uncapped[0, : outputs(hooked)].argmax())
-                ids = torch.tensor([[best] if target is None else token_ids(hooked, target)])
-                kept = against is None or (isinstance(against, str) and against == MEAN)
-                others = against if kept else torch.tensor([token_ids(hooked, cast(Tokens, against))])
-            assert ids is not None
-            at = [row_number(places, i, k) for i, k in known]
-            other = others[at] if isinstance(others, Tensor) else others
-            results.append((known, reader.read(split, own, ids[at], other, named, of_features, cached is not None)))
-    names = _names(hooked)
+                seen = prompts.cache.record(at, facts.wiring, where, points)
+                seen = replace(seen, logits=reader.logits_of_cache(seen, at))
+            chosen, other = None if ids is None else ids[rows], others[rows] if isinstance(others, Tensor) else others
+            order += rows
+            found.append(reader.read(seen, chosen, other, [of_features[r] for r in rows]))
+    merge = _in_layers if components == "layers" else dict
+    terms = [merge(values.terms) for values in found]
     if single:
-        assert ids is not None
-        values = results[0][1]
-        label = "logit of " + token_names(ids[0].tolist(), names)
-        if others is not None:
-            label += " minus " + (
-                token_names(others[0].tolist(), names) if isinstance(others, Tensor) else "the mean logit"
-            )
-        return _one(values, label)
-    return _several(results, places, valid, _label(hooked, target, against))
+        return _one(terms[0], found[0], _label(hooked, found[0].ids[0].tolist(), against, single=True))
+    parts = tuple(terms[0])
+    every = torch.cat([torch.stack([values[part] for part in parts]) for values in terms], 1).permute(0, 2, 1)
+    own, scale = torch.cat([values.own for values in found]), torch.cat([values.scale for values in found])
+    shape, (b, k, p), real = (len(places), max(map(len, places))), torch.tensor(asked)[order].T, valid[order]
+
+    def spread(values: Tensor, fill: float) -> Tensor:
+        """[… row] as [… batch pos]."""
+        padded = torch.full((*values.shape[:-1], *shape), fill, dtype=values.dtype)
+        padded[..., b, k] = values
+        return padded
+
+    every = spread(torch.where(real, every, math.nan), math.nan)
+    return LogitAttributions(
+        parts, every, every.sum((0, 1)), spread(torch.where(real, own, math.nan), math.nan), spread(scale, math.nan),
+        found[0].bound, spread(p, -1), _label(hooked, target, against), found[0].soft_cap,
+    )  # fmt: skip
 
 
-def _label(model: HookedModel, target: Any, against: Any) -> str:
+def _layers(model: HookedModel, neurons: bool | Sequence[int], components: str) -> list[int]:
+    """The layers whose MLPs are attributed neuron by neuron."""
+    every = list(range(n_layers(model)))
+    if isinstance(neurons, bool | np.bool_):
+        layers = every if neurons else []
+    elif isinstance(neurons, Iterable):
+        layers = [layer_of(model, layer) for layer in neurons]
+    else:
+        raise AttributionError(f"neurons must be True, False or a list of layers, got {neurons!r}")
+    if layers and (components == "layers" or (components == "neurons" and set(layers) != set(every))):
+        raise AttributionError(f"neurons={neurons!r} is for components='heads', got components={components!r}")
+    return every if components == "neurons" else layers
+
+
+def _label(model: HookedModel, target: Any, against: Any, *, single: bool = False) -> str:
+    """What is attributed, as text; `single`: several tokens are averaged, not one for each position."""
+
     def words(given: Any) -> str:
-        one = isinstance(given, str) or (is_index(given) and not isinstance(given, Sequence))
-        return token_names(token_ids(model, given), _names(model)) if one else "the tokens given"
+        one = single or isinstance(given, str) or is_index(given)
+        return token_names(model, token_ids(model, given)) if one else "the tokens given"
 
     label = "logit of " + ("the next token" if target is None else words(target))
     if against is None:
         return label
-    return label + " minus " + ("the mean logit" if isinstance(against, str) and against == MEAN else words(against))
+    return f"{label} minus {'the mean logit' if is_mean(against) else words(against)}"
 
 
 @dataclass(frozen=True, eq=False)
 class _Values:
-    """What was computed for some rows: terms by component, totals, the model's own logits and the largest of each."""
+    """What was computed for some rows: terms by component, the model's own logits, the largest of each, sigma; and the
+    tokens whose logits these are."""
 
+    ids: Int[Tensor, "row token"]
     terms: dict[Part, Float64[Tensor, "row term"]]
     own: Float64[Tensor, " row"]
     scale: Float64[Tensor, " row"]
@@ -351,65 +347,66 @@ class _Values:
 
 @dataclass(frozen=True, eq=False)
 class _Reader:
-    """Reads logits off what the final norm read."""
+    """Reads logits off what the final norm read, at the place `where`; `named`: features that get a row each."""
 
     model: HookedModel
     wiring: Wiring
     final: Site | None
+    where: str
     features: Sequence[Features]
-    by_layer: bool
-
-    @property
-    def where(self) -> str:
-        return END if self.final is None else self.final.name
-
-    def uncapped(self, logits: Float[Tensor, "row d_vocab"], seen: Record, cached: bool) -> tuple[Tensor, float]:
-        """Logits before their soft cap in float64, and the cap; those of a cache were made before it."""
-        if cached:
-            return logits.double(), soft_cap(self.model)
-        return _uncapped(self.model, logits, seen)
+    named: Sequence[Sequence[int]]
+    cache: CachedPrompts | None
 
     def read(
         self,
-        split: Split,
-        logits: Float[Tensor, "row d_vocab"],
-        ids: Int[Tensor, "row token"],
-        other: Any,
-        named: Sequence[Sequence[int]],
+        seen: Record,
+        ids: Int[Tensor, "row token"] | None,
+        other: Int[Tensor, "row other"] | str | None,
         of_features: Sequence[int],
-        cached: bool,
     ) -> _Values:
-        """Every component's share of the logits of `ids` minus those of `other`, row by row."""
-        own, cap = self.uncapped(logits, split.record, cached)
-        factor = logit_factor(self.model) if cached else factor_seen(self.model, own[:1], split.record)
+        """Every component's share of the logits of `ids` minus those of `other`, row by row.
+
+        Args:
+            seen: of these rows, with their logits.
+            ids: None: the most likely token of the only row.
+            other: token ids, "mean" or None.
+            of_features: the same rows in the features' activations.
+        """
+        assert seen.logits is not None
+        split, size = Split(self.wiring, seen), outputs(self.model)
+        split.check(self.where)
+        own, cap, factor = seen.logits.double(), soft_cap(self.model), logit_factor(self.model)
+        if self.cache is None:  # of a cache they were made here, before a cap and with the factor
+            own, cap = _uncapped(self.model, own, seen)
+            factor = factor_seen(self.model, own[:1], seen)
+        if ids is None:
+            ids = own[:, :size].argmax(1, keepdim=True)
         w, lift = mean_columns(self.model, ids)
         value = own.gather(1, ids).mean(1)
         if other is not None:
-            of_other = None if isinstance(other, str) else other
+            of_other = other if isinstance(other, Tensor) else None
             column, bias = mean_columns(self.model, of_other)
             w, lift = w - column, lift - bias
-            size = outputs(self.model)
-            value = value - (own[:, :size].mean(1) if of_other is None else own.gather(1, of_other).mean(1))
+            value = value - (own[:, :size] if of_other is None else own.gather(1, of_other)).mean(1)
         w, lift = factor * w, factor * lift
-        terms, sigma = self._terms(split, w, named, of_features)
+        bound = self.wiring.bound(self.where, seen.dtype)
+        terms, sigma = self._terms(split, w, of_features, bound)
         zeros = torch.zeros(len(w), dtype=torch.float64)
         if self.final is not None and self.final.bias is not None:
             added = bias_of(self.final)
-            of_bias = torch.stack([row @ added for row in w])
             part = Part(f"{self.final.name} bias", "norm bias", self.final.layer)
-            terms[part] = torch.stack([zeros, zeros, of_bias], 1)
-        terms[Part("b_U", "unembedding bias")] = torch.stack([zeros, zeros, lift.expand(len(w))], 1)
-        scale = own.abs().amax(1).clamp_min(1e-300)
-        bound = self.wiring.bound(self.where, split.record.dtype)
-        return _Values(_in_layers(terms) if self.by_layer else terms, value, scale, sigma, cap, bound)
+            terms[part] = torch.stack([zeros, zeros, torch.stack([row @ added for row in w])], 1)
+        terms[Part("b_U", "unembedding bias")] = torch.stack([zeros, zeros, lift], 1)
+        return _Values(ids, terms, value, own.abs().amax(1).clamp_min(1e-300), sigma, cap, bound)
 
     def _terms(
         self,
         split: Split,
         w: Float64[Tensor, "row d_model"],
-        named: Sequence[Sequence[int]],
         of_features: Sequence[int],
+        bound: float,
     ) -> tuple[dict[Part, Float64[Tensor, "row term"]], Float64[Tensor, " row"]]:
+        """What each component of the final norm's input gives along `w`, and the norm's sigma (NaN without a norm)."""
         final = self.final
         gain = w if final is None else w * gain_of(final)
         sigma = torch.ones(len(w), 1).double() if final is None else split.sigma(self.where)
@@ -417,8 +414,7 @@ class _Reader:
         readings = [gain / sigma, *([torch.full_like(gain, 1.0 / gain.shape[1])] if projects else [])]
         f = torch.stack(readings, 1)
         values = split.read(self.where, f)
-        bound = self.wiring.bound(self.where, split.record.dtype)
-        for features, chosen in zip(self.features, named, strict=True):
+        for features, chosen in zip(self.features, self.named, strict=True):
             values = features.split(values, f, split.record, of_features, chosen, bound)
         taken = gain.sum(1) / sigma[:, 0]
         zeros = torch.zeros(len(w), dtype=torch.float64)
@@ -428,13 +424,12 @@ class _Reader:
         }
         return terms, torch.full_like(zeros, math.nan) if final is None else sigma[:, 0]
 
-    def logits_of_cache(
-        self, seen: Record, normalized: Float[Tensor, "row d_model"] | None
-    ) -> Float64[Tensor, "row d_vocab"]:
+    def logits_of_cache(self, seen: Record, rows: Sequence[int]) -> Float64[Tensor, "row d_vocab"]:
         """Logits from the norm's output that the cache holds: another way than through its input's components."""
-        x, final = seen.inputs[self.where].double(), self.final
-        y = None if normalized is None else normalized.double().cpu()
-        out = x if final is None else final.affine(final.normalize(x) if y is None else y).cpu()
+        out, final = seen.inputs[self.where].double(), self.final
+        if final is not None and self.cache is not None:
+            normalized = self.cache.rows([f"{final.name}.hook_normalized"])
+            out = final.affine(final.normalize(out) if normalized is None else normalized[rows].double().cpu()).cpu()
         W_U, b_U = weight_of(self.model, "W_U"), weight_of(self.model, "b_U")
         assert W_U is not None
         W_U = before_projection(self.model, W_U.T).T
@@ -447,20 +442,21 @@ def _in_layers(terms: dict[Part, Float64[Tensor, "row term"]]) -> dict[Part, Flo
     summed: dict[Part, Tensor] = {}
     for part, value in terms.items():
         written = part.name.rsplit(" ", 1)[-1] if part.kind == "bias" else part.kind  # (a feature can be called so)
-        attention, mlp = written in ("head", "b_O"), written in ("mlp", "neuron", "b_out")
-        whole = Part(f"L{part.layer} attn", "attention", part.layer) if attention else part
-        whole = Part(f"L{part.layer} mlp", "mlp", part.layer) if mlp else whole
+        whole = part
+        if written in ("head", "b_O"):
+            whole = Part(f"L{part.layer} attn", "attention", part.layer)
+        elif written in ("mlp", "neuron", "b_out"):
+            whole = Part(f"L{part.layer} mlp", "mlp", part.layer)
         summed[whole] = summed[whole] + value if whole in summed else value
     return summed
 
 
-def _one(values: _Values, label: str) -> LogitAttribution:
+def _one(terms: dict[Part, Float64[Tensor, "row term"]], values: _Values, label: str) -> LogitAttribution:
+    """The attribution of the first row."""
     rows = []
-    for part, terms in values.terms.items():
-        without, taken, bias = each = terms[0].tolist()
-        rows.append(
-            {**part_columns(part), "contribution": without + taken + bias, **dict(zip(TERMS, each, strict=True))}
-        )
+    for part, each_row in terms.items():
+        without, taken, bias = each = each_row[0].tolist()
+        rows.append((*part_columns(part).values(), without + taken + bias, *each))
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     return LogitAttribution(
         table, math.fsum(table["contribution"]), float(values.own[0]), float(values.scale[0]), values.bound, label,
@@ -468,58 +464,10 @@ def _one(values: _Values, label: str) -> LogitAttribution:
     )  # fmt: skip
 
 
-def _several(
-    results: Sequence[tuple[list[tuple[int, int]], _Values]],
-    places: Sequence[Sequence[int]],
-    valid: Bool[Tensor, " row"] | None,
-    label: str,
-) -> LogitAttributions:
-    assert valid is not None
-    parts = tuple(results[0][1].terms)
-    shape = (len(places), max(map(len, places)))
-    nan = torch.full((len(parts), len(TERMS), *shape), math.nan, dtype=torch.float64)
-    own, scale = (torch.full(shape, math.nan, dtype=torch.float64) for _ in range(2))
-    at = torch.full(shape, -1)
-    for known, values in results:
-        b, k = (torch.tensor(side) for side in zip(*known, strict=True))
-        here = torch.stack([values.terms[part] for part in parts]).permute(0, 2, 1)
-        real = valid[[row_number(places, i, j) for i, j in known]]
-        nan[:, :, b, k] = torch.where(real, here, math.nan)
-        own[b, k], scale[b, k] = torch.where(real, values.own, math.nan), values.scale
-        at[b, k] = torch.tensor([places[i][j] for i, j in known])
-    values = results[0][1]
-    return LogitAttributions(parts, nan, nan.sum((0, 1)), own, scale, values.bound, at, label, values.soft_cap)
-
-
-def logit_asked(
-    model: HookedModel, logits: Float64[Tensor, " d_vocab"] | Tensor, target: Tokens | None, against: Tokens | None
-) -> Tensor:
-    """The logit, or the difference, that `target` and `against` mean, with its graph."""
-    chosen = [int(logits[: outputs(model)].argmax())] if target is None else token_ids(model, target)
-    found = logits[chosen].mean()
-    if against is None:
-        return found
-    if isinstance(against, str) and against == MEAN:
-        return found - logits[: outputs(model)].mean()
-    return found - logits[token_ids(model, against)].mean()
-
-
-def _layers(model: HookedModel, neurons: bool | Sequence[int]) -> list[int]:
-    if isinstance(neurons, bool | np.bool_):
-        return list(range(n_layers(model))) if neurons else []
-    try:
-        layers = list(neurons)
-    except TypeError:
-        raise AttributionError(f"neurons must be True, False or a list of layers, got {neurons!r}") from None
-    return [place(layer, n_layers(model), "layer", "the model", "layers") for layer in layers]
-
-
-def _names(model: HookedModel) -> Callable[[int], str] | None:
-    """The text of a token by its id; None without a tokenizer."""
-    tokenizer: Any = tokenizer_of(model)
-    if tokenizer is None or not hasattr(tokenizer, "decode"):
-        return None
-    return lambda i: str(tokenizer.decode([i]))
+def soft_cap(model: HookedModel) -> float:
+    """What the model squashes its logits to, cap·tanh(logit / cap); 0 if it does not."""
+    cap = getattr(model.cfg, "output_logits_soft_cap", None)
+    return float(cap) if isinstance(cap, int | float) and cap > 0 else 0.0
 
 
 def _plain_logits(model: HookedModel, seen: Record) -> Float64[Tensor, " d_vocab"] | None:
@@ -533,10 +481,10 @@ def _plain_logits(model: HookedModel, seen: Record) -> Float64[Tensor, " d_vocab
 
 
 def _uncapped(
-    model: HookedModel, logits: Float[Tensor, "row d_vocab"], seen: Record
+    model: HookedModel, logits: Float64[Tensor, "row d_vocab"], seen: Record
 ) -> tuple[Float64[Tensor, "row d_vocab"], float]:
     """Logits before their soft cap, and the cap; as they are, and 0, if the model is seen not to have one."""
-    cap, logits = soft_cap(model), logits.double()
+    cap = soft_cap(model)
     plain = _plain_logits(model, seen) if cap else None
     if plain is None:
         return logits, 0.0

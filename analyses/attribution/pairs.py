@@ -8,16 +8,17 @@ Of a key and many queries (`query` −1) the mean over those queries is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.heads import Head, projected
-from ln_probe.analyses.attribution.scores import maps_of, read_by, split_of
+from ln_probe.analyses.attribution.heads import Head, heads_of, projected, read_by
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.capture import record_attention
 from ln_probe.hooks.components import Part
@@ -89,27 +90,19 @@ def pair_scores(
     """
     site, where = read_by(facts, layer)
     kept, looks = record_attention(model, tokens[None], facts.norms(), site, layer, {})
-    split = split_of(facts, kept, looks, site, where)
-    split.check(where)
-    look = looks[0]
-    maps, bound = maps_of(facts, look), facts.wiring.bound(where, look.x.dtype)
-    pattern = look.pattern.double().cpu()
-    found = [_HeadPairs(Head(maps, h, site, where, split, look, [], [], 0, bound), pattern[h], count) for h in heads]
-    sums: Tensor | None = None
+    (one,) = heads_of(facts, kept, looks, site, where)
+    one.split.check(where)
+    pattern = one.seen.pattern.double().cpu()
+    found = [_HeadPairs(replace(one, head=h), pattern[h], count) for h in heads]
+    sums: list[Tensor] = []
     parts: tuple[Part, ...] = ()
-    for rows in _chunks(len(tokens), len(facts.wiring.at(where)) * maps.n_heads * site.d):
-        vectors = split.rows(rows).vectors(where)
+    step = max(1, ROOM // max(1, len(facts.wiring.at(where)) * one.heads.n_heads * site.d))
+    for rows in torch.arange(len(tokens)).split(step):
+        vectors = one.split.rows(rows.tolist()).vectors(where)
         parts = tuple(vectors)
-        wide = torch.cat([one.readings(rows) for one in found])  # [reading row d]
-        each = torch.stack(list(vectors.values())).flatten(1) @ wide.flatten(1).T
-        sums = each if sums is None else sums + each
-    assert sums is not None
-    return _put_together(parts, found, sums)
-
-
-def _chunks(length: int, size: int) -> Iterator[list[int]]:
-    step = max(1, ROOM // max(1, size))
-    return (list(range(i, min(length, i + step))) for i in range(0, length, step))
+        wide = torch.cat([pairs.readings(rows.tolist()) for pairs in found])  # [reading row d]
+        sums.append(torch.stack(list(vectors.values())).flatten(1) @ wide.flatten(1).T)
+    return _put_together(parts, found, reduce(add, sums))
 
 
 class _HeadPairs:
@@ -134,8 +127,7 @@ class _HeadPairs:
             lifts = one.position_bias(q)
             self.lifts.append(0.0 if lifts is None else float((lifts[:, k] - (lifts * share[q]).sum(1)).mean()))
             self.scores.append(float((queries[q] * difference).sum(1).mean()) + self.lifts[-1])
-        largest = one.scores(range(length)).abs().max()
-        self.scale = max(float(largest), 1e-300)
+        self.scale = max(float(one.scores(range(length)).abs().max()), 1e-300)
         x = one.split.input(one.where)
         sigma = one.site.sigma(x)[:, 0]
         # As `attribute_scores` has it: the median over what the query sees; of many queries, over the prompt.
@@ -147,30 +139,23 @@ class _HeadPairs:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], Float64[Tensor, "term pair"]]:
         """Readings of one side pulled back through rotary positions and QK-norm: weights, coefficients, what constants
         contribute by name, and the norm's terms."""
-        one, site = self.one, self.one.site
-        maps = one.heads
-        W, b, norm = (maps.W_Q, maps.b_Q, maps.q_norm) if name == "Q" else (maps.W_K, maps.b_K, maps.k_norm)
-        W, b = W[one.head].cpu(), b[one.head].cpu()
+        one, site, maps = self.one, self.one.site, self.one.heads
+        W, b, norm = one.map(name)
         gain, lift = gain_of(site), bias_of(site)
         at = torch.arange(one.length)
         fixed: dict[str, Tensor] = {}
         with torch.enable_grad():
-            plain = torch.zeros_like(coefficients, requires_grad=True)
-            made = plain
-            shift = None
+            made = plain = torch.zeros_like(coefficients, requires_grad=True)
             if norm is not None:
                 before = (one.seen.y.double().cpu() @ W + b)[:, None]
                 own, inner, shift = one.inner(norm, name, before, range(one.length))
                 made = projected(norm, made) / own[:, None] * inner
-            if shift is not None:
-                made = made + shift
-            if maps.rotary is not None:
-                made = maps.rotary(made, at)
+                if shift is not None:
+                    turned = shift.expand(one.length, 1, -1)
+                    turned = turned if maps.rotary is None else maps.rotary(turned, at)
+                    fixed[f"{norm.name} bias"] = (turned * coefficients).sum((0, 2))
+            made = made if maps.rotary is None else maps.rotary(made, at)
             (pulled,) = torch.autograd.grad((made * coefficients).sum(), plain)
-        if shift is not None:
-            turned = shift.expand(one.length, 1, -1)
-            turned = turned if maps.rotary is None else maps.rotary(turned, at)
-            fixed[f"{norm.name} bias" if norm is not None else ""] = (turned * coefficients).sum((0, 2))
         if not site.bare:
             fixed["norm bias"] = (pulled @ (lift @ W)).sum(0)
         fixed[f"b_{name}"] = (pulled @ b).sum(0)
@@ -210,9 +195,8 @@ def _put_together(
                 fixed[:, s, names.index(name)] = value
         sides.append(torch.cat([both, fixed], 2))
         terms.append(torch.stack([side[3].T for side in one.sides], 1))
-        off = (
-            float((sides[-1].sum(2) - torch.tensor(one.scores).double()[:, None]).abs().max()) / one.scale if n else 0.0
-        )
+        differences = (sides[-1].sum(2) - torch.tensor(one.scores).double()[:, None]).abs()
+        off = float(differences.max()) / one.scale if n else 0.0
         if not off <= one.one.bound:
             raise AttributionError(
                 f"the components add up to other scores than the model's in L{layer}H{one.one.head}: {off:.1e} of the "

@@ -21,28 +21,28 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ln_probe.analyses.attribution.features import Features, dictionaries
-from ln_probe.analyses.attribution.heads import AT_ONCE, Head, in_chunks
+from ln_probe.analyses.attribution.features import Features, dictionaries, points_of
+from ln_probe.analyses.attribution.heads import AT_ONCE, Head, heads_of, in_chunks, read_by
 from ln_probe.analyses.attribution.shared import (
     MEAN,
     AttributionError,
     Bar,
+    Prompts,
     Sums,
     SumsAtPositions,
     draw,
+    is_mean,
     largest,
-    of_equal_length,
+    layer_of,
     part_columns,
     place,
-    prompts,
 )
-from ln_probe.hooks.attention import Heads, read_heads
-from ln_probe.hooks.capture import AttentionInput, CachedPrompts, is_cache, record_attention
-from ln_probe.hooks.components import Part, Record, Split
-from ln_probe.hooks.model import check_model, evaluating, n_layers, whole_number
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import ModelFacts, facts_of
+from ln_probe.hooks.capture import record_attention
+from ln_probe.hooks.components import Part
+from ln_probe.hooks.model import check_model, evaluating, whole_number
+from ln_probe.hooks.sites import facts_of
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
 SHOWN = 8  # pairs in the picture, above the eight LN terms
@@ -114,10 +114,10 @@ class ScoreAttribution(Sums):
         pairs = draw(largest(every, SHOWN), title, "A bar per pair: part of the query · part of the key.")
         bars = [Bar(f"{r.term} of the {r.side}", float(r.contribution)) for r in self.terms.itertuples()]  # type: ignore
         note = "What the score would lose without each term alone (a sigma: if it were the median of the tokens seen)."
-        return str(pairs + draw(bars, "What each term of the norm does to it", note))
+        return pairs + draw(bars, "What each term of the norm does to it", note)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScoreAttributions(SumsAtPositions):
     """Attention scores (or differences of scores) of one head at many positions, each as a sum over one side's parts.
 
@@ -150,7 +150,11 @@ class ScoreAttributions(SumsAtPositions):
     bound: float
     label: str
     soft_cap: float = 0.0
-    _number = "score"
+    _number, _unit = "score", " nats"
+
+    @property
+    def _entries(self) -> str:  # type: ignore[override]
+        return f"scores, by components of the {self.side}"
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -165,17 +169,6 @@ class ScoreAttributions(SumsAtPositions):
     def _place(self, at: int) -> str:
         query, key = (int(t.flatten()[at]) for t in (self.queries, self.keys))
         return f" (query {query}, key {key} of prompt {at // max(1, self.total[0].numel())})"
-
-    def __repr__(self) -> str:
-        shape = " × ".join(map(str, self.total.shape))
-        return f"ScoreAttributions({self.label}: {len(self.components)} components of the {self.side}, {shape} scores)"
-
-    def _repr_html_(self) -> str:
-        means = self.values.flatten(1).nanmean(1)
-        bars = [Bar(part.name, float(v)) for part, v in zip(self.components, means, strict=True)]
-        count = int(self.total.isfinite().sum())
-        note = f"Components of the {self.side}, means over {count} scores. Values: .values [component, batch, …]."
-        return str(draw(largest(bars), f"{self.label}: {float(self.total.nanmean()):.4f} nats on average", note))
 
 
 _TERMS = {
@@ -224,148 +217,99 @@ def attribute_scores(
         >>> every = ln_probe.attribute_scores(model, "The ships came home.", 1, 0, -1).check()
     """
     hooked = check_model(model)
-    layer = place(layer, n_layers(hooked), "layer", "the model", "layers")
+    layer = layer_of(hooked, layer)
     wanted = dictionaries(features)
     if isinstance(against, str) and against != MEAN:
         raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
     with evaluating(hooked):
         facts = facts_of(hooked, checksums=False)
         site, where = read_by(facts, layer)
-        cached = CachedPrompts(hooked, tokens_or_cache) if is_cache(tokens_or_cache) else None
-        rows = [] if cached is not None else prompts(hooked, tokens_or_cache)
-        lengths = [cached.shape()[1]] * cached.shape()[0] if cached is not None else list(map(len, rows))
-        for given in wanted:
-            given.check(int(hooked.cfg.d_model), len(lengths), max(lengths))
-        points = {given.hook_name: given.point(hooked) for given in wanted}
-        for n in lengths:
-            for position, what in (
-                (query, "query"),
-                (key, "key"),
-                (None if isinstance(against, str) else against, "against"),
-            ):
+        given = Prompts(hooked, tokens_or_cache)
+        points = points_of(hooked, wanted, given.lengths)
+        asked = {"query": query, "key": key, "against": None if isinstance(against, str) else against}
+        for length in given.lengths:
+            for what, position in asked.items():
                 if position is not None:
-                    place(position, n, what)
+                    place(position, length, what)
         each: dict[int, Head] = {}
-        for members in of_equal_length(lengths):
-            length = lengths[members[0]]
-            if cached is not None:
-                kept = cached.record(range(length * len(members)), facts.wiring, where, points)
-                looks = cached.attention(site, layer, where)
+        for members in given.of_equal_length():
+            if given.cache is None:
+                kept, looks = record_attention(hooked, given.tokens(members), facts.norms(), site, layer, points)
             else:
-                together = torch.stack([rows[i] for i in members])
-                kept, looks = record_attention(hooked, together, facts.norms(), site, layer, points)
-            split = split_of(facts, kept, looks, site, where)
-            for k, (number, look) in enumerate(zip(members, looks, strict=True)):
-                heads = maps_of(facts, look)
-                head = place(head, heads.n_heads, "head", f"layer {layer}", "heads")
-                own = split.rows(range(k * length, (k + 1) * length))
-                first, bound = number * max(lengths), facts.wiring.bound(where, look.x.dtype)
-                each[number] = Head(heads, head, site, where, own, look, wanted, [], first, bound)
-    ordered = [each[number] for number in range(len(lengths))]
+                every = range(sum(given.lengths))
+                kept = given.cache.record(every, facts.wiring, where, points)
+                looks = given.cache.attention(site, layer, where)
+            for number, one in zip(members, heads_of(facts, kept, looks, site, where), strict=True):
+                head = place(head, one.heads.n_heads, "head", f"layer {layer}", "heads")
+                each[number] = replace(one, head=head, features=wanted, first=number * max(given.lengths))
+    ordered = [each[number] for number in range(len(given.lengths))]
     if len(ordered) == 1 and query is not None and key is not None:
-        return _one(ordered[0], place(query, lengths[0]), place(key, lengths[0]), against)
+        return _one(ordered[0], place(query, ordered[0].length), place(key, ordered[0].length), against)
     return _several(ordered, query, key, against)
 
 
-def read_by(facts: ModelFacts, layer: int) -> tuple[Site, str]:
-    """The norm that attention of a layer reads, or what replaces it; and the name of that place.
-
-    Raises:
-        AttributionError: it is a module that is no norm that ln_probe knows.
-        SplitError: what is read there is not known to be a sum.
-    """
-    facts.norms()
-    site = next((s for s in facts.read if layer in s.attention_layers), None)
-    if site is None or site.kind == "unknown":
-        what = "nothing that ln_probe knows" if site is None else f"{site.name}, which is no norm that ln_probe knows"
-        raise AttributionError(
-            f"attention of layer {layer} reads {what}: its scores are no sum over parts of the stream. Choose a layer "
-            "that reads a norm or the stream itself (`find_sites`)"
-        )
-    where = f"blocks.{layer}" if site.bare else site.name
-    facts.wiring.at(where)  # raises before the prompt runs
-    return site, where
+def _check_visible(one: Head, query: int, keys: Sequence[int]) -> None:
+    """Raise AttributionError if a query does not see one of some keys."""
+    for key in keys:
+        if not bool(one.mask[query, key]):
+            visible = torch.nonzero(one.mask[query])[:, 0].tolist()
+            ends = dict.fromkeys(map(str, (visible[0], visible[-1])))
+            raise AttributionError(f"query {query} does not see key {key}: it sees {' … '.join(ends)}")
 
 
-def split_of(facts: ModelFacts, kept: Record, looks: Sequence[AttentionInput], site: Site, where: str) -> Split:
-    """The parts of what one layer's attention reads, a row per position of one prompt after the other."""
-    if not looks:
-        raise AttributionError(f"attention that reads {where} shows no pattern, so its scores cannot be checked")
-    if site.bare:
-        read = torch.cat([look.x for look in looks]).cpu()
-        kept = replace(kept, inputs={**kept.inputs, where: read})
-    return Split(facts.wiring, kept)
-
-
-def maps_of(facts: ModelFacts, look: AttentionInput) -> Heads:
-    """One layer's attention as linear maps, checked against its pattern."""
-    return read_heads(look, facts.sites, bent=True)
-
-
-def _visible(one: Head, query: int, key: int) -> None:
-    if not bool(one.mask[query, key]):
-        visible = torch.nonzero(one.mask[query])[:, 0].tolist()
-        ends = dict.fromkeys(map(str, (visible[0], visible[-1])))
-        raise AttributionError(f"query {query} does not see key {key}: it sees {' … '.join(ends)}")
-
-
-def _with_features(heads: Sequence[Head], positions: Sequence[Sequence[int]]) -> list[Head]:
-    """The head on each prompt, with the features named that are largest at these positions of all prompts."""
-    rows = [one.first + p for one, some in zip(heads, positions, strict=True) for p in some]
-    named = [given.chosen(rows) for given in heads[0].features]
-    return [replace(one, named=named) for one in heads]
+def _label(one: Head, number: str, query: int | None, key: int | None, against: int | str | None) -> str:
+    label = f"{number} of L{one.seen.layer}H{one.head}"
+    label += "" if query is None else f" from {query}"
+    label += "" if key is None else f" to {key}"
+    if against is None:
+        return label
+    return f"{label} minus {'the mean of those it sees' if is_mean(against) else f'to {against}'}"
 
 
 def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAttribution:
     """One score as a sum over pairs."""
-    _visible(one, q_at, k_at)
-    visible = [int(i) for i in torch.nonzero(one.mask[q_at])[:, 0]]
+    visible = torch.nonzero(one.mask[q_at])[:, 0].tolist()
     other: list[int] | None = None
     if against is not None:
         other = visible if isinstance(against, str) else [place(against, one.length, "against")]
-        _visible(one, q_at, other[0])
+    _check_visible(one, q_at, [k_at, *(other or ())[:1]])
     rows = sorted({q_at, k_at, *(other or ())})
-    (one,) = _with_features([one], [rows])
+    one = replace(one, named=[given.chosen([one.first + p for p in rows]) for given in one.features])
     one.split.rows(rows).check(one.where)
-    heads, layer, head = one.heads, one.seen.layer, one.head
     typical = float(one.site.sigma(one.seen.x[visible].double()).median())
     queries = one.side("Q", [q_at], typical)
     mine = one.side("K", [k_at], typical)
     two = None if other is None else one.mean_keys(other, typical)
+    divisor = one.heads.divisor
 
     def score(q: Tensor, k: Tensor) -> float:
-        return float((q * k).sum()) / heads.divisor
+        return float((q * k).sum()) / divisor
 
     def difference(term: str | None = None) -> Float[Tensor, " d_head"]:
         wholes = [s.whole.sum(1)[0] if term is None else s.terms[term][0] for s in (mine, two) if s is not None]
         return wholes[0] if two is None else wholes[0] - wholes[1]
 
     keys = mine.whole[0] if two is None else mine.whole[0] - two.whole[0]
-    matrix = queries.whole[0] @ keys.T / heads.divisor
+    matrix = queries.whole[0] @ keys.T / divisor
     q_parts, k_parts = list(queries.parts), list(mine.parts)
     if (lifts := one.position_bias([q_at])) is not None:  # a separate pair: what ALiBi adds is of no other part
         lift = float(lifts[0, k_at]) - (0.0 if other is None else float(lifts[0, other].mean()))
         matrix = torch.block_diag(matrix, torch.full((1, 1), lift, dtype=torch.float64))
         for parts in (q_parts, k_parts):
-            parts.append(Part("position bias", "bias", layer))
+            parts.append(Part("position bias", "bias", one.seen.layer))
     q_whole = queries.whole.sum(1)[0]
-    terms = [
-        {"side": which, "term": term, "contribution": value, "meaning": meaning}
-        for which, values in (
-            ("query", {t: score(queries.terms[t][0], difference()) for t in _TERMS}),
-            ("key", {t: score(q_whole, difference(t)) for t in _TERMS}),
-        )
-        for (term, meaning), value in zip(_TERMS.items(), values.values(), strict=True)
-    ]
+    terms = [("query", t, score(queries.terms[t][0], difference()), meaning) for t, meaning in _TERMS.items()]
+    terms += [("key", t, score(q_whole, difference(t)), meaning) for t, meaning in _TERMS.items()]
+    sides = (("query", q_parts, matrix.sum(1)), ("key", k_parts, matrix.sum(0)))
     own = one.scores([q_at])[0]
-    label = f"score of L{layer}H{head} from {q_at} to {k_at}" + (
-        "" if other is None else " minus the mean of those it sees" if against == MEAN else f" minus to {other[0]}"
-    )
     return ScoreAttribution(
         pd.DataFrame(matrix.numpy(), index=[p.name for p in q_parts], columns=[p.name for p in k_parts]),
         pd.DataFrame(
-            [_row("query", p, v) for p, v in zip(q_parts, matrix.sum(1).tolist(), strict=True)]
-            + [_row("key", p, v) for p, v in zip(k_parts, matrix.sum(0).tolist(), strict=True)],
+            [
+                (side, *part_columns(part).values(), value)
+                for side, parts, values in sides
+                for part, value in zip(parts, values.tolist(), strict=True)
+            ],
             columns=list(COLUMNS),
         ),
         pd.DataFrame(terms, columns=["side", "term", "contribution", "meaning"]),
@@ -373,27 +317,16 @@ def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAtt
         float(own[k_at]) - (0.0 if other is None else float(own[other].mean())),
         max(float(own.abs().max()), 1e-300),
         one.bound,
-        float(one.seen.pattern[head, q_at, k_at]),
-        label,
-        heads.soft_cap,
+        float(one.seen.pattern[one.head, q_at, k_at]),
+        _label(one, "score", q_at, k_at, against if other is None or is_mean(against) else other[0]),
+        one.heads.soft_cap,
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Scores:
-    """Scores of one prompt: parts, and by query and key their contributions, what the model has, and attention."""
-
-    parts: list[Part]
-    values: Float64[Tensor, "part query key"]
-    own: Float64[Tensor, "query key"]
-    scale: Float64[Tensor, "query 1"]
-    weight: Float64[Tensor, "query key"]
-    queries: list[int]
-    keys: list[int]
-
-
-def _many(one: Head, queries: list[int], keys: list[int], against: int | str | None, side: str) -> _Scores:
-    """Scores of these queries to these keys, by the parts of one side."""
+def _many(
+    one: Head, queries: list[int], keys: list[int], against: int | str | None, side: str
+) -> tuple[list[Part], dict[str, Tensor]]:
+    """Scores of one prompt's queries to its keys, by the parts of one side: what `ScoreAttributions` keeps of them."""
     heads, mask = one.heads, one.mask[queries]
     scores, lifts = one.scores(queries), one.position_bias(queries)
     share = torch.zeros(len(queries), one.length, dtype=torch.float64)  # of each key in what is subtracted
@@ -415,9 +348,8 @@ def _many(one: Head, queries: list[int], keys: list[int], against: int | str | N
         one.split.rows(needed).check(one.where)
         q = one.queries[queries] / heads.divisor
         for some in in_chunks(needed):
-            made = one.side("K", some)
-            parts = made.parts
-            found.append(torch.einsum("kpd,qd->pqk", made.whole, q))
+            parts, whole, _ = one.side("K", some)
+            found.append(torch.einsum("kpd,qd->pqk", whole, q))
         every = torch.zeros(len(parts), len(queries), one.length, dtype=torch.float64)
         every[:, :, needed] = torch.cat(found, 2)
         values = less(every)
@@ -425,58 +357,53 @@ def _many(one: Head, queries: list[int], keys: list[int], against: int | str | N
         one.split.rows(queries).check(one.where)
         difference = (one.keys[keys] - share @ one.keys) / heads.divisor  # [query d_head]: there is one key
         for some, of_keys in zip(in_chunks(queries), difference.split(AT_ONCE), strict=True):
-            made = one.side("Q", some)
-            parts = made.parts
-            found.append(torch.einsum("qpd,qd->pq", made.whole, of_keys)[:, :, None])
+            parts, whole, _ = one.side("Q", some)
+            found.append(torch.einsum("qpd,qd->pq", whole, of_keys)[:, :, None])
         values = torch.cat(found, 1)
     if lifts is not None:
         parts = [*parts, Part("position bias", "bias", one.seen.layer)]
         values = torch.cat([values, less(lifts)[None]])
-    scale = scores.abs().amax(1, keepdim=True).clamp_min(1e-300)
-    weight = one.seen.pattern[one.head][queries][:, keys].double().cpu()
-    return _Scores(
-        parts, values.masked_fill(~seen, math.nan), less(scores).masked_fill(~seen, math.nan), scale, weight, queries,
-        keys,
-    )  # fmt: skip
+    return parts, {
+        "values": values.masked_fill(~seen, math.nan),
+        "own": less(scores).masked_fill(~seen, math.nan),
+        "scale": scores.abs().amax(1, keepdim=True).clamp_min(1e-300).expand(seen.shape),
+        "weight": one.seen.pattern[one.head][queries][:, keys].double().cpu(),
+        "queries": torch.tensor(queries)[:, None].expand(seen.shape),
+        "keys": torch.tensor(keys).expand(seen.shape),
+    }
 
 
 def _several(
     ordered: Sequence[Head], query: int | None, key: int | None, against: int | str | None
 ) -> ScoreAttributions:
     side = "query" if query is None and key is not None else "key"
-    results = []
-    for one in _with_features(ordered, [range(one.length) for one in ordered]):
+    every = [one.first + p for one in ordered for p in range(one.length)]
+    named = [given.chosen(every) for given in ordered[0].features]
+    parts: list[Part] = []
+    found: dict[str, list[Tensor]] = {}
+    for one in (replace(one, named=named) for one in ordered):
         queries = list(range(one.length)) if query is None else [place(query, one.length)]
         keys = list(range(one.length)) if key is None else [place(key, one.length)]
         other = against if against is None or isinstance(against, str) else place(against, one.length)
         if query is not None:
-            for wanted in (*([] if key is None else keys), *([other] if isinstance(other, int) else [])):
-                _visible(one, queries[0], wanted)
-        results.append(_many(one, queries, keys, other, side))
-    parts = results[0].parts
-    shape = (len(results), max(len(r.queries) for r in results), max(len(r.keys) for r in results))
-    values = torch.full((len(parts), *shape), math.nan, dtype=torch.float64)
-    own, scale, weight = (torch.full(shape, math.nan, dtype=torch.float64) for _ in range(3))
-    at = torch.full((2, *shape), -1)
-    for b, r in enumerate(results):
-        q, k = len(r.queries), len(r.keys)
-        values[:, b, :q, :k] = r.values
-        own[b, :q, :k], scale[b, :q, :k], weight[b, :q, :k] = r.own, r.scale, r.weight
-        at[0, b, :q, :k], at[1, b, :q, :k] = torch.tensor(r.queries)[:, None], torch.tensor(r.keys)
-    drop = None if query is None and key is None else -1 if query is None else -2
-    total = values.sum(0)
-    if drop is not None:
-        values, total, own, scale, weight, at = (t.squeeze(drop) for t in (values, total, own, scale, weight, at))
+            wanted = [] if key is None else list(keys)
+            if isinstance(other, int):
+                wanted.append(other)
+            _check_visible(one, queries[0], wanted)
+        parts, made = _many(one, queries, keys, other, side)
+        for name, values in made.items():
+            found.setdefault(name, []).append(values)
+    most_queries, most_keys = (max(t.shape[axis] for t in found["own"]) for axis in (0, 1))
+    fields: dict[str, Tensor] = {}
+    for name, each in found.items():  # [… batch query key], filled up behind the end of a prompt
+        fill = -1 if name in ("queries", "keys") else math.nan
+        behind = [(0, most_keys - t.shape[-1], 0, most_queries - t.shape[-2]) for t in each]
+        fields[name] = torch.stack([pad(t, room, value=fill) for t, room in zip(each, behind, strict=True)], -3)
+    fields["total"] = fields["values"].sum(0)
+    if query is not None or key is not None:
+        fields = {name: values.squeeze(-1 if query is None else -2) for name, values in fields.items()}
     one = ordered[0]
-    label = f"scores of L{one.seen.layer}H{one.head}"
-    label += "" if query is None else f" from {query}"
-    label += "" if key is None else f" to {key}"
-    if against is not None:
-        label += " minus the mean of those it sees" if isinstance(against, str) else f" minus to {against}"
     return ScoreAttributions(
-        tuple(parts), side, values, total, own, scale, weight, at[0], at[1], one.bound, label, one.heads.soft_cap
-    )
-
-
-def _row(side: str, part: Part, value: float) -> dict[str, object]:
-    return {"side": side, **part_columns(part), "contribution": value}
+        tuple(parts), side, **fields, bound=one.bound, label=_label(one, "scores", query, key, against),
+        soft_cap=one.heads.soft_cap,
+    )  # fmt: skip

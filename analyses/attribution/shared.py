@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float64, Int
-from markupsafe import Markup
 from torch import Tensor
 
-from ln_probe.hooks.capture import is_cache
+from ln_probe.hooks.capture import CachedPrompts, is_cache
 from ln_probe.hooks.components import Part
 from ln_probe.hooks.default_tokens import encode, tokenizer_of
-from ln_probe.hooks.model import HookedModel, before_projection, device_of, outputs, weight_of, whole_number
+from ln_probe.hooks.model import HookedModel, before_projection, device_of, n_layers, outputs, weight_of, whole_number
 from ln_probe.hooks.scales import check_ids
 
 MEAN = "mean"
@@ -30,31 +29,46 @@ class AttributionError(ValueError):
     """Something that cannot be attributed: says what was asked for, and what to ask for instead."""
 
 
-def prompts(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
-    """One or several prompts: what `prompt` takes, ids [batch pos], or a list of texts or of rows of ids.
+class Prompts:
+    """The prompts of an attribution: token ids to run, or a cache of their activations.
+
+    Args:
+        given: what `prompt` takes, ids [batch pos], a list of texts or of rows of ids, or a cache.
+
+    Attributes:
+        rows: token ids of each prompt; empty for a cache.
+        cache: the cached activations; None for token ids.
+        lengths: tokens of each prompt.
 
     Raises:
         AttributionError: as `prompt`, with the number of the prompt where there are several.
+        SplitError: a cache of another model, or one without embeddings.
     """
-    shape = getattr(tokens, "shape", None)
-    several = (shape is not None and len(shape) == 2) or (
-        isinstance(tokens, list | tuple)
-        and len(tokens) > 0
-        and (isinstance(tokens[0], str | list | tuple) or getattr(tokens[0], "ndim", 0) > 0)
-    )
-    if not several:
-        return [prompt(model, tokens)]
-    rows: list[Tensor] = []
-    for row in cast(Iterable[object], tokens):
-        try:
-            rows.append(prompt(model, row))
-        except AttributionError as error:
-            raise AttributionError(
-                f"prompt {len(rows)}: {error}" if len(cast(Any, tokens)) > 1 else str(error)
-            ) from error
-    if not rows:
-        raise AttributionError("the prompt is empty: give at least one token")
-    return rows
+
+    def __init__(self, model: HookedModel, given: Any) -> None:
+        self.cache = CachedPrompts(model, given) if is_cache(given) else None
+        self.rows: list[Int[Tensor, " _"]] = []
+        if self.cache is not None:
+            count, length = self.cache.shape()
+            self.lengths = [length] * count
+            return
+        first = given[0] if isinstance(given, list | tuple) and given else None
+        several = isinstance(first, str | list | tuple) or getattr(first, "ndim", 0) > 0
+        each = given if several or (len(getattr(given, "shape", ())) == 2 and len(given)) else [given]
+        for row in each:
+            try:
+                self.rows.append(prompt(model, row))
+            except AttributionError as error:
+                raise AttributionError(f"prompt {len(self.rows)}: {error}" if len(each) > 1 else str(error)) from error
+        self.lengths = [len(row) for row in self.rows]
+
+    def of_equal_length(self) -> list[list[int]]:
+        """Prompts that run together: padding would change what a bidirectional model reads."""
+        return [list(map(int, some)) for some in pd.Series(self.lengths).groupby(self.lengths).indices.values()]
+
+    def tokens(self, members: Sequence[int]) -> Int[Tensor, "batch pos"]:
+        """The token ids of prompts of equal length."""
+        return torch.stack([self.rows[i] for i in members])
 
 
 def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
@@ -65,117 +79,97 @@ def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
     """
     if is_cache(tokens):
         raise AttributionError("this runs the model: give tokens, not a cache")
-    ids: Any
-    if isinstance(tokens, str):
-        try:
-            ids = encode(model, tokens)
-        except ValueError as error:
-            raise AttributionError(str(error)) from error
-    else:
-        try:
-            ids = torch.as_tensor(np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise AttributionError(f"tokens must be text or token ids of one prompt, got {tokens!r}") from error
-    if not ids.numel():
-        raise AttributionError("the prompt is empty: give at least one token")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise AttributionError(f"token ids are whole numbers, got {str(ids.dtype).removeprefix('torch.')}")
-    if ids.ndim == 2 and len(ids) == 1:
-        ids = ids[0]
-    if ids.ndim != 1:
-        raise AttributionError(f"a prompt is [pos] or [1 pos] token ids (several: [batch pos]): got {list(ids.shape)}")
     try:
+        ids = encode(model, tokens) if isinstance(tokens, str) else _tensor(tokens, "tokens must be text or token ids")
+        if not ids.numel():
+            raise ValueError("the prompt is empty: give at least one token")
+        if not _is_whole(ids):
+            raise ValueError(f"token ids are whole numbers, got {str(ids.dtype).removeprefix('torch.')}")
+        if ids.ndim == 2 and len(ids) == 1:
+            ids = ids[0]
+        if ids.ndim != 1:
+            raise ValueError(f"a prompt is [pos] or [1 pos] token ids (several: [batch pos]): got {list(ids.shape)}")
         check_ids(model, ids)
     except ValueError as error:
         raise AttributionError(str(error)) from error
-    found: Tensor = ids.long().to(device_of(model))
-    return found
+    return ids.long().to(device_of(model))
 
 
-def is_index(positions: object) -> bool:
-    return positions is not None and (not isinstance(positions, Tensor | np.ndarray) or positions.ndim == 0)
+def _tensor(given: Any, requirement: str) -> Tensor:
+    """Numbers of any kind as a tensor; an AttributionError that states the requirement for anything else."""
+    try:
+        return torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise AttributionError(f"{requirement}, got {given!r}") from error
+
+
+def _is_whole(ids: Tensor) -> bool:
+    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+
+
+def is_mean(given: object) -> bool:
+    """Whether `against` is the word for the mean."""
+    return isinstance(given, str) and given == MEAN
+
+
+def is_index(given: object) -> bool:
+    """Whether this is one position or token id: not None, a slice or several."""
+    several = given is None or isinstance(given, slice | Sequence)
+    return not several and (not isinstance(given, Tensor | np.ndarray) or given.ndim == 0)
 
 
 def places_of(positions: Any, length: int) -> list[int]:
     """The positions of one prompt that are asked for, from 0."""
-    if positions is None:
-        return list(range(length))
     if isinstance(positions, str | dict | set):
         raise AttributionError(f"positions must be None, an index, a slice or a list of indices, got {positions!r}")
-    if isinstance(positions, slice):
-        if not (within := list(range(length))[positions]):
+    if positions is None or isinstance(positions, slice):
+        if not (within := list(range(length))[positions or slice(None)]):
             raise AttributionError(f"{positions} holds none of the prompt's {length} positions: give at least one")
         return within
-    if is_index(positions) and not isinstance(positions, Sequence):
-        return [place(positions, length)]
-    several = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
+    several = [positions] if is_index(positions) else list(positions)
     if not several:
         raise AttributionError("an empty list of positions: give at least one, or None for all")
     return [place(one, length) for one in several]
 
 
-def of_equal_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Prompts that run together: padding would change what a bidirectional model reads."""
-    groups: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths):
-        groups.setdefault(length, []).append(number)
-    return list(groups.values())
+def next_ids(
+    model: HookedModel, rows: Sequence[Int[Tensor, " _"]], places: Sequence[Sequence[int]]
+) -> tuple[Int[Tensor, "row 1"], Bool[Tensor, " row"]]:
+    """The token that follows every position, prompt after prompt (0 where none does), and whether there is one."""
+    if not rows:
+        raise AttributionError("a cache holds no tokens, so the next ones are not known: give target=")
+    follows = [(r, p + 1) for r, at in zip(rows, places, strict=True) for p in at]
+    valid = torch.tensor([p < len(r) for r, p in follows])
+    ids = torch.tensor([[int(r[p]) if p < len(r) else 0] for r, p in follows])
+    if len(beyond := ids[ids >= outputs(model)]):
+        raise AttributionError(
+            f"token id {int(beyond[0])}, the next one at one of these positions, has no logit: the model has "
+            f"{outputs(model)} outputs. Give target=, or positions= that no such token follows"
+        )
+    return ids, valid
 
 
-def row_number(places: Sequence[Sequence[int]], prompt_number: int, k: int) -> int:
-    return sum(len(at) for at in places[:prompt_number]) + k
-
-
-def ids_of_rows(
-    model: HookedModel, target: Any, places: Sequence[Sequence[int]], rows: Sequence[Int[Tensor, " _"]]
-) -> tuple[Int[Tensor, "row token"], Bool[Tensor, " row"]]:
-    """The target of every position asked for, prompt after prompt; and whether there is one."""
+def ids_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int]], what: str) -> Int[Tensor, "row token"]:
+    """The token ids of every position, prompt after prompt: one token for all, or an id or ids for each."""
     count = sum(map(len, places))
-    if target is None:
-        if not rows:
-            raise AttributionError("a cache holds no tokens, so the next ones are not known: give target=")
-        follows = [
-            (int(r[p + 1]), True) if p + 1 < len(r) else (0, False)
-            for r, at in zip(rows, places, strict=True)
-            for p in at
-        ]
-        if beyond := [i for i, _ in follows if i >= outputs(model)]:
-            raise AttributionError(
-                f"token id {beyond[0]}, the next one at one of these positions, has no logit: the model has "
-                f"{outputs(model)} outputs. Give target=, or positions= that no such token follows"
-            )
-        return torch.tensor([[i] for i, _ in follows]), torch.tensor([k for _, k in follows])
-    return others_of_rows(model, target, places, "target"), torch.ones(count, dtype=torch.bool)
-
-
-def others_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int]], what: str = "against") -> Any:
-    """Token ids [row token] of every position; None and "mean" as they are."""
-    if given is None or (isinstance(given, str) and given == MEAN and what == "against"):
-        return given
-    count = sum(map(len, places))
-    if isinstance(given, str) or (is_index(given) and not isinstance(given, Sequence)):
+    if isinstance(given, str) or is_index(given):
         return torch.tensor(token_ids(model, given)).expand(count, -1)
-    try:
-        ids = torch.as_tensor(given if isinstance(given, Tensor) else np.asarray(given))
-    except (TypeError, ValueError) as error:
-        raise AttributionError(f"{what} must be a token, or an id for each position: got {given!r}") from error
+    ids = _tensor(given, f"{what} must be a token, or an id for each position")
     if not ids.numel():
         raise AttributionError(f"{what} is an empty list of tokens: give an id for each position, or None")
+    if not _is_whole(ids):
+        dtype = str(ids.dtype).removeprefix("torch.")
+        raise AttributionError(f"{what} must hold token ids, whole numbers: got {dtype}")
     shape = (len(places), len(places[0]))
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise AttributionError(
-            f"{what} must hold token ids, whole numbers: got {str(ids.dtype).removeprefix('torch.')}"
-        )
     if ids.ndim == 1 and len(places) == 1:
         ids = ids[None]
     if ids.ndim == 1 and shape[1] == 1:  # one for each prompt
         ids = ids[:, None]
     if ids.shape[:2] != shape or ids.ndim not in (2, 3) or any(len(at) != shape[1] for at in places):
         raise AttributionError(f"{what} must have an id for each position, {list(shape)}, got {list(ids.shape)}")
-    flat_ids = ids.reshape(count, -1).long()
-    for one in flat_ids.unique().tolist():
+    for one in ids.unique().tolist():
         token_ids(model, one)
-    return flat_ids
+    return ids.reshape(count, -1).long()
 
 
 def place(
@@ -192,6 +186,11 @@ def place(
     return found % length
 
 
+def layer_of(model: HookedModel, layer: SupportsIndex) -> int:
+    """A layer of the model from 0, negative ones counted from the end."""
+    return place(layer, n_layers(model), "layer", "the model", "layers")
+
+
 def token_ids(model: HookedModel, tokens: Tokens) -> list[int]:
     """Ids of one or several tokens.
 
@@ -203,11 +202,10 @@ def token_ids(model: HookedModel, tokens: Tokens) -> list[int]:
     several: list[Any] = list(tokens) if isinstance(tokens, Iterable) and not isinstance(tokens, str) else [tokens]
     if not several:
         raise AttributionError("an empty set of tokens has no logit: give at least one")
-    size, found = outputs(model), []
+    size, found = outputs(model), list[int]()
     for one in several:
-        token = (
-            _of_text(model, one) if isinstance(one, str) else whole_number(one, "a token id", error=AttributionError)
-        )
+        is_text = isinstance(one, str)
+        token = _of_text(model, one) if is_text else whole_number(one, "a token id", error=AttributionError)
         if not 0 <= token < size:
             raise AttributionError(f"token id {token} is outside the vocabulary of {size} (0 … {size - 1})")
         if token in found:
@@ -228,9 +226,10 @@ def _of_text(model: HookedModel, text: str) -> int:
     return ids[0]
 
 
-def token_names(ids: Sequence[int], names: Callable[[int], str] | None) -> str:
+def token_names(model: HookedModel, ids: Sequence[int]) -> str:
     """Tokens as text, or their ids without a tokenizer."""
-    shown = [repr(names(i)) if names is not None else str(i) for i in ids[:4]]
+    decode = getattr(tokenizer_of(model), "decode", None)
+    shown = [str(i) if decode is None else repr(str(decode([i]))) for i in ids[:4]]
     return ", ".join(shown) + (f", … ({len(ids)} tokens, their mean)" if len(ids) > 4 else "")
 
 
@@ -254,12 +253,6 @@ def mean_columns(
     vectors = W_U[:, at].double().mean(2, dtype=torch.float64).cpu().T
     vectors = before_projection(model, vectors)
     return vectors, torch.zeros(len(ids)).double() if b_U is None else b_U[at].double().mean(1).cpu()
-
-
-def soft_cap(model: HookedModel) -> float:
-    """What the model squashes its logits to, cap·tanh(logit / cap); 0 if it does not."""
-    cap = getattr(model.cfg, "output_logits_soft_cap", None)
-    return float(cap) if isinstance(cap, int | float) and cap > 0 else 0.0
 
 
 def part_columns(part: Part) -> dict[str, object]:
@@ -324,6 +317,21 @@ class SumsAtPositions(Sums):
 
     components: tuple[Part, ...]
     values: Any
+    _entries, _unit, _tick = "positions", "", ""
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.total.shape))
+        return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} {self._entries})"
+
+    def _repr_html_(self) -> str:
+        count = int(self.total.isfinite().sum())
+        note = f"Means over {count} {self._entries}{self._tick}. Values: .values [component, batch, …]."
+        title = f"{self.label}: {float(self.total.nanmean()):.4f}{self._unit} on average"
+        return draw(largest(self._bars()), title, note)
+
+    def _bars(self) -> list[Bar]:
+        means = self.values.flatten(1).nanmean(1).tolist()
+        return [Bar(part.name, mean) for part, mean in zip(self.components, means, strict=True)]
 
     def _components(self) -> pd.DataFrame:
         return pd.DataFrame([part_columns(part) for part in self.components])
@@ -331,11 +339,10 @@ class SumsAtPositions(Sums):
     def _rows(self, **positions: Tensor) -> pd.DataFrame:
         """A row per component and entry: `batch`, the entry's positions, and the component's columns."""
         present, each = self.total.isfinite(), len(self.components)
-        table = self._components().iloc[np.tile(np.arange(each), int(present.sum()))].reset_index(drop=True)
-        columns = {"batch": torch.nonzero(present)[:, 0]} | {n: at[present] for n, at in positions.items()}
-        for i, (name, at) in enumerate(columns.items()):
-            table.insert(i, name, at.numpy().repeat(each))
-        return table
+        entries = {"batch": torch.nonzero(present)[:, 0]} | {name: at[present] for name, at in positions.items()}
+        columns = pd.DataFrame({name: at.numpy().repeat(each) for name, at in entries.items()})
+        components = self._components().iloc[np.tile(np.arange(each), int(present.sum()))]
+        return pd.concat([columns, components.reset_index(drop=True)], axis=1)
 
     def top(self, k: int = TOP) -> pd.DataFrame:
         """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
@@ -347,9 +354,27 @@ class SumsAtPositions(Sums):
 
 # ------------------------------------------------------------------------------------------------------------- pictures
 
-_WIDTH, _ROW, _LABEL, _NUMBER, _LETTER = 640, 20, 190, 70, 6.4  # pixels
-_LONGEST = 360  # pixels of the widest label
-_UP, _DOWN, _REST = "#2166ac", "#b2182b", "#888888"  # colour-blind safe (ColorBrewer RdBu)
+_LABEL, _LONGEST, _LETTER = 190, 360, 6.4  # pixels of the narrowest and the widest label, and of a letter
+_ROOM = 570  # pixels of labels and bars; behind them are numbers
+# Colours are colour-blind safe (ColorBrewer RdBu).
+_PICTURE = """\
+{%- macro line(x, top, bottom, width, opacity) -%}
+<line x1="{{ x }}" x2="{{ x }}" y1="{{ top }}" y2="{{ bottom }}" stroke="currentColor" stroke-width="{{ width }}"
+ stroke-opacity="{{ opacity }}"/>
+{%- endmacro -%}
+<div><div style="font:600 14px sans-serif;margin:4px 0">{{ title }}</div>
+{%- set height = 20 * bars|length %}
+<svg viewBox="0 0 640 {{ height + 4 }}" width="640" height="{{ height + 4 }}" role="img" aria-label="{{ title }}"
+ style="font:12px sans-serif;max-width:100%">{{ line(at(0.0), 0, height, 1, 0.4) }}
+{%- for bar in bars %}{% set y = 20 * loop.index0 %}{% set left, right = [at(0.0), at(bar.value)]|sort %}
+<text x="{{ wide - 8 }}" y="{{ y + 14 }}" text-anchor="end" fill="currentColor">{{ bar.label }}</text>
+<rect x="{{ left }}" y="{{ y + 4 }}" width="{{ [right - left, 1.0]|max|round(1) }}" height="12"
+ fill="{{ "#888888" if bar.rest else "#2166ac" if bar.value >= 0 else "#b2182b" }}">
+<title>{{ bar.label }}: {{ "%.6g"|format(bar.value) }}</title></rect>
+{%- if bar.mark is not none %}{{ line(at(bar.mark), y + 2, y + 18, 2, 1.0) }}{% endif %}
+<text x="578" y="{{ y + 14 }}" fill="currentColor">{{ "%+.3g"|format(bar.value) }}</text>
+{%- endfor %}</svg>
+{%- if note %}<div style="font:12px sans-serif;opacity:0.75;max-width:640px">{{ note }}</div>{% endif %}</div>"""
 
 
 @dataclass(frozen=True)
@@ -375,44 +400,17 @@ def largest(bars: Sequence[Bar], top: int = TOP) -> list[Bar]:
     return shown
 
 
-def draw(bars: Sequence[Bar], title: str, note: str = "") -> Markup:
+def draw(bars: Sequence[Bar], title: str, note: str = "") -> str:
     """Bars as SVG with their numbers, the title above and a note below; everything escaped."""
+    import jinja2
+
     values = [v for b in bars for v in (b.value, b.mark) if v is not None]
     low, high = min([0.0, *values]), max([0.0, *values])
     span = (high - low) or 1.0
     wide = min(max([_LABEL, *(round(8 + _LETTER * len(b.label)) for b in bars)]), _LONGEST)
-    room = _WIDTH - wide - _NUMBER
 
     def at(value: float) -> float:
-        return wide + (value - low) / span * room
+        return round(wide + (value - low) / span * (_ROOM - wide), 1)
 
-    rows = [_bar(bar, i * _ROW, at, wide) for i, bar in enumerate(bars)]
-    zero = _line(at(0.0), 0, len(bars) * _ROW, 1, 0.4)
-    svg = Markup(
-        '<svg viewBox="0 0 {w} {h}" width="{w}" height="{h}" role="img" aria-label="{title}" '
-        'style="font:12px sans-serif;max-width:100%">{zero}{rows}</svg>'
-    ).format(w=_WIDTH, h=len(bars) * _ROW + 4, title=title, zero=zero, rows=Markup("").join(rows))
-    below = Markup('<div style="font:12px sans-serif;opacity:0.75;max-width:{}px">{}</div>').format(_WIDTH, note)
-    head = Markup('<div style="font:600 14px sans-serif;margin:4px 0">{}</div>').format(title)
-    return Markup("<div>{}{}{}</div>").format(head, svg, below if note else "")
-
-
-def _bar(bar: Bar, y: int, at: Callable[[float], float], wide: int) -> Markup:
-    colour = _REST if bar.rest else _UP if bar.value >= 0 else _DOWN
-    left, right = sorted((at(0.0), at(bar.value)))
-    label = Markup('<text x="{}" y="{}" text-anchor="end" fill="currentColor">{}</text>').format(
-        wide - 8, y + 14, bar.label
-    )
-    box = Markup(
-        '<rect x="{:.1f}" y="{}" width="{:.1f}" height="{}" fill="{}"><title>{}: {:.6g}</title></rect>'
-    ).format(left, y + 4, max(right - left, 1.0), _ROW - 8, colour, bar.label, bar.value)
-    mark = Markup("") if bar.mark is None else _line(at(bar.mark), y + 2, y + _ROW - 2, 2, 1.0)
-    number = Markup('<text x="{}" y="{}" fill="currentColor">{:+.3g}</text>').format(
-        _WIDTH - _NUMBER + 8, y + 14, bar.value
-    )
-    return label + box + mark + number
-
-
-def _line(x: float, top: int, bottom: int, wide: int, opacity: float) -> Markup:
-    where = Markup('<line x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}" ').format(x, top, bottom)
-    return where + Markup('stroke="currentColor" stroke-width="{}" stroke-opacity="{}"/>').format(wide, opacity)
+    picture = jinja2.Environment(autoescape=True).from_string(_PICTURE)
+    return picture.render(bars=bars, title=title, note=note, wide=wide, at=at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -192,7 +193,7 @@ def _versions(name: str, steps: list[int] | None) -> list[tuple[str, str | None]
         wanted = checkpoint_steps(path) if steps is None else steps
         return [(name, f"step{step}") for step in wanted] or [(name, None)]
     if kind == "hub":
-        repository = hub.official_name(name, also=tuple(bundled_models()))
+        repository = hub.official_name(name, also=bundled_models())
         if steps is None:
             return [(name, branch) for branch in hub.checkpoints(repository)] or [(name, None)]
         return [(name, hub.hub_revision(repository, str(step))) for step in steps]
@@ -235,28 +236,25 @@ def numbered(base: str) -> Iterator[str]:
 def _identify(name: str, revision: str | None, allow_pickle: bool) -> tuple[str, int]:
     """Hash of what would be loaded, and how many numbers its weights are (0 if they are not here yet)."""
     from ln_probe.loading import hub
-    from ln_probe.loading.folder import check_header, inspect_folder, parameters_of
+    from ln_probe.loading.folder import check_header, inspect_folder, shapes_of
     from ln_probe.loading.provenance import combined, files_of_checkpoint, files_of_lab_run, hashes
     from ln_probe.models import bundled_folder, bundled_models, kind_of, lab_step
 
     path = Path(os.path.expanduser(name))
     kind = kind_of(name, path)
     if kind == "hub":
-        repository = hub.official_name(name, also=tuple(bundled_models()))
+        repository = hub.official_name(name, also=bundled_models())
         return f"{repository}@{hub.commit(repository, revision=revision)}", 0
     if kind in ("lab", "bundled"):
         step = None if revision is None else lab_step(revision)
         files = files_of_lab_run(path if kind == "lab" else bundled_folder(name), step)
-        return combined(hashes(files)), parameters_of(files[:1])
+        return combined(hashes(files)), sum(map(math.prod, shapes_of(files[0])))
     if revision is not None:
         raise ValueError(f"{name} is a local {kind}: it holds one version, not a revision {revision!r}")
     if kind == "gguf":
         return combined(hashes([path])), check_header(path)
     checkpoint = inspect_folder(path, allow_pickle=allow_pickle)
-    parameters = parameters_of(
-        checkpoint.weights, str(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")))
-    )
-    return combined(hashes(files_of_checkpoint(checkpoint))), parameters
+    return combined(hashes(files_of_checkpoint(checkpoint))), checkpoint.parameters
 
 
 def check_same(target: Target, source: ModelSource) -> None:
@@ -294,6 +292,6 @@ def hub_info(target: Target) -> Description:
     if target.error or not is_on_hub(target):
         return Description({}, 0)
     try:
-        return hub.describe(hub.official_name(target.name, also=tuple(bundled_models())), revision=target.revision)
+        return hub.describe(hub.official_name(target.name, also=bundled_models()), revision=target.revision)
     except (ValueError, OSError):
         return Description({}, 0)

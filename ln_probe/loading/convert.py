@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -128,20 +128,13 @@ def to_hooked(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.devic
     return result
 
 
-def to_bridge(pretrained: Pretrained, *, dtype: torch.dtype, device: torch.device, hub_name: str | None) -> nn.Module:
+def to_bridge(model: Any, architecture: str, tokenizer: Any, *, hub_name: str | None = None, **how: Any) -> nn.Module:
     """Wrap in a TransformerBridge, weights unprocessed. The bridge takes the model over and changes it."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    with reloadable_tokenizer(pretrained.tokenizer) as tokenizer:
-        bridge: nn.Module = build_bridge_from_module(
-            pretrained.model,
-            pretrained.architecture,
-            hf_config=pretrained.config,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            device=device,
-            model_name=hub_name or "local",
-        )
+    how |= {"hf_config": model.config, "model_name": hub_name or "local"}
+    with reloadable_tokenizer(tokenizer) as own:
+        bridge: nn.Module = build_bridge_from_module(model, architecture, tokenizer=own, **how)
     return bridge.eval()
 
 
@@ -157,20 +150,18 @@ def process(model: Any, world: World, processing: Processing) -> None:
 def _neutral_folder() -> Iterator[Path]:
     """Make a temporary folder whose path has none of the words that the conversion looks for."""
     with ExitStack() as stack:
-        for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", str(Path.cwd())):
-            for _ in range(5):
-                stack.close()  # the previous one
-                try:
-                    folder = stack.enter_context(temporary_folder(base))
-                except OSError:
-                    break
+        for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", str(Path.cwd())) * 5:  # their names are random
+            stack.close()  # the previous one
+            with suppress(OSError):
+                folder = stack.enter_context(temporary_folder(base))
                 if not any(word in str(folder).lower() for word in _LOADED_WORDS):
-                    yield folder
-                    return
-    raise OSError(
-        f"no temporary folder without one of the words {', '.join(_LOADED_WORDS)} in its path, which "
-        "TransformerLens takes for an architecture. Set TMPDIR to another folder, or use world='bridge'."
-    )
+                    break
+        else:
+            raise OSError(
+                f"no temporary folder without one of the words {', '.join(_LOADED_WORDS)} in its path, which "
+                "TransformerLens takes for an architecture. Set TMPDIR to another folder, or use world='bridge'."
+            )
+        yield folder
 
 
 @contextmanager

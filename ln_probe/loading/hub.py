@@ -9,11 +9,12 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,10 @@ HUB_TIMEOUT_S = 10.0  # for the one request that decides whether the hub is ther
 # Repositories in TransformerLens's own older format: pickled state dicts without a Hugging Face model.
 LEGACY_PREFIXES = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 
-_HTTP_LIBRARIES = ("httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3")
-
 # Errors of a file system without room for a file: it is full, or a quota or a limit of file sizes is reached.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _downloads: ContextVar[Path | None] = ContextVar("_downloads", default=None)
-
-_SMALL_FILES = re.compile(r"(.*\.json|.*\.txt|.*\.model|.*\.tiktoken|.*\.jinja)")
 
 
 @dataclass(frozen=True)
@@ -60,19 +57,18 @@ def known_hub_names() -> dict[str, str]:
     return names
 
 
-def official_name(name: str, *, also: tuple[str, ...] = ()) -> str:
+def official_name(name: str, *, also: Sequence[str] = ()) -> str:
     """Return the repository of a name or alias of TransformerLens, or of any ``owner/model``.
 
     Raises:
         ValueError: an unknown bare name; the nearest known names, those in `also` among them, are suggested.
     """
-    known = known_hub_names()
-    official = known.get(name.lower())
+    official = known_hub_names().get(name.lower())
     if official is not None:
         return official
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return name
-    raise ValueError(_unknown(name, also=also))
+    raise _unknown(name, also)
 
 
 def hub_revision(repository: str, revision: str | None) -> str | None:
@@ -95,14 +91,6 @@ def downloads_in(folder: Path | None) -> Iterator[None]:
         _downloads.reset(token)
 
 
-def _cache_for(repository: str, commit: str, files: Iterable[str]) -> Path:
-    """The cache to read these files from, or to download them to."""
-    from huggingface_hub import constants
-
-    own = _downloads.get()
-    return Path(constants.HF_HUB_CACHE) if own is None or _is_here(repository, commit, files) else own
-
-
 def _is_here(repository: str, commit: str, files: Iterable[str]) -> bool:
     """Whether the user's cache holds all these files of a commit."""
     from huggingface_hub import constants, try_to_load_from_cache
@@ -119,7 +107,7 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
         ConnectionError: the hub cannot be reached and there is no local copy, or the download stopped.
         OSError: the disk is full (`FULL`).
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     revision = hub_revision(repository, revision)
@@ -128,21 +116,28 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
     if isinstance(info, HubSnapshot):
         return info
     sizes = _wanted(repository, info, allow_pickle=allow_pickle)
-    cache = _cache_for(repository, info.sha, sizes)
+    own = _downloads.get()
+    cache = Path(constants.HF_HUB_CACHE) if own is None or _is_here(repository, info.sha, sizes) else own
     home = cache / repo_folder_name(repo_id=repository, repo_type="model")
+    with _download_progress(repository, home, sum(sizes.values())):
+        folder = _download(repository, revision, sizes, cache)
+    _check_hashes(repository, folder)
+    return HubSnapshot(folder, revision, info.sha, ())
+
+
+def _download(repository: str, revision: str | None, files: Iterable[str], cache: str | Path) -> Path:
+    """The folder of a revision in a cache, with these files in it.
+
+    Raises:
+        ValueError, ConnectionError, OSError: as `fetch`.
+    """
+    from huggingface_hub import snapshot_download
+
+    how: dict[str, Any] = {"allow_patterns": list(files), "etag_timeout": HUB_TIMEOUT_S, "cache_dir": cache}
     try:
-        with _download_progress(repository, home, sum(sizes.values())):
-            folder = snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=list(sizes),
-                etag_timeout=HUB_TIMEOUT_S,
-                cache_dir=cache,
-            )
+        return Path(snapshot_download(repository, revision=revision, **how))
     except Exception as error:
-        raise _download_error(repository, error, constants.ENDPOINT) from error
-    _check_hashes(repository, Path(folder))
-    return HubSnapshot(Path(folder), revision, info.sha, ())
+        raise _download_error(repository, error) from error
 
 
 def fetch_ahead(repository: str, revision: str | None, allow_pickle: bool, folder: Path, sign: Path) -> None:
@@ -178,37 +173,24 @@ def describe(repository: str, *, revision: str | None) -> Description:
     Raises:
         ValueError, ConnectionError: as `fetch`.
     """
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import constants
 
     revision = hub_revision(repository, revision)
     info = _info(repository, revision)
-    if isinstance(info, HubSnapshot):
-        weights = [p for p in info.folder.iterdir() if p.suffix in (".safetensors", ".bin")]
-        return Description(_config(info.folder / "config.json"), sum(p.stat().st_size for p in weights))
-    sizes = _wanted(repository, info, allow_pickle=True)
-    here = _is_here(repository, info.sha, sizes)
     with temporary_folder() as aside:
+        if isinstance(info, HubSnapshot):
+            here, folder = True, info.folder
+            sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        else:
+            sizes = _wanted(repository, info, allow_pickle=True)
+            here = _is_here(repository, info.sha, sizes)
+            folder = _download(repository, revision, ["config.json"], constants.HF_HUB_CACHE if here else aside)
         try:
-            path = hf_hub_download(
-                repository,
-                "config.json",
-                revision=revision,
-                etag_timeout=HUB_TIMEOUT_S,
-                cache_dir=constants.HF_HUB_CACHE if here else aside,
-            )
-        except Exception as error:
-            raise _download_error(repository, error, constants.ENDPOINT) from error
-        config = _config(Path(path))
-    of_weights = sum(n for f, n in sizes.items() if f.endswith((".safetensors", ".bin")))
-    return Description(config, of_weights, 0 if here else sum(sizes.values()))
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        held = read_json(path)
-    except (OSError, FileError):
-        return {}
-    return held if isinstance(held, dict) else {}
+            config = read_json(folder / "config.json")
+        except (OSError, FileError):
+            config = None
+    of_weights = sum(size for name, size in sizes.items() if name.endswith((".safetensors", ".bin")))
+    return Description(config if isinstance(config, dict) else {}, of_weights, 0 if here else sum(sizes.values()))
 
 
 def commit(repository: str, *, revision: str | None) -> str | None:
@@ -246,35 +228,36 @@ def _info(repository: str, revision: str | None) -> Any:
     Raises:
         ValueError, ConnectionError: as `fetch`.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S, files_metadata=True)
-    except GatedRepoError as error:
-        raise ValueError(_gated_message(repository)) from error
     except RevisionNotFoundError as error:
         hint = "Give a branch, a tag or a commit of that repository."
         if repository.startswith("EleutherAI/pythia"):
             hint = "Pythia's training checkpoints are step0, step1, step2, …, step512, step1000, …, step143000."
         raise ValueError(f"{repository} has no revision {revision!r}. {hint}") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(_unknown(repository)) from error
     except Exception as error:
-        if _is_web_page(error):
-            return _cached(repository, revision, ConnectionError(_web_page_message(repository, constants.ENDPOINT)))
-        if _status(error) in (401, 403):
-            raise ValueError(_gated_message(repository)) from error
-        if not _is_network_failure(error):
+        if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+            raise _unknown(repository) from error
+        known = _known_error(repository, error)
+        if isinstance(known, ValueError):
+            raise known from error
+        if known is None and (_status(error) or 500) < 500:  # an answer, not an error on the way or of the server
             raise ConnectionError(f"the model hub refused {repository}: {error}. Check HF_TOKEN.") from error
-        return _cached(repository, revision, error)
+        return _cached(repository, revision, error, known)
 
 
 def _wanted(repository: str, info: Any, *, allow_pickle: bool) -> dict[str, int]:
     """Return the files to fetch with their sizes in bytes: config, tokenizer and one form of the weights."""
     sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in info.siblings or ()}
     top = [file for file in sizes if "/" not in file]
-    small = [file for file in top if _SMALL_FILES.fullmatch(file) and ".index." not in file]
+    small = [
+        file
+        for file in top
+        if file.endswith((".json", ".txt", ".model", ".tiktoken", ".jinja")) and ".index." not in file
+    ]
     tensors = [file for file in top if re.fullmatch(r"model.*\.safetensors(\.index\.json)?", file)]
     pickles = [file for file in top if re.fullmatch(r"pytorch_model.*\.bin(\.index\.json)?", file)]
     if any(name in tensors for name in SAFETENSORS):
@@ -284,79 +267,58 @@ def _wanted(repository: str, info: Any, *, allow_pickle: bool) -> dict[str, int]
             raise ValueError(f"{repository} holds its weights only as a pickle. {PICKLE_WARNING}")
         return {file: sizes[file] for file in small + pickles}
     raise ValueError(
-        f"{repository} has no weights that can be read here: looked for "
-        f"{', '.join((*SAFETENSORS, *PICKLES))}, "
-        f"found {', '.join(top[:12]) or 'no files'}."
+        f"{repository} has no weights that can be read here: looked for {', '.join((*SAFETENSORS, *PICKLES))}, found "
+        f"{', '.join(top[:12]) or 'no files'}."
     )
 
 
-def _cached(repository: str, revision: str | None, error: Exception) -> HubSnapshot:
+def _cached(repository: str, revision: str | None, error: Exception, known: Exception | None) -> HubSnapshot:
+    """The local copy of a revision; where there is none, what is `known` of the error, or that the hub is away."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    at = "" if revision is None else f" at revision {revision!r}"
     # Not by snapshot_download, for which a copy is whole only with the files that are never fetched here.
     caches = [c for c in (constants.HF_HUB_CACHE, _downloads.get()) if c is not None]
     configs = [try_to_load_from_cache(repository, "config.json", revision=revision, cache_dir=c) for c in caches]
     folders = [Path(config).parent for config in configs if isinstance(config, str)]
     whole = (f for f in folders if any((f / name).is_file() for name in (*SAFETENSORS, *PICKLES)))
-    folder = next(whole, None)
-    if folder is None:
-        if "with a web page instead of data" in str(error):
-            raise error from None
-        reason = "offline mode is on" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {error}"
-        raise ConnectionError(
-            f"{repository}{at} is not on this machine, and the model hub ({constants.ENDPOINT}) cannot "
-            "be reached "
-            f"({reason}). Give the path of a local folder that holds its config.json and model.safetensors "
-            "instead, or run this where there is a network; bundled models (ln-probe models --bundled) "
-            "need none."
-        ) from error
-    note = "the model hub could not be reached: the local copy was used"
-    return HubSnapshot(folder, revision, folder.name, (note,))
+    if (folder := next(whole, None)) is not None:
+        note = "the model hub could not be reached: the local copy was used"
+        return HubSnapshot(folder, revision, folder.name, (note,))
+    if known is not None:
+        raise known from error
+    at = "" if revision is None else f" at revision {revision!r}"
+    reason = "offline mode is on" if constants.HF_HUB_OFFLINE else f"{type(error).__name__}: {error}"
+    raise ConnectionError(
+        f"{repository}{at} is not on this machine, and the model hub ({constants.ENDPOINT}) cannot be reached "
+        f"({reason}). Give the path of a local folder that holds its config.json and model.safetensors instead, or run "
+        "this where there is a network; bundled models (ln-probe models --bundled) need none."
+    ) from error
 
 
-def _is_network_failure(error: Exception) -> bool:
-    """Whether the request failed on the way (no route, timeout, offline mode, a failing server)."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    if isinstance(error, HfHubHTTPError):
-        return (_status(error) or 500) >= 500
-    # Which HTTP library huggingface_hub is built on has changed three times.
-    library = type(error).__module__.partition(".")[0]
-    return isinstance(error, (OfflineModeIsEnabled, OSError)) or library in _HTTP_LIBRARIES
-
-
-def _unknown(name: str, *, also: tuple[str, ...] = ()) -> str:
-    known = known_hub_names()
-    near = get_close_matches(name.lower(), [*known, *(other.lower() for other in also)], n=4, cutoff=0.5)
+def _unknown(name: str, also: Sequence[str] = ()) -> ValueError:
+    near = get_close_matches(name.lower(), [*known_hub_names(), *also], n=4, cutoff=0.5)
     suggestion = f" Nearest known names: {', '.join(near)}." if near else ""
     plain, _, revision = name.partition("@")
     if revision:
         suggestion += f" In Python a revision is given apart: load_model({plain!r}, revision={revision!r})."
-    return (
-        f"No model is called {name!r}.{suggestion} A model is a name on the model hub (gpt2, pythia-70m, "
-        "owner/model), a local Hugging Face folder, a .gguf file, a lab run's folder, or a bundled name "
-        "(ln-probe models)."
+    return ValueError(
+        f"No model is called {name!r}.{suggestion} A model is a name on the model hub (gpt2, pythia-70m, owner/model), "
+        "a local Hugging Face folder, a .gguf file, a lab run's folder, or a bundled name (ln-probe models)."
     )
-
-
-_LOOK = 0.5  # seconds between two progress reports
-_READ = 2**22  # bytes hashed at a time
-
-
-class DamagedDownloadError(ConnectionError):
-    """A file is not what the hub says it is."""
 
 
 @contextmanager
 def _download_progress(repository: str, folder: Path, total: int) -> Iterator[None]:
-    """Report how many of `total` bytes have arrived in `folder`, the repository's folder in the cache."""
+    """Report twice a second how many of `total` bytes are in `folder`, the repository's folder in the cache."""
     stage, over = f"{repository}: downloading", threading.Event()
 
     def report() -> None:
         while True:
-            tell(stage, _bytes(folder), total or math.nan, "B")
-            if over.wait(_LOOK):
+            here = 0
+            with suppress(OSError):  # not there yet, or renamed since
+                here = sum(path.stat().st_size for path in (folder / "blobs").iterdir())
+            tell(stage, here, total or math.nan, "B")
+            if over.wait(0.5):
                 return
 
     thread = threading.Thread(target=report, daemon=True, name="ln-probe download")
@@ -369,40 +331,29 @@ def _download_progress(repository: str, folder: Path, total: int) -> Iterator[No
         tell("")
 
 
-def _bytes(folder: Path) -> int:
-    """Return the size of a repository's files, unfinished ones included."""
-    try:
-        return sum(path.stat().st_size for path in (folder / "blobs").iterdir())
-    except OSError:  # not there yet, or renamed since
-        return 0
-
-
 def _check_hashes(repository: str, folder: Path) -> None:
     """Compare each file of a snapshot with the hash that the hub gave it (its name among the blobs of the cache).
 
     Raises:
-        DamagedDownloadError: a file differs; it is removed, so that the next try downloads it again.
+        ConnectionError: a file differs; it is removed, so that the next try downloads it again.
     """
     for path in sorted(folder.iterdir()):
         blob = path.resolve()
-        if not path.is_symlink() or not blob.is_file():
+        if not path.is_symlink() or not blob.is_file() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
             continue
-        if re.fullmatch(r"[0-9a-f]{64}", blob.name):
-            digest, kind = hashlib.sha256(), "SHA-256"
-        elif re.fullmatch(r"[0-9a-f]{40}", blob.name):  # as git names small files
-            digest, kind = hashlib.sha1(f"blob {blob.stat().st_size}\0".encode(), usedforsecurity=False), "git SHA-1"
-        else:
-            continue
+        kind, start = "SHA-256", hashlib.sha256
+        if len(blob.name) == 40:  # as git names small files
+            header = f"blob {blob.stat().st_size}\0".encode()
+            kind, start = "git SHA-1", partial(hashlib.sha1, header, usedforsecurity=False)
         with blob.open("rb") as file:
-            while part := file.read(_READ):
-                digest.update(part)
-        if digest.hexdigest() != blob.name:
+            digest = hashlib.file_digest(file, start).hexdigest()
+        if digest != blob.name:
             blob.unlink()
             path.unlink()
-            raise DamagedDownloadError(
-                f"{path.name} of {repository} was damaged on its way: its {kind} is {digest.hexdigest()[:12]}…, and "
-                f"the hub says {blob.name[:12]}…. It was deleted: try again; if that comes damaged too, ask whoever "
-                "runs the network or the mirror in between."
+            raise ConnectionError(
+                f"{path.name} of {repository} was damaged on its way: its {kind} is {digest[:12]}…, and the hub says "
+                f"{blob.name[:12]}…. It was deleted: try again; if that comes damaged too, ask whoever runs the "
+                "network or the mirror in between."
             )
 
 
@@ -435,46 +386,45 @@ def _is_web_page(error: BaseException) -> bool:
     return False
 
 
-def _web_page_message(repository: str, endpoint: str) -> str:
-    """Describe that case for the user."""
-    return (
-        f"{endpoint} answered a request for {repository} with a web page instead of data: a network's login page or a "
-        "proxy stands in between. Open that address in a browser, log in there, and try again."
-    )
+def _known_error(repository: str, error: Exception) -> Exception | None:
+    """What to raise where a request ended because of the hub's conditions, or a network's login page."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError
 
-
-def _gated_message(repository: str) -> str:
-    """Tell the user what a repository that asks for an agreement needs."""
-    return (
-        f"{repository} asks for an agreement before it can be downloaded: accept it on the model's page, "
-        "log in (hf auth login, or set HF_TOKEN), and try again."
-    )
-
-
-def _download_error(repository: str, error: Exception, endpoint: str) -> Exception:
-    """Return the exception to raise when the download of a repository's files ended with `error`."""
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
-
-    chain = list(causes(error))
-    codes = [code for e in chain if (code := _status(e)) is not None]
-    if any(isinstance(e, GatedRepoError) for e in chain) or {401, 403} & set(codes):
-        return ValueError(_gated_message(repository))
+    if any(isinstance(e, GatedRepoError) or _status(e) in (401, 403) for e in causes(error)):
+        return ValueError(
+            f"{repository} asks for an agreement before it can be downloaded: accept it on the model's page, log in "
+            "(hf auth login, or set HF_TOKEN), and try again."
+        )
     if _is_web_page(error):
-        return ConnectionError(_web_page_message(repository, endpoint))
+        return ConnectionError(
+            f"{constants.ENDPOINT} answered a request for {repository} with a web page instead of data: a network's "
+            "login page or a proxy stands in between. Open that address in a browser, log in there, and try again."
+        )
+    return None
+
+
+def _download_error(repository: str, error: Exception) -> Exception:
+    """Return the exception to raise when the download of a repository's files ended with `error`."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    if (known := _known_error(repository, error)) is not None:
+        return known
+    chain, endpoint = list(causes(error)), constants.ENDPOINT
     if any(isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError) for e in chain):
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         return ConnectionError(
-            f"{repository} lists a file that {endpoint} does not have ({said}): try again later, or choose "
-            "another revision."
+            f"{repository} lists a file that {endpoint} does not have ({said}): try again later, or choose another "
+            "revision."
         )
     if full := next((e for e in chain if isinstance(e, OSError) and e.errno in FULL), None):
         return OSError(full.errno, f"there is no room for the download of {repository} ({full.strerror})")
-    again = "Try again: what is already here is not downloaded again."
+    why, again = f" ({type(error).__name__}: {error})", "Try again"
     if any("Timeout" in type(e).__name__ for e in chain):
-        return ConnectionError(f"the download of {repository} stopped: {endpoint} sent nothing any more. {again}")
-    if server := next((code for code in codes if code >= 500), None):
-        return ConnectionError(
-            f"the download of {repository} stopped: {endpoint} failed with status {server}. Try again in a while: what "
-            "is already here is not downloaded again."
-        )
-    return ConnectionError(f"the download of {repository} stopped ({type(error).__name__}: {error}). {again}")
+        why = f": {endpoint} sent nothing any more"
+    elif server := next((code for e in chain if (code := _status(e) or 0) >= 500), None):
+        why, again = f": {endpoint} failed with status {server}", "Try again in a while"
+    return ConnectionError(
+        f"the download of {repository} stopped{why}. {again}: what is already here is not downloaded again."
+    )

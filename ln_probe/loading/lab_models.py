@@ -7,7 +7,6 @@ bridge's own component.) A model with a norm that is not LayerNorm is not folded
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from transformers import GPT2Config
 
 from ln_probe.analyses.lab.gpt2 import as_gpt2, not_gpt2
 from ln_probe.hooks.equivalence import relative_difference
-from ln_probe.loading.convert import CLASS_OF_WORLD, Processing, has_hooked_transformer, reloadable_tokenizer
+from ln_probe.loading.convert import CLASS_OF_WORLD, Processing, has_hooked_transformer, reloadable_tokenizer, to_bridge
 from ln_probe.loading.pretrained import isolated
 from ln_probe.loading.provenance import ModelSource, remember
 from ln_probe.loading.verify import CONVERSION_BOUND, logits_of, probe_tokens, process_and_compare, settle_tokenizer
@@ -77,16 +76,8 @@ def into_transformer_lens(
         notes = process_and_compare(model, world, source, processing, tokens) if processing.names() else []
     ends = getattr(trained.tokenizer, "eos_token_id", None)
     model.__dict__["special_token_ids"] = {"eos": ends, "bos": ends, "pad": None}
-    remember(
-        model,
-        replace(
-            source,
-            world=CLASS_OF_WORLD[world],
-            processing=processing.names(),
-            logits_max_difference=difference,
-            notes=(*source.notes, *notes),
-        ),
-    )
+    loaded = {"world": CLASS_OF_WORLD[world], "processing": processing.names(), "logits_max_difference": difference}
+    remember(model, source, **loaded, notes=(*source.notes, *notes))
     return model
 
 
@@ -136,28 +127,19 @@ class NormBridge(NormalizationBridge):
 
 
 def _bridge(trained: LabTransformer) -> nn.Module:
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-
     gpt2 = as_gpt2(trained, own_norms=True)
     gpt2.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
     norms = dict(_norms(trained))
 
     def with_own_norms(adapter: Any) -> None:
         places = adapter.component_mapping
-        for name, parts in (
-            ("ln1", places["blocks"].submodules),
-            ("ln2", places["blocks"].submodules),
-            ("ln_final", places),
-        ):
-            example = norms.get(name) or norms[f"blocks.0.{name}"]
-            if not example.is_layer_norm:
-                parts[name] = NormBridge(name=parts[name].name, config=parts[name].config)
+        of_block = places["blocks"].submodules
+        for name, parts in (("blocks.0.ln1", of_block), ("blocks.0.ln2", of_block), ("ln_final", places)):
+            if not norms[name].is_layer_norm:
+                leaf = name.rpartition(".")[2]
+                parts[leaf] = NormBridge(name=parts[leaf].name, config=parts[leaf].config)
 
-    with reloadable_tokenizer(trained.tokenizer) as tokenizer:
-        bridge: Any = build_bridge_from_module(
-            gpt2, "GPT2LMHeadModel", hf_config=gpt2.config, tokenizer=tokenizer, model_name="local",
-            post_adapter_hook=with_own_norms,
-        )  # fmt: skip
+    bridge: Any = to_bridge(gpt2, "GPT2LMHeadModel", trained.tokenizer, post_adapter_hook=with_own_norms)
     bridge.cfg.normalization_type = _norm_type(trained)
     bridge.cfg.default_prepend_bos = False
-    return cast("nn.Module", bridge.eval())
+    return cast("nn.Module", bridge)

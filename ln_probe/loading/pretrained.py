@@ -9,13 +9,12 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.hooks.default_tokens import check_contained
 from ln_probe.hooks.in_memory import complete_biases, complete_token_ids
-from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint, check_header, check_tokenizer, some
+from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint, check_header, check_tokenizer, has_tokenizer, some
 
 if TYPE_CHECKING:
     import torch
@@ -82,24 +81,21 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
 
     folder = checkpoint.folder
     model_class, notes = _model_class(checkpoint)
+    state = _read_pickles(checkpoint.weights) if checkpoint.pickled else None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         complete_token_ids(config)
         config.transformers_weights = None  # would name another weight file than the one that was checked
-        options: dict[str, Any] = {
-            "config": config,
-            "dtype": dtype,
-            "attn_implementation": "eager",  # the other kernels give no attention pattern to hook
-            "output_loading_info": True,
-            "local_files_only": True,
-        }
-        if checkpoint.pickled:
-            options["state_dict"] = _read_pickles(checkpoint.weights)
-            model, info = model_class.from_pretrained(None, **options)
-        else:
-            model, info = model_class.from_pretrained(folder, use_safetensors=True, **options)
-    except _PickleRefusedError:
-        raise
+        model, info = model_class.from_pretrained(
+            None if checkpoint.pickled else folder,
+            config=config,
+            state_dict=state,
+            use_safetensors=None if checkpoint.pickled else True,
+            dtype=dtype,
+            attn_implementation="eager",  # the other kernels give no attention pattern to hook
+            output_loading_info=True,
+            local_files_only=True,
+        )
     except Exception as error:  # any error of the config or the file has the same answer
         raise ValueError(
             f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
@@ -107,11 +103,12 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
         ) from error
     missing_head, more = _check_loading_info(folder, checkpoint, model, info)
     notes += more + complete_biases(model)
-    model = _in_memory(model).to(device).eval()
-    _check_finite(model, folder)
-    tokenizer, more = _folder_tokenizer(checkpoint)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()  # safetensors gives views of the file, which change when it is written to
+    model = _ready(model, device, folder)
+    tokenizer, more = _tokenizer(folder, vocabulary=checkpoint.config.get("vocab_size"))
     deviations = _layers_left_over(info["unexpected_keys"], model.config)
-    if tokenizer is None and checkpoint.has_tokenizer:
+    if tokenizer is None and has_tokenizer(folder):
         deviations += more
     every = tuple(dict.fromkeys((*notes, *more, *deviations)))
     return Pretrained(model, model_class.__name__, tokenizer, every, missing_head, deviations)
@@ -124,22 +121,22 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         ImportError: the package `gguf` is not installed.
         ValueError: not a GGUF file, truncated, or of an architecture that transformers cannot unpack.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     check_header(file)
     try:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ImportError(f"Reading {file.name} needs the package gguf: pip install 'ln-probe[gguf]'.") from error
-    if (file.parent / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{file.parent} holds a PEFT adapter (adapter_config.json), which transformers would follow to "
-            f"another model. Move {file.name} to a separate folder."
-        )
-    where = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, dtype=dtype, attn_implementation="eager", output_loading_info=True, **where
+            file.parent,
+            gguf_file=file.name,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
         model, info = loaded  # the stubs do not know of output_loading_info
     except Exception as error:
@@ -152,31 +149,20 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     architecture = type(model).__name__
     model.config.architectures = [architecture]
     complete_token_ids(model.config)
-    model = model.to(device).eval()
-    _check_finite(model, file)
-    notes = ("weights unpacked from GGUF: as exact as the file's own quantization",)
-    deviations: tuple[str, ...] = ()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-    except BaseException as error:
-        check_contained(error)
-        tokenizer = None
-        deviations = (_no_tokenizer(f"the one in {file.name} could not be read ({_first_lines(error)})"),)
-    return Pretrained(model, architecture, tokenizer, (*notes, *deviations), deviations=deviations)
+    model = _ready(model, device, file)
+    tokenizer, deviations = _tokenizer(file.parent, gguf_file=file.name)
+    notes = ("weights unpacked from GGUF: as exact as the file's own quantization", *deviations)
+    return Pretrained(model, architecture, tokenizer, notes, deviations=deviations)
 
 
 def supported_architectures() -> list[str]:
     """Class names of the language models that TransformerLens can hold and transformers can build."""
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto
 
     # Names only: asking transformers for each class would import every one of their modules.
-    language_models: set[str] = set()
-    for named in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
-        language_models.update(name for name in named.values() if isinstance(name, str))
+    by_type = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    language_models = {name for names in by_type for name in names.values() if isinstance(name, str)}
     return sorted(
         name
         for name in language_models.intersection(SUPPORTED_ARCHITECTURES)
@@ -188,10 +174,7 @@ def _model_class(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     """The transformers class to build, and a note if the folder names a model without a language head."""
     import transformers
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto
 
     config, folder = checkpoint.config, checkpoint.folder
     model_type = config.get("model_type")
@@ -199,40 +182,26 @@ def _model_class(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise ValueError(f"{folder}: architectures in config.json must be a list of class names, got {named!r:.60}")
     architecture = named[0] if named else None
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        if config.get("auto_map"):
-            raise ValueError(
-                f"{folder} needs custom Python code to run (auto_map in config.json, model_type "
-                f"{model_type!r}), and ln_probe does not run code that comes with a model. Load it yourself "
-                "with TransformerLens and pass the model object."
-            )
-        raise _unsupported(folder, f"model_type {model_type!r}")
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    if not known and config.get("auto_map"):
+        raise ValueError(
+            f"{folder} needs custom Python code to run (auto_map in config.json, model_type {model_type!r}), and "
+            "ln_probe does not run code that comes with a model. Load it yourself with TransformerLens and pass the "
+            "model object."
+        )
     supported = supported_architectures()
-    if architecture in supported:
-        return getattr(transformers, architecture), ()
-    heads = (
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type),
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type),
-    )
+    by_type = (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    heads = (architecture, *(names.get(str(model_type)) for names in by_type)) if known else ()
     with_head = next((head for head in heads if head in supported), None)
     if with_head is None:
-        raise _unsupported(folder, f"architecture {architecture or model_type!r}")
+        what = f"architecture {architecture or model_type!r}" if known else f"model_type {model_type!r}"
+        others = set(supported).difference(TESTED_ARCHITECTURES)
+        raise ValueError(
+            f"{folder}: {what} is not supported. Tested: {', '.join(TESTED_ARCHITECTURES)}. TransformerLens holds "
+            f"{len(others)} more: ln_probe.loading.pretrained.supported_architectures()."
+        )
     note = f"config.json names {architecture or 'no architecture'}; loaded as {with_head}"
-    return getattr(transformers, with_head), (note,)
-
-
-def _unsupported(folder: Path, what: str) -> ValueError:
-    others = [name for name in supported_architectures() if name not in TESTED_ARCHITECTURES]
-    near = get_close_matches(what.split("'")[1] if "'" in what else what, others, n=4)
-    like = f" (the nearest of them: {', '.join(near)})" if near else ""
-    return ValueError(
-        f"{folder}: {what} is not supported. Tested: {', '.join(TESTED_ARCHITECTURES)}. "
-        f"TransformerLens holds {len(others)} more{like}: ln_probe.loading.pretrained.supported_architectures()."
-    )
-
-
-class _PickleRefusedError(ValueError):
-    """A pickle that weights_only=True does not admit, or that is not a state dict."""
+    return getattr(transformers, with_head), () if with_head == architecture else (note,)
 
 
 def _read_pickles(files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
@@ -243,14 +212,14 @@ def _read_pickles(files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
         try:
             part = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise _PickleRefusedError(
+            raise ValueError(
                 f"{file} was not read: it is corrupt, or holds more than tensors "
                 f"({type(error).__name__}: {_first_lines(error)}). {PICKLE_WARNING}"
             ) from error
         if isinstance(part, dict) and isinstance(part.get("state_dict"), dict):
             part = part["state_dict"]
         if not isinstance(part, dict) or not all(isinstance(value, torch.Tensor) for value in part.values()):
-            raise _PickleRefusedError(
+            raise ValueError(
                 f"{file} holds a {type(part).__name__}, expected a state dict (tensor names to tensors). "
                 "Save model.state_dict(), or better save_pretrained."
             )
@@ -308,44 +277,41 @@ def _layers_left_over(unexpected: Iterable[str], config: Any) -> tuple[str, ...]
     )
 
 
-def _in_memory(model: nn.Module) -> nn.Module:
-    """The model with its own weights: safetensors gives views of the file, which change when it is written to."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
+def _ready(model: Any, device: torch.device, where: Path) -> Any:
+    """The model on a device, in eval mode; ValueError if it has weights that are not finite (names one)."""
+    model = model.to(device).eval()
+    for name, parameter in model.named_parameters():
+        finite = parameter.isfinite()
+        if bool(finite.all()):
+            continue
+        count = int((~finite).sum())
+        kind = "NaN" if bool(parameter.isnan().any()) else "infinite"
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        hint = " (float16 ends at 65504: try float32 or bfloat16)" if dtype == "float16" else ""
+        raise ValueError(
+            f"{where}: weight {name} of shape {tuple(parameter.shape)} holds {count} {kind} "
+            f"{'entry' if count == 1 else 'entries'} in {dtype}{hint}. The file is damaged or the training diverged; "
+            "nothing can be measured on it."
+        )
     return model
 
 
-def _check_finite(model: nn.Module, where: Path) -> None:
-    for name, parameter in model.named_parameters():
-        finite = parameter.isfinite()
-        if not bool(finite.all()):
-            count = int((~finite).sum())
-            kind = "NaN" if bool(parameter.isnan().any()) else "infinite"
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            hint = " (float16 ends at 65504: try float32 or bfloat16)" if dtype == "float16" else ""
-            raise ValueError(
-                f"{where}: weight {name} of shape {tuple(parameter.shape)} holds {count} {kind} "
-                f"{'entry' if count == 1 else 'entries'} in {dtype}{hint}. The file is damaged or the "
-                "training "
-                "diverged; nothing can be measured on it."
-            )
-
-
-def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
+def _tokenizer(folder: Path, *, vocabulary: object = None, **file: str) -> tuple[Any, tuple[str, ...]]:
+    """The tokenizer of a folder, or of one of its files (None if it cannot be had), and a note about it."""
     from transformers import AutoTokenizer
 
-    if not checkpoint.has_tokenizer:
-        return None, (_no_tokenizer("the folder holds no tokenizer files"),)
+    if not file and not has_tokenizer(folder):
+        return None, ("no tokenizer: the folder holds no tokenizer files; prompts must be token ids",)
     try:
-        if (checkpoint.folder / "tokenizer.json").is_file():
-            check_tokenizer(checkpoint.folder / "tokenizer.json")
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+        if (folder / "tokenizer.json").is_file() and not file:
+            check_tokenizer(folder / "tokenizer.json")
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **file)
         if len(tokenizer) == 0:
             raise ValueError("it has no entries")
     except BaseException as error:
         check_contained(error)
-        return None, (_no_tokenizer(f"the folder's could not be read ({_first_lines(error)})"),)
-    vocabulary = checkpoint.config.get("vocab_size")
+        which = next((f"the one in {name}" for name in file.values()), "the folder's")
+        return None, (f"no tokenizer: {which} could not be read ({_first_lines(error)}); prompts must be token ids",)
     if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
         return tokenizer, (
             f"the tokenizer knows {len(tokenizer)} tokens, the model {vocabulary}: some texts give ids out of range",
@@ -353,26 +319,9 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     return tokenizer, ()
 
 
-def _no_tokenizer(why: str) -> str:
-    return f"no tokenizer: {why}; prompts must be token ids"
-
-
 def _first_lines(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 400 else text[:400] + " …"
-
-
-_LOG = logging.getLogger("ln_probe.loading")
-
-
-class _LibraryChatter(logging.Filter):
-    """Moves what TransformerLens logs on the root logger to the debug level of our own logger."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "transformer_lens" not in record.pathname:
-            return True
-        _LOG.debug("transformer_lens: %s", record.getMessage())
-        return False
 
 
 @contextlib.contextmanager
@@ -408,8 +357,11 @@ def quiet(*, progress: bool = False) -> Iterator[None]:
     root, library = logging.getLogger(), logging.getLogger("transformers")
     handlers, level = list(root.handlers), library.level
     had_bar = transformers_logging.is_progress_bar_enabled()
-    chatter = _LibraryChatter()
-    root.addFilter(chatter)
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return "transformer_lens" not in record.pathname
+
+    root.addFilter(is_of_others)
     library.setLevel(logging.ERROR)
     if not progress:
         transformers_logging.disable_progress_bar()
@@ -422,7 +374,7 @@ def quiet(*, progress: bool = False) -> Iterator[None]:
                 stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
             yield
     finally:
-        root.removeFilter(chatter)
+        root.removeFilter(is_of_others)
         root.handlers[:] = handlers
         library.setLevel(level)
         if had_bar and not progress:

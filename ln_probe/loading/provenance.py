@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ln_probe.analyses.arguments import received
@@ -18,19 +19,10 @@ from ln_probe.analyses.files import FileError, sha256_of_file
 from ln_probe.loading.folder import Checkpoint
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 # For models in memory: transformers draws a head that a checkpoint lacks at random, and the model does not show it.
 UNKNOWN_HEAD = "whether its head was in a checkpoint cannot be known"
-
-
-def transformer_lens_version() -> str:
-    """The installed version of TransformerLens, or ``none``."""
-    try:
-        return version("transformer-lens")
-    except PackageNotFoundError:
-        return "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +59,7 @@ class ModelSource:
     architecture: str
     world: str = ""
     dtype: str
-    transformer_lens_version: str = field(default_factory=transformer_lens_version)
+    transformer_lens_version: str = field(default_factory=partial(version, "transformer-lens"))
     processing: tuple[str, ...] = ()
     logits_max_difference: float | None = None
     notes: tuple[str, ...] = ()
@@ -79,9 +71,9 @@ class ModelSource:
 _SOURCES: WeakKeyDictionary[nn.Module, ModelSource] = WeakKeyDictionary()
 
 
-def remember(model: nn.Module, source: ModelSource) -> None:
-    """Record where `model` came from, for as long as it lives."""
-    _SOURCES[model] = source
+def remember(model: nn.Module, source: ModelSource, **loaded: Any) -> None:
+    """Record where `model` came from, for as long as it lives; `loaded`: what is known since it was loaded."""
+    _SOURCES[model] = replace(source, **loaded)
 
 
 def source_of(model: nn.Module) -> ModelSource:
@@ -103,8 +95,7 @@ def source_of(model: nn.Module) -> ModelSource:
         return known
     kind = type(model).__name__
     config = getattr(model, "cfg", None)
-    named = (getattr(config, field, None) for field in ("original_architecture", "architecture"))
-    architecture = next((name for name in named if name), kind)
+    architecture = getattr(config, "original_architecture", None) or getattr(config, "architecture", None) or kind
     parameter = next(model.parameters(), None)
     return ModelSource(
         name=str(getattr(config, "model_name", None) or kind),
@@ -133,24 +124,16 @@ def sha256_of_state(model: nn.Module) -> str:
     """
     import torch
 
-    tensors = [(n, t) for n, t in sorted(model.state_dict().items()) if isinstance(t, torch.Tensor)]
+    def line(name: str) -> str:
+        tensor = state[name]
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+        return f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}\n"
+
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        digests = pool.map(_sha256_of_tensor, [tensor for _, tensor in tensors])
-        lines = [
-            f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}\n"
-            for (name, tensor), digest in zip(tensors, digests, strict=True)
-        ]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _sha256_of_tensor(tensor: torch.Tensor) -> str:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
-
-
-_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
+        lines = "".join(pool.map(line, sorted(state)))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 class ChangedError(ValueError):
@@ -159,7 +142,8 @@ class ChangedError(ValueError):
 
 def files_of_checkpoint(checkpoint: Checkpoint) -> tuple[Path, ...]:
     """Return the weights, configuration and tokenizer of a Hugging Face folder."""
-    beside = {p for pattern in _CONFIG_FILES for p in checkpoint.folder.glob(pattern)} - set(checkpoint.weights)
+    patterns = ("*.json", "*.txt", "*.model", "*.jinja")
+    beside = {p for pattern in patterns for p in checkpoint.folder.glob(pattern)} - set(checkpoint.weights)
     return (*checkpoint.weights, *sorted(p for p in beside if p.is_file()))
 
 

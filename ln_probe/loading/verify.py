@@ -46,7 +46,8 @@ def into_world(
         pretrained: the Hugging Face model; the bridge takes it over.
         world: the one asked for, or None to take the first that reproduces the original.
         hub_name: the repository's name if the model came from the hub.
-        reference: the original's logits on `probe_tokens`, where `pretrained` is not the original itself.
+        reference: the original's logits on `probe_tokens`, where `pretrained` is a copy of it; then a bridge, which
+            costs no memory, comes before HookedTransformer.
 
     Raises:
         ValueError: the world asked for cannot hold the model; no world reproduces its logits; or processing
@@ -55,42 +56,58 @@ def into_world(
     import torch
 
     hugging_face: Any = pretrained.model
-    device, dtype = next(hugging_face.parameters()).device, getattr(torch, source.dtype)
-    tokens = probe_tokens(pretrained.config, device)
+    how: dict[str, Any] = {"dtype": getattr(torch, source.dtype), "device": next(hugging_face.parameters()).device}
+    tokens, notes = probe_tokens(pretrained.config, how["device"]), list(source.notes)
     weights = same_weights(hugging_face)  # before any wrapping: the bridge changes the model that it wraps
+    obstacle = hooked_obstacle(pretrained)
+    if world == "hooked" and obstacle is not None:
+        raise ValueError(f"{source.name} cannot be a HookedTransformer: {obstacle}. Use world='bridge'.")
+    candidates: list[World] = ["hooked", "bridge"] if reference is None else ["bridge", "hooked"]
+    if world is not None:
+        candidates = [world]
+    elif obstacle is not None:
+        candidates = ["bridge"]
+        if reference is None and has_hooked_transformer():  # otherwise there is nothing to explain
+            notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
     if reference is None:
         try:
             reference = logits_of(lambda ids: hugging_face(ids).logits, tokens)
         except Exception as error:
             raise ValueError(
                 f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
-                f"{device}: {type(error).__name__}: {error}"
+                f"{how['device']}: {type(error).__name__}: {error}"
             ) from error
     if not bool(reference.isfinite().all()):
         raise ValueError(
             f"{source.name}: the original's own logits are not finite in {source.dtype} on {tokens.numel()} "
             "ordinary tokens. Load it in float32 or bfloat16."
         )
-    candidates, notes = _candidates(pretrained, source, world)
+    failed: dict[World, str] = {}
     for chosen in candidates:
         try:
-            if chosen == "hooked":
-                model = to_hooked(pretrained, dtype=dtype, device=device, hub_name=hub_name)
+            if chosen == "bridge":
+                own = pretrained.tokenizer
+                model = to_bridge(hugging_face, pretrained.architecture, own, hub_name=hub_name, **how)
             else:
-                model = to_bridge(pretrained, dtype=dtype, device=device, hub_name=hub_name)
+                unchanged = replace(pretrained, model=same_weights(weights)) if failed else pretrained
+                model = to_hooked(unchanged, hub_name=hub_name, **how)
             difference, rounding_notes = _difference(model, source.dtype, weights, tokens, reference)
             break
         except Exception as error:  # where TransformerLens fails, its other class may succeed
-            differs = isinstance(error, _DifferentLogitsError)
-            failure = str(error) if differs else _in_words(error)
+            failed[chosen] = _in_words(error)
+            other = "not a TransformerBridge" if chosen == "bridge" else "TransformerBridge, not HookedTransformer"
+            notes.append(f"{other}: {failed[chosen]}")
             if chosen == candidates[-1]:
+                shown: World = "bridge" if "bridge" in failed else "hooked"
                 raise ValueError(
-                    f"{source.name} ({source.architecture}) could not be loaded faithfully as "
-                    f"{CLASS_OF_WORLD[chosen]} of TransformerLens {source.transformer_lens_version}: {failure}. No "
-                    "results are better than results about another model."
-                ) from (None if differs else error)
-            notes.append(f"TransformerBridge, not HookedTransformer: {failure}")
+                    f"{source.name} ({source.architecture}) could not be loaded faithfully as {CLASS_OF_WORLD[shown]} "
+                    f"of TransformerLens {source.transformer_lens_version}: {failed[shown]}. No results are better "
+                    "than results about another model."
+                ) from error
     notes += rounding_notes
+    if source.kind == "memory":
+        made = "wrapped in a bridge" if chosen == "bridge" else "converted to HookedTransformer"
+        notes.insert(0, f"a Hugging Face model in memory, {made} for the measurement; {UNKNOWN_HEAD}")
     if processing.names():
         notes += process_and_compare(model, chosen, source, processing, tokens)
     if pretrained.tokenizer is not None:
@@ -99,46 +116,16 @@ def into_world(
     kinds = ("eos", "bos", "pad")
     model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
     model.__dict__["missing_head"] = pretrained.missing_head
-    remember(
-        model,
-        replace(
-            source,
-            world=CLASS_OF_WORLD[chosen],
-            processing=processing.names(),
-            logits_max_difference=difference,
-            notes=tuple(notes),
-        ),
-    )
+    loaded = {"world": CLASS_OF_WORLD[chosen], "processing": processing.names(), "logits_max_difference": difference}
+    remember(model, source, **loaded, notes=tuple(notes))
     return model
-
-
-class _DifferentLogitsError(ValueError):
-    """The loaded model's logits are not the original's."""
-
-
-def _candidates(pretrained: Pretrained, source: ModelSource, world: World | None) -> tuple[list[World], list[str]]:
-    """Return the worlds to try, in order, and the notes so far."""
-    obstacle = hooked_obstacle(pretrained)
-    notes = list(source.notes)
-    if world == "hooked" and obstacle is not None:
-        raise ValueError(f"{source.name} cannot be a HookedTransformer: {obstacle}. Use world='bridge'.")
-    if world is not None:
-        return [world], notes
-    if obstacle is None:
-        return ["hooked", "bridge"], notes
-    if has_hooked_transformer():  # otherwise there is nothing to explain
-        notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
-    return ["bridge"], notes
 
 
 def _difference(
     model: Any, dtype: str, weights: Any, tokens: torch.Tensor, reference: torch.Tensor
 ) -> tuple[float, list[str]]:
-    """Return the difference from the original's logits, and a note if it is within the original's own rounding only.
-
-    Raises:
-        _DifferentLogitsError: the difference is larger.
-    """
+    """Return the difference from the original's logits, and a note if it is within the original's own rounding only;
+    ValueError if it is larger."""
     bound, notes = CONVERSION_BOUND[dtype], []
     difference = relative_difference(logits_of(model, tokens), reference)
     if bound < difference < SUSPICIOUS[dtype]:
@@ -149,19 +136,17 @@ def _difference(
             f"rounds its own by {own:.1e} in {dtype}: rounding"
         )
     if not difference <= bound:
-        raise _DifferentLogitsError(
-            f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})"
-        )
+        raise ValueError(f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})")
     return difference, notes
 
 
 def _in_words(error: Exception) -> str:
     """Describe an exception; one without a text (a bare assert) by where it was raised."""
     text = " ".join(str(error).split())[:300]
-    if text:
-        return f"{type(error).__name__}: {text}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {Path(last.filename).name}, line {last.lineno} ({last.line})"
+    if not text:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} at {Path(last.filename).name}, line {last.lineno} ({last.line})"
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def process_and_compare(
@@ -242,8 +227,6 @@ WIDER = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 PROBE_TOKENS = 48  # enough positions for a wrong rotary base, mask or position table to show
 _LONGEST_PROBE = 320  # local attention with a window up to about this long is exercised beyond its window
 
-Forward = Callable[["Int[Tensor, 'batch pos']"], "Float[Tensor, 'batch pos d_vocab']"]
-
 
 def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
     """A seeded random sequence [1, pos] of ordinary token ids, no longer than the context of a Hugging Face config."""
@@ -285,7 +268,7 @@ def own_rounding(
     return relative_difference(logits.to(exact.dtype), exact)
 
 
-def logits_of(forward: Forward, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_vocab"]:
+def logits_of(forward: Callable[..., Tensor], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_vocab"]:
     """The logits [batch, pos, d_vocab] on the CPU without gradients; half precision widened to float32."""
     import torch
 
@@ -313,53 +296,32 @@ def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
     check_weights(model)
     architecture, first = type(model).__name__, next(model.parameters())
     if architecture not in (supported := supported_architectures()):
-        raise ValueError(_unsupported(architecture, supported))
-
-    def prepared() -> Pretrained:
+        stem = architecture.removesuffix("Model")
+        if headed := [name for name in supported if name.startswith(stem) and stem != architecture]:
+            raise ValueError(
+                f"{architecture} has no language-model head, which TransformerLens asks for: pass the "
+                f"{' or '.join(headed)} around it"
+            )
+        raise ValueError(
+            f"TransformerLens has no bridge for {architecture}: ln_probe.loading.pretrained.supported_architectures() "
+            "lists those it has"
+        )
+    with isolated():
         copied = same_weights(model)
         complete_token_ids(copied.config)
         copied.config.architectures = [architecture]
-        notes = complete_biases(copied)
+        more = complete_biases(copied)
         copied.eval()
         copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
-        return Pretrained(copied, architecture, tokenizer, notes)
-
-    with isolated():
-        own = prepared()
         with evaluating(model):
-            reference = logits_of(lambda ids: model(ids).logits, probe_tokens(own.config, first.device))
-        note = f"a Hugging Face model in memory, wrapped in a bridge for the measurement; {UNKNOWN_HEAD}"
+            reference = logits_of(lambda ids: model(ids).logits, probe_tokens(copied.config, first.device))
         source = ModelSource(
             name=str(getattr(model.config, "_name_or_path", "") or architecture),
             kind="memory",
             weights_sha256=sha256_of_state(model),
             architecture=architecture,
             dtype=str(first.dtype).removeprefix("torch."),
-            notes=(note, *own.notes),
+            notes=more,
         )
-        try:
-            return into_world(own, source, "bridge", Processing(), reference=reference)
-        except ValueError as error:
-            again = prepared()
-            if hooked_obstacle(again) is not None:
-                raise
-            note = note.replace("wrapped in a bridge", "converted to HookedTransformer")
-            source = replace(source, notes=(note, *own.notes, f"not a TransformerBridge: {error}"))
-            try:
-                return into_world(again, source, "hooked", Processing(), reference=reference)
-            except ValueError:
-                raise error from error.__cause__
-
-
-def _unsupported(architecture: str, supported: list[str]) -> str:
-    stem = architecture.removesuffix("Model")
-    headed = [name for name in supported if name.startswith(stem) and stem != architecture]
-    if headed:
-        return (
-            f"{architecture} has no language-model head, which TransformerLens asks for: pass the "
-            f"{' or '.join(headed)} around it"
-        )
-    return (
-        f"TransformerLens has no bridge for {architecture}: ln_probe.loading.pretrained.supported_architectures() "
-        "lists those it has"
-    )
+        own = Pretrained(copied, architecture, tokenizer, more)
+        return into_world(own, source, None, Processing(), reference=reference)
