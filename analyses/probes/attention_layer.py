@@ -83,12 +83,15 @@ class AttentionLayer:
         return len(self.seen.x)
 
     @cached_property
-    def chosen(self) -> list[int]:
-        """The measured heads; empty without head space."""
-        if self.heads is None:
-            return []
-        every = range(self.heads.n_heads)
+    def measured(self) -> list[int]:
+        """The measured heads."""
+        every = range(len(self.seen.pattern))
         return list(every) if self.wanted is None else [h for h in self.wanted if h in every]
+
+    @property
+    def chosen(self) -> list[int]:
+        """The same in head space; empty without it."""
+        return [] if self.heads is None else self.measured
 
     @cached_property
     def constant(self) -> Constant:

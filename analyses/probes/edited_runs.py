@@ -178,21 +178,19 @@ class EditedRuns(Observer):
         What it gives depends on the prompt alone, so that prompts can be measured in any order, or elsewhere.
         """
         with evaluating(self.model), torch.no_grad():
-            unedited = self.passes.unedited(tokens)
+            intact, constants = self.passes.begin(tokens), self.constants_of(prompt)
             wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
             effects: dict[tuple[_Signature, str], Sums] = {}
             for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
                 jobs: dict[tuple[_Signature, str], Job] = {}
                 for row in wanted:
                     if row.variant.standard == standard and self._is_run(row):
-                        jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt)}
-                missing = {key: job for key, job in jobs.items() if key not in effects}
-                effects |= self.passes.effects(tokens, unedited, missing)
-            intact = unedited.sums | dict(
-                zip(("entropy", "queries"), map(math.fsum, zip(*unedited.entropy.values(), strict=True)), strict=False)
-            )
+                        jobs |= {
+                            (row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt, constants)
+                        }
+                effects |= self.passes.effects({key: job for key, job in jobs.items() if key not in effects})
         self._differentiate(prompt, tokens, effects, intact["nll"])
-        estimates = self._estimates(wanted, tokens, self.constants_of(prompt))
+        estimates = self._estimates(wanted, tokens, constants)
         rows = [
             {"prompt": prompt, "sites": row.sites, "variant": row.variant.name}
             | self._sums(row, intact, effects, tokens)
@@ -306,9 +304,10 @@ class EditedRuns(Observer):
         idle = {key: (0.0, 0.0) for key, r in keys.items() if not r.signature}
         return found | idle if found or not edits else {}
 
-    def _jobs(self, row: _Row, length: int, prompt: int) -> Iterator[tuple[str, Job]]:
+    def _jobs(
+        self, row: _Row, length: int, prompt: int, constants: Mapping[str, Constant]
+    ) -> Iterator[tuple[str, Job]]:
         """The ways in which a row is run: of groups whose scaling is frozen, more than one."""
-        constants = self.constants_of(prompt)
         yield FROZEN, Job(self._edits(row, constants, length), whole=self.whole)
         if row.is_group and row.frozen and not self.no_loss:
             if self.uniform:

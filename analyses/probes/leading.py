@@ -9,11 +9,10 @@ there, and every norm counts as a test, whether it is run or not.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 from jaxtyping import Int
 from scipy import stats  # type: ignore[import-untyped]
@@ -59,14 +58,14 @@ def with_largest(estimates: Iterable[Mapping[tuple[_Part, str], Sequence[float]]
             sum of the terms' sizes over these prompts, because terms that cancel are no sign of a small effect.
         count: how many are chosen.
     """
-    sums = defaultdict[tuple[_Part, str], list[float]](list)
+    sums: dict[tuple[_Part, str], Any] = {}
     for found in estimates:
         for key, terms in found.items():
-            sums[key] = [a + b for a, b in zip_longest(sums[key], terms, fillvalue=0.0)]
+            sums[key] = sums.get(key, 0.0) + np.asarray(terms)
     standard = {v.name for v in edits_of_norms(standard=True)}
     sizes: dict[_Part, float] = {}
-    for (part, variant), terms in sums.items():
-        sizes[part] = max(sizes.get(part, 0.0), sum(map(abs, terms)) if variant in standard else 0.0)
+    for (part, variant), summed in sums.items():
+        sizes[part] = max(sizes.get(part, 0.0), float(np.abs(summed).sum()) if variant in standard else 0.0)
     return sorted(sizes, key=lambda part: -sizes[part])[:count]
 
 

@@ -1,12 +1,10 @@
 """The probe `selectability`: which keys of a prompt a query can select, by what margin and with how much attention.
 
 Two spaces. `normalized`: the norm's output before gain and bias (the paper's claim is about it; one row per layer,
-head = -1). `head`: keys as attention sees them, after gain, bias, W_K, b_K, any QK-norm and rotary positions.
-
-Verdicts in head space are those of `key_geometry` on the same keys: some query of any length, in any direction that W_Q
-does not remove. What the head's own queries can do is measured over the reachable set: margins, gaps in nats that are
-the same for every equivalent model, and `reachable`. Behind a norm that does not scale, or none, queries are unbounded,
-and margins and attention are those of the empirical set. The queries of all variants are the intact model's.
+head = -1). `head`: keys as attention sees them, after gain, bias, W_K, b_K, any QK-norm and rotary positions. Verdicts
+there are those of `key_geometry` on the same keys: some query of any length, in any direction that W_Q does not remove.
+What the head's own queries can do is measured over the reachable set; behind a norm that does not scale, or none, where
+queries are unbounded, over the empirical set. The queries of all variants are the intact model's.
 
 Keys are judged among those that one query sees: all of them, or those of its window (`AttentionLayer.key_sets`).
 Attainable attention is the largest weight at any position that sees a key (`geometry/positions.py`), and at the last

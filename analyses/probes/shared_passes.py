@@ -1,6 +1,6 @@
 """One prompt under many edits: what several passes have in common is computed once.
 
-* Blocks before the first edited norm return what they returned in the unedited pass (`Unedited.outputs`).
+* Blocks before the first edited norm return what they returned in the unedited pass (`SharedPasses.outputs`).
 * Edits that begin at the same block go through the model together, a row of the batch each.
 * Logits are not kept: the unembedding is applied a block of the vocabulary at a time, and cross-entropy, KL and top-1
   agreement are summed while the block is in the processor's cache. Where a model's own logits are anything else than
@@ -61,92 +61,84 @@ class Job:
     whole: bool = True
 
 
-@dataclass(frozen=True)
-class Unedited:
-    """One prompt in the unedited model.
-
-    Attributes:
-        outputs: of every block; empty if blocks cannot be passed over.
-        entropy: sum and count of entropy ratios, by layer.
-        reference: its next-token distributions; None where the output is no logits of tokens.
-        sums: of the intact model on this prompt, as `SharedPasses.effects` gives them.
-    """
-
-    outputs: list[Any]
-    entropy: dict[int, tuple[float, float]]
-    reference: Reference | None
-    sums: Sums
-
-
 class SharedPasses:
-    """Passes of prompts through one model.
+    """Passes of prompts through one model: `begin` with a prompt, and then edit it in any way.
 
     Args:
         model: in evaluation mode.
         objective: the loss.
+
+    Attributes:
+        outputs: of every block in the unedited pass; empty if blocks cannot be passed over.
+        entropy: sum and count of its entropy ratios, by layer.
+        reference: its next-token distributions; None where the output is no logits of tokens.
     """
 
     def __init__(self, model: HookedModel, objective: Objective) -> None:
         self.model, self.objective = model, objective
         self.causal: bool | None = None  # whether attention is; known after the first pass over more than one token
+        self.outputs: list[Any] = []
+        self.entropy: dict[int, tuple[float, float]] = {}
+        self.reference: Reference | None = None
 
-    def unedited(self, tokens: Int[Tensor, " pos"]) -> Unedited:
-        """The first pass over a prompt."""
+    def begin(self, tokens: Int[Tensor, " pos"]) -> Sums:
+        """The first pass over a prompt: sums of the intact model, as `effects` gives them."""
         found: dict[int, list[tuple[float, float]]] = {}
         outputs: list[Any] = []
         after: list[Hook] = [(block, lambda *seen: outputs.append(seen[-1])) for block in blocks(self.model)]
         with hooks_on(after), self._watching(found), _reading(self.model, skip=False) as read:
             output = run(self.model, tokens[None], return_type="logits")
-        if len(outputs) != len(blocks(self.model)):  # blocks that run twice, or not at all, cannot be passed over
-            outputs = []
-        entropy = {layer: sums[0] for layer, sums in found.items()}
+        # Blocks that run twice, or not at all, cannot be passed over.
+        self.outputs = outputs if len(outputs) == len(blocks(self.model)) else []
+        self.tokens, self.entropy = tokens, {layer: sums[0] for layer, sums in found.items()}
         vocabulary = int(output.shape[-1]) if isinstance(output, Tensor) and output.ndim == 3 else 0
-        own, reference, sums = self.objective.function is None, None, _unknown()
+        own, self.reference, sums = self.objective.function is None, None, _unknown()
         if own or vocabulary >= vocabulary_size(self.model):
             logits = at_least_float32(output.detach())
-            reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
-            sums = reference.itself()
+            self.reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
+            sums = self.reference.itself()
         if not own:
             sums["nll"] = float(self.objective.sums(output, tokens[None].to(device_of(self.model)))[0])
-        return Unedited(outputs, entropy, reference, sums)
+        if self.entropy:
+            sums |= dict(
+                zip(("entropy", "queries"), map(math.fsum, zip(*self.entropy.values(), strict=True)), strict=True)
+            )
+        return sums
 
-    def effects(self, tokens: Int[Tensor, " pos"], unedited: Unedited, jobs: Mapping[_Key, Job]) -> dict[_Key, Sums]:
+    def effects(self, jobs: Mapping[_Key, Job]) -> dict[_Key, Sums]:
         """Of each job: `nll`, `kl` and `agree` (NaN if only the loss is wanted), `entropy` and `queries`: sums over
         the prompt."""
         waiting: dict[tuple[int, bool], list[_Key]] = {}
         for key, job in jobs.items():
-            start = min(e.site.layer for e in job.edits) if unedited.outputs else 0
+            start = min(e.site.layer for e in job.edits) if self.outputs else 0
             waiting.setdefault((start, job.whole), []).append(key)
-        most = max(1, TOKENS_AT_ONCE // len(tokens))
+        most = max(1, TOKENS_AT_ONCE // len(self.tokens))
         done: dict[_Key, Sums] = {}
         for (start, whole), keys in waiting.items():
             parts = -(-len(keys) // most)
             for part in range(parts):  # of equal size, so that none is a straggler
                 some = keys[len(keys) * part // parts : len(keys) * (part + 1) // parts]
                 tell_inner(f"edited passes: {len(done)} of {len(jobs)}")
-                made = self._together(tokens, unedited, [jobs[k] for k in some], start, whole)
-                done |= dict(zip(some, made, strict=True))
+                done |= dict(zip(some, self._together([jobs[k] for k in some], start, whole), strict=True))
         return {key: done[key] for key in jobs}
 
-    def _together(
-        self, tokens: Int[Tensor, " pos"], unedited: Unedited, jobs: Sequence[Job], start: int, whole: bool
-    ) -> list[Sums]:
-        rows = len(jobs)
+    def _together(self, jobs: Sequence[Job], start: int, whole: bool) -> list[Sums]:
+        rows, tokens = len(jobs), self.tokens.expand(len(jobs), -1)
         changes: dict[str, dict[int, Edit]] = {}
         for row, job in enumerate(jobs):
             for edit in job.edits:
                 changes.setdefault(edit.site.name, {})[row] = edit
         edits = [_RowEdit(rows, mine) for mine in changes.values()]
         seen: dict[int, list[tuple[float, float]]] = {}
-        reference, own = unedited.reference, self.objective.function is None
+        reference, own = self.reference, self.objective.function is None
         blockwise = reference is not None and reference.unembedding is not None
         with (
-            passed_over(blocks(self.model)[:start], unedited.outputs, rows),
+            passed_over(blocks(self.model)[:start], self.outputs, rows),
             installed(self.model, edits),
             self._watching(seen) if whole else nullcontext(),
             _reading(self.model, skip=blockwise and own) as read,
         ):
-            output = run(self.model, tokens.expand(rows, -1), return_type="logits")
+            output = run(self.model, tokens, return_type="logits")
         if idle := next((e for e in edits if not e.calls), None):
             raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
         if reference is None:
@@ -154,11 +146,11 @@ class SharedPasses:
         else:
             made = reference.compare(read[0] if blockwise else at_least_float32(output.detach()), whole)
         if not own:
-            losses = self.objective.sums(output, tokens.expand(rows, -1).to(device_of(self.model)))
+            losses = self.objective.sums(output, tokens.to(device_of(self.model)))
             for sums, loss in zip(made, losses.tolist(), strict=True):
                 sums["nll"] = loss
         for row, sums in enumerate(made):
-            entropy = {layer: sum_ for layer, sum_ in unedited.entropy.items() if layer < start}
+            entropy = {layer: sum_ for layer, sum_ in self.entropy.items() if layer < start}
             entropy |= {layer: each[row] for layer, each in seen.items()}
             total, queries = (math.fsum(e[i] for e in entropy.values()) for i in (0, 1))
             sums |= {"entropy": total if queries else math.nan, "queries": queries}

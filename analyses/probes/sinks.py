@@ -131,8 +131,7 @@ class _Prompt:
 
     def attention(self, attended: AttentionLayer) -> None:
         pattern, seen = attended.seen.pattern, attended.seen
-        every = range(len(pattern))
-        chosen = list(every) if attended.wanted is None else [h for h in attended.wanted if h in every]
+        chosen = attended.measured
         self.length = pattern.shape[-1]
         if self.length < 2 or not chosen:
             return

@@ -134,14 +134,10 @@ def _p(truths: Float[np.ndarray, " resample"]) -> float:
 
 
 def interval(
-    change: Float[np.ndarray, " prompt"],
-    weight: Float[np.ndarray, " prompt"],
-    drawn: Float[np.ndarray, "resample prompt"] | None = None,
-    *,
-    seed: int = 0,
+    change: Float[np.ndarray, " prompt"], weight: Float[np.ndarray, " prompt"], *, seed: int = 0
 ) -> tuple[float, float]:
     """Both ends of the 95 % interval of sum(change) / sum(weight) over prompts; as `infer_mean`."""
-    found = infer_mean(change, weight, drawn, seed=seed)
+    found = infer_mean(change, weight, seed=seed)
     return found.low, found.high
 
 

@@ -241,22 +241,8 @@ class _Prompt:
         return list(found), dot, vectors.mean(-1), vectors.pow(2).sum(-1)
 
     def _vectors(self, source: Source) -> dict[Part, Float64[Tensor, "pos d_model"]]:
-        if source.kind != "norm":
-            return self._plain_vectors(source)
-        site = self.of.by_name[source.site]
-        sigma = site.sigma(self.inputs[site.name].double())
-        gain = gain_of(site).to(sigma.device)
-        made: dict[Part, Tensor] = {}
-        for inner, factor in self.of.wiring.at(site.name).items():
-            for part, vector in self._vectors(inner).items():
-                image = factor * gain * site.project(vector) / sigma
-                made[part] = made[part] + image if part in made else image
-        if site.bias is not None:
-            part = Part(f"{site.name} bias", "norm bias", site.layer)
-            made[part] = site.bias.detach().double().expand(self.length, -1)
-        return made
-
-    def _plain_vectors(self, source: Source) -> dict[Part, Float64[Tensor, "pos d_model"]]:
+        if source.kind == "norm":
+            return self._images(self.of.by_name[source.site])
         seen = self.seen[source].double()
         bias = self.of.writers.bias(source, seen)
         rest = {} if bias is None else {bias_part(source): bias.expand(self.length, -1)}
@@ -265,6 +251,18 @@ class _Prompt:
             vectors = einsum(z, W, "pos head k, head k d -> head pos d")
             return {head_part(source.layer, h): v for h, v in enumerate(vectors)} | rest
         return {whole_part(source): seen if bias is None else seen - bias} | rest
+
+    def _images(self, site: Site) -> dict[Part, Float64[Tensor, "pos d_model"]]:
+        sigma = site.sigma(self.inputs[site.name].double())
+        gain = gain_of(site).to(sigma.device)
+        made: dict[Part, Tensor] = {}
+        for inner, factor in self.of.wiring.at(site.name).items():
+            for part, vector in self._vectors(inner).items():
+                made[part] = made.get(part, 0.0) + factor * gain * site.project(vector) / sigma
+        if site.bias is not None:
+            part = Part(f"{site.name} bias", "norm bias", site.layer)
+            made[part] = site.bias.detach().double().expand(self.length, -1)
+        return made
 
 
 def _columns_of(part: Part) -> dict[str, object]:
