@@ -37,9 +37,9 @@ from ln_probe.analyses.probes.leading import every_one_is_run, with_largest
 from ln_probe.analyses.probes.shared_passes import Job, SharedPasses, Sums
 from ln_probe.hooks.edits import Edit, Positions, installed
 from ln_probe.hooks.interventions import GROUPS, lost_edits, members, why_nothing
-from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, dtype_of, evaluating
+from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, dtype_of, evaluating, vocabulary_size
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
 from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
 from ln_probe.hooks.scales import FROZEN, OPTIMAL, UNIFORM, Constant
 from ln_probe.hooks.sites import facts_of
@@ -48,7 +48,6 @@ from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant, VariantEd
 _LOSSES = ("nll", "nll_uniform", "nll_optimal", "estimate")
 MEASURES = (*_LOSSES, "predicted", "kl", "agree", "positions", "entropy", "queries")
 PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "no_op")
-GRADIENT_COLUMNS = ("prompt", "sites", "site", "first", "rest")
 _OF_GROUPS = {"nll_uniform": UNIFORM, "nll_optimal": OPTIMAL}
 
 # The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
@@ -140,7 +139,6 @@ class EditedRuns(Observer):
     ) -> None:
         self.model, self.meaningless, self.note = model, meaningless, note
         self.objective = Objective() if objective is None else objective
-        self.no_loss = self.objective.obstacle(model)
         same = {} if callable(constants) else {name: Constant.of(given) for name, given in constants.items()}
         self.constants_of = constants if callable(constants) else lambda _prompt: same
         self.optimal, self.single_norm_prompts, self.uniform = optimal, single_norm_prompts, uniform
@@ -163,13 +161,22 @@ class EditedRuns(Observer):
         if unknown := sorted(self.exact - set(self.sites)):
             raise ValueError(f"exact: {unknown[0]!r} is no norm that is measured ({', '.join(self.sites)})")
 
+    @property
+    def no_loss(self) -> str:
+        """Why the model has no next-token loss; empty if it has one, or the user gave a loss. Known after the first
+        prompt."""
+        outputs, wanted = self.passes.vocabulary, vocabulary_size(self.model)
+        if self.objective.function is not None or (self.passes.causal is not False and outputs >= wanted):
+            return ""
+        return BIDIRECTIONAL if self.passes.causal is False else too_few_outputs(outputs, wanted)
+
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
         self.effects.append(self.measure(prompt, tokens))
 
     def piece(self) -> Piece:
         tables = {"effects": pd.concat(self.effects, ignore_index=True)} if self.effects else {}
         if self.gradients:
-            tables["gradients"] = pd.DataFrame(self.gradients, columns=list(GRADIENT_COLUMNS))
+            tables["gradients"] = pd.DataFrame(self.gradients)
         return Piece(tables=tables, notes=tuple(self.notes()))
 
     def measure(self, prompt: int, tokens: Int[Tensor, " pos"]) -> pd.DataFrame:
@@ -234,7 +241,7 @@ class EditedRuns(Observer):
             if holds < 1 and row.sites not in self.too_steep:
                 self.too_steep.append(row.sites)
             self.gradients += [
-                dict(zip(GRADIENT_COLUMNS, (prompt, row.sites, site, holds * first, holds * rest), strict=True))
+                {"prompt": prompt, "sites": row.sites, "site": site, "first": holds * first, "rest": holds * rest}
                 for site, (first, rest) in found.items()
             ]
 
@@ -279,6 +286,8 @@ class EditedRuns(Observer):
         names, single = list(self.sites), [r for r in self.rows if not r.is_group]
         few = every_one_is_run(self.model, len(names)) or len(names) <= LEADING_NORMS
         if few or not single or not self.single_norm_prompts or not self._is_estimated:
+            return names
+        if self.objective.obstacle(self.model):
             return names
         estimates = (self._estimates(single, tokens, self.constants_of(i)) for i, tokens in enumerate(first))
         return with_largest(estimates, LEADING_NORMS) or names

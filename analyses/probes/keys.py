@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Int64, Shaped
 
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, UNSELECTABLE
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Observer, Piece
-from ln_probe.analyses.probes.columns import INTERVALS, KEYS
+from ln_probe.analyses.probes.columns import INTERVALS
 from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.variants import INTACT, VARIANTS, no_op
 
 NORMALIZED, HEAD = "normalized", "head"
@@ -89,14 +89,12 @@ class Collected(Observer):
         attended: AttentionLayer,
         space: str,
         measure: Callable[[str], Measures],
-        theorem: Callable[[str], str] = lambda _variant: "",
     ) -> None:
         """Measure one layer on a prompt, under every variant; what changes nothing is measured once, intact.
 
         Args:
             space: normalized (at the norm's output) or head.
             measure: the measures of a variant, by name; a row per head.
-            theorem: why no key can be unselectable under a variant; empty if one can.
         """
         site, heads, layer = attended.site, [-1], attended.layer
         dim = site.d - 1 if site.projects else site.d
@@ -113,7 +111,8 @@ class Collected(Observer):
                 known[same] = {name: np.array([n], np.int64) for name, n in numbers} | measures
             names = [name for name in known[same] if name not in _PER_PROMPT]
             about = {"layer": layer, "space": space, "variant": variant, "heads": heads, "dim": dim}
-            about |= {"theorem": theorem(variant), "no_op": why, "measures": names}
+            theorem = _theorem(site, variant) if space == NORMALIZED else ""
+            about |= {"theorem": theorem, "no_op": why, "measures": names}
             self._held.setdefault((layer, space, variant), (about, []))[1].append(known[same])
 
     def piece(self) -> Piece:
@@ -124,6 +123,13 @@ class Collected(Observer):
             for name, values in joined(parts).items()
         }
         return Piece(arrays, info={"rows": [about for about, _ in self._held.values()]})
+
+
+def _theorem(site: Site, variant: str) -> str:
+    """Why keys at a norm's output can never be unselectable; empty if they can."""
+    if site.scales and (variant == INTACT.name or no_op(site, variant)):
+        return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")
+    return ""
 
 
 def joined(parts: Sequence[Measures]) -> Measures:
@@ -158,31 +164,8 @@ HARDEST_PER_VARIANT = 3
 SAMPLED = 5
 
 
-def key_tables(
-    pieces: Sequence[Piece], calibration: Calibration, token: Callable[[int, int], str], *, every: bool, seed: int
-) -> tuple[list[dict[str, object]], pd.DataFrame]:
-    """Rows of the `heads` table, and the `keys` table.
-
-    Args:
-        pieces: measures of all keys, in the order of the prompts.
-        calibration: of the model.
-        token: the token string at (prompt, position).
-        every: keep every key instead of the hardest and a sample.
-        seed: of the sample.
-    """
-    heads: list[dict[str, object]] = []
-    keys: list[dict[str, np.ndarray]] = []
-    for block in blocks(pieces):
-        heads += [_head_row(rows, row, calibration) for rows in block.values() for row in range(len(rows.heads))]
-        keys += _key_rows(block, token, every=every, seed=seed)
-    if not keys:
-        return heads, KEYS.empty()
-    table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
-    known = table["reachable"].to_numpy()
-    return heads, table.assign(reachable=pd.arrays.BooleanArray(known == 1, known < 0))
-
-
-def _head_row(rows: KeyRows, row: int, calibration: Calibration) -> dict[str, object]:
+def head_row(rows: KeyRows, row: int, calibration: Calibration) -> dict[str, object]:
+    """A row of the `heads` table."""
     head = rows.heads[row]
     measured: dict[str, Any] = _summary({m: a[row] for m, a in rows.measures.items()}, sampled=rows.sampled)
     all_selectable = not measured["unselectable"] and not measured["undecided"]
@@ -249,10 +232,16 @@ def _by_theorem(rows: KeyRows) -> str:
     return rows.theorem
 
 
-def _key_rows(
+def key_rows(
     block: Block, token: Callable[[int, int], str], *, every: bool, seed: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Columns of the `keys` table for one head under one variant after another."""
+    """Columns of the `keys` table for one head under one variant after another.
+
+    Args:
+        token: the token string at (prompt, position).
+        every: keep every key instead of the hardest and a sample.
+        seed: of the sample.
+    """
     first = next(iter(block.values()))
     prompt = np.repeat(first.prompts, first.columns)
     for row, head in enumerate(first.heads):

@@ -62,14 +62,14 @@ from ln_probe.analyses.probes.keys import (
     Collected,
     Measures,
     blocks,
+    head_row,
     joined,
-    key_tables,
+    key_rows,
 )
 from ln_probe.analyses.probes.uniformity import spread
 from ln_probe.analyses.schema import Part
 from ln_probe.analyses.text import number, percent
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.variants import BOTH_REMOVED, SCALING_FROZEN, VARIANTS, no_op
+from ln_probe.hooks.variants import BOTH_REMOVED, SCALING_FROZEN, VARIANTS
 
 _UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # filled by that probe
 
@@ -103,11 +103,19 @@ class Selectability(Probe):
         return _Watching()
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        heads, keys = key_tables(
-            pieces, context.calibration, context.token, every=context.keys == "all", seed=context.seed
-        )
-        frames = {HEADS.name: pd.DataFrame(heads, columns=list(self.tables[0].columns)), KEYS.name: keys}
-        return ProbeResults(frames, (LONGER_OUTPUT,) * (bool(heads) and context.calibration.projection_matters))
+        calibration, every = context.calibration, context.keys == "all"
+        heads: list[dict[str, object]] = []
+        keys: list[dict[str, np.ndarray]] = []
+        for block in blocks(pieces):
+            heads += [head_row(rows, row, calibration) for rows in block.values() for row in range(len(rows.heads))]
+            keys += key_rows(block, context.token, every=every, seed=context.seed)
+        table = KEYS.empty()
+        if keys:
+            table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
+            known = table["reachable"].to_numpy()
+            table = table.assign(reachable=pd.arrays.BooleanArray(known == 1, known < 0))
+        frames = {HEADS.name: pd.DataFrame(heads, columns=list(self.tables[0].columns)), KEYS.name: table}
+        return ProbeResults(frames, (LONGER_OUTPUT,) * (bool(heads) and calibration.projection_matters))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
@@ -133,7 +141,7 @@ class Selectability(Probe):
 
 class _Watching(Collected):
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        self.add(attended, NORMALIZED, partial(_at_the_norm, attended), partial(_theorem, attended.site))
+        self.add(attended, NORMALIZED, partial(_at_the_norm, attended))
         if attended.heads is not None:
             self.add(attended, HEAD, partial(_in_heads, attended))
 
@@ -281,13 +289,6 @@ def _measures(geometry: SetGeometry, only: Drawn, seen: slice) -> Measures:
 def _stacked(heads: Sequence[Measures]) -> Measures:
     """Of all heads, a row each."""
     return {m: np.stack([h[m] for h in heads]) for m in heads[0]}
-
-
-def _theorem(site: Site, variant: str) -> str:
-    """Why keys at a norm's output can never be unselectable; empty if they can."""
-    if site.scales and (variant == "intact" or no_op(site, variant)):
-        return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")
-    return ""
 
 
 def _per_key(tokens: float, d_head: float = math.nan) -> float:

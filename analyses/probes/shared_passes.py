@@ -77,6 +77,7 @@ class SharedPasses:
     def __init__(self, model: HookedModel, objective: Objective) -> None:
         self.model, self.objective = model, objective
         self.causal: bool | None = None  # whether attention is; known after the first pass over more than one token
+        self.vocabulary = vocabulary_size(model)  # number of outputs; known after the first pass
         self.outputs: list[Any] = []
         self.entropy: dict[int, tuple[float, float]] = {}
         self.reference: Reference | None = None
@@ -91,9 +92,9 @@ class SharedPasses:
         # Blocks that run twice, or not at all, cannot be passed over.
         self.outputs = outputs if len(outputs) == len(blocks(self.model)) else []
         self.tokens, self.entropy = tokens, {layer: sums[0] for layer, sums in found.items()}
-        vocabulary = int(output.shape[-1]) if isinstance(output, Tensor) and output.ndim == 3 else 0
+        self.vocabulary = int(output.shape[-1]) if isinstance(output, Tensor) and output.ndim == 3 else 0
         own, self.reference, sums = self.objective.function is None, None, _unknown()
-        if own or vocabulary >= vocabulary_size(self.model):
+        if own or self.vocabulary >= vocabulary_size(self.model):
             logits = at_least_float32(output.detach())
             self.reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
             sums = self.reference.itself()
