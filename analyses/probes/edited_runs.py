@@ -156,7 +156,8 @@ class EditedRuns(Observer):
             self.rows = [r for r in self.rows if r.sites in PRIMARY_SITES]
             self.rows = [r for r in self.rows if r.variant.primary or not r.variant.is_edit]
         self.sites = {s.name: s for s in sites}
-        self.passes = SharedPasses(model, self.objective)
+        self.causal: bool | None = None  # known after the first pass over more than one token
+        self.outputs = vocabulary_size(model)
         self.exact = frozenset(self._chosen(first) if exact is None else exact)
         if unknown := sorted(self.exact - set(self.sites)):
             raise ValueError(f"exact: {unknown[0]!r} is no norm that is measured ({', '.join(self.sites)})")
@@ -165,10 +166,10 @@ class EditedRuns(Observer):
     def no_loss(self) -> str:
         """Why the model has no next-token loss; empty if it has one, or the user gave a loss. Known after the first
         prompt."""
-        outputs, wanted = self.passes.vocabulary, vocabulary_size(self.model)
-        if self.objective.function is not None or (self.passes.causal is not False and outputs >= wanted):
+        wanted = vocabulary_size(self.model)
+        if self.objective.function is not None or (self.causal is not False and self.outputs >= wanted):
             return ""
-        return BIDIRECTIONAL if self.passes.causal is False else too_few_outputs(outputs, wanted)
+        return BIDIRECTIONAL if self.causal is False else too_few_outputs(self.outputs, wanted)
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
         self.effects.append(self.measure(prompt, tokens))
@@ -185,7 +186,9 @@ class EditedRuns(Observer):
         What it gives depends on the prompt alone, so that prompts can be measured in any order, or elsewhere.
         """
         with evaluating(self.model), torch.no_grad():
-            intact, constants = self.passes.begin(tokens), self.constants_of(prompt)
+            passes = SharedPasses(self.model, self.objective, tokens, self.causal)
+            self.causal, self.outputs = passes.causal, passes.vocabulary
+            constants, intact = self.constants_of(prompt), passes.sums
             wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
             effects: dict[tuple[_Signature, str], Sums] = {}
             for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
@@ -195,7 +198,7 @@ class EditedRuns(Observer):
                         jobs |= {
                             (row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt, constants)
                         }
-                effects |= self.passes.effects({key: job for key, job in jobs.items() if key not in effects})
+                effects |= passes.effects({key: job for key, job in jobs.items() if key not in effects})
         self._differentiate(prompt, tokens, effects, intact["nll"])
         estimates = self._estimates(wanted, tokens, constants)
         rows = [

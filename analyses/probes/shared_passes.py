@@ -1,6 +1,6 @@
 """One prompt under many edits: what several passes have in common is computed once.
 
-* Blocks before the first edited norm return what they returned in the unedited pass (`SharedPasses.outputs`).
+* Blocks before the first edited norm return what they returned in the unedited pass.
 * Edits that begin at the same block go through the model together, a row of the batch each.
 * Logits are not kept: the unembedding is applied a block of the vocabulary at a time, and cross-entropy, KL and top-1
   agreement are summed while the block is in the processor's cache. Where a model's own logits are anything else than
@@ -62,49 +62,46 @@ class Job:
 
 
 class SharedPasses:
-    """Passes of prompts through one model: `begin` with a prompt, and then edit it in any way.
+    """Passes of one prompt through one model, the unedited one first.
 
     Args:
         model: in evaluation mode.
         objective: the loss.
+        tokens: of the prompt.
+        causal: whether attention is; None: not known yet.
 
     Attributes:
+        causal: likewise; known after a pass over more than one token.
         outputs: of every block in the unedited pass; empty if blocks cannot be passed over.
         entropy: sum and count of its entropy ratios, by layer.
+        vocabulary: number of outputs.
         reference: its next-token distributions; None where the output is no logits of tokens.
+        sums: of the intact model on this prompt, as `effects` gives them.
     """
 
-    def __init__(self, model: HookedModel, objective: Objective) -> None:
-        self.model, self.objective = model, objective
-        self.causal: bool | None = None  # whether attention is; known after the first pass over more than one token
-        self.vocabulary = vocabulary_size(model)  # number of outputs; known after the first pass
-        self.outputs: list[Any] = []
-        self.entropy: dict[int, tuple[float, float]] = {}
-        self.reference: Reference | None = None
-
-    def begin(self, tokens: Int[Tensor, " pos"]) -> Sums:
-        """The first pass over a prompt: sums of the intact model, as `effects` gives them."""
+    def __init__(
+        self, model: HookedModel, objective: Objective, tokens: Int[Tensor, " pos"], causal: bool | None = None
+    ) -> None:
+        self.model, self.objective, self.tokens, self.causal = model, objective, tokens, causal
         found: dict[int, list[tuple[float, float]]] = {}
         outputs: list[Any] = []
-        after: list[Hook] = [(block, lambda *seen: outputs.append(seen[-1])) for block in blocks(self.model)]
-        with hooks_on(after), self._watching(found), _reading(self.model, skip=False) as read:
-            output = run(self.model, tokens[None], return_type="logits")
+        after: list[Hook] = [(block, lambda *seen: outputs.append(seen[-1])) for block in blocks(model)]
+        with hooks_on(after), self._watching(found), _reading(model, skip=False) as read:
+            output = run(model, tokens[None], return_type="logits")
         # Blocks that run twice, or not at all, cannot be passed over.
-        self.outputs = outputs if len(outputs) == len(blocks(self.model)) else []
-        self.tokens, self.entropy = tokens, {layer: sums[0] for layer, sums in found.items()}
+        self.outputs = outputs if len(outputs) == len(blocks(model)) else []
+        self.entropy = {layer: sums[0] for layer, sums in found.items()}
         self.vocabulary = int(output.shape[-1]) if isinstance(output, Tensor) and output.ndim == 3 else 0
-        own, self.reference, sums = self.objective.function is None, None, _unknown()
-        if own or self.vocabulary >= vocabulary_size(self.model):
+        self.reference, self.sums = None, _unknown()
+        if objective.function is None or self.vocabulary >= vocabulary_size(model):
             logits = at_least_float32(output.detach())
-            self.reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
-            sums = self.reference.itself()
-        if not own:
-            sums["nll"] = float(self.objective.sums(output, tokens[None].to(device_of(self.model)))[0])
+            self.reference = Reference(logits, find_unembedding(model, read, logits), tokens.to(logits.device))
+            self.sums = self.reference.itself()
+        if objective.function is not None:
+            self.sums["nll"] = float(objective.sums(output, tokens[None].to(device_of(model)))[0])
         if self.entropy:
-            sums |= dict(
-                zip(("entropy", "queries"), map(math.fsum, zip(*self.entropy.values(), strict=True)), strict=True)
-            )
-        return sums
+            totals = map(math.fsum, zip(*self.entropy.values(), strict=True))
+            self.sums |= dict(zip(("entropy", "queries"), totals, strict=True))
 
     def effects(self, jobs: Mapping[_Key, Job]) -> dict[_Key, Sums]:
         """Of each job: `nll`, `kl` and `agree` (NaN if only the loss is wanted), `entropy` and `queries`: sums over
