@@ -170,11 +170,9 @@ class Constants:
     def _others(self) -> Float64[np.ndarray, "2 group site 2"]:
         """Of each group, sums and counts over all other groups: those before it and those after it, so that no large
         sum is subtracted from a larger one."""
-        mine = self._group_sums
-        before = np.zeros_like(mine)
-        before[:, 1:] = np.cumsum(mine, axis=1)[:, :-1]
-        after = np.zeros_like(mine)
-        after[:, :-1] = np.cumsum(mine[:, ::-1], axis=1)[:, ::-1][:, 1:]
+        mine, nothing = self._group_sums, np.zeros_like(self._group_sums[:, :1])
+        before = np.cumsum(np.concatenate([nothing, mine[:, :-1]], axis=1), axis=1)
+        after = np.cumsum(np.concatenate([nothing, mine[:, :0:-1]], axis=1), axis=1)[:, ::-1]
         total: np.ndarray = before + after
         return total
 

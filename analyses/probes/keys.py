@@ -111,7 +111,7 @@ class Collected(Observer):
                 known[same] = {name: np.array([n], np.int64) for name, n in numbers} | measures
             names = [name for name in known[same] if name not in _PER_PROMPT]
             about = {"layer": layer, "space": space, "variant": variant, "heads": heads, "dim": dim}
-            theorem = _theorem(site, variant) if space == NORMALIZED else ""
+            theorem = sphere_theorem(site, variant) if space == NORMALIZED else ""
             about |= {"theorem": theorem, "no_op": why, "measures": names}
             self._held.setdefault((layer, space, variant), (about, []))[1].append(known[same])
 
@@ -125,7 +125,7 @@ class Collected(Observer):
         return Piece(arrays, info={"rows": [about for about, _ in self._held.values()]})
 
 
-def _theorem(site: Site, variant: str) -> str:
+def sphere_theorem(site: Site, variant: str) -> str:
     """Why keys at a norm's output can never be unselectable; empty if they can."""
     if site.scales and (variant == INTACT.name or no_op(site, variant)):
         return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")
@@ -271,9 +271,7 @@ def _hardness(found: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _pick(here: Mapping[str, Mapping[str, np.ndarray]], rng: np.random.Generator) -> np.ndarray:
-    chosen: set[int] = set()
-    for found in (found for variant, found in here.items() if VARIANTS[variant].standard):
-        chosen |= set(np.argsort(_hardness(found), kind="stable")[:HARDEST_PER_VARIANT].tolist())
+    standard = [found for variant, found in here.items() if VARIANTS[variant].standard]
+    hard = [np.argsort(_hardness(found), kind="stable")[:HARDEST_PER_VARIANT] for found in standard]
     count = len(next(iter(here.values()))["verdict"])
-    chosen |= set(rng.choice(count, size=min(SAMPLED, count), replace=False).tolist())
-    return np.array(sorted(chosen))
+    return np.unique(np.concatenate([*hard, rng.choice(count, size=min(SAMPLED, count), replace=False)]))

@@ -58,14 +58,6 @@ _NAMED = 3  # tokens named in a finding
 _SIZES = ("sigma", "before", "after")
 
 
-def _starts(length: int) -> list[int]:
-    """Where the groups of positions begin whose sizes are summed: 0, 1, 2-3, 4-7, 8-15, …"""
-    starts = [0]
-    while (after := max(1, 2 * starts[-1])) < length:
-        starts.append(after)
-    return starts
-
-
 def counting_queries(length: int, *, causal: bool, window: int | None = None) -> Bool[Tensor, "query key"]:
     """Which queries see which positions; of a causal layer only queries after position 0 count."""
     return visible_keys(length, length, causal=causal, window=window)[1 if causal else 0 :]
@@ -120,7 +112,7 @@ class _Prompt:
         if sizes is None:
             return
         self.length = len(x)
-        starts = _starts(len(x))
+        starts = [0, *(2**i for i in range((len(x) - 1).bit_length()))]  # sizes are summed over 0, 1, 2-3, 4-7, 8-15, …
         stacked = torch.stack([sizes.outlier.double(), *(getattr(sizes, n).double() for n in _SIZES)])
         sums = np.add.reduceat(stacked.cpu().numpy(), starts, axis=1)
         for (first, end), (outliers, *means) in zip(pairwise([*starts, len(x)]), sums.T.tolist(), strict=True):

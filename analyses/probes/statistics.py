@@ -179,10 +179,7 @@ def holm(
 
 def by_group(values: Float[np.ndarray, " prompt"], groups: Int64[np.ndarray, " prompt"]) -> Float[np.ndarray, " group"]:
     """The sums over each group that there is, in the order of their numbers."""
-    places = np.unique(groups, return_inverse=True)[1]
-    found = np.zeros(int(places.max()) + 1 if len(places) else 0)
-    np.add.at(found, places, values)
-    return found
+    return np.bincount(np.unique(groups, return_inverse=True)[1], values).astype(float)
 
 
 def fraction_interval(found: int, count: int) -> tuple[float, float]:
