@@ -95,6 +95,9 @@ class HeadRuns(Observer):
         exact: (layer, head) that are run exactly; None: as EXACT_WORK says. Empty: estimates alone.
         objective: the loss.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
+
+    Raises:
+        ValueError: `exact` names a head that is not there.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class HeadRuns(Observer):
         self.lost: dict[str, str] = {}
         self.silent = meaningless or (self.objective.obstacle(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()
+        self.asked_for = exact is not None
         self.sums: list[pd.DataFrame] = []  # of the prompts that were observed
         if self.sites and not self.silent:
             by_site: dict[str, dict[int, list[int]]] = {}
@@ -138,6 +142,8 @@ class HeadRuns(Observer):
                 self.silent = str(error)
             else:
                 self.exact = frozenset(self._chosen() if exact is None else exact)
+        if unknown := sorted(self.exact - set(self.every)):
+            raise ValueError(f"exact: {unknown[0]} is no (layer, head) that is measured")
         if constants_of is not None:
             self.constants_of = constants_of
 
@@ -165,9 +171,10 @@ class HeadRuns(Observer):
             return [f"head_effects: nothing was measured: {self.silent}"]
         said = [f"head_effects: {reason}" for reason in self.lost.values()]
         if 0 < len(self.exact) < len(self.every):
+            which = f"those with the largest estimates on {CHOOSING} calibration prompts"
             said.append(
-                f"head_effects: {len(self.exact)} of {len(self.every)} heads were run exactly, those with the largest "
-                f"estimates on {CHOOSING} calibration prompts; the others are estimated"
+                f"head_effects: {len(self.exact)} of {len(self.every)} heads were run exactly, "
+                f"{'those asked for' if self.asked_for else which}; the others are estimated"
             )
         return said
 
@@ -337,6 +344,7 @@ class HeadEffects(Probe):
             objective=view.objective,
             meaningless=view.meaningless,
         )
+        runs.asked_for = False
         view.calibration.chosen[self.name] = runs.exact
         return runs
 
