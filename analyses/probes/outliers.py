@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -33,7 +33,7 @@ _DIMENSIONS_NAMED = 4
 _INSIDE = ("query", "key")  # norms inside attention see heads, not tokens
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outlier:
     """One outlier token of one prompt, or none.
 
@@ -101,7 +101,7 @@ class PromptOutliers:
             if at not in self.found:
                 self.found[at] = Outlier(site.name, float(site.layer), *self._written(site, x, at))
             if self.longest.site[at] == site.name:
-                self.found[at].dimensions = _largest_dimensions(kept[at])
+                self.found[at] = replace(self.found[at], dimensions=_largest_dimensions(kept[at]))
         if enough:
             self._keep_dimensions(site, kept)
         self._follow(site, x, y)
