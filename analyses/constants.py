@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -104,16 +104,8 @@ class Constants:
             raise IndexError(f"no prompt {prompt!r}: the constants are of prompts 0 … {len(self.groups) - 1}")
         if self.given is not None:
             return dict(self.given)
-        group = int(self.groups[prompt])
-        if self._latest[0] != group:  # asked for once a layer
-            sums = self._group_sums if self.group_count == 1 else self._others
-            self._latest[:] = group, self._means(sums[:, group])
-        return dict(self._latest[1])
-
-    @cached_property
-    def _latest(self) -> list[Any]:
-        """The last group whose constants were asked for, and these."""
-        return [-1, {}]
+        sums = self._group_sums if self.group_count == 1 else self._others
+        return self._means(sums[:, int(self.groups[prompt])])
 
     @cached_property
     def observed(self) -> pd.DataFrame:
@@ -178,11 +170,9 @@ class Constants:
     def _others(self) -> Float64[np.ndarray, "2 group site 2"]:
         """Of each group, sums and counts over all other groups: those before it and those after it, so that no large
         sum is subtracted from a larger one."""
-        mine = self._group_sums
-        before = np.zeros_like(mine)
-        before[:, 1:] = np.cumsum(mine, axis=1)[:, :-1]
-        after = np.zeros_like(mine)
-        after[:, :-1] = np.cumsum(mine[:, ::-1], axis=1)[:, ::-1][:, 1:]
+        mine, nothing = self._group_sums, np.zeros_like(self._group_sums[:, :1])
+        before = np.cumsum(np.concatenate([nothing, mine[:, :-1]], axis=1), axis=1)
+        after = np.cumsum(np.concatenate([nothing, mine[:, :0:-1]], axis=1), axis=1)[:, ::-1]
         total: np.ndarray = before + after
         return total
 
@@ -198,19 +188,14 @@ class Constants:
     def to_table(self) -> pd.DataFrame:
         """A row per prompt and norm (COLUMNS): everything that `of_table` needs, and `given` and `source` aside."""
         prompts, sites = len(self.groups), len(self.sites)
-        flat = np.concatenate([self.sums, self.counts], axis=-1).reshape(prompts * sites, 4)
-        return pd.DataFrame(
-            {
-                "prompt": np.repeat(np.arange(prompts), sites),
-                "group": np.repeat(self.groups, sites),
-                "site": list(self.sites) * prompts,
-                "sum_first": flat[:, 0],
-                "count_first": flat[:, 2].astype(np.int64),
-                "sum_rest": flat[:, 1],
-                "count_rest": flat[:, 3].astype(np.int64),
-            },
-            columns=list(COLUMNS),
-        )
+        made = {
+            "prompt": np.repeat(np.arange(prompts), sites),
+            "group": np.repeat(self.groups, sites),
+            "site": list(self.sites) * prompts,
+        }
+        for what, values in (("sum", self.sums), ("count", self.counts.astype(np.int64))):
+            made |= {f"{what}_first": values[..., 0].ravel(), f"{what}_rest": values[..., 1].ravel()}
+        return pd.DataFrame(made, columns=list(COLUMNS))
 
     @classmethod
     def of_table(
@@ -273,19 +258,14 @@ class KeySample:
     @property
     def note(self) -> str:
         """What a reader has to know."""
+        hours, minutes = self.seconds / 3600, max(1.0, self.seconds / 60)
         return (
             f"keys were sampled: {self.count} of each head's {self.longest} in the longest prompt, fewer of shorter "
             f"ones in proportion (seed {self.seed}), each measured among all keys. Fractions and quantiles over "
             "keys are estimates: heads has their 95 % intervals (columns ending in _low and _high). All keys "
-            f"(keys_sample=0) would take about {_time(self.seconds)} of one core"
+            f"(keys_sample=0) would take about {f'{hours:.0f} hours' if hours > 2 else f'{minutes:.0f} minutes'} of "
+            "one core"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds / 3600:.0f} hours" if seconds > 2 * 3600 else f"{max(1.0, seconds / 60):.0f} minutes"
 
 
 # ---------------------------------------------------------------------------------------------------- empirical queries
@@ -311,14 +291,13 @@ class EmpiricalQueries:
     first: Float64[np.ndarray, "head d_head"] | float = 0.0
     second: Float64[np.ndarray, "head d_head d_head"] | float = 0.0
     origin: Float64[np.ndarray, "head d_head"] | None = None
-    kept: list[Float32[np.ndarray, "some head d_head"]] | None = None
+    kept: list[Float32[np.ndarray, "some head d_head"]] = field(default_factory=list)
     every: int = 1  # one of so many queries is kept
 
     def add(self, queries: Float64[np.ndarray, "query head d_head"]) -> None:
         """Take in a prompt's queries, before rotary positions and over the divisor."""
         if self.origin is None:  # sums are taken from near the mean, so that nothing cancels
-            self.origin, self.kept = queries.mean(axis=0), []
-        assert self.kept is not None
+            self.origin = queries.mean(axis=0)
         moved = queries - self.origin
         self.first = self.first + moved.sum(axis=0)
         self.second = self.second + np.einsum("qhi,qhj->hij", moved, moved)
@@ -335,7 +314,7 @@ class EmpiricalQueries:
         Raises:
             ValueError: no query was taken in.
         """
-        if self.origin is None or self.kept is None:
+        if self.origin is None:
             raise ValueError("no queries were taken in: there is no set of queries that occurred")
         mean = np.asarray(self.first) / self.count
         spread = np.asarray(self.second) / self.count - np.einsum("hi,hj->hij", mean, mean)
@@ -351,17 +330,15 @@ class EmpiricalQueries:
 
 
 def ellipsoid_arrays(sets: Mapping[int, QueryEllipsoid]) -> dict[str, np.ndarray]:
-    """Sets by layer, as ellipsoid_arrays by name."""
-    return {f"empirical/{layer}/{part}": found[i] for layer, found in sets.items() for i, part in _PARTS}
+    """Sets by layer, as arrays by name."""
+    parts = [(layer, *part) for layer, found in sets.items() for part in zip(("center", "axes"), found, strict=True)]
+    return {f"empirical/{layer}/{name}": values for layer, name, values in parts}
 
 
 def ellipsoids_of_arrays(found: Mapping[str, Float[np.ndarray, " ..."]]) -> dict[int, QueryEllipsoid]:
     """What `ellipsoid_arrays` made (names without "empirical/")."""
     layers = sorted({int(name.partition("/")[0]) for name in found})
     return {layer: (found[f"{layer}/center"], found[f"{layer}/axes"]) for layer in layers}
-
-
-_PARTS = ((0, "center"), (1, "axes"))
 
 
 # ---------------------------------------------------------------------------------------------------------- calibration
@@ -385,6 +362,8 @@ class Calibration:
         sample: which keys are measured; None: all.
         optimal: loss-optimal constants, by group of norms ("attention", "all"); empty: they were not fitted.
         first: the first measured prompts, on which what is run of a large model is chosen.
+        chosen: the norms or heads that are run one by one, by probe: chosen once, and not again for every part of the
+            prompts.
     """
 
     norms: pd.DataFrame
@@ -397,6 +376,7 @@ class Calibration:
     sample: KeySample | None = None
     optimal: Mapping[str, Halves] = field(default_factory=dict)
     first: tuple[Int[Tensor, " _"], ...] = ()
+    chosen: dict[str, Any] = field(default_factory=dict)
 
     @property
     def optimal_of(self) -> Callable[[str, int], Mapping[str, Constant]] | None:

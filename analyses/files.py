@@ -24,11 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ln_probe.analyses.arguments import path_of
+from ln_probe.analyses.text import encodable
 
 PARTIAL = ".partial"
 CHECKSUM = "sha256"
@@ -107,39 +108,25 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The same of a text; halves of a surrogate pair, which no encoding has, stand as \\ud800 and the like."""
-    write_atomically(path, encoded(text))
-
-
-def encoded(text: str) -> bytes:
-    """A text as UTF-8, as `write_text` writes it."""
-    return text.encode("utf-8", "backslashreplace")
+    """The same of a text, as UTF-8 (`encodable`)."""
+    write_atomically(path, encodable(text).encode())
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:
         OSError: it cannot be opened.
         FileError: it is a folder, a named pipe, a device or a socket. None of them is waited for.
     """
-    _check_regular(path, os.stat(path))
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    try:
-        _check_regular(path, os.fstat(descriptor))  # it may have been replaced in between
-    except FileError:
-        os.close(descriptor)
-        raise
-    return os.fdopen(descriptor, "rb")
-
-
-def _check_regular(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else than a file")
-        raise FileError(f"{path}: {kind}, not a file")
+    kind = os.stat(path).st_mode
+    if not stat.S_ISREG(kind):
+        raise FileError(f"{path}: {_KINDS.get(stat.S_IFMT(kind), 'something else than a file')}, not a file")
+    # (If it is another one by now, this does not wait either.)
+    return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
 
 
 def read_bytes(path: Path, most: int = LARGEST) -> bytes:
@@ -235,11 +222,8 @@ def parse_json(text: str, where: str) -> Any:
 
 def sha256_of_file(path: Path) -> str:
     """SHA-256 of a regular file of any size, in constant memory."""
-    digest = hashlib.sha256()
     with open_regular(path) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def with_checksum(content: Mapping[str, Any]) -> bytes:

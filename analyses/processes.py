@@ -35,10 +35,8 @@ class Stopped(KeyboardInterrupt):
         self.status = 128 + number
 
 
-class _Request:
-    """The signal that has arrived: what it raised may have been lost, in a callback or in a module half imported."""
-
-    number = 0
+# The signal that has arrived: what it raised may have been lost, in a callback or in a module half imported.
+_requested = 0
 
 
 def stop_on_signals() -> None:
@@ -49,15 +47,16 @@ def stop_on_signals() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    again, _Request.number = _Request.number == signal.SIGTERM == number, number
+    global _requested
+    again, _requested = _requested == signal.SIGTERM == number, number
     if not again:  # a second SIGTERM does not disturb what the first one has begun
         raise Stopped(number)
 
 
 def check_stopped() -> None:
     """Raise Stopped if a signal has arrived."""
-    if _Request.number:
-        raise Stopped(_Request.number)
+    if _requested:
+        raise Stopped(_requested)
 
 
 @contextmanager

@@ -50,22 +50,16 @@ class Progress:
     delay: str = ""
 
     def __str__(self) -> str:
-        more = "; ".join(text for text in (self.inner, self.delay) if text)
-        return f"{self._stage} ({more})" if self.what and more else self._stage
-
-    @property
-    def _stage(self) -> str:
         if not self.what:
             return ""
-        if math.isnan(self.total):
-            return self.what if not self.done else f"{self.what}: {_amount(self.done, self.unit)}"
-        if self.unit == "B":
-            return f"{self.what}: {_amount(self.done, 'B')} of {_amount(self.total, 'B')}"
-        return f"{self.what}: {self.done:.0f} of {self.total:.0f} {self.unit}".rstrip()
-
-
-def _amount(value: float, unit: str) -> str:
-    return f"{value / 1e6:.0f} MB" if unit == "B" else f"{value:.0f} {unit}".rstrip()
+        size, of, unit = (1e6, " MB of", "MB") if self.unit == "B" else (1.0, " of", self.unit)
+        text = self.what
+        if not math.isnan(self.total):
+            text += f": {self.done / size:.0f}{of} {self.total / size:.0f} {unit}"
+        elif self.done:
+            text += f": {self.done / size:.0f} {unit}"
+        more = "; ".join(text for text in (self.inner, self.delay) if text)
+        return f"{text.rstrip()} ({more})" if more else text.rstrip()
 
 
 _progress = Progress()  # of this process
@@ -207,8 +201,7 @@ class ProgressLine:
 
 def here() -> str:
     """What this process is doing, and the time left if it can be estimated."""
-    found = now()
-    return f"{found}{left_of(found)}" if found.what else ""
+    return f"{_progress}{left_of(_progress)}"
 
 
 def left_of(found: Progress) -> str:

@@ -250,29 +250,24 @@ def joined(table: Table, frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     key = list(table.key)
     made: pd.DataFrame | None = None
     for frame in frames:
-        if not len(frame):
-            continue
         if frame.duplicated(key).any():
             raise TableError(f"a part of table {table.name!r} has two rows about the same thing")
+        if not len(frame):
+            continue
         if made is None:
             made = frame
             continue
         one, two = made.set_index(key), frame.set_index(key)
-        for column in one.columns.intersection(two.columns):
+        shared = one.columns.intersection(two.columns)
+        for column in shared:
             a, b = one[column].align(two[column], join="inner")
             if not a.equals(b):
                 raise TableError(f"two probes fill {table.name}.{column} and do not agree")
-        rows = (
-            one.index
-            if two.index.isin(one.index).all()
-            else one.index.append(two.index.difference(one.index, sort=False))
-        )
-        new = two[two.columns.difference(one.columns, sort=False)]
-        both = pd.concat([one.reindex(rows) if len(rows) > len(one) else one, new.reindex(rows)], axis=1)
-        for column in one.columns.intersection(two.columns) if len(rows) > len(one) else ():
-            both[column] = both[column].where(both.index.isin(one.index), two[column].reindex(rows))
-        made = both.reset_index()
-    if made is None or not len(made):
+        added = two.loc[~two.index.isin(one.index), shared]
+        rows = pd.concat([one, added]) if len(added) else one
+        new = two[two.columns.difference(one.columns, sort=False)].reindex(rows.index)
+        made = pd.concat([rows, new], axis=1).reset_index()
+    if made is None:
         return table.empty()
     made = made.copy()
     for each in table.columns:

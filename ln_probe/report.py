@@ -21,7 +21,6 @@ from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.files import (
     FileError,
     checksums,
-    encoded,
     listed,
     open_regular,
     read_json,
@@ -325,7 +324,7 @@ class Report:
         to_be_written(folder / PAGE_FILE)
         with ExitStack() as written:  # a report saved here before stays whole until all of this one is written
             page = written.enter_context(replacing(folder / PAGE_FILE))
-            page.write_bytes(encoded(report_page(self, index)))
+            page.write_bytes(encodable(report_page(self, index)).encode())
             for name, table in self.tables.items():
                 aside = written.enter_context(replacing(folder / f"{name}.parquet"))
                 with aside.open("wb") as file:  # pyarrow wants UTF-8 paths

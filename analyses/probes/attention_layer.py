@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,16 +19,8 @@ from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Constant
 from ln_probe.hooks.variants import MEAN_IGNORED, PROJECTION_REMOVED, VARIANTS, no_op, normalized
 
-
-def scores(
-    q: Float[Tensor, "query head d_head"],
-    k: Float[Tensor, "key head d_head"],
-    divisor: float,
-    bias: Float[Tensor, "head key"] | None = None,
-) -> Float[Tensor, "head query key"]:
-    """q·k / divisor, and a bias per key, in nats."""
-    found = torch.einsum("qhd,khd->hqk", q, k) / divisor
-    return found if bias is None else found + bias[:, None]
+_T = TypeVar("_T")
+Ellipsoids = tuple[np.ndarray, np.ndarray]  # centers and axes of the chosen heads' queries
 
 
 class AttentionLayer:
@@ -56,15 +48,25 @@ class AttentionLayer:
     ) -> None:
         self.seen, self._read, self.calibration, self.wanted = seen, read, calibration, wanted
         self.prompt = prompt
-        self._keys: dict[str, Tensor] = {}
-        self.shared: dict[tuple[str, str], Any] = {}  # what several probes use, by measure and variant
-        self._ellipsoids: dict[int, tuple[Tensor, Tensor] | None] = {}
-        self._sets: dict[tuple[str, int], tuple[np.ndarray, np.ndarray] | None] = {}  # by kind and position
+        self._known: dict[tuple[str, str | int], Any] = {}
+
+    def once(self, what: str, of: str | int, make: Callable[[], _T]) -> _T:
+        """What was made before under this name, of this variant or position; what `make` gives where it is new."""
+        if (what, of) not in self._known:
+            self._known[what, of] = make()
+        found: _T = self._known[what, of]
+        return found
 
     @cached_property
     def heads(self) -> Heads | None:
         """The layer's maps; None if its scores are of a kind that is not supported."""
         return self._read()
+
+    @property
+    def maps(self) -> Heads:
+        """The layer's maps, where there is head space."""
+        assert self.heads is not None
+        return self.heads
 
     @property
     def layer(self) -> int:
@@ -81,12 +83,15 @@ class AttentionLayer:
         return len(self.seen.x)
 
     @cached_property
-    def chosen(self) -> list[int]:
-        """The measured heads; empty without head space."""
-        if self.heads is None:
-            return []
-        every = range(self.heads.n_heads)
+    def measured(self) -> list[int]:
+        """The measured heads."""
+        every = range(len(self.seen.pattern))
         return list(every) if self.wanted is None else [h for h in self.wanted if h in every]
+
+    @property
+    def chosen(self) -> list[int]:
+        """The same in head space; empty without it."""
+        return [] if self.heads is None else self.measured
 
     @cached_property
     def constant(self) -> Constant:
@@ -115,31 +120,29 @@ class AttentionLayer:
         no longer be selected: with a causal mask, and no window that keys fall out of."""
         return self.seen.causal and self.seen.window is None
 
-    def reachable(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
-        if ("reachable", position) not in self._sets:
-            found = self.ellipsoid(position)
-            self._sets["reachable", position] = None if found is None else self._of_chosen(*found)
-        return self._sets["reachable", position]
+    def ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
+        """Center and axes of all heads' reachable queries at a position; None if they are unbounded."""
+        return self.once("ellipsoid", position, lambda: self.maps.query_ellipsoid(self.site, position))
 
-    def directions(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+    def reachable(self, position: int) -> Ellipsoids | None:
+        """The same of the chosen heads."""
+        found = self.ellipsoid(position)
+        return None if found is None else self.once("reachable", position, lambda: self._of_chosen(*found))
+
+    def directions(self, position: int) -> Ellipsoids:
         """Center and directions of the chosen heads' queries at a position, regardless of their length."""
-        assert self.heads is not None
-        if ("any", position) not in self._sets:
-            self._sets["any", position] = self._of_chosen(*self.heads.query_directions(self.site, position))
-        found = self._sets["any", position]
-        assert found is not None
-        return found
+        return self.once("any", position, lambda: self._of_chosen(*self.maps.query_directions(self.site, position)))
 
-    def empirical(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def empirical(self, position: int) -> Ellipsoids | None:
         """Center and axes of the chosen heads' queries that occurred, as they are at a position; None if calibration
         saw none."""
         if self.heads is None or self.layer not in self.calibration.empirical:
             return None
-        if ("empirical", position) not in self._sets:
-            center, axes = (torch.from_numpy(part) for part in self.calibration.empirical[self.layer])
-            self._sets["empirical", position] = self._of_chosen(*self.heads.turned(center, axes, position))
-        return self._sets["empirical", position]
+        center, axes = (torch.from_numpy(part) for part in self.calibration.empirical[self.layer])
+        return self.once("empirical", position, lambda: self._of_chosen(*self.maps.turned(center, axes, position)))
+
+    def _of_chosen(self, center: Tensor, axes: Tensor) -> Ellipsoids:
+        return center[self.chosen].numpy(), axes[self.chosen].numpy()
 
     def observed(self, row: int) -> QuerySets | None:
         """The observed queries of a chosen head (by its place among them), as a function of positions.
@@ -147,8 +150,7 @@ class AttentionLayer:
         The reachable set shrunk about its center by rho; where nothing bounds queries the empirical set. None if
         calibration saw none. Without rotary positions there is one set for all positions.
         """
-        assert self.heads is not None
-        heads, head = self.heads, self.chosen[row]
+        heads, head = self.maps, self.chosen[row]
         reached = heads.reached(self.site)
         if reached is not None and self.layer in self.calibration.radii:
             shrunk = float(self.calibration.radii[self.layer][head]) / heads.divisor
@@ -164,60 +166,38 @@ class AttentionLayer:
 
         return at
 
-    def _of_chosen(self, center: Tensor, axes: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        return center[self.chosen].numpy(), axes[self.chosen].numpy()
-
-    def drawn(self, prompt: int, head: int) -> Int64[np.ndarray, " drawn"] | None:
+    def drawn(self, head: int) -> Int64[np.ndarray, " drawn"] | None:
         """The keys of a head (-1: at the norm's output) that are measured; None: all."""
         sample = self.calibration.sample
-        return None if sample is None else sample.positions(prompt, self.layer, head, self.length)
+        return None if sample is None else sample.positions(self.prompt, self.layer, head, self.length)
 
     @cached_property
     def key_bias(self) -> Float[np.ndarray, "head key"] | None:
         """What is added to the scores of each key in the chosen heads, nats; None: nothing."""
-        assert self.heads is not None
-        bias = self.heads.bias(self.length)
+        bias = self.maps.bias(self.length)
         return None if bias is None else bias[self.chosen].cpu().numpy()
 
     def no_op(self, variant: str) -> str:
         """Why a variant changes no key of head space by construction; empty if it does change some."""
-        return no_op(self.site, variant) or (self._mean_ignored if variant == PROJECTION_REMOVED.name else "")
+        if (why := no_op(self.site, variant)) or variant != PROJECTION_REMOVED.name:
+            return why
+        ignored = self.once("mean", "ignored", lambda: self.maps.keys_ignore_mean(self.site, self.seen.y.dtype))
+        return f"{self.site.kind}: {MEAN_IGNORED}" if ignored else ""
 
     def keys(self, variant: str) -> Float[Tensor, "key head d_head"]:
         """Keys as attention would see them under a variant, of all heads."""
-        if variant not in self._keys:
-            assert self.heads is not None
-            self._keys[variant] = self.heads.keys(self.site.affine(self.outputs[variant]))
-        return self._keys[variant]
+        return self.once("keys", variant, lambda: self.maps.keys(self.site.affine(self.outputs[variant])))
 
     def pattern(self, variant: str) -> Float[Tensor, "head query key"] | None:
         """What all heads would pay to the keys of a variant; None if it changes nothing by construction."""
-        assert self.heads is not None
-        return None if self.no_op(variant) else self.heads.pattern(self.queries[0], self.keys(variant))
-
-    @cached_property
-    def _intact(self) -> Float[Tensor, "pos d_model"]:
-        return self.site.affine(self.outputs["intact"])
+        return None if self.no_op(variant) else self.maps.pattern(self.queries[0], self.keys(variant))
 
     @cached_property
     def queries(self) -> tuple[Float[Tensor, "pos head d_head"], Float[Tensor, "pos head d_head"]]:
         """The intact model's queries of all heads, as attention sees them and before rotary positions."""
-        assert self.heads is not None
-        plain = self.heads.queries(self._intact, rotate=False)
-        return plain if self.heads.rotary is None else self.heads.queries(self._intact), plain
-
-    def ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
-        """Center and axes of all heads' reachable queries at a position; None if they are unbounded."""
-        assert self.heads is not None
-        if position not in self._ellipsoids:
-            self._ellipsoids[position] = self.heads.query_ellipsoid(self.site, position)
-        return self._ellipsoids[position]
-
-    @cached_property
-    def _mean_ignored(self) -> str:
-        assert self.heads is not None
-        ignores = self.heads.keys_ignore_mean(self.site, self.seen.y.dtype)
-        return f"{self.site.kind}: {MEAN_IGNORED}" if ignores else ""
+        intact = self.site.affine(self.outputs["intact"])
+        plain = self.maps.queries(intact, rotate=False)
+        return plain if self.maps.rotary is None else self.maps.queries(intact), plain
 
 
 def variant_outputs(
@@ -228,14 +208,14 @@ def variant_outputs(
     Args:
         site: the norm.
         x: its inputs on one prompt.
-        constant: c, the divisor that replaces sigma at position 0 and elsewhere.
+        constant: the divisor that replaces sigma at position 0 and elsewhere.
 
     Raises:
         ValueError: the constant is not a positive number.
     """
     c = Constant.of(constant)
-    if not (c.first > 0 and c.rest > 0):
-        wrong = c.first if not c.first > 0 else c.rest
-        raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {wrong}")
+    for wrong in (c.first, c.rest):
+        if not wrong > 0:
+            raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {wrong}")
     rows = c.rows(len(x)).to(x.device)
     return {variant: normalized(site, variant, x.double(), rows) for variant in VARIANTS}

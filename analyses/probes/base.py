@@ -2,13 +2,8 @@
 
 A probe declares its tables and what it needs to see; `start` gives an observer that watches prompts and makes a *piece*
 of them; `finish` makes tables of the pieces of all prompts, which it gets in their order. Pieces can be written to disk
-and read back, so that prompts can be divided among processes: a probe never learns where it runs.
-
-    class Lengths(Probe):
-        name, summary = "lengths", "how long the inputs of norms are"
-        tables = (Table("lengths", …),)
-        needs = Needs(norms=True)
-        def start(self, view): return Watching()      # an Observer with norm(…) and piece()
+and read back, so that prompts can be divided among processes: a probe never learns where it runs. `protocol` has an
+example.
 """
 
 from __future__ import annotations
@@ -274,9 +269,8 @@ class Probe:
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
         """The tables. By default those of the pieces, one below the other."""
-        frames = {t.name: [p.tables[t.name] for p in pieces if t.name in p.tables] for t in whole(self.tables)}
-        made = {n: pd.concat(f, ignore_index=True) if len(f) > 1 else f[0] for n, f in frames.items() if f}
-        return ProbeResults(made, tuple(dict.fromkeys(note for p in pieces for note in p.notes)))
+        frames = tables_of(pieces)
+        return ProbeResults({t.name: frames[t.name] for t in whole(self.tables) if t.name in frames}, notes_of(pieces))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> Sequence[Finding]:
         """What the tables say, in plain sentences; `tables` are the report's, any of which can be empty."""
@@ -293,6 +287,17 @@ class Probe:
     def cost(self, shape: Shape) -> Cost:
         """A rough estimate."""
         return Cost()
+
+
+def tables_of(pieces: Sequence[Piece]) -> dict[str, pd.DataFrame]:
+    """The tables of all pieces by name, one below the other."""
+    names = dict.fromkeys(name for p in pieces for name in p.tables)
+    return {n: pd.concat([p.tables[n] for p in pieces if n in p.tables], ignore_index=True) for n in names}
+
+
+def notes_of(pieces: Sequence[Piece]) -> tuple[str, ...]:
+    """The notes of all pieces, each once."""
+    return tuple(dict.fromkeys(note for p in pieces for note in p.notes))
 
 
 def whole(declared: Iterable[Table | Part]) -> list[Table]:
@@ -339,17 +344,14 @@ def asked_layers(provenance: Mapping[str, Any]) -> list[int] | None:
 def in_layers(provenance: Mapping[str, Any]) -> str:
     """Where, to stand behind "every norm" and the like: " in layer 2", " in layers 0, 1"; nothing if all were asked."""
     asked = asked_layers(provenance)
-    if asked is None:
-        return ""
-    return f" in layer{'' if len(asked) == 1 else 's'} {', '.join(map(str, asked))}"
+    return "" if asked is None else f" in layer{'' if len(asked) == 1 else 's'} {', '.join(map(str, asked))}"
 
 
 def among_heads(provenance: Mapping[str, Any]) -> str:
     """Of which heads a figure speaks: " (heads 0, 1 alone)"; nothing if all were asked."""
     asked = provenance.get("arguments", {}).get("heads")
-    if asked is None:
-        return ""
-    return f" (head{'' if len(asked) == 1 else 's'} {', '.join(map(str, sorted(set(asked))))} alone)"
+    every = sorted(set(asked or ()))
+    return f" (head{'' if len(every) == 1 else 's'} {', '.join(map(str, every))} alone)" if every else ""
 
 
 def even_share(heads: pd.DataFrame) -> float:
@@ -379,3 +381,12 @@ def medians(heads: pd.DataFrame, column: str) -> tuple[float, float]:
         float(of_variant(heads, "intact")[column].median()),
         math.nan if changes_nothing else float(frozen[column].median()),
     )
+
+
+def by_layer(heads: pd.DataFrame, column: str) -> tuple[pd.Series, pd.Series]:
+    """The median head's value in each layer, intact and without scaling, where both are known."""
+    if not len(heads):
+        return pd.Series(dtype=float), pd.Series(dtype=float)
+    both = [of_variant(heads, v).groupby("layer")[column].median() for v in ("intact", SCALING_FROZEN.name)]
+    known = pd.concat(both, axis=1, keys=("intact", "frozen")).dropna()
+    return known["intact"], known["frozen"]

@@ -4,7 +4,7 @@ Prompts are measured one by one (`ln_probe.analyses.probes.edited_runs`), and we
 Intervals (`statistics`) resample groups of prompts, the same for all rows with as many groups. For the primary
 contrasts that freeze scaling they include the choice of the constants, which are means over prompts too (`shifts`).
 Groups of norms are run on every prompt. Norms one at a time are run on the first prompts; in a large model only those
-that matter most by an estimate are, and the others have the estimate alone (`leading`, `norm_estimates`).
+that matter most by an estimate are, and the others have the estimate alone (`leading`).
 
 What the table says is worded by `causal_findings`.
 """
@@ -14,14 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int, Int64
-from torch import Tensor
+from jaxtyping import Float, Int64
 
-from ln_probe.analyses.constants import Calibration, Constants
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import (
     Context,
@@ -35,19 +33,21 @@ from ln_probe.analyses.probes.base import (
     Shape,
     View,
     in_layers,
+    notes_of,
+    tables_of,
 )
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, PRIMARY, SINK_FACTOR, sentences, testable
 from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.analyses.probes.edited_runs import (
-    GRADIENT_COLUMNS,
     LEADING_NORMS,
     MEASURES,
+    PASSES,
     PRIMARY_SITES,
     SINGLE_NORM_PROMPTS,
     EditedRuns,
 )
 from ln_probe.analyses.probes.leading import EXACT_WORK, agreement, every_one_would_be_run
-from ln_probe.analyses.probes.norm_estimates import PASSES
+from ln_probe.analyses.text import counted
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, edits_of_norms, frozen_scaling
 
@@ -99,18 +99,40 @@ class Causal(Probe):
     absent = "how the loss changes when a term is removed in the running model"
 
     def start(self, view: View) -> Observer:
-        return _Watching(view, self)
+        calibration, members = view.calibration, view.calibrated
+        assert calibration is not None
+        if not members:
+            return Observer()
+        layers = ", ".join(map(str, view.layers))
+        runs = EditedRuns(
+            view.model,
+            members,
+            calibration.constants.of,
+            optimal=calibration.optimal_of,
+            meaningless=view.meaningless,
+            single_norm_prompts=self.single_norm_prompts,
+            first=calibration.first,
+            exact=[s.name for s in members] if self.every_norm else calibration.chosen.get(self.name),
+            uniform=self.uniform,
+            primary_only=self.primary_only,
+            errors=calibration.constants.standard_errors if calibration.constants.given is None else None,
+            objective=view.objective,
+            note=f"groups of the causal table hold the norms of layers {layers} alone"
+            if len(members) < len(view.sites)
+            else "",
+        )
+        if not (self.every_norm or self.primary_only):
+            calibration.chosen[self.name] = runs.exact
+        return runs
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        measured, gradients = (
-            [p.tables[name] for p in pieces if name in p.tables] for name in ("effects", "gradients")
-        )
-        notes = dict.fromkeys(note for p in pieces for note in p.notes)
-        constants = context.calibration.constants
-        made = table(measured, constants, gradients, seed=context.seed)
-        frames = {CAUSAL.name: made, CAUSAL_PROMPTS.name: by_prompt(measured, constants, gradients)}
-        said = [f"causal: second-order estimates and exact effects of {t}" for t in agreement(made, "norms")]
-        return ProbeResults(frames, (*notes, *notes_on(measured, constants), *said))
+        constants, found = context.calibration.constants, tables_of(pieces)
+        measured = [found["effects"]] if "effects" in found else []
+        moved = shifts(constants, found.get("gradients", pd.DataFrame()))
+        made = table(measured, constants, moved, seed=context.seed)
+        frames = {CAUSAL.name: made, CAUSAL_PROMPTS.name: by_prompt(measured, constants, moved)}
+        compared = [f"causal: second-order estimates and exact effects of {t}" for t in agreement(made, "norms")]
+        return ProbeResults(frames, (*notes_of(pieces), *notes_on(measured, constants), *compared))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         source = str(provenance.get("prompts", {}).get("source", ""))
@@ -123,81 +145,34 @@ class Causal(Probe):
         groups = _PASSES_OF_GROUPS * (len(variants) + sum(v.freezes_scaling for v in variants))
         groups += _PASSES_OF_GRADIENTS + _PASSES_OF_FINAL * len(variants)
         norms = 2 * shape.layers + 1
-        known = every_one_would_be_run(shape.layers, shape.width, norms)
-        every = self.every_norm or (norms <= _EXACT_NORMS if known is None else known) or norms <= LEADING_NORMS
+        every = self.every_norm or norms <= LEADING_NORMS
+        every = every or every_one_would_be_run(shape.layers, shape.width, norms, _EXACT_NORMS)
         estimates = PASSES if every else 2 * PASSES  # once to choose
         alone = estimates + _PASSES_PER_NORM * len(variants) * (norms if every else LEADING_NORMS)
         return Cost(passes=groups + single * alone)
 
 
-# The norms that are run alone, by calibration: chosen once, and not again for every part of the prompts.
-_CHOSEN: WeakKeyDictionary[Calibration, frozenset[str]] = WeakKeyDictionary()
-
-
-class _Watching(Observer):
-    """Runs every prompt under every edit."""
-
-    def __init__(self, view: View, probe: Causal) -> None:
-        self.view, self.effects = view, list[pd.DataFrame]()
-        calibration = view.calibration
-        assert calibration is not None
-        self.runs: EditedRuns | None = None
-        if members := view.calibrated:
-            chosen = {s.name for s in members} if probe.every_norm else _CHOSEN.get(calibration)
-            self.runs = EditedRuns(
-                view.model,
-                members,
-                calibration.constants.of,
-                optimal=calibration.optimal_of,
-                meaningless=view.meaningless,
-                single_norm_prompts=probe.single_norm_prompts,
-                first=calibration.first,
-                exact=chosen,
-                uniform=probe.uniform,
-                primary_only=probe.primary_only,
-                errors=calibration.constants.standard_errors if calibration.constants.given is None else None,
-                objective=view.objective,
-            )
-            if not (probe.every_norm or probe.primary_only):
-                _CHOSEN[calibration] = self.runs.exact
-
-    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
-        if self.runs is not None:
-            self.effects.append(self.runs.measure(prompt, tokens))
-
-    def piece(self) -> Piece:
-        if self.runs is None:
-            return Piece()
-        notes = self.runs.notes()
-        if len(self.view.calibrated) < len(self.view.sites):
-            layers = ", ".join(map(str, self.view.layers))
-            notes = [f"groups of the causal table hold the norms of layers {layers} alone", *notes]
-        every = {"effects": pd.concat(self.effects, ignore_index=True)} if self.effects else {}
-        if self.runs.gradients:
-            every["gradients"] = pd.DataFrame(self.runs.gradients, columns=list(GRADIENT_COLUMNS))
-        return Piece(tables=every, notes=tuple(notes))
+Shifts = Mapping[str, Float[np.ndarray, " prompt"]]  # by group of norms
 
 
 def table(
-    measured: Sequence[pd.DataFrame], constants: Constants, gradients: Sequence[pd.DataFrame] = (), *, seed: int = 0
+    measured: Sequence[pd.DataFrame], constants: Constants, moved: Shifts | None = None, *, seed: int = 0
 ) -> pd.DataFrame:
     """The `causal` table from what `EditedRuns.measure` gave for each prompt, in any order.
 
     Args:
         measured: a frame per part of the prompts.
         constants: of every prompt; its groups are what intervals resample.
-        gradients: derivatives of the primary contrasts by the constants (GRADIENT_COLUMNS); with them the intervals of
-            these rows include the choice of constants.
+        moved: `shifts`; with them the intervals of the primary contrasts include the choice of constants.
         seed: of resamples.
     """
     if not measured:
         return CAUSAL.empty()
-    sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")
+    sums = _joined(measured, moved)
     by_row = {
         (str(sites), str(variant)): rows.set_index("prompt")
         for (sites, variant), rows in sums.groupby(["sites", "variant"], sort=False)
     }
-    moved = shifts(constants, pd.concat(gradients, ignore_index=True) if gradients else pd.DataFrame())
     rows = []
     for (sites, variant), mine in by_row.items():
         intact = by_row[sites, "intact"]
@@ -217,7 +192,7 @@ def table(
                 "family": family(sites, variant),
                 "loss": _ratio(total["nll"], total["predicted"]),
                 "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
-                **over_groups(change + _of(moved, sites, variant, mine.index), predicted, groups, seed),
+                **over_groups(change + mine["shift"].to_numpy(float), predicted, groups, seed),
                 "delta_loss_median": statistics.median(change, predicted),
                 "delta_loss_uniform": _ratio(uniform - base["nll"], total["predicted"]),
                 "delta_loss_optimal": float(optimal.sum() / predicted.sum()) if known and predicted.sum() else math.nan,
@@ -238,13 +213,14 @@ def table(
     return frame.assign(p_sign=holm_by_family(frame, "p_sign"), p_mean=holm_by_family(frame, "p_mean"))
 
 
-def _of(
-    moved: Mapping[str, Float[np.ndarray, " prompt"]], sites: str, variant: str, prompts: Sequence[int] | pd.Index
-) -> Float[np.ndarray, " _"]:
-    """The shifts of some prompts under one contrast; 0 where there are none."""
-    if variant != SCALING_FROZEN.name or sites not in moved:
-        return np.zeros(len(prompts))
-    return np.asarray(moved[sites][np.asarray(prompts, int)])
+def _joined(measured: Sequence[pd.DataFrame], moved: Shifts | None) -> pd.DataFrame:
+    """The sums of all prompts in their order, and their shifts; 0 where there are none."""
+    sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")
+    shift = pd.Series(0.0, sums.index)
+    for sites, values in (moved or {}).items():
+        here = (sums["sites"] == sites) & (sums["variant"] == SCALING_FROZEN.name)
+        shift[here] = values[sums.loc[here, "prompt"].to_numpy(int)]
+    return sums.assign(shift=shift)
 
 
 def family(sites: str, variant: str) -> str:
@@ -342,14 +318,11 @@ def with_today_statistics(effects: pd.DataFrame, kept: pd.DataFrame, *, seed: in
     return made.assign(p_mean=holm_by_family(made, "p_mean"))
 
 
-def by_prompt(
-    measured: Sequence[pd.DataFrame], constants: Constants, gradients: Sequence[pd.DataFrame] = ()
-) -> pd.DataFrame:
+def by_prompt(measured: Sequence[pd.DataFrame], constants: Constants, moved: Shifts | None = None) -> pd.DataFrame:
     """The `causal_prompts` table from the same: means over each prompt, of what was run."""
     if not measured:
         return CAUSAL_PROMPTS.empty()
-    moved = shifts(constants, pd.concat(gradients, ignore_index=True) if gradients else pd.DataFrame())
-    sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")
+    sums = _joined(measured, moved)
     intact = sums[sums["variant"] == "intact"].set_index(["prompt", "sites"])
     mine = sums[(sums["variant"] != "intact") & sums["positions"].notna()]
     base = intact.loc[pd.MultiIndex.from_frame(mine[["prompt", "sites"]])].reset_index(drop=True)
@@ -365,10 +338,7 @@ def by_prompt(
             "predicted": mine["predicted"].astype(np.int64),
             "loss": base["nll"] / tokens,
             "delta_loss": (mine["nll"] - base["nll"]) / tokens,
-            "shift": [
-                float(_of(moved, str(sites), str(variant), [prompt])[0])
-                for prompt, sites, variant in mine[["prompt", "sites", "variant"]].itertuples(index=False)
-            ],
+            "shift": mine["shift"],
             "delta_loss_uniform": ((mine["nll_uniform"] - base["nll"]) / tokens).where(frozen),
             "delta_loss_optimal": ((mine["nll_optimal"] - base["nll"]) / tokens).where(frozen),
             "kl": mine["kl"] / places,
@@ -390,18 +360,18 @@ def notes_on(measured: Sequence[pd.DataFrame], constants: Constants) -> list[str
     if len(endless) and (intact["nll"].notna().all() or compared):  # otherwise another note says why there is nothing
         where = ", ".join(dict.fromkeys(f"{r.sites} {r.variant}" for r in endless.itertuples()))
         notes.append(f"causal: the edited model's logits are not finite, so there are no numbers: {where}")
-    predict = intact.loc[intact["predicted"] > 0, "prompt"]
-    prompts, groups = predict.nunique(), len(np.unique(constants.groups[predict.unique().astype(int)]))
     if intact["nll"].isna().any():
         return notes
-    needed = statistics.PROMPTS_NEEDED
+    known = intact[intact["predicted"] > 0]
+    prompts, needed = known["prompt"].nunique(), statistics.PROMPTS_NEEDED
+    groups = len(np.unique(constants.groups[known["prompt"].unique().astype(int)]))
     if groups < needed:
-        same = "" if groups == prompts else f", in {groups} {'group' if groups == 1 else 'groups'}"
+        same = "" if groups == prompts else f", in {counted(groups, 'group')}"
         notes.append(
-            f"causal: {prompts} {'prompt predicts' if prompts == 1 else 'prompts predict'} something{same}; confidence "
-            f"intervals need {needed} groups, so there are none, and loss changes are of these prompts alone"
+            f"causal: {counted(prompts, 'prompt')} {'predicts' if prompts == 1 else 'predict'} something{same}; "
+            f"confidence intervals need {needed} groups, so there are none, and loss changes are of these prompts alone"
         )
-    single = intact.loc[~intact["sites"].isin(GROUPS) & (intact["predicted"] > 0), "prompt"].nunique()
+    single = known.loc[~known["sites"].isin(GROUPS), "prompt"].nunique()
     if single < prompts:
         first = f"on the first {single}" if single else "on none"
         notes.append(f"causal: single norms were edited {first} of {prompts} prompts")

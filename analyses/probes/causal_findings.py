@@ -49,7 +49,8 @@ def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: s
         return []
     places = {sites: place + ("" if sites == "final" else layers) for sites, place in _PLACES.items()}
     rows = [{str(k): v for k, v in row.items()} for row in effects.to_dict("records")]
-    primary = [r for r in rows if r["sites"] in ("all", "attention") and _is_known(r)]
+    # (There is no number where logits overflow, or where nothing downstream heeds the edit.)
+    primary = [r for r in rows if r["sites"] in ("all", "attention") and not math.isnan(r["delta_loss"])]
     findings = [
         _primary(variant.wording, mine, places, source, unit)
         for variant in VARIANTS.values()
@@ -64,11 +65,6 @@ def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: s
 def testable(effects: pd.DataFrame) -> pd.Series:
     """Which rows could show a change: of an edit that does something, with a loss."""
     return (effects["variant"] != "intact") & (effects["no_op"].fillna("") == "") & effects["delta_loss"].notna()
-
-
-def _is_known(row: Any) -> bool:
-    """Whether there is a number: not where logits overflow, or where nothing downstream heeds the edit."""
-    return not math.isnan(float(row["delta_loss"]))
 
 
 def is_effect(row: Any) -> bool:
@@ -103,7 +99,7 @@ def change(row: Any, unit: str = _NATS, *, of_the_whole: bool = False) -> str:
         median = float(row["delta_loss_median"])
         middle = "" if math.isnan(median) else f" (median prompt {signed(median)})"
         size = f"{signed(delta)} {unit} on average{whole}{middle}"
-        return f"changes the loss by {size} on {_prompts(row)}: {_no_interval(row)}"
+        return f"changes the loss by {size} on {_no_interval(row)}"
     size, ends = with_interval(delta, low, high)
     interval = f"95 % CI {ends}"
     if is_significant(row):
@@ -130,10 +126,10 @@ def _primary(
         return Finding(f"{subject} is not applicable ({reason}).", "causal", NO_EFFECT, size=-1)
     text = f"{subject} {change(first, unit, of_the_whole=True)}{_optimal(first)}{_sink(first)}."
     if every is not None and attention is not None:
-        where = f"{places['attention'].capitalize()} alone"
-        reason = str(attention["no_op"] or "")
-        text += f" {where} " + (f"it is not applicable ({reason})." if reason else f"it {change(attention, unit)}")
-        text += "" if reason else f"{_optimal(attention)}{_sink(attention)}."
+        what = f"it {change(attention, unit)}{_optimal(attention)}{_sink(attention)}"
+        if reason := str(attention["no_op"] or ""):
+            what = f"it is not applicable ({reason})"
+        text += f" {places['attention'].capitalize()} alone {what}."
     known = [r for r in (every, attention) if r is not None and not r["no_op"]]
     if source == "sampled" and any(map(is_significant, known)):
         text += " The prompts are the model's own samples: a loss change on them estimates a KL divergence."
@@ -197,29 +193,21 @@ def _p(row: Any) -> str:
     return "Holm-adjusted p < 0.001" if p < 0.001 else f"Holm-adjusted p = {p:.2g}"
 
 
-def _prompts(row: Any) -> str:
-    prompts, groups = int(row["prompts"]), row["groups"]
-    same = "" if pd.isna(groups) or int(groups) == prompts else f" in {counted(int(groups), 'group')}"
-    return f"{counted(prompts, 'prompt')}{same}"
-
-
 def _no_interval(row: Any) -> str:
-    """Why there is no interval, and what the prompts' signs say instead."""
-    groups = row["prompts"] if pd.isna(row["groups"]) else row["groups"]
-    units = "prompts" if groups == row["prompts"] else "groups"
-    why = (
-        f"no CI with fewer than {statistics.PROMPTS_NEEDED} {units}"
-        if groups < statistics.PROMPTS_NEEDED
-        else "no CI, because a few prompts carry the mean"
-    )
+    """On how many prompts, why there is no interval, and what the prompts' signs say instead."""
+    prompts = int(row["prompts"])
+    groups = prompts if pd.isna(row["groups"]) else int(row["groups"])
+    where, units = counted(prompts, "prompt"), "prompts"
+    if groups != prompts:
+        where, units = f"{where} in {counted(groups, 'group')}", "groups"
+    why = "no CI, because a few prompts carry the mean"
+    if groups < statistics.PROMPTS_NEEDED:
+        why = f"no CI with fewer than {statistics.PROMPTS_NEEDED} {units}"
     if not is_direction(row):
-        return why
-    worse, prompts = int(row["prompts_worse"]), int(row["prompts"])
-    up = 2 * worse > prompts
-    return (
-        f"it {'rises' if up else 'falls'} on {worse if up else prompts - worse} of {prompts}, Holm-adjusted sign test "
-        f"p = {float(row['p_sign']):.2g} ({why})"
-    )
+        return f"{where}: {why}"
+    worse = int(row["prompts_worse"])
+    moves = f"rises on {worse}" if 2 * worse > prompts else f"falls on {prompts - worse}"
+    return f"{where}: it {moves} of {prompts}, Holm-adjusted sign test p = {float(row['p_sign']):.2g} ({why})"
 
 
 def _optimal(row: Any) -> str:

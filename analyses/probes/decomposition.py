@@ -21,7 +21,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ln_probe.analyses.constants import Constants
+from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
 from ln_probe.analyses.geometry.compiled import compiled, room
 from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Needs, Piece, Probe, ProbeResults, largest
 from ln_probe.analyses.probes.columns import LAYERNORMS
@@ -55,13 +55,11 @@ def _projection(norms: pd.DataFrame) -> list[str]:
         return []
     if rows["state"].str.contains("centred").all():
         return ["Projection removes nothing: the residual stream is already centred at every norm, by construction."]
-    worst = largest(rows, rows["mean_share_tail"].fillna(rows["mean_share"]))
-    share = worst["mean_share_tail"] if not math.isnan(worst["mean_share_tail"]) else worst["mean_share"]
-    middle = rows["mean_share_tail"].fillna(rows["mean_share"]).median()
+    shares = rows["mean_share_tail"].fillna(rows["mean_share"])
     angle = rows["angle_to_ones_deg_tail"].median()
     text = (
-        f"Projection removes {percent(middle)} of a vector's squared length at the median norm and at most "
-        f"{percent(share)} ({worst['site']})"
+        f"Projection removes {percent(shares.median())} of a vector's squared length at the median norm and at most "
+        f"{percent(shares.max())} ({largest(rows, shares)['site']})"
     )
     if not math.isnan(angle):
         text += f"; residual vectors are at {angle:.1f}° to the all-ones direction (at 90° projection would do nothing)"
@@ -71,16 +69,13 @@ def _projection(norms: pd.DataFrame) -> list[str]:
 def _norm_free(norms: pd.DataFrame) -> str:
     """That the model has no norm which scales, as norm-free checkpoints do not (GPT-2 with eps 1e12, for example)."""
     projecting = int((norms["kind"] == "projection_only").sum())
-    parts = [
-        f"{count} {what}"
-        for count, what in (
-            (projecting, "subtract the mean and divide by a constant"),
-            (len(norms) - projecting, "only divide by a constant"),
-        )
-        if count
-    ]
+    parts = {
+        "subtract the mean and divide by a constant": projecting,
+        "only divide by a constant": len(norms) - projecting,
+    }
     return (
-        f"A norm-free model: none of its {len(norms)} norms scales ({'; '.join(parts)}), so freezing scaling changes "
+        f"A norm-free model: none of its {len(norms)} norms scales "
+        f"({'; '.join(f'{count} {what}' for what, count in parts.items() if count)}), so freezing scaling changes "
         "nothing, and queries are not bounded: margins and attention are over the observed queries."
     )
 
@@ -91,16 +86,16 @@ def _scaling(norms: pd.DataFrame) -> list[str]:
     rows = norms[norms["kind"].isin(["layernorm", "rmsnorm", "scaling_only"])] if len(norms) else norms
     if not len(rows) or rows["norm_before_mean"].isna().all() or rows["norm_before_cv_tail"].isna().all():
         return []  # of single tokens lengths do not vary
-    first = (rows["sigma_mean"] / rows["sigma_mean_tail"]).max()
+    first = rows["sigma_mean"] / rows["sigma_mean_tail"]
     spread = largest(rows, rows["norm_before_cv_tail"].fillna(0))
     text = (
         f"Scaling does most at {spread['site']}, where the norms of the input vectors vary by "
         f"{percent(spread['norm_before_cv_tail'])} of their mean"
     )
-    if not math.isnan(first) and first > 1.5:
-        at = largest(rows, rows["sigma_mean"] / rows["sigma_mean_tail"])
+    if first.max() > 1.5:
         text += (
-            f"; position 0 alone multiplies the mean divisor by {first:.1f} at {at['site']}, so it has its own constant"
+            f"; position 0 alone multiplies the mean divisor by {first.max():.1f} at {largest(rows, first)['site']}, "
+            "so it has its own constant"
         )
     return [text + "."]
 
@@ -232,18 +227,8 @@ class SiteStatistics:
         values = np.full((len(before), QUANTITIES), math.nan)
         site = self.site
         stretch = math.sqrt(site.d) / site.radius if site.scales else math.nan
-        error, largest = _measure_terms(
-            before,
-            after,
-            self._gain,
-            self._bias,
-            site.projects,
-            site.scales,
-            site.eps,
-            stretch,
-            site.constant_scale,
-            values,
-        )
+        terms = (self._gain, self._bias, site.projects, site.scales, site.eps, stretch, site.constant_scale)
+        error, largest = _measure_terms(before, after, *terms, values)
         self.error, self.largest = max(self.error, error), max(self.largest, largest)
         self.out_square += float(np.square(values[:, AFTER]).sum())
         values[:, ANGLE] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, SHARE], 0, 1))))
@@ -302,10 +287,6 @@ class SiteStatistics:
 
 def layernorms_table(statistics: list[SiteStatistics], constants: Constants) -> pd.DataFrame:
     """The `layernorms` table: a row per site."""
-    ratios = constants.ratios()
-    blank = dict.fromkeys(ratios.columns, math.nan)
-    known = {
-        str(site): dict(zip(ratios.columns, row, strict=True))
-        for site, row in zip(ratios.index, ratios.to_numpy(), strict=True)
-    }
+    known: Any = constants.ratios().to_dict("index")
+    blank = dict.fromkeys(CONSTANT_COLUMNS, math.nan)
     return LAYERNORMS.frame([s.row() | known.get(s.site.name, blank) for s in statistics])

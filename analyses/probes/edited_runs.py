@@ -1,19 +1,10 @@
 """How the loss, the predictions and the attention change when projection, scaling or both are removed.
 
 Every norm alone, and every group of norms (those that attention reads, those that MLPs read, the final norm, all), is
-run under the four variants. Frozen scaling divides by two constants a norm, one at position 0 and one elsewhere: the
-prompt's own (`ln_probe.analyses.constants`). On each prompt, against the intact model:
-
-    delta_loss       change of the mean loss: of the next token in nats, or of the user's objective
-    kl               KL(unedited ‖ edited) of the next-token distributions, mean over positions, nats
-    top1_agreement   share of positions with the same most likely token
-    entropy_change   change of attention entropy over log(visible keys), mean over layers, heads and queries
-
-and of groups also with other constants:
-
-    delta_loss_uniform    one constant for all positions: an attention sink's vectors become longer by as much as its
-                          sigma is larger (SmolLM2-135M, layer 16: +32.1 nats; with two constants +0.003)
-    delta_loss_optimal    loss-optimal constants, fitted on other prompts (primary contrasts, where there are some)
+run under every variant, and compared with the intact model. Frozen scaling divides by two constants a norm, one at
+position 0 and one elsewhere: the prompt's own (`ln_probe.analyses.constants`). Groups are also run with one constant
+for all positions: an attention sink's vectors become longer by as much as its sigma is larger (SmolLM2-135M, layer 16:
++32.1 nats; with two constants +0.003), and the primary contrasts with loss-optimal constants, where there are some.
 
 Of the primary contrasts that freeze scaling, the derivatives of the loss by the constants are kept: the interval of
 `causal` includes the choice of constants by them. Single norms are measured on the first prompts alone
@@ -28,32 +19,25 @@ Loss under a frozen scale: Heimersheim 2024; Baroni et al. 2025, "Transformers D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Int
 from torch import Tensor
 
+from ln_probe.analyses.probes.base import Observer, Piece
 from ln_probe.analyses.probes.leading import every_one_is_run, with_largest
-from ln_probe.analyses.probes.norm_estimates import norm_estimates
 from ln_probe.analyses.probes.shared_passes import Job, SharedPasses, Sums
-from ln_probe.analyses.probes.uniformity import entropy_ratio
-from ln_probe.hooks.capture import is_causal, window_of
-from ln_probe.hooks.edits import Edit, Positions
+from ln_probe.hooks.edits import Edit, Positions, installed
 from ln_probe.hooks.interventions import GROUPS, lost_edits, members, why_nothing
-from ln_probe.hooks.model import (
-    HookedModel,
-    at_least_float32,
-    attentions,
-    child_of,
-    device_of,
-    dtype_of,
-    evaluating,
-    vocabulary_size,
-)
+from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, dtype_of, evaluating, vocabulary_size
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
 from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
@@ -64,8 +48,6 @@ from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant, VariantEd
 _LOSSES = ("nll", "nll_uniform", "nll_optimal", "estimate")
 MEASURES = (*_LOSSES, "predicted", "kl", "agree", "positions", "entropy", "queries")
 PROMPT_COLUMNS = ("prompt", "sites", "variant", *MEASURES, "no_op")
-GRADIENT_COLUMNS = ("prompt", "sites", "site", "first", "rest")
-_UNKNOWN = (math.nan, math.nan)
 _OF_GROUPS = {"nll_uniform": UNIFORM, "nll_optimal": OPTIMAL}
 
 # The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
@@ -101,8 +83,9 @@ class _Row:
         return self.sites in GROUPS
 
     @property
-    def is_primary(self) -> bool:
-        return self.sites in PRIMARY_SITES and self.variant.primary
+    def is_frozen_primary(self) -> bool:
+        """Whether it is a primary contrast that freezes scaling."""
+        return self.sites in PRIMARY_SITES and self.variant is SCALING_FROZEN
 
     @property
     def frozen(self) -> list[Site]:
@@ -115,7 +98,7 @@ class _Row:
         return tuple((s.name, effect) for s in self.members if (effect := self.variant.effect(s)))
 
 
-class EditedRuns:
+class EditedRuns(Observer):
     """What the causal table of one model is made of: `measure` a prompt at a time.
 
     Args:
@@ -134,6 +117,7 @@ class EditedRuns:
             contrasts are kept, as they hold over steps of this size; None: no derivatives.
         objective: the loss.
         meaningless: why nothing that is computed from logits means anything; empty if it does.
+        note: what a reader has to know about the choice of norms.
     """
 
     def __init__(
@@ -151,29 +135,29 @@ class EditedRuns:
         errors: Mapping[str, tuple[float, float]] | None = None,
         objective: Objective | None = None,
         meaningless: str = "",
+        note: str = "",
     ) -> None:
-        self.model, self.meaningless = model, meaningless
+        self.model, self.meaningless, self.note = model, meaningless, note
         self.objective = Objective() if objective is None else objective
-        self.constants_of = constants if callable(constants) else _always(constants)
+        same = {} if callable(constants) else {name: Constant.of(given) for name, given in constants.items()}
+        self.constants_of = constants if callable(constants) else lambda _prompt: same
         self.optimal, self.single_norm_prompts, self.uniform = optimal, single_norm_prompts, uniform
         self.errors = errors
+        self.effects: list[pd.DataFrame] = []  # of the prompts that were observed
         self.no_gradient = ""  # why there is no gradient by the constants; known after the first prompt
         self.gradients: list[dict[str, Any]] = []
         self.too_steep: list[str] = []  # the primary contrasts with a derivative that holds over smaller steps alone
         self.lost = lost_edits(model, sites)
         self.nothing = {variant: why_nothing(facts_of(model), sites, variant) for variant in VARIANTS}
-        groups = [(g, tuple(members(sites, g))) for g in GROUPS]
-        chosen = [(g, found) for g, found in groups if found] + [(s.name, (s,)) for s in sites]
+        chosen = [(g, found) for g in GROUPS if (found := tuple(members(sites, g)))] + [(s.name, (s,)) for s in sites]
         self.rows = [_Row(name, variant, found) for name, found in chosen for variant in VARIANTS.values()]
         self.whole = not primary_only
         if primary_only:
-            self.rows = [r for r in self.rows if r.is_primary or (r.sites in PRIMARY_SITES and not r.variant.is_edit)]
+            self.rows = [r for r in self.rows if r.sites in PRIMARY_SITES]
+            self.rows = [r for r in self.rows if r.variant.primary or not r.variant.is_edit]
         self.sites = {s.name: s for s in sites}
         self.causal: bool | None = None  # known after the first pass over more than one token
         self.outputs = vocabulary_size(model)
-        self._layers = attentions(model)
-        points = {layer: child_of(attn, "hook_pattern") for layer, attn in self._layers.items()}
-        self.attentions = [(layer, point) for layer, point in points.items() if point is not None]
         self.exact = frozenset(self._chosen(first) if exact is None else exact)
         if unknown := sorted(self.exact - set(self.sites)):
             raise ValueError(f"exact: {unknown[0]!r} is no norm that is measured ({', '.join(self.sites)})")
@@ -182,13 +166,19 @@ class EditedRuns:
     def no_loss(self) -> str:
         """Why the model has no next-token loss; empty if it has one, or the user gave a loss. Known after the first
         prompt."""
-        if self.objective.function is not None:
+        wanted = vocabulary_size(self.model)
+        if self.objective.function is not None or (self.causal is not False and self.outputs >= wanted):
             return ""
-        if self.causal is False:
-            return BIDIRECTIONAL
-        if self.outputs < vocabulary_size(self.model):
-            return too_few_outputs(self.outputs, vocabulary_size(self.model))
-        return ""
+        return BIDIRECTIONAL if self.causal is False else too_few_outputs(self.outputs, wanted)
+
+    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
+        self.effects.append(self.measure(prompt, tokens))
+
+    def piece(self) -> Piece:
+        tables = {"effects": pd.concat(self.effects, ignore_index=True)} if self.effects else {}
+        if self.gradients:
+            tables["gradients"] = pd.DataFrame(self.gradients)
+        return Piece(tables=tables, notes=tuple(self.notes()))
 
     def measure(self, prompt: int, tokens: Int[Tensor, " pos"]) -> pd.DataFrame:
         """Sums over one prompt, a row per (sites, variant); columns PROMPT_COLUMNS. NaN where nothing can be said.
@@ -196,29 +186,25 @@ class EditedRuns:
         What it gives depends on the prompt alone, so that prompts can be measured in any order, or elsewhere.
         """
         with evaluating(self.model), torch.no_grad():
-            passes = SharedPasses(
-                self.model, list(self.sites.values()), self.attentions, self._entropies, self.objective
-            )
-            unedited = passes.unedited(tokens)
-            self.outputs = unedited.vocabulary
+            passes = SharedPasses(self.model, self.objective, tokens, self.causal)
+            self.causal, self.outputs = passes.causal, passes.vocabulary
+            constants, intact = self.constants_of(prompt), passes.sums
             wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
             effects: dict[tuple[_Signature, str], Sums] = {}
             for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
                 jobs: dict[tuple[_Signature, str], Job] = {}
                 for row in wanted:
                     if row.variant.standard == standard and self._is_run(row):
-                        jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt)}
-                missing = {key: job for key, job in jobs.items() if key not in effects}
-                effects |= passes.effects(tokens, unedited, missing)
-            intact = unedited.sums | dict(
-                zip(("entropy", "queries"), map(math.fsum, zip(*unedited.entropy.values(), strict=True)), strict=False)
-            )
+                        jobs |= {
+                            (row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt, constants)
+                        }
+                effects |= passes.effects({key: job for key, job in jobs.items() if key not in effects})
         self._differentiate(prompt, tokens, effects, intact["nll"])
-        estimates = self._estimates(wanted, tokens, self.constants_of(prompt))
+        estimates = self._estimates(wanted, tokens, constants)
         rows = [
             {"prompt": prompt, "sites": row.sites, "variant": row.variant.name}
             | self._sums(row, intact, effects, tokens)
-            | {"estimate": sum(estimates.get((row.sites, row.variant.name), _UNKNOWN)), "no_op": self._no_op(row)}
+            | {"estimate": sum(estimates.get((row.sites, row.variant.name), [math.nan])), "no_op": self._no_op(row)}
             for row in wanted
         ]
         return pd.DataFrame(rows, columns=list(PROMPT_COLUMNS))
@@ -239,8 +225,7 @@ class EditedRuns:
             return
         constants = self.constants_of(prompt)
         for row in self.rows:
-            is_wanted = row.sites in PRIMARY_SITES and row.variant is SCALING_FROZEN
-            if not is_wanted or not row.signature or self._is_lost(row):
+            if not row.is_frozen_primary or not row.signature or self._is_lost(row):
                 continue
             frozen = row.frozen
             try:
@@ -259,7 +244,7 @@ class EditedRuns:
             if holds < 1 and row.sites not in self.too_steep:
                 self.too_steep.append(row.sites)
             self.gradients += [
-                dict(zip(GRADIENT_COLUMNS, (prompt, row.sites, site, holds * first, holds * rest), strict=True))
+                {"prompt": prompt, "sites": row.sites, "site": site, "first": holds * first, "rest": holds * rest}
                 for site, (first, rest) in found.items()
             ]
 
@@ -303,12 +288,17 @@ class EditedRuns:
         choose with."""
         names, single = list(self.sites), [r for r in self.rows if not r.is_group]
         few = every_one_is_run(self.model, len(names)) or len(names) <= LEADING_NORMS
-        if few or not single or not self.single_norm_prompts or self.meaningless:
+        if few or not single or not self.single_norm_prompts or not self._is_estimated:
             return names
-        if self.objective.function is not None or self.objective.obstacle(self.model):
+        if self.objective.obstacle(self.model):
             return names
         estimates = (self._estimates(single, tokens, self.constants_of(i)) for i, tokens in enumerate(first))
         return with_largest(estimates, LEADING_NORMS) or names
+
+    @property
+    def _is_estimated(self) -> bool:
+        """Whether there is a next-token loss, of which alone there are estimates."""
+        return self.objective.function is None and not (self.no_loss or self.meaningless)
 
     def _estimates(
         self, rows: Sequence[_Row], tokens: Int[Tensor, " pos"], constants: Mapping[str, Constant]
@@ -316,7 +306,7 @@ class EditedRuns:
         """Both terms of the estimated change of the summed loss of one prompt under each edit of a single norm, by
         (norm, variant); 0 where nothing is edited. Nothing where there is no loss, or a loss of the user's."""
         single = [r for r in rows if not r.is_group and r.variant.is_edit and not self._is_lost(r)]
-        if not single or self.no_loss or self.meaningless or self.objective.function is not None:
+        if not single or not self._is_estimated:
             return {}
         keys = {(r.sites, r.variant.name): r for r in single}
         if len(tokens) < 2:  # nothing is predicted
@@ -326,15 +316,16 @@ class EditedRuns:
         idle = {key: (0.0, 0.0) for key, r in keys.items() if not r.signature}
         return found | idle if found or not edits else {}
 
-    def _jobs(self, row: _Row, length: int, prompt: int) -> Iterator[tuple[str, Job]]:
+    def _jobs(
+        self, row: _Row, length: int, prompt: int, constants: Mapping[str, Constant]
+    ) -> Iterator[tuple[str, Job]]:
         """The ways in which a row is run: of groups whose scaling is frozen, more than one."""
-        constants = self.constants_of(prompt)
         yield FROZEN, Job(self._edits(row, constants, length), whole=self.whole)
         if row.is_group and row.frozen and not self.no_loss:
             if self.uniform:
                 one = {name: Constant.of(c).uniform for name, c in constants.items()}
                 yield UNIFORM, Job(self._edits(row, one, length), whole=False)
-            if self.optimal is not None and row.sites in PRIMARY_SITES and row.variant is SCALING_FROZEN:
+            if self.optimal is not None and row.is_frozen_primary:
                 best = self.optimal(row.sites, prompt)
                 if all(s.name in best for s in row.frozen):
                     yield OPTIMAL, Job(self._edits(row, best, length), whole=False)
@@ -355,26 +346,24 @@ class EditedRuns:
         tokens: Int[Tensor, " pos"],
     ) -> dict[str, float]:
         """The sums of one row over one prompt."""
+        unknown, predicted = dict.fromkeys(MEASURES, math.nan), float(self.objective.weight(tokens))
         if self._is_lost(row):
-            return dict.fromkeys(MEASURES, math.nan)
+            return unknown
         if row.signature and not self._is_run(row):
-            return dict.fromkeys(MEASURES, math.nan) | {"predicted": float(self.objective.weight(tokens))}
+            return unknown | {"predicted": predicted}
         found = effects[row.signature, FROZEN] if row.signature else intact
-        same = found["nll"] if row.is_group and not row.frozen else math.nan
-        losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, same)
-        if row.is_group and row.frozen:
-            ways = {m: effects.get((row.signature, way)) for m, way in _OF_GROUPS.items()}
+        losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
+        if row.is_group:
+            ways = {m: effects.get((row.signature, way)) if row.frozen else found for m, way in _OF_GROUPS.items()}
             losses |= {m: sums["nll"] for m, sums in ways.items() if sums is not None}
-        compared = {"kl": found["kl"], "agree": found["agree"]}
         overflowed = math.isnan(found["kl"]) and not math.isnan(intact["kl"])
         if self.no_loss or self.meaningless:
             losses = dict.fromkeys(losses, math.nan)
-        if self.meaningless:
-            compared = dict.fromkeys(compared, math.nan)
         return {
             **losses,
-            **compared,
-            "predicted": float(self.objective.weight(tokens)),
+            "kl": math.nan if self.meaningless else found["kl"],
+            "agree": math.nan if self.meaningless else found["agree"],
+            "predicted": predicted,
             "positions": float(len(tokens)),
             "entropy": math.nan if overflowed else found.get("entropy", math.nan),
             "queries": found.get("queries", 0.0),
@@ -387,7 +376,7 @@ class EditedRuns:
 
     def notes(self) -> list[str]:
         """What a reader has to know about this model; complete once a prompt was measured."""
-        said = [f"causal: {reason}" for reason in self.lost.values()]
+        said = [note for note in (self.note, *(f"causal: {reason}" for reason in self.lost.values())) if note]
         if len(self.exact) < len(self.sites) and self.single_norm_prompts:
             said.append(
                 f"causal: {len(self.exact)} of {len(self.sites)} norms were run exactly one by one, those with the "
@@ -412,19 +401,70 @@ class EditedRuns:
             said.append(f"causal: intervals do not include the choice of constants: {self.no_gradient}")
         return said
 
-    def _entropies(self, layer: int, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
-        """Of queries that had a choice: all but the first, or all in a bidirectional model."""
-        wide = at_least_float32(pattern)
-        if self.causal is None or self.causal:
-            if self.causal is None and len(pattern[0]) > 1:
-                self.causal = is_causal(pattern)
-            if self.causal is not False:
-                return entropy_ratio(wide, window=window_of(self._layers[layer], wide))[:, 1:]
-        entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])
-        return entropy
+
+# --------------------------------------------------------------------------------------------- second-order estimates
+
+PASSES = 3.0  # forward, and twice backward to the norms alone
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-def _always(constants: Mapping[str, Constant | float]) -> Callable[[int], Mapping[str, Constant]]:
-    """The same constants for every prompt."""
-    same = {name: Constant.of(given) for name, given in constants.items()}
-    return lambda _prompt: same
+def norm_estimates(
+    model: HookedModel, tokens: Int[Tensor, " pos"], edits: Mapping[_Key, Edit]
+) -> dict[_Key, tuple[float, float]]:
+    """Return the estimated change of the summed next-token loss of one prompt under each edit of one norm.
+
+        estimate = Σ <g, Δ> + ½ Σ <s, Δ>²
+
+    over the vectors of a prompt, with Δ the change of the norm's output y in the intact model, g the gradient of the
+    loss at y, and s the same gradient if the next tokens were drawn from the model's own predictions. The first sum is
+    the first-order estimate of attribution patching (Nanda 2023; Kramár et al. 2024). Frozen scaling makes some vectors
+    longer and others shorter, so that this sum nearly cancels, while the loss rises all the same: it is at a minimum.
+    The second sum is that rise, the KL divergence from the intact predictions to second order (s sᵀ is the Fisher
+    information in expectation; Amari 1998), with vectors at different positions taken to be independent.
+
+    Tokens are drawn with a seed that is made of the prompt, so the result depends on the prompt alone.
+
+    Args:
+        model: any hooked model with a next-token loss.
+        tokens: of the prompt.
+        edits: by any key; those that ask where position 0 is must know that the batch is one prompt.
+
+    Returns:
+        Both sums for each key, in nats; nothing if the loss has no gradient at any norm.
+    """
+    sites = {e.site.name: e.site for e in edits.values()}
+    seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in sites}
+
+    def record(name: str, x: Tensor, y: Tensor) -> Tensor:
+        """Change nothing; keep what the norm read and gave, with a leaf for the gradient there."""
+        seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
+        return y + seen[name][-1][-1]
+
+    rows = tokens[None].to(device_of(model))
+    recorders = [Edit(site, partial(record, name), "recorded") for name, site in sites.items()]
+    with evaluating(model), torch.enable_grad(), installed(model, recorders):
+        logits = at_least_float32(model(rows, return_type="logits"))[0, :-1]
+        leaves = [leaf for calls in seen.values() for *_, leaf in calls]
+        if not logits.requires_grad:
+            return {}
+        shares = logits.detach().softmax(-1).cpu()
+        seed = zlib.crc32(tokens.cpu().numpy().astype(np.int64).tobytes())  # (one seed would give all the same draws)
+        drawn = torch.multinomial(shares, 1, generator=torch.Generator().manual_seed(seed))[:, 0].to(logits.device)
+        losses = [F.cross_entropy(logits, labels, reduction="sum") for labels in (rows[0, 1:], drawn)]
+        found = [torch.autograd.grad(x, leaves, retain_graph=x is losses[0], allow_unused=True) for x in losses]
+    if all(g is None or not bool(g.any()) for g in found[0]):
+        return {}
+    slopes = {id(leaf): pair for leaf, *pair in zip(leaves, *found, strict=True) if pair[0] is not None}
+    estimates: dict[_Key, tuple[float, float]] = {}
+    with torch.no_grad():
+        for key, edit in edits.items():
+            first, second = 0.0, torch.zeros(())
+            for x, y, leaf in seen[edit.site.name]:
+                if id(leaf) in slopes:
+                    change = at_least_float32(edit.change(x, y)) - at_least_float32(y)
+                    own, of_drawn = (slope * change for slope in slopes[id(leaf)])
+                    first += float(own.sum(dtype=torch.float64))
+                    second = second.to(y.device) + of_drawn.sum(-1, dtype=torch.float64)  # all calls read one vector
+            estimates[key] = first, 0.5 * float((second**2).sum())
+    return estimates

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
@@ -25,7 +24,6 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
-from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.probes.base import (
     EFFECT,
     NO_EFFECT,
@@ -39,12 +37,13 @@ from ln_probe.analyses.probes.base import (
     ProbeResults,
     Shape,
     View,
+    notes_of,
+    tables_of,
 )
 from ln_probe.analyses.probes.columns import HEAD_EFFECTS
 from ln_probe.analyses.probes.leading import (
     EXACT_WORK,
     agreement,
-    cost_of_choosing,
     every_one_is_run,
     every_one_would_be_run,
     other_prompts,
@@ -53,6 +52,7 @@ from ln_probe.analyses.probes.leading import (
 from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE, mapped, passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, interval, sign_test
 from ln_probe.analyses.text import counted, with_interval
+from ln_probe.hooks.default_tokens import CALIBRATION, SAMPLED_SEQUENCES, SAMPLED_TOKENS
 from ln_probe.hooks.edits import LostEditError
 from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
@@ -83,15 +83,14 @@ class _First:
     nll: float = math.nan
 
 
-class HeadRuns:
+class HeadRuns(Observer):
     """Effects of single heads in one model: `measure` a prompt at a time.
 
     Args:
         model: any hooked model.
         sites: its norms.
-        constants: what replaces sigma, by site; or a function that gives this for the number of a prompt
-            (`Constants.of`).
-        pooled: the constants that leading heads are chosen with; None: `constants`, which are then the same for all.
+        constants: what replaces sigma, by site.
+        constants_of: the same for a prompt, by its number; None: `constants`, with which leading heads are chosen too.
         layers, heads: that are measured (heads None: all).
         exact: (layer, head) that are run exactly; None: as EXACT_WORK says. Empty: estimates alone.
         objective: the loss.
@@ -105,10 +104,10 @@ class HeadRuns:
         self,
         model: HookedModel,
         sites: Sequence[Site],
-        constants: Mapping[str, Constant] | Callable[[int], Mapping[str, Constant]],
+        constants: Mapping[str, Constant],
         *,
         layers: Sequence[int],
-        pooled: Mapping[str, Constant] | None = None,
+        constants_of: Callable[[int], Mapping[str, Constant]] | None = None,
         heads: Sequence[int] | None = None,
         exact: Collection[tuple[int, int]] | None = None,
         objective: Objective | None = None,
@@ -116,12 +115,9 @@ class HeadRuns:
     ) -> None:
         self.model = model
         self.objective = Objective() if objective is None else objective
-        self.constants_of = constants if callable(constants) else lambda _prompt: constants
-        if pooled is None:
-            assert not callable(constants), "constants of each prompt come with pooled ones"
-            pooled = constants
-        self.constants: Mapping[str, Constant] = pooled  # of the prompt that is measured
-        reading = {layer: s for s in sites for layer in s.attention_layers if s.name in pooled}
+        self.constants = constants  # of the prompt that is measured
+        self.constants_of: Callable[[int], Mapping[str, Constant]] = lambda _prompt: constants
+        reading = {layer: s for s in sites for layer in s.attention_layers if s.name in constants}
         self.sites = {layer: reading[layer] for layer in sorted(set(layers) & set(reading))}
         self.heads = {
             layer: [h for h in range(head_count(model, layer)) if heads is None or h in heads] for layer in self.sites
@@ -129,46 +125,55 @@ class HeadRuns:
         self.nothing = {
             v.name: why_nothing(facts_of(model), list(self.sites.values()), v.name) for v in edits_of_norms()
         }
+        self.every = [(layer, head) for layer, some in self.heads.items() for head in some]
         self.lost: dict[str, str] = {}
         self.silent = meaningless or (self.objective.obstacle(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()
         self.asked_for = exact is not None
+        self.sums: list[pd.DataFrame] = []  # of the prompts that were observed
         if self.sites and not self.silent:
             by_site: dict[str, dict[int, list[int]]] = {}
             for layer, site in self.sites.items():
                 by_site.setdefault(site.name, {})[layer] = self.heads[layer]
-            every = list(dict.fromkeys(self.sites.values()))
             try:
-                self.lost = lost_edits(model, every, make=partial(HeadEdit, by_site))
+                found = list(dict.fromkeys(self.sites.values()))
+                self.lost = lost_edits(model, found, make=partial(HeadEdit, by_site))
             except LostEditError as error:  # of all heads alike: no site is to blame
                 self.silent = str(error)
-        if self.sites and not self.silent:
-            there = {(layer, head) for layer, heads in self.heads.items() for head in heads}
-            if exact is not None and (unknown := sorted(set(exact) - there)):
-                raise ValueError(f"exact: {unknown[0]} is no (layer, head) that is measured")
-            self.exact = frozenset(self._chosen() if exact is None else exact)
+            else:
+                self.exact = frozenset(self._chosen() if exact is None else exact)
+        if unknown := sorted(self.exact - set(self.every)):
+            raise ValueError(f"exact: {unknown[0]} is no (layer, head) that is measured")
+        if constants_of is not None:
+            self.constants_of = constants_of
 
     def _chosen(self) -> list[tuple[int, int]]:
-        every = [(layer, head) for layer, heads in self.heads.items() for head in heads]
-        if every_one_is_run(self.model, len(every)):
-            return every
+        if every_one_is_run(self.model, len(self.every)):
+            return self.every
 
         def estimates(tokens: Int[Tensor, " pos"]) -> dict[tuple[tuple[int, int], str], tuple[float]]:
-            rows = self._measure(0, tokens).to_dict("records")
+            rows = self.measure(0, tokens).to_dict("records")
             return {((int(r["layer"]), int(r["head"])), str(r["variant"])): (float(r["estimate"]),) for r in rows}
 
         return with_largest(map(estimates, other_prompts(self.model, CHOOSING)), LEADING)
 
+    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
+        if len(sums := self.measure(prompt, tokens)):
+            self.sums.append(sums)
+
+    def piece(self) -> Piece:
+        tables = {"sums": pd.concat(self.sums, ignore_index=True)} if self.sums else {}
+        return Piece(tables=tables, notes=tuple(self.notes()))
+
     def notes(self) -> list[str]:
         """What a reader has to know about this model."""
-        said = [f"head_effects: {reason}" for reason in self.lost.values()]
         if self.silent:
             return [f"head_effects: nothing was measured: {self.silent}"]
-        every = sum(map(len, self.heads.values()))
-        if self.exact and len(self.exact) < every:
+        said = [f"head_effects: {reason}" for reason in self.lost.values()]
+        if 0 < len(self.exact) < len(self.every):
             which = f"those with the largest estimates on {CHOOSING} calibration prompts"
             said.append(
-                f"head_effects: {len(self.exact)} of {every} heads were run exactly, "
+                f"head_effects: {len(self.exact)} of {len(self.every)} heads were run exactly, "
                 f"{'those asked for' if self.asked_for else which}; the others are estimated"
             )
         return said
@@ -180,9 +185,6 @@ class HeadRuns:
         on the prompt and the constants alone.
         """
         self.constants = self.constants_of(prompt)
-        return self._measure(prompt, tokens)
-
-    def _measure(self, prompt: int, tokens: Int[Tensor, " pos"]) -> pd.DataFrame:
         if self.silent or len(tokens) < 2 or not self.sites:
             return pd.DataFrame(columns=list(COLUMNS))
         with evaluating(self.model):
@@ -310,6 +312,9 @@ PROMPTS = 12
 MATTERS = 0.001  # nats per token: a smaller effect of one head is not reported
 # Where d_model is not known, up to so many heads are run exactly; passes of a prompt for estimates alone.
 _EXACT_HEADS, _ESTIMATING = 72, 5.0
+# Tokens of a prompt that chooses heads, and how much longer a token takes that is sampled than one of a pass (3 to 5
+# measured).
+_CHOOSING_TOKENS, _SAMPLING = 110, 4.0
 
 
 class HeadEffects(Probe):
@@ -327,59 +332,39 @@ class HeadEffects(Probe):
     absent = "which heads depend on their norm"
 
     def start(self, view: View) -> Observer:
-        return _Watching(view)
+        assert view.calibration is not None
+        runs = HeadRuns(
+            view.model,
+            view.sites,
+            view.calibration.constants.pooled,
+            constants_of=view.calibration.constants.of,
+            layers=view.layers,
+            heads=view.heads,
+            exact=view.calibration.chosen.get(self.name),
+            objective=view.objective,
+            meaningless=view.meaningless,
+        )
+        runs.asked_for = False
+        view.calibration.chosen[self.name] = runs.exact
+        return runs
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        measured = [p.tables["sums"] for p in pieces if len(p.tables.get("sums", ()))]
-        notes = dict.fromkeys(note for p in pieces for note in p.notes)
+        measured = list(tables_of(pieces).values())
         made = table(measured, context.calibration.constants.groups, seed=context.seed)
-        said = [f"head_effects: first-order estimates and exact effects of {t}" for t in agreement(made, "heads")]
-        return ProbeResults({HEAD_EFFECTS.name: made}, (*notes, *said))
+        compared = [f"head_effects: first-order estimates and exact effects of {t}" for t in agreement(made, "heads")]
+        return ProbeResults({HEAD_EFFECTS.name: made}, (*notes_of(pieces), *compared))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         return _leading(tables.get(HEAD_EFFECTS.name), provenance.get("calibration", {}).get("groups", math.inf))
 
     def cost(self, shape: Shape) -> Cost:
         heads = shape.layers * shape.heads
-        known = every_one_would_be_run(shape.layers, shape.width, heads)
-        every, choosing = heads <= _EXACT_HEADS if known is None else known, 0.0
-        if not every:
-            choosing = cost_of_choosing(CHOOSING, _ESTIMATING, sum(shape.lengths), sampled=shape.sampled)
-        return Cost(passes=_ESTIMATING + choosing + len(edits_of_norms()) * (heads if every else LEADING) / 2)
-
-
-# The heads that are run exactly, by calibration: chosen once, and not again for every part of the prompts.
-_CHOSEN: WeakKeyDictionary[Calibration, frozenset[tuple[int, int]]] = WeakKeyDictionary()
-
-
-class _Watching(Observer):
-    def __init__(self, view: View) -> None:
-        assert view.calibration is not None
-        self.sums = list[pd.DataFrame]()
-        chosen = _CHOSEN.get(view.calibration)
-        self.runs = HeadRuns(
-            view.model,
-            view.sites,
-            view.calibration.constants.of,
-            pooled=view.calibration.constants.pooled,
-            layers=view.layers,
-            heads=view.heads,
-            exact=chosen,
-            objective=view.objective,
-            meaningless=view.meaningless,
-        )
-        self.runs.asked_for = False
-        if chosen is None:
-            _CHOSEN[view.calibration] = self.runs.exact
-
-    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
-        self.sums.append(self.runs.measure(prompt, tokens))
-
-    def piece(self) -> Piece:
-        found = [s for s in self.sums if len(s)]
-        return Piece(
-            tables={"sums": pd.concat(found, ignore_index=True)} if found else {}, notes=tuple(self.runs.notes())
-        )
+        passes, tokens = _ESTIMATING, sum(shape.lengths)
+        every = every_one_would_be_run(shape.layers, shape.width, heads, _EXACT_HEADS)
+        if not every and tokens:
+            sampled = SAMPLED_SEQUENCES[CALIBRATION] * SAMPLED_TOKENS if shape.sampled else 0
+            passes += (CHOOSING * _ESTIMATING * _CHOOSING_TOKENS + _SAMPLING * sampled) / tokens
+        return Cost(passes=passes + len(edits_of_norms()) * (heads if every else LEADING) / 2)
 
 
 def table(

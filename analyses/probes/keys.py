@@ -7,20 +7,21 @@ quantile taken, so tables do not depend on how the prompts were divided. One (la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Int64, Shaped
 
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, UNSELECTABLE
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
-from ln_probe.analyses.probes.base import Piece
-from ln_probe.analyses.probes.columns import INTERVALS, KEYS
+from ln_probe.analyses.probes.base import Observer, Piece
+from ln_probe.analyses.probes.columns import INTERVALS
 from ln_probe.analyses.probes.statistics import fraction_interval, quantile_interval
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.variants import INTACT, VARIANTS, no_op
 
 NORMALIZED, HEAD = "normalized", "head"
@@ -46,7 +47,7 @@ class KeyRows:
     layer: int
     space: str
     variant: str
-    heads: tuple[int, ...]
+    heads: Sequence[int]
     dim: int
     theorem: str
     no_op: str
@@ -54,6 +55,11 @@ class KeyRows:
     lengths: Int64[np.ndarray, " prompt"]
     measured: Int64[np.ndarray, " prompt"]
     measures: Mapping[str, Shaped[np.ndarray, "head column"]]
+
+    @property
+    def place(self) -> dict[str, object]:
+        """The columns that say which keys these are; a row is of one of `heads`."""
+        return {"layer": self.layer, "space": self.space, "variant": self.variant}
 
     @property
     def sampled(self) -> bool:
@@ -67,108 +73,87 @@ class KeyRows:
 
 
 Block = Mapping[str, KeyRows]  # of one (layer, space), by variant
-
-
 Measures = dict[str, Shaped[np.ndarray, " ..."]]
+_Place = tuple[int, str, str]  # layer, space, variant
+_PER_PROMPT = ("prompts", "lengths", "measured")
 
 
-class Collected:
-    """Takes in measures prompt by prompt; a piece at the end."""
+class Collected(Observer):
+    """Takes in measures layer by layer and prompt by prompt."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, str, str], list[KeyRows]] = {}
+        self._held: dict[_Place, tuple[dict[str, Any], list[Measures]]] = {}  # what holds for all prompts, and arrays
 
     def add(
         self,
-        prompt: int,
         attended: AttentionLayer,
         space: str,
         measure: Callable[[str], Measures],
-        theorem: Callable[[str], str] = lambda _variant: "",
     ) -> None:
         """Measure one layer on a prompt, under every variant; what changes nothing is measured once, intact.
 
         Args:
             space: normalized (at the norm's output) or head.
             measure: the measures of a variant, by name; a row per head.
-            theorem: why no key can be unselectable under a variant; empty if one can.
         """
-        site = attended.site
-        heads: tuple[int, ...] = (-1,)
+        site, heads, layer = attended.site, [-1], attended.layer
         dim = site.d - 1 if site.projects else site.d
         if space == HEAD:
-            assert attended.heads is not None
-            heads, dim = tuple(attended.chosen), int(attended.heads.W_K.shape[-1])
+            heads, dim = attended.chosen, int(attended.maps.W_K.shape[-1])
         known: dict[str, Measures] = {}
         for variant in attended.outputs:
             why = attended.no_op(variant) if space == HEAD else no_op(site, variant)
             same = INTACT.name if why else variant
             if same not in known:
-                known[same] = measure(same)
-            count = next((a.shape[1] for a in known[same].values()), 0)
-            place = (attended.layer, space, variant)
-            numbers = zip(_PER_PROMPT, (prompt, attended.length, count), strict=True)
-            per_prompt: dict[str, Any] = {name: np.array([n], np.int64) for name, n in numbers}
-            rows = KeyRows(*place, heads, dim, theorem(variant), why, **per_prompt, measures=known[same])
-            self._rows.setdefault(place, []).append(rows)
+                measures = measure(same)
+                count = next((a.shape[1] for a in measures.values()), 0)
+                numbers = zip(_PER_PROMPT, (attended.prompt, attended.length, count), strict=True)
+                known[same] = {name: np.array([n], np.int64) for name, n in numbers} | measures
+            names = [name for name in known[same] if name not in _PER_PROMPT]
+            about = {"layer": layer, "space": space, "variant": variant, "heads": heads, "dim": dim}
+            theorem = sphere_theorem(site, variant) if space == NORMALIZED else ""
+            about |= {"theorem": theorem, "no_op": why, "measures": names}
+            self._held.setdefault((layer, space, variant), (about, []))[1].append(known[same])
 
     def piece(self) -> Piece:
         """All of it, as `blocks` reads it."""
-        arrays: dict[str, np.ndarray] = {}
-        about = []
-        for parts in self._rows.values():
-            rows = join(parts)
-            place = f"{rows.space}/{rows.layer}/{rows.variant}"
-            arrays |= {f"{place}/{name}": getattr(rows, name) for name in _PER_PROMPT}
-            arrays |= {f"{place}/{m}": values for m, values in rows.measures.items()}
-            about.append(
-                {name: getattr(rows, name) for name in _ABOUT}
-                | {"heads": list(rows.heads), "measures": list(rows.measures)}
-            )
-        return Piece(arrays, info={"rows": about})
+        arrays = {
+            f"{space}/{layer}/{variant}/{name}": values
+            for (layer, space, variant), (_, parts) in self._held.items()
+            for name, values in joined(parts).items()
+        }
+        return Piece(arrays, info={"rows": [about for about, _ in self._held.values()]})
 
 
-_PER_PROMPT = ("prompts", "lengths", "measured")
-_ABOUT = ("layer", "space", "variant", "dim", "theorem", "no_op")
+def sphere_theorem(site: Site, variant: str) -> str:
+    """Why keys at a norm's output can never be unselectable; empty if they can."""
+    if site.scales and (variant == INTACT.name or no_op(site, variant)):
+        return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")
+    return ""
+
+
+def joined(parts: Sequence[Measures]) -> Measures:
+    """One after another: the same measures of several prompts, or pieces of them."""
+    return {name: np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]}
 
 
 def blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
     """What the pieces hold, a (layer, space) at a time, in the order of the tables."""
-    held = [({(r["layer"], r["space"], r["variant"]): r for r in piece.info["rows"]}, piece) for piece in pieces]
-    places = sorted(
-        {(layer, space) for rows, _ in held for layer, space, _ in rows}, key=lambda p: (p[1] != NORMALIZED, p[0])
-    )
-    for layer, space in places:
-        block: dict[str, KeyRows] = {}
-        for variant in VARIANTS:
-            parts = [_read(rows[found], piece) for rows, piece in held if (found := (layer, space, variant)) in rows]
-            if parts:
-                block[variant] = join(parts)
-        yield block
+    held: dict[_Place, list[tuple[dict[str, Any], Piece]]] = defaultdict(list)
+    for piece in pieces:
+        for about in piece.info["rows"]:
+            held[about["layer"], about["space"], about["variant"]].append((about, piece))
+    places = {(layer, space) for layer, space, _ in held}
+    for layer, space in sorted(places, key=lambda p: (p[1] != NORMALIZED, p[0])):
+        yield {v: _read(held[layer, space, v]) for v in VARIANTS if (layer, space, v) in held}
 
 
-def _read(row: Mapping[str, Any], piece: Piece) -> KeyRows:
-    place = f"{row['space']}/{row['layer']}/{row['variant']}"
-    fields: dict[str, Any] = {name: row[name] for name in _ABOUT}
-    fields |= {name: piece.arrays[f"{place}/{name}"] for name in _PER_PROMPT}
-    measures = {m: piece.arrays[f"{place}/{m}"] for m in row["measures"]}
-    return KeyRows(**fields, heads=tuple(row["heads"]), measures=measures)
-
-
-def join(parts: Sequence[KeyRows]) -> KeyRows:
-    """One after another: the same (layer, space, variant) measured on several pieces of the prompts."""
-    if len(parts) == 1:
-        return parts[0]
-    per_prompt: dict[str, Any] = {n: np.concatenate([getattr(p, n) for p in parts]) for n in _PER_PROMPT}
-    measures = {m: np.concatenate([p.measures[m] for p in parts], axis=1) for m in parts[0].measures}
-    return replace(parts[0], **per_prompt, measures=measures)
-
-
-def head_rows(block: Block) -> Iterable[tuple[KeyRows, int, int]]:
-    """Every row of the `heads` table that a block makes: its measures, the row in them, and the head."""
-    for rows in block.values():
-        for row, head in enumerate(rows.heads):
-            yield rows, row, head
+def _read(parts: Sequence[tuple[dict[str, Any], Piece]]) -> KeyRows:
+    fields = dict(parts[0][0])
+    place, names = "{space}/{layer}/{variant}/".format(**fields), (*_PER_PROMPT, *fields.pop("measures"))
+    arrays = joined([{name: piece.arrays[place + name] for name in names} for _, piece in parts])
+    fields |= {name: arrays.pop(name) for name in _PER_PROMPT}
+    return KeyRows(**fields, measures=arrays)
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -179,44 +164,22 @@ HARDEST_PER_VARIANT = 3
 SAMPLED = 5
 
 
-def key_tables(
-    pieces: Sequence[Piece], calibration: Calibration, token: Callable[[int, int], str], *, every: bool, seed: int
-) -> tuple[list[dict[str, object]], pd.DataFrame]:
-    """Rows of the `heads` table, and the `keys` table.
-
-    Args:
-        pieces: measures of all keys, in the order of the prompts.
-        calibration: of the model.
-        token: the token string at (prompt, position).
-        every: keep every key instead of the hardest and a sample.
-        seed: of the sample.
-    """
-    heads: list[dict[str, object]] = []
-    keys: list[dict[str, np.ndarray]] = []
-    for block in blocks(pieces):
-        heads += [_head_row(rows, row, head, calibration) for rows, row, head in head_rows(block)]
-        keys += _key_rows(block, token, every=every, seed=seed)
-    if not keys:
-        return heads, KEYS.empty()
-    table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
-    known = table["reachable"].to_numpy()
-    return heads, table.assign(reachable=pd.arrays.BooleanArray(known == 1, known < 0))
-
-
-def _head_row(rows: KeyRows, row: int, head: int, calibration: Calibration) -> dict[str, object]:
-    measured: dict[str, Any] = {**_summary({m: a[row] for m, a in rows.measures.items()}, sampled=rows.sampled)}
+def head_row(rows: KeyRows, row: int, calibration: Calibration) -> dict[str, object]:
+    """A row of the `heads` table."""
+    head = rows.heads[row]
+    measured: dict[str, Any] = _summary({m: a[row] for m, a in rows.measures.items()}, sampled=rows.sampled)
     all_selectable = not measured["unselectable"] and not measured["undecided"]
-    return (
-        {"layer": rows.layer, "head": head, "space": rows.space, "variant": rows.variant}
-        | measured
-        | {"keys_all": int(rows.lengths.sum()), "prompts": len(rows.lengths)}
-        | {
-            "query_radius": calibration.radius(rows.layer, head),
-            "queries": calibration.queries(rows.layer, head) if rows.space == HEAD else "",
-            "by_theorem": _by_theorem(rows) if all_selectable else "",
-            "no_op": rows.no_op,
-        }
-    )
+    return {
+        **rows.place,
+        "head": head,
+        **measured,
+        "keys_all": int(rows.lengths.sum()),
+        "prompts": len(rows.lengths),
+        "query_radius": calibration.radius(rows.layer, head),
+        "queries": calibration.queries(rows.layer, head) if rows.space == HEAD else "",
+        "by_theorem": _by_theorem(rows) if all_selectable else "",
+        "no_op": rows.no_op,
+    }
 
 
 # Columns of the `heads` table that are quantiles over keys: of which measure, and which one.
@@ -269,21 +232,26 @@ def _by_theorem(rows: KeyRows) -> str:
     return rows.theorem
 
 
-def _key_rows(
+def key_rows(
     block: Block, token: Callable[[int, int], str], *, every: bool, seed: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Columns of the `keys` table for one head under one variant after another."""
+    """Columns of the `keys` table for one head under one variant after another.
+
+    Args:
+        token: the token string at (prompt, position).
+        every: keep every key instead of the hardest and a sample.
+        seed: of the sample.
+    """
     first = next(iter(block.values()))
     prompt = np.repeat(first.prompts, first.columns)
-    every_position = np.concatenate([np.arange(n) for n in first.columns])
     for row, head in enumerate(first.heads):
         here = {v: {m: a[row] for m, a in rows.measures.items()} for v, rows in block.items()}
-        position = here[first.variant].get("position", every_position)
+        position = here[first.variant].get("position", np.concatenate([np.arange(n) for n in first.columns]))
         rng = np.random.default_rng([seed, first.layer, head + 1])
         picked = np.arange(len(prompt)) if every else _pick(here, rng)
         names = np.array([token(int(p), int(i)) for p, i in zip(prompt[picked], position[picked], strict=True)], object)
         for variant, found in here.items():
-            alike = {"layer": first.layer, "head": head, "space": first.space, "variant": variant}
+            alike = {**block[variant].place, "head": head}
             yield {
                 **{m: a[picked] for m, a in found.items()},
                 **{n: np.full(len(picked), v, object if isinstance(v, str) else np.int64) for n, v in alike.items()},
@@ -303,9 +271,7 @@ def _hardness(found: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _pick(here: Mapping[str, Mapping[str, np.ndarray]], rng: np.random.Generator) -> np.ndarray:
-    chosen: set[int] = set()
-    for found in (found for variant, found in here.items() if VARIANTS[variant].standard):
-        chosen |= set(np.argsort(_hardness(found), kind="stable")[:HARDEST_PER_VARIANT].tolist())
+    standard = [found for variant, found in here.items() if VARIANTS[variant].standard]
+    hard = [np.argsort(_hardness(found), kind="stable")[:HARDEST_PER_VARIANT] for found in standard]
     count = len(next(iter(here.values()))["verdict"])
-    chosen |= set(rng.choice(count, size=min(SAMPLED, count), replace=False).tolist())
-    return np.array(sorted(chosen))
+    return np.unique(np.concatenate([*hard, rng.choice(count, size=min(SAMPLED, count), replace=False)]))

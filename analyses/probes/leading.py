@@ -9,23 +9,16 @@ there, and every norm counts as a test, whether it is run or not.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 from jaxtyping import Int
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ln_probe.hooks.default_tokens import (
-    CALIBRATION,
-    SAMPLED_SEQUENCES,
-    SAMPLED_TOKENS,
-    UnsampledError,
-    default_tokens,
-)
+from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
 from ln_probe.hooks.model import HookedModel, blocks
 from ln_probe.hooks.variants import edits_of_norms
 
@@ -34,9 +27,7 @@ from ln_probe.hooks.variants import edits_of_norms
 # lm-layernorm are 5e7 and take 1.3 s of one core for a prompt of 128 tokens, MGM's 64 are 4e8, GPT-2 small's 144 are
 # 1.2e10, its 25 norms 2.1e9.
 EXACT_WORK = 1e9
-# Weights of a block over d_model², as in GPT-2, where a model's are not known yet; tokens of a prompt that chooses, and
-# how much longer a token takes that is sampled than one of a pass (3 to 5 measured).
-_BLOCK, _CHOOSING_TOKENS, _SAMPLING = 12, 110, 4.0
+_BLOCK = 12  # weights of a block over d_model², as in GPT-2, where a model's are not known yet
 
 _Part = TypeVar("_Part", bound=Hashable)
 
@@ -46,10 +37,9 @@ def every_one_is_run(model: HookedModel, parts: int) -> bool:
     return parts * sum(p.numel() for block in blocks(model) for p in block.parameters()) <= EXACT_WORK
 
 
-def every_one_would_be_run(layers: float, width: float, parts: float) -> bool | None:
-    """The same of a model that is not loaded; None if its d_model is not known."""
-    work = parts * layers * _BLOCK * width**2
-    return None if math.isnan(work) else work <= EXACT_WORK
+def every_one_would_be_run(layers: float, width: float, parts: float, few: int) -> bool:
+    """The same of a model that is not loaded; without its d_model, whether `parts` are no more than `few`."""
+    return parts <= few if math.isnan(width) else parts * layers * _BLOCK * width**2 <= EXACT_WORK
 
 
 def other_prompts(model: HookedModel, count: int) -> list[Int[Tensor, " _"]]:
@@ -68,28 +58,15 @@ def with_largest(estimates: Iterable[Mapping[tuple[_Part, str], Sequence[float]]
             sum of the terms' sizes over these prompts, because terms that cancel are no sign of a small effect.
         count: how many are chosen.
     """
-    sums = defaultdict[tuple[_Part, str], list[float]](list)
+    sums: dict[tuple[_Part, str], Any] = {}
     for found in estimates:
         for key, terms in found.items():
-            sums[key] = [a + b for a, b in zip_longest(sums[key], terms, fillvalue=0.0)]
+            sums[key] = sums.get(key, 0.0) + np.asarray(terms)
     standard = {v.name for v in edits_of_norms(standard=True)}
     sizes: dict[_Part, float] = {}
-    for (part, variant), terms in sums.items():
-        sizes[part] = max(sizes.get(part, 0.0), sum(map(abs, terms)) if variant in standard else 0.0)
+    for (part, variant), summed in sums.items():
+        sizes[part] = max(sizes.get(part, 0.0), float(np.abs(summed).sum()) if variant in standard else 0.0)
     return sorted(sizes, key=lambda part: -sizes[part])[:count]
-
-
-def cost_of_choosing(prompts: int, passes: float, tokens: float, *, sampled: bool) -> float:
-    """Passes over the measured prompts that choosing takes.
-
-    Args:
-        prompts: that choose. passes: over each of them.
-        tokens: of all measured prompts.
-        sampled: whether the prompts that choose are sampled from the model first.
-    """
-    once = prompts * passes * _CHOOSING_TOKENS
-    once += _SAMPLING * SAMPLED_SEQUENCES[CALIBRATION] * SAMPLED_TOKENS if sampled else 0.0
-    return once / tokens if tokens else 0.0
 
 
 def agreement(effects: pd.DataFrame, what: str) -> list[str]:

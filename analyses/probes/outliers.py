@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -33,42 +33,34 @@ _DIMENSIONS_NAMED = 4
 _INSIDE = ("query", "key")  # norms inside attention see heads, not tokens
 
 
-@dataclass
-class _Outlier:
-    """One outlier token of one prompt.
+@dataclass(frozen=True)
+class Outlier:
+    """One outlier token of one prompt, or none.
 
     Attributes:
-        emerges: the first norm at which it is one.
+        emerges_at: the first norm at which it is one; emerges_in: its layer.
         writer: what wrote it, as text; empty where that is unknown.
         writer_share: <P written, P x> / |P x|² there; NaN likewise.
         dimensions: those that make most of it where it is longest.
     """
 
-    emerges: Site
-    writer: str
-    writer_share: float
+    emerges_at: str = ""
+    emerges_in: float = math.nan
+    writer: str = ""
+    writer_share: float = math.nan
     dimensions: str = ""
 
 
 @dataclass(frozen=True)
-class Longest:
-    """Per token, where it is longest relative to the median of its prompt."""
-
-    ratio: Float[Tensor, " pos"]
-    site: list[str]
-    sigma: Float[Tensor, " pos"]
-    before: Float[Tensor, " pos"]
-    after: Float[Tensor, " pos"]
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """Sizes of one prompt's vectors at one norm; `ratio` is |Px| over its median, `outlier` where over 10."""
+    """Sizes of one prompt's vectors, each at the norm `site`; `ratio` is |Px| over its median, `outlier` where over
+    10."""
 
+    site: list[str]
+    ratio: Float[Tensor, " pos"]
     sigma: Float[Tensor, " pos"]
     before: Float[Tensor, " pos"]
     after: Float[Tensor, " pos"]
-    ratio: Float[Tensor, " pos"]
     outlier: Bool[Tensor, " pos"]
 
 
@@ -78,16 +70,16 @@ class PromptOutliers:
     Attributes:
         found: outlier tokens by position; massive: which tokens have massive activations.
         dimensions: (site, dimension) of outlier dimensions, and their ratio.
-        longest: where each token is longest; None before the first norm.
+        longest: the sizes of each token where it is longest relative to the median; None before the first norm.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
         # After a post-norm block the stream is the norm's output; otherwise the norm only looks at it.
         self.post = any(s.attention_layers and s.layer not in s.attention_layers for s in sites)
-        self.found: dict[int, _Outlier] = {}
+        self.found: dict[int, Outlier] = {}
         self.massive: Bool[Tensor, " pos"] | None = None
         self.dimensions: dict[tuple[str, int], float] = {}
-        self.longest: Longest | None = None
+        self.longest: Sizes | None = None
         self._stream: Tensor | None = None
         self._writers: list[str] = []
 
@@ -102,31 +94,18 @@ class PromptOutliers:
         enough = len(x) >= LEAST_TOKENS
         outlier = (ratio > OUTLIER_RATIO) & enough
         before, after = (torch.linalg.vector_norm(t, dim=-1) for t in (x, y))
-        sizes = Sizes(site.sigma(x)[:, 0], before, after, ratio, outlier)
-        self._keep_longest(site, sizes)
+        sizes = Sizes([site.name] * len(x), ratio, site.sigma(x)[:, 0], before, after, outlier)
+        self.longest = sizes if self.longest is None else _longer(self.longest, sizes)
         self._keep_massive(x)
         for at in outlier.nonzero().flatten().tolist():
             if at not in self.found:
-                self.found[at] = _Outlier(site, *self._written(site, x, at))
-            if self.longest is not None and self.longest.site[at] == site.name:
-                self.found[at].dimensions = _largest_dimensions(kept[at])
+                self.found[at] = Outlier(site.name, float(site.layer), *self._written(site, x, at))
+            if self.longest.site[at] == site.name:
+                self.found[at] = replace(self.found[at], dimensions=_largest_dimensions(kept[at]))
         if enough:
             self._keep_dimensions(site, kept)
         self._follow(site, x, y)
         return sizes
-
-    def _keep_longest(self, site: Site, sizes: Sizes) -> None:
-        values = (sizes.ratio, sizes.sigma, sizes.before, sizes.after)
-        if self.longest is None:
-            ratio, *others = (v.clone() for v in values)
-            self.longest = Longest(ratio, [site.name] * len(ratio), *others)
-            return
-        kept = self.longest
-        longer = sizes.ratio > kept.ratio
-        for into, new in zip((kept.ratio, kept.sigma, kept.before, kept.after), values, strict=True):
-            into[longer] = new[longer].to(into)
-        for at in longer.nonzero().flatten().tolist():
-            kept.site[at] = site.name
 
     def _keep_massive(self, x: Float[Tensor, "pos d"]) -> None:
         size = x.abs()
@@ -165,6 +144,16 @@ class PromptOutliers:
             self._writers += fed
         else:
             self._stream, self._writers = now, fed
+
+
+def _longer(one: Sizes, two: Sizes) -> Sizes:
+    """Of each token, the sizes at the norm where its ratio is larger."""
+    longer = two.ratio > one.ratio
+    numbers = {
+        name: torch.where(longer, getattr(two, name).to(getattr(one, name)), getattr(one, name))
+        for name in ("ratio", "sigma", "before", "after", "outlier")
+    }
+    return Sizes([b if at else a for a, b, at in zip(one.site, two.site, longer.tolist(), strict=True)], **numbers)
 
 
 def _largest_dimensions(kept: Float[Tensor, " d"]) -> str:
@@ -226,27 +215,24 @@ def outlier_tokens(
     for row in prompts:
         check_ids(hooked, row)
     sites = [s for s in find_sites(hooked) if s.reads not in _INSIDE]
-    seen: dict[str, dict[str, list[Tensor]]] = {
-        n: {s.name: [] for s in sites} for n in ("sigma", "before", "after", "ratio")
-    }
+    sizes: dict[str, list[Sizes]] = {s.name: [] for s in sites}
     masks, massive, dimensions = [], [], []
     with evaluating(hooked):
         for row in prompts:
             found = PromptOutliers(sites)
 
             def look(site: Site, x: Tensor, y: Tensor, found: PromptOutliers = found) -> None:
-                sizes = cast(Sizes, found.add(site, x, y))
-                for name, kept in seen.items():
-                    kept[site.name].append(getattr(sizes, name).cpu())
+                sizes[site.name].append(cast(Sizes, found.add(site, x, y)))
 
             stream(hooked, row, sites, on_norm=look)
             mask = torch.zeros(len(row), dtype=torch.bool)
-            mask[list(found.found)] = True
-            masks.append(mask)
-            massive.append(torch.zeros(len(row), dtype=torch.bool) if found.massive is None else found.massive.cpu())
+            massive.append(mask if found.massive is None else found.massive.cpu())
+            masks.append(mask.clone())
+            masks[-1][list(found.found)] = True
             dimensions.append(frozenset(found.dimensions))
     joined = {
-        n: {site: _padded(rows, math.nan) for site, rows in by_site.items() if rows} for n, by_site in seen.items()
+        name: {site: _padded([getattr(s, name).cpu() for s in rows], math.nan) for site, rows in sizes.items() if rows}
+        for name in ("sigma", "before", "after", "ratio")
     }
     return OutlierTokens(_padded(masks), _padded(massive), **joined, dimensions=tuple(dimensions))
 

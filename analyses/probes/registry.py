@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +51,9 @@ DEFAULT = tuple(n for n in BUILT_IN if n not in ON_REQUEST)  # what runs unless 
 class Entry:
     """A registered probe, not loaded."""
 
-    name: str
     summary: str
     package: str
-    target: str | EntryPoint
+    point: EntryPoint
 
     def load(self) -> Probe:
         """The probe.
@@ -65,21 +63,16 @@ class Entry:
         """
         from ln_probe.analyses.probes.base import Probe, ProbeError
 
+        which = f"the probe {self.point.name!r} of {self.package}"
         try:
-            if isinstance(self.target, EntryPoint):
-                found = self.target.load()
-            else:
-                module, name = self.target.split(":")
-                found = getattr(import_module(module), name)
+            found = self.point.load()
             made = found() if isinstance(found, type) else found
         except Exception as error:
-            raise ProbeError(
-                f"the probe {self.name!r} of {self.package} cannot be loaded ({type(error).__name__}: {error})"
-            ) from error
+            raise ProbeError(f"{which} cannot be loaded ({type(error).__name__}: {error})") from error
         if not isinstance(made, Probe):
-            raise ProbeError(f"the probe {self.name!r} of {self.package} is a {type(made).__name__}, not a Probe")
-        if made.name != self.name:
-            raise ProbeError(f"the probe {self.name!r} of {self.package} calls itself {made.name!r}: use one name")
+            raise ProbeError(f"{which} is a {type(made).__name__}, not a Probe")
+        if made.name != self.point.name:
+            raise ProbeError(f"{which} calls itself {made.name!r}: use one name")
         return made
 
 
@@ -95,7 +88,7 @@ def entries() -> dict[str, Entry]:
 @cache
 def _read(_path: tuple[str, ...]) -> dict[str, Entry]:
     """What is installed on this path: reading it takes some 20 ms, and a report asks dozens of times."""
-    found = {n: Entry(n, summary, OWN, target) for n, (target, summary) in BUILT_IN.items()}
+    found = {n: Entry(summary, OWN, EntryPoint(n, target, GROUP)) for n, (target, summary) in BUILT_IN.items()}
     for point in sorted(entry_points(group=GROUP), key=lambda p: (p.name, _package(p))):
         package = _package(point)
         if point.name in found:
@@ -105,15 +98,13 @@ def _read(_path: tuple[str, ...]) -> dict[str, Entry]:
             )
             continue
         summary = (point.dist.metadata["Summary"] if point.dist is not None else None) or "of another package"
-        found[point.name] = Entry(point.name, summary, package, point)
+        found[point.name] = Entry(summary, package, point)
     return found
 
 
 def listing() -> str:
     """Every registered probe with its one line."""
-    return "; ".join(
-        f"{e.name}: {e.summary}" + ("" if e.package == OWN else f" ({e.package})") for e in entries().values()
-    )
+    return "; ".join(f"{n}: {e.summary}{'' if e.package == OWN else f' ({e.package})'}" for n, e in entries().items())
 
 
 def package_of(probe: Probe) -> str:
@@ -150,7 +141,7 @@ def chosen(asked: Sequence[Any]) -> tuple[Probe, ...]:
         probe = find(each) if isinstance(each, str) else each
         if not isinstance(probe, Probe):
             raise ProbeError(f"a probe is a name or a Probe, got {type(probe).__name__}")
-        check(probe)
+        _check(probe)
         known = entries().get(probe.name)
         if not isinstance(each, str) and known is not None and type(known.load()) is not type(probe):
             raise ProbeError(
@@ -165,7 +156,7 @@ def chosen(asked: Sequence[Any]) -> tuple[Probe, ...]:
     return tuple(made)
 
 
-def check(probe: Probe) -> None:
+def _check(probe: Probe) -> None:
     """Raise ProbeError if the probe does not declare what it has to."""
     from ln_probe.analyses.probes.base import Needs, ProbeError
     from ln_probe.analyses.schema import Part, Table
@@ -186,21 +177,18 @@ def _check_tables(probes: Iterable[Probe]) -> None:
     from ln_probe.analyses.probes.base import ProbeError
     from ln_probe.analyses.schema import Part
 
-    taken: dict[str, tuple[object, str]] = {
-        t.name: (t, f"ln_probe's table {t.name!r}")
-        for t in (*columns.BUILT_IN, *columns.ON_REQUEST, columns.TOKENS, columns.SUMMARY)
-    }
+    taken = {t.name: t for t in (*columns.BUILT_IN, *columns.ON_REQUEST, columns.TOKENS, columns.SUMMARY)}
     seen: dict[str, object] = {}
     for probe in probes:
-        own = package_of(probe) == OWN
+        who = f"the probe {probe.name!r} of {package_of(probe)} declares a table"
         for declared in probe.tables:
             table = declared.table if isinstance(declared, Part) else declared
-            who = f"the probe {probe.name!r} of {package_of(probe)}"
-            if table.name in taken and not (own and taken[table.name][0] is table):
-                raise ProbeError(f"{who} declares a table {table.name!r}: that is the name of {taken[table.name][1]}")
-            if table.name in seen and not (isinstance(declared, Part) and seen[table.name] is table):
-                raise ProbeError(f"{who} declares a table {table.name!r}, which another probe declares too: rename it")
-            seen[table.name] = table if isinstance(declared, Part) else object()
+            name = table.name
+            if name in taken and not (package_of(probe) == OWN and taken[name] is table):
+                raise ProbeError(f"{who} {name!r}: that is the name of ln_probe's table {name!r}")
+            if name in seen and not (isinstance(declared, Part) and seen[name] is table):
+                raise ProbeError(f"{who} {name!r}, which another probe declares too: rename it")
+            seen[name] = table if isinstance(declared, Part) else object()
 
 
 def _package(point: EntryPoint) -> str:

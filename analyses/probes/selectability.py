@@ -1,12 +1,10 @@
 """The probe `selectability`: which keys of a prompt a query can select, by what margin and with how much attention.
 
 Two spaces. `normalized`: the norm's output before gain and bias (the paper's claim is about it; one row per layer,
-head = -1). `head`: keys as attention sees them, after gain, bias, W_K, b_K, any QK-norm and rotary positions.
-
-Verdicts in head space are those of `key_geometry` on the same keys: some query of any length, in any direction that W_Q
-does not remove. What the head's own queries can do is measured over the reachable set: margins, gaps in nats that are
-the same for every equivalent model, and `reachable`. Behind a norm that does not scale, or none, queries are unbounded,
-and margins and attention are those of the empirical set. The queries of all variants are the intact model's.
+head = -1). `head`: keys as attention sees them, after gain, bias, W_K, b_K, any QK-norm and rotary positions. Verdicts
+there are those of `key_geometry` on the same keys: some query of any length, in any direction that W_Q does not remove.
+What the head's own queries can do is measured over the reachable set; behind a norm that does not scale, or none, where
+queries are unbounded, over the empirical set. The queries of all variants are the intact model's.
 
 Keys are judged among those that one query sees: all of them, or those of its window (`AttentionLayer.key_sets`).
 Attainable attention is the largest weight at any position that sees a key (`geometry/positions.py`), and at the last
@@ -18,7 +16,7 @@ Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +47,7 @@ from ln_probe.analyses.probes.base import (
     ProbeResults,
     Shape,
     View,
+    by_layer,
     even_share,
     medians,
     of_variant,
@@ -63,13 +62,14 @@ from ln_probe.analyses.probes.keys import (
     Collected,
     Measures,
     blocks,
-    key_tables,
+    head_row,
+    joined,
+    key_rows,
 )
 from ln_probe.analyses.probes.uniformity import spread
 from ln_probe.analyses.schema import Part
 from ln_probe.analyses.text import number, percent
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, SCALING_FROZEN, VARIANTS, no_op
+from ln_probe.hooks.variants import BOTH_REMOVED, SCALING_FROZEN, VARIANTS
 
 _UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # filled by that probe
 
@@ -103,11 +103,19 @@ class Selectability(Probe):
         return _Watching()
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        heads, keys = key_tables(
-            pieces, context.calibration, context.token, every=context.keys == "all", seed=context.seed
-        )
-        frames = {HEADS.name: pd.DataFrame(heads, columns=list(self.tables[0].columns)), KEYS.name: keys}
-        return ProbeResults(frames, (LONGER_OUTPUT,) * (bool(heads) and context.calibration.projection_matters))
+        calibration, every = context.calibration, context.keys == "all"
+        heads: list[dict[str, object]] = []
+        keys: list[dict[str, np.ndarray]] = []
+        for block in blocks(pieces):
+            heads += [head_row(rows, row, calibration) for rows in block.values() for row in range(len(rows.heads))]
+            keys += key_rows(block, context.token, every=every, seed=context.seed)
+        table = KEYS.empty()
+        if keys:
+            table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
+            known = table["reachable"].to_numpy()
+            table = table.assign(reachable=pd.arrays.BooleanArray(known == 1, known < 0))
+        frames = {HEADS.name: pd.DataFrame(heads, columns=list(self.tables[0].columns)), KEYS.name: table}
+        return ProbeResults(frames, (LONGER_OUTPUT,) * (bool(heads) and calibration.projection_matters))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
@@ -131,19 +139,11 @@ class Selectability(Probe):
         return Cost(seconds, disk_bytes=sum(shape.lengths) * per_token * _BYTES_PER_KEY)
 
 
-class _Watching(Observer):
-    def __init__(self) -> None:
-        self.collected = Collected()
-
+class _Watching(Collected):
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        self.collected.add(
-            prompt, attended, NORMALIZED, partial(_at_the_norm, attended, prompt), partial(_theorem, attended.site)
-        )
+        self.add(attended, NORMALIZED, partial(_at_the_norm, attended))
         if attended.heads is not None:
-            self.collected.add(prompt, attended, HEAD, partial(_in_heads, attended, prompt))
-
-    def piece(self) -> Piece:
-        return self.collected.piece()
+            self.add(attended, HEAD, partial(_in_heads, attended))
 
 
 # ---------------------------------------------------------------------------------------- all keys, or a sample of them
@@ -151,57 +151,59 @@ class _Watching(Observer):
 Drawn = Int64[np.ndarray, " drawn"] | None  # the keys that are measured; None: all
 
 
-def _at_the_norm(attended: AttentionLayer, prompt: int, variant: str) -> Measures:
+def _at_the_norm(attended: AttentionLayer, variant: str) -> Measures:
     """Keys at the norm's output: no set of queries, so relative margins and no attention."""
-    rows, drawn = attended.outputs[variant].cpu().numpy(), attended.drawn(prompt, -1)
+    sets = _sets(attended, attended.outputs[variant].cpu().numpy(), attended.drawn(-1))
+    found = [
+        _measures(set_geometry(keys, causal=attended.grows, threads=None, only=only), only, seen)
+        for seen, keys, only in sets
+    ]
+    return _stacked([joined(found)])
 
-    def measured(keys: np.ndarray, _start: int, only: Drawn, last: int) -> Measures:
-        return _measures(set_geometry(keys, causal=attended.grows, threads=None, only=only), only, last)
 
-    return _stacked([_over_sets(attended, rows, drawn, measured)])
-
-
-def _in_heads(attended: AttentionLayer, prompt: int, variant: str) -> Measures:
+def _in_heads(attended: AttentionLayer, variant: str) -> Measures:
     """Keys as attention sees them, of the chosen heads."""
     every = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
     _, most = spread(attended, variant)
-    bias = attended.key_bias  # made on the model's device, and once: not by the threads
+    biases = attended.key_bias  # made on the model's device, and once: not by the threads
 
     def one(place: int) -> Measures:
         head, keys = attended.chosen[place], every[place]
-        drawn = attended.drawn(prompt, head)
-
-        def measured(keys: np.ndarray, start: int, only: Drawn, last: int) -> Measures:
-            lift = None if bias is None else bias[place, start : start + len(keys)]
-            return _in_head(attended, place, keys, lift, only, last)
-
-        found = _over_sets(attended, keys, drawn, measured)
+        bias, drawn = None if biases is None else biases[place], attended.drawn(head)
+        found = joined(
+            [
+                _in_head(attended, place, here, None if bias is None else bias[seen], only, seen)
+                for seen, here, only in _sets(attended, keys, drawn)
+            ]
+        )
         only = np.arange(attended.length) if drawn is None else drawn
-        received = most[head, only]
-        least = np.fmax(received, found["attainable_last"])
-        weight, upper = at_any_position(attended, place, keys, least, only)
-        return found | {"pattern_max": received, "attainable": weight, "attainable_upper": upper}
+        found["pattern_max"] = received = most[head, only]
+        if (queries := attended.observed(place)) is not None:
+            # One in twenty of the queries that occurred lies outside of the observed set: they count too.
+            least = np.fmax(received, found["attainable_last"])
+            weight, upper = attainable_anywhere(
+                keys,
+                bias,
+                queries,
+                rotary=attended.maps.rotary is not None,
+                causal=attended.maps.causal,
+                window=attended.maps.window,
+                only=only,
+            )
+            found |= {"attainable": np.fmax(weight, least), "attainable_upper": np.fmax(upper, least)}
+        return found
 
     return _stacked(in_threads(one, range(len(every))))
 
 
-def _over_sets(
-    attended: AttentionLayer,
-    keys: Float64[np.ndarray, "key d"],
-    drawn: Drawn,
-    measured: Callable[[np.ndarray, int, Drawn, int], Measures],
-) -> Measures:
-    """Measure every set of keys that one query sees, with its first key, the keys asked for in it and the position of
-    its query; key after key."""
-    parts = []
+def _sets(
+    attended: AttentionLayer, keys: Float64[np.ndarray, "key d"], drawn: Drawn
+) -> Iterator[tuple[slice, Float64[np.ndarray, "some d"], Drawn]]:
+    """Every set of keys that one query sees, with those of them that are measured."""
     for seen in attended.key_sets:
-        here = np.ascontiguousarray(keys[seen])
-        if drawn is None:
-            parts.append(measured(here, seen.start, None, seen.stop - 1))
-        elif len(only := drawn[(drawn >= seen.start) & (drawn < seen.stop)] - seen.start):
-            position = {"position": (only + seen.start).astype(np.int32)}
-            parts.append(measured(here, seen.start, only, seen.stop - 1) | position)
-    return {m: np.concatenate([p[m] for p in parts]) for m in parts[0]}
+        only = None if drawn is None else drawn[(drawn >= seen.start) & (drawn < seen.stop)] - seen.start
+        if only is None or len(only):
+            yield seen, np.ascontiguousarray(keys[seen]), only
 
 
 def _in_head(
@@ -210,15 +212,15 @@ def _in_head(
     keys: Float64[np.ndarray, "key d"],
     bias: Float64[np.ndarray, " key"] | None,
     only: Drawn,
-    last: int,
+    seen: slice,
 ) -> Measures:
-    """Keys of one head over the queries that it can make at position `last`, and over the observed ones there."""
-    reachable = attended.reachable(last)
+    """Keys of one head over the queries that it can make at the last position, and over the observed ones there."""
+    reachable = attended.reachable(seen.stop - 1)
     if reachable is None:
-        return _over_any(attended, place, keys, bias, only, last)
+        return _over_any(attended, place, keys, bias, only, seen)
     queries = _query_set(reachable, place, in_order=only is None)
     geometry = set_geometry(keys, bias, queries, attended.grows, only=only)
-    measures, radii = _measures(geometry, only, last), attended.calibration.radii
+    measures, radii = _measures(geometry, only, seen), attended.calibration.radii
     if attended.layer not in radii or geometry.attainable is None:
         return measures
     rho = float(radii[attended.layer][attended.chosen[place]])
@@ -241,18 +243,18 @@ def _query_set(queries: tuple[np.ndarray, np.ndarray], place: int, *, in_order: 
 
 
 def _over_any(
-    attended: AttentionLayer, place: int, keys: np.ndarray, bias: np.ndarray | None, only: Drawn, last: int
+    attended: AttentionLayer, place: int, keys: np.ndarray, bias: np.ndarray | None, only: Drawn, seen: slice
 ) -> Measures:
     """Keys of one head whose queries have no bound: verdicts over every direction that the head has, the rest over the
     queries that occurred (NaN if calibration saw none)."""
-    own = GivenSet(keys, bias, _query_set(attended.directions(last), place, in_order=False)).own
-    found = _measures(set_geometry(own.points, own.lift, None, attended.grows, None, only=only), only, last)
-    occurred = attended.empirical(last)
+    own = GivenSet(keys, bias, _query_set(attended.directions(seen.stop - 1), place, in_order=False)).own
+    found = _measures(set_geometry(own.points, own.lift, None, attended.grows, None, only=only), only, seen)
+    occurred = attended.empirical(seen.stop - 1)
     if occurred is None:
         return found
     geometry = set_geometry(keys, bias, _query_set(occurred, place, in_order=True), only=only)
     assert geometry.attainable is not None
-    measures = _measures(geometry, only, last)
+    measures = _measures(geometry, only, seen)
     return found | {
         **{name: measures[name] for name in ("margin_lower", "margin_upper", "reachable")},
         "attainable_last": geometry.attainable.weight,
@@ -260,48 +262,14 @@ def _over_any(
     }
 
 
-def at_any_position(
-    attended: AttentionLayer,
-    row: int,
-    keys: Float64[np.ndarray, "key d"],
-    least: Float64[np.ndarray, " some"],
-    only: Int64[np.ndarray, " some"],
-) -> tuple[Float64[np.ndarray, " some"], Float64[np.ndarray, " some"]]:
-    """Bounds of the largest weight that keys of a head can receive at any position that sees them and another key.
-
-    From queries of the observed set, and from those that occurred: one in twenty lies outside of it.
-
-    Args:
-        row: place of the head among the chosen ones.
-        keys: all keys of the prompt.
-        least: weights that each of the keys asked for really received, or that a query of the set is known to give.
-        only: which keys are asked for.
-    """
-    queries = attended.observed(row)
-    if queries is None:
-        nothing = np.full(len(only), np.nan)
-        return nothing, nothing
-    assert attended.heads is not None
-    bias = attended.key_bias
-    weight, upper = attainable_anywhere(
-        keys,
-        None if bias is None else bias[row],
-        queries,
-        rotary=attended.heads.rotary is not None,
-        causal=attended.heads.causal,
-        window=attended.heads.window,
-        only=only,
-    )
-    return np.fmax(weight, least), np.fmax(upper, least)
-
-
-def _measures(geometry: SetGeometry, only: Drawn, last: int) -> Measures:
-    """The record of every key: `verdict` as an index into NAMES, the others as in the `keys` table."""
+def _measures(geometry: SetGeometry, only: Drawn, seen: slice) -> Measures:
+    """The record of every key: `verdict` as an index into NAMES, the others as in the `keys` table; and `position`,
+    where only some were measured."""
     some = np.arange(len(geometry.representative)) if only is None else only
     nothing = np.full(len(some), np.nan)
     lower, upper = (nothing, nothing) if geometry.margins is None else geometry.bounds
     reachable = geometry.reachable  # -1 where there is no set of queries
-    return {
+    found = {
         "verdict": geometry.proved.verdicts.code[some],
         "margin_lower": lower,
         "margin_upper": upper,
@@ -313,20 +281,14 @@ def _measures(geometry: SetGeometry, only: Drawn, last: int) -> Measures:
         "attainable_reachable": nothing if geometry.attainable is None else geometry.attainable.weight,
         "pattern_max": nothing,
         "first_unselectable_at": nothing if geometry.first is None else geometry.first.at[some],
-        "judged_at": np.full(len(some), last, np.int32),
+        "judged_at": np.full(len(some), seen.stop - 1, np.int32),
     }
+    return found if only is None else found | {"position": (only + seen.start).astype(np.int32)}
 
 
 def _stacked(heads: Sequence[Measures]) -> Measures:
     """Of all heads, a row each."""
     return {m: np.stack([h[m] for h in heads]) for m in heads[0]}
-
-
-def _theorem(site: Site, variant: str) -> str:
-    """Why keys at a norm's output can never be unselectable; empty if they can."""
-    if site.scales and (variant == "intact" or no_op(site, variant)):
-        return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")
-    return ""
 
 
 def _per_key(tokens: float, d_head: float = math.nan) -> float:
@@ -341,7 +303,6 @@ def _per_key(tokens: float, d_head: float = math.nan) -> float:
 
 # What a finding calls the variants that it compares with the intact model.
 _VARIANTS = {v.name: f"with {v.state}" for v in (SCALING_FROZEN, BOTH_REMOVED)}
-_COMPARED = (INTACT.name, SCALING_FROZEN.name)
 
 
 def _margins(heads: pd.DataFrame) -> list[Finding]:
@@ -388,17 +349,15 @@ def _attainable(heads: pd.DataFrame, even: float) -> list[Finding]:
     )
     if math.isnan(two):
         return [Finding(text, "attainable", DESCRIBED)]
-    size, column = abs(two - one), "attainable_last_p05"
-    per_layer = {v: of_variant(heads, v).groupby("layer")[column].median() for v in _COMPARED}
-    change = (per_layer[SCALING_FROZEN.name] - per_layer["intact"]).dropna()
-    if len(change) > 1 and change.abs().max() >= NOTEWORTHY:
-        layer = int(change.index[int(change.abs().to_numpy().argmax())])
-        before, after = (float(per_layer[v][layer]) for v in _COMPARED)
+    size, (intact, without) = abs(two - one), by_layer(heads, "attainable_last_p05")
+    change = (without - intact).abs()
+    if len(change) > 1 and change.max() >= NOTEWORTHY:
+        layer = int(change.index[int(change.to_numpy().argmax())])
         text += (
-            f" The change is largest in layer {layer}: {percent(before)} for its 5th-percentile key, {percent(after)} "
-            "with scaling frozen."
+            f" The change is largest in layer {layer}: {percent(float(intact[layer]))} for its 5th-percentile key, "
+            f"{percent(float(without[layer]))} with scaling frozen."
         )
-        size = max(size, abs(after - before))
+        size = max(size, float(change.max()))
     return [Finding(text, "attainable", DESCRIBED, size=size)]
 
 

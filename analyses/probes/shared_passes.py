@@ -1,6 +1,6 @@
 """One prompt under many edits: what several passes have in common is computed once.
 
-* Blocks before the first edited norm return what they returned in the unedited pass (`Unedited.outputs`).
+* Blocks before the first edited norm return what they returned in the unedited pass.
 * Edits that begin at the same block go through the model together, a row of the batch each.
 * Logits are not kept: the unembedding is applied a block of the vocabulary at a time, and cross-entropy, KL and top-1
   agreement are summed while the block is in the processor's cache. Where a model's own logits are anything else than
@@ -16,26 +16,29 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.analyses.progress import tell_inner
+from ln_probe.hooks.capture import is_causal, window_of
 from ln_probe.hooks.edits import Edit, LostEditError, installed
 from ln_probe.hooks.model import (
     Hook,
     HookedModel,
     at_least_float32,
+    attentions,
     blocks,
     child_of,
     device_of,
     hooks_on,
     run,
     vocabulary_size,
+    weight_of,
 )
-from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 
 # Tokens that go through the model at once: on one core, matrix products of GPT-2 small's shape reach 70 billion
@@ -57,120 +60,82 @@ class Job:
     whole: bool = True
 
 
-@dataclass(frozen=True)
-class Unedited:
-    """One prompt in the unedited model.
-
-    Attributes:
-        outputs: of every block; empty if blocks cannot be passed over.
-        starts: the block in which each norm runs, or before which.
-        entropy: sum and count of entropy ratios, by layer.
-        reference: its next-token distributions; None where the output is no logits of tokens.
-        sums: of the intact model on this prompt, as `SharedPasses.effects` gives them.
-        vocabulary: number of outputs.
-    """
-
-    outputs: list[Any]
-    starts: dict[str, int]
-    entropy: dict[int, tuple[float, float]]
-    reference: Reference | None
-    sums: Sums
-    vocabulary: int
-
-
 class SharedPasses:
-    """Passes of prompts through one model.
+    """Passes of one prompt through one model, the unedited one first.
 
     Args:
         model: in evaluation mode.
-        sites: its norms.
-        attentions: hook points of attention patterns, by layer.
-        entropies: of the queries of a layer's pattern.
         objective: the loss.
+        tokens: of the prompt.
+        causal: whether attention is; None: not known yet.
+
+    Attributes:
+        causal: likewise; known after a pass over more than one token.
+        outputs: of every block in the unedited pass; empty if blocks cannot be passed over.
+        entropy: sum and count of its entropy ratios, by layer.
+        vocabulary: number of outputs.
+        reference: its next-token distributions; None where the output is no logits of tokens.
+        sums: of the intact model on this prompt, as `effects` gives them.
     """
 
     def __init__(
-        self,
-        model: HookedModel,
-        sites: Sequence[Site],
-        attentions: Sequence[tuple[int, nn.Module]],
-        entropies: Callable[[int, Float[Tensor, "head query key"]], Float[Tensor, "head later"]],
-        objective: Objective,
+        self, model: HookedModel, objective: Objective, tokens: Int[Tensor, " pos"], causal: bool | None = None
     ) -> None:
-        self.model, self.sites, self.attentions, self.entropies = model, sites, attentions, entropies
-        self.objective = objective
-
-    def unedited(self, tokens: Int[Tensor, " pos"]) -> Unedited:
-        """The first pass over a prompt."""
+        self.model, self.objective, self.tokens, self.causal = model, objective, tokens, causal
         found: dict[int, list[tuple[float, float]]] = {}
         outputs: list[Any] = []
-        running = 0  # blocks that have started
-        starts: dict[str, int] = {}
-
-        def started(*_: Any) -> None:
-            nonlocal running
-            running += 1
-
-        def norm(name: str, *_: Any) -> None:
-            inside = len(outputs) < running
-            starts.setdefault(name, running - 1 if inside else running)
-
-        after: list[Hook] = [(block, lambda *seen: outputs.append(seen[-1])) for block in blocks(self.model)]
-        after += [(site.module, partial(norm, site.name)) for site in self.sites]
-        before = [(block, started) for block in blocks(self.model)]
-        with hooks_on(after, before), self._watching(found), _reading(self.model, skip=False) as read:
-            output = run(self.model, tokens[None], return_type="logits")
-        if len(outputs) != len(blocks(self.model)):  # blocks that run twice, or not at all, cannot be passed over
-            outputs = []
-        entropy = {layer: sums[0] for layer, sums in found.items()}
-        vocabulary = int(output.shape[-1]) if isinstance(output, Tensor) and output.ndim == 3 else 0
-        own = self.objective.function is None
-        reference, sums = None, _unknown()
-        if own or vocabulary >= vocabulary_size(self.model):
+        after: list[Hook] = [(block, lambda *seen: outputs.append(seen[-1])) for block in blocks(model)]
+        with hooks_on(after), self._watching(found), _reading(model, skip=False) as read:
+            output = run(model, tokens[None], return_type="logits")
+        # Blocks that run twice, or not at all, cannot be passed over.
+        self.outputs = outputs if len(outputs) == len(blocks(model)) else []
+        self.entropy = {layer: sums[0] for layer, sums in found.items()}
+        self.vocabulary = int(output.shape[-1]) if isinstance(output, Tensor) and output.ndim == 3 else 0
+        self.reference, self.sums = None, _unknown()
+        if objective.function is None or self.vocabulary >= vocabulary_size(model):
             logits = at_least_float32(output.detach())
-            reference = Reference(logits, find_unembedding(self.model, read, logits), tokens.to(logits.device))
-            sums = reference.itself()
-        if not own:
-            sums["nll"] = float(self.objective.sums(output, tokens[None].to(device_of(self.model)))[0])
-        return Unedited(outputs, starts, entropy, reference, sums, vocabulary)
+            self.reference = Reference(logits, find_unembedding(model, read, logits), tokens.to(logits.device))
+            self.sums = self.reference.itself()
+        if objective.function is not None:
+            self.sums["nll"] = float(objective.sums(output, tokens[None].to(device_of(model)))[0])
+        if self.entropy:
+            totals = map(math.fsum, zip(*self.entropy.values(), strict=True))
+            self.sums |= dict(zip(("entropy", "queries"), totals, strict=True))
 
-    def effects(self, tokens: Int[Tensor, " pos"], unedited: Unedited, jobs: Mapping[_Key, Job]) -> dict[_Key, Sums]:
+    def effects(self, jobs: Mapping[_Key, Job]) -> dict[_Key, Sums]:
         """Of each job: `nll`, `kl` and `agree` (NaN if only the loss is wanted), `entropy` and `queries`: sums over
         the prompt."""
         waiting: dict[tuple[int, bool], list[_Key]] = {}
         for key, job in jobs.items():
-            start = min(unedited.starts.get(e.site.name, 0) for e in job.edits) if unedited.outputs else 0
+            start = min(e.site.layer for e in job.edits) if self.outputs else 0
             waiting.setdefault((start, job.whole), []).append(key)
-        most = max(1, TOKENS_AT_ONCE // len(tokens))
+        most = max(1, TOKENS_AT_ONCE // len(self.tokens))
         done: dict[_Key, Sums] = {}
         for (start, whole), keys in waiting.items():
             parts = -(-len(keys) // most)
             for part in range(parts):  # of equal size, so that none is a straggler
                 some = keys[len(keys) * part // parts : len(keys) * (part + 1) // parts]
                 tell_inner(f"edited passes: {len(done)} of {len(jobs)}")
-                made = self._together(tokens, unedited, [jobs[k] for k in some], start, whole)
-                done |= dict(zip(some, made, strict=True))
+                done |= dict(zip(some, self._together([jobs[k] for k in some], start, whole), strict=True))
         return {key: done[key] for key in jobs}
 
-    def _together(
-        self, tokens: Int[Tensor, " pos"], unedited: Unedited, jobs: Sequence[Job], start: int, whole: bool
-    ) -> list[Sums]:
-        rows = len(jobs)
+    def _together(self, jobs: Sequence[Job], start: int, whole: bool) -> list[Sums]:
+        rows, tokens = len(jobs), self.tokens.expand(len(jobs), -1)
         changes: dict[str, dict[int, Edit]] = {}
         for row, job in enumerate(jobs):
             for edit in job.edits:
                 changes.setdefault(edit.site.name, {})[row] = edit
         edits = [_RowEdit(rows, mine) for mine in changes.values()]
         seen: dict[int, list[tuple[float, float]]] = {}
-        reference, own = unedited.reference, self.objective.function is None
+        reference, own = self.reference, self.objective.function is None
         blockwise = reference is not None and reference.unembedding is not None
         with (
-            passed_over(blocks(self.model)[:start], unedited.outputs, rows),
+            passed_over(blocks(self.model)[:start], self.outputs, rows),
             installed(self.model, edits),
             self._watching(seen) if whole else nullcontext(),
             _reading(self.model, skip=blockwise and own) as read,
         ):
-            output = run(self.model, tokens.expand(rows, -1), return_type="logits")
+            output = run(self.model, tokens, return_type="logits")
         if idle := next((e for e in edits if not e.calls), None):
             raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
         if reference is None:
@@ -178,11 +143,11 @@ class SharedPasses:
         else:
             made = reference.compare(read[0] if blockwise else at_least_float32(output.detach()), whole)
         if not own:
-            losses = self.objective.sums(output, tokens.expand(rows, -1).to(device_of(self.model)))
+            losses = self.objective.sums(output, tokens.to(device_of(self.model)))
             for sums, loss in zip(made, losses.tolist(), strict=True):
                 sums["nll"] = loss
         for row, sums in enumerate(made):
-            entropy = {layer: sum_ for layer, sum_ in unedited.entropy.items() if layer < start}
+            entropy = {layer: sum_ for layer, sum_ in self.entropy.items() if layer < start}
             entropy |= {layer: each[row] for layer, each in seen.items()}
             total, queries = (math.fsum(e[i] for e in entropy.values()) for i in (0, 1))
             sums |= {"entropy": total if queries else math.nan, "queries": queries}
@@ -191,11 +156,23 @@ class SharedPasses:
     def _watching(self, seen: dict[int, list[tuple[float, float]]]) -> AbstractContextManager[None]:
         """Sum and count of entropy ratios over heads and queries, by layer and row, of what attention pays."""
 
-        def add(layer: int, _m: nn.Module, _args: Any, _kwargs: Any, pattern: Tensor) -> None:
-            each = [self.entropies(layer, row) for row in pattern.detach()]
+        def add(layer: int, attn: nn.Module, _m: nn.Module, _args: Any, _kwargs: Any, pattern: Tensor) -> None:
+            each = [self._entropies(attn, row) for row in pattern.detach()]
             seen[layer] = [(float(ratios.sum()), float(ratios.numel())) for ratios in each]
 
-        return hooks_on([(module, partial(add, layer)) for layer, module in self.attentions])
+        layers = attentions(self.model).items()
+        points = [(i, attn, point) for i, attn in layers if (point := child_of(attn, "hook_pattern")) is not None]
+        return hooks_on([(point, partial(add, layer, attn)) for layer, attn, point in points])
+
+    def _entropies(self, attn: nn.Module, pattern: Float[Tensor, "head query key"]) -> Float[Tensor, "head later"]:
+        """Of queries that had a choice: all but the first, or all in a bidirectional model."""
+        wide = at_least_float32(pattern)
+        if self.causal is None and len(pattern[0]) > 1:
+            self.causal = is_causal(pattern)
+        if self.causal is not False:
+            return entropy_ratio(wide, window=window_of(attn, wide))[:, 1:]
+        entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])
+        return entropy
 
 
 def _unknown() -> Sums:
@@ -413,23 +390,16 @@ def find_unembedding(
     model: HookedModel, read: Sequence[Tensor], logits: Float[Tensor, "1 pos vocab"]
 ) -> Unembedding | None:
     """The model's unembedding, if its logits are W_Uᵀ y + b_U of what it read."""
-    try:
-        weight, bias = cast(Any, model).W_U, cast(Any, model).b_U
-    except AttributeError:
+    weight, bias, size = weight_of(model, "W_U"), weight_of(model, "b_U"), logits.shape[-1]
+    if len(read) != 1 or weight is None or weight.dtype not in (torch.float32, torch.float64):
         return None
-    if len(read) != 1 or not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.float64):
-        return None
-    weight, size = weight.detach(), logits.shape[-1]
-    made = read[0]
+    made, lift = read[0], bias if bias is not None and bool(bias.any()) else None
     if made.ndim != 3 or made.shape[:2] != logits.shape[:2] or weight.shape != (made.shape[-1], size):
         return None
-    if made.dtype != weight.dtype or logits.dtype != weight.dtype:
+    if not made.dtype == logits.dtype == weight.dtype or (lift is not None and lift.shape != (size,)):
         return None
-    lift = bias.detach() if isinstance(bias, Tensor) and bool(bias.any()) else None
     found = Unembedding(weight, lift, made)
     allowed = _UNITS * math.sqrt(len(weight)) * torch.finfo(weight.dtype).eps * float(logits.abs().max())
-    if lift is not None and lift.shape != (size,):
-        return None
     near = all(float((part - logits[..., c]).abs().max()) <= allowed for c, part in found.blocks(made))
     return found if near else None
 

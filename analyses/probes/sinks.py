@@ -10,14 +10,17 @@ were not scaled: with k' made of Px / c, c the mean sigma of tokens that are not
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
@@ -35,9 +38,10 @@ from ln_probe.analyses.probes.base import (
     View,
     among_heads,
     in_layers,
+    tables_of,
 )
 from ln_probe.analyses.probes.columns import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
-from ln_probe.analyses.probes.outliers import LEAST_TOKENS, OUTLIER_RATIO, PromptOutliers
+from ln_probe.analyses.probes.outliers import LEAST_TOKENS, OUTLIER_RATIO, Outlier, PromptOutliers
 from ln_probe.analyses.text import counted, percent, visible
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.capture import visible_keys
@@ -54,45 +58,42 @@ _NAMED = 3  # tokens named in a finding
 _SIZES = ("sigma", "before", "after")
 
 
-def _starts(length: int) -> list[int]:
-    """Where the groups of positions begin whose sizes are summed: 0, 1, 2-3, 4-7, 8-15, …"""
-    starts = [0]
-    while (after := max(1, 2 * starts[-1])) < length:
-        starts.append(after)
-    return starts
+def counting_queries(length: int, *, causal: bool, window: int | None = None) -> Bool[Tensor, "query key"]:
+    """Which queries see which positions; of a causal layer only queries after position 0 count."""
+    return visible_keys(length, length, causal=causal, window=window)[1 if causal else 0 :]
 
 
-@dataclass
-class _Received:
-    """Attention to every position, by layer: [head key] each, over queries after position 0."""
+@dataclass(frozen=True)
+class _Layer:
+    """Attention of the measured heads of one layer to every position, over the queries that count.
 
-    much: dict[int, Float[Tensor, "head key"]] = field(default_factory=dict)
-    total: dict[int, Float[Tensor, "head key"]] = field(default_factory=dict)
-    causal: bool = True
-    windows: dict[int, int | None] = field(default_factory=dict)
+    Attributes:
+        heads: the measured ones.
+        seen: which of these queries see which positions.
+        much: how many of them give a position over MUCH; total: what they give it together.
+    """
 
-    def sees(self, layer: int, length: int) -> Bool[Tensor, "query key"]:
-        """Which queries see which positions; of a causal layer only queries after position 0 count."""
-        mask = visible_keys(length, length, causal=self.causal, window=self.windows.get(layer))
-        return mask[1 if self.causal else 0 :]
+    heads: list[int]
+    seen: Bool[Tensor, "query key"]
+    much: Float[Tensor, "head key"]
+    total: Float[Tensor, "head key"]
 
-    def queries(self, layer: int, length: int) -> Float[Tensor, " key"]:
-        """How many queries after position 0 see each position (all of them, if attention is not causal)."""
-        return self.sees(layer, length).double().sum(0)
+    @cached_property
+    def queries(self) -> Float[Tensor, " key"]:
+        """How many queries see each position."""
+        return self.seen.double().sum(0)
 
-    def uniform(self, layer: int, length: int) -> Float[Tensor, " key"]:
+    @cached_property
+    def uniform(self) -> Float[Tensor, " key"]:
         """What these queries together give each position if each gives every key that it sees the same."""
-        seen = self.sees(layer, length).double()
+        seen = self.seen.double()
         return (seen / seen.sum(1, keepdim=True)).sum(0)
 
-
-@dataclass
-class _Alone:
-    """Attention to one token, as it is and with its own key unscaled, summed over heads and queries."""
-
-    there: float = 0.0
-    without: float = 0.0
-    count: float = 0.0
+    @cached_property
+    def rates(self) -> Float[Tensor, " key"]:
+        """Share of (head, query) that give each position over MUCH; NaN where too few see it."""
+        rates = self.much.sum(0) / (len(self.much) * self.queries.clamp_min(1))
+        return rates.where(self.queries >= LEAST_QUERIES, math.nan)
 
 
 class _Prompt:
@@ -101,8 +102,9 @@ class _Prompt:
     def __init__(self, number: int, sites: Sequence[Site]) -> None:
         self.number, self.length = number, 0
         self.outliers = PromptOutliers(sites)
-        self.received = _Received()
-        self.alone: dict[int, _Alone] = {}
+        self.layers: dict[int, _Layer] = {}
+        # Attention to one token, as it is and with its own key unscaled, summed over heads and queries; their number.
+        self.alone: dict[int, Float64[np.ndarray, " sum"]] = {}
         self.sizes: list[dict[str, Any]] = []
 
     def norm(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
@@ -110,61 +112,48 @@ class _Prompt:
         if sizes is None:
             return
         self.length = len(x)
-        starts = _starts(len(x))
+        starts = [0, *(2**i for i in range((len(x) - 1).bit_length()))]  # sizes are summed over 0, 1, 2-3, 4-7, 8-15, …
         stacked = torch.stack([sizes.outlier.double(), *(getattr(sizes, n).double() for n in _SIZES)])
         sums = np.add.reduceat(stacked.cpu().numpy(), starts, axis=1)
-        for column, first in enumerate(starts):
+        for (first, end), (outliers, *means) in zip(pairwise([*starts, len(x)]), sums.T.tolist(), strict=True):
+            row = {"prompt": self.number, "site": site.name, "layer": site.layer, "first": first}
             self.sizes.append(
-                {
-                    "prompt": self.number,
-                    "site": site.name,
-                    "layer": site.layer,
-                    "first": first,
-                    "tokens": ([*starts, len(x)])[column + 1] - first,
-                    "outliers": int(sums[0, column]),
-                    **{n: float(sums[i, column]) for i, n in enumerate(_SIZES, start=1)},
-                }
+                row | {"tokens": end - first, "outliers": int(outliers)} | dict(zip(_SIZES, means, strict=True))
             )
 
     def attention(self, attended: AttentionLayer) -> None:
-        pattern, layer = attended.seen.pattern, attended.layer
-        every = range(len(pattern))
-        chosen = list(every) if attended.wanted is None else [h for h in attended.wanted if h in every]
-        pattern = pattern[chosen] if len(chosen) < len(pattern) else pattern
+        pattern, seen = attended.seen.pattern, attended.seen
+        chosen = attended.measured
         self.length = pattern.shape[-1]
         if self.length < 2 or not chosen:
             return
-        self.received.causal = attended.seen.causal
-        self.received.windows[layer] = attended.seen.window
-        rows = at_least_float32(pattern[:, 1 if self.received.causal else 0 :])
-        # (a sum of booleans takes four times as long)
-        self.received.much[layer] = (rows > MUCH).view(torch.uint8).sum(1, dtype=torch.int32).double().cpu()
-        self.received.total[layer] = rows.sum(1, dtype=torch.float32).double().cpu()
-        sinks = self._rates(layer) > SINK_SHARE
-        wanted = sorted({*self.outliers.found, *sinks.nonzero().flatten().tolist()})
+        pattern = pattern[chosen] if len(chosen) < len(pattern) else pattern
+        rows = at_least_float32(pattern[:, 1 if seen.causal else 0 :])
+        self.layers[attended.layer] = layer = _Layer(
+            chosen,
+            counting_queries(self.length, causal=seen.causal, window=seen.window),
+            # (a sum of booleans takes four times as long)
+            (rows > MUCH).view(torch.uint8).sum(1, dtype=torch.int32).double().cpu(),
+            rows.sum(1, dtype=torch.float32).double().cpu(),
+        )
+        wanted = self._marked(layer.rates > SINK_SHARE)
         if wanted and attended.site.scales and attended.heads is not None:
-            self._alone(attended, chosen, rows, wanted)
+            self._leave_alone(attended, layer, rows, wanted)
 
-    def _rates(self, layer: int) -> Float[Tensor, " key"]:
-        """Share of (head, query) that give each position over MUCH; NaN where too few see it."""
-        queries = self.received.queries(layer, self.length)
-        rates = self.received.much[layer].sum(0) / (len(self.received.much[layer]) * queries.clamp_min(1))
-        return rates.where(queries >= LEAST_QUERIES, math.nan)
+    def _marked(self, sinks: Bool[Tensor, " key"]) -> list[int]:
+        """Positions of sinks and outliers."""
+        return sorted({*self.outliers.found, *sinks.nonzero().flatten().tolist()})
 
-    def _alone(
-        self,
-        attended: AttentionLayer,
-        chosen: Sequence[int],
-        rows: Float[Tensor, "head query key"],
-        wanted: Sequence[int],
+    def _leave_alone(
+        self, attended: AttentionLayer, layer: _Layer, rows: Float[Tensor, "head query key"], wanted: Sequence[int]
     ) -> None:
-        heads, site, seen = attended.heads, attended.site, attended.seen
-        assert heads is not None
+        """Add to `alone` what these tokens get in a layer, as it is and if their own key alone were not scaled."""
+        heads, site, seen = attended.maps, attended.site, attended.seen
         constant = attended.constant.rest  # the other tokens', at position 0 too
         positions = torch.tensor(wanted, device=seen.x.device)
         unscaled = site.affine(site.project(seen.x[positions].double()) / constant)
         change = heads.keys(unscaled, positions) - heads.keys(seen.y[positions].double(), positions)
-        delta = _scores(heads, seen.y[len(seen.y) - rows.shape[1] :], change, chosen, len(seen.y))
+        delta = _scores(heads, seen.y[len(seen.y) - rows.shape[1] :], change, layer.heads, len(seen.y))
         weight = rows[..., positions].double()
         rest = torch.ones(self.length, len(wanted), dtype=rows.dtype, device=rows.device)
         rest[positions, torch.arange(len(wanted), device=rows.device)] = 0.0
@@ -174,88 +163,81 @@ class _Prompt:
         top = delta.clamp_min(0.0)
         lifted = weight * (delta - top).exp()
         without = lifted / (others * (-top).exp() + lifted).clamp_min(1e-300)
-        visible = self.received.sees(attended.layer, self.length).to(rows.device)
+        visible = layer.seen.to(rows.device)
         for column, at in enumerate(wanted):
             sees = visible[:, at]
-            sums = self.alone.setdefault(at, _Alone())
-            sums.there += float(weight[:, sees, column].sum())
-            sums.without += float(without[:, sees, column].sum())
-            sums.count += float(sees.sum()) * len(chosen)
+            sums = [float(weights[:, sees, column].sum()) for weights in (weight, without)]
+            sums.append(float(sees.sum()) * len(layer.heads))
+            self.alone[at] = self.alone.get(at, np.zeros(3)) + np.array(sums)
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """The record of the prompt."""
-        layers = sorted(self.received.much)
-        rates = {layer: self._rates(layer) for layer in layers}
-        best = torch.stack([rates[i].nan_to_num(-1.0) for i in layers]) if layers else torch.zeros(0, self.length)
-        sinks = (best > SINK_SHARE).any(0) if layers else torch.zeros(self.length, dtype=torch.bool)
-        marked = sorted({*self.outliers.found, *sinks.nonzero().flatten().tolist()})
-        queries = {i: self.received.queries(i, self.length) for i in layers}
-        uniform = {i: self.received.uniform(i, self.length) for i in layers}
+        layers = dict(sorted(self.layers.items()))
+        every = [layer.rates.nan_to_num(-1.0) for layer in layers.values()]
+        best = torch.stack(every) if every else torch.zeros(0, self.length)
+        sinks = (best > SINK_SHARE).any(0)
         found = []
-        for at in marked:
+        for at in (marked := self._marked(sinks)):
             row: dict[str, Any] = {"prompt": self.number, "position": at} | self._about(at)
-            row |= {"sink": bool(sinks[at]), "sink_layer": math.nan, "sink_rate": math.nan, "received": math.nan}
-            if layers and bool((best[:, at] >= 0).any()):
+            row |= {"sink": bool(sinks[at]), "sink_layer": math.nan, "sink_rate": math.nan}
+            if bool((best[:, at] >= 0).any()):
                 top = int(best[:, at].argmax())
-                row |= {"sink_layer": layers[top], "sink_rate": float(best[top, at])}
-            row["uniform"] = math.nan
-            if pairs := sum(len(self.received.total[i]) * float(queries[i][at]) for i in layers):  # of head and query
-                row["received"] = sum(float(self.received.total[i][:, at].sum()) for i in layers) / pairs
-                row["uniform"] = sum(len(self.received.total[i]) * float(uniform[i][at]) for i in layers) / pairs
-            alone = self.alone.get(at, _Alone())
-            row["received_no_scaling"] = alone.without / alone.count if alone.count else math.nan
-            row["received_there"] = alone.there / alone.count if alone.count else math.nan
-            found.append(row)
-        return {"sinks": found, "heads": self._heads(marked), "sizes": self.sizes, "dimensions": self._dimensions()}
+                row |= {"sink_layer": list(layers)[top], "sink_rate": float(best[top, at])}
+            pairs = sum(len(each.heads) * float(each.queries[at]) for each in layers.values())  # of head and query
+            given = sum(float(each.total[:, at].sum()) for each in layers.values())
+            uniform = sum(len(each.heads) * float(each.uniform[at]) for each in layers.values())
+            there, without, count = self.alone.get(at, np.zeros(3)).tolist()
+            found.append(
+                row
+                | {
+                    "received": given / pairs if pairs else math.nan,
+                    "uniform": uniform / pairs if pairs else math.nan,
+                    "received_there": there / count if count else math.nan,
+                    "received_no_scaling": without / count if count else math.nan,
+                }
+            )
+        dimensions = [
+            {"prompt": self.number, "site": site, "dimension": dimension, "ratio": ratio}
+            for (site, dimension), ratio in self.outliers.dimensions.items()
+        ]
+        heads = [row for number, layer in layers.items() for row in self._heads(number, layer, marked)]
+        return {"sinks": found, "heads": heads, "sizes": self.sizes, "dimensions": dimensions}
 
     def _about(self, at: int) -> dict[str, Any]:
-        outlier, longest, massive = self.outliers.found.get(at), self.outliers.longest, self.outliers.massive
+        longest, massive = self.outliers.longest, self.outliers.massive
         assert longest is not None
         assert massive is not None
-        return {
-            "outlier": outlier is not None,
+        return asdict(self.outliers.found.get(at, Outlier())) | {
+            "outlier": at in self.outliers.found,
             "massive": bool(massive[at]),
-            "emerges_at": outlier.emerges.name if outlier else "",
-            "emerges_in": float(outlier.emerges.layer) if outlier else math.nan,
-            "writer": outlier.writer if outlier else "",
-            "writer_share": outlier.writer_share if outlier else math.nan,
             "longest_at": longest.site[at],
             "length_ratio": float(longest.ratio[at]),
             "sigma": float(longest.sigma[at]),
             "length_before": float(longest.before[at]),
             "length_after": float(longest.after[at]),
-            "dimensions": outlier.dimensions if outlier else "",
         }
 
-    def _heads(self, marked: Sequence[int]) -> list[dict[str, Any]]:
-        rows = []
-        for layer in sorted(self.received.much):
-            sees, uniform = self.received.sees(layer, self.length), self.received.uniform(layer, self.length)
-            later = float(sees[:, 0].sum()) if self.length > 1 else 0.0
-            seeing = float(sees[:, marked].any(1).sum()) if marked else 0.0  # queries that see one of them
-            much, total = self.received.much[layer], self.received.total[layer]
-            for head in range(len(much)):
-                rows.append(
-                    {
-                        "prompt": self.number,
-                        "layer": layer,
-                        "row": head,
-                        "queries": seeing,
-                        "much": float(much[head, marked].sum()) if marked else 0.0,
-                        "attention": float(total[head, marked].sum()) if marked else 0.0,
-                        "uniform": float(uniform[marked].sum()) if marked else 0.0,
-                        "later": later,
-                        "seen_by": float(sees.sum(0).max()),
-                        "first_uniform": float(uniform[0]),
-                        "first_much": float(much[head, 0]),
-                        "first_attention": float(total[head, 0]),
-                    }
-                )
-        return rows
-
-    def _dimensions(self) -> list[dict[str, Any]]:
-        found = self.outliers.dimensions.items()
-        return [{"prompt": self.number, "site": s, "dimension": d, "ratio": ratio} for (s, d), ratio in found]
+    def _heads(self, number: int, layer: _Layer, marked: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Sums over the queries of one layer, for each of its heads: what they give the marked positions, and the
+        first one."""
+        at, seen = torch.tensor(marked, dtype=torch.long), layer.seen
+        alike = {
+            "prompt": self.number,
+            "layer": number,
+            "queries": float(seen[:, at].any(1).sum()),  # that see one of them
+            "uniform": float(layer.uniform[at].sum()),
+            "later": float(seen[:, 0].sum()),
+            "seen_by": float(seen.sum(0).max()),
+            "first_uniform": float(layer.uniform[0]),
+        }
+        for head, much, total in zip(layer.heads, layer.much, layer.total, strict=True):
+            yield alike | {
+                "head": head,
+                "much": float(much[at].sum()),
+                "attention": float(total[at].sum()),
+                "first_much": float(much[0]),
+                "first_attention": float(total[0]),
+            }
 
 
 def _scores(
@@ -293,10 +275,7 @@ class Sinks(Probe):
         return _Watching(view)
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        frames = {
-            name: pd.concat([p.tables[name] for p in pieces if name in p.tables], ignore_index=True)
-            for name in dict.fromkeys(n for p in pieces for n in p.tables)
-        }
+        frames = tables_of(pieces)
         made = {t.name: t.empty() for t in (SINKS, SINK_HEADS, TOKEN_SIZES, OUTLIER_DIMENSIONS)}
         if "sinks" in frames:
             sinks = frames["sinks"].sort_values(["prompt", "position"])
@@ -313,16 +292,18 @@ class Sinks(Probe):
             layers = frames["sizes"].drop_duplicates("site").set_index("site")["layer"]
             grouped = frames["dimensions"].sort_values("prompt").groupby(["site", "dimension"], sort=False)["ratio"]
             table = grouped.agg(ratio="mean", prompts="size").reset_index()
-            table["layer"] = table["site"].map(layers)
-            made["outlier_dimensions"] = table[OUTLIER_DIMENSIONS.names]
-        short = sum(int(p.info.get("short", 0)) for p in pieces)
-        note = f"sinks: {short} prompts of fewer than {LEAST_TOKENS} tokens were not searched for outlier tokens"
-        few = sum(int(p.info.get("few", 0)) for p in pieces)
-        unseen = (
-            f"sinks: in {counted(few, 'prompt')} no token is seen by {LEAST_QUERIES} queries that see another one: no "
-            "sink can be detected there"
-        )
-        return ProbeResults(made, (note,) * (short > 0) + (unseen,) * (few > 0))
+            made["outlier_dimensions"] = table.assign(layer=table["site"].map(layers))[OUTLIER_DIMENSIONS.names]
+        notes = []
+        if short := sum(int(p.info.get("short", 0)) for p in pieces):
+            notes.append(
+                f"sinks: {short} prompts of fewer than {LEAST_TOKENS} tokens were not searched for outlier tokens"
+            )
+        if few := sum(int(p.info.get("few", 0)) for p in pieces):
+            notes.append(
+                f"sinks: in {counted(few, 'prompt')} no token is seen by {LEAST_QUERIES} queries that see another one: "
+                "no sink can be detected there"
+            )
+        return ProbeResults(made, tuple(notes))
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         sizes = tables.get("token_sizes")
@@ -342,8 +323,7 @@ class Sinks(Probe):
 class _Watching(Observer):
     def __init__(self, view: View) -> None:
         self.sites = view.sites
-        self.kept: dict[str, list[dict[str, Any]]] = {}
-        self.heads = view.heads
+        self.kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.short, self.few = 0, 0
         self.under_way: dict[int, _Prompt] = {}
 
@@ -352,6 +332,12 @@ class _Watching(Observer):
             self.under_way[number] = _Prompt(number, self.sites)
         return self.under_way[number]
 
+    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+        self._of(prompt).norm(site, x, y)
+
+    def attention(self, prompt: int, attended: AttentionLayer) -> None:
+        self._of(prompt).attention(attended)
+
     def end(self, prompt: int) -> None:
         seen = self.under_way.pop(prompt, None)
         if seen is not None and seen.outliers.longest is not None:
@@ -359,19 +345,10 @@ class _Watching(Observer):
             made = seen.rows()
             self.few += bool(made["heads"]) and all(row["seen_by"] < LEAST_QUERIES for row in made["heads"])
             for name, rows in made.items():
-                self.kept.setdefault(name, []).extend(rows)
-
-    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-        self._of(prompt).norm(site, x, y)
-
-    def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        self._of(prompt).attention(attended)
+                self.kept[name] += rows
 
     def piece(self) -> Piece:
         frames = {name: pd.DataFrame(rows) for name, rows in self.kept.items() if rows}
-        if "heads" in frames:  # a row of the pattern is the head itself, unless some were chosen
-            row = frames["heads"].pop("row")
-            frames["heads"]["head"] = row if self.heads is None else row.map(dict(enumerate(sorted(set(self.heads)))))
         return Piece(tables=frames, info={"short": self.short, "few": self.few})
 
 
@@ -379,22 +356,16 @@ def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
     sums = rows.sort_values("prompt", kind="stable").groupby(["layer", "head"])
     names = ["queries", "much", "attention", "uniform", "later", "first_much", "first_attention", "first_uniform"]
     total = sums[names].sum().assign(seen_by=sums["seen_by"].max()).reset_index()
-    seen, later = total["queries"].where(total["queries"] > 0), total["later"].where(total["later"] > 0)
-    made = pd.DataFrame(
-        {
-            "layer": total["layer"],
-            "head": total["head"],
-            "queries": total["queries"].astype(np.int64),
-            "sink_rate": total["much"] / seen,
-            "attention": total["attention"] / seen,
-            "uniform": total["uniform"] / seen,
-            "first_rate": total["first_much"] / later,
-            "first_attention": total["first_attention"] / later,
-            "first_uniform": total["first_uniform"] / later,
-            "seen_by": total["seen_by"].astype(np.int64),
-        }
+    seen, later = (total[count].where(total[count] > 0) for count in ("queries", "later"))
+    made = total.assign(
+        sink_rate=total["much"] / seen,
+        attention=total["attention"] / seen,
+        uniform=total["uniform"] / seen,
+        first_rate=total["first_much"] / later,
+        first_attention=total["first_attention"] / later,
+        first_uniform=total["first_uniform"] / later,
     )
-    return made[SINK_HEADS.names]
+    return made.astype({"queries": np.int64, "seen_by": np.int64})[SINK_HEADS.names]
 
 
 def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
@@ -403,18 +374,11 @@ def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
     names = ["tokens", "outliers", "sigma", "before", "after"]
     total = rows.groupby(["site", "layer", "first"])[names].sum().reset_index()
     total = total.iloc[np.lexsort((total["first"], total["site"].map(order)))].reset_index(drop=True)
-    made = pd.DataFrame(
-        {
-            "site": total["site"],
-            "layer": total["layer"],
-            "first": total["first"],
-            "last": np.maximum(2 * total["first"], 1) - 1,
-            "tokens": total["tokens"],
-            "sigma_mean": total["sigma"] / total["tokens"],
-            "length_before_mean": total["before"] / total["tokens"],
-            "length_after_mean": total["after"] / total["tokens"],
-            "outliers": total["outliers"],
-        }
+    made = total.assign(
+        last=np.maximum(2 * total["first"], 1) - 1,
+        sigma_mean=total["sigma"] / total["tokens"],
+        length_before_mean=total["before"] / total["tokens"],
+        length_after_mean=total["after"] / total["tokens"],
     )
     return made[TOKEN_SIZES.names]
 
@@ -426,25 +390,22 @@ def _sentences(
     sinks: pd.DataFrame, dimensions: pd.DataFrame, longest: int, seen: bool, where: tuple[str, str] = ("", "")
 ) -> list[str]:
     """`where`: the layers and heads asked for, as `base.in_layers` and `base.among_heads` put them."""
-    if not len(sinks):
+    said = []
+    if not len(sinks) and longest < LEAST_TOKENS:
+        said.append("Sinks and outlier tokens were not looked for: the prompts are too short.")
+    elif not len(sinks):
         no_sink = f"Attention has no sink here{''.join(where)}"
         if not seen:
             no_sink = f"Whether attention has a sink cannot be decided where no token is seen by {LEAST_QUERIES} others"
-        said = [f"{no_sink}, and no token is an outlier at any norm."]
-        if longest < LEAST_TOKENS:
-            said = ["Sinks and outlier tokens were not looked for: the prompts are too short."]
-    else:
-        said = []
-        at_first = sinks[sinks["position"] == 0]
-        if len(at_first) and bool(at_first["sink"].any() | at_first["outlier"].any()):
-            said.append(_about("Position 0", at_first, *where))
-        rest = sinks[sinks["position"] != 0]
-        if len(rest):
-            common = rest["token"].value_counts()
-            names = ", ".join(repr(visible(t)) for t in common.index[:_NAMED])
-            said.append(
-                _about(f"Tokens behind position 0 ({names}{', …' if len(common) > _NAMED else ''})", rest, *where)
-            )
+        said.append(f"{no_sink}, and no token is an outlier at any norm.")
+    at_first = sinks["position"] == 0 if len(sinks) else pd.Series(dtype=bool)
+    if len(first := sinks[at_first]) and bool(first["sink"].any() | first["outlier"].any()):
+        said.append(_about("Position 0", first, *where))
+    if len(rest := sinks[~at_first]):
+        common = rest["token"].value_counts()
+        names = ", ".join(repr(visible(t)) for t in common.index[:_NAMED])
+        more = ", …" if len(common) > _NAMED else ""
+        said.append(_about(f"Tokens behind position 0 ({names}{more})", rest, *where))
     if len(dimensions):
         worst = dimensions.iloc[int(dimensions["ratio"].argmax())]
         said.append(

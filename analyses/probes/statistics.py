@@ -134,14 +134,10 @@ def _p(truths: Float[np.ndarray, " resample"]) -> float:
 
 
 def interval(
-    change: Float[np.ndarray, " prompt"],
-    weight: Float[np.ndarray, " prompt"],
-    drawn: Float[np.ndarray, "resample prompt"] | None = None,
-    *,
-    seed: int = 0,
+    change: Float[np.ndarray, " prompt"], weight: Float[np.ndarray, " prompt"], *, seed: int = 0
 ) -> tuple[float, float]:
     """Both ends of the 95 % interval of sum(change) / sum(weight) over prompts; as `infer_mean`."""
-    found = infer_mean(change, weight, drawn, seed=seed)
+    found = infer_mean(change, weight, seed=seed)
     return found.low, found.high
 
 
@@ -183,10 +179,7 @@ def holm(
 
 def by_group(values: Float[np.ndarray, " prompt"], groups: Int64[np.ndarray, " prompt"]) -> Float[np.ndarray, " group"]:
     """The sums over each group that there is, in the order of their numbers."""
-    places = np.unique(groups, return_inverse=True)[1]
-    found = np.zeros(int(places.max()) + 1 if len(places) else 0)
-    np.add.at(found, places, values)
-    return found
+    return np.bincount(np.unique(groups, return_inverse=True)[1], values).astype(float)
 
 
 def fraction_interval(found: int, count: int) -> tuple[float, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ln_probe.analyses.probes.attention_layer import AttentionLayer, scores
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
     LONGER_OUTPUT,
@@ -33,25 +32,25 @@ from ln_probe.analyses.probes.base import (
     ProbeResults,
     Shape,
     View,
+    by_layer,
     largest,
     of_variant,
 )
 from ln_probe.analyses.probes.columns import HEADS
-from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, blocks, head_rows
+from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, blocks
 from ln_probe.analyses.schema import Part
 from ln_probe.analyses.text import percent
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
 from ln_probe.hooks.capture import visible_keys
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.variants import INTACT, SCALING_FROZEN, VARIANTS
+from ln_probe.hooks.variants import VARIANTS
 
-MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")  # of one head on one prompt
-
+# Of one head on one prompt, means over the queries that see more than one key (columns of the `heads` table).
+MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")
+_QUERIES = "queries"  # kept with them: how many these are
 # Seconds of one core per score (query × key, layer, head and variant): 3.3e-8 and 3.8e-8 measured on lm-layernorm with
 # prompts of 128 and 256 tokens.
-_QUERIES = "queries"  # kept with them: how many see more than one key
 _SECONDS_PER_SCORE = 3.5e-8
-_COMPARED = (INTACT.name, SCALING_FROZEN.name)  # in findings
 
 
 class UniformityProbe(Probe):
@@ -66,13 +65,12 @@ class UniformityProbe(Probe):
         return _Watching()
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
+        radius = context.calibration.radius
         rows = [
-            {"layer": r.layer, "head": head, "space": r.space, "variant": r.variant}
-            | {"query_radius": context.calibration.radius(r.layer, head)}
-            | _summary(r, row)
-            | {"no_op": r.no_op}
+            {**r.place, "head": head, "query_radius": radius(r.layer, head), **_summary(r, row), "no_op": r.no_op}
             for block in blocks(pieces)
-            for r, row, head in head_rows(block)
+            for r in block.values()
+            for row, head in enumerate(r.heads)
         ]
         frames = {HEADS.name: pd.DataFrame(rows, columns=list(self.tables[0].columns))}
         return ProbeResults(frames, (LONGER_OUTPUT,) * (bool(rows) and context.calibration.projection_matters))
@@ -91,10 +89,7 @@ class UniformityProbe(Probe):
         return Cost(scores * _SECONDS_PER_SCORE, disk_bytes=8.0 * len(MEASURES) * rows)
 
 
-class _Watching(Observer):
-    def __init__(self) -> None:
-        self.collected = Collected()
-
+class _Watching(Collected):
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         if attended.heads is None:
             return
@@ -103,12 +98,9 @@ class _Watching(Observer):
 
         def measure(variant: str) -> dict[str, np.ndarray]:
             uniform, _ = spread(attended, variant)
-            return {m: getattr(uniform, m)[attended.chosen].numpy()[:, None] for m in MEASURES} | {_QUERIES: queries}
+            return {m: uniform[m][attended.chosen].numpy()[:, None] for m in MEASURES} | {_QUERIES: queries}
 
-        self.collected.add(prompt, attended, HEAD, measure)
-
-    def piece(self) -> Piece:
-        return self.collected.piece()
+        self.add(attended, HEAD, measure)
 
 
 def _summary(rows: KeyRows, row: int) -> dict[str, float]:
@@ -122,13 +114,11 @@ def _summary(rows: KeyRows, row: int) -> dict[str, float]:
 
 def _entropy_finding(heads: pd.DataFrame) -> list[Finding]:
     """Whether attention becomes sharper or flatter with scaling frozen, by its normalized entropy."""
-    if not len(heads):
-        return []
-    per_layer = {v: of_variant(heads, v).groupby("layer")["entropy_ratio"].median() for v in _COMPARED}
-    change = (per_layer[SCALING_FROZEN.name] - per_layer["intact"]).dropna()
+    intact, frozen = by_layer(heads, "entropy_ratio")
+    change = frozen - intact
     if not len(change) or change.abs().max() < NOTEWORTHY:
         return []
-    one, two = (float(per_layer[v][change.index].mean()) for v in _COMPARED)
+    one, two = float(intact.mean()), float(frozen.mean())
     way = "as sharp on average" if abs(two - one) < NOTEWORTHY else "flatter" if two > one else "sharper"
     text = (
         f"With scaling frozen for its keys (queries unchanged), attention is {way}: the median head's normalized "
@@ -162,19 +152,15 @@ _BISECTIONS = 100  # of the logarithm of a range of float64 numbers
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
-@dataclass(frozen=True, eq=False)
-class Uniformity:
-    """Per head, means over the queries that see more than one key (causal: 1 … T-1).
-
-    Shapes [head]: entropy_ratio (0–1), uniform_angle_deg (0–90; NaN without projection), score_spread (nats),
-    score_spread_floor (nats: what a query at the end of the reachable set could do at best over the keys that the last
-    query sees; NaN if unbounded, or with a bias per key).
-    """
-
-    entropy_ratio: Float[Tensor, " head"]
-    uniform_angle_deg: Float[Tensor, " head"]
-    score_spread: Float[Tensor, " head"]
-    score_spread_floor: Float[Tensor, " head"]
+def scores(
+    q: Float[Tensor, "query head d_head"],
+    k: Float[Tensor, "key head d_head"],
+    divisor: float,
+    bias: Float[Tensor, "head key"] | None = None,
+) -> Float[Tensor, "head query key"]:
+    """q·k / divisor, and a bias per key, in nats."""
+    found = torch.einsum("qhd,khd->hqk", q, k) / divisor
+    return found if bias is None else found + bias[:, None]
 
 
 def _visible(like: Float[Tensor, "head query key"], causal: bool, window: int | None) -> Bool[Tensor, "query key"]:
@@ -315,56 +301,38 @@ def _differences(k: Float[Tensor, "head key d_head"]) -> Float[Tensor, "head key
     return (k[:, :-1].cumsum(1) - count * k[:, 1:]) / (count * (count + 1)).sqrt()
 
 
-def spread(layer: AttentionLayer, variant: str) -> tuple[Uniformity, Float[np.ndarray, "head key"]]:
-    """How uniformly all heads attend to the keys of a variant, and the largest weight that each key gets."""
-    if ("spread", variant) not in layer.shared:
-        assert layer.heads is not None
-        q, plain = layer.queries
-        if ("angle", "") not in layer.shared:
-            layer.shared["angle", ""] = mean_angle(layer.heads, layer.site, plain)
-        reachable, angle = layer.ellipsoid(layer.length - 1), layer.shared["angle", ""]
-        uniform, most = measure_uniformity(layer.heads, q, layer.keys(variant), reachable, angle)
-        layer.shared["spread", variant] = uniform, most.numpy()
-    found: tuple[Uniformity, np.ndarray] = layer.shared["spread", variant]
-    return found
+def spread(
+    layer: AttentionLayer, variant: str
+) -> tuple[dict[str, Float[Tensor, " head"]], Float[np.ndarray, "head key"]]:
+    """How uniformly all heads attend to the keys of a variant (MEASURES), and the largest weight that each key gets."""
+    return layer.once("spread", variant, lambda: _measured(layer, variant))
 
 
-def measure_uniformity(
-    heads: Heads,
-    q: Float[Tensor, "query head d_head"],
-    k: Float[Tensor, "key head d_head"],
-    queries: tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None,
-    angle: Float[Tensor, " head"],
-) -> tuple[Uniformity, Float[Tensor, "head key"]]:
-    """Uniformity of one layer on one prompt, and the largest weight that each key received (`received`).
-
-    A few heads at a time: scores and patterns of all heads at once would take more memory than the forward pass.
-
-    Args:
-        heads: the layer's maps.
-        q: queries as attention sees them.
-        k: keys as attention sees them (of any variant).
-        queries: center and axes of the reachable ones at the last position, or None.
-        angle: `mean_angle` of these queries, for any keys.
-    """
-    nothing = torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
-    entropy, spread, most = nothing.clone(), nothing.clone(), torch.empty(heads.n_heads, len(k), dtype=torch.float64)
+def _measured(
+    layer: AttentionLayer, variant: str
+) -> tuple[dict[str, Float[Tensor, " head"]], Float[np.ndarray, "head key"]]:
+    """The same: a few heads at a time, for scores and patterns of all heads would take more memory than the pass."""
+    heads, (q, plain), k = layer.maps, layer.queries, layer.keys(variant)
+    found = {name: torch.full((heads.n_heads,), math.nan, dtype=torch.float64) for name in MEASURES}
+    most = torch.empty(heads.n_heads, len(k), dtype=torch.float64)
     causal, window, bias = heads.causal, heads.window, heads.bias(len(k))
     first = 1 if causal else 0
     for some in heads_at_once((heads.n_heads, len(q), len(k))):
         s = scores(q[:, some], k[:, some], heads.divisor, None if bias is None else bias[some])
         if len(q) > 1:
-            spread[some] = score_spread(s, causal=causal, window=window)[:, first:].mean(-1).cpu()
+            found["score_spread"][some] = score_spread(s, causal=causal, window=window)[:, first:].mean(-1).cpu()
         pattern = visible_softmax(s, causal=causal, window=window)
         del s
         most[some] = received(pattern, causal=causal).cpu()
         if len(q) > 1:
-            entropy[some] = entropy_ratio(pattern, causal=causal, window=window)[:, first:].mean(-1).cpu()
-    if len(q) < 2:
-        return Uniformity(nothing, nothing, nothing, nothing), most
-    seen = k if window is None else k[-window:]  # by the last query
-    floor = nothing if bias is not None else spread_floor(seen, queries)
-    return Uniformity(entropy, angle, spread, floor), most
+            entropy = entropy_ratio(pattern, causal=causal, window=window)
+            found["entropy_ratio"][some] = entropy[:, first:].mean(-1).cpu()
+    if len(q) > 1:
+        found["uniform_angle_deg"] = layer.once("angle", "", lambda: mean_angle(heads, layer.site, plain))
+        if bias is None:
+            seen = k if window is None else k[-window:]  # by the last query
+            found["score_spread_floor"] = spread_floor(seen, layer.ellipsoid(layer.length - 1))
+    return found, most.numpy()
 
 
 def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head key"]:

@@ -27,8 +27,20 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.logits import factor_seen
-from ln_probe.analyses.probes.base import Context, Cost, Needs, Observer, Piece, Probe, ProbeResults, Shape, View
+from ln_probe.analyses.probes.base import (
+    Context,
+    Cost,
+    Needs,
+    Observer,
+    Piece,
+    Probe,
+    ProbeResults,
+    Shape,
+    View,
+    notes_of,
+)
 from ln_probe.analyses.probes.columns import ATTRIBUTION, WRITERS
+from ln_probe.analyses.schema import Table
 from ln_probe.hooks.capture import record, return_free_memory
 from ln_probe.hooks.components import (
     END,
@@ -68,23 +80,22 @@ class WritersProbe(Probe):
         return _Watching(view)
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        rows: list[dict[str, Any]] = next((p.info["rows"] for p in pieces if p.info.get("rows")), [])
-        notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes))
-        if not rows:
-            return ProbeResults({WRITERS.name: WRITERS.empty()}, notes)
-        sums = np.sum([p.arrays["sums"] for p in pieces if p.info.get("rows")], axis=0)  # [row place measure]
-        counts = np.sum([p.arrays["counts"] for p in pieces if p.info.get("rows")], axis=0)  # [place]
-        with np.errstate(invalid="ignore"):
-            means = sums / counts[None, :, None]
-        made = []
-        for row, values in zip(rows, means, strict=True):
-            everywhere = dict(zip(_MEASURES, values[0].tolist(), strict=True))
-            tail = {f"{m}_tail": v for m, v in zip(_MEASURES, values[1].tolist(), strict=True)}
-            made.append({**row, "tokens": int(counts[0]), **everywhere, **tail})
-        return ProbeResults({WRITERS.name: WRITERS.frame(made)}, notes)
+        return _averaged(pieces, WRITERS, (*_MEASURES, *(f"{m}_tail" for m in _MEASURES)))
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(passes=_PASSES)
+
+
+def _averaged(pieces: Sequence[Piece], table: Table, measures: Sequence[str]) -> ProbeResults:
+    """The table of parts and the means of their measures over the positions of all pieces."""
+    measured, made = [p for p in pieces if p.info.get("rows")], []
+    if measured:
+        sums, counts = (np.sum([p.arrays[name] for p in measured], axis=0) for name in ("sums", "counts"))
+        with np.errstate(invalid="ignore"):
+            means = sums / counts[..., None]
+        for row, values in zip(measured[0].info["rows"], means, strict=True):
+            made.append({**row, "tokens": int(counts[0]), **dict(zip(measures, values.ravel().tolist(), strict=True))})
+    return ProbeResults({table.name: table.frame(made)}, notes_of(pieces))
 
 
 class _Watching(Observer):
@@ -98,8 +109,7 @@ class _Watching(Observer):
         self.within = {s.site for expression in self.wiring.reads.values() for s in expression if s.kind == "norm"}
         self.writers = self.wiring.writers
         self.open = {n: why for n, why in self.wiring.open.items() if n in wanted}
-        self.rows: dict[tuple[str, Part], int] = {}
-        self.sums: list[Float64[np.ndarray, "place measure"]] = []
+        self.sums: dict[tuple[str, Part], Float64[np.ndarray, "place measure"]] = {}  # by norm and part
         self.counts = np.zeros(2)
         self._grams: dict[int, Tensor] = {}
 
@@ -117,10 +127,7 @@ class _Watching(Observer):
         """Take in a norm's measures of one prompt."""
         both = np.stack([values.sum(0).numpy(), values[1:].sum(0).numpy()], axis=1)  # [part place measure]
         for part, found in zip(parts, both, strict=True):
-            at = self.rows.setdefault((site.name, part), len(self.sums))
-            if at == len(self.sums):
-                self.sums.append(np.zeros_like(found))
-            self.sums[at] = self.sums[at] + found
+            self.sums[site.name, part] = self.sums.get((site.name, part), 0.0) + found
 
     def gram(self, layer: int, W: Float[Tensor, "head d_head d_model"]) -> Float64[Tensor, "head d_head d_head_again"]:
         """W_O W_Oᵀ of every head: |z W_O|² = z (W_O W_Oᵀ) zᵀ, in d_head² instead of d_head·d_model."""
@@ -130,11 +137,11 @@ class _Watching(Observer):
         return self._grams[layer]
 
     def piece(self) -> Piece:
-        rows = [{"site": s, "layer": self.by_name[s].layer} | _columns_of(part) for s, part in self.rows]
+        rows = [{"site": s, "layer": self.by_name[s].layer} | _columns_of(part) for s, part in self.sums]
         notes = tuple(f"the writers of {site} were not measured: {why}" for site, why in self.open.items())
         if not rows:
             return Piece(notes=notes)
-        return Piece({"sums": np.stack(self.sums), "counts": self.counts}, {}, {"rows": rows}, notes)
+        return Piece({"sums": np.stack([*self.sums.values()]), "counts": self.counts}, {}, {"rows": rows}, notes)
 
 
 class _Prompt:
@@ -234,22 +241,8 @@ class _Prompt:
         return list(found), dot, vectors.mean(-1), vectors.pow(2).sum(-1)
 
     def _vectors(self, source: Source) -> dict[Part, Float64[Tensor, "pos d_model"]]:
-        if source.kind != "norm":
-            return self._plain_vectors(source)
-        site = self.of.by_name[source.site]
-        sigma = site.sigma(self.inputs[site.name].double())
-        gain = gain_of(site).to(sigma.device)
-        made: dict[Part, Tensor] = {}
-        for inner, factor in self.of.wiring.at(site.name).items():
-            for part, vector in self._vectors(inner).items():
-                image = factor * gain * site.project(vector) / sigma
-                made[part] = made[part] + image if part in made else image
-        if site.bias is not None:
-            part = Part(f"{site.name} bias", "norm bias", site.layer)
-            made[part] = site.bias.detach().double().expand(self.length, -1)
-        return made
-
-    def _plain_vectors(self, source: Source) -> dict[Part, Float64[Tensor, "pos d_model"]]:
+        if source.kind == "norm":
+            return self._images(self.of.by_name[source.site])
         seen = self.seen[source].double()
         bias = self.of.writers.bias(source, seen)
         rest = {} if bias is None else {bias_part(source): bias.expand(self.length, -1)}
@@ -258,6 +251,18 @@ class _Prompt:
             vectors = einsum(z, W, "pos head k, head k d -> head pos d")
             return {head_part(source.layer, h): v for h, v in enumerate(vectors)} | rest
         return {whole_part(source): seen if bias is None else seen - bias} | rest
+
+    def _images(self, site: Site) -> dict[Part, Float64[Tensor, "pos d_model"]]:
+        sigma = site.sigma(self.inputs[site.name].double())
+        gain = gain_of(site).to(sigma.device)
+        made: dict[Part, Tensor] = {}
+        for inner, factor in self.of.wiring.at(site.name).items():
+            for part, vector in self._vectors(inner).items():
+                made[part] = made.get(part, 0.0) + factor * gain * site.project(vector) / sigma
+        if site.bias is not None:
+            part = Part(f"{site.name} bias", "norm bias", site.layer)
+            made[part] = site.bias.detach().double().expand(self.length, -1)
+        return made
 
 
 def _columns_of(part: Part) -> dict[str, object]:
@@ -282,17 +287,7 @@ class Attribution(Probe):
         return _WatchingLogits(view)
 
     def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        measured = [p for p in pieces if p.info.get("rows")]
-        notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes))
-        if not measured:
-            return ProbeResults({ATTRIBUTION.name: ATTRIBUTION.empty()}, notes)
-        count = float(sum(p.arrays["count"][0] for p in measured))
-        means = np.sum([p.arrays["sums"] for p in measured], axis=0) / count
-        rows = [
-            {**row, "tokens": int(count), **dict(zip(_OF_LOGITS, values.tolist(), strict=True))}
-            for row, values in zip(measured[0].info["rows"], means, strict=True)
-        ]
-        return ProbeResults({ATTRIBUTION.name: ATTRIBUTION.frame(rows)}, notes)
+        return _averaged(pieces, ATTRIBUTION, _OF_LOGITS)
 
     def cost(self, shape: Shape) -> Cost:
         return Cost(passes=_PASSES)
@@ -353,7 +348,7 @@ class _WatchingLogits(Observer):
     def _sum(self, part: Part, without: Tensor, taken: Tensor, fixed: Tensor | float = 0.0) -> None:
         whole = without + taken + fixed
         found = torch.stack([whole, whole.abs(), without, taken], 1).sum(0).numpy()
-        self.sums[part] = self.sums.get(part, np.zeros(len(_OF_LOGITS))) + found
+        self.sums[part] = self.sums.get(part, 0.0) + found
 
     def piece(self) -> Piece:
         if self.why:
@@ -361,4 +356,4 @@ class _WatchingLogits(Observer):
         if not self.sums:
             return Piece()
         rows = [_columns_of(part) for part in self.sums]
-        return Piece({"sums": np.stack(list(self.sums.values())), "count": np.array([self.count])}, {}, {"rows": rows})
+        return Piece({"sums": np.stack(list(self.sums.values())), "counts": np.array([self.count])}, {}, {"rows": rows})

@@ -196,7 +196,7 @@ class Worker:
             "optimal": {group: halves.to_json() for group, halves in found.optimal.items()},
             "unsupported": {str(k): v for k, v in found.unsupported.items()},
             "notes": [*skips, *made.notes, *found.notes, *seal.notes],
-            "sample": None if found.sample is None else found.sample.to_dict(),
+            "sample": None if found.sample is None else asdict(found.sample),
             "prompts": prompts,
             "names": {i: made.name_of(i) for i in sorted({i for row in made.tokens for i in row.tolist()})},
             "model": asdict(source),

@@ -72,7 +72,7 @@ def test_what_is_planted_is_found_and_nothing_else(seeds: range) -> None:
         found, at_first = looked_at(model, sites, tokens)
         assert at_first == [at], seed
         # (Without scaling, tokens that attend to it become outliers behind the first norm.)
-        assert (found.found[at].emerges, found.found[at].writer) == (sites[0], "the embedding"), seed
+        assert (found.found[at].emerges_at, found.found[at].writer) == (sites[0].name, "the embedding"), seed
         dimension = 3 * seed % model.cfg.d_model
         with torch.no_grad():
             model.embed.W_E.copy_(weights)[:, dimension] *= 1000
@@ -113,7 +113,7 @@ def test_what_wrote_it(arch: str, place: str, site: str, writer: str, make_bridg
         stream(model, tokens, sites, on_norm=lambda s, x, y: found.add(s, x, y) and None)
     assert list(found.found) == [7]
     one = found.found[7]
-    assert (one.emerges.name, one.writer) == (site, writer)
+    assert (one.emerges_at, one.writer) == (site, writer)
     assert one.writer_share == pytest.approx(1.0, abs=0.02)
     assert one.dimensions.startswith("5 (")
     assert found.massive is not None

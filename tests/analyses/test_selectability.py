@@ -13,9 +13,8 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.constants import Calibration, Constants, observed_radius, plain_queries
-from ln_probe.analyses.probes import selectability
 from ln_probe.analyses.probes.attention_layer import VARIANTS, AttentionLayer, no_op, variant_outputs
-from ln_probe.analyses.probes.keys import HARDEST_PER_VARIANT, SAMPLED
+from ln_probe.analyses.probes.keys import HARDEST_PER_VARIANT, SAMPLED, sphere_theorem
 from ln_probe.analyses.probes.uniformity import received
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.capture import AttentionInput, stream
@@ -68,8 +67,8 @@ def test_no_ops_are_named(make_bridge: Callable[..., Any]) -> None:
 def test_the_theorem_says_whether_eps_spoils_it(make_bridge: Callable[..., Any]) -> None:
     site = find_sites(make_bridge("gpt2"))[0]
     for eps, said in ((0.0, "normalized keys lie on a sphere"), (1e-5, "normalized keys lie on a sphere (up to eps)")):
-        assert selectability._theorem(Site(**{**vars(site), "eps": eps}), "intact") == said
-    assert selectability._theorem(site, "no_scaling") == ""
+        assert sphere_theorem(Site(**{**vars(site), "eps": eps}), "intact") == said
+    assert sphere_theorem(site, "no_scaling") == ""
 
 
 @pytest.fixture(scope="module")

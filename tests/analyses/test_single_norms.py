@@ -14,8 +14,7 @@ import ln_probe
 from ln_probe.analyses.probes import edited_runs, leading
 from ln_probe.analyses.probes import statistics as inference
 from ln_probe.analyses.probes.causal import Causal, by_prompt, table
-from ln_probe.analyses.probes.edited_runs import EditedRuns
-from ln_probe.analyses.probes.norm_estimates import norm_estimates
+from ln_probe.analyses.probes.edited_runs import EditedRuns, norm_estimates
 from ln_probe.hooks.edits import Edit
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.model import HookedModel

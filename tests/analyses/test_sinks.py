@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.probes.sinks import MUCH, _Received
+from ln_probe.analyses.probes.sinks import MUCH, _Layer, counting_queries
 from ln_probe.hooks.sites import find_sites
 
 LENGTH = 16
@@ -30,18 +30,20 @@ def model_of(seed: int = 0, **options: Any) -> LabTransformer:
     return model.eval()
 
 
+def layer(*, causal: bool = True, window: int | None = None) -> _Layer:
+    return _Layer([0], counting_queries(4, causal=causal, window=window), torch.zeros(1, 4), torch.zeros(1, 4))
+
+
 def test_uniform_attention_by_hand() -> None:
-    causal, every = _Received(), _Received(causal=False)
-    assert causal.queries(0, 4).tolist() == [3, 3, 2, 1]
+    assert layer().queries.tolist() == [3, 3, 2, 1]
     visible = torch.ones(4, 4).tril()
     pattern = visible / visible.sum(-1, keepdim=True)
-    torch.testing.assert_close(causal.uniform(0, 4).float(), pattern[1:].sum(0))
-    assert every.queries(0, 4).tolist() == [4, 4, 4, 4]
-    assert every.uniform(0, 4).tolist() == [1.0] * 4
-    near = _Received(windows={0: 2, 1: None})  # a query sees itself and the one before it
-    assert near.queries(0, 4).tolist() == [1, 2, 2, 1]
-    assert near.uniform(0, 4).tolist() == [0.5, 1.0, 1.0, 0.5]
-    assert near.queries(1, 4).tolist() == [3, 3, 2, 1]
+    torch.testing.assert_close(layer().uniform.float(), pattern[1:].sum(0))
+    assert layer(causal=False).queries.tolist() == [4, 4, 4, 4]
+    assert layer(causal=False).uniform.tolist() == [1.0] * 4
+    near = layer(window=2)  # a query sees itself and the one before it
+    assert near.queries.tolist() == [1, 2, 2, 1]
+    assert near.uniform.tolist() == [0.5, 1.0, 1.0, 0.5]
 
 
 def test_even_attention_in_a_window_is_as_even_as_it_looks(make_bridge: Callable[..., Any]) -> None:
