@@ -187,9 +187,8 @@ def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Cal
         yield Bar(term, what, f"not applicable ({why})")
         return
     both = VARIANTS[variant].freezes_scaling and math.isfinite(float(row["delta_loss_optimal"]))
-    for kind, name in (("", ", mean constants" if both else ""), ("_optimal", ", loss-optimal constants")):
-        if kind and not both:
-            continue
+    kinds = {"": ", mean constants", "_optimal": ", loss-optimal constants"} if both else {"": ""}
+    for kind, name in kinds.items():
         delta, low, high = (float(row[f"delta_loss{kind}{end}"]) for end in ("", "_low", "_high"))
         size, ends = with_interval(delta, low, high)
         bounded = bool(ends)
