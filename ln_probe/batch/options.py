@@ -8,7 +8,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -432,28 +432,21 @@ def _check_target(options: ReportOptions, settings: Settings, target: Target) ->
     """Exit if a model lacks a layer or a head that is asked for, as far as its configuration says how many it has, or
     if it is a compiled program that is another function in the format asked for."""
     from ln_probe.batch.cost import shape_of
+    from ln_probe.models import dtype_named, kind_of, other_function
 
-    if options.dtype is not None:
-        _check_format(options.dtype, target)
+    path = Path(target.name).expanduser()
+    if options.dtype is not None and not target.error and kind_of(target.name, path) == "lab":
+        from ln_probe.analyses.lab.run_folder import arithmetic_of
+
+        asked_for = dtype_named(options.dtype)
+        with suppress(OSError, ValueError):  # loading it will raise the same
+            own = arithmetic_of(path)
+            if own.bound and own.dtype != asked_for:
+                raise refuse(other_function(target.name, own.dtype, asked_for))
     for what, wanted in (("layer", settings.layers), ("head", settings.heads)):
         count = shape_of(target).get(f"{what}s", math.inf) if wanted else math.inf
         if wrong := [number for number in wanted or () if number >= count]:
             raise refuse(f"no {what} {wrong[0]}: {target.label} has {what}s 0 … {count - 1:.0f}")
-
-
-def _check_format(dtype: str, target: Target) -> None:
-    from ln_probe.analyses.lab.run_folder import arithmetic_of
-    from ln_probe.models import dtype_named, kind_of, other_function
-
-    path = Path(target.name).expanduser()
-    if target.error or kind_of(target.name, path) != "lab":
-        return
-    try:
-        own = arithmetic_of(path)
-    except (OSError, ValueError):  # loading it will raise the same
-        return
-    if own.bound and own.dtype != dtype_named(dtype):
-        raise refuse(other_function(target.name, own.dtype, dtype_named(dtype)))
 
 
 def run_of(options: ReportOptions, settings: Settings, out: Path, corpus: Path) -> Run:
