@@ -139,9 +139,6 @@ def models(
     )
 
 
-ENGINES = ("local", "ray")
-
-
 @app.command()
 @takes
 def report(
@@ -158,8 +155,8 @@ def report(
     from ln_probe.batch.downloads import bytes_of
     from ln_probe.batch.run import WORK_FOLDER, BusyError, Slice, claim, kept, locked
 
-    if execution.engine not in ENGINES:
-        raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {execution.engine!r}")
+    if execution.engine not in ("local", "ray"):
+        raise refuse(f"--engine must be one of local, ray, got {execution.engine!r}")
     with refusing(ValueError):
         bound = None if execution.disk is None else bytes_of(execution.disk)
         part = None if execution.unit is None else Slice.parse(execution.unit)

@@ -22,7 +22,7 @@ from ln_probe.analyses.files import temporary_folder
 from ln_probe.analyses.processes import starting_workers
 from ln_probe.analyses.text import quoted
 from ln_probe.batch.cost import size
-from ln_probe.batch.suite import Target, hub_info, is_on_hub
+from ln_probe.batch.suite import SuiteError, Target, hub_info, is_on_hub
 from ln_probe.loading.hub import fetch_ahead
 
 if TYPE_CHECKING:
@@ -31,19 +31,15 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-class SpaceError(ValueError):
-    """The bound, or the disk, has no room for a checkpoint."""
-
-
 def bytes_of(text: str) -> int:
     """Bytes of 500MB, 1.5 GB or 2T (multiples of 1024, as `plan` shows them).
 
     Raises:
-        SpaceError: something else.
+        ValueError: something else.
     """
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)i?b?", text.strip().lower())
     if found is None:
-        raise SpaceError(f"--disk takes a size such as 500MB or 2GB, got {quoted(text)}")
+        raise ValueError(f"--disk takes a size such as 500MB or 2GB, got {quoted(text)}")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -51,7 +47,7 @@ def within(targets: Sequence[Target], bound: int, out: Path) -> list[Target]:
     """The checkpoints, those whose size the hub does not tell as failed.
 
     Raises:
-        SpaceError: a checkpoint does not fit into the bound, or onto the disk; says how much is needed.
+        SuiteError: a checkpoint does not fit into the bound, or onto the disk; says how much is needed.
     """
     there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     fetched = sum(path.lstat().st_size for path in out.glob(".ln_probe/hub*/models--*/blobs/*"))  # by earlier commands
@@ -59,7 +55,7 @@ def within(targets: Sequence[Target], bound: int, out: Path) -> list[Target]:
     most = [hub_info(target).download_bytes for target in largest]
     if most and most[0] > min(bound, free := shutil.disk_usage(there).free + fetched):
         room = f"--disk {size(bound)}" if bound < free else f"the disk of {out} ({size(free)} free)"
-        raise SpaceError(
+        raise SuiteError(
             f"{room} has no room for {largest[0].label}, whose files take {size(most[0])}: at least {size(most[0])} "
             f"are needed, and {size(sum(most))} to fetch the next checkpoint while one is measured"
         )

@@ -324,7 +324,7 @@ def _targets(options: ReportOptions, out: Path, disk: int | None, *, quiet: bool
     """The checkpoints asked for; exits where the list makes no sense, or `disk` bytes have no room for one of them."""
     import ln_probe
     from ln_probe.analyses.progress import ProgressLine
-    from ln_probe.batch.downloads import SpaceError, within
+    from ln_probe.batch.downloads import within
     from ln_probe.batch.suite import SuiteError, listed, suite
 
     names = tuple(options.model or ())
@@ -336,7 +336,7 @@ def _targets(options: ReportOptions, out: Path, disk: int | None, *, quiet: bool
         raise refuse("no model given, and this installation has no bundled checkpoints")
     if not quiet:
         typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
-    with refusing(SuiteError, SpaceError), ProgressLine(quiet=quiet):
+    with refusing(SuiteError), ProgressLine(quiet=quiet):
         found = suite(names, options.checkpoints, options.revision, allow_pickle=options.allow_pickle)
         return found if disk is None else within(found, disk, out)
 

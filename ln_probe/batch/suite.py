@@ -56,7 +56,7 @@ class Target:
 
 
 class SuiteError(ValueError):
-    """The list of models and checkpoints makes no sense as it stands."""
+    """The list of models and checkpoints makes no sense as it stands, or there is no room for it."""
 
 
 def suite(

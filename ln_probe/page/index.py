@@ -237,7 +237,11 @@ def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
     rows = []
     for place, (name, report) in enumerate(zip(names, reports, strict=True)):
         causal = report.causal
-        wanted = causal["variant"].isin(_primary()) & causal["sites"].isin(_PLACES) & causal["delta_loss"].notna()
+        wanted = (
+            causal["variant"].isin([v.name for v in primary_variants()])
+            & causal["sites"].isin(_PLACES)
+            & causal["delta_loss"].notna()
+        )
         for row in causal[wanted & (causal["no_op"].fillna("") == "")].to_dict("records"):
             value, low, high = (float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high"))
             rows.append((name, place, row["sites"], row["variant"], value, low, high, base_loss(row)))
@@ -246,13 +250,9 @@ def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
 
 def differences(names: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
     """Return the same rows from a table of paired differences (`ln_probe.analyses.probes.columns.PAIRED`)."""
-    rows = table[table["variant"].isin(_primary()) & table["sites"].isin(_PLACES)]
+    rows = table[table["variant"].isin([v.name for v in primary_variants()]) & table["sites"].isin(_PLACES)]
     made = rows.rename(columns={"difference": "value"}).assign(place=[names.index(n) for n in rows["model"]])
     return made[["model", "place", "sites", "variant", "value", "low", "high"]].reset_index(drop=True)
-
-
-def _primary() -> list[str]:
-    return [v.name for v in primary_variants()]
 
 
 def forest(
