@@ -12,37 +12,35 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 import typer.core
 
 from ln_probe.analyses.files import Undo, temporary_folder
-from ln_probe.analyses.processes import check_stopped, stop_on_signals
+from ln_probe.analyses.processes import check_stopped
 from ln_probe.analyses.text import counted, encodable
 from ln_probe.batch import exits
 from ln_probe.batch.exits import DONE, SOME_FAILED, refuse, refusing, writable
 from ln_probe.batch.options import (
+    LARGEST,
+    REPORTS,
     Execution,
-    Folder,
     MeasureOptions,
-    OneModel,
     Out,
     Output,
     ReportOptions,
     Workers,
-    check_targets,
+    asked,
+    check_labels,
+    check_values,
     count_option,
     run_of,
-    settings_of,
-    slice_of,
-    space_of,
     takes,
-    targets_of,
     typed_path,
 )
 
@@ -61,17 +59,20 @@ class _Commands(typer.core.TyperGroup):
             ctx.fail(f"No such command {args[0]!r}: choose from {', '.join(self.commands)}.")
         return super().resolve_command(ctx, args)
 
-    def invoke(self, context: Any) -> Any:
+    def main(self, *args: Any, **given: Any) -> Any:
         try:
             try:
-                return super().invoke(context)
-            except typer.Exit:
+                return super().main(*args, **given)
+            except SystemExit as end:
+                cause = end.__context__.__cause__ if end.__context__ else None
+                if isinstance(cause, KeyboardInterrupt):  # typer's answer is 130, without a word
+                    raise cause from None
                 raise
             except Exception:
                 check_stopped()  # a module that was interrupted while it was imported raises anything
                 raise
         except KeyboardInterrupt as stop:
-            raise exits.interrupted(stop) from None
+            sys.exit(exits.interrupted(stop))
 
 
 app = typer.Typer(
@@ -89,23 +90,17 @@ app.add_typer(lab, name="lab")
 
 def main() -> None:
     """The command, with a last word for what nothing else has caught."""
-    stop_on_signals()
     try:
         app()
-    except SystemExit as end:
-        cause = end.__context__.__cause__ if end.__context__ else None
-        if isinstance(cause, KeyboardInterrupt):  # while arguments were read: typer's answer is 130, without a word
-            sys.exit(exits.interrupted(cause).exit_code)
-        raise
-    except GeneratorExit:
+    except (SystemExit, GeneratorExit):
         raise
     except KeyboardInterrupt as stop:
-        sys.exit(exits.interrupted(stop).exit_code)
+        sys.exit(exits.interrupted(stop))
     except BaseException as error:  # a tokenizer written in Rust raises PanicException, which is no Exception
         if os.environ.get(exits.TRACEBACK):
             raise
         typer.echo(f"ln-probe: {exits.last_words(error)}", err=True)
-        sys.exit(exits.SOME_FAILED)
+        sys.exit(SOME_FAILED)
     finally:  # from here on there is nothing left to save
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -119,7 +114,7 @@ def root(
         import ln_probe
 
         typer.echo(f"ln-probe {ln_probe.__version__}")
-        raise typer.Exit(exits.DONE)
+        raise typer.Exit(DONE)
 
 
 @app.command()
@@ -144,38 +139,45 @@ def models(
     )
 
 
-ENGINES = ("local", "ray")
-
-
 @app.command()
-@takes(ReportOptions, Execution, Workers, Out, Output)
-def report(options: ReportOptions, execution: Execution, processes: Workers, into: Out, output: Output) -> None:
+@takes
+def report(
+    *,
+    options: ReportOptions,
+    execution: Execution,
+    workers: Workers = None,
+    out: Out = REPORTS,
+    output: Output,
+) -> None:
     """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Re-run the same command to resume."""
-    out = into.out
-    if execution.engine not in ENGINES:
-        raise refuse(f"--engine must be one of {', '.join(ENGINES)}, got {execution.engine!r}")
-    bound = space_of(execution.disk)
+    from filelock import FileLock
+
+    from ln_probe.batch.downloads import bytes_of
+    from ln_probe.batch.run import WORK_FOLDER, BusyError, Slice, claim, kept, locked
+
+    if execution.engine not in ("local", "ray"):
+        raise refuse(f"--engine must be one of local, ray, got {execution.engine!r}")
+    with refusing(ValueError):
+        bound = None if execution.disk is None else bytes_of(execution.disk)
+        part = None if execution.unit is None else Slice.parse(execution.unit)
     if execution.engine != "ray" and (execution.address is not None or execution.gpus):
         raise refuse("--address and --gpus are about a Ray cluster: add --engine ray, or leave them out")
-    part = slice_of(execution.unit)
     if part is not None and execution.fresh:
         raise refuse("--fresh would delete what other slices have done: delete the folder instead")
     if execution.dry_run:
-        _plan(options, processes, into, output, bound)
-        return
-    settings = settings_of(options)
-    writable(out)
-    targets = targets_of(options, quiet=output.quiet, disk=bound, out=out)
-    check_targets(options, settings, targets)
+        estimate(options, workers, out, output, bound)
+    settings, targets = asked(options, out, bound, quiet=output.quiet)
     if all(t.error for t in targets):
-        nothing_to_do(targets, output.as_json)
+        if output.as_json:
+            print_json(index=None, models=[_row(t, error=t.error, page=None) for t in targets])
+        for target in () if output.as_json else targets:
+            typer.echo(f"{target.label}: failed: {target.error}", err=True)
+        raise typer.Exit(SOME_FAILED)
+    if execution.engine == "ray":
+        from ln_probe.batch.ray_pool import RayError, connect
 
-    check_engine(execution)
-
-    from filelock import FileLock
-
-    from ln_probe.batch.run import WORK_FOLDER, BusyError, claim, locked, others
-
+        with refusing(RayError):  # nothing is written before
+            connect(execution.address, execution.gpus)
     undo = Undo(out, out / WORK_FOLDER)
     with ExitStack() as lock:
         try:
@@ -187,42 +189,76 @@ def report(options: ReportOptions, execution: Execution, processes: Workers, int
             undo(lambda path: part is None or not path.name.startswith(part.lock))
             raise refuse(str(error)) from error
         except (OSError, ValueError) as error:
-            if part is None:
-                undo()
-            else:
-                lock.close()
-                with suppress(BusyError), locked(out):  # else other slices are at work
-                    undo(others(out, part))
+            lock.close()
+            with suppress(BusyError), locked(out):  # else other slices are at work
+                undo(kept(out, part))
             if isinstance(error, ValueError | FileNotFoundError | ConnectionError):
                 raise refuse(str(error)) from error
             raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
-        go(run, claimed, execution, processes.workers, part, output)
+        carry_out(run, claimed, execution, workers, part, output, bound)
 
 
 @app.command("freezing-cost")
-@takes(OneModel, MeasureOptions, Output)
-def freezing_cost(model: OneModel, options: MeasureOptions, output: Output) -> None:
+@takes
+def freezing_cost(
+    *,
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="A name, name@revision, or a path.")],
+    options: MeasureOptions,
+    output: Output,
+) -> None:
     """The first number of a report alone, in a minute: how much freezing scaling raises the loss, with its CI."""
-    from ln_probe.batch.one_number import run
+    import ln_probe
+    from ln_probe.batch.suite import suite
+    from ln_probe.prompt_sources import prompts_named
+    from ln_probe.prompts import make_prompts
+    from ln_probe.settings import read_groups
 
-    run(model, options, output)
+    with refusing(OSError, ValueError):
+        check_values(options)
+        (target,) = suite([name], None, options.revision, allow_pickle=options.allow_pickle)
+        prompts, count = prompts_named(options.prompts, options.max_prompts)
+        check_labels(options.groups, count)
+        groups = None if options.groups is None else read_groups(options.groups)
+    measuring: dict[str, Any] = {"prompts": prompts, "groups": groups}
+    measuring |= {name: getattr(options, name) for name in ("calibration", "loss", "max_tokens", "seed")}
+    loading = {name: getattr(options, name) for name in ("device", "dtype", "allow_pickle")}
+    why = target.error
+    try:
+        if not why:
+            model: Any = ln_probe.load_model(target.name, revision=target.revision, **loading)
+            if options.prompts is None and (most := options.max_prompts) is not None:
+                measuring["prompts"] = make_prompts(model, max_tokens=options.max_tokens, seed=options.seed, most=most)
+            cost = ln_probe.freezing_cost(model, **measuring, progress=not output.quiet)
+    except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        why = exits.why_failed(error)
+    if why:
+        typer.echo(f"{target.label}: failed: {why}", err=True)
+        raise typer.Exit(SOME_FAILED)
+    if output.as_json:
+        print_json(model=target.label, **cost.plain)
+    else:
+        typer.echo(f"{target.label}: {cost}")
 
 
 @app.command()
-@takes(ReportOptions, Workers, Out, Output)
-def plan(options: ReportOptions, processes: Workers, into: Out, output: Output) -> None:
+@takes
+def plan(*, options: ReportOptions, workers: Workers = None, out: Out = REPORTS, output: Output) -> None:
     """The work units of a report and what they are expected to cost; nothing is loaded or written."""
-    _plan(options, processes, into, output)
+    estimate(options, workers, out, output)
 
 
 @app.command()
-@takes(Folder, Workers, Output)
-def merge(slices: Folder, processes: Workers, output: Output) -> None:
+@takes
+def merge(
+    *,
+    folder: Annotated[Path, typer.Argument(parser=typed_path, metavar="DIR", help="The --out of the slices.")],
+    workers: Workers = None,
+    output: Output,
+) -> None:
     """Join the slices made with `report --unit K/N` into reports and an index."""
     from ln_probe.batch.pool import Display, Schedule, remains
     from ln_probe.batch.run import BusyError, locked, reopen
 
-    folder = slices.folder
     with refusing(FileNotFoundError, ValueError):
         run, targets = reopen(folder)
         writable(folder)
@@ -232,9 +268,9 @@ def merge(slices: Folder, processes: Workers, output: Output) -> None:
         missing = {t: f"{_names(units)} missing: run its slice again" for t, units in todo.items() if units}
         for target, why in missing.items():
             display.say(f"{target.label}: {why}")
-        schedule = Schedule({t: () for t in todo if t not in missing})
-        work(run, schedule, display, Execution(), processes.workers)
-        end(run, targets, {**schedule.errors, **missing}, output.as_json, said={*schedule.errors, *missing})
+        schedule = Schedule({t: () for t in todo if t not in missing}, missing)
+        work(run, schedule, display, Execution(), workers)
+        end(run, targets, schedule.errors, output)
 
 
 def _names(units: Sequence[Unit]) -> str:
@@ -242,95 +278,86 @@ def _names(units: Sequence[Unit]) -> str:
     return f"{len(units)} unit{'s' * (len(units) > 1)} ({shown}{', …' * (len(units) > 3)})"
 
 
-def _plan(options: ReportOptions, processes: Workers, into: Out, output: Output, disk: int | None = None) -> None:
+def estimate(
+    options: ReportOptions, workers: int | None, out: Path, output: Output, disk: int | None = None
+) -> NoReturn:
+    """Print what a report is expected to cost, and exit."""
     from ln_probe.batch.cost import cost, cost_table, default_workers, prompt_lengths
 
-    settings = settings_of(options)
-    writable(into.out)
-    targets = targets_of(options, quiet=output.quiet, disk=disk, out=into.out)
-    check_targets(options, settings, targets)
+    settings, targets = asked(options, out, disk, quiet=output.quiet)
     with temporary_folder() as scratch:
         with refusing(FileNotFoundError, ValueError, ConnectionError):
-            run = run_of(options, settings, into.out, scratch)
+            run = run_of(options, settings, out, scratch)
         lengths = prompt_lengths(run.corpus, scratch / run.corpus.name)
-    count = processes.workers or default_workers(run, targets)
-    costs = [(t, None if t.error else cost(run, t, lengths)) for t in targets]
-    there = {t: sum(run.path(t, u).is_file() for u in run.units()) for t in targets if not t.error}
+    count = workers or default_workers(run, targets)
+    costs = {t: None if t.error else cost(run, t, lengths) for t in targets}
+    there = {t: 0 if t.error else sum(run.path(t, u).is_file() for u in run.units()) for t in targets}
     if output.as_json:
         rows = [
-            {
-                "model": t.name,
-                "revision": t.revision,
-                "error": t.error or None,
-                "folder": str(into.out / t.folder),
-                "units_there": there.get(t, 0),
-            }
+            _row(t, error=t.error or None, folder=str(out / t.folder), units_there=there[t])
             | {k: None if v != v else v for k, v in ({} if c is None else asdict(c)).items()}
-            for t, c in costs
+            for t, c in costs.items()
         ]
-        typer.echo(json.dumps({"workers": count, "shards": run.corpus.shards, "models": rows}, indent=1))
+        print_json(workers=count, shards=run.corpus.shards, models=rows)
     else:
         typer.echo(encodable(cost_table(run, costs, there, count)))
     raise typer.Exit(SOME_FAILED if any(t.error for t in targets) else DONE)
 
 
-def go(
+def print_json(**content: Any) -> None:
+    typer.echo(json.dumps(content, indent=1))
+
+
+def _row(target: Target, **more: Any) -> dict[str, Any]:
+    return {"model": target.name, "revision": target.revision, **more}
+
+
+def carry_out(
     run: Run,
     claimed: Claimed,
     execution: Execution,
     workers: int | None,
     part: Slice | None,
     output: Output,
+    disk: int | None,
 ) -> None:
     """Do what is missing of a run, or of a slice of it, and exit."""
     from ln_probe.batch.downloads import Downloads, folder_of
     from ln_probe.batch.pool import Display, Schedule, calibrated_deviations, remains
 
     targets = claimed.targets
+    failed = {t: t.error for t in targets if t.error}
     display = Display(quiet=output.quiet)
     with display:
         for target in claimed.removed:
             display.say(f"{target.label}: its report, made in another way, was removed (--fresh)")
-        for target in targets:
-            if target.error:
-                display.say(f"{target.label}: failed: {target.error}")
+        for target, why in failed.items():
+            display.say(f"{target.label}: failed: {why}")
         todo = remains(run, targets, display, fresh=execution.fresh, part=part)
-        schedule = Schedule(todo, reports=part is None)
+        schedule = Schedule(todo, failed, reports=part is None)
         downloads = None
-        if (bound := space_of(execution.disk)) is not None:
+        if disk is not None:
             run = replace(run, downloads=folder_of(run, part))
-            downloads = Downloads(folder_of(run, part), bound, todo, allow_pickle=run.allow_pickle)
+            downloads = Downloads(folder_of(run, part), disk, todo, allow_pickle=run.allow_pickle)
         work(run, schedule, display, execution, workers, downloads)
     if part is None:
-        heard = {*schedule.errors, *(t for t in targets if t.error)}
-        end(run, targets, schedule.errors, output.as_json, claimed.earlier, heard)
-        return
-    failed = {**schedule.errors, **{t: t.error for t in targets if t.error}}
-    done = sum(len(units) for t, units in todo.items() if t not in failed)
-    deviations = {t: whys for t in todo if t not in failed and (whys := calibrated_deviations(run, t))}
+        end(run, targets, schedule.errors, output, claimed.earlier)
+    failed = schedule.errors
+    done = {t: len(units) for t, units in todo.items() if t not in failed}
+    deviations = {t: whys for t in done if (whys := calibrated_deviations(run, t))}
     if output.as_json:
-        about = {
-            "slice": asdict(part),
-            "units": done,
-            "failed": _plain(failed),
-            "deviations": _plain(deviations, "deviations"),
-        }
-        typer.echo(json.dumps(about, indent=1))
+        print_json(
+            slice=asdict(part),
+            units=sum(done.values()),
+            failed=[_row(t, error=why) for t, why in failed.items()],
+            deviations=[_row(t, deviations=whys) for t, whys in deviations.items()],
+        )
     else:
-        _say_deviations(deviations)
+        lines = [f"{t.label}: not all as asked: {why}" for t, whys in deviations.items() for why in whys]
         more = f", {len(failed)} models failed" if failed else ""
-        typer.echo(f"slice {part.number}/{part.count}: {done} units done{more}", err=True)
+        lines.append(f"slice {part.number}/{part.count}: {sum(done.values())} units done{more}")
+        typer.echo("\n".join(lines), err=True)
     raise typer.Exit(SOME_FAILED if failed or deviations else DONE)
-
-
-def _plain(found: Mapping[Target, str] | Mapping[Target, Sequence[str]], what: str = "error") -> list[dict[str, Any]]:
-    return [{"model": t.name, "revision": t.revision, what: value} for t, value in found.items()]
-
-
-def _say_deviations(deviations: Mapping[Target, Sequence[str]]) -> None:
-    for target, whys in deviations.items():
-        for why in whys:
-            typer.echo(f"{target.label}: not all as asked: {why}", err=True)
 
 
 def work(
@@ -353,21 +380,8 @@ def work(
         opened.callback(engine.close)
         display.workers = engine.workers
         display.stages = lambda: [*engine.stages(), *([] if downloads is None else [downloads.stage()])]
-        try:
+        with refusing(StoppedError, status=SOME_FAILED):
             drive(engine, schedule, display, downloads)
-        except StoppedError as error:
-            typer.echo(f"ln-probe: {error}", err=True)
-            raise typer.Exit(SOME_FAILED) from error
-
-
-def check_engine(execution: Execution) -> None:
-    """Exit if the engine that is asked for cannot be had; nothing is written before."""
-    if execution.engine != "ray":
-        return
-    from ln_probe.batch.ray_pool import RayError, connect
-
-    with refusing(RayError):
-        connect(execution.address, execution.gpus)
 
 
 def _engine(run: Run, schedule: Schedule, execution: Execution, workers: int | None) -> Engine:
@@ -388,65 +402,40 @@ def _engine(run: Run, schedule: Schedule, execution: Execution, workers: int | N
 
 
 def end(
-    run: Run,
-    targets: Sequence[Target],
-    errors: Mapping[Target, str],
-    as_json: bool,
-    earlier: Sequence[Target] = (),
-    said: Collection[Target] = (),
-) -> None:
+    run: Run, targets: Sequence[Target], errors: Mapping[Target, str], output: Output, earlier: Sequence[Target] = ()
+) -> NoReturn:
     """Write the index, say what was done, and exit.
 
     Args:
         targets: of this command; earlier: of earlier ones, which are listed and decide nothing.
-        errors: why checkpoints failed; said: those whose failure has been said already.
+        errors: why checkpoints failed, as far as that has been said already.
     """
     from ln_probe.batch.pool import write_index
     from ln_probe.batch.results import StorageError
 
-    try:
+    with refusing(StorageError, status=SOME_FAILED):
         ended = write_index(run, targets, errors, earlier)
-    except StorageError as error:
-        typer.echo(f"ln-probe: {error}", err=True)
-        raise typer.Exit(SOME_FAILED) from error
-    index = run.out / "index.html"
-    if as_json:
+    index, mine = run.out / "index.html", ended[len(earlier) :]
+    if output.as_json:
         models = [
-            {
-                "model": t.name,
-                "revision": t.revision,
-                "error": ended.failed.get(t),
-                "page": None if t in ended.failed else str(run.out / t.folder / "report.html"),
-                "failed_probes": list(ended.probes.get(t, ())),
-                "deviations": list(ended.deviations.get(t, ())),
-            }
-            for t in (*earlier, *targets)
+            _row(
+                e.target,
+                error=e.error or None,
+                page=None if e.error else str(run.out / e.target.folder / "report.html"),
+                failed_probes=e.probes,
+                deviations=e.deviations,
+            )
+            for e in ended
         ]
-        typer.echo(json.dumps({"index": str(index), "models": models}, indent=1))
-    failures = {t: ended.failed[t] for t in targets if t in ended.failed}
-    probes = {t: ended.probes[t] for t in targets if t in ended.probes}
-    deviations = {t: ended.deviations[t] for t in targets if t in ended.deviations}
-    if not as_json:
-        for target, why in failures.items():
-            if target not in said:
-                typer.echo(f"{target.label}: failed: {why}", err=True)
-        for target, whys in probes.items():
-            for why in whys:
-                typer.echo(f"{target.label}: {why}", err=True)
-        _say_deviations(deviations)
+        print_json(index=str(index), models=models)
+    else:
+        lines = [f"{e.target.label}: failed: {e.error}" for e in mine if e.error and e.target not in errors]
+        lines += [f"{e.target.label}: {why}" for e in mine for why in e.probes]
+        lines += [f"{e.target.label}: not all as asked: {why}" for e in mine for why in e.deviations]
         more = f"; {len(earlier)} of earlier commands next to them" if earlier else ""
-        typer.echo(f"{index}: {len(targets) - len(failures)} of {len(targets)} models{more}", err=True)
-    raise typer.Exit(SOME_FAILED if failures or probes or deviations else DONE)
-
-
-def nothing_to_do(targets: Sequence[Target], as_json: bool) -> None:
-    """No model can be found: say so, write nothing, and exit."""
-    if as_json:
-        models = [{"model": t.name, "revision": t.revision, "error": t.error, "page": None} for t in targets]
-        typer.echo(json.dumps({"index": None, "models": models}, indent=1))
-    for target in () if as_json else targets:
-        typer.echo(f"{target.label}: failed: {target.error}", err=True)
-    raise typer.Exit(SOME_FAILED)
+        lines.append(f"{index}: {sum(not e.error for e in mine)} of {len(mine)} models{more}")
+        typer.echo("\n".join(lines), err=True)
+    raise typer.Exit(SOME_FAILED if any(e.error or e.probes or e.deviations for e in mine) else DONE)
 
 
 @app.command()
@@ -512,7 +501,7 @@ def lab_run(
         known = experiments.find(name)
         device_named(device)
     folder = out or Path("lab-runs") / name
-    exits.writable(folder)
+    writable(folder)
     request = experiments.Request(
         out=folder,
         seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))),
@@ -539,7 +528,7 @@ def lab_run(
 
     page = write_lab_page(folder)
     typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} next to it", err=True)
-    raise typer.Exit(exits.SOME_FAILED if results.diverged else exits.DONE)
+    raise typer.Exit(SOME_FAILED if results.diverged else DONE)
 
 
 @lab.command("compile")
@@ -556,23 +545,22 @@ def lab_compile(
 ) -> None:
     """Compile a C-RASP program to a transformer's weights; what does not fit is named with line and column."""
     from ln_probe.analyses.files import read_text
-    from ln_probe.batch.options import LARGEST
 
     with refusing(ImportError):
         from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
         from ln_probe.analyses.lab.crasp.crasp_compiler import compile_program, save_compiled
 
     if construction not in (known := ("scaling", "clip", "rounding")):
-        raise exits.refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
-    exits.writable(out)
+        raise refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
+    writable(out)
     try:
         source = read_text(program, LARGEST, "utf-8-sig")  # editors on Windows write a byte order mark
         made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
         save_compiled(made, out)
     except (CRaspError, FileNotFoundError) as error:
-        raise exits.refuse(f"{program}: {getattr(error, 'strerror', None) or error}") from error
+        raise refuse(f"{program}: {getattr(error, 'strerror', None) or error}") from error
     except (OSError, ValueError) as error:  # these say themselves what they are about
-        raise exits.refuse(str(error)) from error
+        raise refuse(str(error)) from error
     grid = made.precision
     typer.echo(
         f"{encodable(str(out))}: depth {made.depth}, {made.layers} layers ({made.attending} attend), "

@@ -80,7 +80,7 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
     lengths = [min(length, limit) for length in prompts]
     tokens = float(sum(lengths))
     about = _measured_shape(run, target, lengths)
-    parameters = _parameters(target) or math.nan
+    parameters = _parameters(target)
     pass_of_token = parameters / _MULTIPLICATIONS[run.dtype or _DTYPE]
     pass_of_prompt = _BLOCK_SECONDS * about.layers
     found, seconds = [], 0.0
@@ -88,7 +88,7 @@ def cost(run: Run, target: Target, prompts: Sequence[float]) -> Cost:
         taken = tuple(lengths[: probe.prompts] if default else lengths)
         found.append(probe.cost(replace(about, lengths=taken)))
         seconds += found[-1].seconds + found[-1].passes * (sum(taken) * pass_of_token + len(taken) * pass_of_prompt)
-    watched = sum(p.watches for p in run.probes) > 0
+    watched = any(p.watches for p in run.probes)
     seconds += watched * (tokens * pass_of_token + len(lengths) * pass_of_prompt)
     width = 1.0 if math.isnan(about.width) else about.width / 768
     serial = _START_SECONDS + parameters / _LOADED + _CALIBRATING * tokens * pass_of_token
@@ -124,7 +124,7 @@ def _memory(run: Run, target: Target) -> float:
     shape = shape_of(target)
     words = shape.get("vocabulary", 0.0)
     # TransformerLens has a separate unembedding where the file has one matrix for both ends.
-    weights = ((_parameters(target) or math.nan) + words * shape.get("width", 0.0)) * item
+    weights = (_parameters(target) + words * shape.get("width", 0.0)) * item
     about = _measured_shape(run, target, ())
     most = max((p.cost(about).memory_bytes for p in chosen(run.settings.probes)), default=0.0)
     measuring = _MEASURING_BYTES + 8.0 * TOKENS_AT_ONCE * words
@@ -174,13 +174,13 @@ def shape_of(target: Target) -> dict[str, float]:
 
 
 def _parameters(target: Target) -> float:
-    """How many numbers the weights are; 0 if that is not known."""
+    """How many numbers the weights are."""
     if target.parameters:
         return float(target.parameters)
     about = hub_info(target)
     config = about.config.get("text_config") or about.config
-    stored = str(config.get("dtype") or config.get("torch_dtype") or _DTYPE) if isinstance(config, dict) else _DTYPE
-    return about.weight_bytes / _ITEM_BYTES.get(stored, _ITEM_BYTES[_DTYPE])
+    stored = str(config.get("dtype") or config.get("torch_dtype")) if isinstance(config, dict) else _DTYPE
+    return about.weight_bytes / _ITEM_BYTES.get(stored, _ITEM_BYTES[_DTYPE]) or math.nan
 
 
 def default_workers(run: Run, targets: Sequence[Target]) -> int:
@@ -203,20 +203,21 @@ def _room(group: Path = Path("/sys/fs/cgroup")) -> float:
     return min(found)
 
 
-def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Mapping[Target, int], workers: int) -> str:
+def cost_table(run: Run, costs: Mapping[Target, Cost | None], there: Mapping[Target, int], workers: int) -> str:
     """A line per checkpoint, and the sum; a question mark where a model would have to be loaded."""
-    known = [(t, c) for t, c in costs if c is not None]
+    found = [c for c in costs.values() if c is not None]
     rows = {
         t: (
             t.label,
             str(c.units),
-            str(there.get(t, 0)),
+            str(there[t]),
             number(c.tokens),
             duration(c.seconds),
             size(c.memory_bytes),
             size(c.disk_bytes),
         )
-        for t, c in known
+        for t, c in costs.items()
+        if c is not None
     }
     head = ("checkpoint", "units", "done", "tokens", "core time", "memory", "disk")
     widths = [max(map(len, column)) for column in zip(head, *rows.values(), strict=True)]
@@ -225,8 +226,7 @@ def cost_table(run: Run, costs: Sequence[tuple[Target, Cost | None]], there: Map
         return "  ".join([label.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))])
 
     lines = [line(*head)]
-    lines += [f"{t.label}  failed: {t.error}" if c is None else line(*rows[t]) for t, c in costs]
-    found = [c for _, c in known]
+    lines += [line(*rows[t]) if t in rows else f"{t.label}  failed: {t.error}" for t in costs]
     units, each, shards = sum(c.units for c in found), run.corpus.per_shard, run.corpus.shards
     lines.append(
         f"{units} units, {shards} shard{'s' * (shards != 1)} of {each} prompt{'s' * (each != 1)}: "

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from ln_probe.analyses.files import temporary_folder
 from ln_probe.analyses.processes import starting_workers
 from ln_probe.analyses.text import quoted
 from ln_probe.batch.cost import size
-from ln_probe.batch.suite import Target, hub_info, is_on_hub
+from ln_probe.batch.suite import SuiteError, Target, hub_info, is_on_hub
 from ln_probe.loading.hub import fetch_ahead
 
 if TYPE_CHECKING:
@@ -30,19 +31,15 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-class SpaceError(ValueError):
-    """The bound, or the disk, has no room for a checkpoint."""
-
-
 def bytes_of(text: str) -> int:
     """Bytes of 500MB, 1.5 GB or 2T (multiples of 1024, as `plan` shows them).
 
     Raises:
-        SpaceError: something else.
+        ValueError: something else.
     """
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)i?b?", text.strip().lower())
     if found is None:
-        raise SpaceError(f"--disk takes a size such as 500MB or 2GB, got {quoted(text)}")
+        raise ValueError(f"--disk takes a size such as 500MB or 2GB, got {quoted(text)}")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -50,14 +47,15 @@ def within(targets: Sequence[Target], bound: int, out: Path) -> list[Target]:
     """The checkpoints, those whose size the hub does not tell as failed.
 
     Raises:
-        SpaceError: a checkpoint does not fit into the bound, or onto the disk; says how much is needed.
+        SuiteError: a checkpoint does not fit into the bound, or onto the disk; says how much is needed.
     """
     there = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    fetched = sum(path.lstat().st_size for path in out.glob(".ln_probe/hub*/models--*/blobs/*"))  # by earlier commands
     largest = sorted(targets, key=lambda target: -hub_info(target).download_bytes)[:2]
     most = [hub_info(target).download_bytes for target in largest]
-    if most and most[0] > min(bound, free := shutil.disk_usage(there).free + bytes_in(out)):
+    if most and most[0] > min(bound, free := shutil.disk_usage(there).free + fetched):
         room = f"--disk {size(bound)}" if bound < free else f"the disk of {out} ({size(free)} free)"
-        raise SpaceError(
+        raise SuiteError(
             f"{room} has no room for {largest[0].label}, whose files take {size(most[0])}: at least {size(most[0])} "
             f"are needed, and {size(sum(most))} to fetch the next checkpoint while one is measured"
         )
@@ -72,12 +70,6 @@ def folder_of(run: Run, part: Slice | None) -> Path:
     return run.work / ("hub" if part is None else f"hub-{part.number}-of-{part.count}")
 
 
-def bytes_in(out: Path) -> int:
-    """What earlier commands have downloaded for the reports in a folder."""
-    found = (path.lstat() for path in out.glob(".ln_probe/hub*/models--*/blobs/*"))
-    return sum(status.st_size for status in found)
-
-
 class Downloads:
     """Fetches the checkpoints of `todo` ahead of the workers, in a separate process, into `bound` bytes of a folder."""
 
@@ -85,19 +77,19 @@ class Downloads:
         self, folder: Path, bound: int, todo: Mapping[Target, Sequence[Unit]], *, allow_pickle: bool = False
     ) -> None:
         self.folder, self.bound, self.allow_pickle = folder, bound, allow_pickle
-        self._waiting = {t: hub_info(t).download_bytes for t, units in todo.items() if units}
-        self._waiting = {t: held for t, held in self._waiting.items() if held}
+        # In the order in which they will be needed.
+        self._waiting = {t: held for t, units in todo.items() if units and (held := hub_info(t).download_bytes)}
         self._held: dict[Target, int] = {}  # being fetched, or here
         self._fetching: tuple[Target, multiprocessing.process.BaseProcess] | None = None
         self._open = ExitStack()
         self._sign = self._open.enter_context(temporary_folder()) / "fetching"
-        fit, total = list[Target](), 0
-        for target, each in self._waiting.items():  # in the order in which they will be needed
-            if (total := total + each) > bound:
-                break
-            fit.append(target)
-        self._delete_all_but(fit)
-        self._delete_parts()
+        totals = zip(self._waiting, accumulate(self._waiting.values()), strict=True)
+        self._delete_all_but([target for target, total in totals if total <= bound])
+        # Files that belong to no revision are of downloads that were interrupted.
+        linked = {path.resolve() for path in folder.glob("models--*/snapshots/*/*")}
+        for path in folder.glob("models--*/blobs/*"):
+            if path.resolve() not in linked:
+                path.unlink()
 
     @property
     def awaited(self) -> Collection[Target]:
@@ -126,7 +118,17 @@ class Downloads:
             if sum(self._held.values()) + held <= self.bound:
                 del self._waiting[target]
                 self._held[target] = held
-                self._fetch(target)
+                given = (
+                    target.identity.rpartition("@")[0],
+                    target.revision,
+                    self.allow_pickle,
+                    self.folder,
+                    self._sign,
+                )
+                process = multiprocessing.get_context("spawn").Process(target=fetch_ahead, args=given, daemon=True)
+                with starting_workers():
+                    process.start()
+                self._fetching = target, process
 
     def wait(self, seconds: float) -> None:
         """Until the checkpoint is here that is being fetched."""
@@ -142,14 +144,6 @@ class Downloads:
         if not self._held and not self._waiting:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _fetch(self, target: Target) -> None:
-        repository = target.identity.rpartition("@")[0]
-        given = (repository, target.revision, self.allow_pickle, self.folder, self._sign)
-        process = multiprocessing.get_context("spawn").Process(target=fetch_ahead, args=given, daemon=True)
-        with starting_workers():
-            process.start()
-        self._fetching = target, process
-
     def _delete_all_but(self, targets: Iterable[Target]) -> None:
         from huggingface_hub import scan_cache_dir
 
@@ -158,10 +152,3 @@ class Downloads:
         kept, found = {t.identity.rpartition("@")[2] for t in targets}, scan_cache_dir(self.folder)
         there = {revision.commit_hash for repository in found.repos for revision in repository.revisions}
         found.delete_revisions(*(there - kept)).execute()
-
-    def _delete_parts(self) -> None:
-        """Delete files that belong to no revision: of downloads that were interrupted."""
-        linked = {path.resolve() for path in self.folder.glob("models--*/snapshots/*/*")}
-        for path in self.folder.glob("models--*/blobs/*"):
-            if path.resolve() not in linked:
-                path.unlink()

@@ -30,26 +30,26 @@ _NO_MEMORY = (
 )
 
 
-def refuse(message: str) -> typer.Exit:
-    """To be raised: says what is wrong with a command, which ends with BAD_ARGUMENTS."""
+def refuse(message: str, status: int = BAD_ARGUMENTS) -> typer.Exit:
+    """To be raised: says what is wrong with a command, which ends with this status."""
     short = re.sub(r"\S{1000,}", lambda word: shortened(word[0]), message)
     typer.echo(f"ln-probe: {short}", err=True)
-    return typer.Exit(BAD_ARGUMENTS)
+    return typer.Exit(status)
 
 
 @contextmanager
-def refusing(*errors: type[Exception]) -> Iterator[None]:
-    """Errors of these classes end the command with their message and BAD_ARGUMENTS."""
+def refusing(*errors: type[Exception], status: int = BAD_ARGUMENTS) -> Iterator[None]:
+    """Errors of these classes end the command with their message and this status."""
     try:
         yield
     except errors as error:
-        raise refuse(str(error)) from error
+        raise refuse(str(error), status) from error
 
 
-def interrupted(stop: BaseException) -> typer.Exit:
-    """To be raised after Ctrl-C or SIGTERM: says how to resume."""
+def interrupted(stop: BaseException) -> int:
+    """The status after Ctrl-C or SIGTERM; says how to resume."""
     typer.echo(f"ln-probe: {Stopped.message}", err=True)
-    return typer.Exit(getattr(stop, "status", 130))
+    return int(getattr(stop, "status", 130))
 
 
 def last_words(error: BaseException) -> str:

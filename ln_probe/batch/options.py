@@ -1,4 +1,4 @@
-"""The options of `report`, `plan` and `merge`: declared once, read from a file, checked, and made into a run."""
+"""The options of commands: declared once, read from a file, checked, and made into a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -19,16 +19,14 @@ from ln_probe.analyses.arguments import LARGEST_SEED
 from ln_probe.analyses.files import FileError, read_text, sha256_of_file
 from ln_probe.analyses.probes.registry import listing
 from ln_probe.analyses.text import counted, quoted, whole_number
-from ln_probe.batch.exits import refuse, refusing
-
-if TYPE_CHECKING:
-    from ln_probe.batch.run import Run, Slice
-    from ln_probe.batch.suite import Target
-    from ln_probe.settings import Settings
-
+from ln_probe.batch.exits import refuse, refusing, writable
 
 if TYPE_CHECKING:
     from typer import Context
+
+    from ln_probe.batch.run import Run
+    from ln_probe.batch.suite import Target
+    from ln_probe.settings import Settings
 else:  # what is handed to a callback is of the class below the one that typer exports
     Context = typer.Context.__base__
 
@@ -225,13 +223,6 @@ class ReportOptions(MeasureOptions):
 
 
 @dataclass(frozen=True)
-class OneModel:
-    """One model."""
-
-    name: Annotated[str, typer.Argument(metavar="MODEL", help="A name, name@revision, or a path.")]
-
-
-@dataclass(frozen=True)
 class Execution:
     """Where the work is done, and how much of it; the tables do not depend on these options."""
 
@@ -252,34 +243,16 @@ class Execution:
     ] = None
 
 
-@dataclass(frozen=True)
-class Workers:
-    """How many processes."""
-
-    workers: Annotated[
-        int | None,
-        count_option(
-            WORK,
-            least=0,
-            help="Processes, a checkpoint and a thread each; 0: this one. Default: what processors and memory allow.",
-        ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class Out:
-    """Where reports go."""
-
-    out: Annotated[Path, _of(OUTPUT, parser=typed_path, metavar="PATH", help="Folder for the reports.")] = Path(
-        "reports"
-    )
-
-
-@dataclass(frozen=True)
-class Folder:
-    """Where slices of reports lie."""
-
-    folder: Annotated[Path, typer.Argument(parser=typed_path, metavar="DIR", help="The --out of the slices.")]
+Workers = Annotated[
+    int | None,
+    count_option(
+        WORK,
+        least=0,
+        help="Processes, a checkpoint and a thread each; 0: this one. Default: what processors and memory allow.",
+    ),
+]
+Out = Annotated[Path, _of(OUTPUT, parser=typed_path, metavar="PATH", help="Folder for the reports.")]
+REPORTS = Path("reports")
 
 
 @dataclass(frozen=True)
@@ -290,34 +263,27 @@ class Output:
     quiet: Annotated[bool, _of(OUTPUT, "--quiet", help="No progress display.")] = False
 
 
-def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The command line's face of a function: an option for every field of `groups`, an object of each to the function.
+def takes(run: Callable[..., None]) -> Callable[..., None]:
+    """The command line's face of a function: for a parameter that is a dataclass, an option for each of its fields.
 
-    Typer reads options off a function's signature, which is put together here of the fields.
+    Typer reads options off a function's signature.
     """
+    hints = get_type_hints(run, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    options = []
+    for name, parameter in inspect.signature(run).parameters.items():
+        of_group = inspect.signature(groups[name], eval_str=True) if name in groups else None
+        inside = of_group.parameters.values() if of_group else [parameter.replace(annotation=hints[name])]
+        options += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in inside]
 
-    def of(run: Callable[..., None]) -> Callable[..., None]:
-        options = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=hints[field.name],
-            )
-            for group in groups
-            for hints in [get_type_hints(group, include_extras=True)]
-            for field in fields(group)
-        ]
+    def command(**given: Any) -> None:
+        made = {name: group(**{f.name: given.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        run(**made, **given)
 
-        def command(**given: Any) -> None:
-            run(*(group(**{field.name: given[field.name] for field in fields(group)}) for group in groups))
-
-        command.__name__, command.__doc__ = run.__name__, run.__doc__
-        command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        command.__annotations__ = {option.name: option.annotation for option in options}
-        return command
-
-    return of
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in options}
+    return command
 
 
 # Layers and heads that can be asked for by number; the deepest and widest language models have some hundreds.
@@ -344,19 +310,21 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def space_of(disk: str | None) -> int | None:
-    """The bytes that downloads may take; exits where the text is no size."""
-    from ln_probe.batch.downloads import SpaceError, bytes_of
+def asked(options: ReportOptions, out: Path, disk: int | None, *, quiet: bool) -> tuple[Settings, list[Target]]:
+    """What is measured and of which checkpoints; exits where that makes no sense, or `out` cannot be written to."""
+    settings = settings_of(options)
+    writable(out)
+    targets = _targets(options, out, disk, quiet=quiet)
+    for target in targets:
+        _check_target(options, settings, target)
+    return settings, targets
 
-    with refusing(SpaceError):
-        return None if disk is None else bytes_of(disk)
 
-
-def targets_of(options: ReportOptions, *, quiet: bool, disk: int | None, out: Path) -> list[Target]:
+def _targets(options: ReportOptions, out: Path, disk: int | None, *, quiet: bool) -> list[Target]:
     """The checkpoints asked for; exits where the list makes no sense, or `disk` bytes have no room for one of them."""
     import ln_probe
     from ln_probe.analyses.progress import ProgressLine
-    from ln_probe.batch.downloads import SpaceError, within
+    from ln_probe.batch.downloads import within
     from ln_probe.batch.suite import SuiteError, listed, suite
 
     names = tuple(options.model or ())
@@ -368,7 +336,7 @@ def targets_of(options: ReportOptions, *, quiet: bool, disk: int | None, out: Pa
         raise refuse("no model given, and this installation has no bundled checkpoints")
     if not quiet:
         typer.echo(f"looking for {', '.join(names[:4])}{', …' * (len(names) > 4)}", err=True)
-    with refusing(SuiteError, SpaceError), ProgressLine(quiet=quiet):
+    with refusing(SuiteError), ProgressLine(quiet=quiet):
         found = suite(names, options.checkpoints, options.revision, allow_pickle=options.allow_pickle)
         return found if disk is None else within(found, disk, out)
 
@@ -460,35 +428,25 @@ def settings_of(options: ReportOptions) -> Settings:
         )
 
 
-def check_targets(options: ReportOptions, settings: Settings, targets: Sequence[Target]) -> None:
+def _check_target(options: ReportOptions, settings: Settings, target: Target) -> None:
     """Exit if a model lacks a layer or a head that is asked for, as far as its configuration says how many it has, or
     if it is a compiled program that is another function in the format asked for."""
     from ln_probe.batch.cost import shape_of
-
-    if options.dtype is not None:
-        for target in targets:
-            _check_format(options.dtype, target)
-    for what, wanted in (("layer", settings.layers), ("head", settings.heads)):
-        for target in targets if wanted else ():
-            count = shape_of(target).get(f"{what}s")
-            wrong = [number for number in wanted or () if count is not None and number >= count]
-            if wrong:
-                raise refuse(f"no {what} {wrong[0]}: {target.label} has {what}s 0 … {int(count or 0) - 1}")
-
-
-def _check_format(dtype: str, target: Target) -> None:
-    from ln_probe.analyses.lab.run_folder import arithmetic_of
     from ln_probe.models import dtype_named, kind_of, other_function
 
     path = Path(target.name).expanduser()
-    if target.error or kind_of(target.name, path) != "lab":
-        return
-    try:
-        own = arithmetic_of(path)
-    except (OSError, ValueError):  # loading it will raise the same
-        return
-    if own.bound and own.dtype != dtype_named(dtype):
-        raise refuse(other_function(target.name, own.dtype, dtype_named(dtype)))
+    if options.dtype is not None and not target.error and kind_of(target.name, path) == "lab":
+        from ln_probe.analyses.lab.run_folder import arithmetic_of
+
+        asked_for = dtype_named(options.dtype)
+        with suppress(OSError, ValueError):  # loading it will raise the same
+            own = arithmetic_of(path)
+            if own.bound and own.dtype != asked_for:
+                raise refuse(other_function(target.name, own.dtype, asked_for))
+    for what, wanted in (("layer", settings.layers), ("head", settings.heads)):
+        count = shape_of(target).get(f"{what}s", math.inf) if wanted else math.inf
+        if wrong := [number for number in wanted or () if number >= count]:
+            raise refuse(f"no {what} {wrong[0]}: {target.label} has {what}s 0 … {count - 1:.0f}")
 
 
 def run_of(options: ReportOptions, settings: Settings, out: Path, corpus: Path) -> Run:
@@ -500,11 +458,3 @@ def run_of(options: ReportOptions, settings: Settings, out: Path, corpus: Path) 
     check_labels(options.groups, None if options.prompts in (None, "sampled") else sharded.count)
     command = shlex.join(["ln-probe", *sys.argv[1:]])
     return Run(out, settings, sharded, options.dtype, options.device, options.allow_pickle, options.strict, command)
-
-
-def slice_of(text: str | None) -> Slice | None:
-    """The slice K/N."""
-    from ln_probe.batch.run import Slice
-
-    with refusing(ValueError):
-        return None if text is None else Slice.parse(text)

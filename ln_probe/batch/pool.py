@@ -7,13 +7,14 @@ import multiprocessing.process
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 from ln_probe.analyses import progress
 from ln_probe.analyses.files import remove_listed, temporary_folder, write_text
@@ -33,9 +34,9 @@ from ln_probe.batch.run import (
     awaited,
     is_done,
     remove_partial,
-    slice_of,
 )
 from ln_probe.batch.suite import Target
+from ln_probe.report import Report, load_report
 
 # How often a unit may take its worker with it (killed, out of memory) before its checkpoint counts as failed: a
 # machine that is taken away twice is bad luck, three times is the unit's doing.
@@ -89,10 +90,15 @@ class _Work:
 
 
 class Schedule:
-    """The units of a run that are left to do, of every checkpoint, and (but for a slice) the reports."""
+    """The units of a run that are left to do, of every checkpoint, and (but for a slice) the reports.
 
-    def __init__(self, todo: Mapping[Target, Iterable[Unit]], *, reports: bool = True) -> None:
-        last = [Unit(REPORT)] * reports
+    `failed`: the checkpoints that failed before, and why.
+    """
+
+    def __init__(
+        self, todo: Mapping[Target, Iterable[Unit]], failed: Mapping[Target, str] | None = None, *, reports: bool = True
+    ) -> None:
+        last, self._failed = [Unit(REPORT)] * reports, failed or {}
         self._of = {target: _Work(target, dict.fromkeys([*units, *last])) for target, units in todo.items()}
         self._open = {target: work for target, work in self._of.items() if work.waiting}  # neither finished nor failed
         self._held: dict[int, _Work] = {}
@@ -124,7 +130,7 @@ class Schedule:
     @property
     def errors(self) -> dict[Target, str]:
         """The checkpoints that failed, and why."""
-        return {t: w.error for t, w in self._of.items() if w.error}
+        return {**{t: w.error for t, w in self._of.items() if w.error}, **self._failed}
 
     def next(self, worker: int) -> tuple[Target, Unit] | None:
         """What this worker does next; None if there is nothing for it now."""
@@ -156,29 +162,33 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 THREADS = 1  # of torch and BLAS in every worker: with it the bytes of a result are the same on any number of workers
 
 
-@runtime_checkable
-class Engine(Protocol):
+class Engine(ABC):
     """Workers that do one unit at a time each."""
 
     workers: int
 
-    def stages(self) -> list[progress.Progress]:
+    def stages(self) -> list[Progress]:
         """What the busy workers are doing, as far as that is known."""
+        return [progress.now()]
 
     def available(self) -> set[int]:
         """The workers that there are now; machines come and go."""
+        return set(range(self.workers))
 
+    @abstractmethod
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
         """Give an idle worker something to do."""
 
+    @abstractmethod
     def wait(self, seconds: float) -> list[tuple[int, Outcome]]:
         """Outcomes that arrived since the last call, by worker; empty if none did within `seconds`."""
 
+    @abstractmethod
     def close(self) -> None:
         """End all workers, also those at work."""
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """A process per worker. One that is killed is replaced; all of them end when this process does.
 
     `processors`: that the geometry of each may use; its results do not depend on them.
@@ -192,11 +202,8 @@ class LocalEngine:
         self._open = ExitStack()
         self._signs = self._open.enter_context(temporary_folder())
 
-    def stages(self) -> list[progress.Progress]:
+    def stages(self) -> list[Progress]:
         return [progress.read(self._signs / str(worker)) for worker in sorted(self._running.values())]
-
-    def available(self) -> set[int]:
-        return set(range(self.workers))
 
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
         if worker not in self._processes:
@@ -239,7 +246,7 @@ class LocalEngine:
         self._open.close()
 
 
-class InProcess:
+class InProcess(Engine):
     """No worker processes: units are done here, one after another (for debugging, and for tests)."""
 
     workers = 1
@@ -252,12 +259,6 @@ class InProcess:
         self._threads = torch.get_num_threads()
         self._worker = Worker(run)
         self._next: tuple[Target, Unit] | None = None
-
-    def stages(self) -> list[progress.Progress]:
-        return [progress.now()]
-
-    def available(self) -> set[int]:
-        return {0}
 
     def submit(self, worker: int, target: Target, unit: Unit) -> None:
         self._next = target, unit
@@ -387,12 +388,12 @@ def remains(
     """The work that remains: checkpoints without a report, with the units whose results are not there, or damaged."""
     if part is None:
         remove_partial(run, targets)
-    chosen = None if part is None else slice_of(run, targets, part.number, part.count)
+        chosen = {target: list(run.units()) for target in targets if not target.error}
+    else:
+        chosen = part.units(run, targets)
     todo: dict[Target, list[Unit]] = {}
-    for target in targets:
-        if target.error or (chosen is not None and target not in chosen):
-            continue
-        if fresh and part is None:
+    for target, units in chosen.items():
+        if fresh:
             remove_listed(run.folder(target), run.unit_files())
         elif part is None:
             done, why = is_done(run, target)
@@ -402,9 +403,7 @@ def remains(
             if why:
                 display.say(f"{target.label}: {why}; doing it again")
         todo[target] = []
-        for unit in run.units():
-            if chosen is not None and unit not in chosen[target]:
-                continue
+        for unit in units:
             path = run.path(target, unit)
             try:
                 Stored(path, run.unit_key(target, unit))
@@ -457,8 +456,6 @@ def drive(engine: Engine, schedule: Schedule, display: Display, downloads: Downl
 
 def calibrated_deviations(run: Run, target: Target) -> tuple[str, ...]:
     """How a checkpoint's measurement differs from what was asked for, before its report is made."""
-    from ln_probe.report import Report
-
     unit = Unit(CALIBRATION)
     try:
         info = Stored(run.path(target, unit), run.unit_key(target, unit)).info
@@ -469,56 +466,53 @@ def calibrated_deviations(run: Run, target: Target) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
+    """How a run ended for one checkpoint.
 
     Attributes:
-        failed: why checkpoints have no report.
-        probes: which probes failed in the reports that there are.
-        deviations: how what was measured in them differs from what was asked for.
+        error: why it has no report; empty if it has one.
+        probes: which probes failed in the report.
+        deviations: how what was measured differs from what was asked for.
     """
 
-    failed: Mapping[Target, str]
-    probes: Mapping[Target, tuple[str, ...]]
-    deviations: Mapping[Target, tuple[str, ...]]
+    target: Target
+    error: str = ""
+    probes: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
 
 
 def write_index(
     run: Run, targets: Sequence[Target], errors: Mapping[Target, str], earlier: Sequence[Target] = ()
-) -> Ended:
+) -> list[Ended]:
     """OUT/index.html: every checkpoint of the folder, with its report or the reason why there is none.
 
-    `earlier` are those of earlier commands; their messages are of those times.
+    `earlier` are those of earlier commands; their messages are of those times. They come first.
     """
     from ln_probe.page.index import IndexEntry, for_index, index_page
-    from ln_probe.report import load_report
 
-    entries, failures = list[IndexEntry](), dict[Target, str]()
-    probes, deviations = dict[Target, tuple[str, ...]](), dict[Target, tuple[str, ...]]()
+    entries, ended = list[IndexEntry](), list[Ended]()
     everything = [*earlier, *targets]
     labels = Counter(t.label for t in everything if not t.error)
     for target in everything:
         label = target.label if labels[target.label] < 2 else f"{target.label} ({target.folder})"
-        error = errors.get(target, target.error)
+        error, report = errors.get(target, target.error), None
         if not error:
             done, why = is_done(run, target)
             try:
                 report = load_report(run.out / target.folder) if done else None
             except (OSError, ValueError) as problem:
-                report, why = None, str(problem)
+                why = str(problem)
             if report is None:
                 error = f"not finished{f' ({why})' if why else ''}: run its command again"
-            elif target in targets and (refused := run.refusal(report.deviations)):
-                error = refused
-            else:
-                href = f"{target.folder}/report.html"
-                entries.append(IndexEntry(label, href, for_index(report, len(entries) - len(failures))))
-                if report.failures:
-                    probes[target] = tuple(map(str, report.failures))
-                if report.deviations:
-                    deviations[target] = report.deviations
-        if error:
-            failures[target] = f"in an earlier command ({target.failed}): {error}" if target.failed else error
-            entries.append(IndexEntry(label, error=failures[target]))
+            elif target in targets:
+                error = run.refusal(report.deviations)
+        if report is None or error:
+            error = f"in an earlier command ({target.failed}): {error}" if target.failed else error
+            ended.append(Ended(target, error))
+            entries.append(IndexEntry(label, error=error))
+        else:
+            ended.append(Ended(target, "", tuple(map(str, report.failures)), report.deviations))
+            found = for_index(report, sum(e.report is not None for e in entries))
+            entries.append(IndexEntry(label, f"{target.folder}/report.html", found))
     with storing(run.out):
         write_text(run.out / INDEX_FILE, index_page(entries))
-    return Ended(failures, probes, deviations)
+    return ended

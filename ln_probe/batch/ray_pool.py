@@ -10,8 +10,7 @@ import os
 import socket
 from typing import Any
 
-from ln_probe.analyses.progress import Progress, now
-from ln_probe.batch.pool import THREAD_VARIABLES, THREADS
+from ln_probe.batch.pool import THREAD_VARIABLES, THREADS, Engine
 from ln_probe.batch.results import DIED, RETURNED, Outcome
 from ln_probe.batch.run import WORK_FOLDER, Run, Unit
 from ln_probe.batch.suite import Target
@@ -23,7 +22,7 @@ class RayError(ValueError):
     """Ray is not installed, or the cluster cannot do what is asked of it."""
 
 
-class RayEngine:
+class RayEngine(Engine):
     """Workers on the nodes of a Ray cluster. An actor that is lost with its node is replaced on another one.
 
     Args:
@@ -43,9 +42,6 @@ class RayEngine:
         self._actors: dict[int, Any] = {}
         self._starting: dict[int, Any] = {}
         self._running: dict[Any, int] = {}
-
-    def stages(self) -> list[Progress]:
-        return [now()]
 
     def available(self) -> set[int]:
         others = [w for w in range(self.workers) if w not in self._actors]

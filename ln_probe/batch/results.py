@@ -79,12 +79,13 @@ class Result:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write(path: Path, key: str, result: Result) -> str:
-    """Write a result aside and rename it into place; the SHA-256 over all of its content.
+def write(path: Path, key: str, result: Result) -> None:
+    """Write a result aside and rename it into place, with a SHA-256 over all of its content.
 
     Raises:
         OSError: the disk is full, the folder read-only.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     arrays = {name: np.ascontiguousarray(a) for name, a in result.arrays.items()}
@@ -98,16 +99,9 @@ def write(path: Path, key: str, result: Result) -> str:
     with replacing(path) as aside:
         try:
             save_file(arrays, aside, metadata={_HEADER: header})
-        except Exception as error:  # safetensors wraps errors of the file system in its own class
-            raise _as_os_error(error) from error
-    return digest
-
-
-def _as_os_error(error: Exception) -> Exception:
-    if isinstance(error, OSError):
-        return error
-    code = re.search(r"os error (\d+)", str(error))
-    return error if code is None else OSError(int(code[1]), str(error))
+        except SafetensorError as error:  # which wraps errors of the file system
+            code = re.search(r"os error (\d+)", str(error))
+            raise (error if code is None else OSError(int(code[1]), str(error))) from error
 
 
 def _digest(key: str, info: str, arrays: Iterable[tuple[str, np.ndarray]]) -> str:
@@ -145,27 +139,18 @@ class Stored:
             raise DamagedError(f"{path} is damaged (its content is not what was written)")
         if maker != key:
             raise DamagedError(f"{path} is the result of something else")
-        self.sha256 = written
         self.info: dict[str, Any] = json.loads(info)
 
     def arrays(self, prefix: str) -> dict[str, np.ndarray]:
         """The arrays whose names begin with `prefix`, by the rest of their names."""
-        return dict(self.lazily(prefix))
-
-    def lazily(self, prefix: str) -> Mapping[str, np.ndarray]:
-        """The same, each read when it is asked for."""
-        return _Lazy(self, prefix)
-
-    def tables(self, prefix: str = "") -> dict[str, pd.DataFrame]:
-        """The tables whose names begin with `prefix`, by the rest of their names."""
-        return {name: self.table(prefix + name) for name in self.lazily(_TABLE + prefix)}
+        return dict(_Lazy(self, prefix))
 
     def table(self, name: str) -> pd.DataFrame:
-        return pd.read_parquet(io.BytesIO(self.lazily(_TABLE)[name].tobytes()))
+        return pd.read_parquet(io.BytesIO(_Lazy(self, _TABLE)[name].tobytes()))
 
 
 class _Lazy(Mapping[str, np.ndarray]):
-    """Arrays of a result that are read when they are asked for."""
+    """The same arrays, each read when it is asked for."""
 
     def __init__(self, stored: Stored, prefix: str) -> None:
         self.stored, self.prefix = stored, prefix
@@ -173,11 +158,10 @@ class _Lazy(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         from safetensors import safe_open
 
-        whole = self.prefix + name
-        if whole not in self.stored.names:
+        if self.prefix + name not in self.stored.names:
             raise KeyError(name)
         with safe_open(self.stored.path, framework="np") as file:
-            found: np.ndarray = file.get_tensor(whole)
+            found: np.ndarray = file.get_tensor(self.prefix + name)
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -209,7 +193,6 @@ def unpacked(stored: Stored) -> dict[str, Piece | Failure]:
         if "failure" in about:
             found[probe] = Failure(**about["failure"])
         else:
-            found[probe] = Piece(
-                stored.lazily(f"{probe}/"), stored.tables(f"{probe}/"), about["info"], tuple(about["notes"])
-            )
+            tables = {name: stored.table(f"{probe}/{name}") for name in _Lazy(stored, f"{_TABLE}{probe}/")}
+            found[probe] = Piece(_Lazy(stored, f"{probe}/"), tables, about["info"], tuple(about["notes"]))
     return found

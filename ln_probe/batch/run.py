@@ -20,7 +20,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -62,8 +62,8 @@ _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "nu
 
 
 @cache  # keys are made by the thousand, and each version is read from a file
-def _installed() -> tuple[tuple[str, str], ...]:
-    return tuple((name, version(name)) for name in _LIBRARIES)
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _LIBRARIES}
 
 
 @dataclass(frozen=True)
@@ -170,15 +170,13 @@ class Run:
 
     def key(self, target: Target) -> str:
         """Hash of everything that decides what is found out about a checkpoint."""
-        versions = dict(_installed())
-        versions |= {p.name: p.package for p in self.probes if p.package != OWN}
         content = {
             "checkpoint": target.identity,
             "name": target.name,
             "revision": target.revision,
             **self.identity,
             "ln_probe": __version__,
-            "versions": versions,
+            "versions": _versions() | {p.name: p.package for p in self.probes if p.package != OWN},
             "format": FORMAT,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -194,21 +192,6 @@ class Run:
 
     def path(self, target: Target, unit: Unit) -> Path:
         return self.folder(target) / unit.file
-
-
-def slice_of(run: Run, targets: Sequence[Target], part: int, parts: int) -> dict[Target, set[Unit]]:
-    """The units of slice `part` (1 … parts): neighbours in the list, so that few checkpoints are in two slices.
-
-    A slice calibrates the checkpoints it works on if no other has yet; reports are made by joining.
-    """
-    pairs = [(t, u) for t in targets if not t.error for u in run.units() if u.kind != CALIBRATION]
-    if not pairs:  # calibration is all there is
-        pairs = [(t, Unit(CALIBRATION)) for t in targets if not t.error]
-    chosen = pairs[len(pairs) * (part - 1) // parts : len(pairs) * part // parts]
-    found: dict[Target, set[Unit]] = {}
-    for target, unit in chosen:
-        found.setdefault(target, {Unit(CALIBRATION)}).add(unit)
-    return found
 
 
 class BusyError(RuntimeError):
@@ -235,6 +218,21 @@ class Slice:
             raise ValueError(f"--unit takes K/N with K from 1 to N, such as 3/16, got {quoted(text)}")
         return cls(number, count)
 
+    def units(self, run: Run, targets: Sequence[Target]) -> dict[Target, list[Unit]]:
+        """Its units: neighbours in the list, so that few checkpoints are in two slices.
+
+        A slice calibrates the checkpoints it works on if no other has yet; reports are made by joining.
+        """
+        first = Unit(CALIBRATION)
+        rest = [unit for unit in run.units() if unit != first] or [first]  # calibration may be all there is
+        pairs = [(target, unit) for target in targets if not target.error for unit in rest]
+        found: dict[Target, list[Unit]] = {}
+        for target, unit in pairs[
+            len(pairs) * (self.number - 1) // self.count : len(pairs) * self.number // self.count
+        ]:
+            found.setdefault(target, [first]).append(unit)
+        return found
+
 
 @contextmanager
 def locked(out: Path, part: Slice | None = None) -> Iterator[None]:
@@ -248,16 +246,10 @@ def locked(out: Path, part: Slice | None = None) -> Iterator[None]:
     work = out / WORK_FOLDER
     work.mkdir(parents=True, exist_ok=True)
     whole = work / "driver.lock"
-    with ExitStack() as stack:
-        if part is None:
-            _hold(stack, whole, out)
-            for other in sorted(work.glob("slice-*.lock")):
-                with ExitStack() as brief:
-                    _hold(brief, other, out)
-        else:
-            _hold(stack, work / f"{part.lock}lock", out)
-            with ExitStack() as brief:
-                _hold(brief, whole, out, _AT_ONCE_S)
+    with _holding(whole if part is None else work / f"{part.lock}lock", out):
+        for other in sorted(work.glob("slice-*.lock")) if part is None else [whole]:
+            with _holding(other, out, 0.0 if part is None else _AT_ONCE_S):
+                pass
         yield
 
 
@@ -265,10 +257,11 @@ def locked(out: Path, part: Slice | None = None) -> Iterator[None]:
 _AT_ONCE_S = 5.0
 
 
-def _hold(stack: ExitStack, path: Path, out: Path, seconds: float = 0.0) -> None:
+@contextmanager
+def _holding(path: Path, out: Path, seconds: float = 0.0) -> Iterator[None]:
     who = path.with_suffix(".json")
     try:
-        stack.enter_context(FileLock(path, timeout=seconds))
+        lock = FileLock(path, timeout=seconds).acquire()
     except Timeout:
         try:
             held = read_json(who)
@@ -276,7 +269,9 @@ def _hold(stack: ExitStack, path: Path, out: Path, seconds: float = 0.0) -> None
         except (OSError, FileError, KeyError, TypeError):
             by = "another process"
         raise BusyError(f"{out} is being written by {by}: wait for it, or choose another --out") from None
-    write_atomically(who, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
+    with lock:
+        write_atomically(who, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
+        yield
 
 
 RUN_FILE = "run.json"
@@ -284,10 +279,6 @@ RUN_FILE = "run.json"
 
 class OtherRunError(ValueError):
     """The folder belongs to another run."""
-
-
-class BlockedError(ValueError):
-    """Something that is no file of ours stands where one will be written."""
 
 
 @dataclass(frozen=True)
@@ -307,8 +298,7 @@ def claim(run: Run, targets: Sequence[Target], *, fresh: bool = False) -> Claime
 
     Raises:
         OtherRunError: the folder holds reports made in another way (says what differs).
-        BlockedError: a folder stands where a file will be written.
-        ValueError: its description is damaged or of another version.
+        ValueError: its description is damaged or of another version, or a folder stands where a file will be written.
     """
     held, removed = _held(run, fresh)
     _check_places(run, targets, [*held, *removed])
@@ -357,27 +347,28 @@ def _units(run: Run, *, fresh: bool) -> dict[str, list[str]]:
 
 
 def _check_places(run: Run, targets: Sequence[Target], holders: Sequence[Target]) -> None:
-    """Raise BlockedError if something stands where a file will be written; said now and not after all the work."""
+    """Raise ValueError if something stands where a file will be written; said now and not after all the work."""
     names = {t.name for t in targets}
     folders = {t.folder for t in holders if t.name in names and not t.error}
     for path in (run.out / INDEX_FILE, *(run.out / folder / PAGE_FILE for folder in sorted(folders))):
         if path.is_dir():
-            raise BlockedError(f"{path} is a folder, where a file is to be written: move it, or choose another --out")
+            raise ValueError(f"{path} is a folder, where a file is to be written: move it, or choose another --out")
 
 
-def others(out: Path, part: Slice) -> Callable[[Path], bool]:
-    """Which files of a run's folder may be another slice's: all, but for this one's locks and prompts of no run."""
+def kept(out: Path, part: Slice | None) -> Callable[[Path], bool]:
+    """Which files of a run's folder a refused command leaves: all, but for its own locks and prompts of no run."""
+    run = out / WORK_FOLDER / RUN_FILE
     try:
-        prompts = str(_read(out / WORK_FOLDER / RUN_FILE)["corpus"]["name"])
+        prompts = str(_read(run)["corpus"]["name"])
     except (ValueError, KeyError, TypeError):
         prompts = ""
-    run = (out / WORK_FOLDER / RUN_FILE).exists()
+    locks = "driver." if part is None else part.lock
 
-    def kept(path: Path) -> bool:
-        corpus = path.relative_to(out / WORK_FOLDER).parts[:1] == ("corpus",)
-        return run and not path.name.startswith(part.lock) and not (corpus and path.stem != Path(prompts).stem)
+    def is_kept(path: Path) -> bool:
+        corpus = path.relative_to(run.parent).parts[:1] == ("corpus",)
+        return run.exists() and not path.name.startswith(locks) and not (corpus and path.stem != Path(prompts).stem)
 
-    return kept
+    return is_kept
 
 
 def reopen(out: Path) -> tuple[Run, list[Target]]:
@@ -423,8 +414,7 @@ def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
     except ValueError:
         if not fresh:
             raise
-        known = {t.folder: t for t in _named(run)} | {t.folder: t for t, _ in finished(run)}
-        return [], list(known.values())
+        return [], [t for t, _ in finished(run)]
     targets = [Target.of_plain(t) for t in held["targets"]]
     wrong = [k for k in run.identity if held["identity"].get(k) != run.identity[k]]
     if not wrong:
@@ -433,16 +423,6 @@ def _held(run: Run, fresh: bool) -> tuple[list[Target], list[Target]]:
         what = "; ".join(f"{k}: {held['identity'].get(k)!r} there, {run.identity[k]!r} now" for k in wrong)
         raise OtherRunError(f"{run.out} holds another run ({what}): choose another --out, or --fresh to replace it")
     return [], [t for t in targets if not t.error]
-
-
-def _named(run: Run) -> list[Target]:
-    """The checkpoints whose reports a file of another version, or a damaged one, names; as far as they are there."""
-    try:
-        held = read_json(run.work / RUN_FILE)["targets"]
-        found = [Target(str(t["name"]), t["revision"], Path(str(t["folder"])).name) for t in held]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [t for t in found if t.folder not in ("", "..") and (run.out / t.folder / REPORT_FILE).is_file()]
 
 
 def _own_folder(run: Run, target: Target, held: Sequence[Target], taken: Collection[str], fresh: bool) -> str:

@@ -86,12 +86,12 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
         _, digest = _write(texts, file)
         count = max(len(texts), sampled, WINDOWS if limit is None else min(WINDOWS, limit))
         return ShardedCorpus(DEFAULT, BUNDLED, count, digest, usual, name=file.name, most=limit)
-    file_sha256 = "" if is_dataset(given) else _sha256(Path(given))
+    file_sha256 = _sha256(given)
     held = _held(file, file_sha256)
     if held is not None:
         return held
     count, digest = _write(islice(entries(given), limit), file)
-    if not is_dataset(given) and _sha256(Path(given)) != file_sha256:
+    if _sha256(given) != file_sha256:
         raise ValueError(f"{given} changed while it was being read: wait until it is complete, and try again")
     source = given if is_dataset(given) else Path(given).name
     size = per_shard or min(PER_SHARD, -(-count // SHARDS))
@@ -100,8 +100,9 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
     return corpus
 
 
-def _sha256(path: Path) -> str:
-    return sha256_of_file(path) if path.is_file() else ""
+def _sha256(given: str) -> str:
+    """Of a file; empty for a data set, and for what is not there."""
+    return "" if is_dataset(given) or not Path(given).is_file() else sha256_of_file(Path(given))
 
 
 def _held(file: Path, file_sha256: str) -> ShardedCorpus | None:
@@ -133,11 +134,14 @@ def read_corpus(file: Path, corpus: ShardedCorpus) -> Iterator[Entry]:
         AlteredError: the file is damaged, missing or another corpus's.
     """
     try:
-        content = file.read_bytes()
+        content, why = file.read_bytes(), "its content is not what was written"
     except OSError as error:
-        raise _altered(file, corpus, error.strerror or str(error)) from error
+        content, why = b"", error.strerror or str(error)
     if hashlib.sha256(content).hexdigest() != corpus.sha256:
-        raise _altered(file, corpus, "its content is not what was written")
+        raise AlteredError(
+            f"{file} is not what was read from {corpus.source} when the run began ({why}): run the same command again, "
+            "which reads the prompts anew"
+        )
     found = map(json.loads, content.splitlines())
     return (entry["text"] if "text" in entry else entry["tokens"] for entry in found)
 
@@ -148,12 +152,4 @@ def prompts_of(model: HookedModel, corpus: ShardedCorpus, file: Path, settings: 
     if corpus.given == SAMPLED or (corpus.given == DEFAULT and own):
         how = None if corpus.given == DEFAULT else Sampled()
         return make_prompts(model, how, max_tokens=settings.max_tokens, seed=settings.seed, most=corpus.most)
-    found = read_corpus(file, corpus)
-    return of_entries(model, found, corpus.source, max_tokens=settings.max_tokens)
-
-
-def _altered(file: Path, corpus: ShardedCorpus, why: str) -> AlteredError:
-    return AlteredError(
-        f"{file} is not what was read from {corpus.source} when the run began ({why}): run the same command again, "
-        "which reads the prompts anew"
-    )
+    return of_entries(model, read_corpus(file, corpus), corpus.source, max_tokens=settings.max_tokens)

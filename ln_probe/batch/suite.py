@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -57,7 +57,7 @@ class Target:
 
 
 class SuiteError(ValueError):
-    """The list of models and checkpoints makes no sense as it stands."""
+    """The list of models and checkpoints makes no sense as it stands, or there is no room for it."""
 
 
 def suite(
@@ -89,37 +89,31 @@ def suite(
     chosen: list[tuple[str, str | None, str]] = []
     for given in models:
         name, own = _parts(given)
-        if own is not None:
-            if (both := checkpoints or revision) is not None:
-                option = "--revision" if checkpoints is None else "--checkpoints"
-                raise SuiteError(f"{given} names a revision, and so does {option} {both}: give one")
-            chosen.append((name, own, ""))
-            continue
-        if checkpoints is None and (steps_there := list(_step_folders(Path(os.path.expanduser(name))))):
+        if own is not None and (both := checkpoints or revision) is not None:
+            option = "--revision" if checkpoints is None else "--checkpoints"
+            raise SuiteError(f"{given} names a revision, and so does {option} {both}: give one")
+        if own is None and checkpoints is None and (there := list(_step_folders(Path(os.path.expanduser(name))))):
             raise SuiteError(
-                f"{name} is no checkpoint, it holds {len(steps_there)} of them (steps {_few(steps_there)}): add "
-                f"--checkpoints all, or --checkpoints {steps_there[-1]}"
+                f"{name} is no checkpoint, it holds {len(there)} of them (steps {_few(there)}): add --checkpoints all, "
+                f"or --checkpoints {there[-1]}"
             )
         if checkpoints is None:
-            chosen.append((name, revision, ""))
+            chosen.append((name, own or revision, ""))
             continue
         try:
             chosen += [(n, r, "") for n, r in _versions(name, steps)]
         except Exception as error:  # one model must not take the others with it
             chosen.append((name, None, why_failed(error)))
-    targets, taken = [], set[str]()
+    targets = list[Target]()
     for name, version, wrong in chosen:
-        folder = _folder(name, version, taken)
-        taken.add(folder)
-        if wrong:
-            targets.append(Target(name, version, folder, error=wrong))
-            continue
-        try:
-            identity, parameters = _identify(name, version, allow_pickle)
-        except Exception as problem:
-            targets.append(Target(name, version, folder, error=why_failed(problem)))
-        else:
-            targets.append(Target(name, version, folder, identity, parameters))
+        target = Target(name, version, _folder(name, version, {t.folder for t in targets}), error=wrong)
+        if not wrong:
+            try:
+                identity, parameters = _identify(name, version, allow_pickle)
+                target = replace(target, identity=identity, parameters=parameters)
+            except Exception as problem:
+                target = replace(target, error=why_failed(problem))
+        targets.append(target)
     return targets
 
 

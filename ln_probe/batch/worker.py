@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -109,26 +109,26 @@ class Worker:
         return Outcome(DONE, "", time.perf_counter() - start, tokens)
 
     def _do(self, target: Target, unit: Unit) -> int:
+        """Do a unit; the number of its tokens. Hashes of its inputs (model files, prompts) are in its result."""
         if unit.kind == REPORT:
             make_report(self.run, target)
             return 0
-        doing: dict[str, Callable[[Target, Unit], tuple[Result, int]]] = {
-            CALIBRATION: self._calibrate,
-            PROMPTS: self._measure,
-            WEIGHTS: self._weigh,
-        }
+        doing = {CALIBRATION: self._calibrate, PROMPTS: self._measure, WEIGHTS: self._weigh}
         path, key = self.run.path(target, unit), self.run.unit_key(target, unit)
         with ExitStack() as stack:
             if unit.kind == CALIBRATION:  # two slices of a run may want the same one
                 with results.storing(self.run.out):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(FileLock(f"{path}.lock"))
-                if _whole(path, key):
+                with suppress(FileNotFoundError, DamagedError):
+                    Stored(path, key)
                     return 0
-            with self._sealed(target):
-                result, tokens = doing[unit.kind](target, unit)
+            passes = self._load(target)
+            with cast(Seal, passes.seal):  # reads the weights when it is first entered, and whenever it is left
+                result, tokens, inputs = doing[unit.kind](passes, target, unit)
+            inputs["model"] = source_of(cast(nn.Module, passes.model)).inputs_sha256
             with results.storing(self.run.out):
-                results.write(path, key, result)
+                results.write(path, key, replace(result, info={**result.info, "inputs": inputs}))
         return tokens
 
     def _forget(self) -> None:
@@ -156,19 +156,12 @@ class Worker:
             self._target = target
         return self._passes
 
-    def _sealed(self, target: Target) -> Seal:
-        """The seal of a loaded checkpoint: its weights are read once when it is first entered, and once whenever it is
-        left."""
-        seal = self._load(target).seal
-        assert seal is not None
-        return seal
-
     def _check_strictly(self, deviations: Sequence[str]) -> None:
         if refused := self.run.refusal(deviations):
             raise ValueError(refused)
 
-    def _calibrate(self, target: Target, unit: Unit) -> tuple[Result, int]:
-        passes, seal = self._load(target), self._sealed(target)
+    def _calibrate(self, passes: Passes, target: Target, unit: Unit) -> tuple[Result, int, dict[str, str | None]]:
+        seal = cast(Seal, passes.seal)
         made = prompts_of(passes.model, self.run.corpus, self.run.corpus_file, self.run.settings)
         if made.tokens:
             seal.compare(made.tokens[0])
@@ -184,8 +177,7 @@ class Worker:
         self._check_strictly(skips)
         found = passes.calibrate(list(enumerate(made.tokens)), groups=labels, calibration=other, default=default)
         exhibits, index = passes.record(made.tokens, made.strings, found, count=len(made.tokens)).plain()
-        prompts, source = made.summary, source_of(cast(nn.Module, passes.model))
-        info = {
+        info: dict[str, Any] = {
             "exhibits": index,
             "calibrated_on": dict(found.calibrated_on),
             "sites": list(found.constants.sites),
@@ -197,21 +189,19 @@ class Worker:
             "unsupported": {str(k): v for k, v in found.unsupported.items()},
             "notes": [*skips, *made.notes, *found.notes, *seal.notes],
             "sample": None if found.sample is None else asdict(found.sample),
-            "prompts": prompts,
+            "prompts": made.summary,
             "names": {i: made.name_of(i) for i in sorted({i for row in made.tokens for i in row.tolist()})},
-            "model": asdict(source),
+            "model": asdict(source_of(cast(nn.Module, passes.model))),
             "shape": passes.shape,
-            "inputs": {"model": source.inputs_sha256},
         }
         arrays: dict[str, np.ndarray] = {f"radii/{layer}": radii for layer, radii in found.radii.items()}
         arrays |= ellipsoid_arrays(found.empirical)
         arrays |= {f"exhibits/{name}": array for name, array in exhibits.items()}
         arrays |= {f"constants/{part}": getattr(found.constants, part) for part in _CONSTANTS}
         arrays |= {"prompts/ids": torch.cat(made.tokens).numpy(), "prompts/lengths": np.array([*map(len, made.tokens)])}
-        return Result(arrays, {"norms": found.norms}, info), prompts["tokens"]
+        return Result(arrays, {"norms": found.norms}, info), info["prompts"]["tokens"], {}
 
-    def _measure(self, target: Target, unit: Unit) -> tuple[Result, int]:
-        passes = self._load(target)
+    def _measure(self, passes: Passes, target: Target, unit: Unit) -> tuple[Result, int, dict[str, str | None]]:
         if self._calibrated is None:
             base = _opened(self.run, target, Unit(CALIBRATION))[0]
             prompts = MeasuredPrompts(base)
@@ -219,19 +209,11 @@ class Worker:
         calibrated, prompts = self._calibrated
         numbered = [(i, prompts.rows[i]) for i in self.run.corpus.numbers(unit.shard, len(prompts.rows))]
         found = passes.measure(numbered, calibrated, default=self.run.corpus.given == DEFAULT)
-        made = packed(found)
-        return self._of_inputs(made, prompts=prompts.sha256), sum(len(row) for _, row in numbered)
+        return packed(found), sum(len(row) for _, row in numbered), {"prompts": prompts.sha256}
 
-    def _weigh(self, target: Target, unit: Unit) -> tuple[Result, int]:
-        passes = self._load(target)
+    def _weigh(self, passes: Passes, target: Target, unit: Unit) -> tuple[Result, int, dict[str, str | None]]:
         probe = next(p for p in passes.probes if p.name == unit.probe)
-        return self._of_inputs(packed({probe.name: passes.weigh(probe)})), 0
-
-    def _of_inputs(self, result: Result, **hashes: str) -> Result:
-        """Add the hashes of what a unit was done with: the model's files, the prompts."""
-        assert self._passes is not None
-        model = source_of(cast(nn.Module, self._passes.model)).inputs_sha256
-        return replace(result, info={**result.info, "inputs": {"model": model, **hashes}})
+        return packed({probe.name: passes.weigh(probe)}), 0, {}
 
 
 @contextmanager
@@ -281,14 +263,6 @@ def calibration(stored: Stored) -> Calibration:
         empirical=ellipsoids_of_arrays(stored.arrays("empirical/")),
         sample=None if stored.info["sample"] is None else KeySample(**stored.info["sample"]),
     )
-
-
-def _whole(path: Path, key: str) -> bool:
-    try:
-        Stored(path, key)
-    except (FileNotFoundError, DamagedError):
-        return False
-    return True
 
 
 def _opened(run: Run, target: Target, *units: Unit) -> list[Stored]:

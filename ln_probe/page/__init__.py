@@ -137,12 +137,8 @@ def circuitsvis_script() -> str:
     return text.replace("</script", "<\\/script").replace("<script", "<\\x73cript").replace("<!--", "<\\!--")
 
 
-def hash_source(script: str) -> str:
-    """The script as a source in a content security policy."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
 def policy(*scripts: str) -> str:
     """A content security policy under which these scripts run and nothing is fetched."""
-    allowed = " ".join(map(hash_source, scripts)) or "'none'"
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"

@@ -18,7 +18,6 @@ from ln_probe.comparison import joined
 from ln_probe.exhibits import CELLS, PromptAttention
 from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.page import packed
-from ln_probe.page.figures import BLUE, GRID, ORANGE, SIZE, Figure, axis_text, dress
 from ln_probe.page.heads import MEASURES, HeadMap, address
 from ln_probe.report import Report
 
@@ -50,7 +49,7 @@ def compared(
             least = LEAST_CHANGE if about.label == "nats per token" else 0.0
             told = _significant(maps, name, layers, heads)
             numbers = {"least": least, "values": values.T.ravel(), "significant": told}
-            measures.append(about.plain(name) | {"unit": about.label.replace(" per ", "/"), **numbers})
+            measures.append(about.plain | {"unit": about.label.replace(" per ", "/"), **numbers})
     if not measures:
         return None
     known = [run for run, step in zip(runs, steps, strict=True) if step is not None]
@@ -104,8 +103,8 @@ def answers(
     rows, found = summary.to_dict("records"), []
     for number, row in list(enumerate(rows))[1 : SENTENCES + 1]:
         mine = paired[(paired["model"] == names[number]) & (paired["variant"] == SCALING_FROZEN.name)]
-        said = " ".join([*_loss(row), *_scaling(mine[mine["sites"] == "all"]), *_sinks(rows[0], row)])
-        if said := escape(said) + _head(reports[0], reports[number], number):
+        sentences = _sentences(rows[0], row, mine[mine["sites"] == "all"].to_dict("records"))
+        if said := escape(" ".join(sentences)) + _head(reports[0], reports[number], number):
             found.append((shortened(disarmed(names[number]), 60), said))
     return found
 
@@ -117,19 +116,14 @@ def _interval(value: float, low: float, high: float) -> str:
     )
 
 
-def _loss(row: Mapping[Any, Any]) -> Iterator[str]:
+def _sentences(first: Mapping[Any, Any], row: Mapping[Any, Any], paired: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
+    """Compare rows of the summary; `paired` has the difference in what freezing scaling at every norm changes."""
     if np.isfinite(row["loss_difference"]):
         ends = (row[f"loss_difference{end}"] for end in ("", "_low", "_high"))
         yield f"Its loss, {row['loss']:#.3g}, differs by {_interval(*ends)} on the same prompts."
-
-
-def _scaling(rows: pd.DataFrame) -> Iterator[str]:
-    for row in rows.head(1).to_dict("records"):
-        ends = _interval(row["difference"], row["low"], row["high"])
-        yield f"The loss increase with scaling frozen at every norm differs by {ends}."
-
-
-def _sinks(first: Mapping[Any, Any], row: Mapping[Any, Any]) -> Iterator[str]:
+    for pair in paired[:1]:
+        change = _interval(pair["difference"], pair["low"], pair["high"])
+        yield f"The loss increase with scaling frozen at every norm differs by {change}."
     if np.isfinite([first["sink_heads"], row["sink_heads"]]).all():
         heads, before, mean, earlier = (percent(r[c]) for c in ("sink_heads", "first_attention") for r in (row, first))
         yield (
@@ -150,25 +144,3 @@ def _head(first: Report, other: Report, number: int) -> Markup:
             after, before = (percent(float(t[measure][layer, head])) for t in (two, one))
             return Markup(" {} differs most in {}: {} against {}.").format(link, what, after, before)
     return Markup()
-
-
-def sinks_by_head(names: Sequence[str], reports: Sequence[Report]) -> Figure:
-    """Attention to position 0 of every head (dots) and its mean (bar); dashes: uniform attention; line: 30 %."""
-    rows = [
-        (n, r.sink_heads) for n, r in zip(names, reports, strict=True) if r.sink_heads["first_attention"].notna().any()
-    ][:MOST]
-    figure = Figure(figsize=(1.5 * SIZE[0], 1.1 + 0.34 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    dress(axes, "", grid="x")
-    for place, (_, heads) in enumerate(rows):
-        values = heads["first_attention"].to_numpy(float)
-        spread = 0.2 * np.sin(np.arange(len(values)) * 2.4)  # so that equal heads do not hide one another
-        axes.plot(values, place + spread, "o", ms=3.5, alpha=0.55, color=BLUE, mec="none")
-        axes.plot([heads["first_attention"].mean()] * 2, [place - 0.32, place + 0.32], color=ORANGE, lw=2.2)
-        axes.plot([heads["first_uniform"].mean()] * 2, [place - 0.32, place + 0.32], "--", color="black", lw=1)
-    axes.axvline(MUCH, color=GRID, lw=1)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("share of attention")
-    axes.set_yticks(range(len(rows)), [axis_text(n) for n, _ in rows], fontsize=9)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    return figure

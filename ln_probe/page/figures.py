@@ -19,6 +19,7 @@ import math
 import re
 import textwrap
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import matplotlib as mpl
@@ -33,8 +34,9 @@ from ln_probe.analyses.probes.base import even_share
 from ln_probe.analyses.text import disarmed, percent
 from ln_probe.exhibits import SiteSample
 from ln_probe.hooks.deprecation import renamed
-from ln_probe.hooks.variants import VARIANTS
-from ln_probe.page.titles import entitle, titled
+from ln_probe.hooks.interventions import GROUPS
+from ln_probe.hooks.variants import INTACT, VARIANTS, Variant
+from ln_probe.page.titles import entitle, picture
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
@@ -89,7 +91,7 @@ class Figure(matplotlib.figure.Figure):
         return buffer.getvalue(), {"width": width, "height": height}
 
 
-@titled
+@picture("norms", "Lengths before and after each norm", "layernorms", "norm_before_mean")
 def norms_over_depth(report: Report) -> Figure:
     """Mean length of vectors before and after each norm (± one standard deviation before it), without position 0."""
     figure, axes = _figure("length (L2 norm)", log=True)
@@ -101,12 +103,12 @@ def norms_over_depth(report: Report) -> Figure:
     axes.plot(place, mean, "o-", color=BLUE, label="before the norm")
     axes.plot(place, _tail(rows, "norm_after_mean"), "s-", color=ORANGE, label="after it")
     _few_log_ticks(axes)
-    name_sites(axes, rows)
+    name_sites(axes, rows["site"])
     legend(axes)
     return figure
 
 
-@titled
+@picture("projection", "Projection: the component along the all-ones direction", "layernorms", "mean_share")
 def projection_over_depth(report: Report) -> Figure:
     """What projection removes: the share of squared length along the all-ones direction, and the angle to it."""
     figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
@@ -126,12 +128,12 @@ def projection_over_depth(report: Report) -> Figure:
     below.axhline(90, color=GRID, lw=1)
     below.set_ylim(0, 94)
     below.set_yticks([0, 30, 60, 90])
-    name_sites(below, rows)
+    name_sites(below, rows["site"])
     legend(above)
     return figure
 
 
-@titled
+@picture("margins", "Margins over depth", "heads", "margin_median")
 def margins_over_depth(report: Report) -> Figure:
     """Best score gap of a key over all others: the median head's median key, and its 5th-percentile key (dashes)."""
     heads = report.heads
@@ -142,7 +144,7 @@ def margins_over_depth(report: Report) -> Figure:
     return figure
 
 
-@titled
+@picture("attainable", "Attainable attention", "heads", "attainable_last_median")
 def attainable_over_depth(report: Report) -> Figure:
     """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
     figure = _over_depth(report, "attainable_last_median", "attainable_last_p05", "share of attention", log=False)
@@ -154,13 +156,13 @@ def attainable_over_depth(report: Report) -> Figure:
     return figure
 
 
-@titled
+@picture("unselectable", "Keys no query can select", "heads", "unselectable_fraction")
 def unselectable_by_head(report: Report) -> Figure:
     """Share of keys that no query can select, layer × head, for each variant."""
     return _heat_maps(report, "unselectable_fraction", "share of keys", least=0.1)
 
 
-@titled
+@picture("margin-map", "Margins by head", "heads", "margin_median")
 def margins_by_head(report: Report) -> Figure:
     """Median margin of each head's keys, layer × head, for each variant."""
     return _heat_maps(report, "margin_median", "margin, nats")
@@ -182,7 +184,7 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
 
 
 def _heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -> Figure:
-    found = [(v, r) for v, r in by_variant(report) if not r[column].isna().all()]
+    found = [(v, r) for v, r in by_variant(report).items() if not r[column].isna().all()]
     columns = min(2, len(found)) or 1
     lines = -(-len(found) // columns) or 1
     figure = Figure(figsize=(SIZE[0], 0.5 + 1.75 * lines), layout="constrained")
@@ -193,7 +195,7 @@ def _heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) 
     for axes, (variant, rows) in zip(panels.flat, found, strict=False):
         grid = rows.pivot(index="layer", columns="head", values=column)
         image = draw_grid(axes, grid, 0, top, ticks=8)
-        axes.set_title(VARIANTS[variant].label, fontsize=10)
+        axes.set_title(variant.label, fontsize=10)
     for axes in panels.flat[len(found) :]:
         axes.set_visible(False)
     for axes in panels[:, 0]:
@@ -205,11 +207,11 @@ def _heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) 
     return figure
 
 
-@titled
+@picture("angle", "Queries and the uniform direction", "heads", "uniform_angle_deg")
 def uniform_angle_by_layer(report: Report) -> Figure:
     """Angle of each head's queries to the direction that attends uniformly; the dashed line is a random direction."""
     figure, axes = _figure("angle, degrees")
-    rows = dict(by_variant(report)).get("intact", pd.DataFrame(columns=["layer", "uniform_angle_deg"]))
+    rows = by_variant(report).get(INTACT, pd.DataFrame(columns=["layer", "uniform_angle_deg"]))
     axes.plot(rows["layer"], rows["uniform_angle_deg"], "o", color=BLUE, alpha=0.6, label="a head")
     random = float(report.provenance.get("random_angle_deg", 90))
     axes.axhline(random, color=ORANGE, ls="--", lw=1.2, label="random direction")
@@ -219,14 +221,14 @@ def uniform_angle_by_layer(report: Report) -> Figure:
     return figure
 
 
-@titled
+@picture("entropy", "How uniform attention is", "heads", "entropy_ratio")
 def entropy_by_layer(report: Report) -> Figure:
     """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
     figure, axes = _figure("entropy / log(visible keys)")
-    for place, (variant, rows) in enumerate(by_variant(report)):
-        style: dict[str, Any] = {"color": VARIANTS[variant].color, "label": VARIANTS[variant].label, "alpha": 0.6}
+    for place, (variant, rows) in enumerate(by_variant(report).items()):
+        style: dict[str, Any] = {"color": variant.color, "label": variant.label, "alpha": 0.6}
         across = rows["layer"] + 0.16 * (place - 1.5)
-        axes.plot(across, rows["entropy_ratio"], VARIANTS[variant].marker, ms=4, **style)
+        axes.plot(across, rows["entropy_ratio"], variant.marker, ms=4, **style)
     axes.set_ylim(0, 1.02)
     _layers(axes, report)
     return figure
@@ -251,10 +253,15 @@ def draw_grid(
     )
 
 
-def by_variant(report: Report) -> list[tuple[str, pd.DataFrame]]:
+def in_head_space(report: Report) -> pd.DataFrame:
+    """Return the rows of the table `heads` in head space."""
+    return report.heads[report.heads["space"] == "head"]
+
+
+def by_variant(report: Report) -> dict[Variant, pd.DataFrame]:
     """Return the rows in head space of every measured variant, in the order of `VARIANTS`."""
-    heads = report.heads[report.heads["space"] == "head"] if len(report.heads) else report.heads
-    return [(v, heads[heads["variant"] == v]) for v in VARIANTS if len(heads) and (heads["variant"] == v).any()]
+    heads = in_head_space(report)
+    return {v: heads[heads["variant"] == v.name] for v in VARIANTS.values() if (heads["variant"] == v.name).any()}
 
 
 def _sites_of(report: Report) -> pd.DataFrame:
@@ -269,22 +276,21 @@ def _tail(rows: pd.DataFrame, column: str) -> pd.Series:
 def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool) -> Figure:
     figure, axes = _figure(label, log=log)
     dashed = False
-    lines: list[tuple[list[str], pd.DataFrame]] = []
-    for variant, rows in by_variant(report):
+    lines: list[tuple[list[Variant], pd.DataFrame]] = []
+    for variant, rows in by_variant(report).items():
         grouped = rows.groupby("layer")[[middle, hard]].median()
         if log:
             grouped = grouped.where(grouped > 0)  # a logarithmic axis has no 0
         if grouped[middle].isna().all():
             continue
-        same = next((v for v, g in lines if g.shape == grouped.shape and coincide(g, grouped)), None)
-        if same is None:
-            lines.append(([variant], grouped))
+        same = [v for v, g in lines if g.shape == grouped.shape and np.allclose(g, grouped, SAME, 0, equal_nan=True)]
+        if same:  # the two are drawn as one line
+            same[0].append(variant)
         else:
-            same.append(variant)
+            lines.append(([variant], grouped))
     for variants, grouped in lines:
-        variant = variants[0]
-        style: dict[str, Any] = {"color": VARIANTS[variant].color, "marker": VARIANTS[variant].marker, "ms": 5}
-        axes.plot(grouped.index, grouped[middle], "-", label=" = ".join(VARIANTS[v].label for v in variants), **style)
+        style: dict[str, Any] = {"color": variants[0].color, "marker": variants[0].marker, "ms": 5}
+        axes.plot(grouped.index, grouped[middle], "-", label=" = ".join(v.label for v in variants), **style)
         axes.plot(grouped.index, grouped[hard], "--", alpha=0.6, **style)
         dashed = dashed or bool(grouped[hard].notna().any())
     if dashed:
@@ -293,11 +299,6 @@ def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool
         _few_log_ticks(axes)
     _layers(axes, report)
     return figure
-
-
-def coincide(one: pd.DataFrame, other: pd.DataFrame) -> bool:
-    """Whether two curves overlap: they differ nowhere by more than SAME, relatively."""
-    return bool(np.allclose(one.to_numpy(float), other.to_numpy(float), rtol=SAME, atol=0, equal_nan=True))
 
 
 def _figure(ylabel: str, *, log: bool = False) -> tuple[Figure, mpl.axes.Axes]:
@@ -331,8 +332,8 @@ def axis_text(text: str) -> str:
     return disarmed(cut).replace("\n", " ").replace("$", r"\$")
 
 
-def name_sites(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
-    names = [axis_text(str(s).replace("blocks.", "")) for s in rows["site"]]
+def name_sites(axes: mpl.axes.Axes, sites: Iterable[str]) -> None:
+    names = [axis_text(str(s).replace("blocks.", "")) for s in sites]
     step = -(-len(names) // TICKS) or 1
     axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=SMALLEST)
 
@@ -363,24 +364,20 @@ def legend(axes: mpl.axes.Axes) -> None:
         )
 
 
-GROUPS = ("attention", "mlp", "final", "all")
 # Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing the
 # scale at one attention sink can cost tens of nats (SmolLM2, layer 16: 32), next to which all else would look like 0.
 WIDE = 30.0
 
 
-@titled
+@picture("causal", "Change of the loss", "causal", "delta_loss")
 def causal_effects(report: Report) -> Figure:
     """Change of the loss when a term is removed (95 % CI), for groups of norms and each norm alone (open: estimated).
 
     Edits that change nothing by construction (`no_op`) are left out.
     """
     rows = report.causal[report.causal["variant"] != "intact"]
-    estimates = rows.get("estimate", rows["delta_loss"])  # (reports of earlier versions have none)
-    rows = rows.assign(estimated=rows["delta_loss"].isna(), delta_loss=rows["delta_loss"].fillna(estimates))
-    rows = rows[rows["delta_loss"].notna()]
-    if "no_op" in rows:
-        rows = rows[rows["no_op"].fillna("") == ""]
+    rows = rows.assign(estimated=rows["delta_loss"].isna(), delta_loss=rows["delta_loss"].fillna(rows["estimate"]))
+    rows = rows[rows["delta_loss"].notna() & (rows["no_op"].fillna("") == "")]
     groups = rows[rows["sites"].isin(GROUPS)]
     single = rows[~rows["sites"].isin(GROUPS)]
     parts = [found for found in (groups, single) if len(found)]
@@ -398,56 +395,54 @@ def _bars(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
     dress(axes, "", grid="x")
     axes.set_xlabel("change of loss, nats per token")
     axes.axvline(0, color=GRID, lw=1)
-    names = list(dict.fromkeys(rows["sites"]))
-    variants = [v for v in VARIANTS if (rows["variant"] == v).any()]
-    width = 0.8 / len(variants)
-    for number, variant in enumerate(variants):
-        mine = rows[rows["variant"] == variant].drop_duplicates("sites")
-        place = mine["sites"].map(names.index).to_numpy(float) + (number - (len(variants) - 1) / 2) * width
-        value, low, high = _numbers(mine)
-        axes.barh(place, value, 0.9 * width, color=VARIANTS[variant].color, alpha=0.75, label=VARIANTS[variant].label)
+    changes, names = list(_changes(rows)), list(rows["sites"].unique())
+    width = 0.8 / len(changes)
+    for number, (variant, site, _, value, low, high) in enumerate(changes):
+        place = site + (number - (len(changes) - 1) / 2) * width
+        axes.barh(place, value, 0.9 * width, color=variant.color, alpha=0.75, label=variant.label)
         axes.hlines(place, low, high, color="black", lw=1.3)
         for end in (low, high):
             axes.plot(end, place, "|", color="black", ms=5)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    if is_wide(rows):
-        axes.set_xscale("symlog", linthresh=threshold(rows))
+    if widened(axes.set_xscale, rows["delta_loss"]):
         axes.set_xlabel("change of loss, nats per token (logarithmic away from 0)")
 
 
 def _points(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
     dress(axes, "each norm alone, nats")
     axes.axhline(0, color=GRID, lw=1)
-    names = list(dict.fromkeys(rows["sites"]))
-    for number, variant in enumerate(v for v in VARIANTS if (rows["variant"] == v).any()):
-        mine = rows[rows["variant"] == variant].drop_duplicates("sites")
-        place = mine["sites"].map(names.index).to_numpy(float) + 0.16 * (number - 1)
-        value, low, high = _numbers(mine)
-        axes.vlines(place, low, high, color=VARIANTS[variant].color, lw=1.3)
-        shown, open_ = VARIANTS[variant], mine["estimated"].to_numpy(bool)
-        axes.plot(place[~open_], value[~open_], shown.marker, ms=4, color=shown.color, label=shown.label)
-        axes.plot(place[open_], value[open_], shown.marker, ms=4, color=shown.color, fillstyle="none")
-    name_sites(axes, pd.DataFrame({"site": names}))
-    if is_wide(rows):
-        axes.set_yscale("symlog", linthresh=threshold(rows))
+    for number, (variant, site, open_, value, low, high) in enumerate(_changes(rows)):
+        place = site + 0.16 * (number - 1)
+        axes.vlines(place, low, high, color=variant.color, lw=1.3)
+        axes.plot(place[~open_], value[~open_], variant.marker, ms=4, color=variant.color, label=variant.label)
+        axes.plot(place[open_], value[open_], variant.marker, ms=4, color=variant.color, fillstyle="none")
+    name_sites(axes, rows["sites"].unique())
+    widened(axes.set_yscale, rows["delta_loss"])
 
 
-def _numbers(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return values and interval ends; an unknown interval has length 0."""
-    value, low, high = (rows[c].to_numpy(float) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
-    return value, np.where(np.isfinite(low), low, value), np.where(np.isfinite(high), high, value)
+def _changes(rows: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
+    """Yield each variant, the places of its norms, which values are estimates, the values and the ends of intervals.
+
+    An unknown interval has length 0.
+    """
+    names = rows["sites"].unique().tolist()
+    for variant in VARIANTS.values():
+        mine = rows[rows["variant"] == variant.name].drop_duplicates("sites")
+        if len(mine):
+            value, low, high = (mine[f"delta_loss{end}"].to_numpy(float) for end in ("", "_low", "_high"))
+            low, high = (np.where(np.isfinite(end), end, value) for end in (low, high))
+            place, estimated = mine["sites"].map(names.index).to_numpy(float), mine["estimated"].to_numpy(bool)
+            yield variant, place, estimated, value, low, high
 
 
-def is_wide(rows: pd.DataFrame) -> bool:
-    """Whether the largest change would make the others invisible on a linear axis."""
-    sizes = rows["delta_loss"].abs()
-    return bool(sizes.max() > max(1.0, WIDE * float(sizes.median())))
-
-
-def threshold(rows: pd.DataFrame) -> float:
-    """Return the change at which a symlog axis stops being linear."""
-    return max(1e-3, float(f"{rows['delta_loss'].abs().median():.1g}"))
+def widened(set_scale: Callable[..., None], changes: pd.Series) -> bool:
+    """Make an axis linear near 0 alone if the largest change would hide the others on a linear one; whether it did."""
+    middle = float(changes.abs().median())
+    wide = bool(changes.abs().max() > max(1.0, WIDE * middle))
+    if wide:
+        set_scale("symlog", linthresh=max(1e-3, float(f"{middle:.1g}")))
+    return wide
 
 
 EDGE = 1.15  # times the circle's radius; tokens farther out are drawn there, hollow

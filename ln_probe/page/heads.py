@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from markupsafe import Markup, escape
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
+from ln_probe.analyses.schema import Column
 from ln_probe.analyses.text import disarmed, signed
 from ln_probe.exhibits import Exhibits
-from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN, edits_of_norms
-from ln_probe.page.figures import SIZE, Figure, draw_grid
+from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN
+from ln_probe.page.figures import SIZE, Figure, draw_grid, in_head_space
 from ln_probe.page.titles import entitle
 from ln_probe.report import Report
 
@@ -43,9 +45,7 @@ def by_head(report: Report, sort: str | None = None) -> pd.DataFrame:
     """Compute `Report.by_head`."""
     if sort is not None and sort not in BY_HEAD.names:
         raise ValueError(f"by_head has no column {sort!r}: there are {', '.join(BY_HEAD.names)}")
-    heads = report.heads
-    heads = heads[heads["space"] == "head"] if len(heads) else heads
-    effects, sinks = report.tables["head_effects"], report.tables["sink_heads"]
+    heads, effects, sinks = in_head_space(report), report.tables["head_effects"], report.tables["sink_heads"]
     pairs = pd.concat([t[_KEY] for t in (heads, effects, sinks)]).drop_duplicates().astype(np.int64)
     made = pairs.sort_values(_KEY).set_index(_KEY)
     for name in BY_HEAD.names[len(_KEY) :]:
@@ -79,8 +79,7 @@ def _first_changes(exhibits: Exhibits) -> pd.Series:
 
 def _effects(made: pd.DataFrame, effects: pd.DataFrame) -> None:
     """Fill the columns about the loss, as run or else as estimated."""
-    for variant in edits_of_norms(standard=True):
-        name = "delta_loss" if variant is SCALING_FROZEN else f"delta_loss_{variant.name}"
+    for name, variant in _TESTED.items():
         rows = effects[effects["variant"] == variant.name].set_index(_KEY)
         exact, estimate = (rows[c].astype(float).reindex(made.index) for c in ("delta_loss", "estimate"))
         made[name] = exact.fillna(estimate)
@@ -92,41 +91,45 @@ def _effects(made: pd.DataFrame, effects: pd.DataFrame) -> None:
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of the map: title, whether values have a sign (then 0 is white), unit, and meaning of the column."""
+    """A measure of the map: its title, whether values have a sign (then 0 is white), and its column of `by_head`."""
 
     title: str
     signed: bool
-    label: str
-    meaning: str
+    column: Column
 
-    def plain(self, name: str) -> dict[str, Any]:
-        """As the scripts read it, under its column's name."""
-        return {"name": name, "title": self.title, "meaning": self.meaning, "signed": self.signed}
+    @property
+    def label(self) -> str:
+        return self.column.unit or "share"
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As the scripts read it."""
+        about = {"name": self.column.name, "title": self.title, "meaning": self.column.meaning}
+        return {**about, "signed": self.signed}
 
 
-def _measure(name: str, title: str, signed: bool) -> tuple[str, Measure]:
-    column = BY_HEAD.column(name)
-    assert column is not None
-    return name, Measure(title, signed, column.unit or "share", column.meaning)
-
-
-MEASURES = dict(
-    (
-        _measure("delta_loss", f"Loss increase, {SCALING_FROZEN.label}", True),
-        _measure("delta_loss_no_projection", f"Loss increase, {PROJECTION_REMOVED.label}", True),
-        _measure(f"delta_loss_{BOTH_REMOVED.name}", f"Loss increase, {BOTH_REMOVED.label}", True),
-        _measure("entropy_ratio", "Entropy", False),
-        _measure("entropy_change", "Change of entropy", True),
-        _measure("attainable", "Attainable attention", False),
-        _measure("attainable_change", "Change of attainable attention", True),
-        _measure("received", "Attention received", False),
-        _measure("margin", "Margins", False),
-        _measure("margin_change", "Change of margins", True),
-        _measure("first_attention", "Attention to position 0", False),
-        _measure("first_change", "Change of attention to position 0", True),
-        _measure("sink_rate", "Sink rate", False),
+# The variant of the table `head_effects` whose tests belong to a measure.
+_TESTED = {
+    "delta_loss": SCALING_FROZEN,
+    "delta_loss_no_projection": PROJECTION_REMOVED,
+    "delta_loss_both_removed": BOTH_REMOVED,
+}
+MEASURES = {
+    name: Measure(title, signed, next(c for c in BY_HEAD.columns if c.name == name))
+    for name, title, signed in (
+        *((name, f"Loss increase, {variant.label}", True) for name, variant in _TESTED.items()),
+        ("entropy_ratio", "Entropy", False),
+        ("entropy_change", "Change of entropy", True),
+        ("attainable", "Attainable attention", False),
+        ("attainable_change", "Change of attainable attention", True),
+        ("received", "Attention received", False),
+        ("margin", "Margins", False),
+        ("margin_change", "Change of margins", True),
+        ("first_attention", "Attention to position 0", False),
+        ("first_change", "Change of attention to position 0", True),
+        ("sink_rate", "Sink rate", False),
     )
-)
+}
 
 
 def measures_of(report: Report) -> list[str]:
@@ -162,8 +165,8 @@ def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
     """
     if measure not in MEASURES:
         raise ValueError(f"unknown measure {measure!r}: there are {', '.join(MEASURES)}")
-    about = MEASURES[measure]
-    return entitle(draw_heads_map(by_head(report), measure), report, f"{about.title}: {about.meaning}.")
+    text = f"{MEASURES[measure].title}: {MEASURES[measure].column.meaning}."
+    return entitle(draw_heads_map(by_head(report), measure), report, text)
 
 
 def draw_heads_map(table: pd.DataFrame, measure: str) -> Figure:
@@ -184,21 +187,7 @@ def draw_heads_map(table: pd.DataFrame, measure: str) -> Figure:
 
 # "Most affected" is measured by the first of these that is known.
 _FIRST = ("delta_loss", "entropy_change", "attainable_change")
-# The variant of the table `head_effects` whose tests belong to a measure.
-_TESTED = {
-    "delta_loss" if v is SCALING_FROZEN else f"delta_loss_{v.name}": v.name
-    for v in (SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED)
-}
 _HEAD = re.compile(r"\bL(\d{1,5})H(\d{1,5})\b")
-
-
-def _significant(effects: pd.DataFrame, variant: str, axes: pd.DataFrame) -> Bool[np.ndarray, "layer head"]:
-    """Where a head's effect is significant; estimates are not tested."""
-    rows = effects[(effects["variant"] == variant) & effects["delta_loss"].notna()]
-    told = (rows["p_sign"] < SIGNIFICANCE).to_numpy(bool)
-    grid = rows.assign(told=told).pivot(index="layer", columns="head", values="told")
-    found: np.ndarray = grid.reindex(index=axes.index, columns=axes.columns).eq(True).to_numpy(bool)
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,20 +213,16 @@ class HeadMap:
         if not known:
             return HeadMap()
         first = next((m for m in _FIRST if m in known), known[0])
-        grids = {
-            m: table.pivot(index="layer", columns="head", values=m) for m in sorted(known, key=lambda m: m != first)
-        }
-        shape = report.provenance.get("shape", {})  # layers and heads that were not asked for have a place, too
-        layers, heads = (
-            sorted({*map(int, found), *range(shape.get(name, 0))})
-            for name, found in (("layers", grids[first].index), ("heads", grids[first].columns))
-        )
-        axes = pd.DataFrame(index=layers, columns=heads)
+        count = report.provenance.get("shape", {})  # layers and heads that were not asked for have a place, too
+        layers, heads = (sorted({*table[axis].tolist(), *range(count.get(f"{axis}s", 0))}) for axis in _KEY)
+        places, shape = pd.MultiIndex.from_product([layers, heads], names=_KEY), (len(layers), len(heads))
+        wide, tested = table.set_index(_KEY).reindex(places), report.head_effects.dropna(subset="delta_loss")
+        p = {m: tested[tested["variant"] == v.name].set_index(_KEY)["p_sign"] for m, v in _TESTED.items() if m in known}
         return HeadMap(
             tuple(layers),
             tuple(heads),
-            {m: g.reindex(index=layers, columns=heads).to_numpy(np.float64) for m, g in grids.items()},
-            {m: _significant(report.head_effects, v, axes) for m, v in _TESTED.items() if m in grids},
+            {m: wide[m].to_numpy(np.float64).reshape(shape) for m in sorted(known, key=lambda m: m != first)},
+            {m: (of.reindex(places).to_numpy(float) < SIGNIFICANCE).reshape(shape) for m, of in p.items()},
         )
 
     def most_affected(self, exhibits: Exhibits, layer: int | None = None, prompt: int = 0) -> tuple[int, int]:
@@ -247,24 +232,18 @@ class HeadMap:
             ValueError: no attention was kept for that prompt.
         """
         shown = exhibits.of_prompt(prompt)
-        kept = [(la, h) for la in shown.layers for h in shown.heads if layer in (None, la)]
+        kept = dict.fromkeys((la, h) for la in shown.layers for h in shown.heads if layer in (None, la))
         if not self.values:
-            return kept[0]
-        grid = next(iter(self.values.values()))
-        places = [
-            (self.layers.index(la), self.heads.index(h)) for la, h in kept if la in self.layers and h in self.heads
-        ]
-        sizes = [abs(float(grid[p])) for p in places]
-        if not any(np.isfinite(sizes)):
-            return kept[0]
-        row, column = places[int(np.nanargmax(sizes))]
-        return self.layers[row], self.heads[column]
+            return next(iter(kept))
+        measured = zip(product(self.layers, self.heads), np.abs(next(iter(self.values.values()))).flat, strict=True)
+        sizes = {place: size for place, size in measured if place in kept and not math.isnan(size)}
+        return max(sizes or kept, key=lambda place: sizes.get(place, 0.0))
 
     def plain(self) -> dict[str, Any]:
         """Return the map as the scripts read it."""
         measures = [
             {
-                **MEASURES[name].plain(name),
+                **MEASURES[name].plain,
                 "unit": MEASURES[name].label,
                 "threshold": LEAST_CHANGE if name in self.significant else 0.0,
                 "significant": self.significant[name].astype(np.uint8).ravel() if name in self.significant else None,

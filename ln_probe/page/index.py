@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal
@@ -19,26 +19,29 @@ from markupsafe import Markup
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
+from ln_probe.analyses.probes.sinks import MUCH
 from ln_probe.analyses.text import disarmed, shortened
 from ln_probe.comparison import paired, run_of, setup_differences, step_of, summary
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.variants import VARIANTS, primary_variants
+from ln_probe.hooks.variants import VARIANTS, Variant, primary_variants
 from ln_probe.page import own_script, policy, render
-from ln_probe.page.compared import MOST, answers, compared, sinks_by_head
+from ln_probe.page.compared import MOST, answers, compared
 from ln_probe.page.figures import (
+    BLUE,
     GRID,
     LABEL,
+    ORANGE,
     SIZE,
     SMALLEST,
     Figure,
     axis_text,
     by_variant,
-    is_wide,
-    svg,
-    threshold,
+    dress,
+    in_head_space,
+    widened,
 )
-from ln_probe.page.page import Drawing, Shown
+from ln_probe.page.page import Drawing, Shown, drawing
 from ln_probe.page.tables import table
 from ln_probe.page.verdict import in_one_line
 from ln_probe.report import Report
@@ -147,7 +150,7 @@ def _losses(reports: Sequence[Report], names: Sequence[str]) -> list[Shown]:
             text = f"Change of the loss minus its change in {names[baseline]}, paired by prompt. {about}{note}"
             figure = forest(names, some, f"difference from {axis_text(names[baseline])}, nats per token", where)
             title = shortened(disarmed(names[baseline]))
-            against.append(_drawing(f"paired-{baseline}", title, figure, text, first=not against))
+            against.append(drawing(f"paired-{baseline}", title, figure, text, first=not against))
     if against:
         found.append(Shown("paired", "Difference from a baseline", tuple(against), wide=True, choice="Baseline"))
     models, steps, trained = _training(reports)
@@ -165,13 +168,30 @@ def _sinks(reports: Sequence[Report], names: Sequence[str]) -> Shown | None:
     return _shown("sinks-by-head", "Attention to position 0, by head", sinks_by_head(names, reports), caption)
 
 
-def _drawing(name: str, title: str, figure: Figure, caption: str, *, first: bool = True) -> Drawing:
-    picture = Markup(svg(figure, name.replace("_", "-"), f"{title}. {caption}"))
-    return Drawing(title, picture, shortened(disarmed(caption), 600), first=first)
+def sinks_by_head(names: Sequence[str], reports: Sequence[Report]) -> Figure:
+    """Attention to position 0 of every head (dots) and its mean (bar); dashes: uniform attention; line: 30 %."""
+    rows = [
+        (n, r.sink_heads) for n, r in zip(names, reports, strict=True) if r.sink_heads["first_attention"].notna().any()
+    ][:MOST]
+    figure = Figure(figsize=(1.5 * SIZE[0], 1.1 + 0.34 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    dress(axes, "", grid="x")
+    for place, (_, heads) in enumerate(rows):
+        values = heads["first_attention"].to_numpy(float)
+        spread = 0.2 * np.sin(np.arange(len(values)) * 2.4)  # so that equal heads do not hide one another
+        axes.plot(values, place + spread, "o", ms=3.5, alpha=0.55, color=BLUE, mec="none")
+        axes.plot([heads["first_attention"].mean()] * 2, [place - 0.32, place + 0.32], color=ORANGE, lw=2.2)
+        axes.plot([heads["first_uniform"].mean()] * 2, [place - 0.32, place + 0.32], "--", color="black", lw=1)
+    axes.axvline(MUCH, color=GRID, lw=1)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of attention")
+    axes.set_yticks(range(len(rows)), [axis_text(n) for n, _ in rows], fontsize=9)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    return figure
 
 
 def _shown(name: str, title: str, figure: Figure, caption: str, *, wide: bool = True) -> Shown:
-    return Shown(name, title, (_drawing(name, title, figure, caption),), wide=wide)
+    return Shown(name, title, (drawing(name.replace("_", "-"), title, figure, caption),), wide=wide)
 
 
 def _training(reports: Sequence[Report]) -> tuple[list[str], list[int | None], list[bool]]:
@@ -185,8 +205,8 @@ def _pictures(reports: Sequence[Report], names: Sequence[str]) -> list[Shown]:
     models, steps, trained = _training(reports)
     found = []
     for measure, (title, _) in MEASURES.items():
-        known = [any(not rows[measure].isna().all() for _, rows in by_variant(r)) for r in reports]
-        if any(known) and not any((rows[measure].fillna(0) != 0).any() for r in reports for _, rows in by_variant(r)):
+        known = [not in_head_space(r)[measure].isna().all() for r in reports]
+        if any(known) and not any((in_head_space(r)[measure].fillna(0) != 0).any() for r in reports):
             said = "0 in every model, layer and variant."
             found.append(Shown(f"depth-{measure}", title[:1].upper() + title[1:], (), said=said))
             continue
@@ -217,7 +237,11 @@ def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
     rows = []
     for place, (name, report) in enumerate(zip(names, reports, strict=True)):
         causal = report.causal
-        wanted = causal["variant"].isin(_primary()) & causal["sites"].isin(_PLACES) & causal["delta_loss"].notna()
+        wanted = (
+            causal["variant"].isin([v.name for v in primary_variants()])
+            & causal["sites"].isin(_PLACES)
+            & causal["delta_loss"].notna()
+        )
         for row in causal[wanted & (causal["no_op"].fillna("") == "")].to_dict("records"):
             value, low, high = (float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high"))
             rows.append((name, place, row["sites"], row["variant"], value, low, high, base_loss(row)))
@@ -226,13 +250,9 @@ def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
 
 def differences(names: Sequence[str], table: pd.DataFrame) -> pd.DataFrame:
     """Return the same rows from a table of paired differences (`ln_probe.analyses.probes.columns.PAIRED`)."""
-    rows = table[table["variant"].isin(_primary()) & table["sites"].isin(_PLACES)]
+    rows = table[table["variant"].isin([v.name for v in primary_variants()]) & table["sites"].isin(_PLACES)]
     made = rows.rename(columns={"difference": "value"}).assign(place=[names.index(n) for n in rows["model"]])
     return made[["model", "place", "sites", "variant", "value", "low", "high"]].reset_index(drop=True)
-
-
-def _primary() -> list[str]:
-    return [v.name for v in primary_variants()]
 
 
 def forest(
@@ -244,26 +264,20 @@ def forest(
     """
     shown = list(names)[:ROWS]
     rows = rows[rows["place"] < len(shown)]
-    terms = [t for t in _primary() if (rows["variant"] == t).any()]
-    figure = Figure(figsize=(SIZE[0], 1.0 + len(terms) * (0.5 + 0.36 * len(shown))), layout="constrained")
-    panels = figure.subplots(max(1, len(terms)), 1, sharey=True, squeeze=False)[:, 0]
-    for axes, term in zip(panels, terms, strict=False):
-        mine = rows[rows["variant"] == term]
+    figure, panels = _by_term(rows, 1.0, 0.5 + 0.36 * len(shown))
+    for axes, term, mine in panels:
         for number, (sites, (_, mark)) in enumerate(_PLACES.items()):
             some = mine[mine["sites"] == sites]
             place = some["place"].to_numpy(float) + 0.3 * number - 0.15
-            axes.hlines(place, some["low"], some["high"], color=VARIANTS[term].color, lw=1.4)
-            face = "none" if number else VARIANTS[term].color
-            axes.plot(some["value"], place, mark, ms=5, color=VARIANTS[term].color, markerfacecolor=face)
+            axes.hlines(place, some["low"], some["high"], color=term.color, lw=1.4)
+            face = "none" if number else term.color
+            axes.plot(some["value"], place, mark, ms=5, color=term.color, markerfacecolor=face)
         axes.axvline(0, color=GRID, lw=1)
         axes.axvspan(-LEAST_CHANGE, LEAST_CHANGE, color=GRID, alpha=0.25, lw=0)
-        axes.set_title(VARIANTS[term].state, fontsize=10)
-        wide = mine.assign(delta_loss=mine["value"])
-        if is_wide(wide):
-            axes.set_xscale("symlog", linthresh=threshold(wide))
+        widened(axes.set_xscale, mine["value"])
         _small(axes, grid="x")
-    panels[0].set_yticks(range(len(shown)), [axis_text(n) for n in shown], fontsize=SMALLEST)
-    panels[0].set_ylim(len(shown) - 0.5, -0.5)
+    figure.axes[0].set_yticks(range(len(shown)), [axis_text(n) for n in shown], fontsize=SMALLEST)
+    figure.axes[0].set_ylim(len(shown) - 0.5, -0.5)
     figure.supxlabel(label, fontsize=SMALLEST)
     _forest_legend(figure, where)
     return figure
@@ -277,27 +291,38 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
     steps_of = np.array([np.nan if s is None else s for s in steps], float)
     rows = rows.assign(step=steps_of[rows["place"].to_numpy(int)], run=[models[p] for p in rows["place"]])
     rows = rows[rows["step"].notna()].sort_values("step", kind="stable")
-    terms = [t for t in _primary() if (rows["variant"] == t).any()]
-    figure = Figure(figsize=(SIZE[0], 0.6 + 0.8 * SIZE[1] * max(1, len(terms))), layout="constrained")
-    panels = figure.subplots(max(1, len(terms)), 1, squeeze=False)[:, 0]
-    for axes, term in zip(panels, terms, strict=False):
-        mine = rows[rows["variant"] == term]
+    figure, panels = _by_term(rows, 0.6, 0.8 * SIZE[1], shared=False)
+    for axes, term, mine in panels:
         for (_, sites), line in mine.groupby(["run", "sites"], sort=False):
-            hollow = sites == "attention"
-            axes.fill_between(line["step"], line["low"], line["high"], color=VARIANTS[term].color, alpha=0.15, lw=0)
-            face = "none" if hollow else VARIANTS[term].color
-            style = "s--" if hollow else "o-"
-            marks = {"ms": 4, "markerfacecolor": face, "markevery": _every(len(line))}
-            axes.plot(line["step"], line["value"], style, color=VARIANTS[term].color, **marks)
+            axes.fill_between(line["step"], line["low"], line["high"], color=term.color, alpha=0.15, lw=0)
+            style, face = ("s--", "none") if sites == "attention" else ("o-", term.color)
+            marks: dict[str, Any] = {"ms": 4, "markerfacecolor": face, "markevery": _every(len(line))}
+            axes.plot(line["step"], line["value"], style, color=term.color, **marks)
         axes.axhline(0, color=GRID, lw=1)
-        if mine["step"].max() > 0:
-            axes.set_xscale("symlog", linthresh=max(1.0, float(mine.loc[mine["step"] > 0, "step"].min())))
-        axes.set_title(VARIANTS[term].state, fontsize=10)
+        _scale_steps(axes, mine["step"].tolist())
         axes.set_xlabel("training step", fontsize=SMALLEST)
         _small(axes)
     figure.supylabel("change of the loss, nats per token", fontsize=SMALLEST)
     _forest_legend(figure, where)
     return figure
+
+
+def _by_term(
+    rows: pd.DataFrame, base: float, each: float, *, shared: bool = True
+) -> tuple[Figure, list[tuple[mpl.axes.Axes, Variant, pd.DataFrame]]]:
+    """Return a figure with a panel for each term, and with each panel the rows that it shows."""
+    terms = [v for v in primary_variants() if (rows["variant"] == v.name).any()]
+    figure = Figure(figsize=(SIZE[0], base + len(terms) * each), layout="constrained")
+    panels = figure.subplots(max(1, len(terms)), 1, sharey=shared, squeeze=False)[:, 0]
+    for axes, term in zip(panels, terms, strict=False):
+        axes.set_title(term.state, fontsize=10)
+    return figure, [(axes, t, rows[rows["variant"] == t.name]) for axes, t in zip(panels, terms, strict=False)]
+
+
+def _scale_steps(axes: mpl.axes.Axes, steps: Sequence[float]) -> None:
+    """Make the axis of training steps logarithmic from the first step after 0 on."""
+    if later := [step for step in steps if step > 0]:
+        axes.set_xscale("symlog", linthresh=max(1.0, min(later)))
 
 
 def _forest_legend(figure: Figure, where: str) -> None:
@@ -329,35 +354,34 @@ def over_depth(reports: Sequence[Report], names: Sequence[str], measure: str) ->
     """
     shown = list(zip(reports, names, strict=True))[:PANELS]
     figure, panels = _panels([name for _, name in shown], measure, "depth")
+    drawn = set[Variant]()
     for axes, (report, _) in zip(panels, shown, strict=True):
         deepest = max([1, *(int(v) for v in report.heads["layer"])])
-        for variant, rows in by_variant(report):
+        for variant, rows in by_variant(report).items():
             middle = rows.groupby("layer")[measure].median()
             axes.plot(middle.index / deepest, middle, **_line(variant), ms=3)
-    _variant_legend(figure, [v for v in VARIANTS if any(v == found for r, _ in shown for found, _ in by_variant(r))])
+            drawn.add(variant)
+    _variant_legend(figure, drawn)
     return figure
 
 
 def over_training(reports: Sequence[Report], names: Sequence[str], steps: Sequence[int | None], measure: str) -> Figure:
     """Draw a measure over training steps, a panel per model and a line per variant, from reports that have a step."""
-    runs: dict[str, list[tuple[int, Report]]] = {}
+    runs: dict[str, list[tuple[int, dict[Variant, pd.DataFrame]]]] = {}
     for report, name, step in zip(reports, names, steps, strict=True):
         if step is not None:
-            runs.setdefault(name, []).append((step, report))
+            runs.setdefault(name, []).append((step, by_variant(report)))
     figure, panels = _panels(list(runs)[:PANELS], measure, "training step")
-    drawn: set[str] = set()
+    drawn = set[Variant]()
     for axes, found in zip(panels, runs.values(), strict=False):
         found.sort(key=lambda item: item[0])
-        for variant in VARIANTS:
-            points = [
-                (step, float(rows[measure].median())) for step, r in found for v, rows in by_variant(r) if v == variant
-            ]
-            if points and not all(math.isnan(v) for _, v in points):
+        for variant in VARIANTS.values():
+            points = [(step, float(rows[variant][measure].median())) for step, rows in found if variant in rows]
+            if not all(math.isnan(v) for _, v in points):
                 axes.plot(*np.array(points).T, **_line(variant), ms=3, markevery=_every(len(points)))
                 drawn.add(variant)
-        if found[-1][0] > 0:
-            axes.set_xscale("symlog", linthresh=max(1, min((s for s, _ in found if s > 0), default=1)))
-    _variant_legend(figure, [v for v in VARIANTS if v in drawn])
+        _scale_steps(axes, [step for step, _ in found])
+    _variant_legend(figure, drawn)
     return figure
 
 
@@ -391,11 +415,12 @@ def _every(points: int) -> int:
     return -(-points // MARKERS) or 1
 
 
-def _line(variant: str) -> dict[str, Any]:
-    return {"color": VARIANTS[variant].color, "marker": VARIANTS[variant].marker, "lw": 1.2}
+def _line(variant: Variant) -> dict[str, Any]:
+    return {"color": variant.color, "marker": variant.marker, "lw": 1.2}
 
 
-def _variant_legend(figure: Figure, variants: Sequence[str]) -> None:
-    handles = [mpl.lines.Line2D([], [], label=VARIANTS[v].label, ms=4, **_line(v)) for v in variants]
+def _variant_legend(figure: Figure, drawn: Collection[Variant]) -> None:
+    variants = [v for v in VARIANTS.values() if v in drawn]
+    handles = [mpl.lines.Line2D([], [], label=v.label, ms=4, **_line(v)) for v in variants]
     if handles:
         figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside upper left", ncols=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -43,7 +42,11 @@ def write_lab_page(folder: Path) -> Path:
         "lab.html",
         about=about,
         first=FIRST,
-        facts=_facts(about),
+        facts=[
+            ("Command", about["command"]),
+            ("Versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items())),
+            ("Time of this call", f"{about['seconds']} s"),
+        ],
         space=space_part(table_at(folder, TABLE)) if points else "",
         pictures=[_picture(folder / name) for name in about["figures"]],
         table=table(Table("summary", "Means and 95 % CIs over seeds", _ABOUT, (), ()), summary),
@@ -53,11 +56,6 @@ def write_lab_page(folder: Path) -> Path:
     )
     write_text(folder / PAGE_FILE, page)
     return folder / PAGE_FILE
-
-
-def _facts(about: dict[str, Any]) -> list[tuple[str, str]]:
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return [("Command", about["command"]), ("Versions", versions), ("Time of this call", f"{about['seconds']} s")]
 
 
 def _picture(file: Path) -> dict[str, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 from urllib.parse import quote
 
@@ -15,21 +16,31 @@ from markupsafe import Markup
 
 from ln_probe.analyses.probes.base import Failure, Picture
 from ln_probe.analyses.probes.columns import CAUSAL, TOKENS
-from ln_probe.analyses.probes.registry import DEFAULT, chosen, package_of
-from ln_probe.analyses.text import shortened, visible
+from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
+from ln_probe.analyses.text import disarmed, percent, shortened, visible
 from ln_probe.exhibits import by_token
+from ln_probe.hooks.variants import INTACT
 from ln_probe.page import figures, own_script, policy, render
-from ln_probe.page.answers import answers
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
-from ln_probe.page.figures import by_variant, causal_effects, svg
+from ln_probe.page.figures import by_variant, in_head_space, svg
 from ln_probe.page.heads import MEASURES, HeadMap, by_head, draw_heads_map, known_measures, largest, linked, measures_of
 from ln_probe.page.tables import Table, figure_text, table
-from ln_probe.page.titles import caption, untitled
+from ln_probe.page.titles import PICTURES, caption
 from ln_probe.page.verdict import intact_loss, verdict
 from ln_probe.report import Report, ranked_findings
 
 CELL_FINDINGS = 5
 _IN_PROMPTS = ("prompts · begin", "prompts · commonest")  # shown in the section on prompts, not in the provenance
+MOST = 5  # questions that a page answers first
+# By probe, in the order of the page.
+QUESTIONS = {
+    "causal": "Does the loss need scaling and projection?",
+    "head_effects": "Which heads depend on scaling?",
+    "sinks": "Is there an attention sink, and do the norms make it?",
+    "selectability": "Which keys can no query select?",
+    "unembedding": "Which tokens can never be predicted?",
+}
+_SENTENCE = re.compile(r"(?<=[a-z0-9)\]%])\. (?=[A-Z0-9])")
 GEOMETRIES = 5  # norms whose geometry a page shows, about 95 kB each
 
 
@@ -67,6 +78,16 @@ class Group:
     about: str
     pictures: tuple[Shown, ...]
     short: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question (empty: none), a sentence, and the id and title of the part of the page that shows more."""
+
+    question: str
+    text: Markup
+    picture: str
+    title: str
 
 
 def report_page(report: Report, index: str = "") -> str:
@@ -111,6 +132,47 @@ def report_page(report: Report, index: str = "") -> str:
     )
 
 
+def answers(report: Report, titles: Mapping[str, str]) -> list[Answer]:
+    """Return at most MOST answers; the findings of highest rank where no probe with a question ran.
+
+    `titles` are those of the parts of the page, by id.
+    """
+    found = []
+    for name, question in QUESTIONS.items():
+        if mine := find(name).findings(report.tables, report.provenance):
+            best = min(mine, key=lambda f: (f.rank, -f.size))
+            text = _SENTENCE.split(best.text)[0].removesuffix(".") + "."
+            if name == "sinks":
+                text = " ".join([text, *_change(report)])
+            found.append((question, text, best.picture))
+    found = found or [("", f.text, f.picture) for f in ranked_findings(report)]
+    return [
+        Answer(question, linked(text, report.exhibits), picture, titles.get(picture, ""))
+        for question, text, picture in found[:MOST]
+    ]
+
+
+def _change(report: Report) -> Iterator[str]:
+    """What freezing scaling for the keys does to the attention to position 0, and in which head most."""
+    table = by_head(report).dropna(subset=["first_attention", "first_change"])
+    if not len(table):
+        return
+    before, change = float(table["first_attention"].mean()), float(table["first_change"].mean())
+    most = table.iloc[int(table["first_change"].abs().to_numpy().argmax())]
+    yield (
+        f"Freezing scaling for the keys changes the attention to position 0 from {percent(before)} by "
+        f"{_points(change)} (mean over {len(table)} heads), most in L{most['layer']:.0f}H{most['head']:.0f} "
+        f"({_points(float(most['first_change']))})."
+    )
+
+
+def _points(change: float) -> str:
+    """Return a change of a share in percentage points, two digits."""
+    if abs(change) < 5e-5:
+        return "less than 0.01 percentage points"
+    return f"{float(f'{100 * change:.2g}'):+g} percentage points"
+
+
 def title_of(name: str) -> str:
     """Return the last part of a path; any other name is returned unchanged."""
     path = re.fullmatch(r"(?:~|\.{1,2}|[A-Za-z]:)?[/\\](?:.*[/\\])?([^/\\]+)[/\\]*", name)
@@ -119,8 +181,7 @@ def title_of(name: str) -> str:
 
 def notebook_cell(report: Report) -> str:
     """Return a small summary without scripts and with at most one picture (some tens of kilobytes)."""
-    heads = report.heads[report.heads["space"] == "head"] if len(report.heads) else report.heads
-    tables = []
+    heads, tables = in_head_space(report), []
     if len(heads):
         numbers = ["unselectable_fraction", "attainable_last_median", "margin_median", "entropy_ratio", "score_spread"]
         median = heads.groupby("variant", sort=False)[numbers].median().reset_index()
@@ -135,7 +196,7 @@ def notebook_cell(report: Report) -> str:
         findings=[f.text for f in ranked_findings(report)][:CELL_FINDINGS],
         notes=report.notes,
         tables=tables,
-        pictures=[drawn(report, p, "cell-").svg for p in CELL if has(report, p)][:1],
+        pictures=[drawn(report, PICTURES[p], "cell-").svg for p in CELL if has(report, PICTURES[p])][:1],
     )
 
 
@@ -193,13 +254,12 @@ def _tables(report: Report) -> Iterator[Table]:
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     """List model, text and loss; unknown facts are left out."""
-    prompts, norms, heads = report.provenance.get("prompts", {}), report.layernorms, report.heads
+    prompts, norms, heads = report.provenance.get("prompts", {}), report.layernorms, in_head_space(report)
     if title_of(report.name) != report.name:
         yield "From", report.name
     of_model = []
-    inside = heads[heads["space"] == "head"] if len(heads) else heads
-    if len(inside):
-        of_model.append(f"{inside['layer'].nunique()} layers × {inside['head'].nunique()} heads")
+    if len(heads):
+        of_model.append(f"{heads['layer'].nunique()} layers × {heads['head'].nunique()} heads")
     if len(norms):
         kinds = Counter(f"{kind} ({state})" for kind, state in zip(norms["kind"], norms["state"], strict=True))
         of_model.append(f"norms: {', '.join(f'{n} {what}' for what, n in kinds.items())}")
@@ -230,74 +290,34 @@ def _details(report: Report) -> Iterator[tuple[str, str]]:
         yield "ln_probe", str(of["ln_probe"])
 
 
+# Of each group: id, title, what it shows, ids of its pictures (`figures`), title in the bar of sections.
 GROUPS = (
     (
         "norms-pictures",
         "What each norm does",
         "Every norm along the depth of the model, term by term.",
-        (
-            Picture(
-                "norms",
-                "Lengths before and after each norm",
-                figures.norms_over_depth,
-                "layernorms",
-                "norm_before_mean",
-            ),
-            Picture(
-                "projection",
-                "Projection: the component along the all-ones direction",
-                figures.projection_over_depth,
-                "layernorms",
-                "mean_share",
-            ),
-        ),
+        ("norms", "projection"),
         "Norms",
     ),
     (
         "keys-pictures",
         "Which keys a query can select",
         "Per head, as attention sees the keys, under each variant.",
-        (
-            Picture(
-                "attainable",
-                "Attainable attention",
-                figures.attainable_over_depth,
-                "heads",
-                "attainable_last_median",
-            ),
-            Picture("margins", "Margins over depth", figures.margins_over_depth, "heads", "margin_median"),
-            Picture(
-                "unselectable",
-                "Keys no query can select",
-                figures.unselectable_by_head,
-                "heads",
-                "unselectable_fraction",
-            ),
-            Picture("margin-map", "Margins by head", figures.margins_by_head, "heads", "margin_median"),
-        ),
+        ("attainable", "margins", "unselectable", "margin-map"),
         "Keys",
     ),
     (
         "queries-pictures",
         "How attention spreads",
         "How the observed queries distribute attention over these keys.",
-        (
-            Picture("entropy", "How uniform attention is", figures.entropy_by_layer, "heads", "entropy_ratio"),
-            Picture(
-                "angle",
-                "Queries and the uniform direction",
-                figures.uniform_angle_by_layer,
-                "heads",
-                "uniform_angle_deg",
-            ),
-        ),
+        ("entropy", "angle"),
         "Attention",
     ),
     (
         "causal-pictures",
         "How much the loss rises",
         "The loss of the running model with a term removed.",
-        (Picture("causal", "Change of the loss", causal_effects, "causal", "delta_loss"),),
+        ("causal",),
         "Interventions",
     ),
     ("heads-pictures", "Head by head", "One measure of every head, layer × head; choose the measure.", (), "Heads"),
@@ -308,10 +328,13 @@ CELL = GROUPS[1][3]  # candidates for a notebook's cell, which shows the first t
 
 def has(report: Report, picture: Picture) -> bool:
     """Whether the picture has data; pictures of heads need rows in head space."""
-    frame = report.tables.get(picture.table)
-    if frame is not None and picture.table == "heads":
-        frame = frame[frame["space"] == "head"]
+    frame = in_head_space(report) if picture.table == "heads" else report.tables.get(picture.table)
     return frame is not None and picture.column in frame and not frame[picture.column].isna().all()
+
+
+def drawing(name: str, title: str, figure: figures.Figure, text: str, *, first: bool = True) -> Drawing:
+    """Draw a figure as SVG with its caption; `name` is unique on the page."""
+    return Drawing(title, Markup(svg(figure, name, f"{title}. {text}")), shortened(disarmed(text), 600), first=first)
 
 
 def drawn(report: Report, picture: Picture, prefix: str = "") -> Drawing:
@@ -322,25 +345,22 @@ def drawn(report: Report, picture: Picture, prefix: str = "") -> Drawing:
             "No norm of this model projects. Shown is what projection would remove: the share of squared length along "
             "the all-ones direction."
         )
-    name = f"{prefix}{picture.id}"
-    return Drawing(picture.title, Markup(svg(untitled(picture.draw)(report), name, f"{picture.title}. {text}")), text)
+    return drawing(f"{prefix}{picture.id}", picture.title, unwrap(picture.draw)(report), text)
 
 
 def groups(report: Report) -> Iterator[Group]:
     """Yield the pictures of the built-in tables under their headings."""
     for name, title, about, plans, short in GROUPS:
-        shown = [_shown(report, p) for p in plans if has(report, p)]
+        shown = []
+        for picture in (PICTURES[p] for p in plans if has(report, PICTURES[p])):
+            said = _nothing(report, picture.id)
+            shown.append(Shown(picture.id, picture.title, () if said else (drawn(report, picture),), said=said))
         if name == "norms-pictures":
             shown += _geometry(report)
         if name == "heads-pictures":
             shown += _by_head(report)
         if shown:
             yield Group(name, title, about, tuple(shown), short)
-
-
-def _shown(report: Report, picture: Picture) -> Shown:
-    said = _NOTHING[picture.id](report) if picture.id in _NOTHING else ""
-    return Shown(picture.id, picture.title, () if said else (drawn(report, picture),), said=said)
 
 
 def others(report: Report) -> tuple[list[Group], list[str]]:
@@ -362,7 +382,8 @@ def _by_head(report: Report) -> list[Shown]:
     table = by_head(report)
     known, drawings = known_measures(table), []
     for measure in known:
-        text = f"{MEASURES[measure].meaning[:1].upper()}{MEASURES[measure].meaning[1:]}."
+        meaning = MEASURES[measure].column.meaning
+        text = f"{meaning[:1].upper()}{meaning[1:]}."
         drawn = Markup(svg(draw_heads_map(table, measure), f"by-head-{measure}", text))
         drawings.append(Drawing(MEASURES[measure].title, drawn, text, first=measure == known[0]))
     return [Shown("by-head", "Every head", tuple(drawings), wide=True, choice="Measure")] if drawings else []
@@ -392,41 +413,20 @@ def _geometry(report: Report) -> list[Shown]:
 _NO_SHARE = 1e-12
 
 
-def _projection(report: Report) -> str:
-    share = report.layernorms["mean_share"]
-    if not (share.fillna(0) <= _NO_SHARE).all():
-        return ""
-    return (
-        f"The inputs of all {len(share)} norms are orthogonal to the all-ones direction (share of squared length 0, "
-        "angle 90°), so projection changes nothing."
-    )
-
-
-def _unselectable(report: Report) -> str:
-    rows = [r for _, r in by_variant(report)]
-    if any((r["unselectable_fraction"].fillna(0) > 0).any() for r in rows):
-        return ""
-    return f"Every key can be selected by some query, in all {len(rows[0])} heads and under every variant."
-
-
-def _angle(report: Report) -> str:
-    angles = dict(by_variant(report)).get("intact")
-    if angles is None or not (angles["uniform_angle_deg"].dropna().round() == 90).all():
-        return ""
-    return f"In all {len(angles)} heads, queries are orthogonal to the direction that attends uniformly."
-
-
-def _causal(report: Report) -> str:
-    rows = report.causal[report.causal["variant"] != "intact"]
-    if (rows["delta_loss"].notna() & (rows["no_op"].fillna("") == "")).any():
-        return ""
-    return "Removing either term changes nothing by construction, at every norm."
-
-
-# The sentence that replaces a picture; empty if the picture shows something.
-_NOTHING: dict[str, Callable[[Report], str]] = {
-    "projection": _projection,
-    "unselectable": _unselectable,
-    "angle": _angle,
-    "causal": _causal,
-}
+def _nothing(report: Report, picture: str) -> str:
+    """Return the sentence that replaces a picture which would show nothing; empty if it shows something."""
+    if picture == "projection" and (report.layernorms["mean_share"].fillna(0) <= _NO_SHARE).all():
+        return (
+            f"The inputs of all {len(report.layernorms)} norms are orthogonal to the all-ones direction (share of "
+            "squared length 0, angle 90°), so projection changes nothing."
+        )
+    heads = by_variant(report)
+    if picture == "unselectable" and not any((r["unselectable_fraction"] > 0).any() for r in heads.values()):
+        count = len(next(iter(heads.values())))
+        return f"Every key can be selected by some query, in all {count} heads and under every variant."
+    if picture == "angle" and INTACT in heads and (heads[INTACT]["uniform_angle_deg"].dropna().round() == 90).all():
+        return f"In all {len(heads[INTACT])} heads, queries are orthogonal to the direction that attends uniformly."
+    edits = report.causal[report.causal["variant"] != INTACT.name]
+    if picture == "causal" and not (edits["delta_loss"].notna() & (edits["no_op"].fillna("") == "")).any():
+        return "Removing either term changes nothing by construction, at every norm."
+    return ""

@@ -1,6 +1,6 @@
 """Titles of pictures: one that is saved alone says what it shows, of which model and prompts.
 
-A page has its own headings and captions, so it draws the pictures without (`untitled`).
+A page has its own headings and captions, so it draws the pictures without (`inspect.unwrap`).
 """
 
 from __future__ import annotations
@@ -8,35 +8,36 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
+from typing import TYPE_CHECKING, Any
 
+from ln_probe.analyses.probes.base import Picture
 from ln_probe.analyses.text import counted, disarmed
 
 if TYPE_CHECKING:
     from ln_probe.page.figures import Figure
     from ln_probe.report import Report
 
-_Args = ParamSpec("_Args")
-_Draw = Callable[Concatenate["Report", _Args], "Figure"]
+_Draw = Callable[["Report"], "Figure"]
+PICTURES: dict[str, Picture] = {}
 _SIZE, _LETTERS, _LINE = 9, 14, 0.17  # points; letters per inch of width; inches per line
 _NAME = 48  # letters of a model's name
 
 
-def titled(draw: _Draw[_Args]) -> _Draw[_Args]:
-    """Decorate a picture's function: the first line of its docstring becomes the title."""
+def picture(id: str, title: str, table: str, column: str) -> Callable[[_Draw], _Draw]:
+    """Decorate a function that draws a picture of the page: see `Picture`, and `PICTURES`, which has it by its id.
 
-    @wraps(draw)
-    def with_title(report: Report, *args: _Args.args, **kwargs: _Args.kwargs) -> Figure:
-        return entitle(draw(report, *args, **kwargs), report, caption(draw))
+    The first line of its docstring becomes the title of the figure that it returns.
+    """
 
-    with_title.untitled = draw  # type: ignore[attr-defined]
-    return cast("_Draw[_Args]", with_title)
+    def decorate(draw: _Draw) -> _Draw:
+        @wraps(draw)
+        def with_title(report: Report) -> Figure:
+            return entitle(draw(report), report, caption(draw))
 
+        PICTURES[id] = Picture(id, title, with_title, table, column)
+        return with_title
 
-def untitled(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as it was before `titled`."""
-    found: Callable[..., Any] = getattr(draw, "untitled", draw)
-    return found
+    return decorate
 
 
 def caption(draw: Callable[..., Any]) -> str:

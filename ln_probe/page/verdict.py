@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -17,9 +18,10 @@ from matplotlib.ticker import MaxNLocator
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, change, is_effect, is_significant
 from ln_probe.analyses.text import counted, number, signed_percent, with_interval
-from ln_probe.hooks.variants import VARIANTS, primary_variants
+from ln_probe.hooks.variants import Variant, primary_variants
 from ln_probe.report import Report
 
+_Rows = dict[tuple[Variant, str], dict[str, Any]]  # of the table `causal`, by variant and group of norms
 # Groups of norms, largest first.
 _PLACES = {"all": "at every norm", "attention": "at attention alone"}
 # Intervals longer than this many times the largest bar are cut off, because they would make all bars invisible.
@@ -71,7 +73,7 @@ class Verdict:
 
 def verdict(report: Report) -> Verdict | None:
     """Return the card of a report, or None if the loss was not measured."""
-    rows = dict(_rows(report.causal))
+    rows = _rows(report.causal)
     if not rows or not all(math.isfinite(base_loss(r)) for r in rows.values()):
         reason = next((n.removeprefix(_NOT_APPLICABLE) for n in report.notes if n.startswith(_NOT_APPLICABLE)), "")
         return Verdict((f"Not applicable: {reason}.",)) if reason else None
@@ -84,9 +86,7 @@ def verdict(report: Report) -> Verdict | None:
     layers, unit = in_layers(report.provenance), str(report.provenance.get("loss", {}).get("unit", _UNIT))
     ticks = [t for t in MaxNLocator(_TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= t <= high]
     return Verdict(
-        tuple(
-            _sentence(v.name, rows, layers, unit) for v in primary_variants() if any(v.name == name for name, _ in rows)
-        ),
+        tuple(_sentence(variant, rows, layers, unit) for variant in dict.fromkeys(variant for variant, _ in rows)),
         tuple(bar for (variant, sites), row in rows.items() for bar in _bars(variant, sites, row, layers, place)),
         tuple(_notes(report, rows, unit)),
         unit,
@@ -99,31 +99,30 @@ def verdict(report: Report) -> Verdict | None:
 
 def intact_loss(report: Report) -> str:
     """Return the loss of the intact model with its unit; empty if it is not known."""
-    known = [loss for _, row in _rows(report.causal) if math.isfinite(loss := base_loss(row))]
+    known = [loss for row in _rows(report.causal).values() if math.isfinite(loss := base_loss(row))]
     unit = report.provenance.get("loss", {}).get("unit", _UNIT)
     return f"{number(known[0])} {unit}, intact" if known else ""
 
 
 def in_one_line(report: Report) -> str:
     """Return the contrasts at every norm as one line of the same form for every model, so that models compare."""
-    rows = {variant: row for (variant, sites), row in _rows(report.causal) if sites == "all"}
+    rows = {variant: row for (variant, sites), row in _rows(report.causal).items() if sites == "all"}
     known = [r for r in rows.values() if math.isfinite(base_loss(r))]
     if not known:
         return "loss not measured"
     parts, unit = [f"intact loss {base_loss(known[0]):#.3g}"], report.provenance.get("loss", {}).get("unit", _UNIT)
     for variant, row in rows.items():
-        state = VARIANTS[variant].state
         if why := _idle(row):
-            parts.append(f"{state}: not applicable ({why})")
+            parts.append(f"{variant.state}: not applicable ({why})")
             continue
         size, ends = with_interval(*(float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high")))
         sure = [f"95 % CI {ends}"] if ends else []
         sure += [] if is_effect(row) else [f"below {LEAST_CHANGE:g}" if is_significant(row) else "not significant"]
-        parts.append(f"{state} {size} {unit} ({', '.join(sure)})")
+        parts.append(f"{variant.state} {size} {unit} ({', '.join(sure)})")
     return f"{'; '.join(parts)}{in_layers(report.provenance)}"
 
 
-def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: str) -> Iterator[str]:
+def _notes(report: Report, rows: _Rows, unit: str) -> Iterator[str]:
     """Yield notes on prompts, constants and intervals."""
     first, about = next(iter(rows.values())), report.provenance.get("calibration", {})
     prompts, source = counted(int(first["prompts"]), "prompt"), report.provenance.get("prompts", {}).get("source", "")
@@ -146,19 +145,20 @@ def _notes(report: Report, rows: dict[tuple[str, str], dict[str, Any]], unit: st
         )
     else:
         yield "There are no confidence intervals: too few prompt groups, or a few prompts that carry the mean."
-    scaling = [r for (variant, _), r in rows.items() if VARIANTS[variant].freezes_scaling and not _idle(r)]
+    scaling = [r for (variant, _), r in rows.items() if variant.freezes_scaling and not _idle(r)]
     if scaling and all(math.isnan(float(r["delta_loss_optimal"])) for r in scaling) and "optimal_minutes" in about:
         minutes = max(1, round(about["optimal_minutes"]))
         yield f"Loss-optimal constants: not computed (--optimal or optimal=True, about {counted(minutes, 'minute')})."
 
 
-def _rows(causal: pd.DataFrame) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-    """Yield the rows of the card that have a loss, by variant and group of norms."""
-    for variant in (v.name for v in primary_variants()):
-        for sites in _PLACES:
-            mine = causal[(causal["variant"] == variant) & (causal["sites"] == sites)]
-            if len(mine) and pd.notna(mine["delta_loss"].iloc[0]):
-                yield (variant, sites), {str(k): v for k, v in mine.iloc[0].items()}
+def _rows(causal: pd.DataFrame) -> _Rows:
+    """Return the rows of the card that have a loss."""
+    rows = {}
+    for variant, sites in product(primary_variants(), _PLACES):
+        mine = causal[(causal["variant"] == variant.name) & (causal["sites"] == sites)]
+        if len(mine) and pd.notna(mine["delta_loss"].iloc[0]):
+            rows[variant, sites] = {str(k): v for k, v in mine.iloc[0].items()}
+    return rows
 
 
 def _idle(row: dict[str, Any]) -> str:
@@ -179,17 +179,18 @@ def _scale(rows: list[dict[str, Any]]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Callable[[float], float]) -> Iterator[Bar]:
+def _bars(
+    variant: Variant, sites: str, row: dict[str, Any], layers: str, place: Callable[[float], float]
+) -> Iterator[Bar]:
     """Yield the bar of a contrast, and a second one for loss-optimal constants where they were fitted."""
-    term, done = VARIANTS[variant].state.rsplit(" ", 1)
+    term, done = variant.state.rsplit(" ", 1)
     what = f"{term.capitalize()} {done} {_PLACES[sites]}{layers}"
     if why := _idle(row):
         yield Bar(term, what, f"not applicable ({why})")
         return
-    both = VARIANTS[variant].freezes_scaling and math.isfinite(float(row["delta_loss_optimal"]))
-    for kind, name in (("", ", mean constants" if both else ""), ("_optimal", ", loss-optimal constants")):
-        if kind and not both:
-            continue
+    both = variant.freezes_scaling and math.isfinite(float(row["delta_loss_optimal"]))
+    kinds = {"": ", mean constants", "_optimal": ", loss-optimal constants"} if both else {"": ""}
+    for kind, name in kinds.items():
         delta, low, high = (float(row[f"delta_loss{kind}{end}"]) for end in ("", "_low", "_high"))
         size, ends = with_interval(delta, low, high)
         bounded = bool(ends)
@@ -209,9 +210,9 @@ def _bars(variant: str, sites: str, row: dict[str, Any], layers: str, place: Cal
         )
 
 
-def _sentence(variant: str, rows: dict[tuple[str, str], dict[str, Any]], layers: str, unit: str) -> str:
+def _sentence(variant: Variant, rows: _Rows, layers: str, unit: str) -> str:
     """Return one or two sentences about a term: at every norm, and at attention alone."""
-    verb, term = VARIANTS[variant].wording.split(" ", 1)
+    verb, term = variant.wording.split(" ", 1)
     everywhere, attention = rows.get((variant, "all")), rows.get((variant, "attention"))
     if everywhere is None:
         assert attention is not None

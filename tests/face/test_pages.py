@@ -26,11 +26,10 @@ from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import disarmed, shortened, visible
 from ln_probe.exhibits import Exhibits
 from ln_probe.page import attention, circuitsvis_script, own_script, packed, policy
-from ln_probe.page.answers import QUESTIONS, answers
 from ln_probe.page.figures import causal_effects, geometry_steps, svg
 from ln_probe.page.index import PANELS, IndexEntry, index_page, over_depth
 from ln_probe.page.lab import FIRST, write_lab_page
-from ln_probe.page.page import report_page
+from ln_probe.page.page import QUESTIONS, answers, report_page
 from ln_probe.page.tables import STATIC_ROWS, figure_text, table
 from ln_probe.report import Report
 
