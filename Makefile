@@ -28,18 +28,15 @@ docs: $(VENV)/.installed-docs   ## docs/_build/index.html, the site; warnings ar
 
 bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/geometry.py
-	$(BIN)/python bench/truth.py
 	$(BIN)/python bench/decomposition.py
 	$(BIN)/python bench/attribution.py
 	$(BIN)/python bench/probe.py
-	$(BIN)/python bench/heads.py
 	$(BIN)/python bench/entering.py
 	$(BIN)/python bench/scale.py --quick
 	$(BIN)/python bench/scale.py --seven-b
 	$(BIN)/python bench/batch.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/suite.py --checkpoints 24
-	$(BIN)/python bench/lab.py
 	$(BIN)/python bench/recurrence.py
 	$(BIN)/python bench/whole.py
 	$(BIN)/python bench/page.py

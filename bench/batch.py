@@ -8,19 +8,17 @@ a page for each checkpoint and an index, and that counts as its overhead.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
-import resource
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+import numpy as np
+import typer
+from harness import LN_PROBE, THREADS, environment_of, measure_command, show, show_head, write_prompts
+
+ONE_THREAD = dict.fromkeys(THREADS, "1")
 MODELS = ("lm-layernorm", "lm-projection_only")
 TOKENS = 256
 _LOOP = """
@@ -33,42 +31,15 @@ for name in models:
     ln_probe.analyze(ln_probe.load_model(name), pathlib.Path(prompts), progress=False).save(f"{out}/{name}")
 """
 _DRIVER = """
-import resource, sys
+import atexit, resource
 from ln_probe.cli import app
-try:
-    app(sys.argv[1:])
-except SystemExit as end:
-    print(end.code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+app()
 """
 
 
-def timed(command: list[str]) -> tuple[float, float]:
-    """Wall and CPU seconds of a command and all it starts."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(command, env=os.environ | THREADS, check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
-    return time.perf_counter() - start, used
-
-
 def report(out: Path, *options: str, workers: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "ln_probe.cli",
-        "report",
-        "--quiet",
-        "--out",
-        str(out),
-        "--workers",
-        str(workers),
-        *options,
-    ]
-
-
-def write_prompts(path: Path, rows: list[list[int]]) -> str:
-    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
-    return str(path)
+    return [*LN_PROBE, "report", "--quiet", "--out", str(out), "--workers", str(workers), *options]
 
 
 def speed(home: Path, repeats: int, prompts: int) -> None:
@@ -80,45 +51,41 @@ def speed(home: Path, repeats: int, prompts: int) -> None:
         "1 worker": lambda out: report(out, *MODELS, "--prompts", file, workers=1),
         "2 workers": lambda out: report(out, *MODELS, "--prompts", file, workers=2),
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    found: dict[str, list[list[float]]] = {name: [] for name in ways}
     for number in range(repeats):
         for name, way in ways.items():
-            found[name].append(timed(way(home / f"{name} {number}")))
-    wall = {name: statistics.median(w for w, _ in pairs) for name, pairs in found.items()}
-    used = {name: statistics.median(c for _, c in pairs) for name, pairs in found.items()}
+            seconds = measure_command(way(home / f"{name} {number}"), **ONE_THREAD)
+            found[name].append([seconds["wall"], seconds["cpu"]])
+    medians = {name: np.median(pairs, axis=0) for name, pairs in found.items()}
     print(f"\nbatch: {' and '.join(MODELS)}, {prompts} prompts of {TOKENS} tokens, medians of {repeats}")
-    print("| | wall, s | CPU, s |\n|---|---|---|")
-    for name in ways:
-        print(f"| {name} | {wall[name]:.1f} | {used[name]:.1f} |")
-    loop, one, two = ways
+    show_head("", "wall, s", "CPU, s")
+    for name, pair in medians.items():
+        show(name, *(f"{seconds:.1f}" for seconds in pair))
+    loop, one, two = medians.values()
+    more = 100 * (one / loop - 1)
     print(
-        f"2 workers are {wall[one] / wall[two]:.2f}× as fast as 1; overhead over the bare loop "
-        f"{100 * (wall[one] / wall[loop] - 1):.1f} % of wall, {100 * (used[one] / used[loop] - 1):.1f} % of CPU"
+        f"2 workers are {one[0] / two[0]:.2f}× as fast as 1; overhead over the bare loop {more[0]:.1f} % of wall, "
+        f"{more[1]:.1f} % of CPU"
     )
 
 
 def memory(home: Path) -> None:
-    print("\n| units | driver's peak memory, MB |\n|---|---|")
+    print()
+    show_head("units", "driver's peak memory, MB")
     for units in (10, 1000):
         rows = [[i % 50, (7 * i) % 50, 3] for i in range(units - 3)]  # plus calibration, unembedding and report
         prompts = write_prompts(home / f"{units}.jsonl", rows)
-        options = ["--prompts", prompts, "--shard", "1", "--layers", "0", "--workers", "1", "--quiet"]
-        command = [sys.executable, "-c", _DRIVER, "report", MODELS[0], "--out", str(home / f"m{units}"), *options]
-        done = subprocess.run(command, env=os.environ | THREADS, check=True, capture_output=True, text=True)
-        code, peak = done.stdout.split()[-2:]
-        assert code == "0", done.stderr
-        print(f"| {units} | {int(peak) / 1024:.0f} |", flush=True)
+        given = report(home / f"m{units}", MODELS[0], "--prompts", prompts, "--shard", "1", "--layers", "0", workers=1)
+        command = [sys.executable, "-c", _DRIVER, *given[len(LN_PROBE) :]]
+        done = subprocess.run(command, env=environment_of() | ONE_THREAD, check=True, stdout=subprocess.PIPE, text=True)
+        show(units, f"{int(done.stdout.split()[-1]) / 1024:.0f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=32)
-    arguments = parser.parse_args()
+def main(repeats: int = 3, prompts: int = 32) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        speed(Path(folder), arguments.repeats, arguments.prompts)
+        speed(Path(folder), repeats, prompts)
         memory(Path(folder))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -6,34 +6,34 @@ and edit (other rows of the file stay). Exit status 1 if a hook is lost. About t
 
 from __future__ import annotations
 
-import argparse
-import csv
 import os
 import sys
 from collections import Counter
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import typer
 from compose import every_outcome, hooked, lab, subjects, tolerance
+from harness import keep
 
 ARCHITECTURES = ("gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "gptj")
 OURS = {"hooked": hooked, "lab": lab, "lab-hooked": partial(lab, "hooked")}
 COLUMNS = ("transformer_lens", "model_class", "architecture", "edit", "equal", "refused", "lost", "which")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "architectures", nargs="*", help='of tests/architectures.py, "hooked", "lab" or "lab-hooked"; none: all'
-    )
-    parser.add_argument("--out", type=Path, help="write the table to this file, after each model")
-    asked = parser.parse_args()
+def main(
+    architectures: Annotated[
+        list[str] | None, typer.Argument(help='of tests/architectures.py, "hooked", "lab" or "lab-hooked"; none: all')
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write the table to this file, after each model")] = None,
+) -> None:
     lost = False
-    for name in asked.architectures or (*OURS, *ARCHITECTURES):
+    for name in architectures or (*OURS, *ARCHITECTURES):
         model = OURS[name]() if name in OURS else dict(subjects(name))["bridge"]
         if model is None:
             continue
@@ -49,18 +49,12 @@ def main() -> int:
         for edit, count in counts.items():
             numbers = [str(count[kind]) for kind in ("equal", "refused", "lost")]
             values = (*of, edit, *numbers, "; ".join(which.get(edit, ())))
-            rows.append(dict(zip(COLUMNS, values, strict=True)))
+            rows.append(values)
             print(", ".join(values[:7]), *which.get(edit, ()), sep="\n    ", flush=True)
             lost |= count["lost"] > 0
-        if asked.out:
-            kept = list(csv.DictReader(asked.out.open())) if asked.out.exists() else []
-            kept = [r for r in kept if tuple(r[c] for c in COLUMNS[:3]) != of]
-            with asked.out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows([*kept, *rows])
-    return int(lost)
+        keep(out, COLUMNS, rows, about=3)
+    raise typer.Exit(int(lost))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -9,21 +9,16 @@ memory is that of a separate process (which has loaded the same packages and mod
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
-import resource
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import harness
 import numpy as np
 import torch
+import typer
+from harness import in_process, in_turn, show, show_head
 
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.decomposition import SiteStatistics, layernorms_table
@@ -32,13 +27,12 @@ from ln_probe.hooks.sites import find_sites
 from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.measure import analyze
 
-PROMPTS, TOKENS, THREADS, REPEATS = 8, 512, 2, 5
+PROMPTS, TOKENS, THREADS = 8, 512, 2
 PARTS = ("bare", "decomposition", "cache")
 TIME_BOUND, MEMORY_BOUND = 1.15, 1.1
 
 
 def gpt2_small(world: str) -> Any:
-    torch.manual_seed(0)
     if world == "hooked":
         from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -55,16 +49,9 @@ def gpt2_small(world: str) -> Any:
             default_prepend_bos=False,
             device="cpu",
         )
+        torch.manual_seed(0)
         return HookedTransformer(config).eval()
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    hf_config = GPT2Config()
-    hf_config._attn_implementation = "eager"
-    hf = GPT2LMHeadModel(hf_config).eval()
-    return build_bridge_from_module(
-        hf, "GPT2LMHeadModel", hf_config=hf_config, tokenizer=None, model_name="gpt2-small-shape"
-    )
+    return harness.gpt2_small()
 
 
 def bare(model: Any, tokens: torch.Tensor) -> None:
@@ -102,10 +89,10 @@ def peak_mb() -> float:
     status = Path("/proc/self/status")
     if status.exists():
         return float(next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line)) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return harness.peak_mb()
 
 
-def part(name: str, world: str, repeats: int) -> dict[str, float]:
+def part(name: str, world: str, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(THREADS)
     model = gpt2_small(world)
     tokens = torch.randint(0, 50257, (PROMPTS, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -120,58 +107,26 @@ def part(name: str, world: str, repeats: int) -> dict[str, float]:
         loaded = peak_mb()
         runs[name]()
         return {"peak_mb": peak_mb(), "loaded_mb": loaded}
-    wall: dict[str, list[float]] = {p: [] for p in PARTS}
-    processor: dict[str, list[float]] = {p: [] for p in PARTS}
-    runs["bare"]()
-    for _ in range(repeats):
-        for p in PARTS:
-            start, busy = time.perf_counter(), time.process_time()
-            runs[p]()
-            wall[p].append(time.perf_counter() - start)
-            processor[p].append(time.process_time() - busy)
-    found = {f"{p}_s": statistics.median(wall[p]) for p in PARTS}
-    for kind, times in (("wall", wall), ("cpu", processor)):
-        for p in PARTS:
-            ratios = [t / b for t, b in zip(times[p], times["bare"], strict=True)]
-            found[f"{p}_{kind}"] = statistics.median(ratios)
-    return found
+    taken = in_turn(runs, repeats)
+    ratios = {p: np.median(times / taken["bare"], axis=0) for p, times in taken.items()}
+    return {p: [float(np.median(times[:, 0])), *ratios[p].tolist()] for p, times in taken.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--part", choices=(*PARTS, "times"))
-    parser.add_argument("--world", choices=("hooked", "bridge"))
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    arguments = parser.parse_args()
-    if arguments.part:
-        print(json.dumps(part(arguments.part, arguments.world, arguments.repeats)))
-        return
-    environment = os.environ | {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    worlds = [arguments.world] if arguments.world else ["bridge", *(["hooked"] if has_hooked_transformer() else [])]
+def main(world: Literal["hooked", "bridge"] | None = None, repeats: int = 5) -> None:
+    worlds = [world] if world else ["bridge", *(["hooked"] if has_hooked_transformer() else [])]
     print(f"\ndecomposition: 12 layers, d 768, {PROMPTS} × {TOKENS} tokens, {THREADS} threads")
-    print(
-        "| world | part | seconds | … of bare | processor time, … of bare | peak, MB | … of bare | before it ran, MB |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    times = ("seconds", "… of bare", "processor time, … of bare")
+    show_head("world", "part", *times, "peak, MB", "… of bare", "before it ran, MB")
     for world in worlds:
-        found: dict[str, dict[str, float]] = {}
-        for name in ("times", *PARTS):
-            command = [sys.executable, __file__, "--part", name, "--world", world]
-            command += ["--repeats", str(arguments.repeats)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+        found = {name: in_process(part, name, world, repeats, threads=THREADS) for name in ("times", *PARTS)}
         for name in PARTS:
-            times = found["times"]
-            memory_ratio = found[name]["peak_mb"] / found["bare"]["peak_mb"]
-            print(
-                f"| {world} | {name} | {times[f'{name}_s']:.2f} | {times[f'{name}_wall']:.2f} | "
-                f"{times[f'{name}_cpu']:.2f} | {found[name]['peak_mb']:.0f} | {memory_ratio:.2f} | "
-                f"{found[name]['loaded_mb']:.0f} |",
-                flush=True,
-            )
-            if name == "decomposition" and (times[f"{name}_wall"] > TIME_BOUND or memory_ratio > MEMORY_BOUND):
-                print(f"| {world} | **beyond the bound** | | {TIME_BOUND} | | {MEMORY_BOUND} | |")
+            seconds, wall, processor = found["times"][name]
+            peak, memory = found[name]["peak_mb"], found[name]["peak_mb"] / found["bare"]["peak_mb"]
+            times = f"{seconds:.2f}", f"{wall:.2f}", f"{processor:.2f}"
+            show(world, name, *times, f"{peak:.0f}", f"{memory:.2f}", f"{found[name]['loaded_mb']:.0f}")
+            if name == "decomposition" and (wall > TIME_BOUND or memory > MEMORY_BOUND):
+                show(world, "**beyond the bound**", "", TIME_BOUND, "", "", MEMORY_BOUND, "")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -8,15 +8,15 @@ Two threads. `lm-layernorm`, and GPT-2 small's shape with random weights.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from attribution import gpt2_small
+import typer
+from harness import gpt2_small, in_turn
 
 import ln_probe
 from ln_probe.hooks import linearized, without
@@ -29,16 +29,7 @@ EDITS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 }
 
 
-def seconds(do: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    do()
-    return time.perf_counter() - start
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
+def main(repeats: int = 15) -> None:
     torch.set_num_threads(THREADS)
     models: dict[str, Callable[[], Any]] = {
         "lm-layernorm": lambda: ln_probe.load_model("lm-layernorm"),
@@ -57,18 +48,15 @@ def main() -> None:
                 model(tokens)
 
         forward()
-        first = {edit: seconds(lambda edit=edit: enter(edit)) for edit in EDITS}
-        again, passes = {edit: list[float]() for edit in EDITS}, list[float]()
-        for _ in range(repeats):
-            passes.append(seconds(forward))
-            for edit in EDITS:
-                again[edit].append(seconds(lambda edit=edit: enter(edit)))
-        a_pass = statistics.median(passes)
+        edits = {edit: partial(enter, edit) for edit in EDITS}
+        first = in_turn(edits, 1, warm=0)
+        taken = in_turn({"pass": forward, **edits}, repeats, warm=0)
+        again = {what: float(np.median(times[:, 0])) for what, times in taken.items()}
+        a_pass = again.pop("pass")
         print(f"{name}: a pass of {BATCH} x {TOKENS} tokens {1e3 * a_pass:.0f} ms")
-        for edit in EDITS:
-            ratio = statistics.median(again[edit]) / a_pass
-            print(f"    {edit:12} first {first[edit] / a_pass:6.2f} passes, again {ratio:.3f} passes")
+        for edit, seconds in again.items():
+            print(f"    {edit:12} first {first[edit][0, 0] / a_pass:6.2f} passes, again {seconds / a_pass:.3f} passes")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -11,16 +11,16 @@ of a book, and its prompts come from the rest. Weights depend on the seed, the v
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -109,16 +109,15 @@ def fit(model: nn.Module, loss: Callable[[torch.Generator], Float[Tensor, ""]], 
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     warm = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min((at + 1) / warm, 1 - 0.9 * at / steps))
     model.train()
     for step in range(steps):
-        factor = min((step + 1) / warm, 1 - 0.9 * step / steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * factor
         value = loss(generator)
         optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         if step % REPORT_EVERY == 0 or step == steps - 1:
             print(f"  step {step}: {value.item():.3f}", flush=True)
     model.eval()
@@ -323,29 +322,14 @@ def _labelled(count: int) -> Iterator[tuple[list[int], int]]:
         yield of_book[label][2 * (pair // len(BOOKS)) + second], label
 
 
-def accuracy(model: nn.Module, count: int = 300) -> float:
-    """Share of so many held-out windows whose book the classifier names."""
-    rows, labels = zip(*_labelled(count), strict=True)
-    with torch.no_grad():
-        named = model(torch.tensor(rows))[:, -1].argmax(-1)
-    return float((named == torch.tensor(labels)).float().mean())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
-    args = parser.parse_args()
-    if unknown := set(args.names) - set(NAMES):
+def main(folder: Path, names: Annotated[list[str] | None, typer.Argument(help=", ".join(NAMES))] = None) -> None:
+    if unknown := set(names or ()) - set(NAMES):
         raise SystemExit(f"no model called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     torch.set_num_threads(1)
-    for name in args.names or NAMES:
+    for name in names or NAMES:
         print(name, flush=True)
-        model = train(name)
-        save(model, args.folder / name)
-        if name == "book-classifier":
-            print(f"  accuracy on held-out windows: {accuracy(model):.3f}")
+        save(train(name), folder / name)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

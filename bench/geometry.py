@@ -11,9 +11,7 @@ per core: unless they are set, OPENBLAS_NUM_THREADS and the like are set to 1 an
 from __future__ import annotations
 
 import argparse
-import csv
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from pathlib import Path
 import baselines
 import families
 import numpy as np
+from harness import THREADS, peak_mb, show, show_head, write_table
 
 import ln_probe
 from ln_probe.analyses.geometry import exact as exact_arithmetic
@@ -55,9 +54,8 @@ WORST_SAMPLE = 40  # keys per set, of those that are left when white queries hav
 CHECKS = ("__init__", "selects", "leads", "reproduces", "gap_at_least", "gap_at_most", "attention")  # of the checker
 MGM_LAYER = 4
 EXACT = [(100, 12), (120, 32), (140, 48)]  # keys, dimensions
-THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-printed: list[list[str]] = []  # of one section: the head, a line, rows
+printed: list[tuple[object, ...]] = []  # the head and rows of one section
 
 
 def seconds(work: Callable[..., object], *arguments: object, **named: object) -> float:
@@ -66,9 +64,14 @@ def seconds(work: Callable[..., object], *arguments: object, **named: object) ->
     return time.perf_counter() - start
 
 
+def head(*cells: object) -> None:
+    printed.append(cells)
+    show_head(*cells)
+
+
 def row(*cells: object) -> None:
-    printed.append([str(cell) for cell in cells])
-    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+    printed.append(cells)
+    show(*cells)
 
 
 def each(decide: Callable[[np.ndarray, int], object], keys: np.ndarray, sample: np.ndarray) -> None:
@@ -80,8 +83,7 @@ def speed(repeats: int = REPEATS) -> None:
     """Time per key of a verdict with its certificate; margins are timed with it."""
     print(f"\nspeed: one thread, medians of {repeats} repeats in μs per key. (a) HiGHS feasibility,")
     print(f"(b) reflections and Chebyshev centre, both on {SAMPLE} of the same keys per repeat")
-    row("keys", "n", "d", "hidden", "(a)", "(b)", "verdict", "+ margin", "(a)/verdict", "goal", "(b)/verdict")
-    row(*["---"] * 11)
+    head("keys", "n", "d", "hidden", "(a)", "(b)", "verdict", "+ margin", "(a)/verdict", "goal", "(b)/verdict")
     for name, n, d, heads, target in SPEED:
         rng = np.random.default_rng(0)
         keys = np.stack([families.RANDOM[name](rng, n, d) for _ in range(heads)])
@@ -162,8 +164,7 @@ def processor_seconds(work: Callable[..., object], *arguments: object, **named: 
 def hard(repeats: int = REPEATS) -> None:
     """Verdicts, and margins where they are asked for, of families whose norms or places range over many decades."""
     print(f"\nhard: one thread, medians of {repeats} repeats, processor time in ms per key")
-    row("keys", "n", "d", "bias", "hidden", "undecided", "verdict", "+ margin", "goal")
-    row(*["---"] * 9)
+    head("keys", "n", "d", "bias", "hidden", "undecided", "verdict", "+ margin", "goal")
     for name, n, d, measured, goal in HARD:
         for biased in (False, True):
             rng = np.random.default_rng(0)
@@ -186,8 +187,7 @@ def _decide(keys: np.ndarray, bias: np.ndarray | None, with_margins: bool) -> No
 def worst() -> None:
     """The slowest key of every family: alone, what white queries leave of a set is decided and its margin bracketed."""
     print(f"\nworst: one thread, processor time in ms of the slowest of {WORST_SAMPLE} keys that white queries leave")
-    row("keys", "n", "d", "bias", "verdict", "margin")
-    row(*["---"] * 6)
+    head("keys", "n", "d", "bias", "verdict", "margin")
     every = {**families.RANDOM, **families.HARD}
     slowest = 0.0
     for name, family in every.items():
@@ -213,8 +213,7 @@ def worst() -> None:
 def checks(repeats: int = REPEATS) -> None:
     """What proving costs: processor time inside the independent checker, over the solvers' (bound: 0.15)."""
     print(f"\nchecks: one thread, medians of {repeats} repeats, the checker's processor time over the solvers'")
-    row("keys", "n", "d", "verdicts", "verdicts and margins")
-    row(*["---"] * 5)
+    head("keys", "n", "d", "verdicts", "verdicts and margins")
     for name, n, d, sets, _ in SPEED:
         keys = np.stack([families.RANDOM[name](np.random.default_rng(seed), n, d) for seed in range(sets)])
         row(name, n, d, *(f"{np.median([_share(keys, also) for _ in range(repeats)]):.2f}" for also in (False, True)))
@@ -252,8 +251,7 @@ def _share(keys: np.ndarray, with_margins: bool) -> float:
 def heads(layers: int = 12) -> None:
     """12 heads per layer of d_head 64, 512 keys each, in two threads."""
     print("\nheads: 12 × 12 heads of d_head 64, 512 keys, 2 threads; seconds, from one layer of them")
-    row("keys", "verdicts", "and margins", "and attainable", "undecided", "margins > 1 %", "weights > 0.01")
-    row(*["---"] * 7)
+    head("keys", "verdicts", "and margins", "and attainable", "undecided", "margins > 1 %", "weights > 0.01")
     rng = np.random.default_rng(0)
     for name in ("normal", "norms × lognormal(1)", "low-rank heavy-tailed"):
         keys = np.stack([families.RANDOM[name](rng, 512, 64) for _ in range(12)])
@@ -275,8 +273,7 @@ def heads(layers: int = 12) -> None:
 def pool(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> None:
     """Verdicts of large pools, without margins."""
     print(f"\npool: {os.environ['OPENBLAS_NUM_THREADS']} BLAS threads, 2 of ours")
-    row("keys", "number", "unselectable", "undecided", "seconds", "peak memory of the process in GB")
-    row(*["---"] * 6)
+    head("keys", "number", "unselectable", "undecided", "seconds", "peak memory of the process in GB")
     ln_probe.key_geometry(families.lognormal_norms(np.random.default_rng(1), 1000, 64), margins=False)  # compile
     for n in sizes:
         _pool("d = 64, norms × lognormal(1)", families.lognormal_norms(np.random.default_rng(0), n, 64))
@@ -292,9 +289,8 @@ def _pool(name: str, keys: np.ndarray) -> None:
     start = time.perf_counter()
     verdict = ln_probe.key_geometry(keys, margins=False, threads=2).verdict
     took = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     hidden, open_ = (verdict == "unselectable").mean(), int((verdict == "undecided").sum())
-    row(name, len(keys), f"{hidden:.3f}", open_, f"{took:.1f}", f"{peak:.2f}")
+    row(name, len(keys), f"{hidden:.3f}", open_, f"{took:.1f}", f"{peak_mb() * 1024 / 1e6:.2f}")
 
 
 def mgm_keys(number: int) -> np.ndarray:
@@ -323,8 +319,7 @@ def mgm_keys(number: int) -> np.ndarray:
 def exact() -> None:
     """Verdicts in rational arithmetic: with python-flint, and without it."""
     print("\nexact: processor seconds of strict=True for all keys, half of them planted in the others' hull; one run")
-    row("n", "d", "with libraries", "without")
-    row(*["---"] * 4)
+    head("n", "d", "with libraries", "without")
     library = exact_arithmetic.flint
     for n, d in EXACT:
         keys, taken = families.planted(np.random.default_rng(0), n, d), []
@@ -363,8 +358,7 @@ def main() -> None:
         printed.clear()
         SECTIONS[name]()
         if arguments.out and printed:
-            with (arguments.out / f"geometry-{name}.csv").open("w", encoding="utf-8", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([printed[0], *printed[2:]])
+            write_table(arguments.out / f"geometry-{name}.csv", printed)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ the wheel (`pip download --no-deps iglm==0.1.0`; its licence is for non-commerci
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -31,12 +30,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+import typer
 from jaxtyping import Float64, Int
 from torch import Tensor
 
@@ -316,25 +316,24 @@ def rows_of(name: str, values: Path | None) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--again", action="store_true", help="measure models that have rows, too")
-    parser.add_argument("--values", type=Path, metavar="FOLDER", help="keep every prompt's changes of the loss there")
-    args = parser.parse_args()
-    if unknown := set(args.names) - set(CASES):
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help=", ".join(CASES))] = None,
+    again: Annotated[bool, typer.Option("--again", help="measure models that have rows, too")] = False,
+    values: Annotated[Path | None, typer.Option(help="a folder for every prompt's changes of the loss")] = None,
+) -> None:
+    if unknown := set(names or ()) - set(CASES):
         raise SystemExit(f"no model called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     torch.set_num_threads(1)
-    for name in args.names or CASES:
+    for name in names or CASES:
         table = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=COLUMNS)
-        if name in set(table["model"]) and not args.again:
+        if name in set(table["model"]) and not again:
             print(f"{name}: has rows (--again measures it once more)")
             continue
         variable = CASES[name].variable
         if variable and not os.environ.get(variable):
             print(f"{name}: not measured, {variable} is not set")
             continue
-        measured = pd.DataFrame(rows_of(name, args.values), columns=COLUMNS)
+        measured = pd.DataFrame(rows_of(name, values), columns=COLUMNS)
         table = pd.concat([table[table["model"] != name], measured]) if len(table) else measured
         order = {model: place for place, model in enumerate(CASES)}
         table = table.sort_values("model", key=lambda column: column.map(order), kind="stable")[list(COLUMNS)]
@@ -342,4 +341,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -10,14 +10,14 @@ standard error of the loss change over prompts alone, with linearized constants,
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import torch
+import typer
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -120,10 +120,8 @@ def measure(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=["lm-layernorm", "lm-scaling_only"])
-    names = parser.parse_args().names
+def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    names = names or ["lm-layernorm", "lm-scaling_only"]
     torch.set_num_threads(1)
     found = pd.DataFrame([row for name in names for row in measure(name)])
     if TABLE.exists():
@@ -133,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -12,15 +12,15 @@ loss-optimal constants of the half that a window is not in.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
+import typer
 from torch import Tensor
 
 import ln_probe
@@ -105,19 +105,16 @@ def measure(name: str, device: str) -> list[dict[str, Any]]:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("names", nargs="*", help="bundled models; all of them if left out")
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="bundled models; all of them if left out")] = None,
+    device: str = "cpu",
+) -> None:
     torch.set_num_threads(1)
-    for name in arguments.names or ln_probe.bundled_models():
+    for name in names or ln_probe.bundled_models():
         before = pd.read_csv(TABLE) if TABLE.is_file() else pd.DataFrame({"model": []})
-        after = pd.concat(
-            [before[before["model"] != name], pd.DataFrame(measure(name, arguments.device))], ignore_index=True
-        )
+        after = pd.concat([before[before["model"] != name], pd.DataFrame(measure(name, device))], ignore_index=True)
         after.sort_values(["model", "group"]).to_csv(TABLE, index=False, float_format="%.6g", lineterminator="\n")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -6,17 +6,17 @@ on short prompts. Prints the medians of several visits; `--out FILE.csv` writes 
 
 from __future__ import annotations
 
-import argparse
-import csv
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
+from harness import chromium, write_table
 
 import ln_probe
 from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
@@ -61,25 +61,18 @@ def made_up() -> Exhibits:
     return Exhibits((shown,))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a CSV file for what is printed")
-    out = parser.parse_args().out
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        sys.exit("bench/page.py needs Chromium on the PATH")
-    from playwright.sync_api import sync_playwright
-
+def main(out: Annotated[Path | None, typer.Option(help="a CSV file for what is printed")] = None) -> None:
     model = ln_probe.load_model(ln_probe.bundled_models()[0])
     small = ln_probe.analyze(model, max_tokens=48, progress=False)
     report = replace(small, exhibits=replace(made_up(), samples=small.exhibits.samples))
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
+        if browser is None:
+            sys.exit("bench/page.py needs Chromium on the PATH")
         started = time.process_time()
         path = report.to_html(Path(folder, "page.html"))
         took, size = time.process_time() - started, path.stat().st_size / 1e6
         print(f"made in {took:.1f} s of processor time, {size:.2f} MB")
         rows = [("what", "value", "unit"), ("size", f"{size:.1f}", "MB"), ("made", f"{took:.1f}", "s")]
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         found: dict[str, list[float]] = {"first paint": [], "loaded": [], "attention drawn": []}
         for _ in range(VISITS):
             page = browser.new_page()
@@ -97,11 +90,8 @@ def main() -> None:
         for what, seconds in found.items():
             print(f"{what}: {statistics.median(seconds):.2f} s ({min(seconds):.2f}–{max(seconds):.2f})")
             rows.append((what, f"{statistics.median(seconds):.2f}", "s"))
-        browser.close()
-    if out:
-        with out.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(rows)
+    write_table(out, rows)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -11,18 +11,15 @@ as a multiple of the forward pass's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
+from harness import gpt2_small, in_process, in_turn, peak_mb, show, show_head
 
 import ln_probe
 from ln_probe.analyses.geometry.api import key_geometry
@@ -42,19 +39,13 @@ def load(name: str) -> Any:
         return ln_probe.load_model(os.environ["LN_PROBE_MGM"], allow_pickle=True)
     if name == "lognormal":
         stretch_keys()
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-    from transformers import GPT2Config, GPT2LMHeadModel
+    return gpt2_small(5000, spread_scores)  # a smaller vocabulary: not what is measured
 
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=5000)  # a smaller vocabulary: not what is measured
-    config._attn_implementation = "eager"
-    hf = GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for block in hf.transformer.h:
-            block.attn.c_attn.weight.normal_(std=0.06)  # scores of about 2 nats
-    return build_bridge_from_module(
-        hf, "GPT2LMHeadModel", hf_config=config, tokenizer=None, model_name="gpt2-small-shape"
-    )
+
+def spread_scores(model: Any) -> None:
+    """Make scores deviate by about 2 nats."""
+    for block in model.transformer.h:
+        block.attn.c_attn.weight.normal_(std=0.06)
 
 
 def stretch_keys() -> None:
@@ -91,13 +82,8 @@ def part(name: str, kind: str) -> dict[str, float]:
     model = load(kind)
     vocabulary = int(model.cfg.d_vocab)
     tokens = torch.randint(0, vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(1))
-    run(model, tokens[None])
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        run(model, tokens[None])
-        times.append(time.perf_counter() - start)
-    found: dict[str, float] = {"forward": statistics.median(times)}
+    forward = in_turn({"forward": lambda: run(model, tokens[None])}, REPEATS)["forward"]
+    found = {"forward": float(np.median(forward[:, 0]))}
     short = tokens[:40]
     if name == "intact":
         key_geometry(torch.randn(2, 40, 64).numpy(), threads=THREADS)  # compile
@@ -109,39 +95,26 @@ def part(name: str, kind: str) -> dict[str, float]:
         report = ln_probe.analyze(model, tokens[None], probes=probes, progress=False)
         found["seconds"] = time.perf_counter() - start
         found["undecided"] = float(report.heads["undecided"].sum())
-    return found | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    return found | {"peak_mb": peak_mb()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--part", choices=PARTS)
-    parser.add_argument("--model", choices=MODELS, default="equal")
-    arguments = parser.parse_args()
-    if arguments.part:
-        print(json.dumps(part(arguments.part, arguments.model)))
-        return
-    environment = os.environ | {n: str(THREADS) for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     print(f"\nprobe: {TOKENS} tokens, {THREADS} threads; GPT-2 small's shape: 12 layers × 12 heads, d 768")
-    print("| model | part | seconds | forward pass, s | passes | peak, MB | … of forward |")
-    print("|---|---|---|---|---|---|---|")
+    show_head("model", "part", "seconds", "forward pass, s", "passes", "peak, MB", "… of forward")
     for kind, title in MODELS.items():
         if kind == "mgm" and "LN_PROBE_MGM" not in os.environ:
             print("(MGM left out: LN_PROBE_MGM is not set)")
             continue
         base = 0.0
         for name in PARTS:
-            command = [sys.executable, __file__, "--part", name, "--model", kind]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(done.stdout.strip().splitlines()[-1])
+            found = in_process(part, name, kind, threads=THREADS)
             base = base or found["peak_mb"]
             seconds = found.get("seconds", found["forward"])
             extra = f" (scores ± {found['score_deviation']:.1f} nats)" if "score_deviation" in found else ""
             extra += f" (undecided {found['undecided']:.0f})" if "undecided" in found else ""
-            print(
-                f"| {title} | {name}{extra} | {seconds:.2f} | {found['forward']:.2f} | "
-                f"{seconds / found['forward']:.1f} | {found['peak_mb']:.0f} | {found['peak_mb'] / base:.2f} |",
-                flush=True,
-            )
+            passes = f"{seconds / found['forward']:.1f}"
+            memory = f"{found['peak_mb']:.0f}", f"{found['peak_mb'] / base:.2f}"
+            show(title, name + extra, f"{seconds:.2f}", f"{found['forward']:.2f}", passes, *memory)
 
 
 if __name__ == "__main__":

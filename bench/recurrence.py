@@ -6,17 +6,18 @@ norm), step by step in torch's operations, and the lab's compiled loops. The way
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
+import typer
+from harness import in_turn
 from torch import Tensor
 
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 
-REPEATS, WORDS, LETTERS = 51, 16, 64
+WORDS, LETTERS = 16, 64
 CASES = [
     *((cell, "none", "gates") for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
     ("lstm", "layernorm", "state"), ("lstm", "layernorm", "readout"), ("lstm", "layernorm", "gates"),
@@ -24,12 +25,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    args = parser.parse_args()
+def there_and_back(way: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    way(x).sum().backward()
+
+
+def main(repeats: int = 51) -> None:
     torch.set_num_threads(1)
-    print(f"{WORDS} words of {LETTERS} letters, forward and backward, ms, 1 thread, medians of {args.repeats}")
+    print(f"{WORDS} words of {LETTERS} letters, forward and backward, ms, 1 thread, medians of {repeats}")
     print(f"{'cell':10}{'norm':22}{'torch':>8}{'step by step':>14}{'the lab':>9}{'times':>8}")
     x = torch.randn(WORDS, LETTERS, 4)
     for cell, norm, site in CASES:
@@ -37,14 +39,8 @@ def main() -> None:
         ways: dict[str, Callable[[Tensor], Tensor]] = {"steps": layer.unfused, "lab": layer}
         if norm == "none":
             ways["torch"] = lambda inputs, layer=layer: layer.weights(inputs)[0]
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for i in range(-2, args.repeats):  # the first two warm up
-            for name, way in ways.items():
-                start = time.perf_counter()
-                way(x).sum().backward()
-                if i >= 0:
-                    taken[name].append(1e3 * (time.perf_counter() - start))
-        middle = {name: statistics.median(values) for name, values in taken.items()}
+        taken = in_turn({name: partial(there_and_back, way, x) for name, way in ways.items()}, repeats, warm=2)
+        middle = {name: 1e3 * float(np.median(times[:, 0])) for name, times in taken.items()}
         where = "none" if norm == "none" else f"{norm}, {site}"
         torchs = f"{middle['torch']:8.2f}" if "torch" in middle else " " * 8
         print(
@@ -54,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

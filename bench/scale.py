@@ -19,19 +19,15 @@ are from a power, not how a repeated measurement would differ.
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 import math
-import os
-import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
+from harness import in_process, peak_mb, show, show_head, write_table
 from scipy import stats
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -74,8 +70,7 @@ def measure(tokens: int, heads: int, d_head: int, sample: int) -> dict[str, floa
         else:
             undecided += _whole(keys, center, axes)
         wall, spent = wall + time.perf_counter() - begun, spent + time.process_time() - used
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"wall": wall, "cpu": spent, "peak_mb": peak, "undecided": undecided}
+    return {"wall": wall, "cpu": spent, "peak_mb": peak_mb(), "undecided": undecided}
 
 
 def _whole(keys: np.ndarray, center: np.ndarray, axes: np.ndarray) -> int:
@@ -120,25 +115,19 @@ def measure_report(layers: int, prompts: int) -> dict[str, float]:
     begun, used = time.perf_counter(), time.process_time()
     report = ln_probe.analyze(measured, texts, progress=False)
     wall, spent = time.perf_counter() - begun, time.process_time() - used
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"wall": wall, "cpu": spent, "peak_mb": peak, "undecided": int(report.heads["undecided"].sum())}
+    return {"wall": wall, "cpu": spent, "peak_mb": peak_mb(), "undecided": int(report.heads["undecided"].sum())}
 
 
-def apart(given: dict[str, int]) -> dict[str, float]:
-    """Run the measurement in a separate process."""
-    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    command = [sys.executable, __file__, "--one", json.dumps(given)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+def one(given: dict[str, int]) -> dict[str, float]:
+    return measure_report(**given) if "layers" in given else measure(**given)
 
 
 def row(what: str, given: dict[str, int], size: int) -> float:
     """Measure, print and keep one size; processor seconds."""
-    found, sample = apart(given), given.get("sample", "") or "all"
+    found = in_process(one, given, threads=1, OMP_WAIT_POLICY="PASSIVE")
+    sample = given.get("sample", "") or "all"
     figures = (f"{found['wall']:.1f}", f"{found['cpu']:.1f}", f"{found['peak_mb']:.0f}", f"{found['undecided']:.0f}")
-    print("|", *(f"{x} |" for x in (what, size, sample, *figures)), flush=True)
+    show(what, size, sample, *figures)
     rows.append((what, size, sample, *figures, "", "", ""))
     return found["cpu"]
 
@@ -148,49 +137,36 @@ def exponent(what: str, sizes: list[int], spent: list[float], sample: int | str)
     fit = stats.linregress(np.log(sizes), np.log(spent))
     half = float(stats.t.ppf(0.975, len(sizes) - 2)) * fit.stderr
     power = [f"{x:.2f}" for x in (fit.slope, fit.slope - half, fit.slope + half)]
-    print(f"| CPU ∝ {what}^{power[0]} [{power[1]}, {power[2]}] | | {sample} | | | | |", flush=True)
+    show(f"CPU ∝ {what}^{power[0]} [{power[1]}, {power[2]}]", "", sample, "", "", "", "")
     rows.append((what, "", sample, "", "", "", "", *power))
 
 
 rows: list[tuple[object, ...]] = []  # of COLUMNS
 
 
-def write(path: Path | None) -> None:
-    if path is not None:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help="up to 1024 tokens, 8 heads")
-    parser.add_argument("--seven-b", action="store_true", help="one layer of a 7B model's shape, sampled")
-    parser.add_argument("--out", type=Path, help="a CSV file for the table")
-    arguments = parser.parse_args()
-    if arguments.one:
-        given = json.loads(arguments.one)
-        print(json.dumps(measure_report(**given) if "layers" in given else measure(**given)))
-        return
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="up to 1024 tokens, 8 heads")] = False,
+    seven_b: Annotated[bool, typer.Option("--seven-b", help="one layer of a 7B model's shape, sampled")] = False,
+    out: Annotated[Path | None, typer.Option(help="a CSV file for the table")] = None,
+) -> None:
     print(f"\nscale: {THREADS} threads; seconds of the wall and of processors")
-    print("| what grows | size | keys of a head | wall, s | CPU, s | peak, MB | undecided |")
-    print("|---|---|---|---|---|---|---|")
-    if arguments.seven_b:
+    show_head("what grows", "size", "keys of a head", "wall, s", "CPU, s", "peak, MB", "undecided")
+    if seven_b:
         row("7B layer", SEVEN_B | {"sample": SAMPLE}, SEVEN_B["tokens"])
-        write(arguments.out)
+        write_table(out, [COLUMNS, *rows])
         return
     for sample in (0, SAMPLE):
         for what, steps in STEPS.items():
-            sizes = [s for s in steps if not arguments.quick or (what, s) not in _LONG]
+            sizes = [s for s in steps if not quick or (what, s) not in _LONG]
             spent = [row(what, BASE | {what: size, "sample": sample}, size) for size in sizes]
             exponent(what, sizes, spent, sample or "all")
     for what, steps in REPORT_STEPS.items():
-        sizes = list(steps[:3] if arguments.quick else steps)
+        sizes = list(steps[:3] if quick else steps)
         exponent(what, sizes, [row(what, REPORT | {what: size}, size) for size in sizes], "all")
-    write(arguments.out)
+    write_table(out, [COLUMNS, *rows])
 
 
 _LONG = {("tokens", 2048), ("tokens", 4096), ("heads", 16)}
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

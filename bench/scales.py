@@ -19,28 +19,27 @@ numbers would be too large or too small.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "analyses"))
 
 from geometry_families import FAMILIES, Case, aligned
+from harness import write_table
 
 import ln_probe
 from ln_probe.analyses.geometry.checker import CertificateError
 from ln_probe.analyses.geometry.exact import ExactSet
 
 TABLE = Path(__file__).parent / "results" / "scales.csv"
-KEYS = 200_000
 SHAPES = [name for name in FAMILIES if "bias" not in name and "quer" not in name]
 DECADES = 50  # of one row
 SMALLEST, LARGEST = -323.3, 300.0  # decades of scales
@@ -233,17 +232,16 @@ def squares(rows: Whole) -> Whole:
     return own[:, None] + own[None] - 2 * (rows @ rows.T)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--keys", type=int, default=KEYS, help="how many keys to try")
-    parser.add_argument("--seed", type=int, default=0, help="of the first set; each has its own")
-    parser.add_argument("--out", type=Path, default=TABLE, help="the table to write")
-    arguments = parser.parse_args()
+def main(
+    keys: Annotated[int, typer.Option(help="how many keys to try")] = 200_000,
+    seed: Annotated[int, typer.Option(help="of the first set; each has its own")] = 0,
+    out: Annotated[Path, typer.Option(help="the table to write")] = TABLE,
+) -> None:
     counts: dict[int, Counter[str]] = {}
     said: list[str] = []
-    tried, seed, start = 0, arguments.seed, time.process_time()
-    while tried < arguments.keys:
-        drawn = draw(np.random.default_rng([17, seed]))
+    tried, sets, start = 0, 0, time.process_time()
+    while tried < keys:
+        drawn = draw(np.random.default_rng([17, seed + sets]))
         row = counts.setdefault(int(np.floor(drawn.decade / DECADES)), Counter())
         judge = Judge(drawn)
         geometry = ln_probe.key_geometry(**drawn.case.arguments(), causal=drawn.causal, strict=drawn.strict, threads=1)
@@ -255,21 +253,20 @@ def main() -> None:
         row.update(geometry.verdict.tolist())
         row.update(keys=judge.number, checked=judge.checked, wrong=len(wrong), silent=len(judge.silent))
         row.update(open=geometry.open_positions)
-        said += [f"seed {seed}: {text}" for text in wrong]
-        tried, seed = tried + judge.number, seed + 1
+        said += [f"seed {seed + sets}: {text}" for text in wrong]
+        tried, sets = tried + judge.number, sets + 1
     table: list[tuple[str, ...]] = [COLUMNS]
     for band, row in [*sorted(counts.items()), (None, sum(counts.values(), Counter()))]:
         name = "all" if band is None else f"1e{max(band * DECADES, -324)} to 1e{(band + 1) * DECADES}"
         cells = [row[key] for key in ("keys", *NAMES, "checked", "wrong", "open", "silent")]
         table.append((name, *map(str, cells)))
-    with arguments.out.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(table)
+    write_table(out, table)
     for cells in table:
         print(" ".join(cell.rjust(len(head)) for cell, head in zip(cells, COLUMNS, strict=True)))
-    print(f"{seed - arguments.seed} sets, {time.process_time() - start:.0f} s of a processor")
+    print(f"{sets} sets, {time.process_time() - start:.0f} s of a processor")
     for text in said[:20]:
         print(text)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

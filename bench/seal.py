@@ -7,19 +7,20 @@ costs on GPT-2's shape instead. Exit status 1 if an outcome is wrong, or other t
 
 from __future__ import annotations
 
-import argparse
-import csv
 import os
 import sys
-import time
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import numpy as np
 import transformers
+import typer
+from harness import in_turn, keep
 from seal_cases import CASES, measured, models, outcome
 
 COLUMNS = ("transformer_lens", "model", "case", "outcome", "words")
@@ -27,15 +28,14 @@ WORDS = 140  # of a message or a note
 REPEATS = 5
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the table to this file")
-    parser.add_argument("--cost", action="store_true", help="seconds for GPT-2's shape, and nothing else")
-    asked = parser.parse_args()
+def main(
+    out: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
+    cost: Annotated[bool, typer.Option("--cost", help="seconds for GPT-2's shape, and nothing else")] = False,
+) -> None:
     transformers.utils.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    if asked.cost:
-        return cost()
+    if cost:
+        return print_cost()
     rows, unexpected = [], 0
     for name, make in models().items():
         model = make()
@@ -47,50 +47,27 @@ def main() -> int:
             print(", ".join(rows[-1][1:]), flush=True)
             if "weight edit" in case:
                 model = make()
-    if asked.out:
-        write(asked.out, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
+    keep(out, COLUMNS, rows, order=str)
     print(f"{len(rows)} cases, {unexpected} with another outcome than they should have")
-    return int(unexpected > 0)
+    raise typer.Exit(int(unexpected > 0))
 
 
-def cost() -> int:
+def print_cost() -> None:
     """Print the seconds that the seal adds to a report of GPT-2's shape: what it does once, and between passes."""
     from ln_probe.hooks.sealing import Fingerprint
     from ln_probe.seal import Seal, hooked_model
 
     model, _ = hooked_model(transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval())
     size = sum(p.numel() for _, p in model.named_parameters())
-    for what, work in (
-        ("checksums of all weights", lambda: Fingerprint(model)),
-        ("seal, entered and left", lambda: Seal(model).__enter__().__exit__(None)),
-    ):
-        print(f"{what} ({size / 1e6:.0f} million): {_seconds(work):.3f} s")
+    ways = {
+        f"checksums of all weights ({size / 1e6:.0f} million)": lambda: Fingerprint(model),
+        "seal, entered and left": lambda: Seal(model).__enter__().__exit__(None),
+    }
     with Seal(model) as seal:
-        print(f"between two passes: {_seconds(seal.rest):.5f} s")
-    return 0
-
-
-def _seconds(work: object) -> float:
-    assert callable(work)
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[REPEATS // 2]
-
-
-def write(path: Path, rows: list[dict[str, str]]) -> None:
-    """Write the rows, and keep those that the file has of another version."""
-    kept: list[dict[str, str]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            kept = [r for r in csv.DictReader(file) if r["transformer_lens"] != rows[0]["transformer_lens"]]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted([*kept, *rows], key=lambda row: row["transformer_lens"]))
+        seconds = in_turn({"between two passes": seal.rest}, REPEATS, warm=0)
+    for what, taken in (in_turn(ways, REPEATS, warm=0) | seconds).items():
+        print(f"{what}: {np.median(taken[:, 0]):.5f} s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

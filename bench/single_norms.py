@@ -12,14 +12,15 @@ that would be run exactly in a large model (`recall_K`: the K with the largest e
 
 from __future__ import annotations
 
-import argparse
-import csv
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 import whole
+from harness import keep
 from scipy.stats import spearmanr
 
 import ln_probe
@@ -67,28 +68,20 @@ def measured(name: str, model: object, prompts: int, length: int | None) -> list
     return found_rows
 
 
-def main() -> None:
-    given = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    given.add_argument("models", nargs="+")
-    given.add_argument("--prompts", type=int, default=12)
-    given.add_argument("--tokens", type=int, help="the first so many of each prompt (default: all)")
-    given.add_argument("--out", type=Path, help="a CSV file; rows of other models in it are kept")
-    asked = given.parse_args()
+def main(
+    models: list[str],
+    prompts: int = 12,
+    tokens: Annotated[int | None, typer.Option(help="the first so many of each prompt (default: all)")] = None,
+    out: Annotated[Path | None, typer.Option(help="a CSV file; rows of other models in it are kept")] = None,
+) -> None:
     torch.set_num_threads(1)
-    made: list[tuple[object, ...]] = []
-    if asked.out and asked.out.exists():
-        kept = list(csv.reader(asked.out.open(encoding="utf-8")))[1:]
-        made = [tuple(r) for r in kept if r[0] not in map(_label, asked.models)]
-    for name in asked.models:
+    for name in models:
         with tempfile.TemporaryDirectory() as folder:
             place = whole.checkpoint(Path(folder), 12) if name == "gpt2-shape" else name
             model = ln_probe.load_model(str(place), allow_pickle="mgm" in str(place))
-            rows = measured(_label(name), model, asked.prompts, asked.tokens)
+            rows = measured(_label(name), model, prompts, tokens)
         print(*(" ".join(map(str, row)) for row in rows), sep="\n", flush=True)
-        made += rows
-        if asked.out:
-            with asked.out.open("w", encoding="utf-8", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *made])
+        keep(out, COLUMNS, rows)
 
 
 def _label(name: str) -> str:
@@ -98,4 +91,4 @@ def _label(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

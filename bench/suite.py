@@ -22,13 +22,10 @@ makes; the index's size, and seconds until headless Chromium has opened it, the 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import os
 import random
 import re
 import resource
-import shutil
 import signal
 import statistics
 import subprocess
@@ -38,7 +35,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness import LN_PROBE, chromium, environment_of, keep, write_prompts
+
 MODELS, SLICES, VISITS, WORKERS = 12, 16, 5, 2
 PROBES = "causal"
 COLUMNS = (
@@ -96,8 +94,7 @@ def made(home: Path, count: int) -> list[Path]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     rng = random.Random(0)
-    rows = [[rng.randrange(32) for _ in range(8)] for _ in range(2)]
-    (home / "prompts.jsonl").write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
+    write_prompts(home / "prompts.jsonl", [[rng.randrange(32) for _ in range(8)] for _ in range(2)])
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1, **ends)
     models = [home / f"model-{number:02d}" for number in range(MODELS)]
@@ -108,12 +105,7 @@ def made(home: Path, count: int) -> list[Path]:
 
 
 def command(*rest: object) -> list[str]:
-    return [sys.executable, "-c", "from ln_probe.cli import app; app()", *map(str, rest)]
-
-
-def environment() -> dict[str, str]:
-    more = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1"}
-    return os.environ | more
+    return [*LN_PROBE, *map(str, rest)]
 
 
 def finished(out: Path) -> int:
@@ -129,10 +121,16 @@ def calibrated(out: Path) -> int:
     return sum(1 for _ in (out / ".ln_probe" / "units").glob("*/calibration-*.safetensors"))
 
 
+def _spent() -> float:
+    """Processor seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def watched(seen: Seen, line: list[str], out: Path, kill_at: int = 0) -> None:
     """Run a command to its end, or until so many reports are there."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    before = _spent()
+    process = subprocess.Popen(line, env=environment_of(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     killed = False
     while process.poll() is None:
         _look(seen, process.pid, finished(out))
@@ -144,8 +142,7 @@ def watched(seen: Seen, line: list[str], out: Path, kill_at: int = 0) -> None:
         except subprocess.TimeoutExpired:
             continue
     said = process.communicate()[0]
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seen.cpu += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seen.cpu += _spent() - before
     if process.returncode and not killed:
         sys.exit(f"{' '.join(line[3:6])} … failed ({process.returncode}):\n{said[-2000:]}")
 
@@ -172,24 +169,23 @@ def local(seen: Seen, base: list[object], out: Path, count: int, workers: int) -
 
 
 def slices(seen: Seen, base: list[object], out: Path, count: int, workers: int) -> int:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = _spent()
     waiting = [
         command("report", *base, "--workers", 1, "--quiet", "--unit", f"{k}/{SLICES}") for k in range(1, SLICES + 1)
     ]
-    killed = subprocess.Popen(waiting[0], env=environment())
+    killed = subprocess.Popen(waiting[0], env=environment_of())
     while killed.poll() is None and calibrated(out) < count // SLICES // 2:
         time.sleep(0.1)
     killed.kill()
     killed.wait()
     for at in range(0, SLICES, workers):
-        given = {"env": environment(), "stderr": subprocess.PIPE, "text": True}
+        given = {"env": environment_of(), "stderr": subprocess.PIPE, "text": True}
         for process in [subprocess.Popen(line, **given) for line in waiting[at : at + workers]]:
             said = process.communicate()[1]
             if process.returncode:
                 sys.exit(f"a slice failed ({process.returncode}):\n{said[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seen.cpu += _spent() - before
     watched(seen, command("merge", out, "--workers", workers, "--quiet"), out)
-    seen.cpu += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return 1
 
 
@@ -214,29 +210,22 @@ def bare(home: Path, models: list[Path]) -> float:
     """Processor seconds of a checkpoint in a loop."""
     some = [str(folder) for model in models for folder in sorted(model.iterdir())[:3]][:30]
     line = [sys.executable, "-c", _LOOP, str(home), str(home / "loop"), PROBES, *some]
-    done = subprocess.run(line, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(line, env=environment_of(), check=True, stdout=subprocess.PIPE, text=True)
     return float(done.stdout.splitlines()[-1])
 
 
 def opens(page: Path) -> float:
     """Seconds until Chromium has loaded a page and its scripts have run; NaN without Chromium."""
-    path = shutil.which("chromium")
-    if path is None:
-        return float("nan")
-    from playwright.sync_api import sync_playwright
-
     found = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        for _ in range(VISITS):
+    with chromium() as browser:
+        for _ in range(VISITS if browser else 0):
             visit = browser.new_page()
             begun = time.perf_counter()
             visit.goto(page.as_uri(), wait_until="load")
             visit.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)))")
             found.append(time.perf_counter() - begun)
             visit.close()
-        browser.close()
-    return statistics.median(found)
+    return statistics.median(found) if found else float("nan")
 
 
 def row(scene: str, home: Path, models: list[Path], count: int, each: float, workers: int) -> list[str]:
@@ -273,19 +262,7 @@ def main() -> None:
         for scene in asked.scenes:
             found = row(scene, home, models, asked.checkpoints, each, asked.workers)
             print(",".join(found), flush=True)
-            if asked.out:
-                _keep(found, asked.out)
-
-
-def _keep(made: list[str], path: Path) -> None:
-    """Put a row into the table, in the place of the scene's earlier one."""
-    rows: dict[str, list[str]] = {}
-    if path.exists():
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = {r[0]: r for r in list(csv.reader(file))[1:]}
-    rows[made[0]] = made
-    with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(rows[s] for s in SCENES if s in rows)])
+            keep(asked.out, COLUMNS, [found], order=list(SCENES).index)
 
 
 if __name__ == "__main__":

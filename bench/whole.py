@@ -16,7 +16,6 @@ the first time (`page`). `planned`: what `ln-probe plan` says of the same comman
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -29,10 +28,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+from harness import LN_PROBE, environment_of, measure_command, write_table
+
 PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks", "unembedding")
 STAGES = ("loading", *PROBES, "whole")
 COLUMNS = ("stage", "checkout", "prompts", "repeats", "wall_s", "cpu_s", "largest_gb", "page_s", "planned_s")
-_TICK = 0.5  # seconds between two looks at the memory of all processes
 
 _LOADING = "import ln_probe, sys; ln_probe.load_model(sys.argv[1])"
 _PROBE = (
@@ -57,54 +58,17 @@ def checkpoint(folder: Path, layers: int) -> Path:
 
 
 def _memory(pid: int) -> float:
-    """Proportional set size of a process and its children, MB (0 where the system does not tell)."""
-    total = 0.0
+    """Proportional set size of a process and its children, MB (0 if one of them has just ended)."""
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        total += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(_memory(int(child)) for child in (task / "children").read_text().split())
-    except (OSError, ValueError):
-        pass
-    return total
-
-
-def _measured(command: list[str], checkout: Path, page: Path | None = None) -> dict[str, float]:
-    """Wall and processor seconds, and memory in MB, of a command and what it starts; when it has written `page`."""
-    inner = (
-        "import json, resource, subprocess, sys; done = subprocess.run(json.loads(sys.argv[1]), stdout=sys.stderr); "
-        "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
-        "print(json.dumps([done.returncode, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024]))"
-    )
-    env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
-    began, most, seen = time.perf_counter(), 0.0, math.nan
-    process = subprocess.Popen(
-        [sys.executable, "-c", inner, json.dumps(command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-        cwd=checkout,
-    )
-    while process.poll() is None:
-        most = max(most, _memory(process.pid))
-        if math.isnan(seen) and page is not None and page.exists():
-            seen = time.perf_counter() - began
-        try:
-            process.wait(_TICK)
-        except subprocess.TimeoutExpired:
-            continue
-    wall = time.perf_counter() - began
-    out, errors = process.communicate()
-    code, used, largest = json.loads(out.splitlines()[-1])
-    if code:
-        sys.exit(f"{' '.join(command[:4])} … failed ({code}):\n{errors[-2000:]}")
-    return {"wall": wall, "cpu": used, "largest": largest, "sum": most, "page": seen}
+        process = psutil.Process(pid)
+        return sum(p.memory_full_info().pss for p in (process, *process.children(recursive=True))) / 2**20
+    except psutil.Error:
+        return 0.0
 
 
 def _planned(command: list[str], checkout: Path) -> float:
     """Seconds of the wall that `ln-probe plan` expects."""
-    env = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    env = environment_of(checkout)
     said = subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, check=True).stdout
     found = re.search(r"about ([\d.]+) (s|min|h) with", said)
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]] if found else math.nan
@@ -120,17 +84,27 @@ def _some_prompts(folder: Path, count: int) -> Path:
 
 
 def _stage(name: str, model: Path, checkout: Path, out: Path, prompts: Path | None) -> dict[str, float]:
-    if name == "whole":
-        shutil.rmtree(out, ignore_errors=True)
-        main = [sys.executable, "-c", "from ln_probe.cli import app; app()"]
-        rest = [str(model), "--out", str(out), *(["--prompts", str(prompts)] if prompts else [])]
-        planned = _planned([*main, "plan", *rest], checkout)
-        return _measured([*main, "report", *rest], checkout, out / model.name / "report.html") | {"planned": planned}
+    """Seconds of the wall and of processors, memory in MB (`largest`, `sum`), and when the page is there."""
+    most, seen, planned = 0.0, math.nan, math.nan
+    page: Path | None = None
+    command = [sys.executable, "-c", _PROBE, str(model), name, *([str(prompts)] if prompts else [])]
     if name == "loading":
         command = [sys.executable, "-c", _LOADING, str(model)]
-    else:
-        command = [sys.executable, "-c", _PROBE, str(model), name, *([str(prompts)] if prompts else [])]
-    return _measured(command, checkout)
+    elif name == "whole":
+        shutil.rmtree(out, ignore_errors=True)
+        rest = [str(model), "--out", str(out), *(["--prompts", str(prompts)] if prompts else [])]
+        planned = _planned([*LN_PROBE, "plan", *rest], checkout)
+        command, page = [*LN_PROBE, "report", *rest], out / model.name / "report.html"
+
+    def look(pid: int) -> None:
+        nonlocal most, seen
+        most = max(most, _memory(pid))
+        if math.isnan(seen) and page is not None and page.exists():
+            seen = time.perf_counter() - began
+
+    began = time.perf_counter()
+    measured = measure_command(command, checkout, look)
+    return measured | {"sum": most, "page": seen, "planned": planned}
 
 
 def main() -> None:
@@ -163,16 +137,14 @@ def main() -> None:
                 middle = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
                 print(
                     f"{stage:14s} {name:8s} {middle['wall']:8.1f} {middle['cpu']:8.1f} {middle['largest']:11.0f} "
-                    f"{middle['sum']:8.0f} {middle['page']:7.1f} {middle.get('planned', math.nan):8.0f}",
+                    f"{middle['sum']:8.0f} {middle['page']:7.1f} {middle['planned']:8.0f}",
                     flush=True,
                 )
-                seen, planned = middle["page"], middle.get("planned", math.nan)
+                seen, planned = middle["page"], middle["planned"]
                 last = ("" if math.isnan(s) else f"{s:.0f}" for s in (seen, planned))
                 figures = (f"{middle['wall']:.1f}", f"{middle['cpu']:.1f}", f"{middle['largest'] / 1024:.1f}", *last)
                 rows.append((stage, name, asked.prompts or "default", asked.repeats, *figures))
-    if asked.out:
-        with asked.out.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(rows)
+    write_table(asked.out, rows)
 
 
 if __name__ == "__main__":

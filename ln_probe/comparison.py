@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -183,7 +183,7 @@ def _loss(report: Report, first: Report) -> dict[str, float]:
         return {}
     found = {"loss": float((mine["loss"] * mine["predicted"]).sum() / mine["predicted"].sum())}
     both = mine.merge(other, left_index=True, right_index=True, suffixes=("", "_first"))
-    if report is not first and len(both) and same_tokens(first, report) and same_loss(first, report):
+    if report is not first and len(both) and comparable(first, report, (_PROMPTS, _LOSS)):
         change, weight = _by_group(both, (both["loss"] - both["loss_first"]) * both["predicted"])
         interval = statistics.infer_mean(change, weight)
         found["loss_difference"] = float(change.sum() / weight.sum())
@@ -225,21 +225,20 @@ def overview(report: Report) -> dict[str, float | int | None]:
     return found
 
 
-def same_tokens(one: Report, other: Report) -> bool:
-    """Whether both reports were measured on the same tokens, according to their checksums."""
-    first, second = (r.provenance.get("prompts", {}).get("sha256") for r in (one, other))
-    return first is not None and bool(first == second)
+# What reports have in common apart from the model, by what is said where they differ. Losses are paired where they
+# share the first three.
+_PAIRED = _PROMPTS, _LOSS, _LAYERS = "on other prompts", "by another loss", "in other layers"
+_SETUP: dict[str, Callable[[Report], object]] = {
+    _PROMPTS: lambda report: report.provenance.get("prompts", {}).get("sha256", object()),  # unknown: equal to none
+    _LOSS: lambda report: report.provenance.get("loss", {}).get("name", Objective.name),
+    _LAYERS: lambda report: asked_layers(report.provenance),  # that groups of norms ("all", "attention") are of
+    "with another version of ln_probe": lambda report: report.provenance.get("ln_probe"),
+}
 
 
-def same_loss(one: Report, other: Report) -> bool:
-    """Whether both reports are of the same loss: the next-token loss, or one that the user gave."""
-    first, second = (r.provenance.get("loss", {}).get("name", Objective.name) for r in (one, other))
-    return bool(first == second)
-
-
-def same_layers(one: Report, other: Report) -> bool:
-    """Whether groups of norms ("all", "attention") are of the same layers in both."""
-    return asked_layers(one.provenance) == asked_layers(other.provenance)
+def comparable(one: Report, other: Report, setup: Sequence[str] = _PAIRED) -> bool:
+    """Whether two reports share these parts of their setup."""
+    return all(_SETUP[part](one) == _SETUP[part](other) for part in setup)
 
 
 def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[str, ...]:
@@ -247,17 +246,12 @@ def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[
     first = reports[0] if reports else Report()
     others = list(zip(names, reports, strict=True))[1:]
     unpaired = ": figures side by side differ for that, too, and losses are not paired"
-    kinds = (
-        ("on other prompts", unpaired, [n for n, r in others if not same_tokens(first, r)]),
-        ("by another loss", unpaired, [n for n, r in others if not same_loss(first, r)]),
-        ("in other layers", unpaired, [n for n, r in others if not same_layers(first, r)]),
-        (
-            "with another version of ln_probe",
-            "",
-            [n for n, r in others if r.provenance.get("ln_probe") != first.provenance.get("ln_probe")],
-        ),
-    )
-    return tuple(f"{', '.join(found)}: measured {what} than {names[0]}{rest}." for what, rest, found in kinds if found)
+    found = []
+    for what, part in _SETUP.items():
+        if different := [name for name, report in others if part(report) != part(first)]:
+            rest = unpaired if what in _PAIRED else ""
+            found.append(f"{', '.join(different)}: measured {what} than {names[0]}{rest}.")
+    return tuple(found)
 
 
 def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> pd.DataFrame:
@@ -270,8 +264,7 @@ def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -
     rows: list[dict[str, object]] = []
     for number, (name, report) in enumerate(zip(names, reports, strict=True)):
         one, two = (r.tables["causal_prompts"] for r in (first, report))
-        comparable = all(same(first, report) for same in (same_tokens, same_loss, same_layers))
-        if number == baseline or not len(one) or not len(two) or not comparable:
+        if number == baseline or not len(one) or not len(two) or not comparable(first, report):
             continue
         both = one.merge(two, on=key, suffixes=("", "_other"))
         both = both[both["predicted"] > 0]

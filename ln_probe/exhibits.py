@@ -265,17 +265,14 @@ class Exhibits(OneLine):
         try:
             with zipfile.ZipFile(path) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
+            if size <= UNPACKED:
+                with np.load(path, allow_pickle=False) as stored:
+                    arrays = {name: stored[name] for name in stored.files}
+                index = parse_json(arrays.pop("index").tobytes().decode(), f"{path}, index")
+                return Exhibits.of_plain(arrays, index)
         except _DAMAGE as error:
             raise ValueError(f"{path} is damaged ({error}): make the report again") from error
-        if size > UNPACKED:
-            raise ValueError(f"{path} unpacks to {size} bytes (at most {UNPACKED} are read): make the report again")
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                arrays = {name: stored[name] for name in stored.files}
-            index = parse_json(arrays.pop("index").tobytes().decode(), f"{path}, index")
-            return Exhibits.of_plain(arrays, index)
-        except _DAMAGE as error:
-            raise ValueError(f"{path} is damaged ({error}): make the report again") from error
+        raise ValueError(f"{path} unpacks to {size} bytes (at most {UNPACKED} are read): make the report again")
 
 
 PLACES = ("position 0", "sink", "elsewhere")

@@ -75,12 +75,7 @@ class FreezingCost:
     def plain(self) -> dict[str, Any]:
         """As JSON has it; what is not known is None."""
         rows = self.table[self.table["family"] == "primary"].to_dict("records")
-        found = {
-            "estimate": self.estimate,
-            "low": self.low,
-            "high": self.high,
-            "loss": self.loss,
-            "unit": self.unit,
+        found = {name: getattr(self, name) for name in ("estimate", "low", "high", "loss", "unit")} | {
             "prompts": dict(self.prompts),
             "constants": {
                 "source": self.constants.source,

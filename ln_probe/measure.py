@@ -8,40 +8,41 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pandas as pd
+import torch
 from torch import nn
 
 from ln_probe import __version__
 from ln_probe.analyses.arguments import check_flags, check_text, path_of
-from ln_probe.analyses.constants import Calibration
+from ln_probe.analyses.constants import Calibration, Constants
+from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
 from ln_probe.analyses.probes import columns as declared
-from ln_probe.analyses.probes import registry
 from ln_probe.analyses.probes.base import Context, Failure, Marks, Piece, Probe, ProbeError, whole
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import Decomposition
-from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
+from ln_probe.analyses.probes.registry import DEFAULT, OWN, chosen, entries, package_of
 from ln_probe.analyses.probes.uniformity import random_angle
 from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import Part, Table, TableError, joined
 from ln_probe.exhibits import Exhibits
 from ln_probe.headline import FreezingCost
+from ln_probe.hooks.attention import PATTERN_TOLERANCE
 from ln_probe.hooks.model import HookedModel, n_layers
+from ln_probe.hooks.norm import SAME_OUTPUT
 from ln_probe.hooks.objective import Loss, Objective
+from ln_probe.hooks.sites import CENTRED
 from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.models import load_model
 from ln_probe.passes import Passes
 from ln_probe.prompts import Prompts, calibration_prompts, labels_of, make_prompts, tokens_named
-from ln_probe.recording import marked
+from ln_probe.recording import marked, record
 from ln_probe.report import Report, versions
 from ln_probe.seal import REFUSE, Seal, hooked_model
 from ln_probe.settings import Settings, from_the_end, whole_numbers
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.constants import Constants
 
 TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
 
@@ -172,7 +173,7 @@ def analyze(
         measured |= {p.name: passes.weigh(p) for p in chosen_probes if p.needs.nothing}
         clock.lap("weights")
         tell("pictures of attention")
-        exhibits = passes.record(ready.tokens, ready.strings, calibrated, count=len(ready.tokens))
+        exhibits = record(passes, ready.tokens, ready.strings, calibrated)
         clock.lap("exhibits")
         source = source_of(cast(nn.Module, hooked))
         report = assemble(
@@ -195,11 +196,11 @@ def analyze(
 
 
 def _probes(probes: Sequence[str | Probe]) -> tuple[Probe, ...]:
-    known = entries()
+    names = ", ".join(entries())
     if isinstance(probes, str) or not isinstance(probes, Iterable):
-        raise ValueError(f"unknown probes {probes!r}: give a list of {', '.join(known)}")
-    if not probes or any(isinstance(p, str) and p not in known for p in probes):
-        raise ValueError(f"unknown probes {tuple(probes)!r}: give a list of {', '.join(known)}")
+        raise ValueError(f"unknown probes {probes!r}: give a list of {names}")
+    if not probes or any(isinstance(p, str) and p not in entries() for p in probes):
+        raise ValueError(f"unknown probes {tuple(probes)!r}: give a list of {names}")
     return chosen(tuple(probes))
 
 
@@ -283,7 +284,7 @@ def assemble(
             frames |= {name: table.check(joined(table, extended[name])) for name, table in shared.items()}
             probe_marks = list(probe.marks(kept))
         except Exception as error:
-            failed.append(Failure.of(probe.name, registry.package_of(probe), error))
+            failed.append(Failure.of(probe.name, package_of(probe), error))
             continue
         filled |= frames
         parts |= extended
@@ -297,7 +298,7 @@ def assemble(
         notes=tuple(dict.fromkeys((*notes, *probe_notes, *map(str, failed)))),
         exhibits=marked(exhibits, marks),
         declared=tables,
-        probes=tuple(p for p in probes if registry.package_of(p) != registry.OWN),
+        probes=tuple(p for p in probes if package_of(p) != OWN),
         failures=tuple(failed),
     )
 
@@ -327,7 +328,7 @@ def provenance(
 ) -> dict[str, Any]:
     """Describe as plain JSON where tables come from: the part that does not depend on when and how they are made."""
     objective = Objective() if objective is None else objective
-    others = {p.name: registry.package_of(p) for p in probes if registry.package_of(p) != registry.OWN}
+    others = {p.name: package_of(p) for p in probes if package_of(p) != OWN}
     return {
         "ln_probe": __version__,
         "model": asdict(source),
@@ -351,13 +352,6 @@ def provenance(
 
 def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
     """Return the thresholds that tables depend on: the shared ones, the built-in probes' and those of `probes`."""
-    import torch
-
-    from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
-    from ln_probe.hooks.attention import PATTERN_TOLERANCE
-    from ln_probe.hooks.norm import SAME_OUTPUT
-    from ln_probe.hooks.sites import CENTRED
-
     found = {
         "tau": TAU,
         "rank_tolerance": RANK_TOLERANCE,
@@ -365,7 +359,7 @@ def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
         "centred": CENTRED,
         "same_output": SAME_OUTPUT,
     }
-    for probe in (*registry.chosen(registry.DEFAULT), *probes):
+    for probe in (*chosen(DEFAULT), *probes):
         found |= probe.thresholds
     return found
 

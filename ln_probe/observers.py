@@ -6,22 +6,17 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Failure, Observer, Piece, Probe, View
 from ln_probe.analyses.probes.registry import OWN, package_of
-from ln_probe.hooks.norm import Site
 from ln_probe.seal import Seal, SealError
 
 
 class GuardedObserver:
-    """A probe's observer, with the same calls; an exception of its ends its part, and no other's."""
+    """Calls a probe's observer; an exception of its ends its part, and no other's."""
 
     def __init__(
         self, probe: Probe, view: View, limit: int | None = None, seal: Seal | None = None, *, alone: bool = True
@@ -30,42 +25,33 @@ class GuardedObserver:
         self.probe, self.limit = probe, limit
         self.failure: Failure | None = None
         self._seal, self._alone = seal if is_foreign(probe) else None, alone
-        self._observer: Observer | None = None
-        self._see(lambda _: setattr(self, "_observer", probe.start(view)))
+        self._observer: Observer | None = self._guard(probe.start, view)
 
     def takes(self, prompt: int) -> bool:
         return self.limit is None or prompt < self.limit
 
-    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-        self._see(lambda o: o.norm(prompt, site, x, y), thorough=not self._alone)
-
-    def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        self._see(lambda o: o.attention(prompt, attended), thorough=not self._alone)
-
-    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
-        self._see(lambda o: o.prompt(prompt, tokens))
-
-    def end(self, prompt: int) -> None:
-        self._see(lambda o: o.end(prompt))
-
-    def _see(self, what: Callable[[Observer], Any], *, thorough: bool = True) -> Any:
-        """Let the observer see it, unless it has failed.
+    def call(self, event: str, *given: object) -> Any:
+        """Call a method of the observer ("norm", "attention", "prompt", "end" or "piece"), unless it has failed.
 
         Raises:
             SealError: it changed the model's weights.
         """
-        if self.failure is None:
-            try:
-                with nullcontext() if self._seal is None else self._seal.watching(self.probe.name, thorough=thorough):
-                    return what(self._observer)  # type: ignore[arg-type]  # None before it is started
-            except SealError:
-                raise
-            except Exception as error:
-                self.failure = Failure.of(self.probe.name, package_of(self.probe), error)
-        return None
+        if self.failure is not None:
+            return None
+        thorough = not self._alone or event not in ("norm", "attention")
+        return self._guard(getattr(self._observer, event), *given, thorough=thorough)
+
+    def _guard(self, work: Callable[..., Any], *given: object, thorough: bool = True) -> Any:
+        try:
+            with nullcontext() if self._seal is None else self._seal.watching(self.probe.name, thorough=thorough):
+                return work(*given)
+        except SealError:
+            raise
+        except Exception as error:
+            self.failure = Failure.of(self.probe.name, package_of(self.probe), error)
 
     def piece(self) -> Piece | Failure:
-        made = self._see(lambda o: o.piece())
+        made = self.call("piece")
         if self.failure is None and not isinstance(made, Piece):
             wrong = TypeError(f"its observer's piece is a {type(made).__name__}, not a Piece")
             self.failure = Failure.of(self.probe.name, package_of(self.probe), wrong)
@@ -100,7 +86,7 @@ class BackgroundWorker:
         if self._thread is None:
             work()
             return
-        while self._waiting and (self._waiting[0][0].done() or self._held + size > self.room):
+        while self._waiting and (self._waiting[0][0].done() or sum(s for _, s in self._waiting) + size > self.room):
             self._waiting.popleft()[0].result()
         self._waiting.append((self._thread.submit(work), size))
 
@@ -113,16 +99,10 @@ class BackgroundWorker:
         while self._waiting:
             self._waiting.popleft()[0].result()
 
-    @property
-    def _held(self) -> int:
-        return sum(size for _, size in self._waiting)
-
     def __enter__(self) -> BackgroundWorker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._thread is not None:
             try:
                 if kind is None:

@@ -41,7 +41,6 @@ from ln_probe.analyses.probes.decomposition import SiteStatistics
 from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES, SINGLE_NORM_PROMPTS
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.analyses.progress import tell, tell_inner
-from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
 from ln_probe.hooks.default_tokens import CALIBRATION as CALIBRATION_PART
@@ -62,10 +61,8 @@ from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
 from ln_probe.hooks.products import fast_products
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import facts_of, layers_in_words
-from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.observers import BackgroundWorker, GuardedObserver, is_foreign
 from ln_probe.prompts import Prompts, name_tokens, namer, naming_notes, summary
-from ln_probe.recording import record
 from ln_probe.seal import Seal
 from ln_probe.settings import Settings
 
@@ -116,9 +113,12 @@ class Passes:
         self.sites = list(self.found.sites)
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
-        self._n_heads = int(getattr(model.cfg, "n_heads", 0))
         # d_model, and how many layers and heads the model has, asked for or not
-        self.shape = {"d_model": int(model.cfg.d_model), "layers": n_layers(model), "heads": self._n_heads}
+        self.shape = {
+            "d_model": int(model.cfg.d_model),
+            "layers": n_layers(model),
+            "heads": int(getattr(model.cfg, "n_heads", 0)),
+        }
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
         self._reached: dict[int, dict[str, Reached | None]] = {}  # by layer and norm
         self.attends = any(s.attention_layers for s in self.found.read)
@@ -162,7 +162,7 @@ class Passes:
         padded = max(lengths) * len(lengths)
         cfg: Any = self.model.cfg
         token = 8 * max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))  # bytes that live at a time
-        if limit is None and padded * (token + 16 * self._n_heads * max(lengths)) > self._gpu_memory:
+        if limit is None and padded * (token + 16 * self.shape["heads"] * max(lengths)) > self._gpu_memory:
             return False
         return min(lengths) == max(lengths) or (sum(lengths) >= FILLED * padded and self._takes_padding)
 
@@ -260,7 +260,14 @@ class Passes:
             for batch in self._batches("first pass", prompts):  # the callbacks read it
                 lengths += [float(len(row)) for _, row in batch]
                 sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
-                self._stream(batch, on_norm, on_attention if self.wants_heads else None)
+                stream_together(
+                    self.model,
+                    [row for _, row in batch],
+                    self.found.read,
+                    layers=self.layers,
+                    on_norm=on_norm,
+                    on_attention=on_attention if self.wants_heads else None,
+                )
         stacked = np.stack(sums) if sums else np.zeros((0, 2, len(frozen), 2))
         measured = Constants(tuple(places), grouping, stacked[:, 0], stacked[:, 1])
         constants, calibrated_on, on_constants = self._constants(frozen, measured, calibration)
@@ -352,7 +359,7 @@ class Passes:
         probe = next((p for p in self.probes if p.samples_keys), None)
         if wanted == 0 or probe is None or not self.wants_heads or not lengths:
             return None
-        heads = self._n_heads if self.heads is None else len(self.heads)
+        heads = self.shape["heads"] if self.heads is None else len(self.heads)
         seconds = probe.cost(Shape(len(self.layers), heads, tuple(lengths))).seconds
         longest = int(max(lengths))
         count = DEFAULT_SAMPLE if wanted is None else wanted
@@ -379,18 +386,6 @@ class Passes:
         return_free_memory()
         return {w.probe.name: w.piece() for w in watching}
 
-    def _stream(
-        self,
-        batch: Sequence[tuple[int, Tensor]],
-        on_norm: Callable[[int, Site, Tensor, Tensor], None] | None,
-        on_attention: Callable[[int, AttentionInput], None] | None,
-    ) -> None:
-        """Run one batch; the callbacks get a prompt's place in it."""
-        rows = [row for _, row in batch]
-        stream_together(
-            self.model, rows, self.found.read, on_norm=on_norm, layers=self.layers, on_attention=on_attention
-        )
-
     def _watch(
         self,
         batch: Sequence[tuple[int, Int[Tensor, " _"]]],
@@ -411,9 +406,9 @@ class Passes:
             number = batch[place][0]
             for w in norms if not site.stands_in else ():
                 if w in attention and beside.room:
-                    beside.do(partial(w.norm, number, site, x.clone(), y.clone()), x.nbytes + y.nbytes)
+                    beside.do(partial(w.call, "norm", number, site, x.clone(), y.clone()), x.nbytes + y.nbytes)
                 else:
-                    w.norm(number, site, x, y)
+                    w.call("norm", number, site, x, y)
 
         def on_attention(place: int, seen: AttentionInput) -> None:
             if beside.room:  # later blocks may write where these are now
@@ -421,30 +416,39 @@ class Passes:
             beside.do(partial(look, batch[place][0], seen), seen.x.nbytes + seen.y.nbytes + seen.pattern.nbytes)
 
         def look(number: int, seen: AttentionInput) -> None:
-            attended = self._attended(number, seen, calibration)
+            attended = self.attended(number, seen, calibration)
             if large:
                 return_free_memory()
             for w in attention:
                 tell_inner(f"{w.probe.name}, layer {seen.layer + 1} of {n_layers(self.model)}")
-                w.attention(number, attended)
+                w.call("attention", number, attended)
             if large:
                 return_free_memory()
 
         if norms or attention:
-            self._stream(batch, on_norm if norms else None, on_attention if attention else None)
+            stream_together(
+                self.model,
+                [row for _, row in batch],
+                self.found.read,
+                layers=self.layers,
+                on_norm=on_norm if norms else None,
+                on_attention=on_attention if attention else None,
+            )
         for number, row in batch:
             for w in sorted(watching, key=lambda w: w in attention):
                 if w.probe.needs.output:
                     if w in attention:
                         beside.finish()
                     tell_inner(w.probe.name)
-                    w.prompt(number, row)
+                    w.call("prompt", number, row)
                 if w in attention:
-                    beside.do(partial(w.end, number))
+                    beside.do(partial(w.call, "end", number))
                 else:
-                    w.end(number)
+                    w.call("end", number)
 
-    def _attended(self, number: int, seen: AttentionInput, calibration: Calibration) -> AttentionLayer:
+    def attended(self, number: int, seen: AttentionInput, calibration: Calibration) -> AttentionLayer:
+        """Return a layer of prompt `number` under every variant of its norm."""
+
         def read() -> Heads | None:
             return None if seen.layer in calibration.unsupported else self._heads_of(seen, again=True)
 
@@ -456,41 +460,6 @@ class Passes:
         piece = GuardedObserver(probe, self._view(None), None, self.seal).piece()
         return_free_memory()
         return piece
-
-    def record(
-        self,
-        prompts: Sequence[Int[Tensor, " _"]],
-        tokens: Sequence[Sequence[str]],
-        calibration: Calibration,
-        *,
-        count: int,
-    ) -> Exhibits:
-        """Record what pictures show of the first prompts (ids, strings) of `count` in all; keys are not marked yet.
-
-        Returns empty exhibits if no probe needs attention: the pass would cost as much as the statistics of the norms.
-        """
-        wanted = self.settings.layers
-        if not any(p.needs.attention for p in self.probes):
-            return Exhibits()
-
-        def frozen(number: int, seen: AttentionInput) -> Float[Tensor, "head query key"] | None:
-            if seen.layer in calibration.unsupported:
-                return None
-            return self._attended(number, seen, calibration).pattern(SCALING_FROZEN.name)
-
-        with fast_products(self.model):
-            return record(
-                self.model,
-                self.found,
-                prompts,
-                tokens,
-                count=count,
-                attention=self.wants_heads,
-                frozen=frozen,
-                layers=self.layers,
-                heads=range(self._n_heads) if self.heads is None else self.heads,
-                drawn=[s.name for s in self.sites if wanted is None or s.layer in wanted],
-            )
 
     def _view(self, calibration: Calibration | None) -> View:
         of_model = namer(self.model), missing_head(self.model)

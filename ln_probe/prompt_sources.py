@@ -81,18 +81,7 @@ def _holds_data(folder: Path) -> bool:
     """Whether a folder, or one of the folders in it, holds a file of data; not the root of the file system."""
     if folder.resolve() == Path(folder.resolve().anchor):
         return False
-    try:
-        places = [folder, *(p for p in folder.iterdir() if p.is_dir())]
-        return any(p.name in _SAVED or p.suffix in _DATA for place in places for p in _entries_of(place))
-    except OSError as error:
-        raise ValueError(f"the folder {folder} cannot be read ({error.strerror})") from error
-
-
-def _entries_of(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except PermissionError:
-        return []
+    return any(p.name in _SAVED or p.suffix in _DATA for pattern in ("*", "*/*") for p in folder.glob(pattern))
 
 
 def entries(given: str | Path) -> Iterator[Entry]:
@@ -121,17 +110,10 @@ def _read(given: str) -> Iterator[Entry]:
     return _json_lines(path) if path.suffix in (".jsonl", ".json") else _paragraphs(path)
 
 
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        yield from read_lines(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
 def _paragraphs(path: Path) -> Iterator[Entry]:
     words: list[str] = []
     length = 0
-    for line in _lines(path):
+    for line in read_lines(path):
         if line != "\n":
             words += line.split()
             length += len(line)
@@ -147,7 +129,7 @@ def _paragraphs(path: Path) -> Iterator[Entry]:
 
 
 def _json_lines(path: Path) -> Iterator[Entry]:
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -174,16 +156,13 @@ def _ids(values: object, where: str) -> list[int]:
         raise ValueError(
             f"{where}: token ids must be whole numbers, one list a prompt, got {ids.dtype} {list(ids.shape)}"
         )
-    return _plausible(ids.tolist(), where)
-
-
-def _plausible(ids: list[Any], where: str) -> list[int]:
-    for i in ids:
+    found: list[int] = ids.tolist()
+    for i in found:
         if not isinstance(i, int):
             raise ValueError(f"{where}: token ids must be whole numbers, one list a prompt, got {_short(i)} among them")
         if not 0 <= i <= LARGEST_ID:
             raise ValueError(f"{where}: {_short(i)} is no token id (0 … {LARGEST_ID})")
-    return ids
+    return found
 
 
 def _short(value: object) -> str:
@@ -202,7 +181,7 @@ def _array(path: Path) -> Iterator[Entry]:
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise ValueError(f"{path}: token ids must be whole numbers [batch pos], got {ids.dtype} {list(ids.shape)}")
     for number, row in enumerate(ids):
-        yield _plausible(row.tolist(), f"{path}, row {number}")
+        yield _ids(row, f"{path}, row {number}")
 
 
 def _dataset(wanted: DatasetName) -> Iterator[Entry]:
@@ -221,17 +200,13 @@ def _dataset_rows(wanted: DatasetName, where: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a data set; errors of its library, also later ones, name the data set."""
     import datasets
 
-    folder = Path(wanted.name)
     try:
-        if any((folder / name).is_file() for name in _SAVED):
-            found = datasets.load_from_disk(str(folder))
-            if isinstance(found, datasets.DatasetDict):
-                found = found[_split(list(found), wanted)]
+        if any((Path(wanted.name) / name).is_file() for name in _SAVED):
+            found = datasets.load_from_disk(wanted.name)
         else:
             options = {"streaming": True} | ({"name": wanted.config} if wanted.config else {})
-            splits = datasets.load_dataset(wanted.name, **options)
-            found = splits[_split(list(splits), wanted)]
-        yield from found
+            found = datasets.load_dataset(wanted.name, **options)
+        yield from found[_split(list(found), wanted)] if isinstance(found, dict) else found
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         raise ConnectionError(
             f"{where} is not on this machine and cannot be fetched ({error}): give a file or a local folder"
@@ -254,6 +229,7 @@ def _split(names: list[str], wanted: DatasetName) -> str:
     return chosen
 
 
+_MASK = "attention_mask"
 _WANTED = "token ids must be whole numbers: [pos], [batch pos], or a list of whole numbers for each prompt"
 
 
@@ -335,21 +311,15 @@ def _of_tokenizer(
     rows = _rows(given["input_ids"])
     if given.get("attention_mask") is None:
         return _unpadded(rows, pad, ends) if _rectangular(given["input_ids"]) else (rows, ())
-    masks = _rows(_numbers(given["attention_mask"]), "attention_mask")
+    masks = _rows(given["attention_mask"], _MASK)
     if [len(r) for r in rows] != [len(m) for m in masks]:
-        shapes = f"{len(rows)} prompts and {len(masks)} masks" if len(rows) != len(masks) else "other lengths"
-        raise ValueError(f"attention_mask does not fit input_ids ({shapes}): give both as the tokenizer returned them")
+        raise ValueError(
+            "attention_mask does not fit input_ids (other lengths): give both as the tokenizer returned them"
+        )
     found = [_seen(number, row, mask) for number, (row, mask) in enumerate(zip(rows, masks, strict=True))]
     hidden = sum(len(row) > len(kept) for row, kept in zip(rows, found, strict=True))
     note = f"padding was left out of {hidden} of {len(rows)} prompts, as their attention_mask says"
     return found, (note,) * bool(hidden)
-
-
-def _numbers(mask: Any) -> Any:
-    """Return a boolean mask as 0 and 1."""
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-        return mask.long()
-    return mask.astype(np.int64) if isinstance(mask, np.ndarray) and mask.dtype == bool else mask
 
 
 def _seen(number: int, row: Int[Tensor, " pos"], mask: Int[Tensor, " pos"]) -> Int[Tensor, " _"]:
@@ -401,10 +371,8 @@ def _rectangular(given: Any) -> bool:
 
 
 def _rows(given: Any, what: str = "prompts") -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return _of_array(given.detach().cpu().numpy() if not given.is_floating_point() else given.float().numpy(), what)
-    if isinstance(given, np.ndarray) and given.dtype != object:
-        return _of_array(given, what)
+    if (array := _array_of(given)) is not None:
+        return [torch.tensor(row) for row in np.atleast_2d(_whole(array, what, 1, 2))]
     if isinstance(given, str | bytes) or not isinstance(given, Sequence | np.ndarray):
         raise TypeError(f"{what}: {_WANTED}; got {type(given).__name__}")
     if all(_is_number(v) for v in given):
@@ -417,18 +385,22 @@ def _rows(given: Any, what: str = "prompts") -> list[Tensor]:
     return [_row(row, f"{what}, prompt {number}") for number, row in enumerate(given)]
 
 
-def _of_array(values: np.ndarray, what: str) -> list[Tensor]:
-    if values.dtype.kind not in "iu" or values.ndim not in (1, 2):
-        raise ValueError(f"{what}: {_WANTED}; got {values.dtype} {list(values.shape)}")
-    return [torch.from_numpy(row.astype(np.int64)) for row in np.atleast_2d(values)]
+def _array_of(given: Any) -> np.ndarray | None:
+    """Return a tensor or an array of numbers as an array; None for anything else."""
+    if isinstance(given, Tensor):
+        return given.detach().cpu().numpy() if not given.is_floating_point() else given.float().numpy()
+    return given if isinstance(given, np.ndarray) and given.dtype != object else None
+
+
+def _whole(array: np.ndarray, what: str, *dimensions: int) -> np.ndarray:
+    if array.dtype.kind not in ("iub" if what.startswith(_MASK) else "iu") or array.ndim not in dimensions:
+        raise ValueError(f"{what}: {_WANTED}; got {array.dtype} {list(array.shape)}")
+    return array.astype(np.int64)
 
 
 def _row(values: Any, what: str) -> Int[Tensor, " _"]:
-    if isinstance(values, Tensor | np.ndarray):
-        found = _rows(values, what)
-        if len(values.shape) != 1:
-            raise ValueError(f"{what}: {_WANTED}; got {list(values.shape)}")
-        return found[0]
+    if (array := _array_of(values)) is not None:
+        return torch.from_numpy(_whole(array, what, 1))
     ids = []
     for value in values:
         if not _is_number(value):

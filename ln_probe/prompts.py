@@ -199,12 +199,14 @@ def make_prompts(
     model = check_model(model)
     max_tokens, seed = whole_number(max_tokens, "max_tokens", 1), whole_number(seed, "seed", 0)
     most = None if most is None else whole_number(most, "most", 1)
-    if prepend_bos is not None:
-        check_flags(prepend_bos=prepend_bos)
     if isinstance(prompts, Prompts):
         return prompts
     limit = min(max_tokens, context_length(model))
-    notes = _bos_note(prepend_bos)
+    notes: tuple[str, ...] = ()
+    if prepend_bos is not None:
+        check_flags(prepend_bos=prepend_bos)
+        how = "with" if prepend_bos else "without"
+        notes = (f"texts begin {how} the tokenizer's first token (prepend_bos={prepend_bos})",)
     if prompts is None and (own := bundled_prompts(model)) is not None:
         return _finish(model, own.measured[:most], own.source, limit, notes)
     if isinstance(prompts, str):
@@ -311,13 +313,6 @@ def of_entries(
     return replace(_finish(model, rows, source, limit, notes), skipped=tuple(skipped))
 
 
-def _bos_note(prepend_bos: bool | None) -> tuple[str, ...]:
-    if prepend_bos is None:
-        return ()
-    how = "with" if prepend_bos else "without"
-    return (f"texts begin {how} the tokenizer's first token (prepend_bos={prepend_bos})",)
-
-
 def _text_notes(text: str) -> tuple[str, ...]:
     """Raise if a text looks like the name of a file or "sampled"; return a note if it may be one."""
     if text == SAMPLED:
@@ -359,8 +354,18 @@ def _finish(
     name_of = namer(model)
     names = {i: name_of(i) for i in torch.cat(cut).unique().tolist()}
     strings = tuple(tuple(names[i] for i in row.tolist()) for row in cut)
-    said = (*notes, *cut_notes(given, limit, context_length(model)), *monotony_notes(cut, name_of))
-    return Prompts(cut, strings, source, said, name_of, given)
+    if long := sum(length > limit for length in given):
+        longest = f"the longest had {max(given)}; context {context_length(model)}"
+        notes = (*notes, f"{long} of {len(rows)} prompts were cut to {limit} tokens ({longest})")
+    total = sum(map(len, cut))
+    token, count = commonest(cut)
+    if count > COMMONEST_SHARE * total and total >= _FEW_TOKENS:  # then a report is about that token
+        notes = (
+            *notes,
+            f"the token {name_of(token)!r} makes up {count / total:.0%} of the prompts: what is measured describes it "
+            "more than anything else",
+        )
+    return Prompts(cut, strings, source, notes, name_of, given)
 
 
 def _check_row(row: Int[Tensor, " _"], size: int) -> None:
@@ -370,28 +375,6 @@ def _check_row(row: Int[Tensor, " _"], size: int) -> None:
     wrong = row[(row < 0) | (row >= size)]
     if len(wrong):
         raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
-
-
-def cut_notes(given: Sequence[int], limit: int, context: int) -> tuple[str, ...]:
-    """Return a note if prompts were cut, from the lengths of all."""
-    long = sum(length > limit for length in given)
-    if not long:
-        return ()
-    return (
-        f"{long} of {len(given)} prompts were cut to {limit} tokens (the longest had {max(given)}; context {context})",
-    )
-
-
-def monotony_notes(rows: Sequence[Int[Tensor, " _"]], name_of: Callable[[int], str]) -> tuple[str, ...]:
-    """Return a note if one token makes up most of the prompts: then a report is about that token."""
-    total = sum(map(len, rows))
-    token, count = commonest(rows)
-    if count <= COMMONEST_SHARE * total or total < _FEW_TOKENS:
-        return ()
-    return (
-        f"the token {name_of(token)!r} makes up {count / total:.0%} of the prompts: what is measured describes it more "
-        "than anything else",
-    )
 
 
 def namer(model: HookedModel) -> Callable[[int], str]:

@@ -7,8 +7,8 @@ pooled, and a few heads weight by weight. The marks of the keys are filled in af
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ln_probe.analyses.attribution.pairs import PairScores, pair_scores
 from ln_probe.analyses.attribution.shared import AttributionError
+from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.probes.base import Marks
 from ln_probe.exhibits import (
@@ -33,12 +34,14 @@ from ln_probe.exhibits import (
     to_bytes,
 )
 from ln_probe.hooks.attention import UnsupportedAttentionError
-from ln_probe.hooks.capture import AttentionInput, stream
+from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
 from ln_probe.hooks.components import SplitError
 from ln_probe.hooks.model import HookedModel, evaluating
 from ln_probe.hooks.norm import Site, UnknownNormError
+from ln_probe.hooks.products import fast_products
 from ln_probe.hooks.sites import ModelFacts
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
+from ln_probe.passes import Passes
 
 # Bytes before compression. The page is to stay under 6 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
 # attention, as base64 (4/3) of what compresses little, beside circuitsvis (0.5 MB compressed), tables and pictures.
@@ -59,48 +62,47 @@ SAMPLED_PROMPTS = 8  # prompts they come from
 _CODES = np.array([VERDICTS.index(name) for name in NAMES], np.uint8)  # verdicts as the geometry counts them
 
 
-# The pattern of a layer on a prompt (its number) with scaling frozen for the keys.
-Frozen = Callable[[int, AttentionInput], Float[Tensor, "head query key"] | None]
-
-
 def record(
-    model: HookedModel,
-    facts: ModelFacts,
+    passes: Passes,
     prompts: Sequence[Int[Tensor, " _"]],
     tokens: Sequence[Sequence[str]],
-    *,
-    layers: Sequence[int],
-    heads: Sequence[int],
-    drawn: Collection[str],
-    attention: bool,
-    frozen: Frozen,
-    count: int,
+    calibration: Calibration,
 ) -> Exhibits:
     """Record attention patterns and samples of norm inputs of the first prompts; `marked` adds the keys' marks.
 
+    Returns empty exhibits if no probe needs attention: the pass would cost as much as the statistics of the norms.
+
     Args:
-        prompts, tokens: ids and strings of the prompts, or of the first ones.
-        drawn: names of the norms of which vectors may be kept.
-        attention: whether patterns are wanted.
-        frozen: a layer's pattern with keys made without scaling; None where there is none.
-        count: how many prompts there are in all.
+        passes: of the model, with the layers, heads and probes that were asked for.
+        prompts, tokens: ids and strings of all prompts.
+        calibration: of the first pass.
     """
-    recorder = _Recorder(prompts, tokens, layers, heads, set(drawn), count, frozen)
+    if not any(p.needs.attention for p in passes.probes):
+        return Exhibits()
+    heads = tuple(range(passes.shape["heads"]) if passes.heads is None else passes.heads)
+    layers, kept, notes = plan([len(row) for row in prompts], passes.layers, len(heads), len(prompts))
+    wanted = passes.settings.layers
+    samples = _Samples(tokens[:SAMPLED_PROMPTS], {s.name for s in passes.sites if wanted is None or s.layer in wanted})
+    attention = []
     for number, row in enumerate(prompts[:SAMPLED_PROMPTS]):
-        wanted = attention and number in recorder.plan
-        stream(
-            model,
-            row,
-            facts.read,
-            layers=recorder.layers,
-            on_norm=partial(recorder.norm, number),
-            on_attention=partial(recorder.attention, number) if wanted else None,
-        )
-    found = recorder.exhibits()
-    if not found.attention:
+        patterns = _Patterns(passes, calibration, number, layers, heads, kept.get(number, False))
+        with fast_products(passes.model):
+            stream(
+                passes.model,
+                row,
+                passes.found.read,
+                layers=layers,
+                on_norm=partial(samples.add, number),
+                on_attention=patterns.add if passes.wants_heads and number in kept else None,
+            )
+        if patterns.kept:
+            attention.append(patterns.of_prompt(tokens[number]))
+    found = Exhibits(samples=tuple(samples.of_site(name) for name in samples.vectors))
+    if not attention:
         return found
-    scores, notes = explained(model, facts, prompts[0], found.attention[0])
-    return replace(found, scores=scores, notes=(*found.notes, *notes))
+    with fast_products(passes.model):
+        scores, on_scores = explained(passes.model, passes.found, prompts[0], attention[0])
+    return replace(found, attention=tuple(attention), scores=scores, notes=(*notes, *on_scores))
 
 
 def explained(
@@ -174,60 +176,41 @@ def _marked_prompt(shown: PromptAttention, marks: Sequence[Marks]) -> PromptAtte
     return replace(shown, **arrays)
 
 
-class _Recorder:
-    """Collects patterns and vectors during the pass; `exhibits` returns them at the end."""
+@dataclass
+class _Patterns:
+    """Collects one prompt's patterns during the pass; `whole`: some heads are kept weight by weight."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Int[Tensor, " _"]],
-        tokens: Sequence[Sequence[str]],
-        layers: Sequence[int],
-        heads: Sequence[int],
-        drawn: set[str],
-        count: int,
-        frozen: Frozen,
-    ) -> None:
-        self.tokens, self.heads, self.drawn, self.frozen_of = tokens, tuple(heads), drawn, frozen
-        lengths = [len(row) for row in prompts]
-        self.layers, self.plan, self.notes = plan(lengths, layers, len(self.heads), count)
-        self.kept: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # arrays by prompt, layer and name
-        self.full: dict[int, dict[tuple[int, int], np.ndarray]] = {}
-        self.causal: dict[int, bool] = {}
-        self.vectors: dict[str, list[Tensor]] = {}
-        self.sites: dict[str, Site] = {}
-        sampled = lengths[:SAMPLED_PROMPTS]
-        share = math.ceil(SAMPLE / max(1, len(sampled)))
-        # Position 0 is among them: sinks live there.
-        self.positions = [np.unique(np.linspace(0, n - 1, min(share, n)).astype(int)) for n in sampled]
+    passes: Passes
+    calibration: Calibration
+    prompt: int
+    layers: tuple[int, ...]  # that are kept
+    heads: tuple[int, ...]
+    whole: bool
+    kept: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)  # arrays by layer and name
+    full: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    causal: bool = True
 
-    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], _y: Tensor) -> None:
-        """Keep some of a norm's inputs for one prompt, if it is read by attention or is the final norm."""
-        read = {"attention", "unembed"} & set(site.reads.split("+"))
-        if not read or site.name not in self.drawn or len(x) != len(self.tokens[prompt]):
-            return
-        self.sites[site.name] = site
-        rows = x[torch.from_numpy(self.positions[prompt]).to(x.device)]
-        self.vectors.setdefault(site.name, []).append(rows.float().cpu())
-
-    def attention(self, prompt: int, seen: AttentionInput) -> None:
-        """Keep one layer's pattern for one prompt."""
+    def add(self, seen: AttentionInput) -> None:
+        """Keep one layer's pattern."""
         every = seen.pattern.float().cpu().numpy()
         heads = [h for h in self.heads if h < len(every)]
         pattern = every[heads]
-        self.causal[prompt] = self.causal.get(prompt, True) and not np.triu(pattern, 1).any()
+        self.causal &= seen.causal
         edges = bin_edges(pattern.shape[-1])
-        received = _received(pattern, seen.window)
+        received = _received(pattern, seen)
         kept = {"cells": to_bytes(pooled(pattern, edges)), "received": to_bytes(received)}
         kept |= {"cells_frozen": np.zeros_like(kept["cells"]), "first_change": np.full(len(heads), np.nan, np.float32)}
-        without = self.frozen_of(prompt, seen)
+        without = None
+        if seen.layer not in self.calibration.unsupported:
+            without = self.passes.attended(self.prompt, seen, self.calibration).pattern(SCALING_FROZEN.name)
         if without is not None:
             changed = without.float().cpu().numpy()[heads]
             kept["cells_frozen"] = to_bytes(pooled(changed, edges))
-            kept["first_change"] = (_received(changed, seen.window)[:, 0] - received[:, 0]).astype(np.float32)
-        self.kept.setdefault(prompt, {})[seen.layer] = kept
-        if self.plan[prompt]:
+            kept["first_change"] = (_received(changed, seen)[:, 0] - received[:, 0]).astype(np.float32)
+        self.kept[seen.layer] = kept
+        if self.whole:
             chosen = self._least_uniform(seen.layer, heads, pattern)
-            self.full.setdefault(prompt, {}).update({(seen.layer, head): to_bytes(every[head]) for head in chosen})
+            self.full |= {(seen.layer, head): to_bytes(every[head]) for head in chosen}
 
     def _least_uniform(
         self, layer: int, heads: Sequence[int], pattern: Float[np.ndarray, "head query key"]
@@ -239,24 +222,15 @@ class _Recorder:
         entropy = -(pattern * np.log(np.maximum(pattern, 1e-30))).sum(-1).mean(-1)
         return sorted(heads[i] for i in np.argsort(entropy, kind="stable")[: math.ceil(FULL_HEADS / len(spaced))])
 
-    def exhibits(self) -> Exhibits:
-        """Return everything that was kept."""
-        attention = tuple(found for p in sorted(self.plan) if (found := self._prompt(p)) is not None)
-        samples = tuple(self._sample(name) for name in self.vectors)
-        return Exhibits(attention, samples, tuple(self.notes) if attention else ())
-
-    def _prompt(self, prompt: int) -> PromptAttention | None:
-        kept = self.kept.get(prompt, {})
-        layers = tuple(layer for layer in self.layers if layer in kept)
-        if not layers:
-            return None
-        tokens = tuple(self.tokens[prompt])
-        stacked = {name: np.stack([kept[layer][name] for layer in layers]) for name in kept[layers[0]]}
+    def of_prompt(self, tokens: Sequence[str]) -> PromptAttention:
+        """Return what was kept; its keys are not marked yet."""
+        layers = tuple(layer for layer in self.layers if layer in self.kept)
+        stacked = {name: np.stack([self.kept[layer][name] for layer in layers]) for name in self.kept[layers[0]]}
         unknown = np.full(stacked["received"].shape, VERDICTS.index("not measured"), np.uint8)
         nothing = np.full(stacked["received"].shape, np.nan, np.float16)
         return PromptAttention(
-            prompt=prompt,
-            tokens=tokens,
+            prompt=self.prompt,
+            tokens=tuple(tokens),
             layers=layers,
             heads=self.heads[: stacked["cells"].shape[1]],
             edges=bin_edges(len(tokens)),
@@ -265,12 +239,35 @@ class _Recorder:
             attainable=nothing,
             verdict_frozen=unknown,
             attainable_frozen=nothing,
-            full=self.full.get(prompt, {}),
-            causal=self.causal[prompt],
+            full=self.full,
+            causal=self.causal,
             **stacked,
         )
 
-    def _sample(self, name: str) -> SiteSample:
+
+class _Samples:
+    """Collects vectors around the norms that attention or the unembedding reads."""
+
+    def __init__(self, tokens: Sequence[Sequence[str]], drawn: Collection[str]) -> None:
+        """`tokens`: strings of the prompts; `drawn`: names of the norms of which vectors may be kept."""
+        self.tokens, self.drawn = tokens, drawn
+        self.vectors: dict[str, list[Tensor]] = {}
+        self.sites: dict[str, Site] = {}
+        share = math.ceil(SAMPLE / max(1, len(tokens)))
+        # Position 0 is among them: sinks live there.
+        self.positions = [np.unique(np.linspace(0, len(t) - 1, min(share, len(t))).astype(int)) for t in tokens]
+
+    def add(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], _y: Tensor) -> None:
+        """Keep some of a norm's inputs for one prompt."""
+        read = {"attention", "unembed"} & set(site.reads.split("+"))
+        if not read or site.name not in self.drawn or len(x) != len(self.tokens[prompt]):
+            return
+        self.sites[site.name] = site
+        rows = x[torch.from_numpy(self.positions[prompt]).to(x.device)]
+        self.vectors.setdefault(site.name, []).append(rows.float().cpu())
+
+    def of_site(self, name: str) -> SiteSample:
+        """Return the vectors of a norm, along the all-ones direction and two principal axes."""
         site, rows = self.sites[name], self.vectors[name]
         x = torch.cat(rows).double()
         counts = [len(r) for r in rows]
@@ -305,16 +302,11 @@ class _Recorder:
         )
 
 
-def _received(pattern: Float[np.ndarray, "head query key"], window: int | None) -> Float[np.ndarray, "head key"]:
+def _received(pattern: Float[np.ndarray, "head query key"], seen: AttentionInput) -> Float[np.ndarray, "head key"]:
     """Return each key's mean weight from the queries after position 0 that see it (all of them if not causal)."""
-    queries = pattern.shape[1]
-    if np.triu(pattern, 1).any():
-        seen: int | np.ndarray = queries - 1
-    else:
-        place = np.arange(queries)
-        last = queries if window is None else np.minimum(queries, place + window)
-        seen = last - np.maximum(place, 1)
-    means: np.ndarray = pattern[:, 1:].sum(1) / np.maximum(seen, 1)
+    length = pattern.shape[1]
+    visible = visible_keys(length, length, causal=seen.causal, window=seen.window if seen.causal else None)
+    means: np.ndarray = pattern[:, 1:].sum(1) / np.maximum(visible[1:].sum(0).numpy(), 1)
     return means
 
 

@@ -454,12 +454,12 @@ def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.
     """Read a table with its description, and add the columns that only this version of ln_probe has."""
     try:
         frame = _read_frame(file)
-        table = described or known or Table.of_frame(file.stem, frame)
+        if known is not None and (lost := [k for k in known.key if k not in frame]):
+            raise TableError(f"table {known.name!r} lacks the column {lost[0]!r}")
+        table = described or Table.of_frame(file.stem, frame)
         if described is None and known is not None:  # an earlier version may lack columns, a later one have more
-            table = _narrowed(known, frame)
+            table = replace(known, columns=tuple(known.column(c.name) or c for c in table.columns))
         frame = table.check(frame)
-        if known is not None:
-            _check_key(known, frame)
     except (OSError, ValueError) as error:  # pyarrow raises ArrowInvalid, a ValueError
         raise ValueError(f"{file} is damaged ({error}): make the report again") from error
     if known is None:
@@ -502,19 +502,6 @@ def _unknown(column: Column, rows: int) -> Any:
     if column.kind == "bool":
         return pd.array([pd.NA] * rows, dtype="boolean")
     return "" if column.kind == "text" else float("nan")
-
-
-def _narrowed(known: Table, frame: pd.DataFrame) -> Table:
-    """The table with the columns that the frame has; those of its row key must be there."""
-    _check_key(known, frame)
-    found = Table.of_frame(known.name, frame)
-    columns: list[Column] = [known.column(c.name) or c for c in found.columns]
-    return replace(known, columns=tuple(columns))
-
-
-def _check_key(known: Table, frame: pd.DataFrame) -> None:
-    if lost := [k for k in known.key if k not in frame]:
-        raise TableError(f"table {known.name!r} lacks the column {lost[0]!r}")
 
 
 def _installed(makers: Mapping[str, Any]) -> tuple[tuple[Probe, ...], list[str]]:

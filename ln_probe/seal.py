@@ -58,6 +58,7 @@ class Seal:
     Attributes:
         kept: the foreign hooks that the model was measured with; empty unless hooks="keep".
         changing: whether the foreign hooks change outputs or norm inputs on the first prompt.
+        notes: what a reader of the report has to know.
     """
 
     def __init__(self, model: HookedModel | nn.Module, hooks: str = REFUSE, forward: Forward | None = None) -> None:
@@ -66,16 +67,11 @@ class Seal:
         self._forward: Forward = forward or (lambda tokens: run(cast(HookedModel, model), tokens, return_type="logits"))
         self.kept: tuple[Foreign, ...] = ()
         self.changing = False
-        self._notes: list[str] = []
+        self.notes: tuple[str, ...] = ()
         self._fingerprint: Fingerprint | None = None
         self._foreign: list[Foreign] = []
         self._cover: Cover | None = None
         self._stack = ExitStack()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of the report has to know."""
-        return tuple(self._notes)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -115,7 +111,13 @@ class Seal:
                     "measured: wait until it has finished, or measure a copy of the model (copy.deepcopy)"
                 )
             self._foreign = foreign_hooks(self.model)
-            self._refuse_wrapped()
+            fixed = [f for f in self._foreign if not f.removable]
+            if fixed and self.policy != KEEP:
+                raise SealError(
+                    f"{_some(fixed)} in the model: what they change cannot be seen, because they cannot be taken out "
+                    "for a pass. Measure the model without them (PEFT: merge_and_unload(); SAELens: reset_saes()), or "
+                    'with them: hooks="keep"'
+                )
             stack.enter_context(evaluating(self.model))
             stack.enter_context(suspended(self.model))
             if linear:
@@ -129,8 +131,8 @@ class Seal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        assert self._cover is not None
-        cover, self._cover = self._cover, None
+        cover, fingerprint = self._inside()
+        self._cover = None
         with self._stack:
             left = cover.left()
             cover.undo()
@@ -141,8 +143,7 @@ class Seal:
                     "were refused, and the numbers here do not depend on them"
                 )
             if kind is None:
-                assert self._fingerprint is not None
-                if changed := self._fingerprint.changed():
+                if changed := fingerprint.changed():
                     raise SealError(_changed(changed))
                 if left:
                     raise SealError(_added(left))
@@ -210,8 +211,7 @@ class Seal:
                 yield
             finally:
                 touched = fingerprint.touched()
-                changed = fingerprint.changed() if touched or thorough else ""
-                if changed:
+                if changed := fingerprint.changed() if touched or thorough else "":
                     raise SealError(
                         f"the probe {probe!r} changed {changed} of the model that is measured, so no table is made: "
                         "load the model again, and measure it without this probe"
@@ -273,17 +273,7 @@ class Seal:
         return [int(s) for s in (*seen, *([checksum(output)] if isinstance(output, Tensor) else []))]
 
     def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
-
-    def _refuse_wrapped(self) -> None:
-        fixed = [f for f in self._foreign if not f.removable]
-        if fixed and self.policy != KEEP:
-            raise SealError(
-                f"{_some(fixed)} in the model: what they change cannot be seen, because they cannot be taken out for a "
-                "pass. Measure the model without them (PEFT: merge_and_unload(); SAELens: reset_saes()), or with them: "
-                'hooks="keep"'
-            )
+        self.notes = tuple(dict.fromkeys((*self.notes, text)))
 
 
 def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> tuple[HookedModel, tuple[str, ...]]:

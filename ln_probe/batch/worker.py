@@ -53,6 +53,7 @@ from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.measure import assemble, provenance
 from ln_probe.passes import Passes
 from ln_probe.prompts import calibration_prompts, labels_of, skip_note
+from ln_probe.recording import record
 from ln_probe.report import REPORT_FILE, files_of
 from ln_probe.seal import Seal
 from ln_probe.settings import check_unchanged, read_groups
@@ -176,7 +177,7 @@ class Worker:
         skips = (skip_note(made.skipped, len(made.tokens)),) if made.skipped else ()
         self._check_strictly(skips)
         found = passes.calibrate(list(enumerate(made.tokens)), groups=labels, calibration=other, default=default)
-        exhibits, index = passes.record(made.tokens, made.strings, found, count=len(made.tokens)).plain()
+        exhibits, index = record(passes, made.tokens, made.strings, found).plain()
         info: dict[str, Any] = {
             "exhibits": index,
             "calibrated_on": dict(found.calibrated_on),
