@@ -50,15 +50,7 @@ from ln_probe.analyses.lab.results import (
     select,
     summarize,
 )
-from ln_probe.analyses.lab.run_folder import (
-    LAB_FILE,
-    MODEL_FILE,
-    kept_beside,
-    load_run,
-    load_weights,
-    save_model,
-    weights_of,
-)
+from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, kept_beside, load_run, save_model, weights_of
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned, text_training
 from ln_probe.analyses.lab.transformer import Block, LabTransformer
@@ -363,18 +355,11 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
     return replace(results, conclusions=(*warning, *results.conclusions), diverged=lost)
 
 
-def trained(run: Run) -> LabTransformer:
-    """The final model of a run, as an ordinary lab model."""
-    model = cast(LabTransformer, run.spec.build())
-    load_weights(model, run.folder / MODEL_FILE)
-    return plain(model)
-
-
 def write_plain(run: Run, out: Path) -> None:
     """A finished run's model as a lab run's folder, whose norms are constants; written once."""
     if (out / MODEL_FILE).exists():
         return
-    model = trained(run)
+    model = plain(cast(LabTransformer, run.model()))
     about = json.loads((run.folder / LAB_FILE).read_text()) | {"model": model.cfg.to_dict()}
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / LAB_FILE, (json.dumps(about, indent=1) + "\n").encode())
@@ -400,7 +385,8 @@ def measured(run: Run, size: Size) -> pd.DataFrame:
 
     def made() -> pd.DataFrame:
         text = cast(Removal, run.task).text
-        return pd.DataFrame(measures(trained(run), text, size.contexts), columns=["measure", "value"])
+        model = plain(cast(LabTransformer, run.model()))
+        return pd.DataFrame(measures(model, text, size.contexts), columns=["measure", "value"])
 
     table = kept_beside(run.folder, "measures", weights_of(run.folder), MEASURED, made)
     return table.assign(model=run.keys["model"], seed=run.seed)
