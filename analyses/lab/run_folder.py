@@ -7,8 +7,6 @@ model.safetensors   the final one
 state.safetensors   where an interrupted run goes on
 diverged.json       the loss stopped being a number
 .lock               held by the process that trains it
-
-Tensors in a file that says what was written into it: one that was altered is noticed when it is read.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import PARTIAL, FileError, parse_json, read_json, write_atomically
-from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision
+from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, install
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.text import step_named
 
@@ -267,7 +265,8 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     arithmetic = arithmetic_of(path)
     model = LabTransformer(config, tokenizer=_tokenizer(path)).to(arithmetic.dtype)  # which takes weights of any format
     model.load_state_dict(tensors)
-    arithmetic.give(model)
+    if arithmetic.precision is not None:
+        install(model, arithmetic.precision)
     return model.eval()
 
 

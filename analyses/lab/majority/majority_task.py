@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.bags import Bags, Tables, bag_accuracy, bag_loss
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.train import ModelSpec, Run, Task, TrainConfig, planned, step_generator
+from ln_probe.analyses.lab.train import ADAM, ModelSpec, Run, Task, TrainConfig, planned, step_generator
 from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
 
 PER_PARTITION = 10  # published
@@ -116,13 +116,11 @@ def published_training(steps: int, seed: int, *, lr: float = 1e-3, batch: int = 
         lr=lr,
         lr_end=0.0,
         warmup=0,
-        weight_decay=0.0,
-        betas=(0.9, 0.999),
         clip=0.0,
         seed=seed,
         state_every=500,
-        optimizer="adam",
         schedule="linear",
+        **ADAM,
         **others,
     )
 
