@@ -74,7 +74,7 @@ class Precision:
         return [name for name, parameter in model.named_parameters() if not self.holds(parameter)]
 
 
-def _rounded(precision: Precision, rounding: Rounding = "down") -> Callable[[Tensor, HookPoint], Tensor]:
+def _rounded(precision: Precision, rounding: Rounding = "down") -> Callable[..., Tensor]:
     return lambda tensor, hook: precision.round(tensor, rounding)
 
 

@@ -31,10 +31,6 @@ from ln_probe.analyses.text import step_named
 _KEY = "ln_probe"
 
 
-class DamagedTensorsError(ValueError):
-    """A file of tensors is truncated, altered, or none."""
-
-
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, Any] | None = None) -> None:
     """Write tensors by name into a safetensors file, with a SHA-256 over names, types, shapes and numbers.
 
@@ -52,7 +48,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is none.
-        DamagedTensorsError: it is truncated or altered.
+        ValueError: it is truncated or altered.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
@@ -66,9 +62,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         about: dict[str, Any] = header["about"]
         whole = header["sha256"] == _digest(tensors, about)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedTensorsError(f"{path} cannot be read ({error}): it is truncated or corrupt") from error
+        raise ValueError(f"{path} cannot be read ({error}): it is truncated or corrupt") from error
     if not whole:
-        raise DamagedTensorsError(f"{path} is damaged: its content is not what was written")
+        raise ValueError(f"{path} is damaged: its content is not what was written")
     return tensors, about
 
 

@@ -39,7 +39,6 @@ from ln_probe.analyses.lab.run_folder import (
     METRICS_FILE,
     MODEL_FILE,
     STATE_FILE,
-    DamagedTensorsError,
     check,
     check_evaluations,
     checkpoint_path,
@@ -341,11 +340,8 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) ->
                 raise KeyError(f"adam.exp_avg.{name} of shape {tuple(held['exp_avg'].shape)}")
             optimizer.state[parameter] = held
         return {k.removeprefix("counter."): float(v) for k, v in packed.items() if k.startswith("counter.")}
-    except DamagedTensorsError as error:
-        raise ValueError(f"{error}; delete it to start again") from error
     except (KeyError, RuntimeError, ValueError) as error:
-        where = state.parent / LAB_FILE
-        raise ValueError(f"{state} does not fit {where} ({error}): delete it to start again") from error
+        raise ValueError(f"{state} is damaged, or of another model ({error}): delete it to start again") from error
 
 
 @contextmanager

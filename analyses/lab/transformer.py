@@ -7,7 +7,7 @@ and 4.x alike. Only the norm at each place is meant to differ between two runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Literal, cast, overload
@@ -322,6 +322,7 @@ class LabTransformer(HookedRootModule):
     """
 
     positions: Tensor | None
+    blocks: Sequence[Block]
 
     def __init__(self, cfg: LabConfig, tokenizer: Any = None) -> None:
         super().__init__()
@@ -331,7 +332,7 @@ class LabTransformer(HookedRootModule):
         self.pos_embed = Embed(cfg.n_ctx, cfg.d_model, "W_pos") if cfg.positions == "learned" else None
         table = sinusoidal_table(cfg.n_ctx, cfg.d_model) if cfg.positions == "sinusoidal" else None
         self.register_buffer("positions", table, persistent=False)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers)))
         self.ln_final = norm_or_nothing(cfg, cfg.norm_final, cfg.affine_others)
         self.unembed = Unembed(cfg, self.embed)
         self.hook_embed, self.hook_pos_embed = HookPoint(), HookPoint()
@@ -427,7 +428,7 @@ def _init_torch(model: LabTransformer) -> None:
     nn.init.normal_(model.embed.W_E)
     if model.pos_embed is not None:
         nn.init.normal_(model.pos_embed.W_pos)
-    for block in cast("Iterable[Block]", model.blocks):
+    for block in model.blocks:
         cfg = model.cfg
         assert cfg.d_head is not None
         width = cfg.n_heads * cfg.d_head

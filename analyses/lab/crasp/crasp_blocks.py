@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 from jaxtyping import Float
@@ -23,7 +22,7 @@ from jaxtyping import Float
 from ln_probe.analyses.lab.arithmetic import Precision
 from ln_probe.analyses.lab.crasp.cases import Sum
 from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Construction, Lowered, Step
-from ln_probe.analyses.lab.transformer import Block, LabTransformer
+from ln_probe.analyses.lab.transformer import LabTransformer
 
 Vector = Float[np.ndarray, " d_model"]
 Value = Mapping[bytes, float]  # a weighted sum of an MLP's hidden units
@@ -381,7 +380,7 @@ class BlockWriter:
         if not self.rounded:
             return None
         largest = max(float(p.detach().abs().max()) for p in model.parameters())
-        for block in cast("Sequence[Block]", model.blocks):
+        for block in model.blocks:
             hidden = float(2 * block.mlp.W_in.detach().abs().sum(0).max())  # the norm before it leaves at most 2
             largest = max(largest, hidden)
         fraction = max(1, self.halvings)

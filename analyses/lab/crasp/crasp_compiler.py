@@ -35,7 +35,7 @@ from ln_probe.analyses.lab.crasp.crasp_blocks import BlockWeights, BlockWriter, 
 from ln_probe.analyses.lab.crasp.lowering import Construction, Lowered, Step, lower, plan
 from ln_probe.analyses.lab.norms import SCALES
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, claim, hashes_beside, save_model
-from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 CONSTRUCTIONS: tuple[Construction, ...] = get_args(Construction)
 BOS = 0  # its token; the alphabet's symbols follow
@@ -254,7 +254,7 @@ def _assemble(
         assert model.unembed.untied is not None
         for logit, place in enumerate(writer.unembedding(steps[-1].after)):
             model.unembed.untied[place, logit] = 1.0
-        for made, weights in zip(cast("Sequence[Block]", model.blocks), blocks, strict=True):
+        for made, weights in zip(model.blocks, blocks, strict=True):
             for ln, gain, divisor in zip((made.ln1, made.ln2), gains, divisors, strict=True):
                 cast("Tensor", ln.w).fill_(gain)
                 if ln.divisor is not None:

@@ -47,7 +47,7 @@ from ln_probe.analyses.lab.results import (
 )
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
 from ln_probe.analyses.lab.train import Run, carry_out, curves, finished, planned, shared_settings, text_training
-from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer, norm_or_nothing
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, norm_or_nothing
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Encoder(LabTransformer):
         super().__init__(cfg)
         self.ln_embed = norm_or_nothing(cfg, cfg.norm_read, affine=False)
         self.hook_embedded = HookPoint()
-        for block in (cast("Block", b) for b in list(self.blocks)[:-1]):
+        for block in self.blocks[:-1]:
             block.ln2 = norm_or_nothing(cfg, cfg.norm_read, affine=False)
         self.setup()  # type: ignore[no-untyped-call]
 

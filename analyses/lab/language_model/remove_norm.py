@@ -53,7 +53,7 @@ from ln_probe.analyses.lab.results import (
 from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, kept_beside, load_run, save_model, weights_of
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned, text_training
-from ln_probe.analyses.lab.transformer import Block, LabTransformer
+from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.analyses.text import counted
 
@@ -111,8 +111,7 @@ def replaceable_norms(model: LabTransformer) -> list[ReplaceableNorm]:
 
     (Heimersheim 2024, whose order this is: norms of MLPs cost least.)
     """
-    blocks = [cast("Block", block) for block in model.blocks]
-    found = [*(block.ln2 for block in blocks), *(block.ln1 for block in blocks), model.ln_final]
+    found = [*(block.ln2 for block in model.blocks), *(block.ln1 for block in model.blocks), model.ln_final]
     return [cast("ReplaceableNorm", norm) for norm in found]
 
 
@@ -150,7 +149,7 @@ class Start:
     def build(self) -> LabTransformer:
         """The model with a ReplaceableNorm in the place of each of its LayerNorms; it computes what it did."""
         model = load_run(self.folder)
-        for block in (cast("Block", b) for b in model.blocks):
+        for block in model.blocks:
             block.ln1, block.ln2 = (ReplaceableNorm(cast("Norm", norm)) for norm in (block.ln1, block.ln2))
         model.ln_final = ReplaceableNorm(cast("Norm", model.ln_final))
         return model.train()
