@@ -15,10 +15,10 @@ rounding to the nearest makes 0 of what is less than half a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -74,15 +74,8 @@ class Precision:
         return [name for name, parameter in model.named_parameters() if not self.holds(parameter)]
 
 
-@dataclass(frozen=True)
-class _Rounded:
-    """A hook that rounds what passes."""
-
-    precision: Precision
-    rounding: Rounding = "down"
-
-    def __call__(self, tensor: Tensor, hook: HookPoint) -> Tensor:
-        return self.precision.round(tensor, self.rounding)
+def _rounded(precision: Precision, rounding: Rounding = "down") -> Callable[..., Tensor]:
+    return lambda tensor, hook: precision.round(tensor, rounding)
 
 
 def _seen(tensor: Tensor, hook: HookPoint) -> Tensor:
@@ -114,7 +107,7 @@ def install(model: HookedRootModule, precision: Precision) -> None:
     """
     _check(model, precision)
     for name in _points(model, OF_NORMS):
-        model.hook_dict[name].add_perma_hook(_Rounded(precision))
+        model.hook_dict[name].add_perma_hook(_rounded(precision))
     for name in model.hook_dict:
         if name.endswith(OF_NORMS[0]):  # torch's fused layer_norm has other roundings: the norm as it is written
             model.hook_dict[name].add_perma_hook(_seen)
@@ -128,7 +121,7 @@ def fixed_precision(model: HookedRootModule, precision: Precision, rounding: Rou
         ValueError: a parameter is not a number of the grid (says which), or the model is not in float64.
     """
     _check(model, precision)
-    rounded = _Rounded(precision, rounding)
+    rounded = _rounded(precision, rounding)
     with model.hooks(fwd_hooks=[(name, rounded) for name in _points(model, ())]):
         yield
 
@@ -146,23 +139,3 @@ class Arithmetic:
     dtype: torch.dtype = torch.float32
     bound: bool = False
     precision: Precision | None = None
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """What lab.json is to say of it, as plain JSON."""
-        grid = self.precision
-        return {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "precision": None if grid is None else {"bits": grid.bits, "fraction": grid.fraction},
-        }
-
-    def give(self, model: HookedRootModule) -> None:
-        """Make a model compute so, once it has its weights.
-
-        Raises:
-            ValueError: a weight is no number of the grid.
-        """
-        assert isinstance(model, nn.Module)
-        model.to(self.dtype)
-        if self.precision is not None:
-            install(model, self.precision)

@@ -184,11 +184,12 @@ EXPERIMENTS = {
         kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
     ),
     "depth_deep": Experiment(
-        "ln_probe.analyses.lab.crasp.depth_deep",
+        "ln_probe.analyses.lab.crasp.depth",
         "depths 4 to 10 on L6 to L12, without positions and with rotary and ALiBi",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
         duration=("about 2.5 hours (45 runs of 2-5 minutes)", "2 minutes"),
-        kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
+        function="run_deep",
+        kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), function="deep_findings"),
     ),
     "approximation": Experiment(
         "ln_probe.analyses.lab.approximation.approximation",

@@ -18,19 +18,14 @@ import numpy as np
 import pandas as pd
 from scipy import stats  # type: ignore[import-untyped]
 
+from ln_probe.analyses.lab.norms import NORM_KINDS, PROJECTS, SCALES
 from ln_probe.analyses.lab.results import PUBLISHED_FOLDER, folder, interval, paired_p, select, table_at
 from ln_probe.analyses.probes.statistics import holm
 
 FILE = PUBLISHED_FOLDER / "primary_contrasts.csv"
 EQUIVALENCE = 0.90  # level of the interval whose larger end is the equivalence bound
 SCALING, PROJECTION = "scaling", "projection"
-# What each norm has of the two terms.
-TERMS = {
-    "layernorm": (SCALING, PROJECTION),
-    "scaling_only": (SCALING,),
-    "projection_only": (PROJECTION,),
-    "none": (),
-}
+HAVING = {SCALING: SCALES, PROJECTION: PROJECTS}  # the norms that have each of the two terms
 
 Differences = Mapping[str, "pd.Series[float]"]  # a value per seed, by contrast
 
@@ -39,11 +34,9 @@ def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
     """Both main effects per seed, of `norm`, `seed` and `value`; several rows of a norm and seed are averaged."""
     cells = values.groupby(["seed", "norm"])["value"].mean().unstack()
     effects = {}
-    for term in (SCALING, PROJECTION):
-        if "none" in cells:
-            having, lacking = ([n for n in TERMS if (term in TERMS[n]) is has] for has in (True, False))
-        else:
-            having, lacking = ["layernorm"], [n for n in TERMS if n in cells and term not in TERMS[n]]
+    for term, with_term in HAVING.items():
+        lacking = [n for n in NORM_KINDS if n in cells and n not in with_term]
+        having = [n for n in NORM_KINDS if n in with_term] if "none" in cells else ["layernorm"]
         if lacking:
             effects[term] = (
                 cells[having].mean(axis=1, skipna=False) - cells[lacking].mean(axis=1, skipna=False)
@@ -80,7 +73,7 @@ def _depth() -> Differences:
 def _approximation() -> Differences:
     values = _rows("approximation", "errors", measure="relative_mse", lr=0.01, dot_product=False)
     norms = values.groupby(["target", "kernel", "heads", "width", "norm_order"])["norm"].transform("nunique")
-    return main_effects(values[norms == len(TERMS)].assign(value=lambda t: np.log10(t["value"])))
+    return main_effects(values[norms == len(NORM_KINDS)].assign(value=lambda t: np.log10(t["value"])))
 
 
 def _removed() -> Differences:

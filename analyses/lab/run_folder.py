@@ -7,8 +7,6 @@ model.safetensors   the final one
 state.safetensors   where an interrupted run goes on
 diverged.json       the loss stopped being a number
 .lock               held by the process that trains it
-
-Tensors in a file that says what was written into it: one that was altered is noticed when it is read.
 """
 
 from __future__ import annotations
@@ -26,15 +24,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import PARTIAL, FileError, parse_json, read_json, write_atomically
-from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision
+from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, install
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.text import step_named
 
 _KEY = "ln_probe"
-
-
-class DamagedTensorsError(ValueError):
-    """A file of tensors is truncated, altered, or none."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, Any] | None = None) -> None:
@@ -54,7 +48,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is none.
-        DamagedTensorsError: it is truncated or altered.
+        ValueError: it is truncated or altered.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
@@ -68,9 +62,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         about: dict[str, Any] = header["about"]
         whole = header["sha256"] == _digest(tensors, about)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedTensorsError(f"{path} cannot be read ({error}): it is truncated or corrupt") from error
+        raise ValueError(f"{path} cannot be read ({error}): it is truncated or corrupt") from error
     if not whole:
-        raise DamagedTensorsError(f"{path} is damaged: its content is not what was written")
+        raise ValueError(f"{path} is damaged: its content is not what was written")
     return tensors, about
 
 
@@ -267,7 +261,8 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     arithmetic = arithmetic_of(path)
     model = LabTransformer(config, tokenizer=_tokenizer(path)).to(arithmetic.dtype)  # which takes weights of any format
     model.load_state_dict(tensors)
-    arithmetic.give(model)
+    if arithmetic.precision is not None:
+        install(model, arithmetic.precision)
     return model.eval()
 
 

@@ -24,8 +24,9 @@ from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from filelock import FileLock, Timeout
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
@@ -38,7 +39,6 @@ from ln_probe.analyses.lab.run_folder import (
     METRICS_FILE,
     MODEL_FILE,
     STATE_FILE,
-    DamagedTensorsError,
     check,
     check_evaluations,
     checkpoint_path,
@@ -119,6 +119,9 @@ class TrainConfig:
         return done % self.evaluate_every == 0 or done == self.steps or done in self.evaluate_at
 
 
+ADAM: dict[str, Any] = {"optimizer": "adam", "betas": (0.9, 0.999), "weight_decay": 0.0}  # torch's defaults
+
+
 def text_training(size: Any, seed: int, lr: float, **others: Any) -> TrainConfig:
     """Warm up over a twentieth of the steps, then a cosine to a tenth of the rate; `size` has `steps` and `batch`."""
     warmup = size.steps // 20
@@ -155,6 +158,27 @@ class Task(Protocol):
     def write_files(self, out: Path) -> None:
         """Write into the run's folder what its model needs besides weights; nothing by default."""
         return
+
+
+PAD = -100  # at padding nothing is to be said; torch's default ignore_index
+Words = tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]  # tokens, and what is to be said at each (or PAD)
+
+
+class WordsTask(Task):
+    """Say something at every letter of words; the loss is the mean over letters that are not PAD.
+
+    Attributes:
+        answers: how many of a model's logits are answers, the first; None: all.
+    """
+
+    answers: int | None = None
+
+    def logits(self, model: nn.Module, tokens: Int[Tensor, "word pos"]) -> Float[Tensor, "word pos answer"]:
+        logits: Tensor = model(tokens)
+        return logits[..., : self.answers]
+
+    def loss(self, model: nn.Module, batch: Words) -> Float[Tensor, ""]:
+        return F.cross_entropy(self.logits(model, batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PAD)
 
 
 def with_gradients(value: float, inputs: Iterable[Tensor], gradients: Iterable[Tensor]) -> Float[Tensor, ""]:
@@ -316,11 +340,8 @@ def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) ->
                 raise KeyError(f"adam.exp_avg.{name} of shape {tuple(held['exp_avg'].shape)}")
             optimizer.state[parameter] = held
         return {k.removeprefix("counter."): float(v) for k, v in packed.items() if k.startswith("counter.")}
-    except DamagedTensorsError as error:
-        raise ValueError(f"{error}; delete it to start again") from error
     except (KeyError, RuntimeError, ValueError) as error:
-        where = state.parent / LAB_FILE
-        raise ValueError(f"{state} does not fit {where} ({error}): delete it to start again") from error
+        raise ValueError(f"{state} is damaged, or of another model ({error}): delete it to start again") from error
 
 
 @contextmanager
@@ -518,28 +539,16 @@ def _one(run: Run, until: int | None, progress: bool, device: str) -> None:
         train(run.task, run.spec, run.training, run.folder, until=until, progress=progress, device=device)
 
 
-def finished(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs that have their final model.
+def finished(runs: Iterable[Run], *, checkpoints: bool = False) -> list[Run]:
+    """Return the runs that have their final model, or with `checkpoints` those that have any.
 
     Raises:
         ValueError: none has.
     """
-    done = [run for run in runs if run.finished]
+    done = [run for run in runs if (checkpoint_steps(run.folder) if checkpoints else run.finished)]
     if not done:
-        raise ValueError("no run is finished yet: leave out --collect to train")
+        raise ValueError("no run has got there yet: leave out --collect to train")
     return done
-
-
-def with_checkpoints(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs that have a checkpoint.
-
-    Raises:
-        ValueError: none has.
-    """
-    started = [run for run in runs if (run.folder / LAB_FILE).exists() and checkpoint_steps(run.folder)]
-    if not started:
-        raise ValueError("no run has been trained yet: leave out --collect to train")
-    return started
 
 
 def shared_settings(run: Run, varied: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ and 4.x alike. Only the norm at each place is meant to differ between two runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Literal, cast, overload
@@ -261,10 +261,9 @@ class MLP(nn.Module):
         return F.linear(hidden, self.W_out.T, self.b_out)
 
 
-def _other_norm(cfg: LabConfig, kind: str | None) -> nn.Module:
-    if kind is None:
-        return nn.Identity()
-    return Norm(kind, cfg.d_model, eps=cfg.eps, gain=cfg.affine_others, bias=cfg.affine_others)
+def norm_or_nothing(cfg: LabConfig, kind: str | None, affine: bool, **size: float | None) -> nn.Module:
+    """A norm of a model's width and eps, with gain and bias or without; None leaves it out."""
+    return nn.Identity() if kind is None else Norm(kind, cfg.d_model, eps=cfg.eps, gain=affine, bias=affine, **size)
 
 
 class Block(nn.Module):
@@ -272,19 +271,9 @@ class Block(nn.Module):
 
     def __init__(self, cfg: LabConfig) -> None:
         super().__init__()
-        self.ln1: nn.Module = nn.Identity()
-        if cfg.norm is not None:
-            self.ln1 = Norm(
-                cfg.norm,
-                cfg.d_model,
-                eps=cfg.eps,
-                radius=cfg.radius,
-                divisor=cfg.divisor,
-                gain=cfg.affine,
-                bias=cfg.affine,
-            )
+        self.ln1 = norm_or_nothing(cfg, cfg.norm, cfg.affine, radius=cfg.radius, divisor=cfg.divisor)
         self.attn = Attention(cfg)
-        self.ln2 = _other_norm(cfg, cfg.norm_mlp)
+        self.ln2 = norm_or_nothing(cfg, cfg.norm_mlp, cfg.affine_others)
         self.mlp = MLP(cfg)
         self.post = cfg.norm_order == "post"
         self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
@@ -333,6 +322,7 @@ class LabTransformer(HookedRootModule):
     """
 
     positions: Tensor | None
+    blocks: Sequence[Block]
 
     def __init__(self, cfg: LabConfig, tokenizer: Any = None) -> None:
         super().__init__()
@@ -342,8 +332,8 @@ class LabTransformer(HookedRootModule):
         self.pos_embed = Embed(cfg.n_ctx, cfg.d_model, "W_pos") if cfg.positions == "learned" else None
         table = sinusoidal_table(cfg.n_ctx, cfg.d_model) if cfg.positions == "sinusoidal" else None
         self.register_buffer("positions", table, persistent=False)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
-        self.ln_final = _other_norm(cfg, cfg.norm_final)
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers)))
+        self.ln_final = norm_or_nothing(cfg, cfg.norm_final, cfg.affine_others)
         self.unembed = Unembed(cfg, self.embed)
         self.hook_embed, self.hook_pos_embed = HookPoint(), HookPoint()
         _INITIALIZERS[cfg.init](self)
@@ -423,29 +413,6 @@ class LabTransformer(HookedRootModule):
         return losses.view(tokens.shape[0], -1) if loss_per_token else losses.mean()
 
 
-# The shape of models whose weights are written down: one head, post-norm, and no bias but those that are asked for.
-HAND_BUILT: dict[str, Any] = {
-    "n_heads": 1,
-    "norm_final": None,
-    "norm_order": "post",
-    "positions": "none",
-    "tied": False,
-    "act_fn": "relu",
-    "bias_qkv": False,
-    "bias_mlp": False,
-    "bias_unembed": False,
-}
-
-
-def blank(cfg: LabConfig) -> LabTransformer:
-    """Return a model in float64 whose parameters are all 0, to write weights into."""
-    model = LabTransformer(cfg).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model
-
-
 def _init_gpt2(model: LabTransformer) -> None:
     """Normal with std 0.02 (embeddings `embed_std`), output projections smaller by sqrt(2 n_layers)."""
     cfg = model.cfg
@@ -461,7 +428,7 @@ def _init_torch(model: LabTransformer) -> None:
     nn.init.normal_(model.embed.W_E)
     if model.pos_embed is not None:
         nn.init.normal_(model.pos_embed.W_pos)
-    for block in cast("Iterable[Block]", model.blocks):
+    for block in model.blocks:
         cfg = model.cfg
         assert cfg.d_head is not None
         width = cfg.n_heads * cfg.d_head

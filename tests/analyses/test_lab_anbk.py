@@ -11,7 +11,7 @@ from lab_runs import ran
 
 from ln_probe.analyses.lab.counting import anbk
 from ln_probe.analyses.lab.counting.anbk import ABSOLUTE, TAGS, THRESHOLD, AnbkTask, findings, tagged_words
-from ln_probe.analyses.lab.counting.counting_tasks import PAD
+from ln_probe.analyses.lab.train import PAD
 
 
 @pytest.mark.parametrize(

@@ -261,10 +261,6 @@ def test_a_run_on_text(prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (out / "dot_product.csv").exists()
 
 
-def inputs(count: int = 4096, seed: int = 3) -> torch.Tensor:
-    return 2.0 * torch.randint(2, (count, 1000), generator=torch.Generator().manual_seed(seed)).double() - 1
-
-
 def test_the_target_reads_where_the_last_input_says() -> None:
     x = -torch.ones(4, 1000)
     x[0, [98, 999]] = x[1, 999] = x[2, 47] = 1.0
@@ -277,7 +273,7 @@ def test_models_without_ffn_and_dot_product_are_affine() -> None:
     torch.manual_seed(0)
     model = adaptive_memory.Cell(3, 0, False).spec().build().double()
     torch.nn.init.normal_(model.bias)
-    x = inputs(64)
+    x = random_inputs(64, seed=3)
     flipped = x.clone()
     flipped[:, [5, 98]] *= -1
     single = [x.clone() for _ in range(2)]
@@ -296,7 +292,7 @@ def test_the_bound_holds_on_what_is_measured_on() -> None:
 
 
 def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
-    model, x = adaptive_memory.by_hand(), inputs()
+    model, x = adaptive_memory.by_hand(), random_inputs(4096, seed=3)
     with torch.no_grad():
         assert float((model(x) - adaptive_memory.adaptive(x)).pow(2).mean()) < 1e-10
         torch.testing.assert_close(model(x[:16]), by_definition(model, x[:16]), rtol=0, atol=1e-10)

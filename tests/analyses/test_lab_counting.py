@@ -283,8 +283,6 @@ def test_a_counter_by_hand_is_found_read_and_moved() -> None:
     np.testing.assert_allclose(trace[1, :, 0], np.arange(59, -1, -1), atol=1e-9)
     counter = counting_traces.counter_of(counting_traces.dimension_table(trace), 1)
     assert (counter.dimension, counter.earlier, counter.counting, counter.turning) == (0, 0, (0,), (0,))
-    assert counter.counts
-    assert counter.straight == pytest.approx(1.0)
     assert counting_traces.holds_to(trace[0, :, 0]) == 60
     n = np.arange(1, 61)
     np.testing.assert_array_equal(

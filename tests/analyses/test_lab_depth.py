@@ -1,4 +1,4 @@
-"""The depth experiment: words of L_k and their labels, the grid, hit rates, and a run from end to end."""
+"""The depth experiments: words of L_k and their labels, grids, hit rates, positions paired by seed, and runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ln_probe.analyses.lab.crasp import depth, depth_task
 from ln_probe.analyses.lab.crasp.crasp import parse
 from ln_probe.analyses.lab.crasp.depth import findings, hit_rates, term_effects
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.train import TrainConfig
+from ln_probe.analyses.lab.train import PAD, TrainConfig
 
 
 @settings(max_examples=30, deadline=None)
@@ -30,21 +30,21 @@ def test_samples_are_words_of_the_language_labelled_as_the_program_does(
     words = depth_task.sample_block_words(k, (low, high), 20, torch.Generator().manual_seed(seed))
     pattern = re.compile("".join(f"{depth_task.block_symbol(block)}+" for block in range(1, k + 1)))
     program = parse(depth_task.last_block(k))
-    for tokens, labels in zip(words.tokens.tolist(), words.labels.tolist(), strict=True):
-        length = sum(label != depth_task.IGNORED for label in labels)
+    for tokens, labels in zip(*(part.tolist() for part in words), strict=True):
+        length = sum(label != PAD for label in labels)
         assert low <= length <= high
         assert tokens[0] == depth_task.BOS
-        assert labels[0] == depth_task.IGNORED
-        assert set(labels[1 + length :]) <= {depth_task.IGNORED}
+        assert labels[0] == PAD
+        assert set(labels[1 + length :]) <= {PAD}
         word = "".join(" ab"[t] for t in tokens[1 : 1 + length])
         assert pattern.fullmatch(word), word
         assert labels[1 : 1 + length] == [int(x) for x in program.run(word)]
 
 
 def test_places_of_change_and_lengths_are_uniform() -> None:
-    words = depth_task.sample_block_words(2, (4, 5), 20_000, torch.Generator().manual_seed(0))
-    length = (words.labels != depth_task.IGNORED).sum(1)
-    first_b = (words.labels == 1).float().argmax(1) - 1  # the letter that begins the last block, from 0
+    _, labels = depth_task.sample_block_words(2, (4, 5), 20_000, torch.Generator().manual_seed(0))
+    length = (labels != PAD).sum(1)
+    first_b = (labels == 1).float().argmax(1) - 1  # the letter that begins the last block, from 0
     counts = pd.crosstab(length.numpy(), first_b.numpy()).to_numpy()
     assert counts.shape == (2, 4)
     expected = np.array([[1 / 3, 1 / 3, 1 / 3, 0], [1 / 4] * 4]) * 10_000
@@ -53,7 +53,7 @@ def test_places_of_change_and_lengths_are_uniform() -> None:
 
 
 def test_a_pad_is_never_wrong_and_a_letter_may_be() -> None:
-    labels = torch.tensor([[depth_task.IGNORED, 0, 1, depth_task.IGNORED], [depth_task.IGNORED, 0, 1, 1]])
+    labels = torch.tensor([[PAD, 0, 1, PAD], [PAD, 0, 1, 1]])
     predicted = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 0]])
     assert depth_task.exact_match(predicted, labels).tolist() == [True, False]
 
@@ -140,6 +140,60 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     mark.write_text('{"step": 1, "message": "the loss is nan"}')
     (sentence,) = ran("depth", out, collect=True).diverged
     assert sentence == ("depth 1, k 3, norm none, norm_order post, positions none, seed 1: the loss is nan")
+
+
+def test_the_deep_grid_lies_on_both_sides_of_the_boundary() -> None:
+    cells = depth.deep_grid(quick=False)
+    assert len(cells) == len(set(cells))
+    assert {c.depth for c in cells} == set(range(4, 11))
+    assert max(c.k for c in cells) == 12
+    assert {c.positions for c in cells} == {"none", "rotary", "alibi"}
+    assert {depth_task.predicted_depth(c.k) - c.depth for c in cells} == {0, 1}
+    for cell in cells:
+        lengths = depth_task.BlockTask(cell.k, 50).batch(0, 50, 0)[1].ne(PAD).sum(1)
+        assert 51 <= int(lengths.min()) <= int(lengths.max()) <= 100
+        assert cell.spec().n_ctx > depth.BINS[-1][1], "room for the longest tested word and its BOS"
+
+
+def test_deep_findings_by_hand() -> None:
+    none = {("none", 6, 0): 1.0, ("none", 6, 1): 0.97, ("none", 7, 0): 0.3, ("none", 7, 1): 0.5}
+    rows = [
+        (4, k, "layernorm", "post", positions, seed, 9, depth.measure(lengths), value)
+        for (positions, k, seed), value in (none | {("alibi", 6, 0): 0.8, ("alibi", 6, 1): 0.87}).items()
+        for lengths in depth.BINS  # exact match in every bin alike
+    ]
+    shown = pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "step", "measure", "value"])
+    found = depth.reach_contrasts(shown).set_index("contrast")
+    assert found["mean"].to_dict() == pytest.approx(
+        {"depth 4: L6 minus L7": (0.7 + 0.47) / 2, "depth 4, L6: alibi positions minus none": -0.15}
+    )
+    half = 12.706204736432095 * 0.05  # Student's t with 1 degree of freedom; sd 0.05 sqrt 2, over sqrt 2
+    alibi = found.loc["depth 4, L6: alibi positions minus none"]
+    assert alibi[["ci_low", "ci_high"]].tolist() == pytest.approx([-0.15 - half, -0.15 + half])
+    results = depth.deep_findings(shown)
+    first, _, _, last = results.conclusions
+    assert first.startswith("without positions, depth 4: at least 99% right in every bin to 250 letters in 1 of 2 runs")
+    assert first.endswith("0 of 2 runs with k = depth + 3 [0%, 84%], their worst bins 30% to 50%.")
+    assert last.startswith("depth 4, L6: alibi positions minus none: -15.0 [-78.5, +48.5] points of reach (2 seeds; no")
+    summary = results.summary.set_index(["k", "positions", "measure"])
+    assert summary.loc[(7, "none", "exact_match_151_200"), "published"] == 0.49
+    assert np.isnan(summary.loc[(7, "none", "exact_match_201_250"), "published"])
+    assert np.isnan(summary.loc[(6, "alibi", "exact_match_151_200"), "published"]), "published without positions"
+    assert depth.published_table().set_index(["depth", "k"]).loc[(6, 8), "published"] == 0.95
+
+
+def test_a_deep_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depth, "DEEP_QUICK_WORDS", 4)
+    monkeypatch.setattr(
+        depth, "deep_training", lambda quick, seed: TrainConfig(2, 2, seed=seed, evaluate_every=2, state_every=2)
+    )
+    cells = (depth.Cell(4, 6), depth.Cell(4, 7), depth.Cell(4, 6, positions="rotary"))
+    monkeypatch.setattr(depth, "deep_grid", lambda quick: cells)
+    results = ran("depth_deep", tmp_path / "deep")
+    assert len(results.summary) == 3 * len(depth.BINS)
+    contrasts = set(results.tables["contrasts"]["contrast"])
+    assert contrasts == {"depth 4: L6 minus L7", "depth 4, L6: rotary positions minus none"}
+    assert (tmp_path / "deep" / "deep.png").exists()
 
 
 @pytest.mark.parametrize(("experiment", "runs", "every"), [

@@ -267,7 +267,7 @@ def design(
 
 def fit(target: str, kernel: str, slopes: Sequence[float] | Float[np.ndarray, " head"]) -> Optimum:
     """The least-squares optimum of a linear target over the coefficients, for given slopes."""
-    weights = _linear(target)
+    weights = linear_weights(target)
     columns = design(kernel, slopes)
     coefficients = np.linalg.lstsq(columns, weights, rcond=None)[0]
     error = weights - columns @ coefficients
@@ -281,7 +281,7 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
     Raises:
         ValueError: a target that is not linear, a kernel without slopes, no heads.
     """
-    _linear(target)
+    linear_weights(target)
     if kernel not in SLOPE_RANGE:
         raise ValueError(f"kernel {kernel!r} has no slopes to search over: known are {', '.join(SLOPE_RANGE)}")
     if heads < 1:
@@ -290,7 +290,7 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
 
     def residuals(log_slopes: Float[np.ndarray, " head"]) -> Float[np.ndarray, " lag"]:
         found = fit(target, kernel, np.exp(log_slopes))
-        return np.asarray(_linear(target) - design(kernel, found.slopes) @ np.asarray(found.coefficients))
+        return np.asarray(linear_weights(target) - design(kernel, found.slopes) @ np.asarray(found.coefficients))
 
     found = []
     for part in range(1, STARTS + 1):
@@ -322,9 +322,8 @@ def extended_solution(
     kernel: str,
     slopes: Sequence[float],
     coefficients: Sequence[float] | None = None,
-    digits: int = DIGITS,
 ) -> Extended:
-    """What some coefficients, or the best, leave of a target, with `digits` digits.
+    """What some coefficients, or the best, leave of a target, with DIGITS digits.
 
     Columns of many heads are so nearly dependent that float64 solves another problem than the one asked: the best
     coefficients are then too large for it, and it finds smaller ones that leave more.
@@ -335,7 +334,7 @@ def extended_solution(
     Raises:
         ValueError: a target that is not linear, or heads whose columns are dependent even with so many digits.
     """
-    with mpmath.workdps(digits):
+    with mpmath.workdps(DIGITS):
         columns = [_extended_attention(kernel, slope) for slope in slopes]
         columns.append([mpmath.mpf(lag == 0) for lag in range(LENGTH)])
         wanted = _extended_weights(target)
@@ -346,7 +345,7 @@ def extended_solution(
             try:
                 solved = list(mpmath.cholesky_solve(gram, right))
             except ValueError as error:
-                raise ValueError(f"{len(slopes)} heads are linearly dependent to {digits} digits: give more") from error
+                raise ValueError(f"{len(slopes)} heads are linearly dependent to {DIGITS} digits") from error
         rows = zip(wanted, zip(*columns, strict=True), strict=True)
         left = [weight - mpmath.fdot(solved, row) for weight, row in rows]
         mse = float(mpmath.fsum(x**2 for x in left))
@@ -370,13 +369,14 @@ def _extended_weights(target: str) -> list[Any]:
         return [mpmath.mpf(0), *(1 / mpmath.sqrt(z) for z in range(1, LENGTH))]
     if target == "4b":
         return [mpmath.exp(-5 * z) for z in range(LENGTH)]
-    return [mpmath.mpf(x) for x in _linear(target).tolist()]
+    return [mpmath.mpf(x) for x in linear_weights(target).tolist()]
 
 
-def _linear(target: str) -> Float[np.ndarray, " lag"]:
+def linear_weights(target: str) -> Float[np.ndarray, " lag"]:
+    """`lag_weights` of a linear target; ValueError if it is another."""
     weights = lag_weights(target)
     if weights is None:
-        raise ValueError(f"target {target!r} is not linear: its optimum is `table_optimum`'s")
+        raise ValueError(f"target {target!r} is not linear: it has no weight per lag")
     return weights
 
 

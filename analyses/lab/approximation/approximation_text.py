@@ -30,7 +30,7 @@ from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, summarize
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
-from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 from ln_probe.analyses.text import counted
 
 
@@ -69,8 +69,8 @@ class RelativeTextConfig:
         model = LabTransformer(cfg)
         for block in model.blocks:
             attention = RelativeAttention(cfg, self.dot_product)
-            attention.load_state_dict(cast("Block", block).attn.state_dict(), strict=False)
-            cast("Block", block).attn = attention
+            attention.load_state_dict(block.attn.state_dict(), strict=False)
+            block.attn = attention
         model.setup()  # type: ignore[no-untyped-call]
         return model
 

@@ -30,7 +30,7 @@ import pandas as pd
 from jaxtyping import Float
 from scipy import stats  # type: ignore[import-untyped]
 
-from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, T5_LARGEST, lag_weights, variance
+from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, T5_LARGEST, linear_weights, variance
 from ln_probe.analyses.lab.results import (
     FACTOR,
     LEVEL,
@@ -151,10 +151,7 @@ def constant_tail_floor(target: str) -> float:
     Raises:
         ValueError: a target that is not linear.
     """
-    weights = lag_weights(target)
-    if weights is None:
-        raise ValueError(f"target {target!r} is not linear: it has no weight per lag")
-    tail = weights[T5_LARGEST:LENGTH]
+    tail = linear_weights(target)[T5_LARGEST:LENGTH]
     return float(((tail - tail.mean()) ** 2).sum())
 
 

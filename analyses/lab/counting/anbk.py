@@ -21,15 +21,24 @@ from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.counting.counting_tasks import PAD, PREFIX_VOCABULARY
+from ln_probe.analyses.lab.counting.counting_tasks import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, summarize
-from ln_probe.analyses.lab.train import Task, TrainConfig, carry_out, curves, planned, step_generator
+from ln_probe.analyses.lab.train import (
+    ADAM,
+    PAD,
+    TrainConfig,
+    Words,
+    WordsTask,
+    carry_out,
+    curves,
+    planned,
+    step_generator,
+)
 
 ABSOLUTE, THRESHOLD = "absolute value", "threshold"
 CONSTANT = {ABSOLUTE: 2 / 3, THRESHOLD: 1 / 2}  # tags that a constant answer has right
@@ -40,7 +49,7 @@ KEYS = ["form", "lr"]
 TAGS, WORDS, TRAINED_TAGS = "tags right, n 310 to 318", "words right, n 310 to 318", "tags right, n 2 to 298"
 
 
-def tagged_words(n: Int[Tensor, " word"], form: str) -> tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]:
+def tagged_words(n: Int[Tensor, " word"], form: str) -> Words:
     """The words a^n b^2n (a is 0, b is 1) and their tags, padded on the right (tags PAD)."""
     n = n[:, None]
     place = torch.arange(3 * int(n.max()))
@@ -50,7 +59,7 @@ def tagged_words(n: Int[Tensor, " word"], form: str) -> tuple[Int[Tensor, "word 
     return (place >= n).long(), tags.long().masked_fill(place >= 3 * n, PAD)
 
 
-class AnbkTask(Task):
+class AnbkTask(WordsTask):
     """Tag every letter of a^n b^2n in one of its forms."""
 
     name = "anbk"
@@ -62,13 +71,10 @@ class AnbkTask(Task):
     def identity(self) -> dict[str, Any]:
         return {"form": self.form, "trained": TRAINED.tolist(), "tested": TESTED.tolist()}
 
-    def batch(self, step: int, size: int, seed: int) -> tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]:
+    def batch(self, step: int, size: int, seed: int) -> Words:
         """Words of neighboring n."""
         first = int(torch.randint(len(TRAINED) - size + 1, (), generator=step_generator(seed, step)))
         return tagged_words(TRAINED[first : first + size], self.form)
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PAD)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         found = {}
@@ -110,12 +116,10 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
         lr=lr,
         schedule="constant",
         warmup=0,
-        weight_decay=0.0,
         clip=0.0,
-        betas=(0.9, 0.999),
-        optimizer="adam",
         seed=seed,
         evaluate_every=updates // 5,
+        **ADAM,
     )
 
 

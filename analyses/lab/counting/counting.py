@@ -47,23 +47,11 @@ from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import Kind, Results, doubt, effects, interval_text, panels, summarize_kinds
-from ln_probe.analyses.lab.train import ModelSpec, Run, Task, TrainConfig, carry_out, curves, planned
+from ln_probe.analyses.lab.train import ADAM, ModelSpec, Run, Task, TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
 
 GATE_LENGTHS = (5, 15, 51, 151, 501, 1501, 5001)  # odd, so that one a more than b's is possible
-
-
-def gate(shares: Float[Tensor, "*batch 2"], norm: str, eps: float = 0.0) -> Float[Tensor, "*batch 2"]:
-    """The pair (#a, #b) / t after a norm without gain and bias; norms that do not scale divide by 1.
-
-    Raises:
-        ValueError: an unknown norm.
-    """
-    module = Norm(norm, 2, eps=eps, divisor=None if norm in SCALES else 1.0, gain=False, bias=False)
-    with torch.no_grad():
-        out: Tensor = module.to(shares.dtype)(shares)
-    return out
 
 
 def gate_table(lengths: Sequence[int] = GATE_LENGTHS, eps: float = 1e-5) -> pd.DataFrame:
@@ -77,12 +65,13 @@ def gate_table(lengths: Sequence[int] = GATE_LENGTHS, eps: float = 1e-5) -> pd.D
     """
     rows = []
     for norm in NORM_KINDS:
+        gate = Norm(norm, 2, eps=eps, divisor=None if norm in SCALES else 1.0, gain=False, bias=False).double()
         for length in lengths:
             if length < 1 or length % 2 == 0:
                 raise ValueError(f"lengths must be odd and positive, got {length}: of an even one no half is one more")
             more, less = (length + 1) / (2 * length), (length - 1) / (2 * length)
-            pairs = torch.tensor([[more, less], [less, more]], dtype=torch.float64)
-            out = gate(pairs, norm, eps)
+            with torch.no_grad():
+                out = gate(torch.tensor([[more, less], [less, more]], dtype=torch.float64))
             rows.append((norm, length, float(out[0, 0] - out[1, 0]) / 2))
     return pd.DataFrame(rows, columns=["norm", "length", "output"])
 
@@ -106,18 +95,8 @@ PUBLISHED_BUDGET = "up to 100 epochs of 100,000 words, until 10 epochs bring not
 TRAINED = 0.01
 CHOSEN_SEEDS = 3  # that every cell has; L5's LSTM and transformer got seven more after these had been seen
 PUBLISHED_EXACT = "LSTM and ReLU-RNN go well past the largest trained n, GRU does not (Weiss et al.)"
-# (cell, layers) of each recurrent model by the name it has in the tables.
-RECURRENT = {
-    "lstm": ("lstm", 1),
-    "gru": ("gru", 1),
-    "rnn_tanh": ("rnn_tanh", 1),
-    "rnn_relu": ("rnn_relu", 1),
-    "qrnn": ("qrnn", 1),
-    "qrnn f": ("qrnn f", 1),
-    "qrnn ifo": ("qrnn ifo", 1),
-    "qrnn+": ("qrnn+", 1),
-    "qrnn x2": ("qrnn", 2),
-}
+# Cells of `recurrent`, of one layer but for the last.
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+", "qrnn x2")
 TRANSFORMER = "transformer"
 
 
@@ -176,7 +155,8 @@ class Cell:
         d_out = 2 if tagging else d_vocab - 1
         if self.model == TRANSFORMER:
             return TransformerSpec(d_vocab, d_out, self.norm)
-        cell, layers = RECURRENT[self.model]
+        cell = self.model.removesuffix(" x2")
+        layers = 1 if cell == self.model else 2
         plain = RecurrentConfig(cell, d_vocab, d_out, d_embed=4 if tagging else 3, n_layers=layers)
         return plain if self.norm == "none" else replace(plain, norm=self.norm, norm_site=self.norm_site)
 
@@ -229,13 +209,11 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
         lr=3e-3 if slow else 1e-2,
         lr_end=1e-4,
         warmup=100,
-        weight_decay=0.0,
         clip=1.0,
-        betas=(0.9, 0.999),
-        optimizer="adam",
         seed=seed,
         evaluate_every=steps,
         state_every=1000,
+        **ADAM,
     )
 
 
@@ -269,8 +247,7 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
     tagged = sorted(set(values["task"]) - set(LETTERS))
     least = values.groupby([*KEYS, "measure"])["value"].min().rename("least").reset_index()
     summary = summary.merge(least, on=[*KEYS, "measure"], how="left")
-    constant = pd.concat([constant_answers(task, PUBLISHED_LENGTHS) for task in tagged] or [constant_answers("L5")[:0]])
-    summary = summary.merge(constant, on=["task", "measure"], how="left")
+    summary = summary.merge(constant_answers(tagged), on=["task", "measure"], how="left")
     more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
     changed, fresh = _tested(values), _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
     gate = gate_table()

@@ -1,10 +1,5 @@
 """What the networks of the counting experiment are trained on, and how far they are found to count.
 
-Tagging of prefixes (Merrill et al. 2020, section 5) and next-token prediction of a^n b^n (c^n) (Weiss et al. 2018,
-section 5).
-
-Languages that need a counter: samplers and labels.
-
 Every prefix of a random word gets a label (Merrill et al. 2020, "A Formal Hierarchy of RNN Architectures", section 5):
 
     L5        | #a - #b | < 5, words uniform over {a, b}
@@ -12,38 +7,28 @@ Every prefix of a random word gets a label (Merrill et al. 2020, "A Formal Hiera
     anbnaS    the same words with the labels that were released: a^n b^n a S*, so a further b never counts
 
 Words of a^n b^n and a^n b^n c^n between BOS and EOS, for prediction of the next token (Weiss, Goldberg & Yahav 2018,
-"On the Practical Computational Power of Finite Precision RNNs").
+"On the Practical Computational Power of Finite Precision RNNs", section 5).
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.train import Task, step_generator
+from ln_probe.analyses.lab.train import PAD, Words, WordsTask, step_generator
 
 PREFIX_LANGUAGES = ("L5", "anbnS", "anbnaS")
 PREFIX_VOCABULARY = 2  # a, b
 MAX_DIFFERENCE = 5
 
 EOS = 0  # of the counted words; then the letters from 1 on, then BOS, which is never predicted
-PAD = -100  # target of padding, torch's default ignore_index
-
-
-@dataclass(frozen=True)
-class Tagged:
-    """Words and the label of each prefix, [word pos]: tokens 0 (a) and 1 (b), labels 0 and 1."""
-
-    tokens: Int[Tensor, "word pos"]
-    labels: Int[Tensor, "word pos"]
 
 
 def prefix_labels(language: str, tokens: Int[Tensor, "word pos"]) -> Bool[Tensor, "word pos"]:
@@ -65,8 +50,8 @@ def prefix_labels(language: str, tokens: Int[Tensor, "word pos"]) -> Bool[Tensor
     return (n >= 1) & (b_run == n) & (place > 2 * n)
 
 
-def sample_prefixes(language: str, length: int, size: int, generator: torch.Generator) -> Tagged:
-    """Random words of one length with the labels of their prefixes.
+def sample_prefixes(language: str, length: int, size: int, generator: torch.Generator) -> Words:
+    """Random words of one length, tokens 0 (a) and 1 (b), and the labels of their prefixes, 0 and 1.
 
     Raises:
         ValueError: length or size below 1, an unknown language.
@@ -79,7 +64,7 @@ def sample_prefixes(language: str, length: int, size: int, generator: torch.Gene
         n = n * torch.randint(2, (size, 1), generator=generator)
         place = torch.arange(length)
         tokens = torch.where(place < n, 0, torch.where(place < 2 * n, 1, tokens))
-    return Tagged(tokens, prefix_labels(language, tokens).long())
+    return tokens, prefix_labels(language, tokens).long()
 
 
 def bos(letters: int) -> int:
@@ -93,7 +78,7 @@ def bos(letters: int) -> int:
     return letters + 1
 
 
-def counted_words(letters: int, n: Int[Tensor, " word"]) -> tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]:
+def counted_words(letters: int, n: Int[Tensor, " word"]) -> Words:
     """The words a^n b^n (c^n) as (inputs, targets) of a language model, padded on the right.
 
     Inputs are BOS and the word, targets the word and EOS (PAD beyond).
@@ -143,7 +128,7 @@ def trained_to(language: str, quick: bool) -> int:
     return QUICK_TRAINED_N if quick else MAX_TRAINED_N[language]
 
 
-class PrefixTask(Task):
+class PrefixTask(WordsTask):
     """Label every prefix of words of one length; accuracy over labels at every test length."""
 
     def __init__(self, language: str, lengths: tuple[int, ...] = TEST_LENGTHS) -> None:
@@ -153,14 +138,11 @@ class PrefixTask(Task):
     def identity(self) -> dict[str, Any]:
         return {"train_length": TRAIN_LENGTH, "lengths": self.lengths, "labels": EVALUATION_LABELS}
 
-    def batch(self, step: int, size: int, seed: int) -> Tagged:
+    def batch(self, step: int, size: int, seed: int) -> Words:
         return sample_prefixes(self.name, TRAIN_LENGTH, size, step_generator(seed, step))
 
-    def loss(self, model: nn.Module, batch: Tagged) -> Float[Tensor, ""]:
-        return F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
-
     @cached_property
-    def _evaluation(self) -> dict[int, Tagged]:
+    def _evaluation(self) -> dict[int, Words]:
         return {
             n: sample_prefixes(self.name, n, -(-EVALUATION_LABELS // n), step_generator(EVALUATION_SEED, n))
             for n in self.lengths
@@ -168,26 +150,26 @@ class PrefixTask(Task):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {
-            f"accuracy_{n}": float((model(words.tokens).argmax(-1) == words.labels).float().mean())
-            for n, words in self._evaluation.items()
+            f"accuracy_{n}": float((model(words).argmax(-1) == labels).float().mean())
+            for n, (words, labels) in self._evaluation.items()
         }
 
 
-def constant_answers(language: str, lengths: tuple[int, ...] = TEST_LENGTHS) -> pd.DataFrame:
+def constant_answers(languages: Iterable[str]) -> pd.DataFrame:
     """The accuracy of a constant answer on the words that networks are measured on.
 
     Returns:
-        `task, measure, constant_yes, constant_no`, a row per length; shares of labels.
+        `task, measure, constant_yes, constant_no`, a row per language and length; shares of labels.
     """
-    task = PrefixTask(language, lengths)
     rows = []
-    for n, words in task._evaluation.items():
-        yes = float(words.labels.float().mean())
-        rows.append((language, f"accuracy_{n}", yes, 1 - yes))
+    for language in languages:
+        for n, (_, labels) in PrefixTask(language, PUBLISHED_LENGTHS)._evaluation.items():
+            yes = float(labels.float().mean())
+            rows.append((language, f"accuracy_{n}", yes, 1 - yes))
     return pd.DataFrame(rows, columns=["task", "measure", "constant_yes", "constant_no"])
 
 
-class CountingTask(Task):
+class CountingTask(WordsTask):
     """Predict the next token of a^n b^n or a^n b^n c^n, n uniform; how far is the network exact?"""
 
     def __init__(self, language: str, max_n: int | None = None) -> None:
@@ -198,12 +180,9 @@ class CountingTask(Task):
     def identity(self) -> dict[str, Any]:
         return {"max_n": self.max_n, "tested_n": MAX_TESTED_N * self.max_n, "accepted": ACCEPTED}
 
-    def batch(self, step: int, size: int, seed: int) -> tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]:
+    def batch(self, step: int, size: int, seed: int) -> Words:
         n = torch.randint(1, self.max_n + 1, (size,), generator=step_generator(seed, step))
         return counted_words(self.letters, n)
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PAD)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return counted(model, self.letters, MAX_TESTED_N * self.max_n)

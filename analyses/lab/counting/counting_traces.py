@@ -6,13 +6,10 @@ cell and without; of each, the dimension that counts is found, followed beyond t
 the network itself does. Tasks, models and names of runs are those of `counting`: runs that it has made
 need not be trained again if they are copied into the runs of this experiment's folder.
 
-What a recurrent network's cell does letter by letter: which dimension counts, and whether the network reads it.
-
-Weiss, Goldberg & Yahav (2018) show an LSTM that counts by the trace of its cell state over a^n b^n. Here the dimension
-is found instead of picked: over each run of one letter (a phase) a line is laid through each dimension of the state by
-least squares; a dimension is a candidate for a phase if it goes one way there and the other way in an earlier phase,
-straight in both (`STRAIGHT`), and counts if these lines also tell every letter apart (`READABLE`). The state is an
-LSTM's c as it is carried on (normed, if a norm stands on it), any other cell's h.
+The dimension is found instead of picked: over each run of one letter (a phase) a line is laid through each dimension
+of the state by least squares; a dimension is a candidate for a phase if it goes one way there and the other way in an
+earlier phase, straight in both (`STRAIGHT`), and counts if these lines also tell every letter apart (`READABLE`). The
+state is an LSTM's c as it is carried on (normed, if a norm stands on it), any other cell's h.
 
 Three looks at the same counter that share nothing with the fit:
 
@@ -177,22 +174,16 @@ class Counter:
     """The dimension that counts for a phase; if none does, the straightest of those that turn (opposite slopes).
 
     Attributes:
-        dimension: its number. earlier, phase: it goes one way in `earlier` and back in `phase` (numbers of phases).
-        straight: the smaller R² of the two; NaN if no dimension turns at all (then `dimension` is 0).
+        dimension: its number; 0 if no dimension turns at all.
+        earlier: the phase (its number) in which it goes the other way.
         counting: every dimension that counts for the phase, from the same earlier phase or another.
         turning: every dimension that goes the other way than in that earlier phase, straight or not.
     """
 
     dimension: int
     earlier: int
-    phase: int
-    straight: float
     counting: tuple[int, ...]
     turning: tuple[int, ...]
-
-    @property
-    def counts(self) -> bool:
-        return self.dimension in self.counting
 
 
 def counter_of(dimensions: pd.DataFrame, phase: int) -> Counter:
@@ -213,7 +204,7 @@ def counter_of(dimensions: pd.DataFrame, phase: int) -> Counter:
             if least[dimension] >= STRAIGHT:
                 counting.append(dimension)
     turning = tuple(np.flatnonzero(slope[:, best[2]] * slope[:, phase] < 0).tolist())
-    return Counter(best[1], best[2], phase, float(best[0]), tuple(dict.fromkeys(counting)), turning)
+    return Counter(best[1], best[2], tuple(dict.fromkeys(counting)), turning)
 
 
 def letters_read(reader: LetterByLetter, cell: Cell, phase: int, most: int) -> Float[np.ndarray, " word"]:
@@ -409,7 +400,12 @@ def followed(run: Run) -> dict[str, pd.DataFrame]:
             "networks": pd.DataFrame(
                 [{**named, "trained_n": trained, "tested_n": tested, **dict(zip(MEASURES, numbers, strict=True))}]
             ),
-            "traces": pd.concat([_trace(word[..., counter.dimension]) for word in (short, long)]),
+            "traces": pd.concat(
+                [
+                    pd.DataFrame({"n": n, "letter": np.arange(1, trace.size + 1), "value": trace.reshape(-1)})
+                    for n, trace in ((word.shape[1], word[..., counter.dimension]) for word in (short, long))
+                ]
+            ),
             "readings": pd.DataFrame({"n": n, "read": read}),
             "moves": moves,
         }
@@ -418,11 +414,6 @@ def followed(run: Run) -> dict[str, pd.DataFrame]:
     keys = {**dict(run.keys), "seed": run.seed}
     made = {name: pd.concat(rows[name]).assign(**keys) for name in COLUMNS}
     return {name: made[name][[c for c in columns if c not in OF_TRACE]] for name, columns in COLUMNS.items()}
-
-
-def _trace(word: np.ndarray) -> pd.DataFrame:
-    """One dimension of the state over a word, [phase letter]."""
-    return pd.DataFrame({"n": word.shape[1], "letter": np.arange(1, word.size + 1), "value": word.reshape(-1)})
 
 
 def _longest_run(right: np.ndarray) -> int:

@@ -17,18 +17,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.counting import counting
-from ln_probe.analyses.lab.counting.counting import PUBLISHED, RECURRENT, published_table
-from ln_probe.analyses.lab.counting.counting_tasks import (
-    PREFIX_VOCABULARY,
-    PUBLISHED_LENGTHS,
-    TRAIN_LENGTH,
-    PrefixTask,
-    constant_answers,
-)
-from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
+from ln_probe.analyses.lab.counting.counting import PUBLISHED, published_table
+from ln_probe.analyses.lab.counting.counting_tasks import PUBLISHED_LENGTHS, TRAIN_LENGTH, PrefixTask, constant_answers
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, panels, summarize
-from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
+from ln_probe.analyses.lab.train import ModelSpec, TrainConfig, carry_out, curves, planned
 
 TASKS, MODELS = ("L5", "anbnaS"), ("qrnn", "qrnn+")
 RATES = (1e-3, 1e-2)  # Adam's default, and what `counting` takes
@@ -44,10 +37,8 @@ class Cell:
     model: str
     lr: float
 
-    def spec(self) -> RecurrentConfig:
-        """The shape that `counting` gives this model."""
-        cell, layers = RECURRENT[self.model]
-        return RecurrentConfig(cell, PREFIX_VOCABULARY, 2, n_layers=layers)
+    def spec(self) -> ModelSpec:
+        return counting.Cell(self.task, self.model).spec()
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -90,12 +81,9 @@ def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     """Tables and sentences from the accuracies of all evaluations: KEYS, `seed`, `step`, `measure`, `value`."""
     done = values.groupby([*KEYS, "seed"])["step"].transform("max") >= training(quick, 0, RATES[0]).steps
     read = readings(values[done])
-    tasks = sorted(set(values["task"]))
-    constant = pd.concat([constant_answers(task, PUBLISHED_LENGTHS) for task in tasks] or [pd.DataFrame()])
     at_end = read[read["read"] == AT_END]
     summary = summarize(at_end, [*KEYS, "measure"], published_table(), kind="share")
-    if len(summary):
-        summary = summary.merge(constant, on=["task", "measure"], how="left")
+    summary = summary.merge(constant_answers(sorted(set(values["task"]))), on=["task", "measure"], how="left")
     return Results(
         summary,
         tables={"values": values, "readings": read},

@@ -55,28 +55,6 @@ class NormSwitch(NamedTuple):
 NO_NORM = NormSwitch(NOWHERE, projects=False, scales=False, eps=0.0, constant=1.0)
 
 
-def recurrence(
-    cell: int,
-    norm: NormSwitch,
-    inputs: Float[Tensor, "batch pos gate"],
-    w_hh: Float[Tensor, "gate hidden"],
-    b_hh: Float[Tensor, " gate"],
-    gain: Float[Tensor, " size"],
-    bias: Float[Tensor, " size"],
-) -> Float[Tensor, "batch pos hidden"]:
-    """Hidden states h_1 … h_T from h_0 = c_0 = 0, differentiable once in every tensor.
-
-    Args:
-        cell: one of CELL_NUMBERS.
-        norm: which norm stands where, or NO_NORM.
-        inputs: W_ih x (normed, if its norm stands before the gates) + b_ih.
-        w_hh, b_hh: the recurrent weights, in torch's order of the gates.
-        gain, bias: of the norm; ones and zeros where it has none. `size`: "gate" before the gates, else "hidden".
-    """
-    out: Tensor = _Recurrence.apply(cell, norm, inputs, w_hh, b_hh, gain, bias)  # type: ignore[no-untyped-call]
-    return out
-
-
 def pooled(
     keep: Float[Tensor, "batch pos hidden"], added: Float[Tensor, "batch pos hidden"]
 ) -> Float[Tensor, "batch pos hidden"]:
@@ -88,6 +66,12 @@ def pooled(
 
 
 class _Recurrence(torch.autograd.Function):
+    """Hidden states h_1 … h_T [batch pos hidden] from h_0 = c_0 = 0, differentiable once in every tensor.
+
+    The tensors: W_ih x (normed, if its norm stands before the gates) + b_ih [batch pos gate]; W_hh and b_hh in torch's
+    order of the gates; gain and bias of the norm (ones and zeros where it has none), as long as what is normed.
+    """
+
     @staticmethod
     def forward(ctx: Any, cell: int, norm: NormSwitch, *tensors: Tensor) -> Tensor:
         inputs, w_hh, b_hh, gain, bias = (t.detach().double().numpy() for t in tensors)
@@ -423,8 +407,9 @@ class NormedLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         norm = self.norm_recurrent or self.norm_state
+        out: Tensor
         if norm is None and (self.cfg.cell == "lstm" or x.device.type != "cpu"):
-            out: Tensor = self.weights(x)[0]
+            out = self.weights(x)[0]
             return out
         if x.device.type != "cpu" or (norm is not None and norm.hooked):
             return self.unfused(x)
@@ -436,7 +421,9 @@ class NormedLayer(nn.Module):
         if norm is not None:
             constant = 1.0 if norm.divisor is None else 1 / float(norm.divisor)
             switch = NormSwitch(SITE_NUMBERS[self.cfg.norm_site], norm.projects, norm.scales, norm.eps, constant)
-        return recurrence(CELL_NUMBERS[self.cfg.cell], switch, self.inputs(x), w_hh, b_hh, gain, bias)
+        tensors = (self.inputs(x), w_hh, b_hh, gain, bias)
+        out = _Recurrence.apply(CELL_NUMBERS[self.cfg.cell], switch, *tensors)  # type: ignore[no-untyped-call]
+        return out
 
     def unfused(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         """The same recurrence, step by step, with the norm in its place."""

@@ -8,7 +8,7 @@ another where another does, and a comparison of counts with cases is a Boolean f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, Expression
 
 Function = TypeVar("Function")  # a Boolean function of the store; of a store they have an order
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,19 @@ class Reading(ABC, Generic[Function]):
         """Raise CRaspError at an expression that is too deep; nothing is by default."""
 
     def boolean(self, at: Expression) -> Function:
-        if id(at) not in self.booleans:
+        return self._once(self.booleans, self._boolean, at)
+
+    def count(self, at: Expression) -> Cases[Function]:
+        return self._once(self.counts, self.cases, at)
+
+    def _once(self, known: dict[int, Read], read: Callable[[Expression], Read], at: Expression) -> Read:
+        if id(at) not in known:
             self.check(at)
             try:
-                self.booleans[id(at)] = self._boolean(at)
+                known[id(at)] = read(at)
             except OverflowError as error:
                 raise self.refuse(at, f"too wide: {error}", "a formula of fewer parts") from None
-        return self.booleans[id(at)]
+        return known[id(at)]
 
     def _boolean(self, at: Expression) -> Function:
         match at.operation:
@@ -98,15 +105,6 @@ class Reading(ABC, Generic[Function]):
             for guard, total, other in self.pairs(at)
         ]
         return reduce(self.either, cases, self.false)
-
-    def count(self, at: Expression) -> Cases[Function]:
-        if id(at) not in self.counts:
-            self.check(at)
-            try:
-                self.counts[id(at)] = self.cases(at)
-            except OverflowError as error:
-                raise self.refuse(at, f"too wide: {error}", "a formula of fewer parts") from None
-        return self.counts[id(at)]
 
     def cases(self, at: Expression) -> Cases[Function]:
         return tuple(self.every_case(at))

@@ -82,35 +82,24 @@ PROGRAMS: dict[str, tuple[str, Sequence[str]]] = {
 NEITHER, BOUND, SHARPENED = "neither", "a bound for the length", "scaling or clip or rounding"
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A row of the table of operations.
-
-    Attributes:
-        program: what it is tried on. An output that is a count has no place in fixed precision.
-        in_principle: what is enough, regardless of this compiler (`docs/compiler.md` says why); not measured.
-    """
-
-    program: str
-    in_principle: str = NEITHER
-
-
 COMPARISONS = "#[Q_a] > 5 and not #[Q_b] > #[Q_a] or #[Q_b] > 2 * #[Q_a]"
 CHOICE = "#[Q_a] > #[Q_b] ? #[Q_a] : 2 * #[Q_b]"
-OPERATIONS: dict[str, Operation] = {
-    "NOT, AND, OR of letters": Operation("x := not Q_a or Q_b and Q_a"),
-    "COUNTING": Operation("x := #[Q_a]"),
-    "ADD, SUB, integer factors": Operation("x := 2 * #[Q_a] - #[Q_b] + #[true]"),
-    "CONST": Operation("x := 7"),
-    "COMPARE, read at the end": Operation(depth_task.MAJORITY),
-    "COMPARE, counted": Operation(gate_program(2), SHARPENED),
-    "NOT, AND, OR of comparisons, read at the end": Operation(f"x := {COMPARISONS}"),
-    "NOT, AND, OR of comparisons, counted": Operation(f"x := {COMPARISONS} y := 2 * #[x] > #[true]", SHARPENED),
-    "MIN, MAX as a count": Operation("x := max(#[Q_a] - #[Q_b], min(3, #[Q_b]))"),
-    "MIN, MAX compared": Operation("x := max(#[Q_a], 40) < 2 * min(#[Q_b], 50)"),
-    "CONDITIONAL on a letter, as a count": Operation("x := Q_a ? #[Q_a] : -#[Q_b]"),
-    "CONDITIONAL on a comparison, as a count": Operation(f"x := {CHOICE}", BOUND),
-    "CONDITIONAL on a comparison, compared": Operation(f"x := ({CHOICE}) > 90"),
+# The rows of the table of operations: what each is tried on, and what is enough for it regardless of this compiler
+# (`docs/compiler.md` says why; not measured). An output that is a count has no place in fixed precision.
+OPERATIONS = {
+    "NOT, AND, OR of letters": ("x := not Q_a or Q_b and Q_a", NEITHER),
+    "COUNTING": ("x := #[Q_a]", NEITHER),
+    "ADD, SUB, integer factors": ("x := 2 * #[Q_a] - #[Q_b] + #[true]", NEITHER),
+    "CONST": ("x := 7", NEITHER),
+    "COMPARE, read at the end": (depth_task.MAJORITY, NEITHER),
+    "COMPARE, counted": (gate_program(2), SHARPENED),
+    "NOT, AND, OR of comparisons, read at the end": (f"x := {COMPARISONS}", NEITHER),
+    "NOT, AND, OR of comparisons, counted": (f"x := {COMPARISONS} y := 2 * #[x] > #[true]", SHARPENED),
+    "MIN, MAX as a count": ("x := max(#[Q_a] - #[Q_b], min(3, #[Q_b]))", NEITHER),
+    "MIN, MAX compared": ("x := max(#[Q_a], 40) < 2 * min(#[Q_b], 50)", NEITHER),
+    "CONDITIONAL on a letter, as a count": ("x := Q_a ? #[Q_a] : -#[Q_b]", NEITHER),
+    "CONDITIONAL on a comparison, as a count": (f"x := {CHOICE}", BOUND),
+    "CONDITIONAL on a comparison, compared": (f"x := ({CHOICE}) > 90", NEITHER),
 }
 
 
@@ -183,9 +172,14 @@ def interpreted(program: Program, words: Sequence[Sequence[str]]) -> np.ndarray:
 
 def compiled_with(means: Means, program: Program, alphabet: Sequence[str], letters: int) -> CompiledProgram:
     """A program for words of so many letters."""
-    options: dict[str, Any] = {} if means.eps is None else {"eps": means.eps}
     return compile_program(
-        program, means.construction, means.norm, alphabet=alphabet, n_ctx=letters + 1, clip_to=means.clip_to, **options
+        program,
+        means.construction,
+        means.norm,
+        alphabet=alphabet,
+        n_ctx=letters + 1,
+        clip_to=means.clip_to,
+        eps=means.eps,
     )
 
 
@@ -231,16 +225,16 @@ def operations_table(seed: int = 0) -> pd.DataFrame:
     """Which operations need scaling, which a clip can do, which nothing: share of right answers on words of LETTERS.
 
     Columns: `operation, program, output`, one per entry of MEANS (NaN: unsupported), `exact_with` (what this compiler
-    used where every answer was right, see `exact_with`), `in_principle` (see `Operation`).
+    used where every answer was right, see `exact_with`), `in_principle` (see OPERATIONS).
     """
     rows = []
-    for operation, tried in OPERATIONS.items():
-        program = parse(tried.program)
+    for operation, (source, in_principle) in OPERATIONS.items():
+        program = parse(source)
         words = random_words("ab", LETTERS, FEW_WORDS, step_generator(seed, 1))
         truth = interpreted(program, words)
         row: dict[str, Any] = {
             "operation": operation,
-            "program": tried.program.replace("\n", "  "),
+            "program": source.replace("\n", "  "),
             "output": program.output.kind,
         }
         for name, means in MEANS.items():
@@ -249,7 +243,7 @@ def operations_table(seed: int = 0) -> pd.DataFrame:
                 continue
             made = compiled_with(means, program, "ab", LETTERS)
             row[name] = float((made.run(words, means.rounding) == truth).mean())
-        rows.append(row | {"exact_with": exact_with(row), "in_principle": tried.in_principle})
+        rows.append(row | {"exact_with": exact_with(row), "in_principle": in_principle})
     return pd.DataFrame(rows)
 
 

@@ -88,22 +88,12 @@ TIMES: "*"
 """
 # What the parser may expect, as text; the terminals that begin an expression are reported as one.
 _BEGINS_EXPRESSION = {"COUNT", "EXTREME", "CONSTANT", "SYMBOL", "INT", "LPAR"}
-_IN_WORDS = {
+_IN_WORDS = {  # those that are a text themselves are shown as that text
     "NAME": "a name",
-    "ASSIGN": "`:=`",
     "OR": "`or`",
     "AND": "`and`",
     "NOT": "`not`",
     "COMPARE": "a comparison",
-    "PLUS": "`+`",
-    "MINUS": "`-`",
-    "TIMES": "`*`",
-    "RPAR": "`)`",
-    "RSQB": "`]`",
-    "LPAR": "`(`",
-    "COMMA": "`,`",
-    "QMARK": "`?`",
-    "COLON": "`:`",
     "INT": "an integer",
     "COUNT": "`#[`",
     "EXTREME": "`min(`",
@@ -370,7 +360,8 @@ def _in_words(terminals: set[str]) -> str:
         terminals = terminals - {"NAME"}
     if expression := terminals >= _BEGINS_EXPRESSION:
         terminals = terminals - _BEGINS_EXPRESSION - {"NAME", "MINUS", "NOT"}
-    known = sorted(_IN_WORDS[t] for t in terminals)
+    texts = {t.name: f"`{t.pattern.value}`" for t in _parser().terminals} | _IN_WORDS
+    known = sorted(texts[t] for t in terminals)
     return " or ".join(["an expression"] * expression + known + ["the next definition"] * definition)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 from jaxtyping import Float
@@ -23,7 +22,7 @@ from jaxtyping import Float
 from ln_probe.analyses.lab.arithmetic import Precision
 from ln_probe.analyses.lab.crasp.cases import Sum
 from ln_probe.analyses.lab.crasp.lowering import FALSE, TRUE, Construction, Lowered, Step
-from ln_probe.analyses.lab.transformer import Block, LabTransformer
+from ln_probe.analyses.lab.transformer import LabTransformer
 
 Vector = Float[np.ndarray, " d_model"]
 Value = Mapping[bytes, float]  # a weighted sum of an MLP's hidden units
@@ -170,10 +169,6 @@ class BlockWriter:
             places[self.decisions.negate(function)] = self.stream.feature(number) + Q
         return places
 
-    def _arrivals(self, step: Step) -> list[int]:
-        """Numbers of the answers to `step.asked`; counts come before them."""
-        return list(range(len(step.sums), len(step.sums) + len(step.asked)))
-
     @property
     def _unit(self) -> int:
         """The entry of 1/(t + 1)."""
@@ -249,7 +244,7 @@ class BlockWriter:
         size = 2.0 if self.rounded else 1.0  # the norm before it divided by `step`
         reads = {f: self.stream.entry(place, 1 / size) for f, place in self._places(step.before).items()}
         if self.rounded:
-            for number, variable in zip(self._arrivals(step), step.asked, strict=True):
+            for number, variable in enumerate(step.asked, len(step.sums)):  # counts arrive before them
                 first = self.stream.arrival(number)[0]
                 function = self.decisions.variable(variable)
                 reads[function] = self.stream.entry(first + P)
@@ -266,7 +261,7 @@ class BlockWriter:
             arrived = len(step.asked) if self.rounded else 0
             units.add(self.stream.filled(len(step.before), arrived), {units.relu(reads[TRUE]): -size})
         if self.rounded:
-            for number, variable in zip(self._arrivals(step), step.asked, strict=True):
+            for number, variable in enumerate(step.asked, len(step.sums)):
                 function = self.decisions.variable(variable)
                 for place, value in ((P, function), (Q, self.decisions.negate(function))):
                     for first in self.stream.arrival(number):
@@ -317,7 +312,7 @@ class BlockWriter:
                     value: Value = {units.relu(reads[f]): 1.0}
                     pair.append(combined((1.0, value), (-1.0, {units.relu(reads[f] - one): 1.0})) if shrinks else value)
                 values[function] = (pair[0], pair[1])
-        for number, variable in zip(self._arrivals(step), step.asked, strict=True):
+        for number, variable in enumerate(step.asked, len(step.sums)):
             mean = steep * self.stream.entry(self.stream.arrival(number)[0] + 1)
             sides: list[Value] = [
                 {units.relu(sign * mean + one): 0.5, units.relu(sign * mean - one): -0.5} for sign in (-1, 1)
@@ -330,7 +325,7 @@ class BlockWriter:
             units.add(self.stream.filled(len(step.after)), {units.relu(one): 1.0})
         elif len(step.sums) == 1:
             self._move(units, self.stream.arrival(0)[0], self.result - 1)
-        for number in self._arrivals(step):
+        for number in range(len(step.sums), len(step.sums) + len(step.asked)):
             self._move(units, self.stream.arrival(number)[0], None)
         self._move(units, self._unit - 1, None)
 
@@ -368,7 +363,7 @@ class BlockWriter:
         for symbol in (None, *letters):
             row = self.stream.filled(len(held))
             for number, function in enumerate(held):
-                side = P if self.lowered.of_letter(function, symbol) else Q
+                side = P if self.lowered.at_first(function, symbol) else Q
                 row += self.stream.pair(self.stream.feature(number) + side - 1)
             rows.append(row * self.size)
         return np.stack(rows)
@@ -385,7 +380,7 @@ class BlockWriter:
         if not self.rounded:
             return None
         largest = max(float(p.detach().abs().max()) for p in model.parameters())
-        for block in cast("Sequence[Block]", model.blocks):
+        for block in model.blocks:
             hidden = float(2 * block.mlp.W_in.detach().abs().sum(0).max())  # the norm before it leaves at most 2
             largest = max(largest, hidden)
         fraction = max(1, self.halvings)

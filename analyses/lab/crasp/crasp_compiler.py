@@ -13,8 +13,6 @@ constructions make a truth value of it that can be counted again:
 
 The MLPs have no biases, so a block does not mind by which factor a norm scaled its input. An output that is a count
 comes as the ratio of two logits; fixed precision has no room for it.
-
-A compiled program in the folder of a lab run, to be loaded and measured like a trained model.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast, get_args
 
@@ -31,13 +29,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.lab.arithmetic import Arithmetic, Precision, Rounding, fixed_precision
+from ln_probe.analyses.lab.arithmetic import Precision, Rounding, fixed_precision
 from ln_probe.analyses.lab.crasp.crasp import Program
 from ln_probe.analyses.lab.crasp.crasp_blocks import BlockWeights, BlockWriter, stream_for
 from ln_probe.analyses.lab.crasp.lowering import Construction, Lowered, Step, lower, plan
-from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
+from ln_probe.analyses.lab.norms import SCALES
 from ln_probe.analyses.lab.run_folder import MODEL_FILE, claim, hashes_beside, save_model
-from ln_probe.analyses.lab.transformer import HAND_BUILT, Block, LabConfig, LabTransformer, blank
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 CONSTRUCTIONS: tuple[Construction, ...] = get_args(Construction)
 BOS = 0  # its token; the alphabet's symbols follow
@@ -152,7 +150,7 @@ def compile_program(
         ValueError: unknown construction or norm, n_ctx or clip_to below 2, eps negative, a limit below 1, an alphabet
             that is empty or has a symbol twice.
     """
-    _check(construction, norm, min(n_ctx, clip_to or n_ctx), eps, max_layers, max_width)
+    _check(construction, min(n_ctx, clip_to or n_ctx), max_layers, max_width)
     named = (e.value for d in program.definitions.values() for e in d.walk() if e.operation == "symbol")
     letters = tuple(dict.fromkeys(named) if alphabet is None else alphabet)
     if not letters:
@@ -181,15 +179,11 @@ def compile_program(
     return CompiledProgram(program, construction, model, letters, program.depth, attending, writer.precision(model))
 
 
-def _check(construction: str, norm: str, n_ctx: int, eps: float | None, max_layers: int, max_width: int) -> None:
+def _check(construction: str, n_ctx: int, max_layers: int, max_width: int) -> None:
     if construction not in CONSTRUCTIONS:
         raise ValueError(f"unknown construction {construction!r}: known ones are {', '.join(CONSTRUCTIONS)}")
-    if norm not in NORM_KINDS:
-        raise ValueError(f"unknown norm {norm!r}: known norms are {', '.join(NORM_KINDS)}")
     if n_ctx < 2:
         raise ValueError(f"{n_ctx} positions have no room for BOS and a letter: at least 2")
-    if eps is not None and not eps >= 0:
-        raise ValueError(f"eps must not be negative, got {eps}")
     for name, limit in (("max_layers", max_layers), ("max_width", max_width)):
         if limit < 1:
             raise ValueError(f"{name} must be at least 1, got {limit}")
@@ -233,6 +227,7 @@ def _assemble(
     cfg = LabConfig(
         n_layers=len(steps),
         d_model=d,
+        n_heads=1,
         d_head=max(1, *(block.W_V.shape[1] for block in blocks)),
         d_mlp=max(1, *(block.W_in.shape[1] for block in blocks)),
         d_vocab=len(letters) + 1,
@@ -240,17 +235,26 @@ def _assemble(
         norm=norm,
         norm_mlp=norm,
         eps=eps,
+        norm_final=None,
+        norm_order="post",
         divisor=None if norm in SCALES else divisors[0],
+        positions="none",
+        tied=False,
+        act_fn="relu",
+        bias_qkv=False,
         bias_out=rounded,
-        **HAND_BUILT,
+        bias_mlp=False,
+        bias_unembed=False,
     )
-    model = blank(cfg)
+    model = LabTransformer(cfg).double()
     with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
         model.embed.W_E.copy_(torch.from_numpy(writer.embedding(steps[0].before, letters)))
         assert model.unembed.untied is not None
         for logit, place in enumerate(writer.unembedding(steps[-1].after)):
             model.unembed.untied[place, logit] = 1.0
-        for made, weights in zip(cast("Sequence[Block]", model.blocks), blocks, strict=True):
+        for made, weights in zip(model.blocks, blocks, strict=True):
             for ln, gain, divisor in zip((made.ln1, made.ln2), gains, divisors, strict=True):
                 cast("Tensor", ln.w).fill_(gain)
                 if ln.divisor is not None:
@@ -290,7 +294,8 @@ def save_compiled(compiled: CompiledProgram, out: Path) -> Path:
         "program": compiled.program.source,
         "construction": compiled.construction,
         "alphabet": list(compiled.alphabet),
-        **Arithmetic(torch.float64, True, grid).described,
+        "dtype": "float64",
+        "precision": None if grid is None else asdict(grid),
     }
     claim(out, json.loads(json.dumps(identity)))
     (out / PROGRAM_FILE).write_text(compiled.program.source, encoding="utf-8")

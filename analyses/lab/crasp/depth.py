@@ -14,6 +14,10 @@ Runs of one seed at several depths are no independent trials either: shares of r
 
 That scaling costs reach beyond the boundary was seen in the first seeds, and more were trained for it: what they tell
 by themselves is tested apart (`fresh_terms`).
+
+`depth_deep` asks under LayerNorm alone whether the boundary goes on at depths 4 to 10 (L6 to L12), and what rotary or
+ALiBi positions change within it. Hypothesis for depths 7 to 10, written down before their runs (those of 4 to 6 had
+been seen): with one block more than the theory allows the reach is lower, at every depth.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ from ln_probe.analyses.lab.results import (
     SIGNIFICANT,
     Results,
     binomial_interval,
+    contrasted,
     differences,
+    doubt,
     effects,
     heat_map,
     interval,
@@ -55,6 +61,7 @@ from ln_probe.analyses.lab.results import (
 )
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.probes.statistics import holm
+from ln_probe.analyses.text import counted
 
 HIT = 0.99  # the threshold that sentences use; `sweep` shows what the others would say
 THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
@@ -81,6 +88,7 @@ PUBLISHED = {
     12: (0, 0, 0, 1, 2, 4, 21, 30, 27, 62),
 }
 PUBLISHED_BIN = (151, 200)  # ours that lies farthest out while still at or beyond theirs
+PUBLISHED_MODELS = "post-norm, d_model 256 or 512; one seed, the best of four configurations, blocks with a third norm"
 
 
 def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
@@ -88,7 +96,7 @@ def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | No
     values = table.drop(columns="step", errors="ignore")
     hits, swept = hit_rates(table, failed), sweep(table)
     terms, fresh = term_effects(values), fresh_terms(values)
-    summary = summarized(values, published_table())
+    summary = summarized(values)
     return Results(
         summary,
         tables={
@@ -108,20 +116,25 @@ def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | No
         ),
         settings={
             "train_lengths": TRAIN_LENGTHS,
-            "bins": BINS,
-            "hit": HIT,
-            "model": Cell(1, 3).spec().to_dict(),
-            "training": vars(training(quick, 0)),
-            "seeds": sorted({int(seed) for seed in table["seed"]}),
-            "published": "exact match at 351-400 letters after training on 201-250; post-norm, d_model 256 or 512; one "
-            "seed, the best of four configurations, blocks with a third norm",
+            **_settings(table, Cell(1, 3), training(quick, 0)),
+            "published": f"exact match at 351-400 letters after training on 201-250; {PUBLISHED_MODELS}",
         },
     )
 
 
-def summarized(values: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+def _settings(table: pd.DataFrame, cell: Cell, schedule: TrainConfig) -> dict[str, Any]:
+    return {
+        "bins": BINS,
+        "hit": HIT,
+        "model": cell.spec().to_dict(),
+        "training": vars(schedule),
+        "seeds": sorted({int(seed) for seed in table["seed"]}),
+    }
+
+
+def summarized(values: pd.DataFrame) -> pd.DataFrame:
     """Shares over seeds for every cell and bin, with the depth that the theory predicts."""
-    summary = summarize(values, [*KEYS, "measure"], published, kind="share")
+    summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
     summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
     return summary
 
@@ -414,3 +427,90 @@ def run(request: Request) -> Results:
     words, name = 200 if request.quick else EVALUATION_WORDS, "{norm_order}-{positions}-L{k}-depth{depth}-{norm}"
     table, failed, lost = exact_matches(grid(request.quick), request, training, words, name)
     return replace(findings(table, request.quick, failed), diverged=lost)
+
+
+POSITIONS = ("none", "rotary", "alibi")
+DEPTHS = tuple(range(4, 11))
+DEEP_QUICK_STEPS, DEEP_QUICK_WORDS = 60, 100
+CUT = (
+    "the norms other than LayerNorm, and pre-norm order",
+    "squares farther than one from the boundary, and depth 10 on L13",
+    "rotary and ALiBi positions beyond the boundary, and at depths 5 to 10",
+)
+
+
+def deep_grid(quick: bool) -> tuple[Cell, ...]:
+    """Either side of the boundary at DEPTHS, k up to 12; with rotary and ALiBi positions depth 4 on L6 alone."""
+    if quick:
+        return (Cell(4, 6), Cell(4, 7), Cell(10, 12))
+    squares = [Cell(d, k) for d in DEPTHS for k in (d + 2, d + 3) if k <= DEPTHS[-1] + 2]
+    return (*squares, *(Cell(4, 6, positions=p) for p in ("rotary", "alibi")))
+
+
+def deep_training(quick: bool, seed: int) -> TrainConfig:
+    """The schedule of the other depths; quick: with fewer steps."""
+    whole = training(quick, seed)
+    if not quick:
+        return whole
+    return replace(whole, steps=DEEP_QUICK_STEPS, warmup=DEEP_QUICK_STEPS // 4, evaluate_every=DEEP_QUICK_STEPS)
+
+
+def run_deep(request: Request) -> Results:
+    """`run` at DEPTHS."""
+    words, name = DEEP_QUICK_WORDS if request.quick else EVALUATION_WORDS, "{positions}-L{k}-depth{depth}"
+    table, failed, lost = exact_matches(deep_grid(request.quick), request, deep_training, words, name)
+    return replace(deep_findings(table, request.quick, failed), diverged=lost)
+
+
+def deep_findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
+    """As `findings`, of DEPTHS."""
+    values = table.drop(columns="step", errors="ignore")
+    contrasts, summary = reach_contrasts(values), summarized(values)
+    return Results(
+        summary,
+        tables={"exact_match": table, "hits": hit_rates(table, failed), "contrasts": contrasts},
+        figures={} if table.empty else {"deep": length_curves(summary, "positions", 4)},
+        conclusions=(*_boundary(table, failed), *_contrast_sentences(contrasts)),
+        settings={
+            **_settings(table, Cell(4, 6), deep_training(quick, 0)),
+            "cut": CUT,
+            "published": "exact match at 1.4 to 1.6 times the longest training word (351-400 letters); "
+            f"{PUBLISHED_MODELS}",
+        },
+    )
+
+
+def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
+    """What one block, one layer or positions change in REACH (mean exact match beyond the training lengths).
+
+    Returns:
+        `contrast` (as text), and what `contrasted` gives of differences between runs of one seed, Holm's p over all:
+        a depth on its longest language within reach minus one block more; a language with one layer more minus without
+        it; rotary and ALiBi positions minus none.
+    """
+    far = values[values["measure"] != measure(TRAIN_LENGTHS)]
+    reach = far.pivot_table(index="seed", columns=["depth", "k", "positions"], values="value", sort=False)
+    none = POSITIONS[0]
+    pairs = {f"depth {d}: L{d + 2} minus L{d + 3}": ((d, d + 2, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
+    pairs |= {f"L{d + 3}: depth {d + 1} minus {d}": ((d + 1, d + 3, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
+    pairs |= {f"depth 4, L6: {p} positions minus none": ((4, 6, p), (4, 6, none)) for p in POSITIONS[1:]}
+    return contrasted(differences(reach, pairs), ["contrast"], (-1.0, 1.0))
+
+
+def _boundary(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:
+    """On either side, how many runs are right in every bin, and what their worst bins have; intervals over seeds."""
+    for positions, part in worst_bins(table, failed).groupby("positions", sort=False):
+        where = "without positions" if positions == "none" else f"{positions} positions"
+        depths = sorted(set(part["depth"]))
+        shown = f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
+        hit = f"at least {HIT:.0%} right in every bin to {BINS[-1][1]} letters"
+        yield f"{where}, {shown}: {hit} in {'; '.join(sides(part, ends=True))}."
+
+
+def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
+    for row in contrasts.to_dict("records"):
+        told = doubt(row).removeprefix(": ") or f"Holm {row['p_holm']:.2g}"
+        yield (
+            f"{row['contrast']}: {interval_text(row, '+.1f', 100)} points of {REACH} "
+            f"({counted(row['seeds'], 'seed')}; {told})."
+        )

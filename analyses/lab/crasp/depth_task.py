@@ -15,12 +15,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.crasp.crasp import parse
-from ln_probe.analyses.lab.train import Task, step_generator
+from ln_probe.analyses.lab.train import PAD, Words, WordsTask, step_generator
 from ln_probe.analyses.lab.transformer import LabConfig
 
 MAJORITY = "majority := #[Q_a] > #[Q_b]"
@@ -92,24 +91,13 @@ def blocks(k: int) -> str:
 
 BOS, A, B = 0, 1, 2
 D_VOCAB = 3
-IGNORED = -100  # label of BOS and of padding, torch's default ignore_index
 
 
-@dataclass(frozen=True)
-class BlockWords:
-    """Words of L_k as a model gets them, padded on the right.
-
-    Attributes:
-        tokens: BOS, then the word; [word pos].
-        labels: 1 in the last block, 0 before it, IGNORED at BOS and padding; [word pos].
-    """
-
-    tokens: Int[Tensor, "word pos"]
-    labels: Int[Tensor, "word pos"]
-
-
-def sample_block_words(k: int, lengths: tuple[int, int], size: int, generator: torch.Generator) -> BlockWords:
+def sample_block_words(k: int, lengths: tuple[int, int], size: int, generator: torch.Generator) -> Words:
     """Words of L_k: the length uniform in `lengths` (both included), the k - 1 places of change distinct and uniform.
+
+    Returns:
+        BOS and the word, padded on the right; 1 in the last block, 0 before it, PAD at BOS and padding.
 
     Raises:
         ValueError: k or size below 1, or a shortest length that has no room for k blocks.
@@ -133,16 +121,16 @@ def sample_block_words(k: int, lengths: tuple[int, int], size: int, generator: t
     block = changes.cumsum(1)  # from 0
     inside = torch.arange(high) < length
     letters = torch.where(block % 2 == 0, A, B).masked_fill(~inside, A)
-    labels = (block == k - 1).long().masked_fill(~inside, IGNORED)
-    return BlockWords(
+    labels = (block == k - 1).long().masked_fill(~inside, PAD)
+    return (
         torch.cat([torch.full((size, 1), BOS), letters], dim=1),
-        torch.cat([torch.full((size, 1), IGNORED), labels], dim=1),
+        torch.cat([torch.full((size, 1), PAD), labels], dim=1),
     )
 
 
 def exact_match(predicted: Int[Tensor, "word pos"], labels: Int[Tensor, "word pos"]) -> Bool[Tensor, " word"]:
     """Whether every label of a word is right, the published measure."""
-    return ((predicted == labels) | (labels == IGNORED)).all(dim=1)
+    return ((predicted == labels) | (labels == PAD)).all(dim=1)
 
 
 def predicted_depth(k: int) -> int:
@@ -170,7 +158,7 @@ EVALUATION_SEED = 10_000  # apart from every training seed
 KEYS = ("depth", "k", "norm", "norm_order", "positions")
 
 
-class BlockTask(Task):
+class BlockTask(WordsTask):
     """Label the last block of words of L_k; loss per letter, measured as exact match per length bin.
 
     Args:
@@ -182,6 +170,7 @@ class BlockTask(Task):
     """
 
     name = "depth"
+    answers = 2
 
     def __init__(self, k: int, words: int = EVALUATION_WORDS) -> None:
         self.k, self.words = k, words
@@ -191,26 +180,18 @@ class BlockTask(Task):
     def identity(self) -> dict[str, Any]:
         return {"k": self.k, "lengths": TRAIN_LENGTHS, "bins": BINS, "words": self.words}
 
-    def batch(self, step: int, size: int, seed: int) -> BlockWords:
+    def batch(self, step: int, size: int, seed: int) -> Words:
         return sample_block_words(self.k, TRAIN_LENGTHS, size, step_generator(seed, step))
 
-    def loss(self, model: nn.Module, batch: BlockWords) -> Float[Tensor, ""]:
-        return F.cross_entropy(_label_logits(model, batch).flatten(0, 1), batch.labels.flatten())
-
     @cached_property
-    def _evaluation(self) -> dict[tuple[int, int], BlockWords]:
+    def _evaluation(self) -> dict[tuple[int, int], Words]:
         return {b: sample_block_words(self.k, b, self.words, step_generator(EVALUATION_SEED, b[0])) for b in BINS}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {
-            measure(lengths): float(exact_match(_label_logits(model, words).argmax(-1), words.labels).float().mean())
-            for lengths, words in self._evaluation.items()
+            measure(lengths): float(exact_match(self.logits(model, words).argmax(-1), labels).float().mean())
+            for lengths, (words, labels) in self._evaluation.items()
         }
-
-
-def _label_logits(model: nn.Module, words: BlockWords) -> Float[Tensor, "word pos label"]:
-    logits: Tensor = model(words.tokens)
-    return logits[..., :2]
 
 
 def measure(lengths: tuple[int, int]) -> str:

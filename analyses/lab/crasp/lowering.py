@@ -194,27 +194,23 @@ class Lowered:
         assert isinstance(asked, Negative)
         return asked.sum
 
-    def at_bos(self, function: int) -> bool:
-        """A function's value at BOS, where nothing has been counted yet."""
+    def at_first(self, function: int, symbol: str | None) -> bool:
+        """A function's value where the symbol is `symbol` (None: BOS) and nothing has been counted yet."""
 
         def holds(variable: int) -> bool:
             asked = self.variables[variable]
-            return asked.sum.constant < 0 if isinstance(asked, Negative) else asked.symbol is None
+            return asked.sum.constant < 0 if isinstance(asked, Negative) else asked.symbol == symbol
 
         return self.decisions.evaluate(function, holds)
 
     def weights(self, total: Sum[int]) -> tuple[tuple[tuple[int, int], ...], int]:
         """A sum's terms, and what BOS adds: its constant less what BOS would wrongly add to the counts."""
-        return total.terms, total.constant - sum(n for f, n in total.terms if self.at_bos(f))
+        return total.terms, total.constant - sum(n for f, n in total.terms if self.at_first(f, None))
 
     def size(self, total: Sum[int]) -> int:
         """The most that one position can add to a sum, up or down."""
         terms, at_bos = self.weights(total)
         return max(sum(abs(n) for _, n in terms), abs(at_bos))
-
-    def of_letter(self, function: int, symbol: str | None) -> bool:
-        """The value of a function of level 0 where the symbol is `symbol` (None: BOS)."""
-        return self.decisions.evaluate(function, lambda v: self.variables[v] == Letter(symbol))
 
 
 def lower(program: Program, alphabet: Iterable[str], most_layers: int) -> Lowered:

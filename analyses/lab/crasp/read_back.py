@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from ln_probe.analyses.lab.crasp.cases import Sum
 from ln_probe.analyses.lab.crasp.crasp import Program
 from ln_probe.analyses.lab.crasp.crasp_compiler import BOS, CompiledProgram
 from ln_probe.analyses.lab.crasp.temporal import Formula, Formulas, program_of
-from ln_probe.analyses.lab.transformer import Block, LabTransformer
+from ln_probe.analyses.lab.transformer import Block
 
 MOST_STATES = 4096  # vectors that the stream can be at one block, and ways in which attention can answer
 MOST_STEPS = 2**16  # of the grid that a mean can lie on
@@ -53,7 +52,7 @@ def read_back(compiled: CompiledProgram) -> Program:
         raise ValueError(
             f"compiled with {compiled.construction!r}, whose stream is not rounded: only 'rounding' is read"
         )
-    uniform = all(not bool(W.any()) for block in _blocks(model) for W in (block.attn.W_Q, block.attn.W_K))
+    uniform = all(not bool(W.any()) for block in model.blocks for W in (block.attn.W_Q, block.attn.W_K))
     if not uniform or model.cfg.positions != "none":
         raise ValueError("attention that is not uniform, or positions: only uniform attention without them is read")
     store = Formulas()
@@ -62,14 +61,10 @@ def read_back(compiled: CompiledProgram) -> Program:
         start = model.embedded(tokens)[:, 0]
         bos, states = start[BOS], start[BOS + 1 :]
         holds = [store.symbol(symbol) for symbol in compiled.alphabet]
-        for block in _blocks(model):
+        for block in model.blocks:
             bos, states, holds = _after(block, grid, bos, states, holds, store)
         said = model.unembed(states[:, None])[:, 0]
     return program_of(store.any_of([h for h, logits in zip(holds, said, strict=True) if logits[1] > logits[0]]))
-
-
-def _blocks(model: LabTransformer) -> list[Block]:
-    return [cast("Block", block) for block in model.blocks]
 
 
 def _after(

@@ -232,7 +232,7 @@ def unselectable(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[
     """Layer, measure, and share of unselectable keys per head and context (mean), intact and without scaling."""
     leaves = ("hook_resid_pre", "attn.hook_k", "ln1.hook_scale")
     _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith(leaves), return_type=None)
-    for layer, block in enumerate(cast("Block", each) for each in model.blocks):
+    for layer, block in enumerate(model.blocks):
         yield layer, FRACTION, unselectable_share(cache[f"blocks.{layer}.attn.hook_k"])
         if model.cfg.norm in SCALES:
             sigma = cache[f"blocks.{layer}.ln1.hook_scale"]

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from ln_probe.analyses.lab.experiments import Request
@@ -34,7 +34,7 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     NORMALIZED,
     unselectable_at_checkpoints,
 )
-from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
+from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
@@ -46,16 +46,8 @@ from ln_probe.analyses.lab.results import (
     summarize_kinds,
 )
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
-from ln_probe.analyses.lab.train import (
-    Run,
-    carry_out,
-    curves,
-    planned,
-    shared_settings,
-    text_training,
-    with_checkpoints,
-)
-from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
+from ln_probe.analyses.lab.train import Run, carry_out, curves, finished, planned, shared_settings, text_training
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, norm_or_nothing
 
 
 @dataclass(frozen=True)
@@ -90,22 +82,16 @@ class Encoder(LabTransformer):
 
     def __init__(self, cfg: EncoderConfig) -> None:
         super().__init__(cfg)
-        self.ln_embed = _read(cfg)
+        self.ln_embed = norm_or_nothing(cfg, cfg.norm_read, affine=False)
         self.hook_embedded = HookPoint()
-        for block in (cast("Block", b) for b in list(self.blocks)[:-1]):
-            block.ln2 = _read(cfg)
+        for block in self.blocks[:-1]:
+            block.ln2 = norm_or_nothing(cfg, cfg.norm_read, affine=False)
         self.setup()  # type: ignore[no-untyped-call]
 
     def embedded(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """What the first block reads: embeddings and positions, normed."""
         normed: Tensor = self.ln_embed(self.hook_embedded(super().embedded(tokens)))
         return normed
-
-
-def _read(cfg: EncoderConfig) -> nn.Module:
-    if cfg.norm_read is None:
-        return nn.Identity()
-    return Norm(cfg.norm_read, cfg.d_model, eps=cfg.eps, gain=False, bias=False)
 
 
 LAYERS = 4
@@ -269,7 +255,7 @@ def run(request: Request, size: Size | None = None) -> Results:
     size = size or (TINY if request.quick else SMALL)
     runs = make_runs(request, size)
     lost = carry_out(runs, request)
-    started = with_checkpoints(runs)
+    started = finished(runs, checkpoints=True)
     task = cast(MaskedTextTask, started[0].task)
     losses = select(curves(started), measure=["train_loss", *LOSSES])
     fractions = unselectable_at_checkpoints(started, task.text.held_out(size.contexts), key_places())

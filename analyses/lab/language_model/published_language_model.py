@@ -28,15 +28,7 @@ from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, panels, select, summarize_kinds
 from ln_probe.analyses.lab.run_folder import checkpoint_steps, kept_beside, read_metrics, weights_of
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import (
-    Run,
-    carry_out,
-    curves,
-    planned,
-    shared_settings,
-    text_training,
-    with_checkpoints,
-)
+from ln_probe.analyses.lab.train import Run, carry_out, curves, finished, planned, shared_settings, text_training
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 LAYERS, D_MODEL, HEADS = 4, 8, 4  # published
@@ -143,7 +135,7 @@ def run_full(request: Request) -> Results:
 def _run(request: Request, size: Size) -> Results:
     runs = make_runs(request, size)
     lost = carry_out(runs, request)
-    started = with_checkpoints(runs)
+    started = finished(runs, checkpoints=True)
     windows = cast(TextTask, started[0].task).held_out(CONTEXTS)
     fractions = unselectable_at_checkpoints(started, windows, key_places(range(LAYERS)))
     losses = select(curves(started), measure=["train_loss", LOSS]).assign(layer=-1, space="-")

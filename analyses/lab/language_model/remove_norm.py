@@ -50,18 +50,10 @@ from ln_probe.analyses.lab.results import (
     select,
     summarize,
 )
-from ln_probe.analyses.lab.run_folder import (
-    LAB_FILE,
-    MODEL_FILE,
-    kept_beside,
-    load_run,
-    load_weights,
-    save_model,
-    weights_of,
-)
+from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, kept_beside, load_run, save_model, weights_of
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned, text_training
-from ln_probe.analyses.lab.transformer import Block, LabTransformer
+from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.analyses.text import counted
 
@@ -119,8 +111,7 @@ def replaceable_norms(model: LabTransformer) -> list[ReplaceableNorm]:
 
     (Heimersheim 2024, whose order this is: norms of MLPs cost least.)
     """
-    blocks = [cast("Block", block) for block in model.blocks]
-    found = [*(block.ln2 for block in blocks), *(block.ln1 for block in blocks), model.ln_final]
+    found = [*(block.ln2 for block in model.blocks), *(block.ln1 for block in model.blocks), model.ln_final]
     return [cast("ReplaceableNorm", norm) for norm in found]
 
 
@@ -158,7 +149,7 @@ class Start:
     def build(self) -> LabTransformer:
         """The model with a ReplaceableNorm in the place of each of its LayerNorms; it computes what it did."""
         model = load_run(self.folder)
-        for block in (cast("Block", b) for b in model.blocks):
+        for block in model.blocks:
             block.ln1, block.ln2 = (ReplaceableNorm(cast("Norm", norm)) for norm in (block.ln1, block.ln2))
         model.ln_final = ReplaceableNorm(cast("Norm", model.ln_final))
         return model.train()
@@ -363,18 +354,11 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
     return replace(results, conclusions=(*warning, *results.conclusions), diverged=lost)
 
 
-def trained(run: Run) -> LabTransformer:
-    """The final model of a run, as an ordinary lab model."""
-    model = cast(LabTransformer, run.spec.build())
-    load_weights(model, run.folder / MODEL_FILE)
-    return plain(model)
-
-
 def write_plain(run: Run, out: Path) -> None:
     """A finished run's model as a lab run's folder, whose norms are constants; written once."""
     if (out / MODEL_FILE).exists():
         return
-    model = trained(run)
+    model = plain(cast(LabTransformer, run.model()))
     about = json.loads((run.folder / LAB_FILE).read_text()) | {"model": model.cfg.to_dict()}
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / LAB_FILE, (json.dumps(about, indent=1) + "\n").encode())
@@ -400,7 +384,8 @@ def measured(run: Run, size: Size) -> pd.DataFrame:
 
     def made() -> pd.DataFrame:
         text = cast(Removal, run.task).text
-        return pd.DataFrame(measures(trained(run), text, size.contexts), columns=["measure", "value"])
+        model = plain(cast(LabTransformer, run.model()))
+        return pd.DataFrame(measures(model, text, size.contexts), columns=["measure", "value"])
 
     table = kept_beside(run.folder, "measures", weights_of(run.folder), MEASURED, made)
     return table.assign(model=run.keys["model"], seed=run.seed)

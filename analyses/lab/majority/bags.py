@@ -120,15 +120,8 @@ def sweep_rows(
     dy, at = scratch[at : at + d], at + d
     h, at = scratch[at : at + m], at + m
     dh, at = scratch[at : at + m], at + m
-    weight, top, z, inverse, s1, s2, value = (
-        scratch[at],
-        scratch[at + 1],
-        scratch[at + 2],
-        scratch[at + 3],
-        scratch[at + 4],
-        scratch[at + 5],
-        scratch[at + 6],
-    )
+    weight, top, z, inverse = scratch[at], scratch[at + 1], scratch[at + 2], scratch[at + 3]
+    s1, s2, value = scratch[at + 4], scratch[at + 5], scratch[at + 6]
     ones[:] = one
     wanted = np.zeros(LANES, np.int64)
     factor = np.empty(C, np.float32)

@@ -31,7 +31,7 @@ from ln_probe.analyses.lab.results import (
 )
 from ln_probe.analyses.lab.run_folder import checkpoint_steps
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, shared_settings
-from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 D, CLASSES, LENGTH = 3, 10, 30  # published
 SIZE = MajoritySize(CLASSES, LENGTH)
@@ -83,7 +83,7 @@ def stages_of(x: Float[torch.Tensor, "token d"]) -> dict[str, Float[torch.Tensor
 
 def points(model: LabTransformer) -> Iterator[tuple[str, str, Float[np.ndarray, "token d"]]]:
     """Stage, role, and a point for each token: keys as they are read, queries W_K q made of the same stage."""
-    attention = cast("Attention", cast("Any", model.blocks[0]).attn)
+    attention = model.blocks[0].attn
     looks = (attention.W_Q[0] @ attention.W_K[0].T).detach().double()
     for stage, y in stages_of(model.embed.W_E.detach().double()).items():
         yield stage, "key", y.numpy()

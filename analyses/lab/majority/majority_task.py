@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.bags import Bags, Tables, bag_accuracy, bag_loss
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.train import ModelSpec, Run, Task, TrainConfig, planned, step_generator
-from ln_probe.analyses.lab.transformer import Attention, Block, LabConfig, LabTransformer
+from ln_probe.analyses.lab.train import ADAM, ModelSpec, Run, Task, TrainConfig, planned, step_generator
+from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
 PER_PARTITION = 10  # published
 LONGEST = 255  # counts are bytes
@@ -116,13 +116,11 @@ def published_training(steps: int, seed: int, *, lr: float = 1e-3, batch: int = 
         lr=lr,
         lr_end=0.0,
         warmup=0,
-        weight_decay=0.0,
-        betas=(0.9, 0.999),
         clip=0.0,
         seed=seed,
         state_every=500,
-        optimizer="adam",
         schedule="linear",
+        **ADAM,
         **others,
     )
 
@@ -205,8 +203,8 @@ class PartShrunk:
         """A model of this shape, initialized from torch's global generator."""
         model = self.model.build()
         attention = ShrunkAttention(self.model, self.part)
-        attention.load_state_dict(cast("Block", model.blocks[0]).attn.state_dict())
-        cast("Block", model.blocks[0]).attn = attention
+        attention.load_state_dict(model.blocks[0].attn.state_dict())
+        model.blocks[0].attn = attention
         model.setup()  # type: ignore[no-untyped-call]
         return model
 
@@ -298,9 +296,8 @@ def sequences(bags: Bags) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch
 
 def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
     """Angle (0-90 degrees) of each token's W_K q to the all-ones direction: at 0, projected keys all score alike."""
-    block = model.blocks[0]
-    attention = cast("Attention", block.attn)
-    y = cast("nn.Module", block.ln1)(model.embed.W_E)
+    attention = model.blocks[0].attn
+    y = model.blocks[0].ln1(model.embed.W_E)
     effective = y @ attention.W_Q[0] @ attention.W_K[0].T  # a shrunk input changes its length, not its angle
     cosine = F.cosine_similarity(effective, torch.ones_like(effective), dim=-1).abs()
     return torch.rad2deg(torch.acos(cosine.clamp(max=1.0)))
@@ -332,9 +329,9 @@ def tables_of(model: LabTransformer) -> Tables:
             f"{', '.join(f'{k}={v!r}' for k, v in wrong.items())}: use MajorityTask(…, reduced=False)"
         )
     block = model.blocks[0]
-    attention, ln2, mlp = cast("Attention", block.attn), cast("Norm", block.ln2), cast("Any", block.mlp)
+    attention, ln2, mlp = block.attn, cast("Norm", block.ln2), cast("Any", block.mlp)
     E = model.embed.W_E
-    y = cast("nn.Module", block.ln1)(E)
+    y = block.ln1(E)
 
     def made(W: Tensor, b: Tensor | None) -> Tensor:
         x = attention.seen_by(W, y) if isinstance(attention, ShrunkAttention) else y
