@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import command, lab_model
+from faulty import command, ends, lab_model
 from safetensors.torch import load_file
 
 from ln_probe.batch import cost
@@ -22,8 +22,7 @@ from ln_probe.settings import Settings
 
 
 def planned(model: object, *options: object) -> dict[str, Any]:
-    code, printed, said = command("plan", model, "--json", "--quiet", *options)
-    assert code == 0, said
+    printed, _ = ends(0, command, "plan", model, "--json", "--quiet", *options)
     found: dict[str, Any] = json.loads(printed)["models"][0]
     return found
 

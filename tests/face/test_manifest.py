@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import command, disturb, lab_model, report, tables, without_pages, write_prompts
+from faulty import command, disturb, ends, lab_model, report, tables, without_pages, write_prompts
 
 import ln_probe
 from ln_probe.analyses.files import (
@@ -208,13 +208,11 @@ def test_b07_a_refused_command_leaves_nothing(options: list[str], line: list[obj
     deep = tmp_path / "a" / "b"
     fails_anywhere = options[0] != "--max-tokens" and "{other}" not in options
     if fails_anywhere:
-        code, _, said = report(*line, "--out", deep, *given)
-        assert code == 2, said
+        ends(2, report, *line, "--out", deep, *given)
         assert not deep.parent.exists()
     assert report(*line)[0] == 0
     before = everything(tmp_path / "out")
-    code, _, said = report(*line, *given)
-    assert code == 2, said
+    ends(2, report, *line, *given)
     assert everything(tmp_path / "out") == before
     assert report(*line)[0] == 0
 
@@ -232,8 +230,7 @@ def test_b07_a_slice_that_finds_a_whole_run(line: list[object], tmp_path: Path) 
 def test_b07_lab_runs_that_are_refused(tmp_path: Path) -> None:
     for arguments in (["majority", "--collect"], ["language_model", "--text", "no-such.txt"]):
         out = tmp_path / "runs" / "one"
-        code, _, said = command("lab", "run", *arguments, "--quick", "--out", out, "--quiet")
-        assert code == 2, said
+        ends(2, command, "lab", "run", *arguments, "--quick", "--out", out, "--quiet")
         assert not out.parent.exists()
         out.mkdir(parents=True)
         assert command("lab", "run", *arguments, "--quick", "--out", out, "--quiet")[0] == 2

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faulty import command, ended, started, tables, write_prompts
+from faulty import command, ended, ends, started, tables, write_prompts
 
 import ln_probe
 from ln_probe.analyses.probes import registry
@@ -108,8 +108,7 @@ def test_its_table_reaches_report_page_and_describe(
 
 
 def test_the_command_line_lists_it(path_to_it: dict[str, str]) -> None:
-    code, printed = ended(started("report", "--help", COLUMNS="300", TERM="dumb", **path_to_it))
-    assert code == 0, printed
+    _, printed = ended(started("report", "--help", COLUMNS="300", TERM="dumb", **path_to_it), 0)
     said = " ".join(printed.replace("│", " ").split())
     for name, (_, summary) in registry.BUILT_IN.items():
         assert f"{name}: {summary}" in said
@@ -122,8 +121,7 @@ def test_a_batch_run_that_is_killed_and_resumed(
 ) -> None:
     asked = ["--prompts", prompts, "--shard", 1, "--max-tokens", 12, "--workers", 1, "--probes", "lengths,causal"]
     line = ["report", lab_suite[0], *asked, "--quiet", "--out"]
-    code, said = ended(started(*line, tmp_path / "whole", **path_to_it))
-    assert code == 0, said
+    ended(started(*line, tmp_path / "whole", **path_to_it), 0)
     expected = tables(tmp_path / "whole")
     names = {Path(name).name for name in expected}
     assert names == {f"{t.name}.parquet" for t in BUILT_IN} | {"lengths.parquet", "exhibits.npz"}
@@ -137,8 +135,7 @@ def test_a_batch_run_that_is_killed_and_resumed(
     process.wait()
     assert list(out.rglob("units/*/*.safetensors")), "nothing was measured before it was killed"
     assert not tables(out), "it was over before it was killed"
-    code, said = ended(started(*line, out, **path_to_it))
-    assert code == 0, said
+    ended(started(*line, out, **path_to_it), 0)
     assert tables(out) == expected
     report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
     assert list(report.tables["lengths"]["prompt"].unique()) == [0, 1, 2]
@@ -152,24 +149,20 @@ def test_pieces_where_its_package_is_gone(
     """The others' results are written, its pieces are kept, and joined once it is back."""
     out = tmp_path / "out"
     line = [lab_suite[0], "--prompts", prompts, "--shard", 2, "--probes", "lengths,decomposition", "--workers", 0]
-    code, _, said = command("report", *line, "--out", out, "--unit", "1/1")
-    assert code == 0, said
+    ends(0, command, "report", *line, "--out", out, "--unit", "1/1")
     with monkeypatch.context() as gone:
         gone.setattr(sys, "path", [p for p in sys.path if p != str(package)])
         sys.modules.pop("lengths_probe", None)
-        code, _, said = command("merge", out, "--workers", 0)
-        assert code == 1
+        _, said = ends(1, command, "merge", out, "--workers", 0)
         assert f"the probe 'lengths' of {PACKAGE} failed: it is not installed here" in said
         report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
         assert len(report.layernorms) == 5
         assert "lengths" not in report.tables
         assert [f.probe for f in report.failures] == ["lengths"]
-        code, _, said = command("report", *line, "--out", out)
-        assert code == 2
+        _, said = ends(2, command, "report", *line, "--out", out)
         assert "unknown probe 'lengths': choose from decomposition" in said
     assert list(out.rglob("prompts-*.safetensors"))
-    code, _, said = command("merge", out, "--workers", 0)
-    assert code == 0, said
+    ends(0, command, "merge", out, "--workers", 0)
     report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
     assert len(report.tables["lengths"]) == 5 * len(TOKENS)
     assert not report.failures
@@ -302,10 +295,9 @@ def test_packages_that_cannot_be_used(
     sys.modules.pop("lengths_probe", None)
     with pytest.raises(ProbeError, match=f"the probe 'lengths' of {PACKAGE} {said}"):
         ln_probe.analyze(make_bridge("gpt2"), prompts, probes=["lengths"], progress=False)
-    code, _, error = command(
-        "report", "lm-none", "--probes", "lengths", "--out", tmp_path / "out", "--prompts", prompts
+    _, error = ends(
+        2, command, "report", "lm-none", "--probes", "lengths", "--out", tmp_path / "out", "--prompts", prompts
     )
-    assert code == 2
     assert f"the probe 'lengths' of {PACKAGE}" in error
     assert not (tmp_path / "out").exists()
 
@@ -327,8 +319,7 @@ def test_a_failure_in_a_work_unit_leaves_the_others(
         text.replace("        self.rows.append(", "        1 / (1 - prompt)\n        self.rows.append(", 1)
     )
     line = [lab_suite[0], "--prompts", prompts, "--shard", 1, "--workers", 0, "--out", tmp_path / "out"]
-    code, printed, said = command("report", *line, "--probes", "lengths,decomposition", "--json")
-    assert code == 1, said
+    printed, _ = ends(1, command, "report", *line, "--probes", "lengths,decomposition", "--json")
     (model,) = json.loads(printed)["models"]
     assert model["error"] is None
     assert model["failed_probes"] == [f"the probe 'lengths' of {PACKAGE} failed: ZeroDivisionError: division by zero"]
