@@ -170,3 +170,12 @@ def without_pages(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "ln_probe.page.index.index_page", lambda entries, *_: "\n".join(e.name + e.error for e in entries)
     )
+
+
+def interrupt(monkeypatch: Any, after: int) -> None:
+    """Have Ctrl-C come when `after` units have been done."""
+
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    disturb(monkeypatch, after, stop)

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import torch
 from faulty import ended, plain_model, started, tables, without_pages, word_tokenizer, write_prompts
-from hub_standin import Hub, serving
-from huggingface_hub import constants
+from hub_standin import Hub, reached, serving
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from typer.testing import CliRunner
 
@@ -59,13 +58,8 @@ def hub(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """The server, for this process and for those that it starts, with an empty cache. Pages are not drawn."""
     without_pages(monkeypatch)
     hub_info.cache_clear()  # which one command keeps
-    with serving() as served:
+    with reached(tmp_path / "cache", monkeypatch) as served:
         served.add(REPOSITORY, folders)
-        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-        template = served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         for name, value in environment(served, tmp_path).items():
             monkeypatch.setenv(name, value)
         yield served

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from faulty import disturb, hash_in, lab_model, plain_model, report, tables, without_pages, write_prompts
+from faulty import disturb, hash_in, interrupt, lab_model, plain_model, report, tables, without_pages, write_prompts
 
 FAULTS = ("deleted", "truncated", "zeroed", "bit flipped", "swapped")
 MOMENTS = ("before", "during", "between")
@@ -122,13 +122,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
             shutil.copytree(kept, home.path / "out" / ".ln_probe" / "units", dirs_exist_ok=True)
             found[sealed] = home.path
     return found
-
-
-def interrupt(patched: pytest.MonkeyPatch, after: int) -> None:
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
-
-    disturb(patched, after, stop)
 
 
 class Oracle:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import command, disturb, ends, lab_model, report, tables, without_pages, write_prompts
+from faulty import command, ends, interrupt, lab_model, report, tables, without_pages, write_prompts
 
 import ln_probe
 from ln_probe.analyses.files import (
@@ -70,11 +70,8 @@ def test_b02_a_users_file_in_a_report_folder_is_never_ours(line: list[object], t
 
 @pytest.mark.slow
 def test_b02_files_beside_the_results_of_units_stay(line: list[object], tmp_path: Path) -> None:
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patched:
-        disturb(patched, 2, stop)
+        interrupt(patched, 2)
         assert report(*line)[0] == 130
     work = tmp_path / "out" / ".ln_probe"
     (units,) = (work / "units").iterdir()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +14,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from made_up import lab_page, unpacked
 from matplotlib.figure import Figure
 
 import ln_probe
 from ln_probe import page as payload
-from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import disarmed, shortened, visible
@@ -317,16 +315,13 @@ def test_a_lab_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
         write_lab_page(tmp_path)
     figure = Figure(figsize=(1, 1))
     figure.subplots().plot([0, 1])
-    values = pd.DataFrame({"norm": [f"<b>{i}</b>" for i in range(300)], "seed": 0, "value": 0.25})
-    results = Results(
-        summarize(values, ["norm"]),
+    text = lab_page(
+        tmp_path,
+        {f"<b>{i}</b>": 0.25 for i in range(300)},
         figures={"a_curve": figure},
         diverged=("seed 9",),
-        settings={"steps": 7},
         conclusions=("2 < 3 & so on", *(f"finding {i}" for i in range(FIRST + 4))),
     )
-    write_results(results, tmp_path, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
-    text = write_lab_page(tmp_path).read_text()
     for shown in ("ln-probe lab run toy", "2 &lt; 3 &amp; so on", "&lt;b&gt;0&lt;/b&gt;", "Diverged: seed 9", "0.25"):
         assert shown in text
     assert "<b>" not in text
@@ -338,23 +333,6 @@ def test_a_lab_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
     assert 'content="default-src &#39;none&#39;; script-src &#39;sha256-' in text
     assert 'src="http' not in text
     assert 'href="http' not in text
-
-
-def unpacked(text: str) -> Any:
-    """What unpack.js does, written again."""
-    raw = zlib.decompress(base64.b64decode(text))
-    length = int.from_bytes(raw[:4], "little")
-    kinds = {"Uint8Array": np.uint8, "Uint16Array": np.uint16, "Int32Array": np.int32, "Float32Array": np.float32}
-
-    def array(value: dict[str, Any]) -> Any:
-        if "$" not in value:
-            return value
-        start = 4 + length + value["at"]
-        kind = np.dtype(kinds[value["$"]])
-        assert start % kind.itemsize == 0
-        return np.frombuffer(raw, kind, value["n"], start)
-
-    return json.loads(raw[4 : 4 + length], object_hook=array)
 
 
 def test_what_is_packed_arrives(hostile: list[str]) -> None:
