@@ -223,3 +223,40 @@ def hooked_transformer(**options: Any) -> Any:
             is_gain = name.endswith(".w")
             parameter.copy_(1 + 0.3 * noise if is_gain else 0.3 * noise)
     return model
+
+
+def make_bridge(*given: Any, **more: Any) -> Any:
+    """A bridge around a model of `hugging_face`, which takes the same arguments."""
+    return bridge_of(hugging_face(*given, **more))
+
+
+def fold(bridge: Any, *, centre: bool = False) -> Any:
+    """The bridge itself, folded in place."""
+    bridge.enable_compatibility_mode(
+        disable_warnings=True,
+        fold_ln=True,
+        center_writing_weights=centre,
+        center_unembed=False,
+        fold_value_biases=False,
+    )
+    return bridge
+
+
+def make_folded(*given: Any, centre: bool = False, **more: Any) -> Any:
+    """A bridge in compatibility mode."""
+    return fold(make_bridge(*given, **more), centre=centre)
+
+
+def make_twins(*given: Any) -> tuple[Any, Any, dict[int, str]]:
+    """A Hugging Face model, a bridge around its copy, and the path in the original of each module that is wrapped."""
+    original, wrapped = hugging_face(*given), hugging_face(*given)
+    paths = {id(module): path for path, module in wrapped.named_modules()}
+    return original, bridge_of(wrapped), paths
+
+
+def make_hooked(**options: Any) -> Any:
+    """`hooked_transformer`; a test that asks for it is skipped where TransformerLens has none."""
+    try:
+        return hooked_transformer(**options)
+    except ImportError:
+        pytest.skip("this TransformerLens has no HookedTransformer")

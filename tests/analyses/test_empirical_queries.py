@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 from torch import nn
 
 import ln_probe
@@ -112,7 +112,7 @@ def check_over_the_empirical_set(model: Any, layer: int = 0) -> None:
     assert heads[["margin_median", "attainable_median"]].notna().all().all()
 
 
-def test_a_hooked_transformer_without_norms(make_hooked: Callable[..., Any]) -> None:
+def test_a_hooked_transformer_without_norms() -> None:
     model = make_hooked(normalization_type=None)
     check_over_the_empirical_set(model)
     report = ln_probe.analyze(model, TOKENS[:1], progress=False, keys="all", probes=NOT_CAUSAL)
@@ -128,7 +128,7 @@ def test_a_hooked_transformer_without_norms(make_hooked: Callable[..., Any]) -> 
     np.testing.assert_allclose(keys["pattern_max"].to_numpy().reshape(4, 24), most, atol=1e-6)
 
 
-def test_norm_free_gpt2_is_measured_over_the_queries_that_occurred(make_bridge: Callable[..., Any]) -> None:
+def test_norm_free_gpt2_is_measured_over_the_queries_that_occurred() -> None:
     """Released norm-free checkpoints are GPT-2 with eps 1e12 and gains times 1e6: projection only."""
     model = make_bridge("gpt2", torch.float64, layer_norm_epsilon=1e12)
     with torch.no_grad():
@@ -154,7 +154,7 @@ class DyT(nn.Module):
         return torch.tanh(self.a * x) * self.weight + self.bias
 
 
-def test_b02_a_norm_that_is_not_known_is_named_and_measured_as_it_is(make_hooked: Callable[..., Any]) -> None:
+def test_b02_a_norm_that_is_not_known_is_named_and_measured_as_it_is() -> None:
     """DyT at one norm: the layer stays in `heads`, the module is in the table and in a note, groups leave it out."""
     model = make_hooked()
     torch.manual_seed(1)

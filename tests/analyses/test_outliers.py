@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge
 from torch import Tensor
 
 import ln_probe
@@ -105,7 +106,7 @@ def added_at(position: int, dimension: int, size: float) -> Callable[..., Tensor
     ("llama", "blocks.1.hook_mlp_out", "ln_final", "the mlp of block 1"),
     ("neox", "blocks.0.hook_attn_out", "blocks.1.ln1", "the attention of block 0 and the mlp of block 0"),
 ])  # fmt: skip
-def test_what_wrote_it(arch: str, place: str, site: str, writer: str, make_bridge: Callable[..., Any]) -> None:
+def test_what_wrote_it(arch: str, place: str, site: str, writer: str) -> None:
     model, tokens = make_bridge(arch), torch.arange(1, 21)
     sites = find_sites(model)
     found = PromptOutliers(sites)

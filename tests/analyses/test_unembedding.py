@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import make_bridge
 from scipy.optimize import minimize
 from small_models import norm_of
 
@@ -131,7 +131,7 @@ def test_heavy_tails_leave_some_undecided_and_say_how_many(monkeypatch: pytest.M
     assert (decided["verdict_x"] == decided["verdict_y"]).all()
 
 
-def test_worlds_agree(make_bridge: Callable[..., Any]) -> None:
+def test_worlds_agree() -> None:
     report = ln_probe.analyze(make_bridge("gpt2"), torch.tensor([[1, 2, 3]]), probes=("unembedding",), progress=False)
     assert set(report.unembedding.columns) == set(UNEMBEDDING.names)
     assert len(report.unembedding) == unembedding.HARDEST

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import make_bridge
 from small_models import norm_of
 
 from ln_probe.analyses.probes import uniformity as uniformity
@@ -180,7 +179,7 @@ def test_angle_through_a_qk_norm() -> None:
     assert float(uniformity.angle_to_uniform(replace(heads, k_norm=None), site.gain, q)[0, 0]) > 10
 
 
-def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm(make_bridge: Callable[..., Any]) -> None:
+def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm() -> None:
     """RMSNorm has no uniform direction: NaN, not 0."""
     import ln_probe
 
@@ -190,7 +189,7 @@ def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm(make_bridge: Callab
     assert head["entropy_ratio"].between(0, 1).all()
 
 
-def test_the_table_holds_spread_and_entropy_of_the_models_own_attention(make_bridge: Callable[..., Any]) -> None:
+def test_the_table_holds_spread_and_entropy_of_the_models_own_attention() -> None:
     import ln_probe
 
     model, tokens = make_bridge("gpt2"), torch.arange(20)[None]

@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 
 import ln_probe
 from ln_probe.analyses.probes.causal import family
@@ -158,7 +159,7 @@ def parsed() -> Callable[[str], Page]:
 
 
 @pytest.fixture(scope="session")
-def report(make_bridge: Callable[..., Any]) -> Report:
+def report() -> Report:
     """A real report of a tiny model: 2 layers, 4 heads, one prompt of 24 tokens."""
     return ln_probe.analyze(make_bridge("gpt2"), torch.arange(1, 25)[None], progress=False)
 

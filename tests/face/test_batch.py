@@ -15,15 +15,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import psutil
 import pytest
 import torch
+from architectures import hugging_face
 from faulty import command, ended, ends, started, tables, without_pages, write_prompts
 from filelock import FileLock
 from hypothesis import given, settings
@@ -224,10 +224,10 @@ def test_suites(lab_suite: list[Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_of_checkpoints_is_a_suite(make_hugging_face: Callable[[str], Any], tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_is_a_suite(tmp_path: Path) -> None:
     """What a trainer leaves: one folder per step."""
     for step in (1000, 0):
-        make_hugging_face("gpt2").save_pretrained(tmp_path / "training" / f"checkpoint-{step}")
+        hugging_face("gpt2").save_pretrained(tmp_path / "training" / f"checkpoint-{step}")
     found = suite([str(tmp_path / "training")], "all")
     assert [t.name for t in found] == [str(tmp_path / "training" / f"checkpoint-{s}") for s in (0, 1000)]
     assert [t.folder for t in found] == ["training-checkpoint-0", "training-checkpoint-1000"]

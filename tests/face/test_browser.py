@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import matplotlib as mpl
 import matplotlib.image
 import pandas as pd
 import pytest
+from architectures import make_bridge
 from made_up import lab_page
 from matplotlib.figure import Figure
 
@@ -510,7 +510,7 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
 
 
 @pytest.mark.slow
-def test_a_page_about_some_heads_says_so(make_bridge: Callable[..., Any], visit: Any) -> None:
+def test_a_page_about_some_heads_says_so(visit: Any) -> None:
     """Its map has a place for every head of the model; an address of a head that it has not is answered."""
     options: dict[str, Any] = {"probes": ["uniformity"], "layers": [1], "progress": False}
     report = ln_probe.analyze(make_bridge("gpt2"), [list(range(3, 12))], heads=[1, 3], **options)

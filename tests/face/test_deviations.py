@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from architectures import hugging_face
 from faulty import command, ends, report, tables, without_pages, word_tokenizer, write_prompts
 
 import ln_probe
@@ -105,9 +105,9 @@ def test_b08_only_what_ends_the_process_passes_a_worker(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_a18_layers_left_over_in_the_weights(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
+def test_a18_layers_left_over_in_the_weights(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    make_hugging_face("gpt2", n_layer=2).save_pretrained(folder)
+    hugging_face("gpt2", n_layer=2).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"n_layer": 1}))
     why = "config.json says 1 layers, and the weights hold 2: the model was built without layers 1 to 1"

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -232,7 +233,7 @@ def test_the_change_of_attention_to_position_0(long_report: Report) -> None:
 
 
 @pytest.mark.slow
-def test_heads_that_were_asked_for(make_bridge: Any) -> None:
+def test_heads_that_were_asked_for() -> None:
     model, tokens = make_bridge("gpt2"), torch.arange(1, 25)[None]
     report = ln_probe.analyze(model, tokens, heads=[3, 1], layers=[1], progress=False)
     shown = report.exhibits.of_prompt(0)
@@ -243,7 +244,7 @@ def test_heads_that_were_asked_for(make_bridge: Any) -> None:
     assert np.array_equal(shown.verdict[0], whole.verdict[1][[1, 3]])
 
 
-def test_what_was_not_measured_is_not_known(make_bridge: Any) -> None:
+def test_what_was_not_measured_is_not_known() -> None:
     model, tokens = make_bridge("gpt2"), torch.arange(1, 25)[None]
     uniform = ln_probe.analyze(model, tokens, probes=("uniformity",), progress=False).exhibits
     assert {VERDICTS[v] for v in uniform.of_prompt(0).verdict.ravel()} == {"not measured"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 
 import ln_probe
 from ln_probe.analyses.probes import causal_findings as causal
@@ -53,7 +53,7 @@ def test_prompts_too_short_for_sinks(model: Any) -> None:
     (None, False, 10, True), (None, False, 9, False),
 ])  # fmt: skip
 def test_sinks_are_told_of_where_enough_queries_see_a_token(
-    make_hooked: Callable[..., Any], window: int | None, causal: bool, length: int, told: bool
+    window: int | None, causal: bool, length: int, told: bool
 ) -> None:
     more: dict[str, Any] = {"attention_dir": "causal" if causal else "bidirectional", "n_ctx": 64}
     if window is not None:
@@ -65,7 +65,7 @@ def test_sinks_are_told_of_where_enough_queries_see_a_token(
     assert any("no sink can be detected there" in note for note in report.notes) != told
 
 
-def test_unselectable_keys_are_not_explained_away(make_hooked: Callable[..., Any]) -> None:
+def test_unselectable_keys_are_not_explained_away() -> None:
     """Few keys are selectable in general position; a W_K of rank 1 sends them to a line."""
     tiny = make_hooked(normalization_type="LN")
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_undecided_tokens_are_not_said_to_be_stuck() -> None:
     assert unknown.text.startswith("No token is known never to be")
 
 
-def test_capped_logits_have_no_margins(make_hooked: Callable[..., Any]) -> None:
+def test_capped_logits_have_no_margins() -> None:
     tiny = make_hooked(normalization_type="LN")
     plain = ln_probe.analyze(tiny, [[1, 2, 3]], probes=["unembedding"], progress=False).unembedding
     assert transformed_logits(tiny) == ""
@@ -183,7 +183,7 @@ def test_prompts_of_one_token_say_nothing_of_lengths(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_there_to_take_away_is_not_compared(make_hooked: Callable[..., Any]) -> None:
+def test_what_is_not_there_to_take_away_is_not_compared() -> None:
     """Without norms scaling cannot be frozen, and no figure for it is given."""
     tokens = torch.arange(1, 25)[None]
     for kind, beside in ((None, False), ("LN", True)):
@@ -196,7 +196,7 @@ def test_what_is_not_there_to_take_away_is_not_compared(make_hooked: Callable[..
 
 
 @pytest.mark.slow
-def test_entropy_is_a_mean_over_queries_in_both_directions(make_bridge: Callable[..., Any]) -> None:
+def test_entropy_is_a_mean_over_queries_in_both_directions() -> None:
     """Prompts of other lengths count with the queries that have a choice: all of them, if they see both ways."""
     for arch in ("bert", "gpt2"):
         model, prompts = make_bridge(arch), [list(range(1, n)) for n in (6, 20, 13)]
@@ -223,7 +223,7 @@ def test_layers_and_heads_in_words() -> None:
 
 
 @pytest.fixture(scope="module")
-def part(make_bridge: Callable[..., Any], causal: pd.DataFrame) -> Report:
+def part(causal: pd.DataFrame) -> Report:
     made = ln_probe.analyze(make_bridge("gpt2"), [list(range(1, 30))] * 2, layers=[1], heads=[0, 2], progress=False)
     return made.with_tables(causal=causal)
 
@@ -290,7 +290,7 @@ COLUMNS = ["margin_median", "attainable_median", "attainable_last_median", "patt
            "score_spread", "unselectable"]  # fmt: skip
 
 
-def norm_free(make_bridge: Callable[..., Any]) -> Any:
+def norm_free() -> Any:
     """eps 1e12 and gains times 1e6: Px, divided by nothing that depends on x."""
     model = make_bridge("gpt2", layer_norm_epsilon=1e12)
     with torch.no_grad():
@@ -301,9 +301,9 @@ def norm_free(make_bridge: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.slow
-def test_a_norm_free_model_beside_one_with_norms(make_bridge: Callable[..., Any]) -> None:
+def test_a_norm_free_model_beside_one_with_norms() -> None:
     prompts = torch.randint(50, (32, 10), generator=torch.Generator().manual_seed(0))
-    reports = [ln_probe.analyze(m, prompts, progress=False) for m in (make_bridge("gpt2"), norm_free(make_bridge))]
+    reports = [ln_probe.analyze(m, prompts, progress=False) for m in (make_bridge("gpt2"), norm_free())]
     free = reports[1]
     assert not free.failures
     assert any(

@@ -6,14 +6,13 @@ norms that do not scale, no norms at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, hugging_face, make_bridge, make_hooked
 from torch import nn
 
 import ln_probe
@@ -85,11 +84,9 @@ QUICK += [(case, WORLDS[-1]) for case in ("gpt_neo_local", "gpt2_norm_free", "ll
 
 
 @pytest.mark.parametrize(("case", "world"), cases(*QUICK, slow=[pair for pair in EVERY if pair not in QUICK]))
-def test_columns_are_those_of_hugging_face(
-    case: str, world: str, make_hugging_face: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_columns_are_those_of_hugging_face(case: str, world: str, tmp_path: Path) -> None:
     arch, options, windows, _ = CASES[case]
-    original = make_hugging_face(arch, torch.float64, **options)
+    original = hugging_face(arch, torch.float64, **options)
     if case == "gpt2_norm_free":
         with torch.no_grad():
             for name, parameter in original.named_parameters():
@@ -114,9 +111,9 @@ class DyT(nn.Module):
         return torch.tanh(self.a * x) * self.weight + self.bias
 
 
-def test_dyt_in_place_of_every_norm(make_hugging_face: Callable[..., Any]) -> None:
+def test_dyt_in_place_of_every_norm() -> None:
     """A Hugging Face model in memory whose norms are no norms."""
-    model = make_hugging_face("neox", torch.float64)
+    model = hugging_face("neox", torch.float64)
     for block in model.gpt_neox.layers:
         block.input_layernorm, block.post_attention_layernorm = map(
             DyT, (block.input_layernorm, block.post_attention_layernorm)
@@ -139,7 +136,7 @@ def test_dyt_in_place_of_every_norm(make_hugging_face: Callable[..., Any]) -> No
     {"positional_embedding_type": "rotary", "rotary_dim": 8, "rotary_adjacent_pairs": True},
     {"normalization_type": None},
 ], ids=str)  # fmt: skip
-def test_columns_are_those_of_hooked_transformers(options: dict[str, Any], make_hooked: Callable[..., Any]) -> None:
+def test_columns_are_those_of_hooked_transformers(options: dict[str, Any]) -> None:
     model = make_hooked(**options, dtype=torch.float64)
     _, cache = model.run_with_cache(TOKENS)
     patterns = [cache[f"blocks.{i}.attn.hook_pattern"][0].double().numpy() for i in range(2)]
@@ -148,7 +145,7 @@ def test_columns_are_those_of_hooked_transformers(options: dict[str, Any], make_
 
 
 @pytest.mark.slow
-def test_a_prompt_of_one_token_tells_nothing_about_scores(make_bridge: Callable[..., Any]) -> None:
+def test_a_prompt_of_one_token_tells_nothing_about_scores() -> None:
     """To one token any divisor fits (GPT-Neo divides by 1): a longer prompt's figures do not depend on its company."""
     model, long = make_bridge("neo"), TOKENS[0].tolist()
     asked: dict[str, Any] = {"probes": ("selectability", "uniformity"), "keys": "all", "progress": False}

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 from made_up import lab_page, unpacked
 from matplotlib.figure import Figure
 
@@ -261,7 +262,7 @@ def test_nothing_still_makes_pages(report: Report, parsed: Reader) -> None:
         assert "bad failed: ValueError: broken" in parsed(html).text
 
 
-def test_a_single_token_and_a_single_head(make_hooked: Callable[..., Any], parsed: Reader, page_of: PageOf) -> None:
+def test_a_single_token_and_a_single_head(parsed: Reader, page_of: PageOf) -> None:
     one = ln_probe.analyze(make_hooked(n_heads=1, n_layers=1, d_head=32), torch.tensor([[3]]), progress=False)
     page = parsed(page_of(one))
     assert "1 layers × 1 heads" in page.text
@@ -280,7 +281,7 @@ def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_whose_norms_do_not_project(make_bridge: Callable[..., Any], parsed: Reader) -> None:
+def test_a_model_whose_norms_do_not_project(parsed: Reader) -> None:
     report = ln_probe.analyze(make_bridge("llama"), torch.arange(1, 20)[None], progress=False)
     assert "No norm of this model projects" in parsed(report_page(report)).text
     assert [len(geometry_steps(s)) for s in report.exhibits.samples] == [2, 2, 2]

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 from faulty import command, ended, ends, started, tables, write_prompts
 
 import ln_probe
@@ -76,7 +77,7 @@ def test_it_is_thirty_lines() -> None:
 
 
 def test_its_table_reaches_report_page_and_describe(
-    package: Path, prompts: Path, make_bridge: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_bridge("gpt2")
     report = ln_probe.analyze(model, prompts, probes=["lengths", "decomposition"], progress=False)
@@ -216,7 +217,7 @@ def returning(frame: Any) -> Probe:
 
 
 @pytest.fixture(scope="module")
-def expected(make_bridge: Callable[..., Any]) -> ln_probe.Report:
+def expected() -> ln_probe.Report:
     probes = [Sizes(), "decomposition"]
     return ln_probe.analyze(make_bridge("gpt2"), torch.arange(9)[None], probes=probes, progress=False)
 
@@ -243,9 +244,7 @@ WRONG_TABLES = [
     *(pytest.param(*case, marks=pytest.mark.slow) for case in WRONG_TABLES),
     (returning([1]), "TableError: table 'sizes' is a list, not a DataFrame"),
 ])  # fmt: skip
-def test_a_bad_probe_fails_alone(
-    bad: Probe, said: str, expected: ln_probe.Report, make_bridge: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_bad_probe_fails_alone(bad: Probe, said: str, expected: ln_probe.Report, tmp_path: Path) -> None:
     model, tokens = make_bridge("gpt2"), torch.arange(9)[None]
     with pytest.warns(ProbeFailedWarning, match=r"the probe 'sizes' of module .*test_probe_package failed: "):
         report = ln_probe.analyze(model, tokens, probes=["decomposition", bad], progress=False)
@@ -261,7 +260,7 @@ def test_a_bad_probe_fails_alone(
         ln_probe.analyze(model, tokens, probes=[bad], progress=False)
 
 
-def test_names_that_exist(make_bridge: Callable[..., Any]) -> None:
+def test_names_that_exist() -> None:
     class Other(Sizes):
         name = "causal"
 
@@ -288,9 +287,7 @@ def test_names_that_exist(make_bridge: Callable[..., Any]) -> None:
     ("Lengths = 3", "is a int, not a Probe"),
     ("from ln_probe.analyses.probes.causal import Causal as Lengths", "calls itself 'causal': use one name"),
 ])  # fmt: skip
-def test_packages_that_cannot_be_used(
-    source: str, said: str, package: Path, prompts: Path, make_bridge: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_packages_that_cannot_be_used(source: str, said: str, package: Path, prompts: Path, tmp_path: Path) -> None:
     (package / "lengths_probe.py").write_text(source)
     sys.modules.pop("lengths_probe", None)
     with pytest.raises(ProbeError, match=f"the probe 'lengths' of {PACKAGE} {said}"):
@@ -329,7 +326,7 @@ def test_a_failure_in_a_work_unit_leaves_the_others(
     assert "ZeroDivisionError" in Path(model["page"]).read_text()
 
 
-def test_pieces_join_in_the_order_of_prompts(make_bridge: Callable[..., Any]) -> None:
+def test_pieces_join_in_the_order_of_prompts() -> None:
     """Any division of the prompts gives the same table."""
     from ln_probe.hooks.model import evaluating
     from ln_probe.passes import Passes
