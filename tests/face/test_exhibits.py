@@ -15,6 +15,7 @@ from architectures import make_bridge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from made_up import HOSTILE
 from matplotlib.figure import Figure
 
 import ln_probe
@@ -162,9 +163,9 @@ def same(a: Exhibits, b: Exhibits) -> bool:
     return a.notes == b.notes and all(equal(x, y) for x, y in pairs)
 
 
-def test_saved_exhibits_load_as_they_were(long_report: Report, hostile: list[str], tmp_path: Path) -> None:
+def test_saved_exhibits_load_as_they_were(long_report: Report, tmp_path: Path) -> None:
     first = long_report.exhibits.attention[0]
-    tokens = tuple((hostile * 2)[: len(first.tokens)])
+    tokens = tuple((HOSTILE * 2)[: len(first.tokens)])
     whole = replace(long_report.exhibits, attention=(replace(first, tokens=tokens),), notes=("a note",))
     whole.save(tmp_path / "e.npz")
     assert same(Exhibits.load(tmp_path / "e.npz"), whole)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import hugging_face, make_bridge
+from made_up import HOSTILE
 
 import ln_probe
 from ln_probe.exhibits import to_weights
@@ -103,8 +104,8 @@ render({ el: document.querySelector("main"), model: {
 </script></body></html>"""
 
 
-def test_the_widget_in_a_browser(visit: Any, hostile: list[str]) -> None:
-    tokens = [t[:30] for t in hostile if t.strip()][:12]
+def test_the_widget_in_a_browser(visit: Any) -> None:
+    tokens = [t[:30] for t in HOSTILE if t.strip()][:12]
     n = len(tokens)
     causal = np.tril(np.ones((2, 2, n, n), np.uint8) * 90)
     causal[1, 1, 3, 2] = 200
