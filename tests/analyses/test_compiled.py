@@ -7,7 +7,6 @@ import sys
 import numba
 import pytest
 
-from ln_probe.analyses.files import mark
 from ln_probe.analyses.geometry.compiled import compiled
 
 
@@ -49,26 +48,6 @@ def test_the_cache_of_others_stays_where_it_was(monkeypatch, tmp_path):
     (place,) = tmp_path.iterdir()
     assert place.name.startswith("numba-")
     assert list(place.rglob("*.nbi"))
-
-
-def test_code_of_earlier_sources_goes_after_a_week(monkeypatch, tmp_path):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    old, recent, foreign = tmp_path / "numba-old", tmp_path / "numba-recent", tmp_path / "other"
-    for folder in (old, recent, foreign):
-        folder.mkdir()
-    for folder in (old, recent):
-        mark(folder)
-    for folder in (old, foreign):
-        os.utime(folder, (0, 0))
-
-    @compiled
-    def quarter(x: float) -> float:
-        return x / 4
-
-    assert quarter(2.0) == pytest.approx(0.5)
-    assert not old.exists()
-    assert recent.exists()
-    assert foreign.exists()
 
 
 def test_the_package_does_not_import_the_compiler():

@@ -79,17 +79,6 @@ def test_probes_fill_only_their_tables(gpt2: Any) -> None:
     assert uniform.heads["unselectable"].isna().all()
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model, tokens = make_bridge("gpt2"), torch.arange(1, 17)[None]
-    model.train()
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    report = ln_probe.analyze(model, tokens, progress=False)
-    assert any(n.startswith("the model was in training mode: it was measured in evaluation mode") for n in report.notes)
-    assert model.training
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    assert not any(m._forward_hooks for _, m in model.named_modules() if type(m).__name__ == "HookPoint")
-
-
 def test_a_post_norm_model_is_measured_block_by_block() -> None:
     """BERT: attention reads the norm of the block before, and sees all positions."""
     model, tokens = make_bridge("bert"), torch.arange(1, 25)[None]
@@ -241,6 +230,8 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"max_tokens": 1}, "max_tokens must be a number of tokens, 2 or more .one token alone predicts nothing., got 1"),
     ({"max_tokens": "9"}, "max_tokens must be a number of tokens, 2 or more .*, got '9'"),
     ({"seed": 1.5}, "seed must be a whole number, 0 or more .*, got 1.5"),
+    *(({"batch_size": wrong}, r"batch_size must be a number of prompts, 1 or more, got") for wrong in (0, -1, True, 2.5)),
+    ({"batch_size": "4"}, r"batch_size must be a number of prompts, 1 or more, got"),
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str, gpt2: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=said):

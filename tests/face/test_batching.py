@@ -141,12 +141,6 @@ def test_what_is_seen_of_a_prompt(arch: str) -> None:
     assert len(attention) == (0 if arch == "olmo2" else 8)  # whose attention reads no norm
 
 
-def test_a_wrong_batch_size() -> None:
-    for wrong in (0, -1, True, 2.5, "4"):
-        with pytest.raises(ValueError, match=r"batch_size must be a number of prompts, 1 or more, got"):
-            ln_probe.analyze(make_hooked(), [[1, 2, 3]], batch_size=wrong, progress=False)
-
-
 def test_angles_that_depend_on_the_length_are_not_padded(passed: list[list[int]]) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 11} | factors

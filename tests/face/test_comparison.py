@@ -185,16 +185,23 @@ def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
     assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
     assert (row["model"], row["against"], row["prompts"], row["prompts_more"]) == ("run", "one", 40, 40)
     assert row["p_mean"] < 0.001
-    other = replace(models[1], provenance={**models[1].provenance, "prompts": {"sha256": "another"}})
-    assert not len(ln_probe.compare([models[0], other]).paired)
 
 
-def test_losses_of_other_units_are_not_subtracted(models: list[Report]) -> None:
-    mine = {"loss": {"name": "my:accuracy", "unit": "units of my:accuracy"}}
-    both = ln_probe.compare([models[0], replace(models[1], provenance={**models[1].provenance, **mine})], ["a", "b"])
+@pytest.mark.parametrize(("change", "same_loss", "said"), [
+    ({"prompts": {"sha256": "another"}}, False, "b: measured on other prompts than a"),
+    ({"loss": {"name": "my:accuracy", "unit": "units of my:accuracy"}}, False, "b: measured by another loss than a"),
+    ({"arguments": {"layers": [0]}}, True, "b: measured in other layers than a"),
+])  # fmt: skip
+def test_only_what_is_comparable_is_paired(
+    change: dict[str, Any], same_loss: bool, said: str, models: list[Report]
+) -> None:
+    other = replace(models[1], provenance={**models[1].provenance, **change})
+    both = ln_probe.compare([models[0], other], ["a", "b"])
     assert not len(both.paired)
-    assert both.summary["loss_difference"].isna().all()
-    assert "b: measured by another loss than a" in both.notes[0]
+    assert both.summary["loss_difference"].notna().tolist() == [False, same_loss]
+    assert said in both.notes[0]
+    assert said in both._repr_html_()
+    assert ln_probe.compare(models[:2]).notes == ()
 
 
 def test_folders_are_named_by_what_tells_them_apart() -> None:

@@ -255,11 +255,12 @@ def test_undo_removes_what_is_new(tmp_path: Path) -> None:
 
 
 def test_b01_importing_deletes_no_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`numba-*` folders older than a week were removed, whoever had made them."""
+    """`numba-*` folders older than a week were removed, whoever had made them; now only those that are marked are."""
     from ln_probe.analyses.geometry.compiled import compiled
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     theirs, ours, both = tmp_path / "numba-thesis", tmp_path / "numba-old", tmp_path / "numba-both"
+    recent, other = tmp_path / "numba-recent", tmp_path / "other"
     long_ago = time.time() - 30 * 24 * 3600
 
     def cache(folder: Path) -> None:
@@ -267,13 +268,13 @@ def test_b01_importing_deletes_no_folder_of_somebody_else(tmp_path: Path, monkey
         for name in ("hull.f-1.py311.nbi", "hull.f-1.py311.1.nbc"):
             (folder / "geometry_1" / name).write_text("code")
 
-    for folder in (theirs, ours, both):
+    for folder in (theirs, ours, both, recent, other):
         cache(folder)
     (theirs / "thesis.tex").write_text("mine")
-    for folder in (ours, both):
+    for folder in (ours, both, recent):
         mark(folder)
     (both / "notes.md").write_text("mine")
-    for folder in (theirs, ours, both):
+    for folder in (theirs, ours, both, other):
         os.utime(folder, (long_ago, long_ago))
 
     def fifth(x: float) -> float:
@@ -284,4 +285,6 @@ def test_b01_importing_deletes_no_folder_of_somebody_else(tmp_path: Path, monkey
     assert (theirs / "thesis.tex").exists()
     assert (theirs / "geometry_1" / "hull.f-1.py311.nbi").exists()
     assert not ours.exists()
+    assert recent.exists()
+    assert other.exists()
     assert [p.name for p in both.iterdir()] == ["notes.md"]

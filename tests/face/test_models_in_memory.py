@@ -67,7 +67,7 @@ def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> 
     )
     assert any("whether its head was in a checkpoint cannot be known" in note for note in about["notes"])
     assert about["logits_max_difference"] < 1e-5
-    assert any(n.startswith("the model was in training mode") for n in report.notes)
+    assert any(n.startswith("the model was in training mode: it was measured in evaluation mode") for n in report.notes)
 
     hugging_face(arch).save_pretrained(tmp_path)
     folder = ln_probe.load_model(tmp_path, device="cpu", world="bridge")
