@@ -7,7 +7,6 @@ import ln_probe
 from ln_probe.analyses.geometry import decide
 from ln_probe.analyses.geometry.active_set import BRACKETED, STALLED
 from ln_probe.analyses.geometry.checker import Rows
-from ln_probe.analyses.geometry.decide import separate
 from ln_probe.analyses.geometry.wolfe import Nearest, nearest_points
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
@@ -20,26 +19,11 @@ def stalled(rows, targets, **_):
     return Nearest(ended, none, none, np.zeros((len(targets), rows.shape[1])), Rows.gathered(len(targets), []))
 
 
-def test_the_program_separates_or_reproduces():
-    query, _ = separate(SQUARE, np.array([1.5, 0.2]), ray=False)
-    assert ((np.array([1.5, 0.2]) - SQUARE) @ query).min() > 0.1
-    _, weights = separate(SQUARE, np.array([0.3, -0.2]), ray=False)
-    assert weights.sum() == pytest.approx(1)
-    np.testing.assert_allclose(weights @ SQUARE, [0.3, -0.2], atol=1e-9)
-
-
-def test_the_program_counts_the_bias_upwards_only():
-    lifted = np.column_stack([SQUARE, np.zeros(4)])
-    query, _ = separate(lifted, np.array([0.0, 0.0, 0.5]), ray=True)
-    assert ((np.array([0.0, 0.0, 0.5]) - lifted) @ query).min() > 0.1
-    query, _ = separate(lifted, np.array([0.0, 0.0, -0.5]), ray=True)
-    assert ((np.array([0.0, 0.0, -0.5]) - lifted) @ query).min() <= 1e-9
-
-
 def test_the_program_alone_gives_the_same_verdicts(monkeypatch):
     rng = np.random.default_rng(0)
-    keys, bias = rng.standard_normal((60, 4)), rng.standard_normal(60)
-    for given in (None, bias):
+    for d, biased in ((2, True), (4, False), (4, True), (12, True)):
+        keys = rng.standard_normal((100, d)) * rng.lognormal(0, 1, (100, 1))
+        given = rng.standard_normal(100) if biased else None
         expected = ln_probe.key_geometry(keys, bias=given, margins=False).verdict
         assert (expected == "unselectable").sum() > 5
         with monkeypatch.context() as patch:

@@ -82,13 +82,13 @@ def test_what_is_planted_is_found_and_nothing_else(seeds: range) -> None:
 
 
 def test_a_mask_of_rows_of_several_lengths() -> None:
-    model, rows = random_model(0), [prompt(0), prompt(0)[:-3], prompt(0)[:3]]
+    model, rows = random_model(0), [prompt(0), prompt(0)[:-3], prompt(0)[: LEAST_TOKENS - 1]]
     for row in rows:
         row[2] = 39
     with torch.no_grad():
         model.embed.W_E[39] *= 1000
     mask = outlier_tokens(model, rows).mask
-    assert mask.nonzero().tolist() == [[0, 2], [1, 2]], "three tokens have no median"
+    assert mask.nonzero().tolist() == [[0, 2], [1, 2]], "a few tokens have no median"
 
 
 def added_at(position: int, dimension: int, size: float) -> Callable[..., Tensor]:
@@ -132,14 +132,6 @@ def test_sizes_are_those_of_the_norms() -> None:
     torch.testing.assert_close(found.after["blocks.0.ln1"][0], model.blocks[0].ln1(x).norm(dim=-1))
     length = (x - x.mean(-1, keepdim=True)).norm(dim=-1)
     torch.testing.assert_close(found.ratio["blocks.0.ln1"][0], length / length.median())
-
-
-def test_a_few_tokens_have_no_median() -> None:
-    model, tokens = random_model(0), torch.tensor([1, 2, 39, 4])
-    with torch.no_grad():
-        model.embed.W_E[39] *= 1000
-    assert len(tokens) < LEAST_TOKENS
-    assert not outlier_tokens(model, tokens[None]).mask.any()
 
 
 def test_what_is_no_tokens() -> None:

@@ -230,8 +230,8 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"max_tokens": 1}, "max_tokens must be a number of tokens, 2 or more .one token alone predicts nothing., got 1"),
     ({"max_tokens": "9"}, "max_tokens must be a number of tokens, 2 or more .*, got '9'"),
     ({"seed": 1.5}, "seed must be a whole number, 0 or more .*, got 1.5"),
-    *(({"batch_size": wrong}, r"batch_size must be a number of prompts, 1 or more, got") for wrong in (0, -1, True, 2.5)),
-    ({"batch_size": "4"}, r"batch_size must be a number of prompts, 1 or more, got"),
+    *(({"batch_size": wrong}, "batch_size must be a number of prompts, 1 or more, got") for wrong in (0, -1, True)),
+    *(({"batch_size": wrong}, "batch_size must be a number of prompts, 1 or more, got") for wrong in (2.5, "4")),
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str, gpt2: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
