@@ -225,6 +225,14 @@ def hooked_transformer(**options: Any) -> Any:
     return model
 
 
+def process(model: Any, of: Any = None, **what: bool) -> Any:
+    """Fold or centre a HookedTransformer in place, with the weights of another one if `of` is given; what is not asked
+    for (`fold_ln=True`) is left out."""
+    left_out = dict.fromkeys(("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases"), False)
+    model.load_and_process_state_dict((of or model).state_dict(), **(left_out | what))
+    return model
+
+
 def make_bridge(*given: Any, **more: Any) -> Any:
     """A bridge around a model of `hugging_face`, which takes the same arguments."""
     return bridge_of(hugging_face(*given, **more))
@@ -260,3 +268,14 @@ def make_hooked(**options: Any) -> Any:
         return hooked_transformer(**options)
     except ImportError:
         pytest.skip("this TransformerLens has no HookedTransformer")
+
+
+def norm_free(dtype: torch.dtype = torch.float32) -> Any:
+    """A GPT-2 as norm-free checkpoints are released: eps 1e12 and gains times 1e6, Px divided by nothing that depends
+    on x."""
+    model = hugging_face("gpt2", dtype, layer_norm_epsilon=1e12)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "ln_" in name and name.endswith("weight"):
+                parameter.mul_(1e6)
+    return model

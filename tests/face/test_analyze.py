@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import cases, make_bridge, make_hooked
+from architectures import cases, make_bridge, make_hooked, process
 from torch import Tensor
 
 import ln_probe
@@ -179,10 +179,7 @@ def test_unsupported_scores_are_a_note_and_the_rest_is_measured() -> None:
 
 
 def test_centred_streams_are_called_no_ops() -> None:
-    model = make_hooked()
-    model.load_and_process_state_dict(
-        model.state_dict(), fold_ln=False, center_writing_weights=True, center_unembed=False, fold_value_biases=False
-    )
+    model = process(make_hooked(), center_writing_weights=True)
     report = ln_probe.analyze(model, torch.arange(20)[None], probes=GEOMETRY, progress=False)
     assert any("5 of 5 norms read a stream that is already centred" in n for n in report.notes)
     assert any("Projection removes nothing" in f for f in report.findings())

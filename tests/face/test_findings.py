@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from architectures import make_bridge, make_hooked
+from architectures import bridge_of, make_bridge, make_hooked, norm_free
 
 import ln_probe
 from ln_probe.analyses.probes import causal_findings as causal
@@ -265,20 +265,10 @@ COLUMNS = ["margin_median", "attainable_median", "attainable_last_median", "patt
            "score_spread", "unselectable"]  # fmt: skip
 
 
-def norm_free() -> Any:
-    """eps 1e12 and gains times 1e6: Px, divided by nothing that depends on x."""
-    model = make_bridge("gpt2", layer_norm_epsilon=1e12)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "ln_" in name and name.endswith("weight"):
-                parameter.mul_(1e6)
-    return model
-
-
 @pytest.mark.slow
 def test_a_norm_free_model_beside_one_with_norms() -> None:
     prompts = torch.randint(50, (32, 10), generator=torch.Generator().manual_seed(0))
-    reports = [ln_probe.analyze(m, prompts, progress=False) for m in (make_bridge("gpt2"), norm_free())]
+    reports = [ln_probe.analyze(m, prompts, progress=False) for m in (make_bridge("gpt2"), bridge_of(norm_free()))]
     free = reports[1]
     assert not free.failures
     assert any(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import cases, make_bridge, make_folded, make_hooked
+from architectures import cases, make_bridge, make_folded, make_hooked, process
 
 from ln_probe.hooks import NotEquivalentError, check_equivalent
 
@@ -15,10 +15,8 @@ def folded_hooked(**options: Any) -> tuple[Any, Any]:
     raw = make_hooked(**options)
     rms = options.get("normalization_type") == "RMS"
     folded = make_hooked(**(options | {"normalization_type": "RMSPre" if rms else "LNPre"}))
-    folded.load_and_process_state_dict(
-        raw.state_dict(), fold_ln=True, center_writing_weights=not rms, center_unembed=True, fold_value_biases=True
-    )
-    return raw, folded
+    every = {"fold_ln": True, "center_writing_weights": not rms, "center_unembed": True, "fold_value_biases": True}
+    return raw, process(folded, raw, **every)
 
 
 @pytest.mark.parametrize(("arch", "dtype", "bound"), cases(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import hugging_face, make_bridge, make_folded, make_hooked, make_twins
+from architectures import hugging_face, make_bridge, make_folded, make_hooked, make_twins, process
 from compose import distance as difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,10 +135,7 @@ def test_a_changed_output_is_gain_times_the_variant_plus_bias(
 
 def test_projection_that_changes_nothing_says_why() -> None:
     """Of a centred stream, of a folded model (`fold_ln` centres the weights that read a norm), of an RMSNorm."""
-    model = make_hooked()
-    model.load_and_process_state_dict(
-        model.state_dict(), fold_ln=False, center_writing_weights=True, center_unembed=False, fold_value_biases=False
-    )
+    model = process(make_hooked(), center_writing_weights=True)
     centred = r"without 'projection' changes nothing at every site, by construction \(layernorm: its input is already"
     for each, sites, most, why in (
         (model, "all", 1e-6, centred),

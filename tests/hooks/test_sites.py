@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import bridge_of, hugging_face, make_bridge, make_folded, make_hooked
+from architectures import bridge_of, hugging_face, make_bridge, make_folded, make_hooked, process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import lab, norm_of
@@ -250,12 +250,8 @@ def test_vectors_that_are_not_the_norms_are_refused() -> None:
     (False, False, "raw"), (True, False, "folded"), (False, True, "centred"), (True, True, "folded+centred"),
 ])  # fmt: skip
 def test_states_of_a_hooked_transformer(fold: bool, centre: bool, state: str) -> None:
-    raw = make_hooked()
     model = make_hooked(normalization_type="LNPre" if fold else "LN")
-    model.load_and_process_state_dict(
-        raw.state_dict(), fold_ln=fold, center_writing_weights=centre, center_unembed=False, fold_value_biases=False
-    )
-    sites = find_sites(model)
+    sites = find_sites(process(model, make_hooked(), fold_ln=fold, center_writing_weights=centre))
     assert {s.state for s in sites} == {state}
     for site in sites:
         assert ("no gain and no bias" in site.evidence) == fold
@@ -333,11 +329,7 @@ def test_only_what_every_token_bears_out_is_called_centred() -> None:
 
 def test_a_wrong_fold_is_seen_without_the_raw_model() -> None:
     """d_mlp == d_model: TransformerLens takes the mean of W_in along the wrong axis."""
-    raw = make_hooked(d_mlp=32)
-    model = make_hooked(d_mlp=32, normalization_type="LNPre")
-    model.load_and_process_state_dict(
-        raw.state_dict(), fold_ln=True, center_writing_weights=False, center_unembed=False, fold_value_biases=False
-    )
+    model = process(make_hooked(d_mlp=32, normalization_type="LNPre"), make_hooked(d_mlp=32), fold_ln=True)
     with torch.no_grad():
         model.blocks[1].attn.W_K += 0.5
     evidence = {s.name: s.evidence for s in find_sites(model)}
