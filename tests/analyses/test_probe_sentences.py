@@ -229,6 +229,22 @@ def test_sinks_are_described() -> None:
     assert "Tokens behind position 0 ('a', 'b', 'c', …)" in said(many, dimensions.iloc[:0])[1]
 
 
+def test_sinks_are_those_of_the_layers_and_heads_asked_for() -> None:
+    table = pd.DataFrame([sink(0, sink_rate=0.35, received=0.28, uniform=0.05)])
+
+    def said(sinks: pd.DataFrame, **arguments: list[int]) -> list[str]:
+        tables = {"sinks": sinks, "token_sizes": table, "outlier_dimensions": pd.DataFrame()}
+        return [f.text for f in Sinks().findings(tables, {"arguments": arguments})]
+
+    assert said(table, layers=[1, 2], heads=[0, 1])[0].startswith(
+        "Position 0: in 1 prompt an attention sink (in layer 2 35 % of heads and queries (heads 0, 1 alone) give it "
+        "over 0.3; over layers 1, 2 it gets 28 %, uniform attention would give 5 %)"
+    )
+    assert "over all layers it gets 28 %" in said(table)[0]
+    none = "Attention has no sink here in layer 2, and no token is an outlier at any norm."
+    assert said(table.head(0), layers=[2]) == [none]
+
+
 # Norms and losses
 
 

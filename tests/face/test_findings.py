@@ -12,7 +12,6 @@ import torch
 from architectures import bridge_of, make_bridge, make_hooked, norm_free
 
 import ln_probe
-from ln_probe.analyses.probes import causal_findings as causal
 from ln_probe.analyses.probes.base import among_heads, in_layers
 from ln_probe.analyses.probes.registry import find
 from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED
@@ -126,25 +125,6 @@ def test_one_group_of_prompts_has_constants_of_other_text(model: Any) -> None:
     )
 
 
-def test_single_norms_are_named_by_the_size_of_their_change_in_either_direction() -> None:
-    row = {"variant": "no_scaling", "no_op": "", "prompts": 12, "groups": 12, "p_sign": 0.01, "p_mean": math.nan}
-    row |= {"delta_loss_low": math.nan, "delta_loss_high": math.nan, "delta_loss_median": math.nan, "loss": 3.0}
-    rows = pd.DataFrame([row | {"sites": f"blocks.{i}.ln1", "delta_loss": -0.02 * (i + 1), "prompts_worse": 0}
-                         for i in range(3)])  # fmt: skip
-    rows = rows.assign(family="exploratory: single norms, no_scaling")
-    (finding,) = causal.sentences(rows)
-    assert "blocks.2.ln1 changes the loss by -0.06 nats/token on average on 12 prompts: it falls on 12 of 12, " in (
-        finding.text
-    )
-    mixed = pd.concat([rows, rows.iloc[:1].assign(sites="blocks.3.ln1", delta_loss=0.03, prompts_worse=12)])
-    (finding,) = causal.sentences(mixed)
-    assert finding.text.index("blocks.2.ln1") < finding.text.index("blocks.1.ln1") < finding.text.index("blocks.3.ln1")
-    assert "blocks.0.ln1" not in finding.text
-    assert "blocks.3.ln1 changes the loss by +0.03 nats/token on average on 12 prompts: it rises on 12 of 12" in (
-        finding.text
-    )
-
-
 def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
     found = summary("here", [torch.arange(6)], lambda i: "�" if i < 5 else "a")["commonest"]
     assert len(found) == 6
@@ -227,28 +207,6 @@ def test_an_index_says_which_norms_its_marks_are_of(part: Report, report: Report
     )
     assert "at every norm in layer 1" in one
     assert "at every norm of the layers that each was asked for" in both
-
-
-def test_sinks_are_those_of_the_layers_and_heads_asked_for() -> None:
-    table = pd.DataFrame(
-        {
-            "prompt": [0], "position": [0], "token": ["a"], "sink": [True], "outlier": [False], "sink_layer": [2.0],
-            "sink_rate": [0.35], "received": [0.28], "uniform": [0.05], "length_ratio": [1.5],
-            "received_no_scaling": [float("nan")], "received_there": [float("nan")],
-        }
-    )  # fmt: skip
-
-    def said(sinks: pd.DataFrame, **arguments: list[int]) -> list[str]:
-        tables = {"sinks": sinks, "token_sizes": table, "outlier_dimensions": pd.DataFrame()}
-        return [f.text for f in find("sinks").findings(tables, {"arguments": arguments})]
-
-    assert said(table, layers=[1, 2], heads=[0, 1])[0].startswith(
-        "Position 0: in 1 prompt an attention sink (in layer 2 35 % of heads and queries (heads 0, 1 alone) give it "
-        "over 0.3; over layers 1, 2 it gets 28 %, uniform attention would give 5 %)"
-    )
-    assert "over all layers it gets 28 %" in said(table)[0]
-    none = "Attention has no sink here in layer 2, and no token is an outlier at any norm."
-    assert said(table.head(0), layers=[2]) == [none]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from faulty import command, ends, interrupt, lab_model, report, tables, without_pages, write_prompts
@@ -249,42 +247,3 @@ def test_undo_removes_what_is_new(tmp_path: Path) -> None:
     (out / "own" / "new").write_text("x")
     undo()
     assert sorted(p.name for p in out.rglob("*")) == ["kept", "mine", "own"]
-
-
-# ------------------------------------------------------------------------------------------------------ the cache
-
-
-def test_b01_importing_deletes_no_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`numba-*` folders older than a week were removed, whoever had made them; now only those that are marked are."""
-    from ln_probe.analyses.geometry.compiled import compiled
-
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    theirs, ours, both = tmp_path / "numba-thesis", tmp_path / "numba-old", tmp_path / "numba-both"
-    recent, other = tmp_path / "numba-recent", tmp_path / "other"
-    long_ago = time.time() - 30 * 24 * 3600
-
-    def cache(folder: Path) -> None:
-        (folder / "geometry_1").mkdir(parents=True)
-        for name in ("hull.f-1.py311.nbi", "hull.f-1.py311.1.nbc"):
-            (folder / "geometry_1" / name).write_text("code")
-
-    for folder in (theirs, ours, both, recent, other):
-        cache(folder)
-    (theirs / "thesis.tex").write_text("mine")
-    for folder in (ours, both, recent):
-        mark(folder)
-    (both / "notes.md").write_text("mine")
-    for folder in (theirs, ours, both, other):
-        os.utime(folder, (long_ago, long_ago))
-
-    def fifth(x: float) -> float:
-        return x / 5
-
-    function: Any = compiled(fifth)
-    assert function(10.0) == 2
-    assert (theirs / "thesis.tex").exists()
-    assert (theirs / "geometry_1" / "hull.f-1.py311.nbi").exists()
-    assert not ours.exists()
-    assert recent.exists()
-    assert other.exists()
-    assert [p.name for p in both.iterdir()] == ["notes.md"]
