@@ -108,6 +108,9 @@ UNIFORM = heads("layer head variant entropy_ratio uniform_angle_deg", (1, 2, "in
     ("selectability", UNKNOWN, "keys of every head, as the last token of each prompt sees them).", 0.5),
     ("selectability", UNKNOWN.assign(by_theorem=["sphere" if v == "intact" else "" for v in UNKNOWN["variant"]]),
      "prompt sees them). The intact figure follows from theory (sphere).", 0.0),
+    ("selectability", UNKNOWN.assign(no_op=["" if v == "intact" else "no norm" for v in UNKNOWN["variant"]]),
+     "25.0 % of keys cannot be selected by any query (16,000 keys of every head, as the last token of each prompt sees "
+     "them).", None),  # nothing to take away, and no figure for it
     ("selectability", UNKNOWN.assign(by_theorem="flat"),
      "This follows from theory (flat), so it is not a finding.", None),
     ("selectability", UNKNOWN[UNKNOWN["variant"] == "intact"].assign(space="normalized"),

@@ -106,6 +106,8 @@ HOSTILE = [
     "<" * 200,
 ]
 
+UNSEEN = "\x00\u202e\u202d\u2028\u2029\u2066\x1b\x85\x7f\x08"  # characters that no page may hold
+
 
 class Page(HTMLParser):
     """Elements and visible text of a page."""

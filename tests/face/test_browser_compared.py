@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from made_up import HOSTILE, Page
+from made_up import HOSTILE, UNSEEN, Page
 
 import ln_probe
 from ln_probe.analyses.attribution.pairs import TERMS
@@ -253,7 +253,9 @@ def test_hostile_names_in_indexes_and_comparisons(dirty: list[Report], single: l
     entries = [IndexEntry(t, t, one) for t, one in zip(HOSTILE, single, strict=True)]
     entries += [IndexEntry(t, t, dirty[0]) for t in HOSTILE[:6]]
     entries += [IndexEntry(t, f"{i}/report.html", error=t) for i, t in enumerate(HOSTILE)]
-    opened = visit(index_page(entries))
+    html = index_page(entries)
+    assert not [c for c in UNSEEN if c in html]
+    opened = visit(html)
     opened.page.locator("#table-comparison button", has_text="Download CSV").wait_for()
     assert opened.page.locator("img, iframe, object, form, base").count() == 0
     said = opened.page.evaluate("document.body.textContent").replace("\n", "")
@@ -263,4 +265,7 @@ def test_hostile_names_in_indexes_and_comparisons(dirty: list[Report], single: l
         assert href.startswith("file:///")
     opened.quiet()
     cell = ln_probe.compare(dirty, HOSTILE[: len(dirty)])._repr_html_()
+    for one in (cell, *(r._repr_html_() for r in dirty)):
+        assert not Page(one).acts()
+        assert not [c for c in UNSEEN if c in one]
     visit(f"<!DOCTYPE html><meta charset='utf-8'><body>{cell}</body>").quiet()

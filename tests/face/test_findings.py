@@ -108,23 +108,6 @@ def test_constants_of_position_0_are_of_the_token_that_prompts_begin_with(model:
     assert {c.first for c in with_first}.isdisjoint(c.first for c in without)
 
 
-@pytest.mark.slow
-def test_one_group_of_prompts_has_constants_of_other_text(model: Any) -> None:
-    """Nothing is left of equal prompts when their group is left out."""
-    report = ln_probe.analyze(model, ["a b c d e f g h i j"] * 2, prepend_bos=False, probes=["causal"], progress=False)
-    windows = ln_probe.analyze(model, list(model.bundled_prompts.calibration), probes=["decomposition"], progress=False)
-    for name, constant in report.constants.of(1).items():
-        assert constant.plain == pytest.approx(windows.constants.pooled[name].plain, rel=1e-6)
-    assert any(
-        note.startswith("there is one group of prompts only, so the constants are means over the calibration prompts (")
-        for note in report.notes
-    )
-    assert any(
-        note.startswith("the constants of ") and " differ by more than 5% from the mean sigma of these prompts" in note
-        for note in report.notes
-    )
-
-
 def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
     found = summary("here", [torch.arange(6)], lambda i: "�" if i < 5 else "a")["commonest"]
     assert len(found) == 6
@@ -135,19 +118,6 @@ def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
 def test_prompts_of_one_token_say_nothing_of_lengths(model: Any) -> None:
     report = ln_probe.analyze(model, [[5]], probes=["decomposition"], progress=False)
     assert not any("nan" in text for text in said(report))
-
-
-@pytest.mark.slow
-def test_what_is_not_there_to_take_away_is_not_compared() -> None:
-    """Without norms scaling cannot be frozen, and no figure for it is given."""
-    tokens = torch.arange(1, 25)[None]
-    for kind, beside in ((None, False), ("LN", True)):
-        report = ln_probe.analyze(
-            make_hooked(normalization_type=kind), tokens, probes=("selectability",), progress=False
-        )
-        said = [f for f in report.findings() if "cannot be selected" in f]
-        assert said
-        assert all(("with scaling frozen" in f) == beside for f in said)
 
 
 @pytest.mark.slow
