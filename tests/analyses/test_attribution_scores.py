@@ -49,7 +49,6 @@ def test_terms_are_what_goes_with_them(arch: str) -> None:
     handle.remove()
     sigma = site.sigma(seen[0])
     typical = sigma[0, :8].median()
-    assert gain is not None
     assert edited(lambda y: (y - bias) / gain + bias) == pytest.approx(terms["key", "gain"], abs=1e-5)
     assert edited(lambda y: y - bias) == pytest.approx(terms["key", "bias"], abs=1e-5)
     assert edited(lambda y: (y - bias) * sigma / typical + bias) == pytest.approx(terms["key", "sigma"], abs=1e-5)

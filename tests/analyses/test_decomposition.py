@@ -118,7 +118,6 @@ def test_statistics_are_those_of_numpy() -> None:
         for name, value in expected.items():
             assert row[name + ending] == pytest.approx(value, rel=1e-9), name + ending
     gain = site.gain
-    assert gain is not None
     assert row["gain_cv"] == pytest.approx(float(gain.std(correction=0) / gain.mean().abs()))
     assert row["sigma_mean"] > 3 * row["sigma_mean_tail"]  # type: ignore[operator]
 

@@ -63,13 +63,10 @@ def test_some_keys_of_a_set_are_what_all_say(number: int, d: int) -> None:
     some = set_geometry(keys, None, QuerySet(np.zeros(d), np.eye(d)), True, only=only)
     full = key_geometry(keys, query_set=1.0, causal=True)
     assert list(NAMES[some.proved.verdicts.code[only]]) == list(full.verdict[only])
-    assert full.first_unselectable_at is not None
-    assert some.first is not None
     assert (some.first.at[only] == full.first_unselectable_at[only]).all()
     lower, upper = some.bounds
     assert (np.maximum(lower, full.margin_lower[only]) <= upper + 1e-9).all()
     assert (np.maximum(lower, full.margin_lower[only]) <= full.margin_upper[only] + 1e-9).all()
-    assert some.attainable is not None
     assert (np.abs(some.attainable.weight - full.attainable[only]) <= 0.0101).all()
 
 

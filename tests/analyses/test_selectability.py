@@ -120,7 +120,6 @@ def test_observed_queries_are_within_reach(arch: str) -> None:
         norms = {s.reads: s for s in sites if s.layer == seen.layer and s.reads in ("query", "key")}
         heads = read_heads(seen.layer, seen.attn, norms, seen.y, seen.pattern, seen.cos_sin)
         radius = observed_radius(heads, seen.site, plain_queries(heads, seen.y))
-        assert radius is not None
         assert radius.shape == (24, 4)
         assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output
 
@@ -141,8 +140,6 @@ def test_observed_queries_are_the_reachable_ones_shrunk_about_their_center(arch:
             layer.reachable(position),
             layer.queries[0][position, row] / heads.divisor,
         )
-        assert found is not None
-        assert reached is not None
         (center,), (axes,) = found(np.array([position]))
         np.testing.assert_allclose(center, reached[0][row], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(axes, radii[row] * reached[1][row], rtol=1e-9, atol=1e-12)

@@ -78,7 +78,6 @@ def test_probability_is_what_an_optimizer_finds() -> None:
 def test_the_queries_are_the_final_norms_outputs() -> None:
     site = a_final_norm()
     queries = unembedding.final_queries(site)
-    assert queries is not None
     x = torch.randn(200, 6, dtype=torch.float64) * torch.logspace(-3, 3, 200, dtype=torch.float64)[:, None]
     kept = x - x.mean(-1, keepdim=True)
     y = site.affine(kept / site.sigma(x)).numpy()

@@ -200,13 +200,11 @@ def test_one_is_fetched_ahead_and_what_is_done_is_deleted(hub: Hub, tmp_path: Pa
     assert here() == here() == ["step0"]
     for unit in ("calibration", "report"):
         job = schedule.next(0)
-        assert job is not None
         assert (job[0].revision, job[1].kind) == ("step0", unit)
         assert here() == here() == ["step0", "step1"]
         schedule.ended(*job, Outcome("done"))
     assert here() == here() == ["step1"]
     job = schedule.next(0)
-    assert job is not None
     assert job[0].revision == "step1"
     assert here() == here() == ["step1", "step512"]
     downloads.close()

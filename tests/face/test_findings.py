@@ -161,7 +161,6 @@ def test_every_norm_is_every_norm_of_the_layers_asked_for(part: Report, report: 
         assert said
         assert all(("in layer 1" in f) == there for f in said)
         card = verdict(found)
-        assert card is not None
         assert all(("in layer 1" in text) == there for text in (*card.sentences[:1], *(b.what for b in card.bars)))
         assert card.sentences[0] in page
     assert "Freezing the scaling of every norm in layer 1" in report_page(part)

@@ -54,7 +54,6 @@ def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, page_of: 
     ]
     assert len(policies) == 2
     for found in policies:
-        assert found is not None
         assert found.startswith("default-src 'none'; script-src 'sha256-")
     for column in ("mean_share", "margin_median", "first_unselectable_at", "attainable_no_scaling_median"):
         assert column in page.text

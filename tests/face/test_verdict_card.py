@@ -80,8 +80,6 @@ def test_bars_are_the_tables_numbers(report: Report, effects: pd.DataFrame) -> N
     order = [(v, s) for v in ("no_scaling", "no_projection") for s in ("all", "attention")]
     for key, bar in zip(order, card.bars, strict=True):
         row = rows.loc[key]
-        assert bar.left is not None
-        assert bar.span is not None
         end = bar.left if row["delta_loss"] < 0 else bar.left + bar.width
         assert nats(end) == pytest.approx(row["delta_loss"], abs=1e-4)
         assert nats(bar.low) == pytest.approx(row["delta_loss_low"], abs=1e-4)
@@ -181,7 +179,6 @@ def test_a_loss_that_is_not_applicable_says_why(report: Report, effects: pd.Data
     unknown = report.with_tables(causal=effects.assign(delta_loss=np.nan, loss=np.nan))
     note = "causal: the loss is not applicable: attention is bidirectional"
     card = verdict(unknown.with_notes(note))
-    assert card is not None
     assert card.sentences == ("Not applicable: attention is bidirectional.",)
     assert card.bars == ()
     page = report_page(unknown.with_notes(note))

@@ -370,7 +370,6 @@ def test_bundled_models_bring_constants_for_their_weights() -> None:
     assert "lm-layernorm" in brings
     for name in brings:
         folder, shipped = bundled_folder(name), shipped_constants(bundled_folder(name))
-        assert shipped is not None
         assert shipped.weights_sha256 == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(), name
         for halves in shipped.halves.values():
             assert halves.half == (0, 1) * 32
@@ -392,7 +391,6 @@ def test_the_constants_are_those_of_the_norms_that_scale(name: str) -> None:
     assert (shipped is None) == (not wanted)
     if shipped is not None:
         prompts = bundled_prompts(model)
-        assert prompts is not None
         assert shipped.prompts_sha256 == summary("", prompts.measured)["sha256"]
         assert shipped == vars(model)["shipped_constants"]
 
@@ -402,7 +400,6 @@ def test_two_starts_of_a_trained_model_end_at_one_point() -> None:
     """lm-layernorm's attention: within 1e-5 nats/token, and every constant within 2 %."""
     model = load_model("lm-layernorm")
     prompts = bundled_prompts(model)
-    assert prompts is not None
     rows = list(prompts.measured[::4])
     sites = [s for s in find_sites(model) if s.reads == "attention"]
     start = mean_sigmas(model, sites, rows)

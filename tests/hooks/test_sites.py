@@ -188,7 +188,6 @@ def test_terms_are_what_they_are_called() -> None:
     np.testing.assert_allclose(terms.scale[:, 0], 1 / np.sqrt(variance + 1e-5), rtol=1e-12)
     # on the sphere of radius sqrt(d)·sqrt(s²/(s²+eps)) (science: exactly sqrt(d) only when eps = 0)
     np.testing.assert_allclose(terms.normalized.norm(dim=-1), 4 * np.sqrt(variance / (variance + 1e-5)), rtol=1e-12)
-    assert site.gain is not None
     removed = -terms.mean_component / terms.sigma * site.gain
     torch.testing.assert_close(terms.summands()["projection"], removed, rtol=1e-9, atol=1e-12)
 
@@ -211,7 +210,6 @@ def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(norm: str)
     """Outputs are c + A u with |u| ≤ 1, near 1 for long vectors; read through a map W they are Wᵀ of that."""
     site = norm_of(norm=norm)
     found = site.reachable()
-    assert found is not None
     center, axes = found
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(200, site.d, generator=generator, dtype=torch.float64) * torch.logspace(-3, 3, 200)[:, None]
@@ -223,7 +221,6 @@ def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(norm: str)
     assert float(lengths[-1]) == pytest.approx(1, abs=1e-6)
     W = torch.randn(3, site.d, 4, generator=generator, dtype=torch.float64)
     read = site.reachable(W)
-    assert read is not None
     torch.testing.assert_close(read[0], torch.stack([w.T @ center for w in W]))
     torch.testing.assert_close(read[1], torch.stack([w.T @ axes for w in W]))
     unbounded = replace(site, kind="projection_only", constant_scale=1.0, radius=math.nan)
