@@ -174,8 +174,7 @@ def case_of(home: Path, kind: Kind, fault: str, moment: str, other: Path, oracle
             disturb(patched, 3, lambda worker: (case.inflict(fault, other), worker._forget()))
             code, _, said = report(*case.line)
         allowed.append(oracle.tables(case))
-        first = judged(case, code, said, allowed)
-        return first, _again(case, allowed)
+        return judged(case, code, said, allowed), _again(case, allowed)
     else:
         if kind.since == "between":  # files of a finished report
             report(*case.line)
