@@ -223,3 +223,59 @@ def hooked_transformer(**options: Any) -> Any:
             is_gain = name.endswith(".w")
             parameter.copy_(1 + 0.3 * noise if is_gain else 0.3 * noise)
     return model
+
+
+def process(model: Any, of: Any = None, **what: bool) -> Any:
+    """Fold or centre a HookedTransformer in place, with the weights of another one if `of` is given; what is not asked
+    for (`fold_ln=True`) is left out."""
+    left_out = dict.fromkeys(("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases"), False)
+    model.load_and_process_state_dict((of or model).state_dict(), **(left_out | what))
+    return model
+
+
+def make_bridge(*given: Any, **more: Any) -> Any:
+    """A bridge around a model of `hugging_face`, which takes the same arguments."""
+    return bridge_of(hugging_face(*given, **more))
+
+
+def fold(bridge: Any, *, centre: bool = False) -> Any:
+    """The bridge itself, folded in place."""
+    bridge.enable_compatibility_mode(
+        disable_warnings=True,
+        fold_ln=True,
+        center_writing_weights=centre,
+        center_unembed=False,
+        fold_value_biases=False,
+    )
+    return bridge
+
+
+def make_folded(*given: Any, centre: bool = False, **more: Any) -> Any:
+    """A bridge in compatibility mode."""
+    return fold(make_bridge(*given, **more), centre=centre)
+
+
+def make_twins(*given: Any) -> tuple[Any, Any, dict[int, str]]:
+    """A Hugging Face model, a bridge around its copy, and the path in the original of each module that is wrapped."""
+    original, wrapped = hugging_face(*given), hugging_face(*given)
+    paths = {id(module): path for path, module in wrapped.named_modules()}
+    return original, bridge_of(wrapped), paths
+
+
+def make_hooked(**options: Any) -> Any:
+    """`hooked_transformer`; a test that asks for it is skipped where TransformerLens has none."""
+    try:
+        return hooked_transformer(**options)
+    except ImportError:
+        pytest.skip("this TransformerLens has no HookedTransformer")
+
+
+def norm_free(dtype: torch.dtype = torch.float32) -> Any:
+    """A GPT-2 as norm-free checkpoints are released: eps 1e12 and gains times 1e6, Px divided by nothing that depends
+    on x."""
+    model = hugging_face("gpt2", dtype, layer_norm_epsilon=1e12)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "ln_" in name and name.endswith("weight"):
+                parameter.mul_(1e6)
+    return model

@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -112,64 +112,6 @@ class _AsUsersMeetThem:
 
 _raises = pytest.raises
 pytest.raises = lambda *expected, **options: _AsUsersMeetThem(_raises(*expected, **options))  # type: ignore[assignment]
-
-
-def fold(bridge: Any, *, centre: bool = False) -> Any:
-    """The bridge itself, folded in place."""
-    bridge.enable_compatibility_mode(
-        disable_warnings=True,
-        fold_ln=True,
-        center_writing_weights=centre,
-        center_unembed=False,
-        fold_value_biases=False,
-    )
-    return bridge
-
-
-@pytest.fixture(scope="session")
-def make_hugging_face() -> Callable[..., Any]:
-    """Tiny Hugging Face models with random weights, by architecture and precision (default: float32)."""
-    from architectures import hugging_face
-
-    return hugging_face
-
-
-@pytest.fixture(scope="session")
-def make_bridge(make_hugging_face: Callable[..., Any]) -> Callable[..., Any]:
-    from architectures import bridge_of
-
-    return lambda *given, **more: bridge_of(make_hugging_face(*given, **more))
-
-
-@pytest.fixture
-def make_folded(make_bridge: Callable[..., Any]) -> Callable[..., Any]:
-    """Bridges in compatibility mode."""
-    return lambda *given, centre=False, **more: fold(make_bridge(*given, **more), centre=centre)
-
-
-@pytest.fixture
-def make_twins(make_hugging_face: Callable[..., Any]) -> Callable[..., Any]:
-    """A Hugging Face model, a bridge around its copy, and the path in the original of each module that is wrapped."""
-    from architectures import bridge_of
-
-    def make(*given: Any) -> tuple[Any, Any, dict[int, str]]:
-        original, wrapped = make_hugging_face(*given), make_hugging_face(*given)
-        paths = {id(module): path for path, module in wrapped.named_modules()}
-        return original, bridge_of(wrapped), paths
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def make_hooked() -> Callable[..., Any]:
-    """HookedTransformers with random weights; options go to HookedTransformerConfig."""
-    from architectures import hooked_transformer
-
-    try:
-        from transformer_lens import HookedTransformer  # noqa: F401
-    except ImportError:
-        pytest.skip("this TransformerLens has no HookedTransformer")
-    return hooked_transformer
 
 
 @pytest.fixture(scope="session")

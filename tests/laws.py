@@ -295,12 +295,7 @@ def head(subject: Subject, model_class: str) -> str:
             raise Refused("the model has no body apart from its head")
         subject.original.base_model.save_pretrained(folder)
     model = loaded(folder, model_class)
-    report = ln_probe.analyze(
-        model,
-        TOKENS[:1],
-        probes=("decomposition", "causal", "head_effects", "unembedding", "attribution"),
-        progress=False,
-    )
+    report = ln_probe.analyze(model, TOKENS[:1], probes=PROBES, progress=False)
     losses = report.tables["causal"][["loss", "delta_loss", "kl", "top1_agreement"]]
     own = bool(subject.original.config.tie_word_embeddings) and difference(logits(model), logits(whole)) < SAME
     if own:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -29,3 +30,15 @@ def norm_of(place: int = 0, **options: Any) -> Site:
     """A norm of a small model in float64, of one block and d_model 16: the first one, or that at another place."""
     model = lab(**({"n_layers": 1, "d_model": 16, "n_heads": 2, "n_ctx": 16} | options)).double()
     return find_sites(model)[place]
+
+
+class DyT(nn.Module):
+    """tanh(a x)·gain + bias with a norm's gain and bias (Zhu et al. 2025, Transformers without Normalization)."""
+
+    def __init__(self, norm: Any, a: float) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(a))
+        self.weight, self.bias = norm.weight, norm.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a * x) * self.weight + self.bias

@@ -19,8 +19,6 @@ from ln_probe.analyses.geometry.exact import ExactSet
 
 _BENCH = Path(__file__).parents[2] / "bench" / "families.py"
 _spec = importlib.util.spec_from_file_location("bench_families", _BENCH)
-assert _spec is not None
-assert _spec.loader is not None
 bench = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(bench)
 

@@ -129,13 +129,7 @@ class Truth:
         query = None
         if len(rivals):
             query = geometry.witness(i)[self.kept]
-            whole = fractions(query)
-            gaps = ((self.points[i] - self.points[rivals]) * whole).sum(axis=1) * self.point_scale
-            length2 = (whole * whole).sum() * self.p2 * self.point_scale**2
-            if self.verdicts.biased:
-                gaps = gaps + (self.b[i] - self.b[rivals]) * self.b_scale
-                length2 += self.b2 * self.b_scale**2
-            least = min(gaps)
+            least, length2 = self._least_gap(i, rivals, fractions(query))
             if not (least > 0 and least**2 > (tau * (1 - SLACK)) ** 2 * length2):
                 report.unproved.append(f"the witness of key {i} ({code})")
         if len(rivals) and self.verdicts.decide(i, among=rivals, query=query).code == "unselectable":
@@ -160,14 +154,18 @@ class Truth:
             return
         query = np.array(verdict.query, object) * Fraction(1)
         # The query is over coordinates as measured; of the exact gap and its length, a lower bound of the distance.
-        others = sorted(rivals)
-        gaps = ((self.points[i] - self.points[others]) * query).sum(axis=1) * self.point_scale
+        least, length2 = self._least_gap(i, sorted(rivals), query)
+        if least**2 > tau**2 * length2:
+            report.wrong.append(f"key {i} is unselectable, but further than tau from the hull of its rivals")
+
+    def _least_gap(self, i: int, rivals: Any, query: np.ndarray) -> tuple[Fraction, Fraction]:
+        """By how much key i scores above its rivals at a query, and the squared length that this is relative to."""
+        gaps = ((self.points[i] - self.points[rivals]) * query).sum(axis=1) * self.point_scale
         length2 = (query * query).sum() * self.p2 * self.point_scale**2
         if self.verdicts.biased:
-            gaps = gaps + (self.b[i] - self.b[others]) * self.b_scale
+            gaps = gaps + (self.b[i] - self.b[rivals]) * self.b_scale
             length2 += self.b2 * self.b_scale**2
-        if min(gaps) ** 2 > tau**2 * length2:
-            report.wrong.append(f"key {i} is unselectable, but further than tau from the hull of its rivals")
+        return min(gaps), length2
 
     # Margins.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge
 from small_models import lab
 from torch import Tensor
 
@@ -37,7 +37,7 @@ class Dictionary:
         return active @ self.W_dec + self.b_dec
 
 
-def test_positions_targets_and_components(make_bridge: Callable[..., Any]) -> None:
+def test_positions_targets_and_components() -> None:
     model = make_bridge("gpt2")
     batch = TOKENS.repeat(2, 1)
     every = attribute_logits(model, batch, target=3).check()
@@ -73,7 +73,7 @@ def test_positions_targets_and_components(make_bridge: Callable[..., Any]) -> No
 @pytest.mark.parametrize(
     ("arch", "point"), [("gpt2", "hook_mlp_out"), (None, "hook_resid_post"), (None, "hook_attn_out")]
 )
-def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str, make_bridge: Callable[..., Any]) -> None:
+def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str) -> None:
     """At held sigmas and with later components as they were, which the last block's points leave as they were."""
     model = lab().double() if arch is None else make_bridge(arch, torch.float64)
     name = f"blocks.1.{point}"
@@ -95,7 +95,7 @@ def test_zeroing_a_feature_takes_its_value_off(arch: str | None, point: str, mak
         assert float(found.own - edited[0, -1, 3]) == pytest.approx(row["contribution"], abs=1e-7)
 
 
-def test_features_of_scores(make_bridge: Callable[..., Any]) -> None:
+def test_features_of_scores() -> None:
     model = make_bridge("gpt2", torch.float64)
     name = "blocks.1.hook_resid_pre"
     _, cache = model.run_with_cache(TOKENS[None])
@@ -132,7 +132,7 @@ def test_features_of_scores(make_bridge: Callable[..., Any]) -> None:
             assert of[row["part"]] == pytest.approx(row["contribution"], abs=1e-9)
 
 
-def test_features_of_several_hook_points(make_bridge: Callable[..., Any]) -> None:
+def test_features_of_several_hook_points() -> None:
     """Later hook points replace the features of earlier ones; those of one block's attention and MLP stay apart."""
     model = make_bridge("gpt2", torch.float64)
     _, cache = model.run_with_cache(TOKENS[None])
@@ -150,7 +150,7 @@ def test_features_of_several_hook_points(make_bridge: Callable[..., Any]) -> Non
     assert list(layers["kind"]) == list(alone.table["kind"])
 
 
-def test_features_that_do_not_fit(make_bridge: Callable[..., Any]) -> None:
+def test_features_that_do_not_fit() -> None:
     model = make_bridge("gpt2", torch.float64)
     _, cache = model.run_with_cache(TOKENS[None])
     name = "blocks.1.hook_resid_pre"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, make_bridge, make_folded, make_hooked
 from attribution_checks import assert_adds_up, assert_rebuilt, pattern_of
 from small_models import lab
 
@@ -79,9 +79,7 @@ REBUILT = cases(
 
 
 @pytest.fixture
-def form(
-    make_bridge: Callable[..., Any], make_folded: Callable[..., Any], make_hooked: Callable[..., Any], request: Any
-) -> Callable[[str, torch.dtype], Any]:
+def form(request: Any) -> Callable[[str, torch.dtype], Any]:
     def made(name: str, dtype: torch.dtype) -> Any:
         state = next((end for end in STATES[1:] if name.endswith(end)), "")
         base, centre = name.removesuffix(state), state == " folded"
@@ -155,7 +153,7 @@ def test_sums_and_batches(name: str, form: Callable[[str, torch.dtype], Any]) ->
             assert float(off.max()) <= 1e-5
 
 
-def test_pattern_is_the_softmax_of_capped_scores_and_a_sink(make_bridge: Callable[..., Any]) -> None:
+def test_pattern_is_the_softmax_of_capped_scores_and_a_sink() -> None:
     """What attribution sums to is what the model's own attention was made of."""
     for arch in ("gemma2", "gpt-oss"):
         model = make_bridge(arch)

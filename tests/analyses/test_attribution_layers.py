@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 from small_models import lab
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def without_head(model: Any, layer: int, head: int, target: int) -> float:
     return float(edited[0, -1, target])
 
 
-def test_heads_of_an_attention_only_model_are_what_reruns_without_them_lose(make_hooked: Callable[..., Any]) -> None:
+def test_heads_of_an_attention_only_model_are_what_reruns_without_them_lose() -> None:
     model = make_hooked(attn_only=True, dtype=torch.float64)
     found = attribute_through_layers(model, TOKENS, target=3)
     effects = found.table.set_index("part")["effect"]
@@ -52,7 +52,7 @@ def test_heads_of_an_attention_only_model_are_what_reruns_without_them_lose(make
             assert lost == pytest.approx(effects[f"L{layer}H{head}"], abs=1e-10)
 
 
-def test_direct_mediated_and_what_is_left_over(make_bridge: Callable[..., Any]) -> None:
+def test_direct_mediated_and_what_is_left_over() -> None:
     for model in (make_bridge("gpt2", torch.float64), make_bridge("neox", torch.float64), lab().double()):
         found = attribute_through_layers(model, TOKENS, 6, target=3, against=4)
         direct = attribute_logits(model, TOKENS, 6, target=3, against=4)
@@ -71,7 +71,7 @@ def test_direct_mediated_and_what_is_left_over(make_bridge: Callable[..., Any]) 
         assert "patterns held" in found._repr_html_()
 
 
-def test_a_pattern_that_cannot_be_held_is_named(make_bridge: Callable[..., Any]) -> None:
+def test_a_pattern_that_cannot_be_held_is_named() -> None:
     with pytest.raises(AttributionError, match=r"the attention pattern of layer [01] cannot be held: this world shows"):
         attribute_through_layers(make_bridge("opt"), TOKENS)
 
@@ -85,7 +85,7 @@ def wiring_of(model: Any) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("neox", torch.bfloat16), ("gemma2", torch.bfloat16)])
-def test_rounding_of_16_bits_bends_no_factor(arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
+def test_rounding_of_16_bits_bends_no_factor(arch: str, dtype: torch.dtype) -> None:
     """The same sources with the same factors as in float32, up to the rounding of a scaled embedding."""
     exact, rounded = wiring_of(make_bridge(arch)), wiring_of(make_bridge(arch, dtype))
     assert exact.keys() == rounded.keys()
@@ -94,7 +94,7 @@ def test_rounding_of_16_bits_bends_no_factor(arch: str, dtype: torch.dtype, make
         assert rounded[at] == pytest.approx(made, rel=5e-3), at
 
 
-def test_a_part_of_the_last_layer_goes_through_no_other(make_hooked: Callable[..., Any]) -> None:
+def test_a_part_of_the_last_layer_goes_through_no_other() -> None:
     """Its whole effect is the direct one, soft cap or not."""
     for options in ({}, {"output_logits_soft_cap": 2.0}):
         model = make_hooked(attn_only=True, dtype=torch.float64, **options)
@@ -105,7 +105,7 @@ def test_a_part_of_the_last_layer_goes_through_no_other(make_hooked: Callable[..
         assert attribute_logits(model, LONGER, -1).soft_cap == options.get("output_logits_soft_cap", 0.0)
 
 
-def test_keys_whose_attention_underflows_are_seen_all_the_same(make_bridge: Callable[..., Any]) -> None:
+def test_keys_whose_attention_underflows_are_seen_all_the_same() -> None:
     """Scores so far apart that float32 attention is exactly 0: the mean is over what the mask lets through."""
     model, wide = make_bridge("gpt2"), make_bridge("gpt2", torch.float64)
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_keys_whose_attention_underflows_are_seen_all_the_same(make_bridge: Call
 
 
 @pytest.mark.parametrize("outputs", [40, 60])
-def test_outputs_that_are_not_the_inputs(outputs: int, make_hooked: Callable[..., Any]) -> None:
+def test_outputs_that_are_not_the_inputs(outputs: int) -> None:
     model = make_hooked(d_vocab_out=outputs)
     first = int(model(LONGER[None])[0, -1].argmax())
     assert attribute_logits(model, LONGER, -1, against="mean").check().label.startswith(f"logit of {first} ")
@@ -136,7 +136,7 @@ def test_outputs_that_are_not_the_inputs(outputs: int, make_hooked: Callable[...
         assert attribute_logits(model, LONGER, -1, target=outputs - 1).check()
 
 
-def test_tokens_of_any_kind_of_whole_number(make_bridge: Callable[..., Any]) -> None:
+def test_tokens_of_any_kind_of_whole_number() -> None:
     model = make_bridge("gpt2")
     plain = attribute_logits(model, LONGER, 3, target=7).total
     for position, target in ((np.int64(3), np.int64(7)), (torch.tensor(3), torch.tensor(7)), (3, np.array([7]))):
@@ -146,7 +146,7 @@ def test_tokens_of_any_kind_of_whole_number(make_bridge: Callable[..., Any]) -> 
             attribute_logits(model, LONGER, -1, target=wrong)
 
 
-def test_an_input_for_every_head(make_hooked: Callable[..., Any]) -> None:
+def test_an_input_for_every_head() -> None:
     """`set_use_split_qkv_input`: a norm sees each token once for every head, all the same."""
     model = make_hooked(dtype=torch.float64)
     expected = attribute_logits(model, LONGER, -1).check().total
@@ -160,7 +160,7 @@ def test_an_input_for_every_head(make_hooked: Callable[..., Any]) -> None:
     np.testing.assert_allclose(split.layernorms["sigma_mean"], report.layernorms["sigma_mean"], rtol=1e-9)
 
 
-def test_large_weights_edited_through_data_between_calls(make_hooked: Callable[..., Any]) -> None:
+def test_large_weights_edited_through_data_between_calls() -> None:
     """PyTorch does not count such edits, so what is known of the model is kept; sums are of the weights as they are."""
     model = make_hooked(d_vocab=4000, dtype=torch.float64)
     before = attribute_logits(model, LONGER, -1, target=3).check()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge, make_folded
 from attribution_checks import TOKENS
 from small_models import lab
 from transformer_lens import ActivationCache
@@ -20,7 +20,7 @@ from ln_probe.hooks.components import SplitError
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
 
 
-def test_targets(make_bridge: Callable[..., Any]) -> None:
+def test_targets() -> None:
     model = make_bridge("gpt2")
     with torch.no_grad():
         logits = model(TOKENS[None])[0, -1].double()
@@ -38,7 +38,7 @@ def test_targets(make_bridge: Callable[..., Any]) -> None:
     assert torch.allclose(two.to_torch(), three - four, atol=1e-9)
 
 
-def test_neurons_are_their_mlp(make_bridge: Callable[..., Any]) -> None:
+def test_neurons_are_their_mlp() -> None:
     for arch in ("gpt2", "llama"):
         model = make_bridge(arch)
         whole = attribute_logits(model, TOKENS, -1, target=3).table.set_index("part")
@@ -52,7 +52,7 @@ def test_neurons_are_their_mlp(make_bridge: Callable[..., Any]) -> None:
         assert "L1 mlp" not in set(fine["part"])
 
 
-def test_caches(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
+def test_caches() -> None:
     for model in (make_bridge("neox"), make_bridge("gemma2"), lab()):
         _, cache = model.run_with_cache(TOKENS[None])
         expected = attribute_logits(model, TOKENS, -2, 3)
@@ -77,7 +77,7 @@ def test_caches(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]
         attribute_logits(raw, ActivationCache({}, raw), -1, neurons=True)
 
 
-def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
+def test_what_cannot_be_attributed() -> None:
     model = make_bridge("gpt2")
     every: dict[str, Any] = {"tokens": TOKENS, "positions": None}
     for options, said in (
@@ -135,7 +135,7 @@ def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
         attribute_logits(torch.nn.Linear(2, 2), TOKENS, -1)
 
 
-def test_another_map_after_the_final_norm_is_noticed(make_bridge: Callable[..., Any]) -> None:
+def test_another_map_after_the_final_norm_is_noticed() -> None:
     model = make_bridge("gpt2")
     model.unembed.register_forward_hook(lambda _m, _a, out: 1.1 * out)
     found = attribute_logits(model, TOKENS, -1)
@@ -143,13 +143,13 @@ def test_another_map_after_the_final_norm_is_noticed(make_bridge: Callable[..., 
         found.check()
 
 
-def test_half_precision_says_its_bound(make_bridge: Callable[..., Any]) -> None:
+def test_half_precision_says_its_bound() -> None:
     found = attribute_logits(make_bridge("llama", torch.bfloat16), TOKENS, -1).check()
     assert 0.016 < found.bound < 0.032
     assert found.error < found.bound
 
 
-def test_the_picture_is_safe_and_complete(make_bridge: Callable[..., Any]) -> None:
+def test_the_picture_is_safe_and_complete() -> None:
     found = attribute_logits(make_bridge("gpt2"), TOKENS, -1)
     table = found.table.copy()
     table.loc[0, "part"] = "</text><script>alert(1)</script>"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 from attribution_checks import HEAD, TOKENS, pattern_of
 from small_models import lab
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.No
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_terms_are_what_goes_with_them(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_terms_are_what_goes_with_them(arch: str) -> None:
     """Each against an edit of the running model that takes the term from both sides at once."""
     model = make_bridge(arch)
     site = next(s for s in find_sites(model) if s.name == "blocks.1.ln1")
@@ -49,13 +49,12 @@ def test_terms_are_what_goes_with_them(arch: str, make_bridge: Callable[..., Any
     handle.remove()
     sigma = site.sigma(seen[0])
     typical = sigma[0, :8].median()
-    assert gain is not None
     assert edited(lambda y: (y - bias) / gain + bias) == pytest.approx(terms["key", "gain"], abs=1e-5)
     assert edited(lambda y: y - bias) == pytest.approx(terms["key", "bias"], abs=1e-5)
     assert edited(lambda y: (y - bias) * sigma / typical + bias) == pytest.approx(terms["key", "sigma"], abs=1e-5)
 
 
-def test_parts_are_exact_whatever_the_width(make_hooked: Callable[..., Any]) -> None:
+def test_parts_are_exact_whatever_the_width() -> None:
     """1/d in float64: in float32 it is exact for powers of two alone."""
     model = make_hooked(d_model=24, n_heads=3, dtype=torch.float64)
     found = attribute_scores(model, torch.arange(1, 21), 1, 0, query=12, key=5)
@@ -64,7 +63,7 @@ def test_parts_are_exact_whatever_the_width(make_hooked: Callable[..., Any]) -> 
     assert found.total == pytest.approx(float(cache["blocks.1.attn.hook_attn_scores"][0, 0, 12, 5]), rel=1e-12)
 
 
-def test_what_cannot_be_attributed(make_bridge: Callable[..., Any]) -> None:
+def test_what_cannot_be_attributed() -> None:
     model = make_bridge("gpt2")
     asked = {"tokens_or_cache": TOKENS, **HEAD, "key": 3}
     for change, said in (
@@ -91,14 +90,14 @@ def test_attention_that_reads_the_stream_itself() -> None:
     assert (found.terms["contribution"].abs() < 1e-12).all()
 
 
-def test_alibi_is_a_pair_of_its_own(make_bridge: Callable[..., Any]) -> None:
+def test_alibi_is_a_pair_of_its_own() -> None:
     """−slope·distance of the third of four heads."""
     pairs = attribute_scores(make_bridge("bloom"), TOKENS, **HEAD, key=3, against=5).pairs
     assert pairs.loc["position bias", "position bias"] == pytest.approx(-(2**-6) * 2)
     assert (pairs.loc["position bias"].drop("position bias") == 0).all()
 
 
-def test_scores_of_caches(make_bridge: Callable[..., Any], make_hooked: Callable[..., Any]) -> None:
+def test_scores_of_caches() -> None:
     for model in (make_bridge("llama"), make_hooked(), lab()):
         _, cache = model.run_with_cache(TOKENS[None])
         for key in (3, None):
@@ -115,7 +114,7 @@ def test_scores_of_caches(make_bridge: Callable[..., Any], make_hooked: Callable
         attribute_scores(raw, cache, **HEAD)
 
 
-def test_the_picture_is_safe(make_bridge: Callable[..., Any]) -> None:
+def test_the_picture_is_safe() -> None:
     found = attribute_scores(make_bridge("gpt2"), TOKENS, **HEAD, key=3)
     made = found._repr_html_()
     assert found.label in made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge, make_folded
 from small_models import lab
 
 import ln_probe
@@ -62,7 +62,7 @@ def forward_passes(model: Any, effects: EditedRuns) -> list[int]:
     return rows
 
 
-def test_groups_are_run_with_one_constant_and_with_loss_optimal_ones_too(make_bridge: Callable[..., Any]) -> None:
+def test_groups_are_run_with_one_constant_and_with_loss_optimal_ones_too() -> None:
     """Against `without` with the same constants."""
     model = make_bridge("gpt2", torch.float64)
     sites = find_sites(model)
@@ -85,7 +85,7 @@ def test_groups_are_run_with_one_constant_and_with_loss_optimal_ones_too(make_br
     assert rows.loc[~(group & scaling), "delta_loss_uniform"].isna().all()
 
 
-def test_single_norms_are_taken_from_the_first_prompts(make_bridge: Callable[..., Any]) -> None:
+def test_single_norms_are_taken_from_the_first_prompts() -> None:
     model = make_bridge("gpt2")
     sites = find_sites(model)
     effects = EditedRuns(model, sites, mean_sigmas(model, sites, PROMPTS))
@@ -97,7 +97,7 @@ def test_single_norms_are_taken_from_the_first_prompts(make_bridge: Callable[...
     assert "causal: single norms were edited on the first 1 of 2 prompts" in noted([early, late])
 
 
-def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..., Any]) -> None:
+def test_what_cannot_change_is_not_computed_and_says_so() -> None:
     model = make_bridge("llama")
     effects, table, _ = measured(model)
     # The unedited model; then scaling at five sites and three groups (the fourth is the final norm), with two constants
@@ -114,9 +114,7 @@ def test_what_cannot_change_is_not_computed_and_says_so(make_bridge: Callable[..
 
 
 @pytest.mark.parametrize("prompts", [[PROMPTS[0], torch.tensor([4])], [torch.tensor([4])]], ids=len)
-def test_one_prompt_gives_no_interval_and_one_token_no_loss(
-    prompts: list[torch.Tensor], make_bridge: Callable[..., Any]
-) -> None:
+def test_one_prompt_gives_no_interval_and_one_token_no_loss(prompts: list[torch.Tensor]) -> None:
     _, table, notes = measured(make_bridge("gpt2"), prompts)
     assert table[["delta_loss_low", "delta_loss_high"]].isna().all(axis=None)
     assert table["kl"].notna().all()
@@ -141,14 +139,14 @@ def test_a_bidirectional_model_has_no_next_token_loss() -> None:
     ]
 
 
-def test_logits_that_mean_nothing_are_left_out(make_bridge: Callable[..., Any]) -> None:
+def test_logits_that_mean_nothing_are_left_out() -> None:
     _, table, notes = measured(make_bridge("gpt2"), meaningless="its head is drawn at random")
     assert table[["loss", "delta_loss", "kl", "top1_agreement"]].isna().all(axis=None)
     assert table["entropy_change"].notna().all()
     assert "left out: its head is drawn at random" in notes[0]
 
 
-def test_a_folded_model_ignores_the_mean(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
+def test_a_folded_model_ignores_the_mean() -> None:
     """`fold_ln` centres the weights that read a norm: the effect of projection is gone, and that is no finding."""
     raw, folded = make_bridge("gpt2"), make_folded("gpt2")
     (_, one, _), (_, two, notes) = measured(raw), measured(folded)
@@ -172,7 +170,7 @@ def test_a_norm_that_nobody_heeds_does_not_take_the_others_with_it() -> None:
     assert "causal: blocks.1.ln1: the edit was lost" in notes[0]
 
 
-def test_an_edit_that_overflows_is_said_to(make_bridge: Callable[..., Any]) -> None:
+def test_an_edit_that_overflows_is_said_to() -> None:
     """Without scaling at every norm a stream can grow past the format's largest number (SmolLM2 in float32 does)."""
     model = make_bridge("gpt2")
     sites = find_sites(model)
@@ -185,7 +183,7 @@ def test_an_edit_that_overflows_is_said_to(make_bridge: Callable[..., Any]) -> N
     assert any("logits are not finite, so there are no numbers: " in n and "all no_scaling" in n for n in noted(frames))
 
 
-def test_in_a_report(make_bridge: Callable[..., Any], tmp_path: Path) -> None:
+def test_in_a_report(tmp_path: Path) -> None:
     model, tokens = make_bridge("gpt2"), torch.stack([torch.arange(1, 17), torch.arange(20, 36)])
     report = ln_probe.analyze(model, tokens, probes=("causal",), progress=False)
     assert [c for c in CAUSAL.names if c in report.causal] == CAUSAL.names

@@ -131,6 +131,21 @@ def test_single_norms_are_exploratory_and_the_largest_are_named() -> None:
     assert f"{said}prompts" in finding.text
 
 
+def test_single_norms_are_named_by_the_size_of_their_change_in_either_direction() -> None:
+    twelve = FEW | {"prompts": 12, "groups": 12, "p_sign": 0.01, "delta_loss_median": math.nan, "prompts_worse": 0}
+    falls = [row(f"blocks.{i}.ln1", "no_scaling", -0.02 * (i + 1), **twelve) for i in range(3)]
+    (finding,) = found(*falls)
+    assert "blocks.2.ln1 changes the loss by -0.06 nats/token on average on 12 prompts: it falls on 12 of 12, " in (
+        finding.text
+    )
+    (finding,) = found(*falls, row("blocks.3.ln1", "no_scaling", 0.03, **twelve | {"prompts_worse": 12}))
+    assert finding.text.index("blocks.2.ln1") < finding.text.index("blocks.1.ln1") < finding.text.index("blocks.3.ln1")
+    assert "blocks.0.ln1" not in finding.text
+    assert "blocks.3.ln1 changes the loss by +0.03 nats/token on average on 12 prompts: it rises on 12 of 12" in (
+        finding.text
+    )
+
+
 @pytest.mark.parametrize(("rows", "options", "ends"), [
     ([row(s, "no_projection", 0.0, 0.0, no_op=ABSENT) for s in ("attention", "all")], {},
      f"Removing projection at every norm is not applicable ({ABSENT})."),

@@ -20,17 +20,21 @@ from ln_probe.hooks.model import run
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
+def imported(name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "checkpoints")
-        return importlib.import_module("uniform_direction")
+        return importlib.import_module(name)
 
 
-def model(d_head: int) -> torch.nn.Module:
-    """Two layers whose gains, biases and weights are all far from their initial values."""
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return imported("uniform_direction")
+
+
+def model(d_head: int, layers: int = 2) -> torch.nn.Module:
+    """Gains, biases and weights are all far from their initial values."""
     torch.manual_seed(d_head)
-    made = LabConfig(2, 16, 2, 11, 8, d_head=d_head, norm="layernorm").build().eval()
+    made = LabConfig(layers, 16, 2, 11, 8, d_head=d_head, norm="layernorm").build().eval()
     with torch.no_grad():
         for weights in made.parameters():
             weights += 0.3 * torch.randn_like(weights)
@@ -107,19 +111,12 @@ STEP = 1e-4
 
 @pytest.fixture(scope="module")
 def patching() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "checkpoints")
-        return importlib.import_module("attribution_patching")
+    return imported("attribution_patching")
 
 
 @pytest.fixture(scope="module")
 def deep_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    made = LabConfig(3, 16, 2, 11, 8, norm="layernorm").build().double().eval()
-    with torch.no_grad():
-        for weights in made.parameters():
-            weights += 0.3 * torch.randn_like(weights)
-    return made
+    return model(8, layers=3).double()
 
 
 def pair(patching: Any) -> Any:
@@ -129,10 +126,7 @@ def pair(patching: Any) -> Any:
 @pytest.mark.parametrize("hold", [False, True])
 def test_estimates_are_derivatives(patching: Any, deep_model: Any, hold: bool) -> None:
     """Of heads, positions and paths; with sigma held, of the model that divides by the corrupt run's sigmas."""
-    points, given = (
-        patching.Points(deep_model),
-        pair(patching),
-    )
+    points, given = patching.Points(deep_model), pair(patching)
     clean, _ = patching.activations(deep_model, points, given.clean)
     corrupt, logits = patching.activations(deep_model, points, given.corrupt)
     base = float(given.metric(logits))
@@ -164,10 +158,7 @@ def test_estimates_are_derivatives(patching: Any, deep_model: Any, hold: bool) -
 
 
 def test_a_pair_from_end_to_end(patching: Any, deep_model: Any) -> None:
-    points, given = (
-        patching.Points(deep_model),
-        pair(patching),
-    )
+    points, given = patching.Points(deep_model), pair(patching)
     nodes = patching.effects(deep_model, points, given)
     assert set(nodes["kind"]) == {"heads", "positions", "paths"}
     of = nodes[nodes["kind"] == "positions"]

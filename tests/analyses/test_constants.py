@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 
 import ln_probe
 from ln_probe.analyses.constants import Constants, grouped
@@ -45,7 +45,7 @@ def analyzed(model: Any, prompts: Any = TOKENS, probes: Any = ALONE, **options: 
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "qwen3"])
-def test_the_constants_of_a_prompt_are_means_over_the_other_groups(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_the_constants_of_a_prompt_are_means_over_the_other_groups(arch: str) -> None:
     """Computed once more from the sigmas of the prompts that are not equal to it."""
     model = make_bridge(arch)
     constants, sites = analyzed(model).constants, find_sites(model)
@@ -63,7 +63,7 @@ def test_the_constants_of_a_prompt_are_means_over_the_other_groups(arch: str, ma
         assert constants.observed.loc[name, "first"] == pytest.approx(pooled[name].first, rel=1e-6)
 
 
-def test_constants_are_saved_with_the_report(make_bridge: Callable[..., Any], tmp_path: Path) -> None:
+def test_constants_are_saved_with_the_report(tmp_path: Path) -> None:
     report = analyzed(make_bridge("gpt2"))
     read = ln_probe.load_report(report.save(tmp_path / "r")).constants
     assert read.of(1) == report.constants.of(1)
@@ -75,7 +75,7 @@ def test_constants_are_saved_with_the_report(make_bridge: Callable[..., Any], tm
         ln_probe.Report().constants  # noqa: B018
 
 
-def test_without_reproduces_each_prompt_with_its_constants(make_bridge: Callable[..., Any]) -> None:
+def test_without_reproduces_each_prompt_with_its_constants() -> None:
     model = make_bridge("gpt2", torch.float64)
     report = analyzed(model, TOKENS[:4], probes=["causal"])
     rows = report.causal_prompts.set_index(["prompt", "sites", "variant"])
@@ -86,7 +86,7 @@ def test_without_reproduces_each_prompt_with_its_constants(make_bridge: Callable
         assert edited == pytest.approx(mine["loss"] + mine["delta_loss"], abs=1e-6)
 
 
-def test_labels_form_groups(make_bridge: Callable[..., Any]) -> None:
+def test_labels_form_groups() -> None:
     model = make_bridge("gpt2")
     constants = analyzed(model, groups=["a", "a", "b", "b", "b"]).constants
     assert constants.groups.tolist() == [0, 0, 1, 1, 1]
@@ -96,9 +96,7 @@ def test_labels_form_groups(make_bridge: Callable[..., Any]) -> None:
     assert constants.effective_groups == pytest.approx((21 + 17) ** 2 / (21**2 + 17**2))
 
 
-def test_labels_and_calibration_text_are_checked_before_the_first_pass(
-    make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_and_calibration_text_are_checked_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge("gpt2")
     monkeypatch.setattr("ln_probe.passes.stream_together", None)
     with pytest.raises(ValueError, match="got 2 labels for 5 prompts"):
@@ -107,7 +105,7 @@ def test_labels_and_calibration_text_are_checked_before_the_first_pass(
         analyzed(model, calibration=TOKENS)
 
 
-def test_calibration_text_gives_every_prompt_the_same_constants(make_bridge: Callable[..., Any]) -> None:
+def test_calibration_text_gives_every_prompt_the_same_constants() -> None:
     model = make_bridge("gpt2")
     other = torch.arange(30, 42)[None]
     report = analyzed(model, calibration=other)
@@ -120,7 +118,7 @@ def test_calibration_text_gives_every_prompt_the_same_constants(make_bridge: Cal
     assert norms.loc["ln_final", "constant_rest"] == expected["ln_final"].rest
 
 
-def test_constants_far_from_what_is_observed_are_noted(make_bridge: Callable[..., Any]) -> None:
+def test_constants_far_from_what_is_observed_are_noted() -> None:
     model = make_bridge("gpt2")
     constants = analyzed(model, TOKENS[:3]).constants
     assert constants.notes() == ()
@@ -130,7 +128,7 @@ def test_constants_far_from_what_is_observed_are_noted(make_bridge: Callable[...
     assert "at position 0: 2 times it), so freezing scaling also changes the size of vectors there" in note
 
 
-def test_unusable_calibration_text_is_refused(make_bridge: Callable[..., Any]) -> None:
+def test_unusable_calibration_text_is_refused() -> None:
     model = make_bridge("gpt2")
     with pytest.raises(
         ValueError, match=r"calibration: prompt 0: token id 50 is outside the vocabulary of 50 \(0 … 49\)"
@@ -142,7 +140,7 @@ def test_unusable_calibration_text_is_refused(make_bridge: Callable[..., Any]) -
     assert "1 of 5 prompts are in the calibration text too: their own sigma is part of their constants" in report.notes
 
 
-def test_one_group_of_prompts_has_constants_from_elsewhere(make_bridge: Callable[..., Any]) -> None:
+def test_one_group_of_prompts_has_constants_from_elsewhere() -> None:
     model = make_bridge("gpt2")
     report = analyzed(model, torch.stack([TOKENS[0]] * 3))
     expected = mean_sigmas(model, find_sites(model), [TOKENS[0]])
@@ -152,10 +150,13 @@ def test_one_group_of_prompts_has_constants_from_elsewhere(make_bridge: Callable
         n.startswith("there is one group of prompts and no other text, so the constants are") for n in report.notes
     )
     bundled = ln_probe.load_model("lm-layernorm")
-    own = ln_probe.norm_constants(bundled, torch.arange(1, 30)[None])
+    report = analyzed(bundled, torch.arange(1, 30)[None])
+    own = report.constants
     windows = bundled.bundled_prompts.calibration  # type: ignore[union-attr]
     assert own.of(0) == mean_sigmas(bundled, find_sites(bundled), list(windows))  # type: ignore[arg-type]
     assert own.source == "means over the calibration prompts (held-out windows of the model's training books)"
+    said = "there is one group of prompts only, so the constants are means over the calibration prompts ("
+    assert any(n.startswith(said) for n in report.notes)
 
 
 def test_default_constants_of_without_are_pooled_over_the_default_prompts() -> None:
@@ -188,7 +189,7 @@ def test_the_table_is_what_the_constants_were_made_of() -> None:
     pd.testing.assert_frame_equal(again.to_table(), constants.to_table())
 
 
-def test_intervals_add_what_a_group_does_to_the_others_constants(make_bridge: Callable[..., Any]) -> None:
+def test_intervals_add_what_a_group_does_to_the_others_constants() -> None:
     """The shift of a group is the derivative of the summed loss change by the group's weight in everybody's "
     "constants."""
     model = make_bridge("gpt2", torch.float64)
@@ -216,7 +217,7 @@ def test_intervals_add_what_a_group_does_to_the_others_constants(make_bridge: Ca
 
 
 @pytest.mark.slow
-def test_a_derivative_that_holds_over_no_real_step_is_reduced(make_bridge: Callable[..., Any]) -> None:
+def test_a_derivative_that_holds_over_no_real_step_is_reduced() -> None:
     """A loss that goes up and down within a thousandth of the constants' standard error: its slope says nothing."""
     model = make_bridge("gpt2", torch.float64)
     prompts = [torch.randint(1, 50, (8,), generator=torch.Generator().manual_seed(n)) for n in range(40)]

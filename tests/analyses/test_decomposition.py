@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 from small_models import norm_of
 
 from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
@@ -46,9 +46,7 @@ def rows_of(model: Any) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("arch", "dtype"), [("gpt2", torch.float16), ("gemma", torch.bfloat16), ("olmo2", torch.bfloat16)]
 )
-def test_half_precision_is_bounded_by_its_rounding(
-    arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]
-) -> None:
+def test_half_precision_is_bounded_by_its_rounding(arch: str, dtype: torch.dtype) -> None:
     """Recomputed exactly, a norm differs from its own output by the roundings of the format alone."""
     rows = rows_of(make_bridge(arch, dtype))
     # It is the rounded output that is compared.
@@ -59,7 +57,7 @@ def test_half_precision_is_bounded_by_its_rounding(
 
 
 @pytest.mark.parametrize("kind", ["LN", "LNPre", "RMS", "RMSPre"])
-def test_half_precision_in_hooked_transformer(kind: str, make_hooked: Callable[..., Any]) -> None:
+def test_half_precision_in_hooked_transformer(kind: str) -> None:
     rows = rows_of(make_hooked(normalization_type=kind, dtype=torch.bfloat16))
     assert (rows["reconstruction_error"] < rows["reconstruction_bound"]).all()
 
@@ -120,12 +118,11 @@ def test_statistics_are_those_of_numpy() -> None:
         for name, value in expected.items():
             assert row[name + ending] == pytest.approx(value, rel=1e-9), name + ending
     gain = site.gain
-    assert gain is not None
     assert row["gain_cv"] == pytest.approx(float(gain.std(correction=0) / gain.mean().abs()))
     assert row["sigma_mean"] > 3 * row["sigma_mean_tail"]  # type: ignore[operator]
 
 
-def test_rmsnorm_has_no_bias_and_no_projection(make_bridge: Callable[..., Any]) -> None:
+def test_rmsnorm_has_no_bias_and_no_projection() -> None:
     rows = rows_of(make_bridge("llama"))
     assert rows["bias_norm"].isna().all()
     assert (rows["mean_share"] > 1e-4).all()  # what it would remove is still described
@@ -145,7 +142,7 @@ def test_one_position_has_no_tail() -> None:
     assert made.rest == made.first == pytest.approx(row["sigma_mean"])
 
 
-def test_constants_of_a_norm_stand_in_its_row(make_bridge: Callable[..., Any]) -> None:
+def test_constants_of_a_norm_stand_in_its_row() -> None:
     """Those of a single prompt are its own mean sigmas; a norm whose sigma nothing replaces has none."""
     model = make_bridge("gpt2")
     rows = rows_of(model).set_index("site")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import bridge_of, make_hooked, norm_free
+from small_models import DyT
 from torch import nn
 
 import ln_probe
@@ -112,7 +113,7 @@ def check_over_the_empirical_set(model: Any, layer: int = 0) -> None:
     assert heads[["margin_median", "attainable_median"]].notna().all().all()
 
 
-def test_a_hooked_transformer_without_norms(make_hooked: Callable[..., Any]) -> None:
+def test_a_hooked_transformer_without_norms() -> None:
     model = make_hooked(normalization_type=None)
     check_over_the_empirical_set(model)
     report = ln_probe.analyze(model, TOKENS[:1], progress=False, keys="all", probes=NOT_CAUSAL)
@@ -128,37 +129,16 @@ def test_a_hooked_transformer_without_norms(make_hooked: Callable[..., Any]) -> 
     np.testing.assert_allclose(keys["pattern_max"].to_numpy().reshape(4, 24), most, atol=1e-6)
 
 
-def test_norm_free_gpt2_is_measured_over_the_queries_that_occurred(make_bridge: Callable[..., Any]) -> None:
-    """Released norm-free checkpoints are GPT-2 with eps 1e12 and gains times 1e6: projection only."""
-    model = make_bridge("gpt2", torch.float64, layer_norm_epsilon=1e12)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "ln_" in name and name.endswith("weight"):
-                parameter.mul_(1e6)
+def test_norm_free_gpt2_is_measured_over_the_queries_that_occurred() -> None:
+    model = bridge_of(norm_free(torch.float64))
     assert {s.kind for s in facts_of(model).sites} == {"projection_only"}
     check_over_the_empirical_set(model)
 
 
-class DyT(nn.Module):
-    """tanh(a x)·gain + bias (Zhu et al. 2025)."""
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.a, self.weight, self.bias = (
-            nn.Parameter(torch.tensor(0.7)),
-            nn.Parameter(torch.ones(d)),
-            nn.Parameter(torch.zeros(d)),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.a * x) * self.weight + self.bias
-
-
-def test_b02_a_norm_that_is_not_known_is_named_and_measured_as_it_is(make_hooked: Callable[..., Any]) -> None:
+def test_b02_a_norm_that_is_not_known_is_named_and_measured_as_it_is() -> None:
     """DyT at one norm: the layer stays in `heads`, the module is in the table and in a note, groups leave it out."""
     model = make_hooked()
-    torch.manual_seed(1)
-    model.blocks[1].ln1 = DyT(32)
+    model.blocks[1].ln1 = DyT(nn.LayerNorm(32), 0.7)
     model.setup()
     report = ln_probe.analyze(model, TOKENS, progress=False, keys="all", heads=[0, 3])
     assert set(report.heads.query("space == 'head'")["layer"]) == {0, 1}

@@ -74,7 +74,6 @@ def test_one_bias_may_serve_all_sets_of_a_batch(rng: np.random.Generator) -> Non
     np.testing.assert_array_equal(lift, np.broadcast_to(bias, (4, 5)))
     np.testing.assert_array_equal(values, keys)
     one = key_sets(keys[0], bias)[1]
-    assert one is not None
     assert one.shape == (1, 5)
     for wrong in (bias[:4], np.zeros(4), np.zeros((5, 4))):
         with pytest.raises(ValueError, match="bias must have the shape"):
@@ -109,7 +108,6 @@ def test_the_part_that_no_axis_reaches_is_known_to_its_doubt() -> None:
         across = np.linalg.svd(axes)[0][:, 2:]
         queries = QuerySet(axes @ rng.standard_normal(2) + near * across @ rng.standard_normal(2), axes)
         found = checker_module.outside(queries, key_power)
-        assert found is not None
         direction, lost, power = found
         missing, center = (np.vectorize(Fraction, [object])(part) for part in (queries.missing, queries.center))
         exact = (missing @ (missing.T @ center)) * Fraction(2) ** (key_power - power)
@@ -250,7 +248,6 @@ def test_a_level_query_gives_all_keys_the_same_score(rng: np.random.Generator) -
     assert margins._level(centred, centred @ (3 * u), 1.0) is None  # beyond the ball
     assert margins._level(centred, centred @ u + 1e-6 * rng.standard_normal(8), 1.0) is None
     plain = margins._level(centred, None, 1.0)
-    assert plain is not None
     assert not plain.any()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 from scipy import stats  # type: ignore[import-untyped]
 from small_models import lab
 from torch import Tensor
@@ -40,7 +40,7 @@ def loss(model: Any, tokens: Tensor) -> float:
 
 
 @pytest.mark.parametrize("arch", ["lab", "llama", "neox"])  # grouped keys; attention and MLP side by side
-def test_exact_effects_are_those_of_without(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_exact_effects_are_those_of_without(arch: str) -> None:
     model = lab().double() if arch == "lab" else make_bridge(arch, torch.float64)
     runs, constants = runs_of(model)
     assert len(runs.exact) == 8
@@ -109,7 +109,7 @@ def test_rows_a_pass_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     pd.testing.assert_frame_equal(runs.measure(0, PROMPTS[0]), at_once, rtol=1e-9)
 
 
-def test_models_without_a_loss_or_norms(make_bridge: Callable[..., Any]) -> None:
+def test_models_without_a_loss_or_norms() -> None:
     for model, said in ((make_bridge("bert"), "attention is bidirectional"), (lab(norm=None), "")):
         report = ln_probe.analyze(model, PROMPTS, probes=("head_effects",), progress=False)
         assert not len(report.tables["head_effects"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, make_bridge
 from scipy import stats  # type: ignore[import-untyped]
 
 import ln_probe
@@ -64,18 +63,15 @@ def test_some_keys_of_a_set_are_what_all_say(number: int, d: int) -> None:
     some = set_geometry(keys, None, QuerySet(np.zeros(d), np.eye(d)), True, only=only)
     full = key_geometry(keys, query_set=1.0, causal=True)
     assert list(NAMES[some.proved.verdicts.code[only]]) == list(full.verdict[only])
-    assert full.first_unselectable_at is not None
-    assert some.first is not None
     assert (some.first.at[only] == full.first_unselectable_at[only]).all()
     lower, upper = some.bounds
     assert (np.maximum(lower, full.margin_lower[only]) <= upper + 1e-9).all()
     assert (np.maximum(lower, full.margin_lower[only]) <= full.margin_upper[only] + 1e-9).all()
-    assert some.attainable is not None
     assert (np.abs(some.attainable.weight - full.attainable[only]) <= 0.0101).all()
 
 
 @pytest.mark.parametrize("arch", cases("gpt2", slow=["mistral"]))
-def test_a_sampled_key_is_measured_as_among_all(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_a_sampled_key_is_measured_as_among_all(arch: str) -> None:
     model = make_bridge(arch)
     full = ln_probe.analyze(model, TOKENS, heads=[0, 2], layers=[1], **HOW).keys.set_index(PLACE)
     report = ln_probe.analyze(model, TOKENS, heads=[0, 2], layers=[1], keys_sample=9, **HOW)
@@ -107,9 +103,7 @@ def test_a_sampled_key_is_measured_as_among_all(arch: str, make_bridge: Callable
     assert "keys_sample=0" in note
 
 
-def test_keys_are_sampled_where_all_would_take_too_long(
-    make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_sampled_where_all_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     from ln_probe import passes
 
     monkeypatch.setattr(passes, "SAMPLE_ABOVE", 0.0)

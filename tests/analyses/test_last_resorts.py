@@ -1,13 +1,17 @@
-"""What decides where the fast methods give up: the polish of thin hulls, and the linear program."""
+"""What decides where the fast methods give up, the polish of thin hulls and the linear program, and the budget of
+arithmetic per key that ends every search, with bounds that hold."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 import ln_probe
 from ln_probe.analyses.geometry import decide
-from ln_probe.analyses.geometry.active_set import BRACKETED, STALLED
+from ln_probe.analyses.geometry.active_set import BRACKETED, EXHAUSTED, STALLED
 from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.decide import separate
+from ln_probe.analyses.geometry.newton import largest_weights
 from ln_probe.analyses.geometry.wolfe import Nearest, nearest_points
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
@@ -20,26 +24,11 @@ def stalled(rows, targets, **_):
     return Nearest(ended, none, none, np.zeros((len(targets), rows.shape[1])), Rows.gathered(len(targets), []))
 
 
-def test_the_program_separates_or_reproduces():
-    query, _ = separate(SQUARE, np.array([1.5, 0.2]), ray=False)
-    assert ((np.array([1.5, 0.2]) - SQUARE) @ query).min() > 0.1
-    _, weights = separate(SQUARE, np.array([0.3, -0.2]), ray=False)
-    assert weights.sum() == pytest.approx(1)
-    np.testing.assert_allclose(weights @ SQUARE, [0.3, -0.2], atol=1e-9)
-
-
-def test_the_program_counts_the_bias_upwards_only():
-    lifted = np.column_stack([SQUARE, np.zeros(4)])
-    query, _ = separate(lifted, np.array([0.0, 0.0, 0.5]), ray=True)
-    assert ((np.array([0.0, 0.0, 0.5]) - lifted) @ query).min() > 0.1
-    query, _ = separate(lifted, np.array([0.0, 0.0, -0.5]), ray=True)
-    assert ((np.array([0.0, 0.0, -0.5]) - lifted) @ query).min() <= 1e-9
-
-
 def test_the_program_alone_gives_the_same_verdicts(monkeypatch):
     rng = np.random.default_rng(0)
-    keys, bias = rng.standard_normal((60, 4)), rng.standard_normal(60)
-    for given in (None, bias):
+    for d, biased in ((2, True), (4, False), (4, True), (12, True)):
+        keys = rng.standard_normal((100, d)) * rng.lognormal(0, 1, (100, 1))
+        given = rng.standard_normal(100) if biased else None
         expected = ln_probe.key_geometry(keys, bias=given, margins=False).verdict
         assert (expected == "unselectable").sum() > 5
         with monkeypatch.context() as patch:
@@ -81,3 +70,63 @@ def test_thin_hulls_are_bracketed_by_the_polish():
     for i in np.flatnonzero(thin):
         query = queries[i] / np.linalg.norm(queries[i])
         assert np.delete((wide[i] - wide) @ query, i).min() >= lower[i] * (1 - 1e-6)
+
+
+# The budget.
+
+N, D = 120, 24
+
+
+@pytest.fixture(scope="module")
+def keys():
+    return np.random.default_rng(0).standard_normal((N, D))
+
+
+def test_bounds_hold_and_tighten_with_the_budget(keys):
+    found = [ln_probe.key_geometry(keys, query_set=3.0, budget=budget) for budget in (1e-7, 1e-5, 1e-4, 1.0)]
+    for lower, upper in (("margin_lower", "margin_upper"), ("attainable", "attainable_upper")):
+        brackets = [(getattr(geometry, lower), getattr(geometry, upper)) for geometry in found]
+        for (low, high), (better, tighter) in pairwise(brackets):
+            assert (np.maximum(low, better) <= np.minimum(high, tighter) + 1e-9).all()
+        widths = [(high - low).sum() for low, high in brackets]
+        assert widths[0] > widths[1] > widths[2] >= widths[3]
+        assert widths[0] > 10 * widths[3]
+    for geometry in found:
+        geometry.certify()
+
+
+def test_verdicts_of_a_search_without_budget_are_none(keys):
+    mixed = np.concatenate([keys, np.random.default_rng(1).dirichlet(np.ones(N), N) @ keys])
+    short, enough = (ln_probe.key_geometry(mixed, budget=budget, margins=False) for budget in (1e-6, 1e-2))
+    assert (short.verdict[N:] == "undecided").all()
+    assert enough.verdict.tolist() == ["selectable"] * N + ["unselectable"] * N
+    short.certify()
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0, float("nan")])
+def test_a_budget_that_is_not_positive_is_refused(keys, budget):
+    message = f"budget must be positive, got {budget}: it is the number of multiply-adds per key"
+    with pytest.raises(ValueError, match=message):
+        nearest_points(keys, np.arange(N), tau=1e-7, gap=0.01, budget=budget)
+    with pytest.raises(ValueError, match=message):
+        separate(keys[1:], keys[0], False, budget)
+    with pytest.raises(ValueError, match=message):
+        largest_weights(keys, keys.T.copy(), np.zeros(N), np.arange(N), np.zeros((1, N, D)), 0.01, 9, budget)
+
+
+def test_lengths_of_differences_do_not_stand_in_the_way():
+    # Norms over eight decades, every direction divided by its RMS: with the differences as they are, one key in three
+    # is still open when all but a few are decided with differences of length one.
+    rng = np.random.default_rng(0)
+    wide = rng.standard_normal((300, 60)) * 10.0 ** rng.uniform(-4, 4, (300, 1))
+    wide -= wide.mean(axis=0)
+    left, values, _ = np.linalg.svd(wide / np.sqrt((wide**2).sum(1).mean()), full_matrices=False)
+    white, stretch = left * np.sqrt(300), values / np.sqrt(300)
+    open_ = {}
+    for scaled in (False, True):
+        ended, *_ = nearest_points(
+            white, np.arange(300), tau=1e-7, stretch=stretch, slope=np.ones(1), scaled=scaled, budget=3e6
+        )
+        open_[scaled] = int((ended == EXHAUSTED).sum())
+    assert open_[True] <= 5
+    assert open_[False] >= 60

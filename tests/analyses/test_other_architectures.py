@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import hugging_face, make_bridge
 from transformers import PreTrainedModel
 
 import ln_probe
@@ -27,7 +27,7 @@ def folder(model: PreTrainedModel, home: Path) -> Any:
 @pytest.mark.parametrize("eps", [0.1, 1e3])
 @pytest.mark.parametrize(("arch", "option", "kind"), [("gpt2", "layer_norm_epsilon", "layernorm"),
                                                       ("llama", "rms_norm_eps", "rmsnorm")])  # fmt: skip
-def test_a_large_eps_is_read(arch: str, option: str, kind: str, eps: float, make_bridge: Callable[..., Any]) -> None:
+def test_a_large_eps_is_read(arch: str, option: str, kind: str, eps: float) -> None:
     """Studies that anneal eps go through such."""
     model = make_bridge(arch, **{option: eps})
     for site in find_sites(model):
@@ -36,8 +36,8 @@ def test_a_large_eps_is_read(arch: str, option: str, kind: str, eps: float, make
     assert (report.layernorms["reconstruction_error"] <= report.layernorms["reconstruction_bound"]).all()
 
 
-def test_alibi_of_falcon(make_hugging_face: Callable[[str], Any], tmp_path: Path) -> None:
-    model = folder(make_hugging_face("falcon-alibi"), tmp_path)
+def test_alibi_of_falcon(tmp_path: Path) -> None:
+    model = folder(hugging_face("falcon-alibi"), tmp_path)
     report = ln_probe.analyze(model, TOKENS, probes=PROBES, progress=False)
     assert not any("head space was not measured" in n for n in report.notes)
     assert set(report.heads["space"]) == {"normalized", "head"}
@@ -46,9 +46,9 @@ def test_alibi_of_falcon(make_hugging_face: Callable[[str], Any], tmp_path: Path
     assert found.total == pytest.approx(math.log(pattern[2] / pattern[3]), rel=1e-4)
 
 
-def test_projections_around_the_stream_are_followed(make_hugging_face: Callable[[str], Any], tmp_path: Path) -> None:
+def test_projections_around_the_stream_are_followed(tmp_path: Path) -> None:
     """OPT-350m: embeddings are the stream's through `project_in`, logits are read through `project_out`."""
-    original = make_hugging_face("opt-350m")
+    original = hugging_face("opt-350m")
     model = folder(original, tmp_path)
     with torch.no_grad():
         logits = original(TOKENS).logits[0].double()
@@ -62,13 +62,13 @@ def test_projections_around_the_stream_are_followed(make_hugging_face: Callable[
     assert report.tables["attribution"]["contribution"].sum() == pytest.approx(float(own.mean()), abs=1e-4)
 
 
-def test_a_head_that_transforms_the_stream_is_refused_by_name(make_bridge: Callable[..., Any]) -> None:
+def test_a_head_that_transforms_the_stream_is_refused_by_name() -> None:
     with pytest.raises(SplitError, match=r"was written after blocks\.1\.ln2, the last place where the sum closes"):
         ln_probe.attribute_logits(make_bridge("bert"), TOKENS)
 
 
-def test_neox_without_biases_in_memory(make_hugging_face: Callable[[str], Any], tmp_path: Path) -> None:
-    original = make_hugging_face("neox-no-bias")
+def test_neox_without_biases_in_memory(tmp_path: Path) -> None:
+    original = hugging_face("neox-no-bias")
     report = ln_probe.analyze(original, TOKENS, probes=PROBES, progress=False)
     assert any("zeros were put in their place" in n for n in report.provenance["model"]["notes"])
     assert original.gpt_neox.layers[0].attention.query_key_value.bias is None
@@ -77,21 +77,21 @@ def test_neox_without_biases_in_memory(make_hugging_face: Callable[[str], Any], 
         assert report.heads[column].to_numpy() == pytest.approx(same.heads[column].to_numpy(), rel=1e-4, nan_ok=True)
 
 
-def test_unscaled_attention_in_memory(make_hugging_face: Callable[[str], Any]) -> None:
+def test_unscaled_attention_in_memory() -> None:
     """TransformerLens's bridge scales it all the same: where there is HookedTransformer, that is the model."""
     from ln_probe.loading.convert import has_hooked_transformer
 
     if not has_hooked_transformer():
         with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge .* its logits are"):
-            ln_probe.analyze(make_hugging_face("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
+            ln_probe.analyze(hugging_face("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
         return
-    report = ln_probe.analyze(make_hugging_face("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
+    report = ln_probe.analyze(hugging_face("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
     assert report.provenance["model"]["world"] == "HookedTransformer"
     assert any("not a TransformerBridge: " in n for n in report.provenance["model"]["notes"])
     assert set(report.heads["space"]) == {"normalized", "head"}
 
 
-def test_rows_of_several_lengths(make_bridge: Callable[..., Any]) -> None:
+def test_rows_of_several_lengths() -> None:
     model = make_bridge("gpt2")
     rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7]]
     found = ln_probe.outlier_tokens(model, rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge
 from torch import Tensor
 
 import ln_probe
@@ -63,7 +64,6 @@ def test_what_is_planted_is_found_and_nothing_else(seeds: range) -> None:
         sites, weights = find_sites(model), model.embed.W_E.detach().clone()
         found, _ = looked_at(model, sites, tokens)
         assert (found.found, found.dimensions) == ({}, {}), seed
-        assert found.massive is not None
         assert not found.massive.any(), seed
         at = seed % len(tokens)
         tokens[at] = 39
@@ -81,13 +81,13 @@ def test_what_is_planted_is_found_and_nothing_else(seeds: range) -> None:
 
 
 def test_a_mask_of_rows_of_several_lengths() -> None:
-    model, rows = random_model(0), [prompt(0), prompt(0)[:-3], prompt(0)[:3]]
+    model, rows = random_model(0), [prompt(0), prompt(0)[:-3], prompt(0)[: LEAST_TOKENS - 1]]
     for row in rows:
         row[2] = 39
     with torch.no_grad():
         model.embed.W_E[39] *= 1000
     mask = outlier_tokens(model, rows).mask
-    assert mask.nonzero().tolist() == [[0, 2], [1, 2]], "three tokens have no median"
+    assert mask.nonzero().tolist() == [[0, 2], [1, 2]], "a few tokens have no median"
 
 
 def added_at(position: int, dimension: int, size: float) -> Callable[..., Tensor]:
@@ -105,7 +105,7 @@ def added_at(position: int, dimension: int, size: float) -> Callable[..., Tensor
     ("llama", "blocks.1.hook_mlp_out", "ln_final", "the mlp of block 1"),
     ("neox", "blocks.0.hook_attn_out", "blocks.1.ln1", "the attention of block 0 and the mlp of block 0"),
 ])  # fmt: skip
-def test_what_wrote_it(arch: str, place: str, site: str, writer: str, make_bridge: Callable[..., Any]) -> None:
+def test_what_wrote_it(arch: str, place: str, site: str, writer: str) -> None:
     model, tokens = make_bridge(arch), torch.arange(1, 21)
     sites = find_sites(model)
     found = PromptOutliers(sites)
@@ -116,7 +116,6 @@ def test_what_wrote_it(arch: str, place: str, site: str, writer: str, make_bridg
     assert (one.emerges_at, one.writer) == (site, writer)
     assert one.writer_share == pytest.approx(1.0, abs=0.02)
     assert one.dimensions.startswith("5 (")
-    assert found.massive is not None
     assert found.massive.nonzero().flatten().tolist() == [7]
 
 
@@ -131,14 +130,6 @@ def test_sizes_are_those_of_the_norms() -> None:
     torch.testing.assert_close(found.after["blocks.0.ln1"][0], model.blocks[0].ln1(x).norm(dim=-1))
     length = (x - x.mean(-1, keepdim=True)).norm(dim=-1)
     torch.testing.assert_close(found.ratio["blocks.0.ln1"][0], length / length.median())
-
-
-def test_a_few_tokens_have_no_median() -> None:
-    model, tokens = random_model(0), torch.tensor([1, 2, 39, 4])
-    with torch.no_grad():
-        model.embed.W_E[39] *= 1000
-    assert len(tokens) < LEAST_TOKENS
-    assert not outlier_tokens(model, tokens[None]).mask.any()
 
 
 def test_what_is_no_tokens() -> None:

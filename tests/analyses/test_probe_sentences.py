@@ -108,6 +108,9 @@ UNIFORM = heads("layer head variant entropy_ratio uniform_angle_deg", (1, 2, "in
     ("selectability", UNKNOWN, "keys of every head, as the last token of each prompt sees them).", 0.5),
     ("selectability", UNKNOWN.assign(by_theorem=["sphere" if v == "intact" else "" for v in UNKNOWN["variant"]]),
      "prompt sees them). The intact figure follows from theory (sphere).", 0.0),
+    ("selectability", UNKNOWN.assign(no_op=["" if v == "intact" else "no norm" for v in UNKNOWN["variant"]]),
+     "25.0 % of keys cannot be selected by any query (16,000 keys of every head, as the last token of each prompt sees "
+     "them).", None),  # nothing to take away, and no figure for it
     ("selectability", UNKNOWN.assign(by_theorem="flat"),
      "This follows from theory (flat), so it is not a finding.", None),
     ("selectability", UNKNOWN[UNKNOWN["variant"] == "intact"].assign(space="normalized"),
@@ -227,6 +230,22 @@ def test_sinks_are_described() -> None:
     ]
     many = pd.DataFrame([sink(i, token=t) for i, t in enumerate("xabcd")])
     assert "Tokens behind position 0 ('a', 'b', 'c', …)" in said(many, dimensions.iloc[:0])[1]
+
+
+def test_sinks_are_those_of_the_layers_and_heads_asked_for() -> None:
+    table = pd.DataFrame([sink(0, sink_rate=0.35, received=0.28, uniform=0.05)])
+
+    def said(sinks: pd.DataFrame, **arguments: list[int]) -> list[str]:
+        tables = {"sinks": sinks, "token_sizes": table, "outlier_dimensions": pd.DataFrame()}
+        return [f.text for f in Sinks().findings(tables, {"arguments": arguments})]
+
+    assert said(table, layers=[1, 2], heads=[0, 1])[0].startswith(
+        "Position 0: in 1 prompt an attention sink (in layer 2 35 % of heads and queries (heads 0, 1 alone) give it "
+        "over 0.3; over layers 1, 2 it gets 28 %, uniform attention would give 5 %)"
+    )
+    assert "over all layers it gets 28 %" in said(table)[0]
+    none = "Attention has no sink here in layer 2, and no token is an outlier at any norm."
+    assert said(table.head(0), layers=[2]) == [none]
 
 
 # Norms and losses

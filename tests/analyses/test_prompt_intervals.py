@@ -31,8 +31,6 @@ ROOT = Path(__file__).parents[2]
 
 def bench() -> ModuleType:
     spec = importlib.util.spec_from_file_location("bench_coverage", ROOT / "bench" / "interval_coverage.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge, make_folded, make_hooked
 
 import ln_probe
 from ln_probe.analyses.constants import Calibration, Constants, observed_radius, plain_queries
@@ -30,7 +30,7 @@ def attention_inputs(model: Any) -> list[AttentionInput]:
     return found
 
 
-def test_variants_by_definition(make_bridge: Callable[..., Any]) -> None:
+def test_variants_by_definition() -> None:
     seen = attention_inputs(make_bridge("gpt2"))[0]
     out = variant_outputs(seen.site, seen.x, 2.5)
     x = seen.x.double().numpy()
@@ -47,13 +47,13 @@ def test_variants_by_definition(make_bridge: Callable[..., Any]) -> None:
     torch.testing.assert_close(seen.site.affine(out["intact"]), seen.y.double(), rtol=1e-4, atol=1e-5)
 
 
-def test_constants_must_be_positive(make_bridge: Callable[..., Any]) -> None:
+def test_constants_must_be_positive() -> None:
     seen = attention_inputs(make_bridge("gpt2"))[0]
     with pytest.raises(ValueError, match=r"blocks\.0\.ln1: the constant that replaces sigma must be positive, got 0"):
         variant_outputs(seen.site, seen.x, 0.0)
 
 
-def test_no_ops_are_named(make_bridge: Callable[..., Any]) -> None:
+def test_no_ops_are_named() -> None:
     rms = find_sites(make_bridge("llama"))[0]
     assert no_op(rms, "no_projection") == "rmsnorm: it has no projection"
     assert [no_op(rms, v) for v in ("intact", "no_scaling", "both_removed")] == ["", "", ""]
@@ -64,7 +64,7 @@ def test_no_ops_are_named(make_bridge: Callable[..., Any]) -> None:
     assert no_op(free, "no_scaling") == "projection_only: it does not scale"
 
 
-def test_the_theorem_says_whether_eps_spoils_it(make_bridge: Callable[..., Any]) -> None:
+def test_the_theorem_says_whether_eps_spoils_it() -> None:
     site = find_sites(make_bridge("gpt2"))[0]
     for eps, said in ((0.0, "normalized keys lie on a sphere"), (1e-5, "normalized keys lie on a sphere (up to eps)")):
         assert sphere_theorem(Site(**{**vars(site), "eps": eps}), "intact") == said
@@ -72,7 +72,7 @@ def test_the_theorem_says_whether_eps_spoils_it(make_bridge: Callable[..., Any])
 
 
 @pytest.fixture(scope="module")
-def report(make_bridge: Callable[..., Any]) -> ln_probe.Report:
+def report() -> ln_probe.Report:
     return ln_probe.analyze(make_bridge("gpt2"), TOKENS[None], probes=("selectability", "uniformity"), progress=False)
 
 
@@ -88,7 +88,7 @@ def test_normalized_space_is_one_row_a_layer_and_theorems_are_named(report: ln_p
     assert (head["by_theorem"] == "").all()
 
 
-def test_margins_do_not_depend_on_the_basis_of_the_head(make_hooked: Callable[..., Any]) -> None:
+def test_margins_do_not_depend_on_the_basis_of_the_head() -> None:
     """W_Q M, W_K M⁻ᵀ is the same model: margins in nats, entropy and spread stay, raw keys do not."""
     model = make_hooked()
     how: dict[str, Any] = {"probes": ("selectability", "uniformity"), "keys": "all", "progress": False}
@@ -112,21 +112,18 @@ def test_margins_do_not_depend_on_the_basis_of_the_head(make_hooked: Callable[..
 
 
 @pytest.mark.parametrize("arch", ["neox", "qwen3"])
-def test_observed_queries_are_within_reach(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_observed_queries_are_within_reach(arch: str) -> None:
     model = make_bridge(arch)
     sites = find_sites(model)
     for seen in attention_inputs(model):
         heads = read_heads(seen, sites)
         radius = observed_radius(heads, seen.site, plain_queries(heads, seen.y))
-        assert radius is not None
         assert radius.shape == (24, 4)
         assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3"])
-def test_observed_queries_are_the_reachable_ones_shrunk_about_their_center(
-    arch: str, make_bridge: Callable[..., Any]
-) -> None:
+def test_observed_queries_are_the_reachable_ones_shrunk_about_their_center(arch: str) -> None:
     model = make_bridge(arch)
     seen = attention_inputs(model)[-1]
     heads = read_heads(seen, find_sites(model))
@@ -140,8 +137,6 @@ def test_observed_queries_are_the_reachable_ones_shrunk_about_their_center(
             layer.reachable(position),
             layer.queries[0][position, row] / heads.divisor,
         )
-        assert found is not None
-        assert reached is not None
         (center,), (axes,) = found(np.array([position]))
         np.testing.assert_allclose(center, reached[0][row], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(axes, radii[row] * reached[1][row], rtol=1e-9, atol=1e-12)
@@ -164,7 +159,7 @@ def test_chosen_keys_are_shown_under_every_variant(report: ln_probe.Report) -> N
     assert SAMPLED <= count <= SAMPLED + 4 * HARDEST_PER_VARIANT
 
 
-def test_keys_of_a_folded_model_ignore_the_mean(report: ln_probe.Report, make_folded: Callable[..., Any]) -> None:
+def test_keys_of_a_folded_model_ignore_the_mean(report: ln_probe.Report) -> None:
     """`fold_ln` centres W_K: a head's keys are then the same without projection, which is no finding. The normalized
     vectors do change, and so do the keys of a raw model."""
     half = make_folded("gpt2").to(torch.bfloat16)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, make_bridge
 
 from ln_probe.analyses.probes import shared_passes
 from ln_probe.analyses.probes.edited_runs import EditedRuns
@@ -29,7 +28,7 @@ def measured(model: Any) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("arch", cases("gpt2", "qwen3", slow=["neox", "opt"]))
-def test_together_as_alone(arch: str, make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_together_as_alone(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge(arch, torch.float32)
     together = measured(model)
     monkeypatch.setattr(shared_passes, "TOKENS_AT_ONCE", 1)
@@ -40,7 +39,7 @@ def test_together_as_alone(arch: str, make_bridge: Callable[..., Any], monkeypat
     assert (together["agree"] == alone["agree"]).all()
 
 
-def test_agreement_counts_the_intact_models_favorites(make_bridge: Callable[..., Any]) -> None:
+def test_agreement_counts_the_intact_models_favorites() -> None:
     model = make_bridge("gpt2", torch.float64)
     rows, constants = measured(model).set_index(["sites", "variant"]), mean_sigmas(model, find_sites(model), [TOKENS])
     intact = model(TOKENS[None], return_type="logits")[0].argmax(-1)
@@ -53,9 +52,7 @@ def test_agreement_counts_the_intact_models_favorites(make_bridge: Callable[...,
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama", "gemma2"])
-def test_logits_made_here_are_the_models(
-    arch: str, make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_made_here_are_the_models(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few columns of the vocabulary at a time, against whole logits; Gemma 2 caps its own, so those are taken."""
     model = make_bridge(arch, torch.float64)
     monkeypatch.setattr(shared_passes, "_NARROWEST", 7)
@@ -73,7 +70,7 @@ def test_logits_made_here_are_the_models(
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-9, atol=1e-11)
 
 
-def test_sixteen_bits_are_taken_as_they_are(make_bridge: Callable[..., Any]) -> None:
+def test_sixteen_bits_are_taken_as_they_are() -> None:
     model = make_bridge("gpt2", torch.bfloat16)
     rows = measured(model).set_index(["sites", "variant"])
     with torch.no_grad():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge
 from torch import Tensor
 
 import ln_probe
@@ -46,7 +46,7 @@ def test_uniform_attention_by_hand() -> None:
     assert near.uniform.tolist() == [0.5, 1.0, 1.0, 0.5]
 
 
-def test_even_attention_in_a_window_is_as_even_as_it_looks(make_bridge: Callable[..., Any]) -> None:
+def test_even_attention_in_a_window_is_as_even_as_it_looks() -> None:
     """Queries of zero attend evenly to the 8 keys that they see: position 0 gets what uniform attention gives."""
     model = make_bridge("mistral")
     with torch.no_grad():

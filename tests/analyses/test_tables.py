@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 
 import ln_probe
 from ln_probe.analyses.probes import columns
@@ -51,7 +51,7 @@ def test_the_column_reference_is_made_of_the_declarations() -> None:
     assert reference([PAIRS]).splitlines()[4] == "Rows are identified by `a`, `b`."
 
 
-def test_every_table_of_a_real_report_is_as_declared(make_bridge: Callable[..., Any]) -> None:
+def test_every_table_of_a_real_report_is_as_declared() -> None:
     model = make_bridge("gpt2")
     with torch.no_grad():  # an outlier token and an outlier dimension: otherwise there are none
         model.original_model.transformer.wte.weight[3] *= 1000

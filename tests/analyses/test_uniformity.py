@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import make_bridge
 from small_models import norm_of
 
 from ln_probe.analyses.probes import uniformity as uniformity
@@ -32,7 +31,6 @@ def layer(seed: int = 0) -> tuple[Heads, Site, torch.Tensor]:
 
 def planted(heads: Heads, site: Site) -> torch.Tensor:
     """q with gain * (W_K q) = 1, [1 head d_head]."""
-    assert site.gain is not None
     return torch.linalg.solve(site.gain[:, None] * heads.W_K[0], torch.ones(D, dtype=torch.float64))[None, None]
 
 
@@ -52,7 +50,6 @@ def test_planted_query_attends_uniformly() -> None:
 def test_unprojecting_changes_scores_by_exactly_the_predicted_amount() -> None:
     """q·W_Kᵀ(gain·mu·1/sigma) (science, section 3)."""
     heads, site, x = layer()
-    assert site.gain is not None
     outputs = variant_outputs(site, x, 1.0)
     for q in (planted(heads, site), torch.randn(1, 1, D_HEAD, dtype=torch.float64)):
         with_, without = (
@@ -80,8 +77,6 @@ def test_rotary_angle_is_the_mean_over_visible_keys() -> None:
     heads = replace(heads, rotary=Rotary(table.cos(), table.sin(), False))
     q = torch.randn(9, 1, D_HEAD, dtype=torch.float64)
     found = uniformity.angle_to_uniform(heads, site.gain, q)[:, 0]
-    assert heads.rotary is not None
-    assert site.gain is not None
     turned = heads.rotary(q, torch.arange(9))
     for t in (0, 3, 8):
         by_key = []
@@ -165,8 +160,6 @@ def test_planted_angles_to_ten_digits(degrees: float) -> None:
 def test_angle_through_a_qk_norm() -> None:
     """A query planted to read the ones-vector through the gain of the keys' norm is at 0 degrees."""
     heads, site, x = layer()
-    assert site.gain is not None
-    assert site.bias is not None
     with torch.no_grad():
         site.bias.zero_()
         w = torch.randn(D_HEAD, dtype=torch.float64)
@@ -180,7 +173,7 @@ def test_angle_through_a_qk_norm() -> None:
     assert float(uniformity.angle_to_uniform(replace(heads, k_norm=None), site.gain, q)[0, 0]) > 10
 
 
-def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm(make_bridge: Callable[..., Any]) -> None:
+def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm() -> None:
     """RMSNorm has no uniform direction: NaN, not 0."""
     import ln_probe
 
@@ -190,7 +183,7 @@ def test_bridge_and_hooked_options_do_not_matter_for_rmsnorm(make_bridge: Callab
     assert head["entropy_ratio"].between(0, 1).all()
 
 
-def test_the_table_holds_spread_and_entropy_of_the_models_own_attention(make_bridge: Callable[..., Any]) -> None:
+def test_the_table_holds_spread_and_entropy_of_the_models_own_attention() -> None:
     import ln_probe
 
     model, tokens = make_bridge("gpt2"), torch.arange(20)[None]

@@ -6,14 +6,13 @@ the column `reachable`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, make_bridge, make_hooked
 from jaxtyping import Float
 
 import ln_probe
@@ -147,14 +146,14 @@ def squeezed(model: Any, factor: float, *, bias: bool = True, count: int = 3) ->
     return model
 
 
-def test_a_nearly_dead_w_q_changes_no_verdict(make_hooked: Callable[..., Any]) -> None:
+def test_a_nearly_dead_w_q_changes_no_verdict() -> None:
     table, _ = check(squeezed(make_hooked(**SMALL), 1e-8))
     plain, _ = check(make_hooked(**SMALL))
     assert (table["verdict"] == plain["verdict"]).loc[0].all(), "the keys of layer 0 are the same"
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_directions_that_w_q_removes_are_removed_from_the_keys(bias: bool, make_hooked: Callable[..., Any]) -> None:
+def test_directions_that_w_q_removes_are_removed_from_the_keys(bias: bool) -> None:
     """With a b_Q left there, its score is a bias per key."""
     table, sets = check(squeezed(make_hooked(**SMALL), 0.0, bias=bias, count=5))
     assert sets[0].in_span()[0].shape[1] == 3
@@ -162,7 +161,7 @@ def test_directions_that_w_q_removes_are_removed_from_the_keys(bias: bool, make_
     assert {"selectable", "unselectable"} <= set(table["verdict"])
 
 
-def test_directions_are_those_of_no_coordinate(make_hooked: Callable[..., Any]) -> None:
+def test_directions_are_those_of_no_coordinate() -> None:
     """In float64, along random directions of each head: nearly dead, and dead."""
     turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64))[0]
     for factor in (1e-7, 0.0):
@@ -177,11 +176,11 @@ def test_directions_are_those_of_no_coordinate(make_hooked: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("arch", cases("gpt2", "neox", "llama", "bloom", "mistral", "bert", slow=["neo"]))
-def test_tiny_models_of_several_architectures(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_tiny_models_of_several_architectures(arch: str) -> None:
     check(make_bridge(arch), TOKENS[:, :20], layers=[1])
 
 
-def test_queries_without_a_bound(make_hooked: Callable[..., Any]) -> None:
+def test_queries_without_a_bound() -> None:
     table, _ = check(squeezed(make_hooked(**SMALL, normalization_type=None), 0.0), TOKENS)
     assert table["reachable"].notna().all()
 
@@ -191,7 +190,7 @@ def test_a_bundled_model() -> None:
     check(ln_probe.load_model("lm-layernorm"), torch.arange(3, 67)[None])
 
 
-def test_what_the_heads_queries_reach_is_a_column(make_hooked: Callable[..., Any]) -> None:
+def test_what_the_heads_queries_reach_is_a_column() -> None:
     """A query of the set that puts the key on top, by more than tau of what the set sees of the keys."""
     model = squeezed(make_hooked(**SMALL), 1e-8, count=5)
     table, sets = check(model, TOKENS)

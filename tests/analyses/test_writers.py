@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, make_bridge, make_hooked
 from small_models import lab
 from torch import Tensor
 
@@ -41,7 +40,7 @@ def scales(model: Any, site: Any, less: Tensor | None = None) -> Tensor:
 
 # bert: norms in the stream, of parts with biases
 @pytest.mark.parametrize("arch", cases("gpt2", "bert", slow=["llama", "gemma2"]))
-def test_shares_and_changes_of_sigma(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_shares_and_changes_of_sigma(arch: str) -> None:
     model = make_bridge(arch)
     report = ln_probe.analyze(model, TOKENS[None], probes=["writers"], progress=False)
     assert not report.failures
@@ -85,7 +84,7 @@ def test_prompts_add_up_and_layers_are_chosen() -> None:
         assert (one[column] - two[column]).abs().max() > 1e-6
 
 
-def test_a_norm_that_is_called_three_times_counts_once(make_hooked: Callable[..., Any]) -> None:
+def test_a_norm_that_is_called_three_times_counts_once() -> None:
     """HookedTransformer does so, for queries, keys and values."""
     report = ln_probe.analyze(make_hooked(), TOKENS[None], probes=["writers"], progress=False)
     writers = report.tables["writers"]
@@ -105,7 +104,7 @@ def test_a_norm_that_does_not_scale_has_no_change_of_sigma() -> None:
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "granite"])
-def test_direct_attribution_is_the_mean_over_positions(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_direct_attribution_is_the_mean_over_positions(arch: str) -> None:
     """Also where the model multiplies W_U's logits (Granite)."""
     model = make_bridge(arch)
     report = ln_probe.analyze(model, TOKENS[None], probes=["attribution"], progress=False)

@@ -1,4 +1,4 @@
-"""What tests of the face share: reports, text that tries to act, a reader of HTML."""
+"""What tests of the face share: reports, of which some hold text that tries to act, and a browser."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 
 import ln_probe
 from ln_probe.analyses.probes.causal import family
@@ -25,140 +25,11 @@ from ln_probe.report import Report
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules of this folder, wherever the tests are run from
 
-# In the browser `fired()` records a call; whatever calls it has escaped.
-HOSTILE = [
-    "</script><img src=x onerror=fired()>",
-    '"><svg onload=fired()>',
-    "</style><script>fired()</script>",
-    "\u2028",
-    "\u2029",
-    "\x00",
-    "\u202eevil",
-    "\u202dleft\u202c",
-    "\u2066isolated\u2069",
-    "\u200b",
-    "\ufeff",
-    "<|endoftext|>",
-    "a" * 5000,
-    "🙂",
-    "👩‍👩‍👧‍👦",
-    "e\u0301\u0301\u0301\u0301",
-    "{{ 7 * 7 }}",
-    "{% include 'x' %}",
-    "${fired()}",
-    "`fired()`",
-    "]]>",
-    "<!--",
-    "-->",
-    "<!--<script>",
-    "<![CDATA[<script>fired()</script>]]>",
-    "' onmouseover='fired()",
-    '" onfocus="fired()" autofocus="',
-    "<img src=x onerror=fired()>",
-    "<svg><script>fired()</script></svg>",
-    "<iframe srcdoc='<script>parent.fired()</script>'>",
-    "<math><mtext></form><form><mglyph><style></math><img src onerror=fired()>",
-    "<a href=javascript:fired()>x</a>",
-    "javascript:fired()",
-    "data:text/html,<script>fired()</script>",
-    "<base href=//evil.example/>",
-    "<link rel=stylesheet href=//evil.example/x.css>",
-    "<meta http-equiv=refresh content=0>",
-    "<object data=x>",
-    "<embed src=x>",
-    "<form action=//evil.example><button>",
-    "<textarea>",
-    "<title>",
-    "<plaintext>",
-    "</textarea><script>fired()</script>",
-    "</title><script>fired()</script>",
-    "</template><script>fired()</script>",
-    "</noscript><script>fired()</script>",
-    "</iframe><script>fired()</script>",
-    "&lt;b&gt;",
-    "&#x3C;script&#x3E;",
-    "\\u003cscript\\u003e",
-    "\\",
-    '\\"',
-    "\n",
-    "\r\n",
-    "\t",
-    "",
-    " ",
-    "=cmd|'/C calc'!A0",
-    "+1+1",
-    "-2",
-    "@SUM(1)",
-    "$x^2$",
-    "$\\frac{",
-    "../../etc/passwd",
-    "C:\\Windows\\x",
-    "file:///etc/passwd",
-    "__proto__",
-    "constructor",
-    "toString",
-    "NaN",
-    "null",
-    "undefined",
-    "\ud7ff",
-    "𝕏",
-    "%3Cscript%3E",
-    "\x1b[31mred",
-    "\x7f",
-    "\x85",
-    "\x08",
-    "#findings",
-    "a\u00adb",
-    "ﷺ",
-    "٠١٢",
-    "Ω≈ç√∫",
-    "$" * 30,
-    "<" * 200,
-]
-
-
-class Page(HTMLParser):
-    """Elements and visible text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.silent = False  # inside a script or a style
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self.silent = tag in ("script", "style")
-
-    def handle_endtag(self, tag: str) -> None:
-        self.silent = False
-
-    def handle_data(self, data: str) -> None:
-        if not self.silent:
-            self.text += data
-
-    def acts(self) -> list[str]:
-        """What could do something that ours does not."""
-        found = [name for _, a in self.tags for name in a if name.startswith("on")]
-        strange = ("img", "object", "embed", "base", "link", "form", "textarea", "plaintext")
-        found += [tag for tag, _ in self.tags if tag in strange]
-        links = [a.get("href") or "" for tag, a in self.tags if tag == "a"]
-        return found + [h for h in links if not h.startswith("https://arxiv.org/") and (":" in h or h.startswith("//"))]
+from made_up import HOSTILE
 
 
 @pytest.fixture(scope="session")
-def hostile() -> list[str]:
-    return HOSTILE
-
-
-@pytest.fixture(scope="session")
-def parsed() -> Callable[[str], Page]:
-    return Page
-
-
-@pytest.fixture(scope="session")
-def report(make_bridge: Callable[..., Any]) -> Report:
+def report() -> Report:
     """A real report of a tiny model: 2 layers, 4 heads, one prompt of 24 tokens."""
     return ln_probe.analyze(make_bridge("gpt2"), torch.arange(1, 25)[None], progress=False)
 

@@ -39,6 +39,13 @@ def report(*args: object) -> tuple[int, str, str]:
     return command("report", "--workers", 0, "--quiet", "--probes", PROBES, *args)
 
 
+def ends(status: int, run: Callable[..., tuple[int, str, str]], *args: object) -> tuple[str, str]:
+    """Output and errors of a command (`run` is `command` or `report`), which has to end with this status."""
+    code, printed, said = run(*args)
+    assert code == status, said or printed
+    return printed, said
+
+
 @contextmanager
 def soon(megabytes: float = math.inf) -> Iterator[None]:
     """What happens inside takes less than ten seconds of the processor and so much memory; a read that waits is
@@ -94,9 +101,10 @@ def started(*args: object, limit: int | None = None, **environment: str) -> subp
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit status, and what was said."""
+def ended(process: subprocess.Popen[str], status: int | None = None) -> tuple[int, str]:
+    """Exit status, which is the one that is given, and what was said."""
     said, _ = process.communicate(timeout=3000)
+    assert status in (None, process.returncode), said
     return process.returncode, said
 
 
@@ -162,3 +170,12 @@ def without_pages(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "ln_probe.page.index.index_page", lambda entries, *_: "\n".join(e.name + e.error for e in entries)
     )
+
+
+def interrupt(monkeypatch: Any, after: int) -> None:
+    """Have Ctrl-C come when `after` units have been done."""
+
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    disturb(monkeypatch, after, stop)

@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 LFS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx")
 # What stands beside the files that are wanted, in the repositories gpt2 and EleutherAI/pythia-70m.
 BYSTANDERS = {
@@ -218,3 +221,15 @@ def serving() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def reached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The server as the hub of this process, with its downloads in `cache`."""
+    with serving() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        yield hub

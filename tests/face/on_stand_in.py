@@ -14,8 +14,6 @@ import torch
 
 stand_in.device()
 spec = importlib.util.spec_from_file_location("shared_fixtures", Path(__file__).parent.parent / "conftest.py")
-assert spec is not None
-assert spec.loader is not None
 fixtures = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fixtures)
 

@@ -3,7 +3,6 @@ losses of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import cases
+from architectures import cases, make_bridge, make_hooked, process
 from torch import Tensor
 
 import ln_probe
@@ -23,7 +22,7 @@ GEOMETRY = ("decomposition", "selectability", "uniformity")
 
 
 @pytest.fixture(scope="module")
-def gpt2(make_bridge: Callable[..., Any]) -> Any:
+def gpt2() -> Any:
     """For tests that change nothing of it."""
     return make_bridge("gpt2")
 
@@ -80,18 +79,7 @@ def test_probes_fill_only_their_tables(gpt2: Any) -> None:
     assert uniform.heads["unselectable"].isna().all()
 
 
-def test_the_model_is_left_as_it_was(make_bridge: Callable[..., Any]) -> None:
-    model, tokens = make_bridge("gpt2"), torch.arange(1, 17)[None]
-    model.train()
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    report = ln_probe.analyze(model, tokens, progress=False)
-    assert any(n.startswith("the model was in training mode: it was measured in evaluation mode") for n in report.notes)
-    assert model.training
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    assert not any(m._forward_hooks for _, m in model.named_modules() if type(m).__name__ == "HookPoint")
-
-
-def test_a_post_norm_model_is_measured_block_by_block(make_bridge: Callable[..., Any]) -> None:
+def test_a_post_norm_model_is_measured_block_by_block() -> None:
     """BERT: attention reads the norm of the block before, and sees all positions."""
     model, tokens = make_bridge("bert"), torch.arange(1, 25)[None]
     how: dict[str, Any] = {"probes": GEOMETRY, "progress": False, "keys": "all"}
@@ -115,7 +103,7 @@ def test_a_post_norm_model_is_measured_block_by_block(make_bridge: Callable[...,
     assert list(part.layernorms["site"]) == ["blocks.1.ln1", "blocks.1.ln2"]
 
 
-def test_norms_in_a_lower_precision_are_a_note(make_bridge: Callable[..., Any]) -> None:
+def test_norms_in_a_lower_precision_are_a_note() -> None:
     """Hugging Face's RMSNorm computes in float32 in a float64 model."""
     how: dict[str, Any] = {"probes": ("decomposition",), "progress": False}
     said = "norms differ from the sum of their terms by more than rounding in float64 explains"
@@ -130,7 +118,7 @@ HALF = list(product(("gpt2", "neox", "llama", "gemma", "qwen3", "bert"), (torch.
 
 
 @pytest.mark.parametrize(("arch", "dtype"), cases(HALF[0], slow=HALF[1:]))
-def test_half_precision_is_measured_whole(arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
+def test_half_precision_is_measured_whole(arch: str, dtype: torch.dtype) -> None:
     report = ln_probe.analyze(make_bridge(arch, dtype), torch.arange(1, 21)[None], progress=False)
     assert set(report.heads["space"]) == {"normalized", "head"}
     assert set(report.layernorms["state"]) == {"raw"}
@@ -161,7 +149,7 @@ def test_minilm_is_measured_block_by_block(minilm: Path) -> None:
         np.testing.assert_allclose(rows["entropy_ratio"], ratio, rtol=1e-3)
 
 
-def test_a_wrong_fold_is_a_note(make_hooked: Callable[..., Any]) -> None:
+def test_a_wrong_fold_is_a_note() -> None:
     model = make_hooked(normalization_type="LNPre")
     with torch.no_grad():
         for name in ("W_Q", "W_V"):
@@ -173,7 +161,7 @@ def test_a_wrong_fold_is_a_note(make_hooked: Callable[..., Any]) -> None:
     assert note.endswith("ln_probe.hooks.check_equivalent(raw, folded)")
 
 
-def test_a_model_without_norms_is_reported_as_such(make_hooked: Callable[..., Any]) -> None:
+def test_a_model_without_norms_is_reported_as_such() -> None:
     """No norm to take apart, and heads as in any other model."""
     report = ln_probe.analyze(make_hooked(normalization_type=None), torch.arange(9)[None], progress=False)
     assert {t.name for t in BUILT_IN if len(report.tables[t.name])} == {"heads", "keys"}
@@ -182,7 +170,7 @@ def test_a_model_without_norms_is_reported_as_such(make_hooked: Callable[..., An
     assert "no normalization" in report._repr_html_()
 
 
-def test_unsupported_scores_are_a_note_and_the_rest_is_measured(make_hooked: Callable[..., Any]) -> None:
+def test_unsupported_scores_are_a_note_and_the_rest_is_measured() -> None:
     model = make_hooked(attn_scores_soft_cap=3.0)
     report = ln_probe.analyze(model, torch.arange(20)[None], probes=GEOMETRY, progress=False)
     assert any("head space was not measured. layer 0: its scores have a soft cap of 3" in n for n in report.notes)
@@ -190,11 +178,8 @@ def test_unsupported_scores_are_a_note_and_the_rest_is_measured(make_hooked: Cal
     assert len(report.layernorms) == 5
 
 
-def test_centred_streams_are_called_no_ops(make_hooked: Callable[..., Any]) -> None:
-    model = make_hooked()
-    model.load_and_process_state_dict(
-        model.state_dict(), fold_ln=False, center_writing_weights=True, center_unembed=False, fold_value_biases=False
-    )
+def test_centred_streams_are_called_no_ops() -> None:
+    model = process(make_hooked(), center_writing_weights=True)
     report = ln_probe.analyze(model, torch.arange(20)[None], probes=GEOMETRY, progress=False)
     assert any("5 of 5 norms read a stream that is already centred" in n for n in report.notes)
     assert any("Projection removes nothing" in f for f in report.findings())
@@ -202,7 +187,7 @@ def test_centred_streams_are_called_no_ops(make_hooked: Callable[..., Any]) -> N
     assert (rows.xs("no_projection", level="variant")["no_op"] != "").all()
 
 
-def test_nan_weights_name_the_site(make_hooked: Callable[..., Any]) -> None:
+def test_nan_weights_name_the_site() -> None:
     model = make_hooked()
     with torch.no_grad():
         model.blocks[0].mlp.W_out[0, 0] = float("nan")
@@ -242,6 +227,8 @@ def test_a_single_token(gpt2: Any) -> None:
     ({"max_tokens": 1}, "max_tokens must be a number of tokens, 2 or more .one token alone predicts nothing., got 1"),
     ({"max_tokens": "9"}, "max_tokens must be a number of tokens, 2 or more .*, got '9'"),
     ({"seed": 1.5}, "seed must be a whole number, 0 or more .*, got 1.5"),
+    *(({"batch_size": wrong}, "batch_size must be a number of prompts, 1 or more, got") for wrong in (0, -1, True)),
+    *(({"batch_size": wrong}, "batch_size must be a number of prompts, 1 or more, got") for wrong in (2.5, "4")),
 ])  # fmt: skip
 def test_bad_arguments(options: dict[str, Any], said: str, gpt2: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
@@ -277,13 +264,13 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
     assert set(cost.table["family"]) == {"", "primary"}
 
 
-def test_a_model_without_a_next_token_loss_is_told_so(make_bridge: Callable[..., Any]) -> None:
+def test_a_model_without_a_next_token_loss_is_told_so() -> None:
     with pytest.raises(ValueError, match=r"freezing_cost is not applicable: .*attention is bidirectional.*give loss="):
         ln_probe.freezing_cost(make_bridge("bert"), TOKENS)
 
 
 @pytest.mark.slow
-def test_a_loss_of_the_users_gives_the_default_numbers_where_it_is_the_default(make_bridge: Callable[..., Any]) -> None:
+def test_a_loss_of_the_users_gives_the_default_numbers_where_it_is_the_default() -> None:
     """Prompts of one length weigh the same under both."""
     model = make_bridge("gpt2", torch.float64)
     own, theirs = (
@@ -300,7 +287,7 @@ def test_a_loss_of_the_users_gives_the_default_numbers_where_it_is_the_default(m
 
 
 @pytest.mark.slow
-def test_a_classifier_is_measured_with_its_own_loss(make_hooked: Callable[..., Any]) -> None:
+def test_a_classifier_is_measured_with_its_own_loss() -> None:
     """Its outputs are no logits of tokens, so there is no KL; without a loss the answer is that there is none."""
     model = make_hooked(d_vocab_out=3)
     report = ln_probe.analyze(

@@ -15,16 +15,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import psutil
 import pytest
 import torch
-from faulty import command, ended, started, tables, without_pages, write_prompts
+from architectures import hugging_face
+from faulty import command, ended, ends, started, tables, without_pages, write_prompts
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,8 +64,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(lab_suite: list[Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run over two checkpoints, in one shard."""
     out = tmp_path_factory.mktemp("whole")
-    code, _, said = report(*lab_suite, "--prompts", prompts, "--out", out, "--max-tokens", 9, "--shard", 99)
-    assert code == 0, said
+    ends(0, report, *lab_suite, "--prompts", prompts, "--out", out, "--max-tokens", 9, "--shard", 99)
     return out
 
 
@@ -95,8 +94,7 @@ def test_tables_do_not_depend_on_shards_and_workers(
     shard: int, workers: int, whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path
 ) -> None:
     options = ("--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", shard, "--workers", workers)
-    code, _, said = command("report", *lab_suite, *options)
-    assert code == 0, said
+    ends(0, command, "report", *lab_suite, *options)
     assert tables(tmp_path) == tables(whole)
     assert not list((tmp_path / ".ln_probe" / "units").iterdir()), "results of units are kept after the report is made"
 
@@ -136,11 +134,9 @@ def test_torch_threads_change_rounding_alone(lab_suite: list[Path], prompts: Pat
 def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
     line = [*lab_suite, "--prompts", prompts, "--out", tmp_path, "--max-tokens", 9, "--shard", 2]
     for part in (1, 3):
-        code, printed, said = report(*line, "--unit", f"{part}/3", "--json")
-        assert code == 0, said
+        printed, _ = ends(0, report, *line, "--unit", f"{part}/3", "--json")
         assert json.loads(printed)["units"] > 0
-    code, _, said = command("merge", tmp_path, "--workers", 0)
-    assert code == 1
+    _, said = ends(1, command, "merge", tmp_path, "--workers", 0)
     assert "missing: run its slice again" in said
     assert report(*line, "--unit", "2/3")[0] == 0
     first, second = sorted((tmp_path / ".ln_probe" / "units").rglob("prompts-00000.safetensors"))
@@ -150,15 +146,13 @@ def test_slices_damage_and_merging(whole: Path, lab_suite: list[Path], prompts: 
     second.write_bytes(second.read_bytes()[:-10])
     heard = ""
     for part in (1, 2, 3):
-        code, _, said = report(*line, "--unit", f"{part}/3")
-        assert code == 0, said
+        _, said = ends(0, report, *line, "--unit", f"{part}/3")
         heard += said
     assert "is damaged (its content is not what was written); doing it again" in heard
     assert "is damaged (Error while deserializing header: incomplete metadata" in heard
     for file in (first, second):
         os.utime(file, (4e9, 4e9))  # a clock that jumped: files of the year 2096
-    code, _, said = command("merge", tmp_path, "--workers", 0)
-    assert code == 0, said
+    ends(0, command, "merge", tmp_path, "--workers", 0)
     assert tables(tmp_path) == tables(whole)
     assert "run layernorm" in (tmp_path / "index.html").read_text()
 
@@ -178,17 +172,14 @@ def test_two_runs_in_one_folder(
     whole: Path, lab_suite: list[Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = ["--prompts", prompts, "--out", whole]
-    code, _, said = report(*lab_suite, *line, "--max-tokens", 8)
-    assert code == 2
+    _, said = ends(2, report, *lab_suite, *line, "--max-tokens", 8)
     assert f"{whole} holds another run (max_tokens: 9 there, 8 now): choose another --out, or --fresh" in said
     changed = tmp_path / prompts.name
     changed.write_text(prompts.read_text() + json.dumps({"text": "one more"}) + "\n")
-    code, _, said = report(*lab_suite, "--prompts", changed, "--out", whole, "--max-tokens", 9)
-    assert code == 2
+    _, said = ends(2, report, *lab_suite, "--prompts", changed, "--out", whole, "--max-tokens", 9)
     assert "prompts_sha256:" in said
     with locked(whole):
-        code, _, said = report(*lab_suite, *line, "--max-tokens", 9)
-        assert code == 2
+        _, said = ends(2, report, *lab_suite, *line, "--max-tokens", 9)
         assert f"{whole} is being written by process {os.getpid()} on" in said
         monkeypatch.setattr(batch_run, "_AT_ONCE_S", 0.1)
         with pytest.raises(BusyError), locked(whole, Slice(1, 2)):
@@ -201,16 +192,14 @@ def test_two_runs_in_one_folder(
 def test_more_models_join_a_folder_and_fresh_replaces_it(lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
     line = ["--prompts", prompts, "--out", tmp_path, "--probes", "decomposition", "--checkpoints"]
     assert report(lab_suite[0], *line, "0,4")[0] == 0
-    code, printed, said = report(lab_suite[0], *line, "6", "--json")
-    assert code == 0, said
+    printed, _ = ends(0, report, lab_suite[0], *line, "6", "--json")
     entries = json.loads(printed)["models"]
     assert [e["revision"] for e in entries] == ["step0", "step4", "step6"]
     assert all(Path(e["page"]).is_file() for e in entries)
     assert {p.name for p in tmp_path.iterdir()} >= {"run-layernorm-step0", "run-layernorm-step4", "run-layernorm-step6"}
     made = ln_probe.load_report(tmp_path / "run-layernorm-step4")
     assert made.provenance["model"]["revision"] == "step4"
-    code, printed, said = report(lab_suite[0], *line, "2", "--fresh", "--max-tokens", "8", "--json")
-    assert code == 0, said
+    printed, _ = ends(0, report, lab_suite[0], *line, "2", "--fresh", "--max-tokens", "8", "--json")
     assert [e["revision"] for e in json.loads(printed)["models"]] == ["step2"]
 
 
@@ -235,39 +224,35 @@ def test_suites(lab_suite: list[Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_of_checkpoints_is_a_suite(make_hugging_face: Callable[[str], Any], tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_is_a_suite(tmp_path: Path) -> None:
     """What a trainer leaves: one folder per step."""
     for step in (1000, 0):
-        make_hugging_face("gpt2").save_pretrained(tmp_path / "training" / f"checkpoint-{step}")
+        hugging_face("gpt2").save_pretrained(tmp_path / "training" / f"checkpoint-{step}")
     found = suite([str(tmp_path / "training")], "all")
     assert [t.name for t in found] == [str(tmp_path / "training" / f"checkpoint-{s}") for s in (0, 1000)]
     assert [t.folder for t in found] == ["training-checkpoint-0", "training-checkpoint-1000"]
     assert not any(t.error for t in found)
     options = ["--checkpoints", "all", "--max-tokens", 6, "--probes", "decomposition"]
-    code, _, said = report(tmp_path / "training", *options, "--out", tmp_path / "out")
-    assert code == 0, said
+    ends(0, report, tmp_path / "training", *options, "--out", tmp_path / "out")
     assert "no tokenizer" in (tmp_path / "out" / "training-checkpoint-0" / "report.json").read_text()
 
 
 def test_the_plan_loads_nothing(lab_suite: list[Path], prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, printed, _ = command("plan", *lab_suite, "--prompts", prompts, "--out", out, "--shard", 2, "--json")
-    assert code == 0
+    printed, _ = ends(0, command, "plan", *lab_suite, "--prompts", prompts, "--out", out, "--shard", 2, "--json")
     found = json.loads(printed)
     assert found["shards"] == 3
     assert [m["units"] for m in found["models"]] == [6, 6]  # calibration, three shards, unembedding, report
     assert all(m["tokens"] > 0 and m["seconds"] > 0 and m["memory_bytes"] > 1e8 for m in found["models"])
     assert not out.exists()
-    code, text, _ = command("report", lab_suite[0], "no-such-model", "--prompts", prompts, "--out", out, "--dry-run")
-    assert code == 1
+    text, _ = ends(1, command, "report", lab_suite[0], "no-such-model", "--prompts", prompts, "--out", out, "--dry-run")
     assert "5 shards of 1 prompt: about" in text  # of so few
     assert "no-such-model  failed: ValueError: No model is called" in text
     assert not out.exists()
 
 
 def test_merging_what_is_not_there(tmp_path: Path) -> None:
-    code, _, said = command("merge", tmp_path)
-    assert code == 2
+    _, said = ends(2, command, "merge", tmp_path)
     assert f"{tmp_path} holds no run of ln-probe report" in said
 
 
@@ -459,11 +444,9 @@ def test_a_node_is_lost(line: list[object], cluster: Cluster, tmp_path: Path) ->
     assert cluster.workers(0), "the first node has no worker"
     assert cluster.workers(1), "the second node has no worker"
     cluster.kill(1)
-    code, said = ended(on_ray)
-    assert code == 0, said
+    _, said = ended(on_ray, 0)
     assert "the worker was lost" in said
-    code, said = ended(started(*line, tmp_path / "local"))
-    assert code == 0, said
+    ended(started(*line, tmp_path / "local"), 0)
     assert tables(tmp_path / "ray") == tables(tmp_path / "local")
     assert len(list((tmp_path / "local").glob("*/report.json"))) == 8
 
@@ -471,6 +454,5 @@ def test_a_node_is_lost(line: list[object], cluster: Cluster, tmp_path: Path) ->
 @pytest.mark.slow
 def test_no_cluster(line: list[object], tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="pip install 'ln-probe[ray]'")
-    code, said = ended(started(*line, "--engine", "ray", "--address", "127.0.0.1:1", "--out", tmp_path / "out"))
-    assert code == 2, said
+    _, said = ended(started(*line, "--engine", "ray", "--address", "127.0.0.1:1", "--out", tmp_path / "out"), 2)
     assert "no Ray cluster at '127.0.0.1:1'" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, make_bridge, make_hooked
 from same_findings import BRACKETED
 
 import ln_probe
@@ -68,7 +67,7 @@ KINDS = ["gpt2", "neox", "llama", "qwen3", "neo", "bloom", "gptj", "olmo2"]  # g
 
 
 @pytest.mark.parametrize("arch", cases("gemma3", slow=KINDS))
-def test_together_is_alone(arch: str, make_bridge: Callable[..., Any], passed: list[list[int]]) -> None:
+def test_together_is_alone(arch: str, passed: list[list[int]]) -> None:
     model = make_bridge(arch, torch.float64)
     alone = ln_probe.analyze(model, prompts(), probes=PROBES, keys="all", progress=False, batch_size=1)
     assert {len(p) for p in passed} == {1}
@@ -85,10 +84,9 @@ def test_together_is_alone(arch: str, make_bridge: Callable[..., Any], passed: l
     ("bert, which looks ahead", 4, [[12], [10], [11], [2], [12, 12]]),
 ])  # fmt: skip
 def test_together_in_single_precision_and_where_no_prompt_may_be_padded(
-    kind: str, size: int, expected: list[list[int]], passed: list[list[int]], request: pytest.FixtureRequest
+    kind: str, size: int, expected: list[list[int]], passed: list[list[int]]
 ) -> None:
-    make = request.getfixturevalue("make_hooked" if kind.startswith("hooked") else "make_bridge")
-    model = make() if kind.startswith("hooked") else make("bert", torch.float64)
+    model = make_hooked() if kind.startswith("hooked") else make_bridge("bert", torch.float64)
     alone, together = (
         ln_probe.analyze(model, prompts(), probes=PROBES[:4], keys="all", progress=False, batch_size=n).tables
         for n in (1, size)
@@ -99,19 +97,19 @@ def test_together_in_single_precision_and_where_no_prompt_may_be_padded(
 
 
 @pytest.mark.parametrize("arch", cases("gemma3", "bloom", "bert", slow=[k for k in KINDS if k != "bloom"]))
-def test_who_looks_ahead(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_who_looks_ahead(arch: str) -> None:
     model = make_bridge(arch)
     assert looks_ahead(model, facts_of(model).read) == (arch == "bert")
 
 
-def test_who_looks_ahead_without_norms_and_with_a_vocabulary_of_two(make_hooked: Callable[..., Any]) -> None:
+def test_who_looks_ahead_without_norms_and_with_a_vocabulary_of_two() -> None:
     for direction in ("causal", "bidirectional"):
         model = make_hooked(normalization_type=None, d_vocab=2, attention_dir=direction)
         assert looks_ahead(model, facts_of(model).read) == (direction == "bidirectional")
 
 
 @pytest.mark.parametrize("arch", cases("qwen3", "bloom", slow=["olmo2"]))
-def test_what_is_seen_of_a_prompt(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_what_is_seen_of_a_prompt(arch: str) -> None:
     """Norms inside attention too, whose rows are heads of positions; rotary tables; no padding."""
     model = make_bridge(arch, torch.float64)
     rows = [torch.tensor(p) for p in prompts()[:4]]
@@ -143,15 +141,7 @@ def test_what_is_seen_of_a_prompt(arch: str, make_bridge: Callable[..., Any]) ->
     assert len(attention) == (0 if arch == "olmo2" else 8)  # whose attention reads no norm
 
 
-def test_a_wrong_batch_size(make_hooked: Callable[..., Any]) -> None:
-    for wrong in (0, -1, True, 2.5, "4"):
-        with pytest.raises(ValueError, match=r"batch_size must be a number of prompts, 1 or more, got"):
-            ln_probe.analyze(make_hooked(), [[1, 2, 3]], batch_size=wrong, progress=False)
-
-
-def test_angles_that_depend_on_the_length_are_not_padded(
-    make_bridge: Callable[..., Any], passed: list[list[int]]
-) -> None:
+def test_angles_that_depend_on_the_length_are_not_padded(passed: list[list[int]]) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 11} | factors
     model = make_bridge("llama", torch.float64, rope_parameters=rope)
@@ -280,14 +270,12 @@ def test_what_waits_when_it_is_broken_off_is_not_begun() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 2, "probes": PROBES[1:4]}])
-def test_tables_are_the_same(
-    options: dict[str, Any], make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_hooked()
     assert_equal(measured(model, 0, monkeypatch, **options), measured(model, ROOM, monkeypatch, **options))
 
 
-def test_what_is_looked_at_later_is_as_it_was(make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_looked_at_later_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later block may use the memory of what an earlier one read: here it is overwritten before anybody looks."""
     model = make_hooked()
     plain = measured(model, 0, monkeypatch, probes=PROBES[1:4])
@@ -318,9 +306,7 @@ def test_what_is_looked_at_later_is_as_it_was(make_hooked: Callable[..., Any], m
     assert_equal(plain, later)
 
 
-def test_a_probe_that_fails_there_leaves_the_others(
-    make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_that_fails_there_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Observer):
         def attention(self, prompt: int, attended: AttentionLayer) -> None:
             raise ZeroDivisionError(f"of prompt {prompt}")
@@ -342,9 +328,7 @@ def test_a_probe_that_fails_there_leaves_the_others(
     assert len(found.tables["heads"])
 
 
-def test_a_pass_that_breaks_off_leaves_no_thread(
-    make_hooked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_breaks_off_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_hooked()
     with torch.no_grad():
         model.blocks[1].mlp.W_out.fill_(float("inf"))

@@ -12,7 +12,7 @@ from typing import Any
 import faulty
 import numpy as np
 import pytest
-from faulty import command, lab_model, without_pages, write_prompts
+from faulty import command, ends, lab_model, without_pages, write_prompts
 
 import ln_probe
 from ln_probe.analyses import files
@@ -203,7 +203,16 @@ def test_the_files_of_the_fixtures_are_read(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("max-tokens = 3\n")
     model: Any = lab_model(tmp_path / "m")
     prompts = write_prompts(tmp_path / "p.jsonl")
-    code, _, said = command(
-        "plan", model, "--config", tmp_path / "c.toml", "--prompts", prompts, "--out", tmp_path / "o", "--quiet"
+    ends(
+        0,
+        command,
+        "plan",
+        model,
+        "--config",
+        tmp_path / "c.toml",
+        "--prompts",
+        prompts,
+        "--out",
+        tmp_path / "o",
+        "--quiet",
     )
-    assert code == 0, said

@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ import matplotlib as mpl
 import matplotlib.image
 import pandas as pd
 import pytest
+from architectures import make_bridge
+from made_up import lab_page
 from matplotlib.figure import Figure
 
 import ln_probe
-from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.exhibits import Exhibits
 from ln_probe.page.heads import HeadMap
 from ln_probe.page.index import IndexEntry, index_page
-from ln_probe.page.lab import write_lab_page
 from ln_probe.page.page import report_page
 from ln_probe.report import Report
 
@@ -511,7 +510,7 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
 
 
 @pytest.mark.slow
-def test_a_page_about_some_heads_says_so(make_bridge: Callable[..., Any], visit: Any) -> None:
+def test_a_page_about_some_heads_says_so(visit: Any) -> None:
     """Its map has a place for every head of the model; an address of a head that it has not is answered."""
     options: dict[str, Any] = {"probes": ["uniformity"], "layers": [1], "progress": False}
     report = ln_probe.analyze(make_bridge("gpt2"), [list(range(3, 12))], heads=[1, 3], **options)
@@ -577,19 +576,12 @@ def test_the_index(index: Any) -> None:
     index.quiet()
 
 
-def lab_page(out: Path, *norms: str, **more: Any) -> str:
-    values = pd.DataFrame({"norm": ["none", "layernorm", *norms], "seed": 0})
-    values = values.assign(value=[0.2, 0.1, 0.3][: len(values)])
-    results = Results(summarize(values, ["norm"]), settings={"steps": 7}, **more)
-    write_results(results, out, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
-    return write_lab_page(out).read_text()
-
-
 def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Path) -> None:
     figure = Figure(figsize=(1, 1))
     figure.subplots().plot([0, 1])
     hostile = "</td><script>fired()</script>"
-    opened = visit(lab_page(tmp_path, hostile, figures={"curve": figure}, conclusions=("<script>fired()</script>",)))
+    means = {"none": 0.2, "layernorm": 0.1, hostile: 0.3}
+    opened = visit(lab_page(tmp_path, means, figures={"curve": figure}, conclusions=("<script>fired()</script>",)))
     page = opened.page
     page.locator("#table-summary button", has_text="Download CSV").wait_for()
     assert page.locator("img").evaluate("image => image.naturalWidth") > 50
@@ -608,7 +600,7 @@ def test_axe_finds_nothing(scheme: str, shown: Report, opened: Any, index: Any, 
     opened.attention()
     view = visit(shown.attention().document())
     view.page.locator("#pattern canvas").wait_for()
-    lab = visit(lab_page(tmp_path, conclusions=("The norm helps.",)))
+    lab = visit(lab_page(tmp_path, {"none": 0.2, "layernorm": 0.1}, conclusions=("The norm helps.",)))
     found = []
     for name, one in (("report", opened), ("index", index), ("view", view), ("lab", lab)):
         one.look(color_scheme=scheme)

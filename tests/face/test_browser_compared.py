@@ -3,7 +3,6 @@ the view in a notebook, and hostile text in all kinds of pages, which stays text
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from made_up import HOSTILE, UNSEEN, Page
 
 import ln_probe
 from ln_probe.analyses.attribution.pairs import TERMS
@@ -126,7 +126,7 @@ def test_a_slider_goes_through_the_steps_of_a_run_and_what_is_not_significant_is
     opened.quiet()
 
 
-def test_differences_are_told_in_words(report: Report, parsed: Callable[[str], Any]) -> None:
+def test_differences_are_told_in_words(report: Report) -> None:
     pair = ln_probe.compare([report, changed(report, 0.5)], ["one", "two <b>"])
     ((name, text),) = answers(pair.names, pair.summary, pair.paired, pair.reports)
     assert name == "two <b>"
@@ -135,7 +135,7 @@ def test_differences_are_told_in_words(report: Report, parsed: Callable[[str], A
     assert f"{link} differs most in attention to position 0: " in text
     wide = pair.by_head["first_attention"]
     assert (wide["two <b>"] - wide["one"]).loc[(1, 1)] == pytest.approx(0.5)
-    said = parsed(index_page([IndexEntry(n, report=r) for n, r in zip(pair.names, pair.reports, strict=True)])).text
+    said = Page(index_page([IndexEntry(n, report=r) for n, r in zip(pair.names, pair.reports, strict=True)])).text
     assert "two <b>" in said
     assert "Attention to position 0 of every head (dots)" in said
 
@@ -194,7 +194,7 @@ def test_an_old_browser_is_told(long_report: Report, visit: Any, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_hostile_tokens_sites_and_tables(dirty: list[Report], hostile: list[str], visit: Any, page_of: Any) -> None:
+def test_hostile_tokens_sites_and_tables(dirty: list[Report], visit: Any, page_of: Any) -> None:
     said, chips = "", set()
     for one in dirty:
         opened = visit(page_of(one))
@@ -226,17 +226,15 @@ def test_hostile_tokens_sites_and_tables(dirty: list[Report], hostile: list[str]
         assert opened.page.locator("iframe").count() == 1
         assert frame.locator("img, iframe, object, a").count() == 0
         opened.quiet()
-    for text in hostile:
+    for text in HOSTILE:
         assert shortened(visible(text)) in chips, text
         assert shortened(visible(text)) in said, text
 
 
 @pytest.mark.slow
-def test_hostile_names_paths_and_provenance(
-    single: list[Report], hostile: list[str], visit: Any, page_of: Any, tmp_path: Path
-) -> None:
+def test_hostile_names_paths_and_provenance(single: list[Report], visit: Any, page_of: Any, tmp_path: Path) -> None:
     opened = visit("<!DOCTYPE html><body></body>")
-    for i, (text, one) in enumerate(zip(hostile, single, strict=True)):
+    for i, (text, one) in enumerate(zip(HOSTILE, single, strict=True)):
         for kind, html in (("page", page_of(one)), ("cell", one._repr_html_())):
             path = tmp_path / f"{kind}{i}.html"
             path.write_text(
@@ -251,20 +249,23 @@ def test_hostile_names_paths_and_provenance(
 
 
 @pytest.mark.slow
-def test_hostile_names_in_indexes_and_comparisons(
-    dirty: list[Report], single: list[Report], hostile: list[str], visit: Any
-) -> None:
-    entries = [IndexEntry(t, t, one) for t, one in zip(hostile, single, strict=True)]
-    entries += [IndexEntry(t, t, dirty[0]) for t in hostile[:6]]
-    entries += [IndexEntry(t, f"{i}/report.html", error=t) for i, t in enumerate(hostile)]
-    opened = visit(index_page(entries))
+def test_hostile_names_in_indexes_and_comparisons(dirty: list[Report], single: list[Report], visit: Any) -> None:
+    entries = [IndexEntry(t, t, one) for t, one in zip(HOSTILE, single, strict=True)]
+    entries += [IndexEntry(t, t, dirty[0]) for t in HOSTILE[:6]]
+    entries += [IndexEntry(t, f"{i}/report.html", error=t) for i, t in enumerate(HOSTILE)]
+    html = index_page(entries)
+    assert not [c for c in UNSEEN if c in html]
+    opened = visit(html)
     opened.page.locator("#table-comparison button", has_text="Download CSV").wait_for()
     assert opened.page.locator("img, iframe, object, form, base").count() == 0
     said = opened.page.evaluate("document.body.textContent").replace("\n", "")
-    for text in hostile:
+    for text in HOSTILE:
         assert shortened(disarmed(text), 200).strip().replace("\n", "") in said
     for href in opened.page.locator("a").evaluate_all("found => found.map(a => a.href)"):
         assert href.startswith("file:///")
     opened.quiet()
-    cell = ln_probe.compare(dirty, hostile[: len(dirty)])._repr_html_()
+    cell = ln_probe.compare(dirty, HOSTILE[: len(dirty)])._repr_html_()
+    for one in (cell, *(r._repr_html_() for r in dirty)):
+        assert not Page(one).acts()
+        assert not [c for c in UNSEEN if c in one]
     visit(f"<!DOCTYPE html><meta charset='utf-8'><body>{cell}</body>").quiet()

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from faulty import PROBES, command, lab_model, report, without_pages, write_prompts
+from faulty import PROBES, command, ends, lab_model, report, without_pages, write_prompts
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -44,13 +44,11 @@ def test_a_vocabulary_names_the_tokens_of_a_model_without_a_tokenizer(capp: Path
     names = {str(i): f"part-{i}" for i in range(json.loads((capp / "config.json").read_text())["vocab_size"])}
     (tmp_path / "names.json").write_text(json.dumps(names))
     asked = ("--max-tokens", 8, "--max-prompts", 4, "--probes", "sinks,decomposition", "--layers", "0")
-    code, _, said = report(capp, "--out", tmp_path / "r", *asked, "--vocab", tmp_path / "names.json")
-    assert code == 0, said
+    ends(0, report, capp, "--out", tmp_path / "r", *asked, "--vocab", tmp_path / "names.json")
     about = ln_probe.load_report(tmp_path / "r" / "capp_gpt").provenance["prompts"]
     assert all(text.startswith("part-") for text in about["begin"])
     assert about["count"] == 4  # of the sequences that it is sampled, too
-    code, _, said = report(capp, "--out", tmp_path / "s", *asked, "--vocab", tmp_path / "missing.json")
-    assert code == 2
+    _, said = ends(2, report, capp, "--out", tmp_path / "s", *asked, "--vocab", tmp_path / "missing.json")
     assert "missing.json" in said
 
 
@@ -128,8 +126,9 @@ def test_a_failing_model_leaves_the_others_done(capp: Path, tmp_path: Path, monk
     (broken / "config.json").write_text((capp / "config.json").read_text())
     (broken / "model.safetensors").write_bytes((capp / "model.safetensors").read_bytes()[:5000])
     out = tmp_path / "reports"
-    code, printed, said = report(broken, capp, "--out", out, "--max-tokens", 12, "--probes", "decomposition", "--json")
-    assert code == 1
+    printed, said = ends(
+        1, report, broken, capp, "--out", out, "--max-tokens", 12, "--probes", "decomposition", "--json"
+    )
     assert [bool(model["error"]) for model in json.loads(printed)["models"]] == [True, False]
     assert (out / "capp_gpt" / "report.html").exists()
     for text in (said, (out / "index.html").read_text()):
@@ -141,14 +140,12 @@ def test_a_failing_model_leaves_the_others_done(capp: Path, tmp_path: Path, monk
 @pytest.mark.slow
 def test_heads_and_layers_are_chosen(capp: Path, tmp_path: Path) -> None:
     out = tmp_path / "reports"
-    code, _, said = report(capp, "--out", out, "--max-tokens", 12, "--heads", "0,2-3", "--layers", "0,2-3")
-    assert code == 0, said
+    ends(0, report, capp, "--out", out, "--max-tokens", 12, "--heads", "0,2-3", "--layers", "0,2-3")
     made = ln_probe.load_report(out / "capp_gpt")
     assert set(made.heads["layer"]) == {0, 2, 3}
     assert set(made.heads.loc[made.heads["space"] == "head", "head"]) == {0, 2, 3}
     assert made.exhibits.attention[0].heads == (0, 2, 3)
-    code, _, said = report(capp, "--out", out, "--heads", "0,99")
-    assert code == 2
+    _, said = ends(2, report, capp, "--out", out, "--heads", "0,99")
     assert "no head 99: " in said
     assert "capp_gpt has heads 0 … " in said
 
@@ -160,8 +157,7 @@ def test_options_from_a_file(capp: Path, tmp_path: Path) -> None:
         f"out = '{tmp_path / 'elsewhere'}'\njson = true\n"
     )
     line = ["report", "--quiet", "--workers", 0, "--config", config, "--out", out, "--seed", 5]
-    code, printed, said = command(*line)
-    assert code == 0, said
+    printed, _ = ends(0, command, *line)
     assert json.loads(printed)["models"][0]["model"] == str(capp)
     asked = ln_probe.load_report(out / "capp_gpt").provenance["request"]
     assert {k: asked[k] for k in ("max_tokens", "probes", "layers", "seed")} == {
@@ -187,8 +183,7 @@ def test_a_file_of_options_that_makes_no_sense(text: str | None, said: str, tmp_
     config = tmp_path / "a.toml"
     if text is not None:
         config.write_text(text)
-    code, _, error = report("x", "--config", config, "--out", tmp_path / "out")
-    assert code == 2
+    _, error = ends(2, report, "x", "--config", config, "--out", tmp_path / "out")
     assert said in error
     assert not (tmp_path / "out").exists()
 
@@ -198,8 +193,7 @@ def test_a_folder_of_checkpoints_is_told_from_a_checkpoint(tmp_path: Path) -> No
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-    code, _, said = report(tmp_path / "run", "--out", tmp_path / "out")
-    assert code == 2
+    _, said = ends(2, report, tmp_path / "run", "--out", tmp_path / "out")
     assert "run is no checkpoint, it holds 3 of them (steps 0, 100, 2000): add --checkpoints all, or --chec" in said
 
 
@@ -264,8 +258,7 @@ def test_b06_c10_options(options: list[str], said: str, tmp_path: Path, monkeypa
     model, out = lab_model(tmp_path / "m"), tmp_path / "out"
     given = [option.format(model=model) for option in options]
     prompts = [] if "--prompts" in options else ["--prompts", write_prompts(tmp_path / "p.jsonl")]
-    code, _, heard = command("report", model, "lm-none", "--quiet", *prompts, "--out", out, *given)
-    assert code == 2
+    _, heard = ends(2, command, "report", model, "lm-none", "--quiet", *prompts, "--out", out, *given)
     assert said.format(model=model) in heard
     assert "fault of ln_probe" not in heard
     assert "Usage" in heard or len(heard.strip().splitlines()) == 1
@@ -280,8 +273,7 @@ def test_b06_names_of_models(name: str, tmp_path: Path) -> None:
         suite([name])
     with pytest.raises(ValueError, match=said):
         ln_probe.load_model(name)
-    code, _, heard = command("report", name, "--quiet", "--out", tmp_path / "out")
-    assert code == 2
+    _, heard = ends(2, command, "report", name, "--quiet", "--out", tmp_path / "out")
     assert said in heard
     assert len(heard) < 400
     assert not (tmp_path / "out").exists()
@@ -289,27 +281,23 @@ def test_b06_names_of_models(name: str, tmp_path: Path) -> None:
 
 def test_b06_names_that_are_no_text_or_long(tmp_path: Path) -> None:
     """A lone surrogate is how Python has bytes that are no UTF-8: files may be called so."""
-    code, _, said = report("\udcff", "--out", tmp_path / "out")
-    assert code == 1
+    _, said = ends(1, report, "\udcff", "--out", tmp_path / "out")
     assert r"No model is called '\udcff'" in said
     home = tmp_path / "\udcff"
     home.mkdir()
     prompts = write_prompts(home / "\udcfe.jsonl")
     for name in ("m", "m" * 255):
         line = [lab_model(home / name), "--prompts", prompts, "--out", home / "out"]
-        code, _, said = report(*line)
-        assert code == 0, said
+        ends(0, report, *line)
         ln_probe.load_report(home / "out" / name[:200])
-        code, _, said = command("plan", *line, "--quiet")
-        assert code == 0, said
+        ends(0, command, "plan", *line, "--quiet")
 
 
 def test_an_unwritable_folder_is_found_out_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for asked in (["report", "no-such-model", "--workers", 0], ["plan", "no-such-model"]):
         for out in (tmp_path / "file" / "reports", tmp_path / "file"):
-            code, _, said = command(*asked, "--out", out)
-            assert code == 2
+            _, said = ends(2, command, *asked, "--out", out)
             assert "cannot write to" in said
             assert "no-such-model" not in said, "the work began before the folder was checked"
 
@@ -460,20 +448,17 @@ def lab_run(*args: object) -> tuple[int, str, str]:
 
 
 def test_the_command_line_of_the_laboratory(toy: list[Request], tmp_path: Path) -> None:
-    code, listed, _ = command("lab", "list")
-    assert code == 0
+    listed, _ = ends(0, command, "lab", "list")
     assert "majority" in listed
     assert "toy: a toy" in listed
     line = ["toy", "--out", tmp_path / "o", "--quick"]
-    code, printed, said = lab_run(*line)
-    assert code == 0, said
+    printed, _ = ends(0, lab_run, *line)
     assert "All is well." in printed
     assert toy[-1].seeds == (0, 1)
     assert json.loads((tmp_path / "o" / "results.json").read_text())["experiment"] == "toy"
     assert lab_run(*line, "--seeds", "5")[0] == 0
     assert toy[-1].seeds == (0, 1, 2, 3, 4)
-    code, _, said = lab_run(*line, "--collect")
-    assert code == 1
+    _, said = ends(1, lab_run, *line, "--collect")
     assert "diverged: seed 9" in said
 
 
@@ -492,8 +477,7 @@ def test_b06_bad_arguments_of_the_laboratory(
     args: list[str], said: str, toy: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    code, _, heard = lab_run(*args, "--out", tmp_path / "out")
-    assert code == 2
+    _, heard = ends(2, lab_run, *args, "--out", tmp_path / "out")
     assert said in heard
     assert not toy
     assert not (tmp_path / "out").exists()
@@ -521,8 +505,7 @@ def test_folders_of_something_else_are_left_alone(toy: list[Request], tmp_path: 
     ):
         if content:
             (folder / "experiment.json").write_text(content)
-        code, _, heard = lab_run("toy", "--out", folder)
-        assert code == 2
+        _, heard = ends(2, lab_run, "toy", "--out", folder)
         assert said in heard
     assert [p.name for p in thesis.iterdir()] == ["one.txt"]
 

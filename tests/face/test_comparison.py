@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from made_up import HOSTILE, Page
 
 import ln_probe
 from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
@@ -17,8 +17,6 @@ from ln_probe.comparison import labels, paired, run_of, step_of
 from ln_probe.page import index
 from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.report import Report
-
-Reader = Callable[[str], Any]
 
 
 def named(report: Report, name: str, **model: Any) -> Report:
@@ -48,7 +46,6 @@ def test_an_index_keeps_what_it_shows(report: Report) -> None:
     whole = [IndexEntry(name, f"{name}.html", named(report, name)) for name in ("a", "b")]
     kept = [replace(e, report=index.for_index(named(report, e.name), i)) for i, e in enumerate(whole)]
     assert index_page(kept) == index_page(whole)
-    assert kept[0].report is not None
     assert len(report.keys) > len(kept[0].report.keys) == 0
     assert index.for_index(report, index.MOST).exhibits.attention == ()
 
@@ -133,25 +130,25 @@ def drawn(report: Report) -> Report:
     return Report({"layernorms": report.layernorms, "heads": report.heads}, report.provenance)
 
 
-def test_the_index_draws_training_over_steps_and_models_over_depth(drawn: Report, parsed: Reader) -> None:
+def test_the_index_draws_training_over_steps_and_models_over_depth(drawn: Report) -> None:
     runs = [named(drawn, "p", revision=f"step{s}") for s in (0, 10, 1000)]
     entries = [IndexEntry(n, f"{i}/report.html", r) for i, (n, r) in enumerate(zip("abc", runs, strict=True))]
-    page = parsed(index_page([*entries, IndexEntry("other", "o/report.html", named(drawn, "other"))]))
+    page = Page(index_page([*entries, IndexEntry("other", "o/report.html", named(drawn, "other"))]))
     ids = {a.get("id") for t, a in page.tags if t == "figure"}
     assert {"training-margin_median", "depth-margin_median", "training-entropy_ratio"} <= ids
     assert {"training step", "depth"} <= set(page.text.split("\n")) or "training step" in page.text
     unbounded = drawn.heads.assign(margin_median=drawn.heads["margin_median"].where(drawn.heads["head"] == -1))
-    without = parsed(index_page([IndexEntry("x", "x/report.html", drawn.with_tables(heads=unbounded))]))
+    without = Page(index_page([IndexEntry("x", "x/report.html", drawn.with_tables(heads=unbounded))]))
     assert "depth-margin_median" not in {a.get("id") for t, a in without.tags if t == "figure"}
-    alone = parsed(index_page([IndexEntry("other", "o/report.html", named(drawn, "other", revision="step5"))]))
+    alone = Page(index_page([IndexEntry("other", "o/report.html", named(drawn, "other", revision="step5"))]))
     assert not [a for t, a in alone.tags if t == "figure" and (a.get("id") or "").startswith("training")]
 
 
 @pytest.mark.slow
-def test_many_models_are_cut_and_it_is_said(report: Report, parsed: Reader) -> None:
+def test_many_models_are_cut_and_it_is_said(report: Report) -> None:
     heads = report.heads[report.heads["layer"] == 0]
     small = Report({"layernorms": report.layernorms, "heads": heads}, report.provenance)
-    page = parsed(index_page([IndexEntry(f"m{i}", f"m{i}/report.html", small) for i in range(30)]))
+    page = Page(index_page([IndexEntry(f"m{i}", f"m{i}/report.html", small) for i in range(30)]))
     assert "The first 24 of 30 models are drawn." in page.text
     assert all(f"m{i}" in page.text for i in range(30))
 
@@ -187,16 +184,23 @@ def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
     assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
     assert (row["model"], row["against"], row["prompts"], row["prompts_more"]) == ("run", "one", 40, 40)
     assert row["p_mean"] < 0.001
-    other = replace(models[1], provenance={**models[1].provenance, "prompts": {"sha256": "another"}})
-    assert not len(ln_probe.compare([models[0], other]).paired)
 
 
-def test_losses_of_other_units_are_not_subtracted(models: list[Report]) -> None:
-    mine = {"loss": {"name": "my:accuracy", "unit": "units of my:accuracy"}}
-    both = ln_probe.compare([models[0], replace(models[1], provenance={**models[1].provenance, **mine})], ["a", "b"])
+@pytest.mark.parametrize(("change", "same_loss", "said"), [
+    ({"prompts": {"sha256": "another"}}, False, "b: measured on other prompts than a"),
+    ({"loss": {"name": "my:accuracy", "unit": "units of my:accuracy"}}, False, "b: measured by another loss than a"),
+    ({"arguments": {"layers": [0]}}, True, "b: measured in other layers than a"),
+])  # fmt: skip
+def test_only_what_is_comparable_is_paired(
+    change: dict[str, Any], same_loss: bool, said: str, models: list[Report]
+) -> None:
+    other = replace(models[1], provenance={**models[1].provenance, **change})
+    both = ln_probe.compare([models[0], other], ["a", "b"])
     assert not len(both.paired)
-    assert both.summary["loss_difference"].isna().all()
-    assert "b: measured by another loss than a" in both.notes[0]
+    assert both.summary["loss_difference"].notna().tolist() == [False, same_loss]
+    assert said in both.notes[0]
+    assert said in both._repr_html_()
+    assert ln_probe.compare(models[:2]).notes == ()
 
 
 def test_folders_are_named_by_what_tells_them_apart() -> None:
@@ -227,17 +231,17 @@ def test_long_names_on_an_axis_keep_both_ends() -> None:
 # ------------------------------------------------------------------------------------------------------------ the index
 
 
-def test_d5_an_index_draws_no_axis_of_zeros(drawn: Report, parsed: Reader) -> None:
+def test_d5_an_index_draws_no_axis_of_zeros(drawn: Report) -> None:
     zero = drawn.with_tables(heads=drawn.heads.assign(unselectable_fraction=0.0))
     html = index_page([IndexEntry("a", report=zero), IndexEntry("b", report=zero)])
-    assert "0 in every model, layer and variant." in parsed(html).text
+    assert "0 in every model, layer and variant." in Page(html).text
     assert "depth-unselectable-fraction-title" not in html
     assert "depth-margin-median-title" in html
 
 
-def test_the_index_is_a_comparison_of_losses(models: list[Report], parsed: Reader) -> None:
+def test_the_index_is_a_comparison_of_losses(models: list[Report]) -> None:
     html = index_page([IndexEntry(f"m{i}", f"m{i}/report.html", r) for i, r in enumerate(models)])
-    page = parsed(html)
+    page = Page(html)
     for name in ("losses", "paired", "losses-training"):
         assert f'id="{name}"' in html
     assert html.count('id="paired-') >= 3, "every model can be the baseline"
@@ -264,17 +268,17 @@ def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
     assert list(steps.axes[0].lines[0].get_xdata()) == [1000, 2000]
 
 
-def test_an_index_without_losses_says_so(report: Report, parsed: Reader) -> None:
+def test_an_index_without_losses_says_so(report: Report) -> None:
     blank = Report({"layernorms": report.layernorms}, report.provenance)
-    assert "No model here was measured with a term removed" in parsed(index_page([IndexEntry("a", report=blank)])).text
+    assert "No model here was measured with a term removed" in Page(index_page([IndexEntry("a", report=blank)])).text
 
 
 @pytest.mark.slow
-def test_hostile_names_in_forest_plots(models: list[Report], hostile: list[str], parsed: Reader) -> None:
-    for start in range(0, len(hostile), 40):
-        some = hostile[start : start + 40]
+def test_hostile_names_in_forest_plots(models: list[Report]) -> None:
+    for start in range(0, len(HOSTILE), 40):
+        some = HOSTILE[start : start + 40]
         html = index_page([IndexEntry(t, f"{i}", models[i % 3]) for i, t in enumerate(some)])
-        page = parsed(html)
+        page = Page(html)
         assert sum(t == "script" for t, _ in page.tags) <= 3
         assert not page.acts()
         assert not [t for t, _ in page.tags if t == "iframe"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faulty import command, lab_model
+from architectures import hugging_face
+from faulty import command, ends, lab_model
 from safetensors.torch import load_file
 
 from ln_probe.batch import cost
@@ -22,8 +22,7 @@ from ln_probe.settings import Settings
 
 
 def planned(model: object, *options: object) -> dict[str, Any]:
-    code, printed, said = command("plan", model, "--json", "--quiet", *options)
-    assert code == 0, said
+    printed, _ = ends(0, command, "plan", model, "--json", "--quiet", *options)
     found: dict[str, Any] = json.loads(printed)["models"][0]
     return found
 
@@ -36,9 +35,9 @@ def weights_of(row: dict[str, Any], folder: Path) -> float:
     return found
 
 
-def test_a14_a_bfloat16_folder_is_loaded_in_float32(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
+def test_a14_a_bfloat16_folder_is_loaded_in_float32(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    make_hugging_face("gpt2").to(torch.bfloat16).save_pretrained(folder)
+    hugging_face("gpt2").to(torch.bfloat16).save_pretrained(folder)
     numbers = sum(t.numel() for t in load_file(folder / "model.safetensors").values())
     assert abs((folder / "model.safetensors").stat().st_size - 2 * numbers) < 20_000  # its header
     config = json.loads((folder / "config.json").read_text())
@@ -47,13 +46,13 @@ def test_a14_a_bfloat16_folder_is_loaded_in_float32(make_hugging_face: Callable[
     assert weights_of(by_default, folder) == 4 * held
     for dtype, size in (("float32", 4), ("bfloat16", 2), ("float64", 8)):
         assert weights_of(planned(folder, "--dtype", dtype), folder) == size * held
-    make_hugging_face("gpt2").save_pretrained(tmp_path / "wide")
+    hugging_face("gpt2").save_pretrained(tmp_path / "wide")
     for what in ("memory_bytes", "seconds"):
         assert planned(tmp_path / "wide")[what] == pytest.approx(by_default[what]), "the same model, in another format"
 
 
-def test_a14_every_kind_of_folder_is_counted(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
-    model = make_hugging_face("gpt2")
+def test_a14_every_kind_of_folder_is_counted(tmp_path: Path) -> None:
+    model = hugging_face("gpt2")
     model.save_pretrained(tmp_path / "parts", max_shard_size="40KB")
     assert (tmp_path / "parts" / "model.safetensors.index.json").exists()
     files = sorted((tmp_path / "parts").glob("*.safetensors"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import command, report, tables, without_pages, word_tokenizer, write_prompts
+from architectures import hugging_face
+from faulty import command, ends, report, tables, without_pages, word_tokenizer, write_prompts
 
 import ln_probe
 from ln_probe.batch.results import FAILED
@@ -45,8 +45,7 @@ def test_a18_a_tokenizer_that_does_not_load(folder: Path, tmp_path: Path) -> Non
     file = folder / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:-40])
     line = [folder, "--max-prompts", 2, "--max-tokens", 6, "--out", tmp_path / "out"]
-    code, printed, _ = report(*line, "--json")
-    assert code == 1
+    printed, _ = ends(1, report, *line, "--json")
     (why,) = json.loads(printed)["models"][0]["deviations"]
     assert why.startswith("no tokenizer: the folder's could not be read (")
     made = ln_probe.load_report(tmp_path / "out" / "model")
@@ -54,19 +53,16 @@ def test_a18_a_tokenizer_that_does_not_load(folder: Path, tmp_path: Path) -> Non
     assert why in made.provenance["model"]["notes"]
     code, _, said = report(*line)
     assert (code, "already done" in said, f"{folder}: not all as asked: {why}" in said) == (1, True, True)
-    code, _, said = report(*line, "--strict")
-    assert code == 1
+    _, said = ends(1, report, *line, "--strict")
     assert f"{folder}: failed: {why} (--strict: nothing else than asked is measured)" in said
-    code, _, said = report(*line[:-1], tmp_path / "strict", "--strict")
-    assert code == 1
+    _, said = ends(1, report, *line[:-1], tmp_path / "strict", "--strict")
     assert "(--strict: nothing else than asked is measured)" in said
     assert tables(tmp_path / "strict") == {}
 
 
 def test_a18_a_folder_without_a_tokenizer_is_as_asked(folder: Path, tmp_path: Path) -> None:
     line = [folder, "--max-prompts", 2, "--max-tokens", 6, "--out", tmp_path / "out"]
-    code, printed, said = report(*line, "--strict", "--json")
-    assert code == 0, said
+    printed, said = ends(0, report, *line, "--strict", "--json")
     assert json.loads(printed)["models"][0]["deviations"] == []
     assert "not all as asked" not in said
     assert ln_probe.load_report(tmp_path / "out" / "model").deviations == ()
@@ -79,8 +75,7 @@ def test_b08_a_tokenizer_that_panics(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the tokenizer fails on it \(PanicException: "):
         encode(model, PANICS)
     prompts = write_prompts(tmp_path / "p.jsonl", ["the norm projects", PANICS, "keys scale"])
-    code, _, said = report(folder, "--prompts", prompts, "--out", tmp_path / "out")
-    assert code == 1
+    _, said = ends(1, report, folder, "--prompts", prompts, "--out", tmp_path / "out")
     assert "1 of 3 prompts were skipped (prompt 1: the tokenizer fails on it (PanicException: " in said
     assert len(ln_probe.load_report(tmp_path / "out" / "model").layernorms)
 
@@ -110,25 +105,21 @@ def test_b08_only_what_ends_the_process_passes_a_worker(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_a18_layers_left_over_in_the_weights(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
+def test_a18_layers_left_over_in_the_weights(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    make_hugging_face("gpt2", n_layer=2).save_pretrained(folder)
+    hugging_face("gpt2", n_layer=2).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"n_layer": 1}))
     why = "config.json says 1 layers, and the weights hold 2: the model was built without layers 1 to 1"
     assert ln_probe.source_of(ln_probe.load_model(folder, device="cpu")).deviations == (why,)
     line = [folder, "--max-prompts", 2, "--max-tokens", 6]
-    code, _, said = report(*line, "--out", tmp_path / "out")
-    assert code == 1
+    _, said = ends(1, report, *line, "--out", tmp_path / "out")
     assert f"{folder}: not all as asked: {why}" in said
-    code, _, said = report(*line, "--out", tmp_path / "strict", "--strict")
-    assert code == 1
+    _, said = ends(1, report, *line, "--out", tmp_path / "strict", "--strict")
     assert f"failed: ValueError: {why} (--strict" in said
-    code, printed, said = report(*line, "--out", tmp_path / "slices", "--unit", "1/1", "--json")
-    assert code == 1, said
+    printed, _ = ends(1, report, *line, "--out", tmp_path / "slices", "--unit", "1/1", "--json")
     assert json.loads(printed)["deviations"][0]["deviations"] == [why]
-    code, _, said = command("merge", tmp_path / "slices", "--workers", 0)
-    assert code == 1
+    _, said = ends(1, command, "merge", tmp_path / "slices", "--workers", 0)
     assert f"{folder}: not all as asked: {why}" in said
 
 
@@ -155,8 +146,7 @@ def test_b06_one_prompt_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
     for shard in (2, 9):
         out = tmp_path / str(shard)
         asked = ("--prompts", whole, "--groups", labels, "--shard", shard)
-        code, printed, said = report(folder, *asked, "--out", out, "--json")
-        assert code == 1, said
+        printed, _ = ends(1, report, folder, *asked, "--out", out, "--json")
         assert json.loads(printed)["models"][0]["deviations"] == [NOTE]
         made = ln_probe.load_report(out / "model")
         assert made.provenance["prompts"]["count"] == 4
@@ -167,17 +157,15 @@ def test_b06_one_prompt_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
     assert {k: v for k, v in tables(tmp_path / "good").items() if k.endswith("parquet")} == {
         k: v for k, v in (expected or {}).items() if k.endswith("parquet")
     }
-    code, _, said = report(folder, "--prompts", whole, "--out", tmp_path / "strict", "--strict")
-    assert code == 1
+    _, said = ends(1, report, folder, "--prompts", whole, "--out", tmp_path / "strict", "--strict")
     assert f"failed: ValueError: {NOTE} (--strict" in said
 
 
 def test_b06_no_prompt_that_can_be_used(folder: Path, tmp_path: Path) -> None:
     with_tokenizer(folder)
-    code, _, said = report(
-        folder, "--prompts", write_prompts(tmp_path / "p.jsonl", ["", " "]), "--out", tmp_path / "out"
+    _, said = ends(
+        1, report, folder, "--prompts", write_prompts(tmp_path / "p.jsonl", ["", " "]), "--out", tmp_path / "out"
     )
-    assert code == 1
     assert (
         "none of 2 prompts can be used (prompt 0: an empty prompt (''): every prompt needs some text; prompt 1" in said
     )
@@ -205,8 +193,7 @@ def test_b06_lists_of_texts_in_analyze(folder: Path, tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_and_texts(folder: Path, tmp_path: Path) -> None:
     """No text can be used, for one reason: that is said, and not once for each."""
     prompts = write_prompts(tmp_path / "p.jsonl", ["the norm", "projects"])
-    code, _, said = report(folder, "--prompts", prompts, "--out", tmp_path / "out")
-    assert code == 1
+    _, said = ends(1, report, folder, "--prompts", prompts, "--out", tmp_path / "out")
     assert "this model has no tokenizer, so text cannot be turned into tokens" in said
     assert "skipped" not in said
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import stand_in
 import torch
+from architectures import make_bridge
 from same_findings import TABLES, assert_same_findings
 
 import ln_probe
@@ -74,7 +75,7 @@ def test_every_probe_on_a_stand_in(arch: str, tmp_path: Path) -> None:
     "arch", ["gpt2", "neox", "mistral", "gemma3", "bloom", "mpt", "gptj", "qwen3", "bert", "olmo2"]
 )
 @pytest.mark.parametrize("batch_size", [1, None])
-def test_every_probe_on_a_gpu(arch: str, batch_size: int | None, make_bridge: Callable[..., Any]) -> None:
+def test_every_probe_on_a_gpu(arch: str, batch_size: int | None) -> None:
     """Tables within 1e-4 of the CPU's, verdicts the same; `None`: as many prompts together as the memory holds."""
     asked: dict[str, Any] = {"probes": ALL, "progress": False, "keys": "all"}
     here = ln_probe.analyze(make_bridge(arch), TOKENS, **asked)
@@ -97,7 +98,7 @@ def test_a_bundled_model_on_a_gpu() -> None:
 
 @pytest.mark.cuda
 @needs_gpu
-def test_interventions_and_attribution_on_a_gpu(make_bridge: Callable[..., Any]) -> None:
+def test_interventions_and_attribution_on_a_gpu() -> None:
     found = []
     for device in ("cpu", "cuda"):
         model = make_bridge("gpt2").to(device)

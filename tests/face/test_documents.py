@@ -287,8 +287,6 @@ FOLDERS = sorted(p.parent for p in (HERE / "tables").glob("*/causal.csv"))
 
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"checkpoints_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module

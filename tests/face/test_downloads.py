@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import torch
 from faulty import ended, plain_model, started, tables, without_pages, word_tokenizer, write_prompts
-from hub_standin import Hub, serving
-from huggingface_hub import constants
+from hub_standin import Hub, reached, serving
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from typer.testing import CliRunner
 
@@ -59,13 +58,8 @@ def hub(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """The server, for this process and for those that it starts, with an empty cache. Pages are not drawn."""
     without_pages(monkeypatch)
     hub_info.cache_clear()  # which one command keeps
-    with serving() as served:
+    with reached(tmp_path / "cache", monkeypatch) as served:
         served.add(REPOSITORY, folders)
-        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-        template = served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         for name, value in environment(served, tmp_path).items():
             monkeypatch.setenv(name, value)
         yield served
@@ -206,13 +200,11 @@ def test_one_is_fetched_ahead_and_what_is_done_is_deleted(hub: Hub, tmp_path: Pa
     assert here() == here() == ["step0"]
     for unit in ("calibration", "report"):
         job = schedule.next(0)
-        assert job is not None
         assert (job[0].revision, job[1].kind) == ("step0", unit)
         assert here() == here() == ["step0", "step1"]
         schedule.ended(*job, Outcome("done"))
     assert here() == here() == ["step1"]
     job = schedule.next(0)
-    assert job is not None
     assert job[0].revision == "step1"
     assert here() == here() == ["step1", "step512"]
     downloads.close()
@@ -346,8 +338,7 @@ def test_an_atlas_that_is_killed_twice(tmp_path: Path) -> None:
             assert code == (0 if reports is None else -signal.SIGKILL), said
         watch.close()
         assert not [*disturbed.glob(".ln_probe/hub*")]
-        code, said = ended(started(*line, "--out", tmp_path / "undisturbed", **variables))
-        assert code == 0, said
+        ended(started(*line, "--out", tmp_path / "undisturbed", **variables), 0)
     print(f"bound {bound}, most {watch.most}, checkpoints of {whole(served, ATLAS[0])} bytes", file=sys.stderr)
     assert whole(served, ATLAS[0]) < watch.most <= bound
     assert len(tables(disturbed)) >= 24

@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from made_up import HOSTILE
 from matplotlib.figure import Figure
 
 import ln_probe
@@ -161,9 +163,9 @@ def same(a: Exhibits, b: Exhibits) -> bool:
     return a.notes == b.notes and all(equal(x, y) for x, y in pairs)
 
 
-def test_saved_exhibits_load_as_they_were(long_report: Report, hostile: list[str], tmp_path: Path) -> None:
+def test_saved_exhibits_load_as_they_were(long_report: Report, tmp_path: Path) -> None:
     first = long_report.exhibits.attention[0]
-    tokens = tuple((hostile * 2)[: len(first.tokens)])
+    tokens = tuple((HOSTILE * 2)[: len(first.tokens)])
     whole = replace(long_report.exhibits, attention=(replace(first, tokens=tokens),), notes=("a note",))
     whole.save(tmp_path / "e.npz")
     assert same(Exhibits.load(tmp_path / "e.npz"), whole)
@@ -232,7 +234,7 @@ def test_the_change_of_attention_to_position_0(long_report: Report) -> None:
 
 
 @pytest.mark.slow
-def test_heads_that_were_asked_for(make_bridge: Any) -> None:
+def test_heads_that_were_asked_for() -> None:
     model, tokens = make_bridge("gpt2"), torch.arange(1, 25)[None]
     report = ln_probe.analyze(model, tokens, heads=[3, 1], layers=[1], progress=False)
     shown = report.exhibits.of_prompt(0)
@@ -243,7 +245,7 @@ def test_heads_that_were_asked_for(make_bridge: Any) -> None:
     assert np.array_equal(shown.verdict[0], whole.verdict[1][[1, 3]])
 
 
-def test_what_was_not_measured_is_not_known(make_bridge: Any) -> None:
+def test_what_was_not_measured_is_not_known() -> None:
     model, tokens = make_bridge("gpt2"), torch.arange(1, 25)[None]
     uniform = ln_probe.analyze(model, tokens, probes=("uniformity",), progress=False).exhibits
     assert {VERDICTS[v] for v in uniform.of_prompt(0).verdict.ravel()} == {"not measured"}

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from faulty import disturb, hash_in, lab_model, plain_model, report, tables, without_pages, write_prompts
+from faulty import disturb, hash_in, interrupt, lab_model, plain_model, report, tables, without_pages, write_prompts
 
 FAULTS = ("deleted", "truncated", "zeroed", "bit flipped", "swapped")
 MOMENTS = ("before", "during", "between")
@@ -124,13 +124,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return found
 
 
-def interrupt(patched: pytest.MonkeyPatch, after: int) -> None:
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
-
-    disturb(patched, after, stop)
-
-
 class Oracle:
     """The tables of given inputs, made by an undisturbed run; each made once."""
 
@@ -181,8 +174,7 @@ def case_of(home: Path, kind: Kind, fault: str, moment: str, other: Path, oracle
             disturb(patched, 3, lambda worker: (case.inflict(fault, other), worker._forget()))
             code, _, said = report(*case.line)
         allowed.append(oracle.tables(case))
-        first = judged(case, code, said, allowed)
-        return first, _again(case, allowed)
+        return judged(case, code, said, allowed), _again(case, allowed)
     else:
         if kind.since == "between":  # files of a finished report
             report(*case.line)

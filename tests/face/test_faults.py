@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import command, disturb, hash_in, lab_model, plain_model, report, tables, without_pages, write_prompts
+from faulty import command, disturb, ends, hash_in, lab_model, plain_model, report, tables, without_pages, write_prompts
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -152,22 +152,19 @@ def test_c02_slices_of_different_prompts_are_not_merged(
     for what, said_of in (("model", "model"), ("prompts", "set of prompts")):
         info = held.info | {"inputs": held.info["inputs"] | {what: "f" * 64}}
         results.write(units[2], key, results.Result(held.arrays(""), info=info))
-        code, _, said = command("merge", tmp_path / "out", "--workers", 0)
-        assert code == 1
+        _, said = ends(1, command, "merge", tmp_path / "out", "--workers", 0)
         assert f"{units[2]} was made of another {said_of} than calibration-00000.safetensors ({what} ffffffff" in said
         assert f"delete the folder {units[2].parent} and run the same command (or its slices) again" in said
         assert tables(tmp_path / "out") == {}
         units[2].write_bytes(whole)
         held = results.Stored(units[2], key)
     shutil.copy(units[0], units[1])
-    code, _, said = command("merge", tmp_path / "out", "--workers", 0)
-    assert code == 1
+    _, said = ends(1, command, "merge", tmp_path / "out", "--workers", 0)
     assert f"{units[1]} is the result of something else" in said
     assert "1 unit (prompts 1) missing: run its slice again" in said
     for part in (1, 2):
         assert report(*line, "--unit", f"{part}/2")[0] == 0
-    code, _, said = command("merge", tmp_path / "out", "--workers", 0)
-    assert code == 0, said
+    ends(0, command, "merge", tmp_path / "out", "--workers", 0)
     assert tables(tmp_path / "out") == undisturbed
 
 
@@ -212,15 +209,12 @@ def test_c03_two_models_of_one_name(prompts: Path, tmp_path: Path) -> None:
 
 def test_c04_a_name_that_was_mistyped(prompts: Path, tmp_path: Path) -> None:
     model, out = lab_model(tmp_path / "m"), tmp_path / "out"
-    code, _, said = report("lm-nane", "--prompts", prompts, "--out", out)
-    assert code == 1
+    _, said = ends(1, report, "lm-nane", "--prompts", prompts, "--out", out)
     assert said.count("No model is called 'lm-nane'") == 1
     assert not out.exists(), "nothing was done, and something was left behind"
-    code, _, said = report("lm-nane", model, "--prompts", prompts, "--out", out)
-    assert code == 1
+    _, said = ends(1, report, "lm-nane", model, "--prompts", prompts, "--out", out)
     assert said.count("No model is called 'lm-nane'") == 1
-    code, printed, _ = report(model, "--prompts", prompts, "--out", out, "--json")
-    assert code == 0, "a failure of an earlier command decides how this one ends"
+    printed, _ = ends(0, report, model, "--prompts", prompts, "--out", out, "--json")
     earlier, mine = json.loads(printed)["models"]
     assert (earlier["model"], mine["error"]) == ("lm-nane", None)
     assert earlier["error"].startswith("in an earlier command (20")
@@ -237,8 +231,7 @@ def test_c04_fresh_keeps_what_was_made_alike_and_removes_the_rest(prompts: Path,
     assert "one" in listed
     assert "lm-nane" not in listed
     assert (out / "one" / "report.json").is_file()
-    code, _, said = report(other, *line, "--max-tokens", 3, "--fresh")
-    assert code == 0
+    _, said = ends(0, report, other, *line, "--max-tokens", 3, "--fresh")
     assert "its report, made in another way, was removed (--fresh)" in said
     assert not (out / "one").exists()
     assert str(one) not in (out / "index.html").read_text()
@@ -268,12 +261,10 @@ def test_c04_a_lost_or_damaged_run_file(prompts: Path, tmp_path: Path) -> None:
     file.write_text('{"format": 2}')
     assert f"{file} has format 2, this ln_probe writes 5: start anew with --fresh" in report(*line)[2]
     file.unlink()
-    code, _, said = report(*line)
-    assert code == 0
+    _, said = ends(0, report, *line)
     assert "already done" in said
     file.unlink()
-    code, _, said = report(*line, "--max-tokens", 5)
-    assert code == 2
+    _, said = ends(2, report, *line, "--max-tokens", 5)
     assert "holds reports made in another way (m is one), and nothing says how" in said
 
 
@@ -281,8 +272,7 @@ def test_c08_what_stands_in_the_way_is_seen_before_the_work(prompts: Path, tmp_p
     model, out = lab_model(tmp_path / "m"), tmp_path / "out"
     (out / "index.html").mkdir(parents=True)
     line = [model, "--prompts", prompts, "--out", out]
-    code, _, said = report(*line)
-    assert code == 2
+    _, said = ends(2, report, *line)
     assert f"{out / 'index.html'} is a folder, where a file is to be written" in said
     assert [p.name for p in out.iterdir()] == ["index.html"]
     (out / "index.html").rmdir()

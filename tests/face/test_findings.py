@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import bridge_of, make_bridge, make_hooked, norm_free
 
 import ln_probe
-from ln_probe.analyses.probes import causal_findings as causal
 from ln_probe.analyses.probes.base import among_heads, in_layers
 from ln_probe.analyses.probes.registry import find
 from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED
@@ -40,20 +39,12 @@ def test_norms_that_were_not_looked_at_are_not_absent(model: Any) -> None:
     assert not any("no normalization" in text for text in said(report))
 
 
-def test_prompts_too_short_for_sinks(model: Any) -> None:
-    report = ln_probe.analyze(model, [list(range(1, 10))], probes=["sinks"], progress=False)
-    assert said(report)[0].startswith(
-        "Whether attention has a sink cannot be decided where no token is seen by 10 others"
-    )
-    assert any("in 1 prompt no token is seen by 10 queries that see another one" in note for note in report.notes)
-
-
 @pytest.mark.parametrize(("window", "causal", "length", "told"), [
     (None, True, 12, True), (None, True, 10, False), (10, True, 40, True), (9, True, 40, False),
     (None, False, 10, True), (None, False, 9, False),
 ])  # fmt: skip
 def test_sinks_are_told_of_where_enough_queries_see_a_token(
-    make_hooked: Callable[..., Any], window: int | None, causal: bool, length: int, told: bool
+    window: int | None, causal: bool, length: int, told: bool
 ) -> None:
     more: dict[str, Any] = {"attention_dir": "causal" if causal else "bidirectional", "n_ctx": 64}
     if window is not None:
@@ -62,10 +53,11 @@ def test_sinks_are_told_of_where_enough_queries_see_a_token(
     report = ln_probe.analyze(made, [list(range(1, length + 1))], probes=["sinks"], progress=False)
     assert (report.tables["sink_heads"]["seen_by"] >= 10).all() == told
     assert said(report)[0].startswith("Whether attention has a sink cannot be decided") != told
-    assert any("no sink can be detected there" in note for note in report.notes) != told
+    unseen = "in 1 prompt no token is seen by 10 queries that see another one: no sink can be detected there"
+    assert any(unseen in note for note in report.notes) != told
 
 
-def test_unselectable_keys_are_not_explained_away(make_hooked: Callable[..., Any]) -> None:
+def test_unselectable_keys_are_not_explained_away() -> None:
     """Few keys are selectable in general position; a W_K of rank 1 sends them to a line."""
     tiny = make_hooked(normalization_type="LN")
     with torch.no_grad():
@@ -89,7 +81,7 @@ def test_undecided_tokens_are_not_said_to_be_stuck() -> None:
     assert unknown.text.startswith("No token is known never to be")
 
 
-def test_capped_logits_have_no_margins(make_hooked: Callable[..., Any]) -> None:
+def test_capped_logits_have_no_margins() -> None:
     tiny = make_hooked(normalization_type="LN")
     plain = ln_probe.analyze(tiny, [[1, 2, 3]], probes=["unembedding"], progress=False).unembedding
     assert transformed_logits(tiny) == ""
@@ -116,60 +108,6 @@ def test_constants_of_position_0_are_of_the_token_that_prompts_begin_with(model:
     assert {c.first for c in with_first}.isdisjoint(c.first for c in without)
 
 
-@pytest.mark.slow
-def test_one_group_of_prompts_has_constants_of_other_text(model: Any) -> None:
-    """Nothing is left of equal prompts when their group is left out."""
-    report = ln_probe.analyze(model, ["a b c d e f g h i j"] * 2, prepend_bos=False, probes=["causal"], progress=False)
-    windows = ln_probe.analyze(model, list(model.bundled_prompts.calibration), probes=["decomposition"], progress=False)
-    for name, constant in report.constants.of(1).items():
-        assert constant.plain == pytest.approx(windows.constants.pooled[name].plain, rel=1e-6)
-    assert any(
-        note.startswith("there is one group of prompts only, so the constants are means over the calibration prompts (")
-        for note in report.notes
-    )
-    assert any(
-        note.startswith("the constants of ") and " differ by more than 5% from the mean sigma of these prompts" in note
-        for note in report.notes
-    )
-
-
-@pytest.mark.slow
-def test_only_what_is_comparable_is_paired(model: Any) -> None:
-    prompts = [list(range(1, 20)), list(range(30, 50))]
-    whole, first = (
-        ln_probe.analyze(model, prompts, layers=layers, probes=["causal"], progress=False) for layers in (None, [0])
-    )
-    other = ln_probe.analyze(model, [list(range(2, 20))], probes=["causal"], progress=False)
-    compared = ln_probe.compare([whole, first, other], ["whole", "one layer", "other prompts"])
-    assert not len(compared.paired)
-    assert [note.split(":")[0] for note in compared.notes] == ["other prompts", "one layer"]
-    assert "measured on other prompts than whole" in compared.notes[0]
-    assert "measured in other layers than whole" in compared.notes[1]
-    assert "measured in other layers" in compared._repr_html_()
-    again = ln_probe.compare([whole, whole], ["a", "b"])
-    assert len(again.paired)
-    assert again.notes == ()
-
-
-def test_single_norms_are_named_by_the_size_of_their_change_in_either_direction() -> None:
-    row = {"variant": "no_scaling", "no_op": "", "prompts": 12, "groups": 12, "p_sign": 0.01, "p_mean": math.nan}
-    row |= {"delta_loss_low": math.nan, "delta_loss_high": math.nan, "delta_loss_median": math.nan, "loss": 3.0}
-    rows = pd.DataFrame([row | {"sites": f"blocks.{i}.ln1", "delta_loss": -0.02 * (i + 1), "prompts_worse": 0}
-                         for i in range(3)])  # fmt: skip
-    rows = rows.assign(family="exploratory: single norms, no_scaling")
-    (finding,) = causal.sentences(rows)
-    assert "blocks.2.ln1 changes the loss by -0.06 nats/token on average on 12 prompts: it falls on 12 of 12, " in (
-        finding.text
-    )
-    mixed = pd.concat([rows, rows.iloc[:1].assign(sites="blocks.3.ln1", delta_loss=0.03, prompts_worse=12)])
-    (finding,) = causal.sentences(mixed)
-    assert finding.text.index("blocks.2.ln1") < finding.text.index("blocks.1.ln1") < finding.text.index("blocks.3.ln1")
-    assert "blocks.0.ln1" not in finding.text
-    assert "blocks.3.ln1 changes the loss by +0.03 nats/token on average on 12 prompts: it rises on 12 of 12" in (
-        finding.text
-    )
-
-
 def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
     found = summary("here", [torch.arange(6)], lambda i: "�" if i < 5 else "a")["commonest"]
     assert len(found) == 6
@@ -183,20 +121,7 @@ def test_prompts_of_one_token_say_nothing_of_lengths(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_there_to_take_away_is_not_compared(make_hooked: Callable[..., Any]) -> None:
-    """Without norms scaling cannot be frozen, and no figure for it is given."""
-    tokens = torch.arange(1, 25)[None]
-    for kind, beside in ((None, False), ("LN", True)):
-        report = ln_probe.analyze(
-            make_hooked(normalization_type=kind), tokens, probes=("selectability",), progress=False
-        )
-        said = [f for f in report.findings() if "cannot be selected" in f]
-        assert said
-        assert all(("with scaling frozen" in f) == beside for f in said)
-
-
-@pytest.mark.slow
-def test_entropy_is_a_mean_over_queries_in_both_directions(make_bridge: Callable[..., Any]) -> None:
+def test_entropy_is_a_mean_over_queries_in_both_directions() -> None:
     """Prompts of other lengths count with the queries that have a choice: all of them, if they see both ways."""
     for arch in ("bert", "gpt2"):
         model, prompts = make_bridge(arch), [list(range(1, n)) for n in (6, 20, 13)]
@@ -223,7 +148,7 @@ def test_layers_and_heads_in_words() -> None:
 
 
 @pytest.fixture(scope="module")
-def part(make_bridge: Callable[..., Any], causal: pd.DataFrame) -> Report:
+def part(causal: pd.DataFrame) -> Report:
     made = ln_probe.analyze(make_bridge("gpt2"), [list(range(1, 30))] * 2, layers=[1], heads=[0, 2], progress=False)
     return made.with_tables(causal=causal)
 
@@ -236,7 +161,6 @@ def test_every_norm_is_every_norm_of_the_layers_asked_for(part: Report, report: 
         assert said
         assert all(("in layer 1" in f) == there for f in said)
         card = verdict(found)
-        assert card is not None
         assert all(("in layer 1" in text) == there for text in (*card.sentences[:1], *(b.what for b in card.bars)))
         assert card.sentences[0] in page
     assert "Freezing the scaling of every norm in layer 1" in report_page(part)
@@ -254,28 +178,6 @@ def test_an_index_says_which_norms_its_marks_are_of(part: Report, report: Report
     assert "at every norm of the layers that each was asked for" in both
 
 
-def test_sinks_are_those_of_the_layers_and_heads_asked_for() -> None:
-    table = pd.DataFrame(
-        {
-            "prompt": [0], "position": [0], "token": ["a"], "sink": [True], "outlier": [False], "sink_layer": [2.0],
-            "sink_rate": [0.35], "received": [0.28], "uniform": [0.05], "length_ratio": [1.5],
-            "received_no_scaling": [float("nan")], "received_there": [float("nan")],
-        }
-    )  # fmt: skip
-
-    def said(sinks: pd.DataFrame, **arguments: list[int]) -> list[str]:
-        tables = {"sinks": sinks, "token_sizes": table, "outlier_dimensions": pd.DataFrame()}
-        return [f.text for f in find("sinks").findings(tables, {"arguments": arguments})]
-
-    assert said(table, layers=[1, 2], heads=[0, 1])[0].startswith(
-        "Position 0: in 1 prompt an attention sink (in layer 2 35 % of heads and queries (heads 0, 1 alone) give it "
-        "over 0.3; over layers 1, 2 it gets 28 %, uniform attention would give 5 %)"
-    )
-    assert "over all layers it gets 28 %" in said(table)[0]
-    none = "Attention has no sink here in layer 2, and no token is an outlier at any norm."
-    assert said(table.head(0), layers=[2]) == [none]
-
-
 @pytest.mark.parametrize(
     ("given", "told"), [(1, "1"), ("0", "'0'"), ([0.5], "[0.5]"), (["0"], "['0']"), ([True], "[True]")]
 )
@@ -290,20 +192,10 @@ COLUMNS = ["margin_median", "attainable_median", "attainable_last_median", "patt
            "score_spread", "unselectable"]  # fmt: skip
 
 
-def norm_free(make_bridge: Callable[..., Any]) -> Any:
-    """eps 1e12 and gains times 1e6: Px, divided by nothing that depends on x."""
-    model = make_bridge("gpt2", layer_norm_epsilon=1e12)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "ln_" in name and name.endswith("weight"):
-                parameter.mul_(1e6)
-    return model
-
-
 @pytest.mark.slow
-def test_a_norm_free_model_beside_one_with_norms(make_bridge: Callable[..., Any]) -> None:
+def test_a_norm_free_model_beside_one_with_norms() -> None:
     prompts = torch.randint(50, (32, 10), generator=torch.Generator().manual_seed(0))
-    reports = [ln_probe.analyze(m, prompts, progress=False) for m in (make_bridge("gpt2"), norm_free(make_bridge))]
+    reports = [ln_probe.analyze(m, prompts, progress=False) for m in (make_bridge("gpt2"), bridge_of(norm_free()))]
     free = reports[1]
     assert not free.failures
     assert any(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from faulty import command, disturb, lab_model, report, tables, without_pages, write_prompts
+from faulty import command, ends, interrupt, lab_model, report, tables, without_pages, write_prompts
 
 import ln_probe
 from ln_probe.analyses.files import (
@@ -70,11 +68,8 @@ def test_b02_a_users_file_in_a_report_folder_is_never_ours(line: list[object], t
 
 @pytest.mark.slow
 def test_b02_files_beside_the_results_of_units_stay(line: list[object], tmp_path: Path) -> None:
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patched:
-        disturb(patched, 2, stop)
+        interrupt(patched, 2)
         assert report(*line)[0] == 130
     work = tmp_path / "out" / ".ln_probe"
     (units,) = (work / "units").iterdir()
@@ -208,13 +203,11 @@ def test_b07_a_refused_command_leaves_nothing(options: list[str], line: list[obj
     deep = tmp_path / "a" / "b"
     fails_anywhere = options[0] != "--max-tokens" and "{other}" not in options
     if fails_anywhere:
-        code, _, said = report(*line, "--out", deep, *given)
-        assert code == 2, said
+        ends(2, report, *line, "--out", deep, *given)
         assert not deep.parent.exists()
     assert report(*line)[0] == 0
     before = everything(tmp_path / "out")
-    code, _, said = report(*line, *given)
-    assert code == 2, said
+    ends(2, report, *line, *given)
     assert everything(tmp_path / "out") == before
     assert report(*line)[0] == 0
 
@@ -232,8 +225,7 @@ def test_b07_a_slice_that_finds_a_whole_run(line: list[object], tmp_path: Path) 
 def test_b07_lab_runs_that_are_refused(tmp_path: Path) -> None:
     for arguments in (["majority", "--collect"], ["language_model", "--text", "no-such.txt"]):
         out = tmp_path / "runs" / "one"
-        code, _, said = command("lab", "run", *arguments, "--quick", "--out", out, "--quiet")
-        assert code == 2, said
+        ends(2, command, "lab", "run", *arguments, "--quick", "--out", out, "--quiet")
         assert not out.parent.exists()
         out.mkdir(parents=True)
         assert command("lab", "run", *arguments, "--quick", "--out", out, "--quiet")[0] == 2
@@ -255,39 +247,3 @@ def test_undo_removes_what_is_new(tmp_path: Path) -> None:
     (out / "own" / "new").write_text("x")
     undo()
     assert sorted(p.name for p in out.rglob("*")) == ["kept", "mine", "own"]
-
-
-# ------------------------------------------------------------------------------------------------------ the cache
-
-
-def test_b01_importing_deletes_no_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`numba-*` folders older than a week were removed, whoever had made them."""
-    from ln_probe.analyses.geometry.compiled import compiled
-
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    theirs, ours, both = tmp_path / "numba-thesis", tmp_path / "numba-old", tmp_path / "numba-both"
-    long_ago = time.time() - 30 * 24 * 3600
-
-    def cache(folder: Path) -> None:
-        (folder / "geometry_1").mkdir(parents=True)
-        for name in ("hull.f-1.py311.nbi", "hull.f-1.py311.1.nbc"):
-            (folder / "geometry_1" / name).write_text("code")
-
-    for folder in (theirs, ours, both):
-        cache(folder)
-    (theirs / "thesis.tex").write_text("mine")
-    for folder in (ours, both):
-        mark(folder)
-    (both / "notes.md").write_text("mine")
-    for folder in (theirs, ours, both):
-        os.utime(folder, (long_ago, long_ago))
-
-    def fifth(x: float) -> float:
-        return x / 5
-
-    function: Any = compiled(fifth)
-    assert function(10.0) == 2
-    assert (theirs / "thesis.tex").exists()
-    assert (theirs / "geometry_1" / "hull.f-1.py311.nbi").exists()
-    assert not ours.exists()
-    assert [p.name for p in both.iterdir()] == ["notes.md"]

@@ -6,15 +6,14 @@ norms that do not scale, no norms at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from architectures import cases
-from torch import nn
+from architectures import cases, hugging_face, make_bridge, make_hooked, norm_free
+from small_models import DyT
 
 import ln_probe
 from ln_probe.loading.convert import has_hooked_transformer
@@ -33,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[int | None], bool]] = {
     "mpt_6_heads": ("mpt", {"d_model": 48, "n_heads": 6}, [None, None], False),
     "bloom": ("bloom", {}, [None, None], False),
     "bloom_6_heads": ("bloom", {"hidden_size": 48, "n_head": 6}, [None, None], False),
-    "gpt2_norm_free": ("gpt2", {"layer_norm_epsilon": 1e12}, [None, None], True),
+    "gpt2_norm_free": ("gpt2", {}, [None, None], True),
     "gpt2": ("gpt2", {}, [None, None], True),
     "neox": ("neox", {}, [None, None], True),
     "opt": ("opt", {}, [None, None], True),
@@ -85,16 +84,10 @@ QUICK += [(case, WORLDS[-1]) for case in ("gpt_neo_local", "gpt2_norm_free", "ll
 
 
 @pytest.mark.parametrize(("case", "world"), cases(*QUICK, slow=[pair for pair in EVERY if pair not in QUICK]))
-def test_columns_are_those_of_hugging_face(
-    case: str, world: str, make_hugging_face: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_columns_are_those_of_hugging_face(case: str, world: str, tmp_path: Path) -> None:
     arch, options, windows, _ = CASES[case]
-    original = make_hugging_face(arch, torch.float64, **options)
-    if case == "gpt2_norm_free":
-        with torch.no_grad():
-            for name, parameter in original.named_parameters():
-                if "ln_" in name and name.endswith("weight"):
-                    parameter.mul_(1e6)
+    free = case == "gpt2_norm_free"
+    original = norm_free(torch.float64) if free else hugging_face(arch, torch.float64, **options)
     original.save_pretrained(tmp_path)
     model = ln_probe.load_model(tmp_path, dtype="float64", device="cpu", world=world)  # type: ignore[arg-type]
     report = ln_probe.analyze(model, TOKENS, progress=False, keys="all", probes=("selectability", "uniformity"))
@@ -102,26 +95,13 @@ def test_columns_are_those_of_hugging_face(
     check(report, attentions(original), windows, causal=arch != "bert")
 
 
-class DyT(nn.Module):
-    """tanh(a x)·gain + bias (Zhu et al. 2025, Transformers without Normalization)."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor(0.6))
-        self.weight, self.bias = norm.weight, norm.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.a * x) * self.weight + self.bias
-
-
-def test_dyt_in_place_of_every_norm(make_hugging_face: Callable[..., Any]) -> None:
+def test_dyt_in_place_of_every_norm() -> None:
     """A Hugging Face model in memory whose norms are no norms."""
-    model = make_hugging_face("neox", torch.float64)
+    model = hugging_face("neox", torch.float64)
     for block in model.gpt_neox.layers:
-        block.input_layernorm, block.post_attention_layernorm = map(
-            DyT, (block.input_layernorm, block.post_attention_layernorm)
-        )
-    model.gpt_neox.final_layer_norm = DyT(model.gpt_neox.final_layer_norm)
+        block.input_layernorm = DyT(block.input_layernorm, 0.6)
+        block.post_attention_layernorm = DyT(block.post_attention_layernorm, 0.6)
+    model.gpt_neox.final_layer_norm = DyT(model.gpt_neox.final_layer_norm, 0.6)
     patterns = attentions(model)
     report = ln_probe.analyze(
         model, TOKENS, progress=False, keys="all", probes=("decomposition", "selectability", "uniformity")
@@ -139,7 +119,7 @@ def test_dyt_in_place_of_every_norm(make_hugging_face: Callable[..., Any]) -> No
     {"positional_embedding_type": "rotary", "rotary_dim": 8, "rotary_adjacent_pairs": True},
     {"normalization_type": None},
 ], ids=str)  # fmt: skip
-def test_columns_are_those_of_hooked_transformers(options: dict[str, Any], make_hooked: Callable[..., Any]) -> None:
+def test_columns_are_those_of_hooked_transformers(options: dict[str, Any]) -> None:
     model = make_hooked(**options, dtype=torch.float64)
     _, cache = model.run_with_cache(TOKENS)
     patterns = [cache[f"blocks.{i}.attn.hook_pattern"][0].double().numpy() for i in range(2)]
@@ -148,7 +128,7 @@ def test_columns_are_those_of_hooked_transformers(options: dict[str, Any], make_
 
 
 @pytest.mark.slow
-def test_a_prompt_of_one_token_tells_nothing_about_scores(make_bridge: Callable[..., Any]) -> None:
+def test_a_prompt_of_one_token_tells_nothing_about_scores() -> None:
     """To one token any divisor fits (GPT-Neo divides by 1): a longer prompt's figures do not depend on its company."""
     model, long = make_bridge("neo"), TOKENS[0].tolist()
     asked: dict[str, Any] = {"probes": ("selectability", "uniformity"), "keys": "all", "progress": False}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from architectures import cases
 from faulty import word_tokenizer
-from hub_standin import Hub, serving
+from hub_standin import Hub, reached, serving
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 from typer.testing import CliRunner
@@ -71,13 +71,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(folders: dict[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serving() as served:
+    with reached(cache, monkeypatch) as served:
         served.add("gpt2", {"main": folders["gpt2"]})
         served.add(PYTHIA, {"main": folders["main"], "step1000": folders["step1000"]})
-        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-        template = served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
         yield served
 
@@ -105,7 +101,6 @@ def test_a_name_is_downloaded_once_and_is_the_model(hub: Hub, folders: dict[str,
     source = source_of(model)
     assert (source.name, source.kind, source.world) == ("gpt2", "hub", DEFAULT_WORLD)
     assert (source.revision, source.commit) == (None, hub.commit("gpt2", "main"))
-    assert source.logits_max_difference is not None
     assert source.logits_max_difference < 1e-5
     assert model.to_tokens("the norm", prepend_bos=False).tolist()[0][-2:] == [3, 4]
     fetched = {line.rsplit("/", 1)[1] for line in hub.asked if line.startswith("GET /gpt2/resolve")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from architectures import cases
+from architectures import cases, hugging_face, make_bridge
 from faulty import word_tokenizer
 
 import ln_probe
@@ -47,10 +46,8 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arch", cases("gpt2", slow=["llama", "neox", "opt", "bloom", "gemma3", "bert"]))
-def test_it_is_measured_and_handed_back_unchanged(
-    arch: str, make_hugging_face: Callable[..., Any], tmp_path: Path
-) -> None:
-    model = make_hugging_face(arch)
+def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> None:
+    model = hugging_face(arch)
     model.config._attn_implementation = "sdpa" if arch not in ("bloom",) else "eager"
     model.train()
     next(model.parameters()).requires_grad_(False)
@@ -70,18 +67,18 @@ def test_it_is_measured_and_handed_back_unchanged(
     )
     assert any("whether its head was in a checkpoint cannot be known" in note for note in about["notes"])
     assert about["logits_max_difference"] < 1e-5
-    assert any(n.startswith("the model was in training mode") for n in report.notes)
+    assert any(n.startswith("the model was in training mode: it was measured in evaluation mode") for n in report.notes)
 
-    make_hugging_face(arch).save_pretrained(tmp_path)
+    hugging_face(arch).save_pretrained(tmp_path)
     folder = ln_probe.load_model(tmp_path, device="cpu", world="bridge")
     other = ln_probe.analyze(folder, TOKENS, progress=False, probes=("decomposition", "selectability", "uniformity"))
     for table in (t.name for t in BUILT_IN):
         assert report.tables[table].equals(other.tables[table]), table
 
 
-def test_texts_need_its_tokenizer(make_hugging_face: Callable[..., Any]) -> None:
+def test_texts_need_its_tokenizer() -> None:
     tokenizer = word_tokenizer(["[UNK]", "<s>", "</s>", "the", "lamp", "was", "lit"])
-    model = make_hugging_face("gpt2")
+    model = hugging_face("gpt2")
     how: dict[str, Any] = {"progress": False, "probes": ("selectability",), "keys": "all"}
     report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)
     tokens = report.keys.query("layer == 0 and head == 0 and variant == 'intact'").sort_values("position")["token"]
@@ -90,7 +87,7 @@ def test_texts_need_its_tokenizer(make_hugging_face: Callable[..., Any]) -> None
         ln_probe.analyze(model, "the lamp was lit", **how)
 
 
-def test_a_tokenizer_for_a_model_that_brings_its_own(make_bridge: Callable[..., Any]) -> None:
+def test_a_tokenizer_for_a_model_that_brings_its_own() -> None:
     with pytest.raises(
         ValueError, match=r"tokenizer= is for a Hugging Face model in memory: a TransformerBridge brings"
     ):
@@ -111,27 +108,25 @@ def test_what_has_no_head_or_no_bridge_is_refused() -> None:
         ln_probe.analyze(other, TOKENS)
 
 
-def test_a_bridge_that_is_not_the_model_is_refused(make_hugging_face: Callable[..., Any]) -> None:
+def test_a_bridge_that_is_not_the_model_is_refused() -> None:
     """A GPT-2 without norms: TransformerLens's bridge would compute LayerNorms that the model does not have."""
-    model = make_hugging_face("gpt2")
+    model = hugging_face("gpt2")
     for block in model.transformer.h:
         block.ln_1 = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge"):
         ln_probe.analyze(model, TOKENS, progress=False)
 
 
-def test_a_copy_of_the_structure_holds_the_very_same_weights(make_hugging_face: Callable[..., Any]) -> None:
-    model = make_hugging_face("gpt2")
+def test_a_copy_of_the_structure_holds_the_very_same_weights() -> None:
+    model = hugging_face("gpt2")
     other = same_weights(model)
     assert [p.data_ptr() for p in model.parameters()] == [p.data_ptr() for p in other.parameters()]
     assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_edits_of_a_model_in_memory_are_those_of_its_bridge(
-    architecture: str, make_hugging_face: Callable[..., Any], make_bridge: Callable[..., Any]
-) -> None:
-    model, bridge = make_hugging_face(architecture).eval(), make_bridge(architecture).eval()
+def test_edits_of_a_model_in_memory_are_those_of_its_bridge(architecture: str) -> None:
+    model, bridge = hugging_face(architecture).eval(), make_bridge(architecture).eval()
     tokens = torch.arange(3, 23).view(2, 10)
     with torch.no_grad():
         intact = model(tokens).logits
@@ -158,12 +153,10 @@ def test_edits_of_a_model_in_memory_are_those_of_its_bridge(
         without(model, "scaling", scale=2.0, heads=[(0, 0)]).__enter__()
 
 
-def test_attribution_of_a_model_in_memory(
-    make_hugging_face: Callable[..., Any], make_bridge: Callable[..., Any]
-) -> None:
+def test_attribution_of_a_model_in_memory() -> None:
     tokens = list(range(3, 13))
     score = {"layer": 1, "head": 0, "query": 9, "key": 2}
     for function, more in ((ln_probe.attribute_logits, {}), (ln_probe.attribute_scores, score)):
-        mine, other = (function(make("gpt2").eval(), [tokens], **more) for make in (make_hugging_face, make_bridge))
+        mine, other = (function(make("gpt2").eval(), [tokens], **more) for make in (hugging_face, make_bridge))
         pd.testing.assert_frame_equal(mine.table, other.table)
-    assert [s.name for s in find_sites(make_hugging_face("gpt2"))] == [s.name for s in find_sites(make_bridge("gpt2"))]
+    assert [s.name for s in find_sites(hugging_face("gpt2"))] == [s.name for s in find_sites(make_bridge("gpt2"))]

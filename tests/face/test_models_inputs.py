@@ -7,12 +7,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import hugging_face
 from faulty import word_tokenizer
 
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -188,8 +188,8 @@ def test_c07_a_tokenizer_with_an_id_of_four_billion(folder: Path) -> None:
     assert any("gives the token id 4000000000, and no vocabulary has one" in note for note in notes)
 
 
-def test_no_tokenizer_is_invented_for_llama(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
-    make_hugging_face("llama").save_pretrained(tmp_path)
+def test_no_tokenizer_is_invented_for_llama(tmp_path: Path) -> None:
+    hugging_face("llama").save_pretrained(tmp_path)
     for world in (None, "bridge"):
         model: Any = load_model(tmp_path, device="cpu", world=world)  # type: ignore[arg-type]
         assert model.tokenizer is None

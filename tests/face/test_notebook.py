@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import hugging_face, make_bridge
+from made_up import HOSTILE
 
 import ln_probe
 from ln_probe.exhibits import to_weights
@@ -22,7 +23,7 @@ IDS = torch.arange(1, 13)
 
 
 @pytest.fixture(scope="module")
-def live(make_bridge: Callable[..., Any]) -> LiveModel:
+def live() -> LiveModel:
     return LiveModel(make_bridge("gpt2"))
 
 
@@ -103,8 +104,8 @@ render({ el: document.querySelector("main"), model: {
 </script></body></html>"""
 
 
-def test_the_widget_in_a_browser(visit: Any, hostile: list[str]) -> None:
-    tokens = [t[:30] for t in hostile if t.strip()][:12]
+def test_the_widget_in_a_browser(visit: Any) -> None:
+    tokens = [t[:30] for t in HOSTILE if t.strip()][:12]
     n = len(tokens)
     causal = np.tril(np.ones((2, 2, n, n), np.uint8) * 90)
     causal[1, 1, 3, 2] = 200
@@ -165,10 +166,10 @@ def test_attention_on_another_text() -> None:
         other.attention(text="the king")
 
 
-def test_a_hugging_face_model_in_memory(make_hugging_face: Callable[..., Any]) -> None:
+def test_a_hugging_face_model_in_memory() -> None:
     pytest.importorskip("anywidget")
     tokenizer = ln_probe.load_model("lm-layernorm").tokenizer
-    model = make_hugging_face("gpt2")
+    model = hugging_face("gpt2")
     if model.config.vocab_size < len(tokenizer):
         model.resize_token_embeddings(len(tokenizer))
     widget = ln_probe.explore(model, "In the beginning", tokenizer=tokenizer)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from made_up import HOSTILE, Page
 
 from ln_probe.analyses.probes.base import even_share
 from ln_probe.exhibits import Exhibits, to_weights
@@ -21,7 +22,6 @@ from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.page.page import groups, report_page, title_of
 from ln_probe.report import Report
 
-Reader = Callable[[str], Any]
 PageOf = Callable[[Report], str]
 
 
@@ -64,9 +64,7 @@ def test_d5_lines_that_coincide_are_one_and_say_so(report: Report) -> None:
 
 
 @pytest.mark.slow
-def test_d5_pictures_without_anything_on_them_are_sentences(
-    report: Report, causal: pd.DataFrame, parsed: Reader
-) -> None:
+def test_d5_pictures_without_anything_on_them_are_sentences(report: Report, causal: pd.DataFrame) -> None:
     heads = report.heads.assign(unselectable_fraction=0.0, uniform_angle_deg=90.0)
     blank = Report(
         {
@@ -86,7 +84,7 @@ def test_d5_pictures_without_anything_on_them_are_sentences(
         assert shown(blank, name).drawings == ()
         assert shown(blank, name).said.startswith(said)
         assert f'id="{name}"' in html, "findings link to it"
-        assert said in parsed(html).text
+        assert said in Page(html).text
     assert shown(report, "projection").drawings
     assert not shown(report, "projection").said
     # Grown beyond nothing by the least that there is, each is a picture again.
@@ -130,28 +128,28 @@ def test_d6_the_title_is_a_name(name: str, title: str) -> None:
     assert title_of(name) == title
 
 
-def test_d6_a_page_leads_back_to_its_index(report: Report, parsed: Reader, tmp_path: Path) -> None:
+def test_d6_a_page_leads_back_to_its_index(report: Report, tmp_path: Path) -> None:
     small = Report({"layernorms": report.layernorms.head(2)}, report.provenance)
     alone, listed = report_page(small), report_page(small, "../index.html")
     assert "All models" not in alone
-    assert ("a", {"href": "../index.html"}) in parsed(listed).tags
+    assert ("a", {"href": "../index.html"}) in Page(listed).tags
     assert 'href="javascript%3Afired%28%29"' in report_page(small, "javascript:fired()")
     page = Path(small.save(tmp_path / "r", index="../index.html"), "report.html")
     assert 'href="../index.html"' in page.read_text()
 
 
-def test_d6_every_page_has_a_main_part_and_no_path_for_a_title(report: Report, parsed: Reader, page_of: PageOf) -> None:
+def test_d6_every_page_has_a_main_part_and_no_path_for_a_title(report: Report, page_of: PageOf) -> None:
     moved = Report({"layernorms": report.layernorms}, {"model": {"name": "/a/b/mine"}})
     html = report_page(moved)
     assert "<title>mine · ln_probe</title>" in html
-    assert "/a/b/mine" in parsed(html).text
+    assert "/a/b/mine" in Page(html).text
     for page in (html, index_page([IndexEntry("x", report=report)]), report.attention().document()):
-        assert sum(t == "main" for t, _ in parsed(page).tags) == 1
-        assert sum(t == "h1" for t, _ in parsed(page).tags) == 1
+        assert sum(t == "main" for t, _ in Page(page).tags) == 1
+        assert sum(t == "h1" for t, _ in Page(page).tags) == 1
 
 
-def test_d6_tooltips_are_the_declarations(report: Report, page_of: PageOf, parsed: Reader) -> None:
-    tips = {a.get("title") for t, a in parsed(page_of(report)).tags if t == "th"}
+def test_d6_tooltips_are_the_declarations(report: Report, page_of: PageOf) -> None:
+    tips = {a.get("title") for t, a in Page(page_of(report)).tags if t == "th"}
     for name, table in report.declared.items():
         frame = report.tables[name]
         for column in table.columns if len(frame) and name != "causal_prompts" else ():
@@ -204,16 +202,16 @@ def test_the_view_opens_at_the_most_affected_head(report: Report) -> None:
         heads.most_affected(Exhibits())
 
 
-def test_findings_lead_to_heads(report: Report, page_of: PageOf, parsed: Reader, hostile: list[str]) -> None:
+def test_findings_lead_to_heads(report: Report, page_of: PageOf) -> None:
     assert linked("of L1H2: a, L9H9 b", report.exhibits) == 'of <a href="#L1H2P0">L1H2</a>: a, L9H9 b'
     assert address(1, 2) == "#L1H2P0"
     named = [f for f in report.findings() if re.search(r"\bL\d+H\d+\b", f)]
     assert named
-    links = {a["href"] for t, a in parsed(page_of(report)).tags if t == "a"}
+    links = {a["href"] for t, a in Page(page_of(report)).tags if t == "a"}
     for sentence in named:
         for layer, head in re.findall(r"\bL(\d+)H(\d+)\b", sentence):
             assert address(int(layer), int(head)) in links
-    for text in hostile:
-        page = parsed(str(linked(f"{text} L0H1 {text}L0H0{text}", report.exhibits)))
+    for text in HOSTILE:
+        page = Page(str(linked(f"{text} L0H1 {text}L0H0{text}", report.exhibits)))
         assert {t for t, _ in page.tags} <= {"a"}
         assert {a["href"] for _, a in page.tags} <= {"#L0H1P0", "#L0H0P0"}

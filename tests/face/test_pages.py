@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,29 +14,30 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
+from made_up import HOSTILE, UNSEEN, Page, lab_page, unpacked
 from matplotlib.figure import Figure
 
 import ln_probe
 from ln_probe import page as payload
-from ln_probe.analyses.lab.results import Results, summarize, write_results
 from ln_probe.analyses.probes.registry import DEFAULT, chosen
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import disarmed, shortened, visible
-from ln_probe.exhibits import Exhibits
+from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, ScoreSums, bin_edges, pooled, to_bytes
 from ln_probe.page import attention, circuitsvis_script, own_script, packed, policy
 from ln_probe.page.figures import causal_effects, geometry_steps, svg
 from ln_probe.page.index import PANELS, IndexEntry, index_page, over_depth
 from ln_probe.page.lab import FIRST, write_lab_page
 from ln_probe.page.page import QUESTIONS, answers, report_page
 from ln_probe.page.tables import STATIC_ROWS, figure_text, table
+from ln_probe.recording import COMPONENTS, EXPLAINED, FULL_HEADS, PAIRS, plan
 from ln_probe.report import Report
 
-Reader = Callable[[str], Any]
 PageOf = Callable[[Report], str]
 
 
-def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, parsed: Reader, page_of: PageOf) -> None:
-    page = parsed(page_of(report))
+def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, page_of: PageOf) -> None:
+    page = Page(page_of(report))
     assert not [t for t, _ in page.tags if t in ("object", "embed", "link", "base", "form", "img")]
     assert sum(t == "iframe" for t, _ in page.tags) == 1
     for tag, attributes in page.tags:
@@ -50,11 +49,10 @@ def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, parsed: R
     frame = next(a for t, a in page.tags if t == "iframe")
     assert frame["sandbox"] == "allow-scripts"
     policies = [
-        a["content"] for p in (page, parsed(frame["srcdoc"])) for t, a in p.tags if "content" in a and "http-equiv" in a
+        a["content"] for p in (page, Page(frame["srcdoc"])) for t, a in p.tags if "content" in a and "http-equiv" in a
     ]
     assert len(policies) == 2
     for found in policies:
-        assert found is not None
         assert found.startswith("default-src 'none'; script-src 'sha256-")
     for column in ("mean_share", "margin_median", "first_unselectable_at", "attainable_no_scaling_median"):
         assert column in page.text
@@ -66,33 +64,33 @@ def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, parsed: R
         assert drawn["aria-labelledby"] in ids
 
 
-def test_five_findings_come_first_and_link_to_their_pictures(report: Report, parsed: Reader, page_of: PageOf) -> None:
+def test_five_findings_come_first_and_link_to_their_pictures(report: Report, page_of: PageOf) -> None:
     """Each is a question with the first sentence of a finding; all findings are listed below, in their order."""
     html = page_of(report)
     start = html.index('id="findings"')
     first = html[start : html.index("<details", start)]
     assert first.count("<li>") == 5
-    targets = [a["href"][1:] for t, a in parsed(first).tags if t == "a" and a.get("class") == "see"]
+    targets = [a["href"][1:] for t, a in Page(first).tags if t == "a" and a.get("class") == "see"]
     assert len(targets) == 5
-    ids = {a.get("id") for _, a in parsed(html).tags}
+    ids = {a.get("id") for _, a in Page(html).tags}
     assert set(targets) <= ids
     titles = {t: "x" for t in ids if t}
     found = answers(report, titles)
     assert [a.question for a in found] == [*QUESTIONS.values()]
     for answer in found:
-        sentence = parsed(answer.text).text
-        assert f"{answer.question} {sentence}" in parsed(first).text
+        sentence = Page(answer.text).text
+        assert f"{answer.question} {sentence}" in Page(first).text
         start_of = sentence.split(" Freezing scaling for the keys changes")[0].removesuffix(".")
         assert any(f.startswith(start_of) for f in report.findings()), sentence
-    every = parsed(html[html.index("<details", start) :]).text
+    every = Page(html[html.index("<details", start) :]).text
     places = [every.index(f) for f in report.findings()]
     assert places == sorted(places)
 
 
-def test_what_norms_do_to_sinks_is_answered(report: Report, parsed: Reader) -> None:
+def test_what_norms_do_to_sinks_is_answered(report: Report) -> None:
     table = report.by_head().dropna(subset=["first_attention", "first_change"])
     assert len(table) == 8
-    (said,) = [parsed(a.text).text for a in answers(report, {}) if a.question == QUESTIONS["sinks"]]
+    (said,) = [Page(a.text).text for a in answers(report, {}) if a.question == QUESTIONS["sinks"]]
     most = table.loc[table["first_change"].abs().idxmax()]
     change = 100 * float(table["first_change"].mean())
     assert abs(change) > 0.005
@@ -100,10 +98,10 @@ def test_what_norms_do_to_sinks_is_answered(report: Report, parsed: Reader) -> N
     assert f"most in L{most['layer']:.0f}H{most['head']:.0f} (" in said
     shown = [replace(a, first_change=np.full((2, 4), -1e-9, np.float32)) for a in report.exhibits.attention]
     still = replace(report, exhibits=replace(report.exhibits, attention=tuple(shown)))
-    (said,) = [parsed(a.text).text for a in answers(still, {}) if a.question == QUESTIONS["sinks"]]
+    (said,) = [Page(a.text).text for a in answers(still, {}) if a.question == QUESTIONS["sinks"]]
     assert "by less than 0.01 percentage points" in said
     none = replace(report, exhibits=Exhibits())
-    (said,) = [parsed(a.text).text for a in answers(none, {}) if a.question == QUESTIONS["sinks"]]
+    (said,) = [Page(a.text).text for a in answers(none, {}) if a.question == QUESTIONS["sinks"]]
     assert "Freezing scaling" not in said
 
 
@@ -123,16 +121,14 @@ def test_a01_only_probes_that_did_not_run_are_called_not_run(report: Report, pag
 
 
 @pytest.mark.slow
-def test_interventions_are_drawn_when_there_are_some(
-    report: Report, causal: pd.DataFrame, parsed: Reader, page_of: PageOf
-) -> None:
+def test_interventions_are_drawn_when_there_are_some(report: Report, causal: pd.DataFrame, page_of: PageOf) -> None:
     emptied = report.with_tables(causal=causal.head(0))
-    without = parsed(report_page(asked_of(emptied, "decomposition", "selectability")))
+    without = Page(report_page(asked_of(emptied, "decomposition", "selectability")))
     assert "Not run: how the loss changes when a term is removed" in without.text
-    failed = parsed(report_page(asked_of(emptied, "decomposition", "causal")))
+    failed = Page(report_page(asked_of(emptied, "decomposition", "causal")))
     assert "Not run: how the loss changes" not in failed.text
     assert "No term was removed from the running model: the causal probe failed" in failed.text
-    page = parsed(report_page(report.with_tables(causal=causal)))
+    page = Page(report_page(report.with_tables(causal=causal)))
     assert "Not run: how the loss changes" not in page.text
     assert "change of loss, nats per token" in page.text
     assert sum(t == "svg" for t, _ in page.tags) == sum(t == "svg" for t, _ in without.tags) + 1
@@ -153,62 +149,40 @@ def test_reductions_are_stated(long_report: Report) -> None:
 # ------------------------------------------------------------------------------------------------------ hostile text
 
 
-UNSEEN = "\x00\u202e\u202d\u2028\u2029\u2066\x1b\x85\x7f\x08"
-
-
 @pytest.mark.slow
-def test_hostile_text_is_text_in_tables_and_pictures(
-    report: Report, dirty: list[Report], hostile: list[str], parsed: Reader, page_of: PageOf
-) -> None:
-    clean = {t for t, _ in parsed(page_of(report)).tags}
+def test_hostile_text_is_text_in_tables_and_pictures(report: Report, dirty: list[Report], page_of: PageOf) -> None:
+    clean = {t for t, _ in Page(page_of(report)).tags}
     said = ""
     for one in dirty:
         html = page_of(one)
-        page = parsed(html)
+        page = Page(html)
         said += page.text
         assert {t for t, _ in page.tags} <= clean
         assert sum(t == "iframe" for t, _ in page.tags) == 1
         assert not page.acts()
         assert not [c for c in UNSEEN if c in html]
-    for text in hostile:
+    for text in HOSTILE:
         assert shortened(visible(text)) in said, text
 
 
-def test_hostile_text_is_text_in_every_single_place(
-    single: list[Report], hostile: list[str], parsed: Reader, page_of: PageOf
-) -> None:
+def test_hostile_text_is_text_in_every_single_place(single: list[Report], page_of: PageOf) -> None:
     """Names, paths, provenance: each string in every such place of a page and a cell of its own."""
-    for text, one in zip(hostile, single, strict=True):
+    for text, one in zip(HOSTILE, single, strict=True):
         for html in (page_of(one), one._repr_html_()):
-            page = parsed(html)
+            page = Page(html)
             assert not page.acts()
             assert not [c for c in UNSEEN if c in html]
             assert shortened(disarmed(text), 200).strip() in page.text
-
-
-@pytest.mark.slow
-def test_hostile_text_in_indexes(dirty: list[Report], single: list[Report], hostile: list[str], parsed: Reader) -> None:
-    entries = [IndexEntry(t, f"{i}/report.html", error=t) for i, t in enumerate(hostile)]
-    entries += [IndexEntry(t, t, one) for t, one in zip(hostile, single, strict=True)]
-    comparison = ln_probe.compare(dirty, hostile[: len(dirty)])
-    for html in (index_page(entries), comparison._repr_html_(), *(r._repr_html_() for r in dirty)):
-        page = parsed(html)
-        assert not page.acts()
-        assert sum(t == "script" for t, _ in page.tags) <= 2
-        assert not [c for c in UNSEEN if c in html]
-    said = parsed(index_page(entries)).text
-    for text in hostile:
-        assert shortened(disarmed(text), 200).strip() in said
 
 
 SVG_TAGS = {"clippath", "defs", "g", "path", "rect", "style", "svg", "text", "title", "tspan", "use"}
 
 
 @pytest.mark.slow
-def test_hostile_text_in_small_multiples(report: Report, hostile: list[str], parsed: Reader) -> None:
-    for start in range(0, len(hostile), PANELS):
-        some = hostile[start : start + PANELS]
-        page = parsed(svg(over_depth([report] * len(some), some, "margin_median"), "x"))
+def test_hostile_text_in_small_multiples(report: Report) -> None:
+    for start in range(0, len(HOSTILE), PANELS):
+        some = HOSTILE[start : start + PANELS]
+        page = Page(svg(over_depth([report] * len(some), some, "margin_median"), "x"))
         assert {t for t, _ in page.tags} <= SVG_TAGS
         for text in some:
             shown = disarmed(text if len(text) <= 30 else f"…{text[-29:]}").replace("\n", " ")
@@ -226,14 +200,14 @@ def test_control_characters_are_made_visible() -> None:
 # --------------------------------------------------------------------------------------------------------- odd input
 
 
-def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame, parsed: Reader) -> None:
+def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame) -> None:
     def emptied(frame: pd.DataFrame) -> pd.DataFrame:
         keep = ["layer", "head", "prompt", "position", "token_id"]
         numbers = [c for c in frame.select_dtypes("number").columns if c not in keep]
         return frame.assign(**dict.fromkeys(numbers, np.nan))
 
     blank = replace(report, tables={n: emptied(t) for n, t in (report.tables | {"causal": causal}).items()})
-    page = parsed(report_page(blank))
+    page = Page(report_page(blank))
     assert "–" in page.text
     assert "nan" not in page.text.lower().split()
     assert blank._repr_html_()
@@ -250,40 +224,40 @@ def test_some_unknown_numbers(report: Report) -> None:
         assert f'aria-labelledby="{name}' in page, "a picture is missing"
 
 
-def test_nothing_still_makes_pages(report: Report, parsed: Reader) -> None:
-    assert "Nothing was measured" in parsed(report_page(Report())).text
+def test_nothing_still_makes_pages(report: Report) -> None:
+    assert "Nothing was measured" in Page(report_page(Report())).text
     assert "Nothing was measured" in Report()._repr_html_()
     assert "model" in index_page([IndexEntry("model", report=Report())])
-    assert "0 models" in parsed(index_page([])).text
+    assert "0 models" in Page(index_page([])).text
     bad = IndexEntry("bad", error="ValueError: broken")
     page = index_page([IndexEntry("good", "good/report.html", report), bad])
     assert 'href="good/report.html"' in page
     for html in (page, index_page([bad])):
-        assert "bad failed: ValueError: broken" in parsed(html).text
+        assert "bad failed: ValueError: broken" in Page(html).text
 
 
-def test_a_single_token_and_a_single_head(make_hooked: Callable[..., Any], parsed: Reader, page_of: PageOf) -> None:
+def test_a_single_token_and_a_single_head(page_of: PageOf) -> None:
     one = ln_probe.analyze(make_hooked(n_heads=1, n_layers=1, d_head=32), torch.tensor([[3]]), progress=False)
-    page = parsed(page_of(one))
+    page = Page(page_of(one))
     assert "1 layers × 1 heads" in page.text
     assert one.attention(0).document()
 
 
 @pytest.mark.slow
-def test_two_hundred_layers(report: Report, parsed: Reader) -> None:
+def test_two_hundred_layers(report: Report) -> None:
     norms = pd.concat([report.layernorms.assign(layer=i, site=f"blocks.{i}.ln1") for i in range(200)])
     norms = norms.drop_duplicates("site", ignore_index=True)
     inside = report.heads[report.heads["layer"] == 0]
     heads = pd.concat([inside.assign(layer=i) for i in range(200)], ignore_index=True)
     html = report_page(report.with_tables(layernorms=norms, heads=heads))
-    assert "200 layers × 4 heads" in parsed(html).text
+    assert "200 layers × 4 heads" in Page(html).text
     assert len(html) < 5_000_000
 
 
 @pytest.mark.slow
-def test_a_model_whose_norms_do_not_project(make_bridge: Callable[..., Any], parsed: Reader) -> None:
+def test_a_model_whose_norms_do_not_project() -> None:
     report = ln_probe.analyze(make_bridge("llama"), torch.arange(1, 20)[None], progress=False)
-    assert "No norm of this model projects" in parsed(report_page(report)).text
+    assert "No norm of this model projects" in Page(report_page(report)).text
     assert [len(geometry_steps(s)) for s in report.exhibits.samples] == [2, 2, 2]
 
 
@@ -294,9 +268,9 @@ def test_notebook_cell_is_small(report: Report, long_report: Report) -> None:
         assert "<script" not in cell
 
 
-def test_the_attention_view_is_one_document(long_report: Report, parsed: Reader, tmp_path: Path) -> None:
+def test_the_attention_view_is_one_document(long_report: Report, tmp_path: Path) -> None:
     view = long_report.attention(1, 2)
-    frame = next(a for t, a in parsed(view._repr_html_()).tags if t == "iframe")
+    frame = next(a for t, a in Page(view._repr_html_()).tags if t == "iframe")
     assert frame["sandbox"] == "allow-scripts"
     assert frame["srcdoc"] == view.document()
     assert view.to_html(tmp_path / "a" / "view.html").read_text() == view.document()
@@ -316,16 +290,13 @@ def test_a_lab_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
         write_lab_page(tmp_path)
     figure = Figure(figsize=(1, 1))
     figure.subplots().plot([0, 1])
-    values = pd.DataFrame({"norm": [f"<b>{i}</b>" for i in range(300)], "seed": 0, "value": 0.25})
-    results = Results(
-        summarize(values, ["norm"]),
+    text = lab_page(
+        tmp_path,
+        {f"<b>{i}</b>": 0.25 for i in range(300)},
         figures={"a_curve": figure},
         diverged=("seed 9",),
-        settings={"steps": 7},
         conclusions=("2 < 3 & so on", *(f"finding {i}" for i in range(FIRST + 4))),
     )
-    write_results(results, tmp_path, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
-    text = write_lab_page(tmp_path).read_text()
     for shown in ("ln-probe lab run toy", "2 &lt; 3 &amp; so on", "&lt;b&gt;0&lt;/b&gt;", "Diverged: seed 9", "0.25"):
         assert shown in text
     assert "<b>" not in text
@@ -339,32 +310,15 @@ def test_a_lab_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
     assert 'href="http' not in text
 
 
-def unpacked(text: str) -> Any:
-    """What unpack.js does, written again."""
-    raw = zlib.decompress(base64.b64decode(text))
-    length = int.from_bytes(raw[:4], "little")
-    kinds = {"Uint8Array": np.uint8, "Uint16Array": np.uint16, "Int32Array": np.int32, "Float32Array": np.float32}
-
-    def array(value: dict[str, Any]) -> Any:
-        if "$" not in value:
-            return value
-        start = 4 + length + value["at"]
-        kind = np.dtype(kinds[value["$"]])
-        assert start % kind.itemsize == 0
-        return np.frombuffer(raw, kind, value["n"], start)
-
-    return json.loads(raw[4 : 4 + length], object_hook=array)
-
-
-def test_what_is_packed_arrives(hostile: list[str]) -> None:
+def test_what_is_packed_arrives() -> None:
     sent = {
-        "text": hostile, "none": None, "yes": True, "nan": float("nan"), "n": np.int64(3), "x": np.float32(0.5),
+        "text": HOSTILE, "none": None, "yes": True, "nan": float("nan"), "n": np.int64(3), "x": np.float32(0.5),
         "u": np.arange(5, dtype=np.uint8), "h": np.array([0.5, np.nan], np.float16), "i": np.arange(3),
         "f": np.array([[1.5, -2.0]]), "nested": [{"a": (1, 2)}, np.arange(7, dtype=np.uint8)],
     }  # fmt: skip
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed(sent)), "it could leave its place"
     found = unpacked(packed(sent))
-    assert found["text"] == hostile
+    assert found["text"] == HOSTILE
     assert (found["none"], found["yes"], found["nan"], found["n"], found["x"]) == (None, True, None, 3, 0.5)
     assert found["u"].tolist() == [0, 1, 2, 3, 4]
     assert found["h"].view(np.float16)[0] == 0.5
@@ -425,3 +379,69 @@ def test_hard_keys_are_the_hardest_that_nobody_can_give_the_greater_part(long_re
         stuck = np.isin(shown.verdict[place], [1, 2])
         assert (marks[place][stuck] == attention.MARKS.index("unselectable")).all()
     assert (marks == 1).any()
+
+
+# A page about 12 × 12 heads at 512 tokens.
+
+LIMIT = 6_000_000  # bytes; circuitsvis itself takes 63.8 MB for one layer
+LAYERS, HEADS, TOKENS = 12, 12, 512
+
+
+def incompressible(rng: np.random.Generator) -> Exhibits:
+    """Attention without any structure that could be compressed, in the amount that a report keeps."""
+    kept, prompts, _ = plan([TOKENS] * 4, range(LAYERS), HEADS, 4)
+    assert len(kept) == LAYERS
+    hidden, edges = np.triu(np.ones((TOKENS, TOKENS), bool), 1), bin_edges(TOKENS)
+    shape = (LAYERS, HEADS, TOKENS)
+    shown = []
+    for prompt, whole in prompts.items():
+        cells, full = [], {}
+        for layer in range(LAYERS):
+            scores = np.where(hidden, -np.inf, 1.5 * rng.normal(size=(HEADS, TOKENS, TOKENS)))
+            pattern = np.exp(scores - scores.max(-1, keepdims=True))
+            pattern /= pattern.sum(-1, keepdims=True)
+            cells.append(to_bytes(pooled(pattern, edges)))
+            full[layer, layer] = to_bytes(pattern[layer])
+        numbers = [rng.lognormal(-3, 2, size=shape).clip(0, 1).astype(np.float16) for _ in range(3)]
+        verdicts = [rng.choice(2, size=shape, p=[0.9, 0.1]).astype(np.uint8) for _ in range(2)]
+        one = PromptAttention(
+            prompt, tuple(f" w{rng.integers(5000)}" for _ in range(TOKENS)), tuple(range(LAYERS)), tuple(range(HEADS)),
+            edges, np.array(cells), verdicts[0], numbers[0], numbers[1], verdicts[1], numbers[2],
+            to_bytes(rng.lognormal(-6, 1, size=shape).clip(0, 1)), full if whole else {},
+            cells_frozen=np.array(cells)[:, ::-1].copy(),
+        )  # fmt: skip
+        shown.append(one)
+    pairs = LAYERS * HEADS * (1 + PAIRS)
+
+    def number(*shape: int) -> np.ndarray:
+        return rng.normal(size=(pairs, *shape)).astype(np.float32)
+
+    def index(*shape: int) -> np.ndarray:
+        return rng.integers(0, LAYERS * HEADS, size=(pairs, *shape)).astype(np.int32)
+
+    parts = tuple(f"L{a}H{b}" for a in range(LAYERS) for b in range(HEADS))
+    places = [index() for _ in range(4)]
+    sizes = [number() for _ in range(3)]
+    components = index(2, COMPONENTS), number(2, COMPONENTS)
+    sums = ScoreSums(0, EXPLAINED, parts, *places, *sizes, *components, number(2, 4))
+    return Exhibits(tuple(shown), scores=(sums,))
+
+
+@pytest.mark.slow
+def test_a_page_without_structure_to_compress_is_small(report: Report) -> None:
+    rng = np.random.default_rng(0)
+    exhibits = replace(incompressible(rng), samples=report.exhibits.samples * 5)
+    shown = exhibits.of_prompt(0)
+    assert shown.cells.shape == (LAYERS, HEADS, CELLS, CELLS)
+    assert len(shown.full) >= FULL_HEADS == 12
+    assert all(p.shape == (TOKENS, TOKENS) for p in shown.full.values())
+    layer = report.heads[report.heads["layer"] == 0]
+    heads = [layer.assign(layer=i, head=layer["head"] + 4 * j) for i in range(LAYERS) for j in range(3)]
+    keys = pd.concat([report.keys] * 33, ignore_index=True)  # as many as 12 × 12 heads have
+    numbers = keys.select_dtypes("float").columns
+    keys[numbers] = rng.lognormal(size=(len(keys), len(numbers)))
+    tables = {**report.tables, "heads": pd.concat(heads, ignore_index=True), "keys": keys}
+    big = replace(report, tables=tables, exhibits=exhibits)
+    assert len(keys) > 10_000
+    page = report_page(big)
+    assert len(page.encode()) <= LIMIT

@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from architectures import hugging_face, make_bridge
 from same_findings import BRACKETED, CLOSED_FORM, SAME, TABLES, assert_same_findings, differences
 
 import ln_probe
@@ -73,8 +74,8 @@ def report_in(world: World, folder: Path, case: Case) -> Any:
     "case",
     [pytest.param(c, id=str(c), marks=[] if str(c) == "gpt2-raw-float32" else [pytest.mark.slow]) for c in CASES],
 )
-def test_worlds_agree(case: Case, kept: Path, tmp_path: Path, make_hugging_face: Callable[..., Any]) -> None:
-    make_hugging_face(case.arch, torch.float64).save_pretrained(tmp_path / "model")
+def test_worlds_agree(case: Case, kept: Path, tmp_path: Path) -> None:
+    hugging_face(case.arch, torch.float64).save_pretrained(tmp_path / "model")
     here = kept / str(case)
     for world in worlds():
         report = report_in(world, tmp_path / "model", case)
@@ -105,10 +106,10 @@ def read(folder: Path) -> dict[str, pd.DataFrame]:
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
 @pytest.mark.slow
-def test_the_same_folded_weights_agree_in_float64(make_hugging_face: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_same_folded_weights_agree_in_float64(tmp_path: Path) -> None:
     """What sets folded GPT-2 apart in float64 is the rounding of the fold alone: with one world's weights, 1e-9."""
     case = Case("gpt2", processed=True, dtype="float64")
-    make_hugging_face("gpt2", torch.float64).save_pretrained(tmp_path)
+    hugging_face("gpt2", torch.float64).save_pretrained(tmp_path)
     bridge: Any = ln_probe.load_model(tmp_path, world="bridge", dtype="float64", device="cpu", **case.processing)
     hooked: Any = ln_probe.load_model(tmp_path, world="hooked", dtype="float64", device="cpu", **case.processing)
     with torch.no_grad():
@@ -142,7 +143,7 @@ def test_every_column_is_compared() -> None:
 
 
 @pytest.mark.slow
-def test_the_comparison_sees_differences(make_bridge: Callable[..., Any]) -> None:
+def test_the_comparison_sees_differences() -> None:
     report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[:1], progress=False, keys="all")
     tables = {t: getattr(report, t) for t in TABLES}
     assert not list(differences(tables, tables, 1e-9))

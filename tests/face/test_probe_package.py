@@ -1,4 +1,4 @@
-"""A probe of another package: into the report, the page, `describe`, the command line and a batch run that is killed;
+"""A probe of another package: into the report, the page, `describe`, the command line and a batch run;
 and what becomes of one that raises, lies about its tables, takes another's name or is not installed."""
 
 from __future__ import annotations
@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from faulty import command, ended, started, tables, write_prompts
+from architectures import make_bridge
+from faulty import command, ended, ends, started, tables, write_prompts
 
 import ln_probe
 from ln_probe.analyses.probes import registry
@@ -76,7 +75,7 @@ def test_it_is_thirty_lines() -> None:
 
 
 def test_its_table_reaches_report_page_and_describe(
-    package: Path, prompts: Path, make_bridge: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_bridge("gpt2")
     report = ln_probe.analyze(model, prompts, probes=["lengths", "decomposition"], progress=False)
@@ -108,8 +107,7 @@ def test_its_table_reaches_report_page_and_describe(
 
 
 def test_the_command_line_lists_it(path_to_it: dict[str, str]) -> None:
-    code, printed = ended(started("report", "--help", COLUMNS="300", TERM="dumb", **path_to_it))
-    assert code == 0, printed
+    _, printed = ended(started("report", "--help", COLUMNS="300", TERM="dumb", **path_to_it), 0)
     said = " ".join(printed.replace("│", " ").split())
     for name, (_, summary) in registry.BUILT_IN.items():
         assert f"{name}: {summary}" in said
@@ -117,30 +115,14 @@ def test_the_command_line_lists_it(path_to_it: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_run_that_is_killed_and_resumed(
+def test_workers_of_a_batch_run_have_it(
     path_to_it: dict[str, str], prompts: Path, lab_suite: list[Path], tmp_path: Path
 ) -> None:
     asked = ["--prompts", prompts, "--shard", 1, "--max-tokens", 12, "--workers", 1, "--probes", "lengths,causal"]
-    line = ["report", lab_suite[0], *asked, "--quiet", "--out"]
-    code, said = ended(started(*line, tmp_path / "whole", **path_to_it))
-    assert code == 0, said
-    expected = tables(tmp_path / "whole")
-    names = {Path(name).name for name in expected}
+    ended(started("report", lab_suite[0], *asked, "--quiet", "--out", tmp_path / "whole", **path_to_it), 0)
+    names = {Path(name).name for name in tables(tmp_path / "whole")}
     assert names == {f"{t.name}.parquet" for t in BUILT_IN} | {"lengths.parquet", "exhibits.npz"}
-
-    out = tmp_path / "killed"
-    process = started(*line, out, **path_to_it)
-    end = time.monotonic() + 300
-    while not list(out.rglob("prompts-*.safetensors")) and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert list(out.rglob("units/*/*.safetensors")), "nothing was measured before it was killed"
-    assert not tables(out), "it was over before it was killed"
-    code, said = ended(started(*line, out, **path_to_it))
-    assert code == 0, said
-    assert tables(out) == expected
-    report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
+    report = ln_probe.load_report(next((tmp_path / "whole").glob("*/report.json")).parent)
     assert list(report.tables["lengths"]["prompt"].unique()) == [0, 1, 2]
     assert (report.causal["prompts"] == 3).all()
 
@@ -152,24 +134,20 @@ def test_pieces_where_its_package_is_gone(
     """The others' results are written, its pieces are kept, and joined once it is back."""
     out = tmp_path / "out"
     line = [lab_suite[0], "--prompts", prompts, "--shard", 2, "--probes", "lengths,decomposition", "--workers", 0]
-    code, _, said = command("report", *line, "--out", out, "--unit", "1/1")
-    assert code == 0, said
+    ends(0, command, "report", *line, "--out", out, "--unit", "1/1")
     with monkeypatch.context() as gone:
         gone.setattr(sys, "path", [p for p in sys.path if p != str(package)])
         sys.modules.pop("lengths_probe", None)
-        code, _, said = command("merge", out, "--workers", 0)
-        assert code == 1
+        _, said = ends(1, command, "merge", out, "--workers", 0)
         assert f"the probe 'lengths' of {PACKAGE} failed: it is not installed here" in said
         report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
         assert len(report.layernorms) == 5
         assert "lengths" not in report.tables
         assert [f.probe for f in report.failures] == ["lengths"]
-        code, _, said = command("report", *line, "--out", out)
-        assert code == 2
+        _, said = ends(2, command, "report", *line, "--out", out)
         assert "unknown probe 'lengths': choose from decomposition" in said
     assert list(out.rglob("prompts-*.safetensors"))
-    code, _, said = command("merge", out, "--workers", 0)
-    assert code == 0, said
+    ends(0, command, "merge", out, "--workers", 0)
     report = ln_probe.load_report(next(out.glob("*/report.json")).parent)
     assert len(report.tables["lengths"]) == 5 * len(TOKENS)
     assert not report.failures
@@ -223,7 +201,7 @@ def returning(frame: Any) -> Probe:
 
 
 @pytest.fixture(scope="module")
-def expected(make_bridge: Callable[..., Any]) -> ln_probe.Report:
+def expected() -> ln_probe.Report:
     probes = [Sizes(), "decomposition"]
     return ln_probe.analyze(make_bridge("gpt2"), torch.arange(9)[None], probes=probes, progress=False)
 
@@ -250,9 +228,7 @@ WRONG_TABLES = [
     *(pytest.param(*case, marks=pytest.mark.slow) for case in WRONG_TABLES),
     (returning([1]), "TableError: table 'sizes' is a list, not a DataFrame"),
 ])  # fmt: skip
-def test_a_bad_probe_fails_alone(
-    bad: Probe, said: str, expected: ln_probe.Report, make_bridge: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_bad_probe_fails_alone(bad: Probe, said: str, expected: ln_probe.Report, tmp_path: Path) -> None:
     model, tokens = make_bridge("gpt2"), torch.arange(9)[None]
     with pytest.warns(ProbeFailedWarning, match=r"the probe 'sizes' of module .*test_probe_package failed: "):
         report = ln_probe.analyze(model, tokens, probes=["decomposition", bad], progress=False)
@@ -268,7 +244,7 @@ def test_a_bad_probe_fails_alone(
         ln_probe.analyze(model, tokens, probes=[bad], progress=False)
 
 
-def test_names_that_exist(make_bridge: Callable[..., Any]) -> None:
+def test_names_that_exist() -> None:
     class Other(Sizes):
         name = "causal"
 
@@ -295,17 +271,14 @@ def test_names_that_exist(make_bridge: Callable[..., Any]) -> None:
     ("Lengths = 3", "is a int, not a Probe"),
     ("from ln_probe.analyses.probes.causal import Causal as Lengths", "calls itself 'causal': use one name"),
 ])  # fmt: skip
-def test_packages_that_cannot_be_used(
-    source: str, said: str, package: Path, prompts: Path, make_bridge: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_packages_that_cannot_be_used(source: str, said: str, package: Path, prompts: Path, tmp_path: Path) -> None:
     (package / "lengths_probe.py").write_text(source)
     sys.modules.pop("lengths_probe", None)
     with pytest.raises(ProbeError, match=f"the probe 'lengths' of {PACKAGE} {said}"):
         ln_probe.analyze(make_bridge("gpt2"), prompts, probes=["lengths"], progress=False)
-    code, _, error = command(
-        "report", "lm-none", "--probes", "lengths", "--out", tmp_path / "out", "--prompts", prompts
+    _, error = ends(
+        2, command, "report", "lm-none", "--probes", "lengths", "--out", tmp_path / "out", "--prompts", prompts
     )
-    assert code == 2
     assert f"the probe 'lengths' of {PACKAGE}" in error
     assert not (tmp_path / "out").exists()
 
@@ -327,8 +300,7 @@ def test_a_failure_in_a_work_unit_leaves_the_others(
         text.replace("        self.rows.append(", "        1 / (1 - prompt)\n        self.rows.append(", 1)
     )
     line = [lab_suite[0], "--prompts", prompts, "--shard", 1, "--workers", 0, "--out", tmp_path / "out"]
-    code, printed, said = command("report", *line, "--probes", "lengths,decomposition", "--json")
-    assert code == 1, said
+    printed, _ = ends(1, command, "report", *line, "--probes", "lengths,decomposition", "--json")
     (model,) = json.loads(printed)["models"]
     assert model["error"] is None
     assert model["failed_probes"] == [f"the probe 'lengths' of {PACKAGE} failed: ZeroDivisionError: division by zero"]
@@ -338,7 +310,7 @@ def test_a_failure_in_a_work_unit_leaves_the_others(
     assert "ZeroDivisionError" in Path(model["page"]).read_text()
 
 
-def test_pieces_join_in_the_order_of_prompts(make_bridge: Callable[..., Any]) -> None:
+def test_pieces_join_in_the_order_of_prompts() -> None:
     """Any division of the prompts gives the same table."""
     from ln_probe.hooks.model import evaluating
     from ln_probe.passes import Passes

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +50,7 @@ class Letters:
 
 
 @pytest.fixture
-def model(make_bridge: Callable[..., Any]) -> Any:
+def model() -> Any:
     return make_bridge("gpt2")
 
 
@@ -229,10 +229,8 @@ def test_the_first_sampled_sequences_are_as_long_as_any(model: Any) -> None:
 
 
 @pytest.mark.parametrize("world", ["bridge", "hooked"])
-def test_sampling_with_a_cache_is_sampling(
-    world: str, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    model = model if world == "bridge" else request.getfixturevalue("make_hooked")()
+def test_sampling_with_a_cache_is_sampling(world: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model if world == "bridge" else make_hooked()
     kept = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])
     monkeypatch.setattr(default_tokens, "NextLogits", lambda model, cached: NextLogits(model, cached=False))
     whole = sample(model, limit=12, seed=3, ends=[1, 2, 3, 4, 5])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import hugging_face, make_bridge
 from seal_cases import (
     CASES,
     NOTED,
@@ -94,7 +95,7 @@ def test_the_committed_table() -> None:
 
 
 @pytest.fixture
-def bridge(make_bridge: Callable[..., Any]) -> Any:
+def bridge() -> Any:
     return make_bridge("gpt2")
 
 
@@ -103,7 +104,7 @@ def name_of_point(model: Any) -> str:
     return str(model.hook_dict[POINT].name)
 
 
-def test_kept_hooks_are_measured_and_said_everywhere(bridge: Any, make_bridge: Callable[..., Any]) -> None:
+def test_kept_hooks_are_measured_and_said_everywhere(bridge: Any) -> None:
     """Halving what the first MLP writes by a hook is halving the weights that write it."""
     model = make_bridge("gpt2")
     model.hook_dict["blocks.0.hook_mlp_out"].add_hook(halve)
@@ -209,7 +210,7 @@ def test_a_hook_that_edits_later_prompts_alone_changes_no_number(bridge: Any) ->
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_edited_changes_no_interval(make_bridge: Callable[..., Any]) -> None:
+def test_a_gradient_that_is_edited_changes_no_interval() -> None:
     """Intervals are computed with gradients, so backward hooks are off, too."""
     tokens = torch.randint(3, 50, (33, 6), generator=torch.Generator().manual_seed(1))
     model = make_bridge("gpt2")
@@ -231,7 +232,7 @@ def test_handles_stay_valid(bridge: Any) -> None:
     assert not foreign_hooks(bridge)
 
 
-def test_what_transformer_lens_installs_at_its_first_pass_stays(make_bridge: Callable[..., Any]) -> None:
+def test_what_transformer_lens_installs_at_its_first_pass_stays() -> None:
     """A bridge that was never run puts hooks of its own on at its first pass, and can take them off."""
 
     def installed(model: Any) -> int:
@@ -279,8 +280,8 @@ def test_a_model_of_saelens_is_the_plain_model_until_it_has_an_sae(bridge: Any) 
 
 
 @pytest.mark.slow
-def test_a_hugging_face_model_in_memory(make_hugging_face: Callable[[str], Any]) -> None:
-    model = make_hugging_face("gpt2")
+def test_a_hugging_face_model_in_memory() -> None:
+    model = hugging_face("gpt2")
     reference = measured(model)
     norm = model.transformer.h[0].ln_1
     handle = norm.register_forward_hook(lambda *_: None)
@@ -298,7 +299,7 @@ def test_a_hugging_face_model_in_memory(make_hugging_face: Callable[[str], Any])
     assert same_tables(measured(model), reference)
 
 
-def test_messages(bridge: Any, make_bridge: Callable[..., Any]) -> None:
+def test_messages(bridge: Any) -> None:
     with torch.inference_mode():
         model = make_bridge("gpt2")
     with pytest.raises(SealError, match=r"was made in torch\.inference_mode, .*: load the model outside that block"):
@@ -370,7 +371,7 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_b07_two_analyses_in_threads_give_the_tables_of_each_alone(make_bridge: Callable[..., Any]) -> None:
+def test_b07_two_analyses_in_threads_give_the_tables_of_each_alone() -> None:
     model = make_bridge("gpt2")
     how: dict[str, Any] = {"progress": False, "probes": ("decomposition", "selectability", "uniformity")}
     alone = [ln_probe.analyze(model, TOKENS[[i]], **how) for i in range(2)]
@@ -379,7 +380,7 @@ def test_b07_two_analyses_in_threads_give_the_tables_of_each_alone(make_bridge: 
         assert same_tables(two, one)
 
 
-def test_b07_interventions_in_threads_wait_for_each_other(make_bridge: Callable[..., Any]) -> None:
+def test_b07_interventions_in_threads_wait_for_each_other() -> None:
     model = make_bridge("gpt2")
     site = ln_probe.hooks.find_sites(model)[0].name
 
@@ -393,7 +394,7 @@ def test_b07_interventions_in_threads_wait_for_each_other(make_bridge: Callable[
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def test_b07_an_analysis_waits_for_an_intervention_in_another_thread(make_bridge: Callable[..., Any]) -> None:
+def test_b07_an_analysis_waits_for_an_intervention_in_another_thread() -> None:
     model = make_bridge("gpt2")
     how: dict[str, Any] = {"progress": False, "probes": ("decomposition",)}
     alone = ln_probe.analyze(model, TOKENS, **how)

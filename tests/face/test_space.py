@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
-from base64 import b64decode
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,10 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from made_up import lab_page, unpacked
 
 from ln_probe.analyses.lab.majority.majority_in_space import COORDINATES, ROLES, STAGES, angle_to_ones
-from ln_probe.analyses.lab.results import Results, summarize, write_results
-from ln_probe.page.lab import TABLE, space_data, space_page, write_lab_page
+from ln_probe.page.lab import TABLE, space_data, space_page
 
 
 @pytest.fixture
@@ -30,22 +27,14 @@ def points() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COORDINATES)
 
 
-def unpacked(data: str) -> tuple[dict[str, Any], np.ndarray]:
-    raw = zlib.decompress(b64decode(data))
-    length = int.from_bytes(raw[:4], "little")
-    header = json.loads(raw[4 : 4 + length])
-    at = 4 + length + header["points"]["at"]
-    return header, np.frombuffer(raw, np.float32, header["points"]["n"], at)
-
-
 def test_what_the_page_is_given(points: pd.DataFrame) -> None:
     shuffled = points.sample(frac=1, random_state=1).drop(index=17)  # any order; a point may be missing
-    header, numbers = unpacked(space_data(shuffled.sort_values("norm", kind="stable")))
+    header = unpacked(space_data(shuffled.sort_values("norm", kind="stable")))
     assert header["models"] == ["layernorm, radius sqrt(d)", "none, radius sqrt(d)"]
     assert (header["seeds"], header["steps"], header["tokens"]) == ([0, 4], [0, 7], list(range(10)))
     expected = points[["x", "y", "z"]].to_numpy(np.float32).copy()  # rows are in the order of the array
     expected[17] = np.nan
-    np.testing.assert_array_equal(numbers.reshape(-1, 3), expected)
+    np.testing.assert_array_equal(header["points"].reshape(-1, 3), expected)
     with pytest.raises(ValueError, match=r"points to draw have the columns norm, radius, seed, .* found 0 of norm"):
         space_data(points[:0])
     with pytest.raises(ValueError, match="two rows of coordinates for one point"):
@@ -109,10 +98,7 @@ def test_a_phone_and_no_scripts(points: pd.DataFrame, visit: Any) -> None:
 
 
 def test_a_lab_page_holds_the_picture(points: pd.DataFrame, visit: Any, tmp_path: Path) -> None:
-    values = pd.DataFrame({"norm": ["none", "layernorm"], "seed": 0, "value": [0.2, 0.1]})
-    results = Results(summarize(values, ["norm"]), tables={TABLE: points})
-    write_results(results, tmp_path, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
-    opened = visit(write_lab_page(tmp_path).read_text())
+    opened = visit(lab_page(tmp_path, {"none": 0.2, "layernorm": 0.1}, tables={TABLE: points}))
     opened.page.locator(".space-drawing .query").first.wait_for()
     opened.page.locator("#table-summary button", has_text="Download CSV").wait_for()
     opened.quiet()

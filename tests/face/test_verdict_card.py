@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from made_up import HOSTILE, Page
 
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, is_effect
 from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.page.page import report_page
 from ln_probe.page.verdict import Verdict, in_one_line, verdict
 from ln_probe.report import Report
-
-Reader = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +47,7 @@ def made_of(report: Report, effects: pd.DataFrame) -> Verdict:
     return found
 
 
-def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFrame) -> None:
     card = made_of(report, effects)
     assert card.sentences == (
         "Freezing every norm’s scaling raises the loss by 0.327 nats/token, 7.6 % of the intact loss of 4.3 (95 % CI "
@@ -64,7 +61,7 @@ def test_d3_the_largest_effect_stands_first(report: Report, effects: pd.DataFram
     html = report_page(report.with_tables(causal=effects))
     assert html.index('id="verdict"') < html.index('id="findings"') < html.index("<figure")
     for sentence in card.sentences:
-        assert sentence in parsed(html).text
+        assert sentence in Page(html).text
     assert "<script" not in html[html.index('<section class="verdict"') : html.index('id="findings"')]
 
 
@@ -83,8 +80,6 @@ def test_bars_are_the_tables_numbers(report: Report, effects: pd.DataFrame) -> N
     order = [(v, s) for v in ("no_scaling", "no_projection") for s in ("all", "attention")]
     for key, bar in zip(order, card.bars, strict=True):
         row = rows.loc[key]
-        assert bar.left is not None
-        assert bar.span is not None
         end = bar.left if row["delta_loss"] < 0 else bar.left + bar.width
         assert nats(end) == pytest.approx(row["delta_loss"], abs=1e-4)
         assert nats(bar.low) == pytest.approx(row["delta_loss_low"], abs=1e-4)
@@ -132,7 +127,7 @@ def test_directions_and_what_a_few_prompts_carry(report: Report, effects: pd.Dat
     assert not any(b.effect for b in card.bars)
 
 
-def test_loss_optimal_constants_have_bars_of_their_own(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+def test_loss_optimal_constants_have_bars_of_their_own(report: Report, effects: pd.DataFrame) -> None:
     fitted = effects.copy()
     everywhere = (effects["sites"] == "all") & (effects["variant"] == "no_scaling")
     columns = ["delta_loss_optimal", "delta_loss_optimal_low", "delta_loss_optimal_high"]
@@ -145,7 +140,7 @@ def test_loss_optimal_constants_have_bars_of_their_own(report: Report, effects: 
     ]
     best = card.bars[1]
     assert (best.value, best.interval, best.effect) == ("+0.274 nats", "95 % CI +0.250 to +0.300", True)
-    assert "+0.274 nats (+6.4 %)" in parsed(report_page(report.with_tables(causal=fitted))).text
+    assert "+0.274 nats (+6.4 %)" in Page(report_page(report.with_tables(causal=fitted))).text
 
 
 def test_large_changes_are_legible(report: Report, effects: pd.DataFrame) -> None:
@@ -159,7 +154,7 @@ def test_large_changes_are_legible(report: Report, effects: pd.DataFrame) -> Non
     assert "e+" not in said
 
 
-def test_d3_what_is_not_there_is_said_once(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+def test_d3_what_is_not_there_is_said_once(report: Report, effects: pd.DataFrame) -> None:
     why = "none: it does not scale"
     idle = effects.assign(no_op=np.where(effects["variant"] == "no_scaling", why, effects["no_op"]))
     card = made_of(report, idle)
@@ -168,7 +163,7 @@ def test_d3_what_is_not_there_is_said_once(report: Report, effects: pd.DataFrame
     assert [b.left is None for b in card.bars] == [True, True, False, False]
 
 
-def test_d5_no_loss_no_card(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+def test_d5_no_loss_no_card(report: Report, effects: pd.DataFrame) -> None:
     for table, said in (
         (effects.head(0), "No term was removed from the running model: the causal probe failed"),
         (effects.assign(delta_loss=np.nan, loss=np.nan), "The change of the loss is unknown"),
@@ -176,38 +171,37 @@ def test_d5_no_loss_no_card(report: Report, effects: pd.DataFrame, parsed: Reade
         without = report.with_tables(causal=table)
         assert verdict(without) is None
         html = report_page(without)
-        assert said in parsed(html).text
+        assert said in Page(html).text
         assert 'class="verdict"' not in html
 
 
-def test_a_loss_that_is_not_applicable_says_why(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+def test_a_loss_that_is_not_applicable_says_why(report: Report, effects: pd.DataFrame) -> None:
     unknown = report.with_tables(causal=effects.assign(delta_loss=np.nan, loss=np.nan))
     note = "causal: the loss is not applicable: attention is bidirectional"
     card = verdict(unknown.with_notes(note))
-    assert card is not None
     assert card.sentences == ("Not applicable: attention is bidirectional.",)
     assert card.bars == ()
     page = report_page(unknown.with_notes(note))
-    text = parsed(page[page.index('id="verdict"') : page.index('id="findings"')]).text
+    text = Page(page[page.index('id="verdict"') : page.index('id="findings"')]).text
     assert "Not applicable: attention is bidirectional." in text
     assert "nats" not in text
 
 
 @pytest.mark.slow
-def test_hostile_text_in_the_card(report: Report, effects: pd.DataFrame, hostile: list[str], parsed: Reader) -> None:
+def test_hostile_text_in_the_card(report: Report, effects: pd.DataFrame) -> None:
     """The reason why nothing changes is the only text of the card that is not ours."""
     html = ""
-    for text in hostile:
+    for text in HOSTILE:
         if text:
             card = report_page(Report({"causal": effects.assign(no_op=text)}))
             html += card[card.index('<section class="verdict"') : card.index('id="findings"')]
-    page = parsed(html)
+    page = Page(html)
     assert {t for t, _ in page.tags} <= {"section", "h2", "ul", "li", "span", "i", "b", "small", "p", "a"}
     assert not [n for _, a in page.tags for n in a if n.startswith("on")]
     assert set(re.findall(r'href="([^"]*)"', html)) == {"#causal"}
 
 
-def test_models_of_an_index_are_described_alike(report: Report, effects: pd.DataFrame, parsed: Reader) -> None:
+def test_models_of_an_index_are_described_alike(report: Report, effects: pd.DataFrame) -> None:
     """The same contrasts in the same order for every model, whatever its first finding is."""
     idle = effects["variant"] == "no_scaling"
     off = effects.assign(no_op=effects["no_op"].mask(idle, "its norms do not scale"))
@@ -223,7 +217,7 @@ def test_models_of_an_index_are_described_alike(report: Report, effects: pd.Data
         "d": "loss not measured",
     }
     entries = [IndexEntry(n, f"{n}.html", report.with_tables(causal=table)) for n, table in models.items()]
-    page = parsed(index_page(entries)).text
+    page = Page(index_page(entries)).text
     for entry in entries:
         assert entry.report is not None
         assert in_one_line(entry.report) == lines[entry.name]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
+from small_models import lab
 
 from ln_probe.analyses.lab.transformer import alibi_slopes
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
@@ -30,7 +32,7 @@ def layers_of(model: Any, tokens: torch.Tensor = TOKENS) -> list[tuple[Attention
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "neox", "neo", "llama", "qwen3", "bert"])
-def test_keys_and_pattern_are_the_models(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_keys_and_pattern_are_the_models(arch: str) -> None:
     model = make_bridge(arch)
     _, cache = model.run_with_cache(TOKENS[None])
     for seen, heads in layers_of(model):
@@ -54,7 +56,7 @@ def test_keys_and_pattern_are_the_models(arch: str, make_bridge: Callable[..., A
     {"positional_embedding_type": "rotary", "rotary_dim": 8, "rotary_adjacent_pairs": True},
     {"use_attn_scale": False}, {"normalization_type": "LNPre"},
 ])  # fmt: skip
-def test_hooked_layers_are_rebuilt(options: dict[str, Any], make_hooked: Callable[..., Any]) -> None:
+def test_hooked_layers_are_rebuilt(options: dict[str, Any]) -> None:
     model = make_hooked(**options)
     _, cache = model.run_with_cache(TOKENS[None])
     for seen, heads in layers_of(model):
@@ -67,22 +69,20 @@ def test_hooked_layers_are_rebuilt(options: dict[str, Any], make_hooked: Callabl
         torch.testing.assert_close(ours, seen.pattern.double(), rtol=1e-3, atol=1e-5)
 
 
-def test_what_is_not_rebuilt_is_refused_by_name(
-    make_hooked: Callable[..., Any], make_bridge: Callable[..., Any], make_lab: Callable[..., Any]
-) -> None:
+def test_what_is_not_rebuilt_is_refused_by_name() -> None:
     """Without a causal mask ALiBi depends on the query as well: it is no bias per key."""
     for model, said in (
         (make_hooked(attn_scores_soft_cap=2.0), "layer 0: its scores have a soft cap of 2, which head-space measures"),
         (make_bridge("gemma2"), "layer 0: its scores have a soft cap of 50, which head-space measures"),
-        (make_lab(positions="alibi", causal=False), r"fall with distance on both sides \(ALiBi without"),
+        (lab(positions="alibi", causal=False), r"fall with distance on both sides \(ALiBi without"),
     ):
         with pytest.raises(UnsupportedAttentionError, match=said):
             layers_of(model)
 
 
-def test_b03_alibi_is_a_bias_per_key(make_lab: Callable[..., Any], make_bridge: Callable[..., Any]) -> None:
+def test_b03_alibi_is_a_bias_per_key() -> None:
     """The model's own scores but for what all keys of a query share: −slope·distance is slope·position to a softmax."""
-    for model in (make_lab(positions="alibi", n_heads=4), make_lab(positions="alibi", d_head=8, n_heads=3)):
+    for model in (lab(positions="alibi", n_heads=4), lab(positions="alibi", d_head=8, n_heads=3)):
         for seen, heads in layers_of(model):
             assert heads.slopes is not None
             torch.testing.assert_close(heads.slopes, alibi_slopes(heads.n_heads).double())
@@ -95,7 +95,7 @@ def test_b03_alibi_is_a_bias_per_key(make_lab: Callable[..., Any], make_bridge: 
 
 @pytest.mark.parametrize("changed", [lambda pattern: pattern.triu(-7), lambda pattern: pattern**2])
 def test_scores_of_an_unknown_form_are_refused_with_the_difference(
-    changed: Callable[[torch.Tensor], torch.Tensor], make_bridge: Callable[..., Any]
+    changed: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """A window is told by the layer and borne out by its pattern, never guessed from zeros; nor is another form."""
     model = make_bridge("gpt2")
@@ -107,9 +107,7 @@ def test_scores_of_an_unknown_form_are_refused_with_the_difference(
 
 
 @pytest.mark.parametrize(("arch", "windows"), [("neo", [None, 8]), ("mistral", [8, 8]), ("gemma3", [8, None])])
-def test_b01_windows_are_those_of_the_layers(
-    arch: str, windows: list[int | None], make_bridge: Callable[..., Any]
-) -> None:
+def test_b01_windows_are_those_of_the_layers(arch: str, windows: list[int | None]) -> None:
     options = {"window_size": 8} if arch == "neo" else {}
     model = make_bridge(arch, torch.float64, **options)
     for (seen, heads), window in zip(layers_of(model), windows, strict=True):
@@ -121,12 +119,11 @@ def test_b01_windows_are_those_of_the_layers(
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3"])
-def test_every_query_is_in_the_reachable_ellipsoid(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_every_query_is_in_the_reachable_ellipsoid(arch: str) -> None:
     """q = c + A u with |u| ≤ 1 for any residual vector, near 1 for long ones."""
     seen, heads = layers_of(make_bridge(arch))[0]
     last = len(seen.y) - 1
     found = heads.query_ellipsoid(seen.site, last)
-    assert found is not None
     center, axes = found
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(400, 32, generator=generator, dtype=torch.float64) * torch.logspace(-3, 3, 400)[:, None]
@@ -144,16 +141,14 @@ def test_every_query_is_in_the_reachable_ellipsoid(arch: str, make_bridge: Calla
         torch.testing.assert_close(longest, torch.linalg.matrix_norm(full, 2), rtol=1e-9, atol=1e-9)
 
 
-def test_unbounded_queries_have_no_ellipsoid(make_bridge: Callable[..., Any]) -> None:
+def test_unbounded_queries_have_no_ellipsoid() -> None:
     seen, heads = layers_of(make_bridge("gpt2"))[0]
     without = Site(**{**vars(seen.site), "kind": "projection_only", "constant_scale": 1.0, "radius": math.nan})
     assert heads.query_ellipsoid(without, 0) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_among_tiny_scores_the_nearest_divisor_counts(
-    make_bridge: Callable[..., Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_among_tiny_scores_the_nearest_divisor_counts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is nearly even whatever the divisor: a wrong one comes near, too."""
     model = make_bridge("gpt2", dtype)
     with torch.no_grad():

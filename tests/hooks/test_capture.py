@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 
 from ln_probe.hooks.capture import ActivationError, AttentionInput, stream
 from ln_probe.hooks.norm import Site
@@ -16,7 +15,7 @@ from ln_probe.hooks.sites import find_sites
 TOKENS = torch.arange(1, 21)
 
 
-def test_streamed_norms_are_the_cached_ones(make_bridge: Callable[..., Any]) -> None:
+def test_streamed_norms_are_the_cached_ones() -> None:
     model = make_bridge("neox")
     sites = find_sites(model)
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -33,7 +32,7 @@ def test_streamed_norms_are_the_cached_ones(make_bridge: Callable[..., Any]) -> 
         torch.testing.assert_close(y, cache[f"{name}.hook_out"][0])
 
 
-def test_hooked_transformer_counts_once(make_hooked: Callable[..., Any]) -> None:
+def test_hooked_transformer_counts_once() -> None:
     """HookedTransformer calls ln1 three times a pass (query, key, value)."""
     model = make_hooked()
     calls: list[str] = []
@@ -41,7 +40,7 @@ def test_hooked_transformer_counts_once(make_hooked: Callable[..., Any]) -> None
     assert calls == ["blocks.0.ln1", "blocks.0.ln2", "blocks.1.ln1", "blocks.1.ln2", "ln_final"]
 
 
-def test_only_wanted_layers_and_nothing_left_behind(make_bridge: Callable[..., Any]) -> None:
+def test_only_wanted_layers_and_nothing_left_behind() -> None:
     model = make_bridge("gpt2")
     sites = find_sites(model)
     before = sum(len(m._forward_hooks) for _, m in model.named_modules())
@@ -60,7 +59,7 @@ def test_only_wanted_layers_and_nothing_left_behind(make_bridge: Callable[..., A
     assert sum(len(m._forward_hooks) for _, m in model.named_modules()) == before
 
 
-def test_what_is_not_finite_is_placed(make_hooked: Callable[..., Any], make_bridge: Callable[..., Any]) -> None:
+def test_what_is_not_finite_is_placed() -> None:
     """In norms of queries and keys too, which see a row for every head of a position."""
     hooked, qwen = make_hooked(), make_bridge("qwen3")
     with torch.no_grad():

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, make_bridge, make_folded, make_hooked, process
 
 from ln_probe.hooks import NotEquivalentError, check_equivalent
 
 
-def folded_hooked(make_hooked: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+def folded_hooked(**options: Any) -> tuple[Any, Any]:
     raw = make_hooked(**options)
     rms = options.get("normalization_type") == "RMS"
     folded = make_hooked(**(options | {"normalization_type": "RMSPre" if rms else "LNPre"}))
-    folded.load_and_process_state_dict(
-        raw.state_dict(), fold_ln=True, center_writing_weights=not rms, center_unembed=True, fold_value_biases=True
-    )
-    return raw, folded
+    every = {"fold_ln": True, "center_writing_weights": not rms, "center_unembed": True, "fold_value_biases": True}
+    return raw, process(folded, raw, **every)
 
 
 @pytest.mark.parametrize(("arch", "dtype", "bound"), cases(
@@ -27,9 +24,7 @@ def folded_hooked(make_hooked: Callable[..., Any], **options: Any) -> tuple[Any,
     ("bert", torch.float64, 1e-6),
     slow=[(arch, torch.float32, 1e-5) for arch in ("opt", "neo", "llama", "gemma", "gemma2")],
 ))  # fmt: skip
-def test_folded_bridges_are_equivalent(
-    arch: str, dtype: torch.dtype, bound: float, make_bridge: Callable[..., Any], make_folded: Callable[..., Any]
-) -> None:
+def test_folded_bridges_are_equivalent(arch: str, dtype: torch.dtype, bound: float) -> None:
     found = check_equivalent(make_bridge(arch, dtype), make_folded(arch, dtype, centre=True))
     assert found.holds
     assert found.parts_at == ""
@@ -39,8 +34,8 @@ def test_folded_bridges_are_equivalent(
 
 
 @pytest.mark.parametrize("options", [{"normalization_type": "RMS"}, {"parallel_attn_mlp": True}])
-def test_folded_hooked_transformers_are_equivalent(options: dict[str, Any], make_hooked: Callable[..., Any]) -> None:
-    found = check_equivalent(*folded_hooked(make_hooked, **options))
+def test_folded_hooked_transformers_are_equivalent(options: dict[str, Any]) -> None:
+    found = check_equivalent(*folded_hooked(**options))
     assert found.log_prob_difference < 1e-4
     assert found.logits_difference < 1e-5
 
@@ -52,21 +47,19 @@ SQUARE = (
 )
 
 
-def test_a_square_w_in_is_caught_in_hooked_transformer(make_hooked: Callable[..., Any]) -> None:
+def test_a_square_w_in_is_caught_in_hooked_transformer() -> None:
     """The real fault of TransformerLens: fold_ln guesses the orientation of a square matrix."""
-    raw, folded = folded_hooked(make_hooked, d_mlp=32)
+    raw, folded = folded_hooked(d_mlp=32)
     with pytest.raises(NotEquivalentError, match=SQUARE):
         check_equivalent(raw, folded)
 
 
-def test_a_square_w_in_is_caught_in_the_bridge(
-    make_bridge: Callable[..., Any], make_folded: Callable[..., Any]
-) -> None:
+def test_a_square_w_in_is_caught_in_the_bridge() -> None:
     with pytest.raises(NotEquivalentError, match=SQUARE):
         check_equivalent(make_bridge("gpt2", n_inner=32), make_folded("gpt2", n_inner=32))
 
 
-def test_centring_a_model_with_rmsnorm_is_caught(make_bridge: Callable[..., Any]) -> None:
+def test_centring_a_model_with_rmsnorm_is_caught() -> None:
     raw, centred = make_bridge("llama"), make_bridge("llama")
     with torch.no_grad():
         for name, parameter in centred.named_parameters():
@@ -79,7 +72,7 @@ def test_centring_a_model_with_rmsnorm_is_caught(make_bridge: Callable[..., Any]
         check_equivalent(raw, centred)
 
 
-def test_a_wrong_unembedding_is_named(make_bridge: Callable[..., Any]) -> None:
+def test_a_wrong_unembedding_is_named() -> None:
     raw, wrong = make_bridge("neox"), make_bridge("neox")
     with torch.no_grad():
         wrong.unembed.weight.mul_(1.1)
@@ -87,7 +80,7 @@ def test_a_wrong_unembedding_is_named(make_bridge: Callable[..., Any]) -> None:
         check_equivalent(raw, wrong)
 
 
-def test_what_is_compared_and_left_as_it_was(make_bridge: Callable[..., Any], make_folded: Callable[..., Any]) -> None:
+def test_what_is_compared_and_left_as_it_was() -> None:
     raw, folded, tokens = make_bridge("gpt2"), make_folded("gpt2"), torch.arange(1, 9)
     raw.train()
     assert check_equivalent(raw, folded, tokens[None]) == check_equivalent(raw, folded, tokens)

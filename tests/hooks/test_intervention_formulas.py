@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import hugging_face
+from architectures import hugging_face, make_bridge, make_folded, make_hooked, make_twins, process
 from compose import distance as difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import lab
 from torch import Tensor, nn
 
 import ln_probe
@@ -84,9 +85,7 @@ def gpt2_by_hand(hf: Any, tokens: Tensor, norms: dict[str, Norm]) -> Tensor:
     ("scaling", "final", ["ln_final"]),
     ("both", "all", ["blocks.0.ln1", "blocks.0.ln2", "blocks.1.ln1", "blocks.1.ln2", "ln_final"]),
 ])  # fmt: skip
-def test_gpt2_is_the_block_recomputed_in_plain_torch(
-    what: str, sites: Any, names: list[str], make_twins: Callable[..., Any]
-) -> None:
+def test_gpt2_is_the_block_recomputed_in_plain_torch(what: str, sites: Any, names: list[str]) -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         hf, model, _ = make_twins("gpt2", dtype)
         with torch.no_grad():
@@ -102,8 +101,8 @@ def test_gpt2_is_the_block_recomputed_in_plain_torch(
 
 @pytest.mark.parametrize("kind", NORM_KINDS)
 @pytest.mark.parametrize("what", TERMS)
-def test_lab_norms(kind: str, what: str, make_lab: Callable[..., Any]) -> None:
-    model = make_lab(norm=kind)
+def test_lab_norms(kind: str, what: str) -> None:
+    model = lab(norm=kind)
     site = find_sites(model)[0]
     with torch.no_grad():
         intact = model(TOKENS)
@@ -134,14 +133,9 @@ def test_a_changed_output_is_gain_times_the_variant_plus_bias(
     assert changed_output(site, variant, x.bfloat16(), y.bfloat16(), constant).dtype == torch.bfloat16
 
 
-def test_projection_that_changes_nothing_says_why(
-    make_hooked: Callable[..., Any], make_folded: Callable[..., Any], make_bridge: Callable[..., Any]
-) -> None:
+def test_projection_that_changes_nothing_says_why() -> None:
     """Of a centred stream, of a folded model (`fold_ln` centres the weights that read a norm), of an RMSNorm."""
-    model = make_hooked()
-    model.load_and_process_state_dict(
-        model.state_dict(), fold_ln=False, center_writing_weights=True, center_unembed=False, fold_value_biases=False
-    )
+    model = process(make_hooked(), center_writing_weights=True)
     centred = r"without 'projection' changes nothing at every site, by construction \(layernorm: its input is already"
     for each, sites, most, why in (
         (model, "all", 1e-6, centred),
@@ -162,7 +156,7 @@ def test_projection_that_changes_nothing_says_why(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "lm-layernorm"])
-def test_default_constants_are_the_pooled_ones_of_analyze(name: str, make_bridge: Callable[..., Any]) -> None:
+def test_default_constants_are_the_pooled_ones_of_analyze(name: str) -> None:
     """The same default prompts; `analyze` adds sigmas prompt by prompt, so the last digits can differ."""
     model = make_bridge(name) if name == "gpt2" else ln_probe.load_model(name)
     constants = ln_probe.analyze(model, progress=False, probes=("decomposition",)).provenance["constants"]
@@ -177,7 +171,7 @@ def test_default_constants_are_the_pooled_ones_of_analyze(name: str, make_bridge
 
 
 @pytest.mark.parametrize("length", [7, 4, 2])  # 4 and 2 are numbers of its heads as well
-def test_position_0_of_every_head_is_left_out(length: int, make_bridge: Callable[..., Any]) -> None:
+def test_position_0_of_every_head_is_left_out(length: int) -> None:
     """Norms of queries and keys inside a bridge's attention see heads before positions."""
     model = make_bridge("qwen3", torch.float64)
     sites = {s.name: s for s in find_sites(model)}
@@ -193,8 +187,8 @@ def test_position_0_of_every_head_is_left_out(length: int, make_bridge: Callable
         assert found[name].first == pytest.approx(float(sigma[:, :, 0].mean()), rel=1e-6)
 
 
-def test_a_single_position_is_better_than_none(make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_a_single_position_is_better_than_none() -> None:
+    model = lab()
     sites = find_sites(model)
     with evaluating(model):
         assert mean_sigmas(model, sites, [torch.tensor([3])])["ln_final"].rest > 0
@@ -205,7 +199,7 @@ def test_a_single_position_is_better_than_none(make_lab: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("scale", ["frozen", "uniform"])
-def test_one_constant_and_two(scale: str, make_twins: Callable[..., Any]) -> None:
+def test_one_constant_and_two(scale: str) -> None:
     hf, model, _ = make_twins("gpt2", torch.float64)
     name = "blocks.1.ln1"
     site = next(s for s in find_sites(model) if s.name == name)
@@ -222,7 +216,7 @@ def test_one_constant_and_two(scale: str, make_twins: Callable[..., Any]) -> Non
     assert done.matched
 
 
-def test_resampled_sigmas_are_those_of_other_tokens(make_bridge: Callable[..., Any]) -> None:
+def test_resampled_sigmas_are_those_of_other_tokens() -> None:
     drawn = Resampled(Sigmas(torch.arange(100.0, 104).double().numpy(), torch.arange(1.0, 6).double().numpy()), "seed")
     first = torch.zeros(3, 7, 1, dtype=torch.bool)
     first[:, 0] = True
@@ -242,16 +236,14 @@ def test_resampled_sigmas_are_those_of_other_tokens(make_bridge: Callable[..., A
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "hooked"])
-def test_with_a_cache_later_tokens_are_not_position_0(
-    arch: str, make_bridge: Callable[..., Any], request: pytest.FixtureRequest
-) -> None:
+def test_with_a_cache_later_tokens_are_not_position_0(arch: str) -> None:
     """Token by token, with earlier keys and values kept: the same logits as all at once.
 
     Rotary tables are float32 in every format, and on some processors differ in the last bit with the number of
     positions, so the intact model's two passes may differ, too.
     """
     hooked = arch == "hooked"
-    model = request.getfixturevalue("make_hooked")(dtype=torch.float64) if hooked else make_bridge(arch, torch.float64)
+    model = make_hooked(dtype=torch.float64) if hooked else make_bridge(arch, torch.float64)
     scale = {s.name: {"first": 3.0, "rest": 0.7} for s in find_sites(model)}
 
     def apart() -> float:
@@ -281,7 +273,7 @@ def test_with_a_cache_later_tokens_are_not_position_0(
             assert apart() < 1e-9 + 10 * intact
 
 
-def test_padding_on_the_left_moves_position_0(make_bridge: Callable[..., Any]) -> None:
+def test_padding_on_the_left_moves_position_0() -> None:
     model = make_bridge("gpt2", torch.float64)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), TOKENS[:1]], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 10])
@@ -322,9 +314,7 @@ def test_what_is_no_constant(given: object) -> None:
 
 
 @pytest.mark.parametrize(("what", "part"), [("scaling", "keys"), ("both", "values"), ("scaling", "queries")])
-def test_one_part_changes_and_the_others_stay(
-    what: str, part: str, worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]
-) -> None:
+def test_one_part_changes_and_the_others_stay(what: str, part: str, worlds: list[tuple[str, Any]]) -> None:
     models = [*worlds, *((a, make_bridge(a)) for a in ("neox", "opt", "qwen3"))]
     letter = part[0]
     for name, model in models:
@@ -352,7 +342,7 @@ def test_one_part_changes_and_the_others_stay(
         assert (difference(logits, intact) > least) != bool(done.no_ops), name
 
 
-def test_a_shared_norm_can_be_edited_for_its_keys_alone(make_hooked: Callable[..., Any]) -> None:
+def test_a_shared_norm_can_be_edited_for_its_keys_alone() -> None:
     """GPT-J: one norm feeds attention and the MLP; the MLP must see the intact one."""
     model = make_hooked(parallel_attn_mlp=True)
     for block in model.blocks:
@@ -367,7 +357,7 @@ def test_a_shared_norm_can_be_edited_for_its_keys_alone(make_hooked: Callable[..
         assert torch.equal(before[f"blocks.0.{place}"], after[f"blocks.0.{place}"]) == same
 
 
-def test_split_inputs_of_hooked_transformer(make_hooked: Callable[..., Any]) -> None:
+def test_split_inputs_of_hooked_transformer() -> None:
     """With one input per head for queries, keys and values, the keys' is still found, also where a hook changes it."""
     model = make_hooked()
     model.set_use_split_qkv_input(True)
@@ -384,9 +374,7 @@ def test_split_inputs_of_hooked_transformer(make_hooked: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("arch", [None, "gpt2", "gemma"])
-def test_gradients_of_gains_and_biases(
-    arch: str | None, make_hooked: Callable[..., Any], make_bridge: Callable[..., Any]
-) -> None:
+def test_gradients_of_gains_and_biases(arch: str | None) -> None:
     """As those of a norm that is written by hand, also of a parameter that is put in while the edit lasts."""
     model = make_hooked(dtype=torch.float64) if arch is None else make_bridge(arch, torch.float64)
     site = find_sites(model)[0]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import bridge_of
+from architectures import bridge_of, hugging_face, make_bridge, make_hooked, make_twins
 from compose import distance as difference
+from small_models import lab
 from torch import Tensor, nn
 
 import ln_probe
@@ -67,7 +68,7 @@ def test_nested_contexts_amount_to_one(worlds: list[tuple[str, Any]]) -> None:
             assert torch.equal(model(TOKENS), intact)
 
 
-def test_an_intervention_inside_an_intervention_on_the_same_site(make_bridge: Callable[..., Any]) -> None:
+def test_an_intervention_inside_an_intervention_on_the_same_site() -> None:
     model = make_bridge("gpt2")
     with torch.no_grad():
         intact = model(TOKENS)
@@ -93,7 +94,7 @@ def test_an_intervention_inside_an_intervention_on_the_same_site(make_bridge: Ca
     ({"only": "keys"}, r"blocks\.0\.ln1: .*no projection of keys read(.|\n)*\(and at 1 more sites\)"),
     ({"heads": [(0, 1)]}, r"blocks\.0\.ln1: the edit was lost(.|\n)*moves no logit"),
 ])  # fmt: skip
-def test_an_edit_that_a_bridge_would_lose_is_refused(options: Any, said: str, make_bridge: Callable[..., Any]) -> None:
+def test_an_edit_that_a_bridge_would_lose_is_refused(options: Any, said: str) -> None:
     """With split inputs a bridge's attention normalizes by itself: an edit of `ln1` would change nothing, silently."""
     model = make_bridge("gpt2")
     model.cfg.use_split_qkv_input = True
@@ -106,7 +107,7 @@ def test_an_edit_that_a_bridge_would_lose_is_refused(options: Any, said: str, ma
     ({"only": "keys"}, r"blocks\.0\.ln1: the edit for keys alone was lost"),
     ({"heads": [(0, 1)]}, r"blocks\.0\.ln1: the edit of single heads was lost, because the attention of block 0 did"),
 ])  # fmt: skip
-def test_an_edit_that_is_lost_later_is_an_error(options: Any, said: str, make_bridge: Callable[..., Any]) -> None:
+def test_an_edit_that_is_lost_later_is_an_error(options: Any, said: str) -> None:
     model = make_bridge("gpt2")
     with torch.no_grad(), without(model, "scaling", scale=2.0, **options):
         model(TOKENS)
@@ -118,8 +119,8 @@ def test_an_edit_that_is_lost_later_is_an_error(options: Any, said: str, make_br
             model(TOKENS)
 
 
-def test_a_norm_that_nobody_calls_or_heeds(make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_a_norm_that_nobody_calls_or_heeds() -> None:
+    model = lab()
     with torch.no_grad():
         model.blocks[1].attn.W_O.zero_()
     with (
@@ -138,7 +139,7 @@ def test_a_norm_that_nobody_calls_or_heeds(make_lab: Callable[..., Any]) -> None
         def forward(self, x: Tensor) -> Tensor:
             return type(self.inner).forward(self.inner, x)  # type: ignore[no-any-return]
 
-    model = make_lab()
+    model = lab()
     model.blocks[0].ln1 = Bypassed(model.blocks[0].ln1)  # type: ignore[assignment]
     model.setup()
     with (
@@ -148,7 +149,7 @@ def test_a_norm_that_nobody_calls_or_heeds(make_lab: Callable[..., Any]) -> None
         pass
 
 
-def test_training_mode_is_reported(make_bridge: Callable[..., Any]) -> None:
+def test_training_mode_is_reported() -> None:
     model = make_bridge("gpt2")
     model.train()
     model.blocks[0].eval()
@@ -201,7 +202,7 @@ BOTH: dict[str, Any] = {"blocks.0.ln1": 2.0, "blocks.1.ln1": 2.0}
     ("scaling", {"sites": "all", "only": "keys"},
      r"only='keys' needs norms that attention reads, and blocks\.0\.ln2 is read by: mlp"),
 ])  # fmt: skip
-def test_bad_arguments(what: Any, options: dict[str, Any], said: str, make_bridge: Callable[..., Any]) -> None:
+def test_bad_arguments(what: Any, options: dict[str, Any], said: str) -> None:
     model = make_bridge("gpt2")
     model(TOKENS)  # a bridge puts hooks of its own in its first pass
     before = hook_counts(model)
@@ -222,12 +223,12 @@ def test_bad_arguments(what: Any, options: dict[str, Any], said: str, make_bridg
     ([(True, False)], r"must be \(layer, head\) pairs of whole numbers, got \(True, False\)"),
     ([(0, 1.5)], r"must be \(layer, head\) pairs of whole numbers, got \(0, 1\.5\)"),
 ])  # fmt: skip
-def test_heads_that_are_not_there(heads: Any, said: str, make_bridge: Callable[..., Any]) -> None:
+def test_heads_that_are_not_there(heads: Any, said: str) -> None:
     with pytest.raises(InterventionError, match=said), without(make_bridge("gpt2"), "scaling", heads=heads, scale=2.0):
         pass
 
 
-def test_what_does_not_go_together(make_hooked: Callable[..., Any], make_lab: Callable[..., Any]) -> None:
+def test_what_does_not_go_together() -> None:
     hooked, heads = make_hooked(), [(0, 1)]
     nothing = r"no norm of this model belongs to sites='mlp' \(its norms are read by: attention, unembed\)"
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
@@ -242,14 +243,14 @@ def test_what_does_not_go_together(make_hooked: Callable[..., Any], make_lab: Ca
             LostEditError,
             r"keys are made of more than this norm's output \(positional_embedding_type='shortformer' adds",
         ),
-        (make_lab(norm=None), {"heads": heads}, InterventionError, "the attention of layer 0 reads no norm"),
+        (lab(norm=None), {"heads": heads}, InterventionError, "the attention of layer 0 reads no norm"),
     ]
     for model, options, error, said in cases:
         with pytest.raises(error, match=said), without(model, "scaling", scale=2.0, **options):
             pass
 
 
-def test_the_old_name_of_both_removed_warns(make_bridge: Callable[..., Any]) -> None:
+def test_the_old_name_of_both_removed_warns() -> None:
     model = make_bridge("gpt2")
     with (
         pytest.warns(DeprecationWarning, match="the variant 'neither' .without. is deprecated since ln_probe 1.0"),
@@ -298,7 +299,7 @@ def edit_by_hand(block: Any, chosen: list[int]) -> None:
 
 
 @pytest.mark.parametrize("heads", [[(0, 1)], [(1, 3), (0, 0), (1, 2)]])
-def test_heads_edited_in_hugging_face_by_hand(heads: list[tuple[int, int]], make_twins: Callable[..., Any]) -> None:
+def test_heads_edited_in_hugging_face_by_hand(heads: list[tuple[int, int]]) -> None:
     """Of two heads that share their keys one alone, or both."""
     original, model, _ = make_twins("llama", torch.float64)
     with torch.no_grad():
@@ -334,7 +335,7 @@ def test_every_world(worlds: list[tuple[str, Any]]) -> None:
             assert torch.equal(model(TOKENS), intact)
 
 
-def test_a_cache_of_keys(make_hooked: Callable[..., Any]) -> None:
+def test_a_cache_of_keys() -> None:
     model = make_hooked()
     options = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False, "verbose": False}
     with torch.no_grad(), without(model, "scaling", heads=[(0, 1)], scale=C):
@@ -344,7 +345,7 @@ def test_a_cache_of_keys(make_hooked: Callable[..., Any]) -> None:
         assert int(made[0, 4]) == int(model(TOKENS[:1, :4])[0, -1].argmax())
 
 
-def test_split_inputs_of_hooked_transformer(make_hooked: Callable[..., Any]) -> None:
+def test_split_inputs_of_hooked_transformer() -> None:
     """Each of queries, keys and values has its own input there, which a hook can change."""
     model = make_hooked()
     hooks = [("blocks.0.hook_k_input", lambda x, hook: 2 * x + 1)]
@@ -362,7 +363,7 @@ def test_split_inputs_of_hooked_transformer(make_hooked: Callable[..., Any]) -> 
                 assert difference(model(TOKENS), found) < 1e-5
 
 
-def test_heads_that_read_more_than_the_norm(make_hooked: Callable[..., Any]) -> None:
+def test_heads_that_read_more_than_the_norm() -> None:
     """Shortformer's queries and keys read the norm's output plus position embeddings, its values the output alone."""
     model = make_hooked(positional_embedding_type="shortformer")
     said = (
@@ -380,7 +381,7 @@ def test_heads_that_read_more_than_the_norm(make_hooked: Callable[..., Any]) -> 
     assert any(re.search(f"head_effects: nothing was measured: {said}", note) for note in report.notes)
 
 
-def test_a_number_without_axes_is_a_number(make_bridge: Callable[..., Any]) -> None:
+def test_a_number_without_axes_is_a_number() -> None:
     model, two = make_bridge("gpt2"), torch.tensor(2.0)
     for scale in (two, {"blocks.0.ln1": two, "blocks.1.ln1": [two, 2.0]}):
         with without(model, "scaling", scale=scale) as done:
@@ -391,7 +392,7 @@ def test_a_number_without_axes_is_a_number(make_bridge: Callable[..., Any]) -> N
     (0.8, "1", "ln_probe: measuring the constants of norms\n"), (0.0, "1", ""), (0.8, "", ""),
 ])  # fmt: skip
 def test_a_terminal_is_told_what_takes_long(
-    seconds: float, terminal: str, said: str, make_bridge: Any, monkeypatch: Any, capsys: Any
+    seconds: float, terminal: str, said: str, monkeypatch: Any, capsys: Any
 ) -> None:
     measure = interventions.calibration_sigmas
     monkeypatch.setattr(interventions, "calibration_sigmas", lambda *given: (time.sleep(seconds), measure(*given))[1])
@@ -416,9 +417,9 @@ def test_a_copy_inside_is_refused(edit: Callable[[Any], Any], worlds: list[tuple
         model.load_state_dict(state)
 
 
-def test_a_hugging_face_model_whose_bridge_ran_with_a_hook(make_hugging_face: Callable[..., Any]) -> None:
+def test_a_hugging_face_model_whose_bridge_ran_with_a_hook() -> None:
     """Of a pass with a hook a bridge leaves the attention pattern on the module, with its graph."""
-    original = make_hugging_face("gpt2")
+    original = hugging_face("gpt2")
     bridge_of(original).run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_pre", lambda v, hook: 1.0 * v)])
     intact = original(TOKENS).logits
     with without(original, "scaling", scale=2.0):

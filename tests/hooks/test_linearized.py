@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge
+from small_models import lab
 from torch import Tensor
 
 import ln_probe
@@ -66,7 +68,7 @@ def test_forward_is_unchanged_and_gradients_are_those_of_the_linear_map(worlds: 
         assert not [h for s in find_sites(model) for h in s.module._forward_hooks.values()]
 
 
-def test_hooks_give_the_same_gradients(worlds: list[tuple[str, Any]], make_bridge: Callable[..., Any]) -> None:
+def test_hooks_give_the_same_gradients(worlds: list[tuple[str, Any]]) -> None:
     for name, model in [*worlds, ("bridge", make_bridge("qwen3"))]:
         site = next(s for s in find_sites(model) if s.reads == "mlp")
         with linearized(model):
@@ -102,8 +104,8 @@ def test_sigmas_of_another_run_and_keys_alone(worlds: list[tuple[str, Any]]) -> 
                 model(TOKENS)  # (of two tokens, for two prompts; of one token, for all)
 
 
-def test_a_lost_edit_is_named(make_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_lab()
+def test_a_lost_edit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lab()
     site = find_sites(model)[1]
     handle = site.module.register_forward_hook(lambda _m, args, y: y + args[0].pow(2) - args[0].detach().pow(2))
     said = rf"^{site.name}: holding sigma was lost: the gradient through this norm"
@@ -116,8 +118,8 @@ def test_a_lost_edit_is_named(make_lab: Callable[..., Any], monkeypatch: pytest.
         pass
 
 
-def test_what_cannot_be_held(make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_what_cannot_be_held() -> None:
+    model = lab()
     good = linearized.sigmas(model, TOKENS)
     for sigma, said in (
         (None, "sigma must be 'own' or a mapping from names of norms, got None"),
@@ -132,14 +134,14 @@ def test_what_cannot_be_held(make_lab: Callable[..., Any]) -> None:
     said = r"blocks.0.ln1 is linearized already"
     with linearized(model), pytest.raises(InterventionError, match=said), linearized(model):
         pass
-    bare = make_lab(norm=None, norm_mlp=None, norm_final=None)
+    bare = lab(norm=None, norm_mlp=None, norm_final=None)
     with pytest.raises(InterventionError, match="no normalization: it is linear there already"), linearized(bare):
         pass
 
 
 @pytest.mark.parametrize("read", [linearized.sigmas, lambda model, tokens: check_equivalent(model, model, tokens)])
-def test_tokens_that_are_none_are_refused(read: Callable[[Any, Any], Any], make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_tokens_that_are_none_are_refused(read: Callable[[Any, Any], Any]) -> None:
+    model = lab()
     for tokens, said in (
         ("a text", "tokens must be a tensor of token ids [batch pos] or a list of rows, got str"),
         (torch.tensor([1, 99]), "token id 99 is outside the vocabulary of 50"),

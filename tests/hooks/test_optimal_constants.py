@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import make_bridge, make_hooked
+from small_models import lab
 
 from ln_probe.analyses.lab.arithmetic import Precision, fixed_precision
 from ln_probe.hooks import optimal_constants, without
@@ -43,12 +45,12 @@ ONE = Constant(1.0, 1.0)
 PARALLEL = {"positional_embedding_type": "rotary", "rotary_dim": 4, "parallel_attn_mlp": True}
 
 
-def model_of(name: str, request: pytest.FixtureRequest, dtype: torch.dtype = torch.float64) -> Any:
+def model_of(name: str, dtype: torch.dtype = torch.float64) -> Any:
     if name == "lab":
-        return request.getfixturevalue("make_lab")().to(dtype)
+        return lab().to(dtype)
     if name == "hooked":
-        return request.getfixturevalue("make_hooked")(**PARALLEL, dtype=dtype)
-    return request.getfixturevalue("make_bridge")(name, dtype)
+        return make_hooked(**PARALLEL, dtype=dtype)
+    return make_bridge(name, dtype)
 
 
 def measured(model: Any, reads: str = "") -> tuple[list[Site], dict[str, Constant]]:
@@ -77,13 +79,11 @@ def loss_by_hand(model: Any, sites: list[Site], constants: dict[str, Constant], 
 @pytest.mark.parametrize(
     ("name", "variant"), [("neox", "both_removed"), ("llama", "no_scaling"), ("hooked", "no_scaling")]
 )
-def test_gradients_are_finite_differences(
-    name: str, variant: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_finite_differences(name: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Hugging Face's Llama computes attention in float32 inside a float64 model: differences would measure its rounding.
     softmax = F.softmax
     monkeypatch.setattr(F, "softmax", lambda scores, dim=None, dtype=None, **_: softmax(scores, dim))
-    model = model_of(name, request)
+    model = model_of(name)
     sites, constants = measured(model)
     loss, gradients = loss_and_gradients(model, sites, TOKENS, constants, variant=variant)
     assert loss == pytest.approx(loss_by_hand(model, sites, constants, variant), rel=1e-12)
@@ -97,7 +97,7 @@ def test_gradients_are_finite_differences(
             assert gradients[site.name][place] == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-7)
 
 
-def test_gradients_of_prompts_norms_and_losses(make_bridge: Callable[..., Any]) -> None:
+def test_gradients_of_prompts_norms_and_losses() -> None:
     """Of a batch the sums of its prompts; of the edited norms alone; of a user's loss, of one token, of an MLP whose
     output matrix is 0, as some models start (the other norms have theirs)."""
 
@@ -126,8 +126,8 @@ def test_gradients_of_prompts_norms_and_losses(make_bridge: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hooked"])
-def test_neither_hooks_nor_gradients_stay(name: str, request: pytest.FixtureRequest) -> None:
-    model = model_of(name, request, torch.float32).train()
+def test_neither_hooks_nor_gradients_stay(name: str) -> None:
+    model = model_of(name, torch.float32).train()
     sites, constants = measured(model)
     for number, (_, parameter) in enumerate(model.named_parameters()):
         parameter.requires_grad_(number % 2 == 0)
@@ -141,8 +141,8 @@ def test_neither_hooks_nor_gradients_stay(name: str, request: pytest.FixtureRequ
     assert model.training
 
 
-def test_a_model_that_rounds_has_no_gradient(make_lab: Callable[..., Any]) -> None:
-    model, grid = make_lab().double(), Precision(20, 8)
+def test_a_model_that_rounds_has_no_gradient() -> None:
+    model, grid = lab().double(), Precision(20, 8)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(grid.round(parameter))
@@ -156,7 +156,7 @@ def accuracy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return -(logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean(-1)
 
 
-def test_what_gradients_and_fits_need(make_bridge: Callable[..., Any]) -> None:
+def test_what_gradients_and_fits_need() -> None:
     model, bert = make_bridge("gpt2"), make_bridge("bert")
     sites, prompts = find_sites(model), list(TOKENS)
     start = dict.fromkeys([s.name for s in sites], ONE)
@@ -194,9 +194,9 @@ def test_what_gradients_and_fits_need(make_bridge: Callable[..., Any]) -> None:
 
 
 @pytest.fixture
-def one_norm(make_lab: Callable[..., Any]) -> tuple[Any, Site, list[torch.Tensor], torch.Tensor]:
+def one_norm() -> tuple[Any, Site, list[torch.Tensor], torch.Tensor]:
     """A model with one norm, before the unembedding; logits of TOKENS, and sigma at each, of the intact model."""
-    model = make_lab(norm=None, norm_mlp=None, n_layers=1).double()
+    model = lab(norm=None, norm_mlp=None, n_layers=1).double()
     (site,) = find_sites(model)
     with torch.no_grad():
         site.bias.zero_()  # type: ignore[union-attr]
@@ -274,8 +274,8 @@ def few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_evaluations")
 @pytest.mark.parametrize("name", ["llama", "lab"])
-def test_the_fitted_loss_is_not_above_the_starts(name: str, request: pytest.FixtureRequest) -> None:
-    model = model_of(name, request, torch.float32)
+def test_the_fitted_loss_is_not_above_the_starts(name: str) -> None:
+    model = model_of(name, torch.float32)
     sites, start = measured(model, "attention")
     found = fit(model, sites, list(TOKENS), start=start)
     assert [d.start for d in found.descents] == ["mean", "doubled"]
@@ -304,8 +304,8 @@ def test_of_two_descents_to_one_optimum_the_one_that_converged_is_best() -> None
 
 
 @pytest.mark.usefixtures("few_evaluations")
-def test_halves_are_fitted_on_their_own_groups(make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_halves_are_fitted_on_their_own_groups() -> None:
+    model = lab()
     sites = [s for s in find_sites(model) if s.reads == "attention"]
     prompts = list(torch.arange(1, 41).view(4, 10))
     start = mean_sigmas(model, sites, prompts)
@@ -324,8 +324,8 @@ def test_halves_are_fitted_on_their_own_groups(make_lab: Callable[..., Any]) -> 
 
 @pytest.mark.usefixtures("few_evaluations")
 @pytest.mark.parametrize("name", ["gpt2", "hooked"])
-def test_without_scaling_at_optimal_constants(name: str, request: pytest.FixtureRequest) -> None:
-    model = model_of(name, request, torch.float32)
+def test_without_scaling_at_optimal_constants(name: str) -> None:
+    model = model_of(name, torch.float32)
     sites, start = measured(model, "attention")
     losses = {}
     for scale in ("frozen", "optimal"):
@@ -337,8 +337,8 @@ def test_without_scaling_at_optimal_constants(name: str, request: pytest.Fixture
 
 
 @pytest.mark.usefixtures("few_evaluations")
-def test_constants_that_the_model_brings_are_used(make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_constants_that_the_model_brings_are_used() -> None:
+    model = lab()
     own = {s.name: Constant(2.0, 3.0) for s in find_sites(model) if s.reads == "attention"}
     vars(model)["optimal_constants"] = {"attention": own}
     with without(model, "scaling", scale="optimal") as done:
@@ -351,7 +351,7 @@ def test_constants_that_the_model_brings_are_used(make_lab: Callable[..., Any]) 
         assert done.divisors == {}
 
 
-def test_optimal_constants_that_cannot_be_had(make_bridge: Callable[..., Any]) -> None:
+def test_optimal_constants_that_cannot_be_had() -> None:
     model = make_bridge("gpt2")
     message = r'scale="optimal" is fitted with norms edited for everything that reads them: leave out only and heads'
     for options in ({"only": "keys"}, {"heads": [(0, 0)]}):
@@ -370,7 +370,6 @@ def test_bundled_models_bring_constants_for_their_weights() -> None:
     assert "lm-layernorm" in brings
     for name in brings:
         folder, shipped = bundled_folder(name), shipped_constants(bundled_folder(name))
-        assert shipped is not None
         assert shipped.weights_sha256 == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(), name
         for halves in shipped.halves.values():
             assert halves.half == (0, 1) * 32
@@ -392,7 +391,6 @@ def test_the_constants_are_those_of_the_norms_that_scale(name: str) -> None:
     assert (shipped is None) == (not wanted)
     if shipped is not None:
         prompts = bundled_prompts(model)
-        assert prompts is not None
         assert shipped.prompts_sha256 == summary("", prompts.measured)["sha256"]
         assert shipped == vars(model)["shipped_constants"]
 
@@ -402,7 +400,6 @@ def test_two_starts_of_a_trained_model_end_at_one_point() -> None:
     """lm-layernorm's attention: within 1e-5 nats/token, and every constant within 2 %."""
     model = load_model("lm-layernorm")
     prompts = bundled_prompts(model)
-    assert prompts is not None
     rows = list(prompts.measured[::4])
     sites = [s for s in find_sites(model) if s.reads == "attention"]
     start = mean_sigmas(model, sites, rows)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge
+from small_models import lab
 from torch import Tensor
 
 from ln_probe.hooks.capture import record
@@ -35,7 +36,7 @@ def split_of(model: Any, tokens: Tensor = TOKENS, rows: list[int] = ROWS) -> Spl
 
 
 @pytest.mark.parametrize("arch", KINDS)
-def test_every_norm_reads_its_parts(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_every_norm_reads_its_parts(arch: str) -> None:
     split = split_of(make_bridge(arch))
     expression = split.wiring.at("blocks.1.ln2" if "blocks.1.ln2" in split.wiring.reads else "blocks.1.ln2_post")
     assert set(expression.values()) == {1.0}
@@ -55,7 +56,7 @@ def test_every_norm_reads_its_parts(arch: str, make_bridge: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("arch", ["neox", "llama"])
-def test_a_head_is_what_goes_when_its_z_is_zeroed(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_a_head_is_what_goes_when_its_z_is_zeroed(arch: str) -> None:
     """Another way to the same vector: edit the head away and see what attention writes less."""
     model = make_bridge(arch, torch.float64)
     split = split_of(model)
@@ -84,8 +85,8 @@ def test_a_head_is_what_goes_when_its_z_is_zeroed(arch: str, make_bridge: Callab
         assert float((parts[f"L1H{head}"] - less).abs().max()) <= 1e-12
 
 
-def test_scaled_embeddings_come_out_with_their_factor(make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_scaled_embeddings_come_out_with_their_factor() -> None:
+    model = lab()
     model.blocks[0].register_forward_pre_hook(lambda _m, args: (5.5 * args[0],))
     expression = split_of(model).wiring.at("ln_final")
     assert {str(s): round(f, 5) for s, f in expression.items()} == {
@@ -94,8 +95,8 @@ def test_scaled_embeddings_come_out_with_their_factor(make_lab: Callable[..., An
     }  # fmt: skip
 
 
-def test_an_unknown_writer_is_missed_and_placed(make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_an_unknown_writer_is_missed_and_placed() -> None:
+    model = lab()
     extra = torch.nn.Linear(32, 32)
     model.blocks[0].register_forward_hook(lambda _m, _args, out: out + extra(out).tanh().detach())
     sites = find_sites(model)
@@ -106,8 +107,8 @@ def test_an_unknown_writer_is_missed_and_placed(make_lab: Callable[..., Any]) ->
         wiring.at("ln_final")
 
 
-def test_an_edit_that_was_active_is_noticed(make_lab: Callable[..., Any]) -> None:
-    model = make_lab()
+def test_an_edit_that_was_active_is_noticed() -> None:
+    model = lab()
     sites = find_sites(model)
     wiring = find_wiring(model, sites)
     model.blocks[1].register_forward_pre_hook(lambda _m, args: (args[0] + 0.01,))
@@ -117,8 +118,8 @@ def test_an_edit_that_was_active_is_noticed(make_lab: Callable[..., Any]) -> Non
         split.check("blocks.1.ln1")
 
 
-def test_a_stream_without_norms_ends_somewhere_too(make_lab: Callable[..., Any]) -> None:
-    split = split_of(make_lab(norm=None, norm_mlp=None, norm_final=None))
+def test_a_stream_without_norms_ends_somewhere_too() -> None:
+    split = split_of(lab(norm=None, norm_mlp=None, norm_final=None))
     assert split.wiring.sites == []
     assert split.check(END) <= 5e-7
     with pytest.raises(SplitError, match=r"ln_final is no norm of the residual stream: there are the end"):

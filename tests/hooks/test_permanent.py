@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 from compose import distance as largest
 
 import ln_probe
@@ -21,9 +21,7 @@ TOKENS = torch.arange(3, 23).view(2, 10)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_a_saved_norm_free_model_gives_the_logits_of_the_edited_one(
-    architecture: str, make_bridge: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_saved_norm_free_model_gives_the_logits_of_the_edited_one(architecture: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = make_bridge(architecture)
@@ -61,9 +59,7 @@ def test_a_lab_model_in_the_shape_of_gpt2(tmp_path: Path) -> None:
         assert largest(again(TOKENS).logits, model(TOKENS)) < 1e-5
 
 
-def test_what_has_no_standard_form_is_refused(
-    make_bridge: Callable[..., Any], make_hooked: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_has_no_standard_form_is_refused(tmp_path: Path) -> None:
     """Lab models with an unembedding bias are those that shipped with version 0.2."""
     config = LabConfig(n_layers=1, d_model=16, n_heads=2, d_vocab=32, n_ctx=24)
     biased = config.build()

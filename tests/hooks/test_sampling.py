@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import make_bridge, make_hooked
 from torch import Tensor
 
 import ln_probe
@@ -43,9 +44,7 @@ def wrong_from(original: Any, position: int, harm: Callable[[Tensor], Tensor]) -
     (1, lambda logits: logits * float("nan")),
     (20, lambda logits: logits[..., :-1].no_such_thing),
 ])  # fmt: skip
-def test_a_wrong_cache_is_not_used(
-    position: int, harm: Any, make_bridge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_cache_is_not_used(position: int, harm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first step or late: the sequences are those of whole passes, and a warning says so."""
     model = make_bridge("gpt2")
     expected = without_a_cache(monkeypatch, model, limit=32, seed=1, ends=ENDS[:2], count=9)
@@ -59,7 +58,7 @@ def test_a_wrong_cache_is_not_used(
 @pytest.mark.parametrize(
     ("arch", "dtype"), [("gpt2", torch.float32), ("mistral", torch.bfloat16), ("gpt2", torch.float16)]
 )
-def test_a_right_cache_is_used_in_every_format(arch: str, dtype: torch.dtype, make_bridge: Callable[..., Any]) -> None:
+def test_a_right_cache_is_used_in_every_format(arch: str, dtype: torch.dtype) -> None:
     """Rounding is not taken for a wrong cache; rows that end leave it."""
     model = make_bridge(arch, dtype)
     with warnings.catch_warnings():
@@ -69,7 +68,7 @@ def test_a_right_cache_is_used_in_every_format(arch: str, dtype: torch.dtype, ma
     assert max(map(len, rows)) == 32  # the context
 
 
-def test_a_model_that_is_no_language_model_is_not_sampled(make_hooked: Callable[..., Any]) -> None:
+def test_a_model_that_is_no_language_model_is_not_sampled() -> None:
     tokens = torch.arange(3, 19).view(2, 8)
     for outputs in (2, 60):
         model = make_hooked(d_vocab_out=outputs)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jaxtyping
 import pytest
 import torch
+from small_models import lab
 
 from ln_probe.analyses.geometry.compiled import room
 from ln_probe.analyses.probes.uniformity import scores
@@ -24,8 +24,8 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
-def test_wrong_shapes_are_refused(make_lab: Callable[..., Any]) -> None:
-    site = find_sites(make_lab())[0]
+def test_wrong_shapes_are_refused() -> None:
+    site = find_sites(lab())[0]
     x, y = torch.zeros(3, 32), torch.zeros(3, 31)
     assert "parameter 'y'" in refused(lambda: changed_output(site, "no_scaling", x, y, 1.0))
     assert "parameter 'x'" in refused(lambda: site.sigma(torch.zeros(3, 32, dtype=torch.long)))
@@ -34,8 +34,8 @@ def test_wrong_shapes_are_refused(make_lab: Callable[..., Any]) -> None:
     assert refused(lambda: changed_output(site, "no_scaling", x, x, 1.0)) == ""
 
 
-def test_a_tested_error_is_the_functions_own(make_lab: Callable[..., Any]) -> None:
-    site = find_sites(make_lab())[0]
+def test_a_tested_error_is_the_functions_own() -> None:
+    site = find_sites(lab())[0]
     with pytest.raises(TypeError, match="vectors of real numbers"):
         site.decompose(torch.zeros(3, 32, dtype=torch.long))
     assert "parameter 'x'" in refused(lambda: site.decompose(torch.zeros(3, 32, dtype=torch.long)))

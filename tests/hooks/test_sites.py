@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import bridge_of, hugging_face
+from architectures import bridge_of, hugging_face, make_bridge, make_folded, make_hooked, process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import lab, norm_of
@@ -56,7 +56,7 @@ def check_sum(site: Site, bound: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", *RMS, "bloom", "bert"])
-def test_norms_of_a_bridge(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_norms_of_a_bridge(arch: str) -> None:
     """Name, reader and kind; gain, bias and eps as they act, whatever the module stores (Gemma: gain - 1)."""
     for dtype in (torch.float64, torch.float32):
         every = find_sites(make_bridge(arch, dtype))
@@ -99,7 +99,7 @@ def test_a_gain_stored_as_an_offset_is_told_beside_a_large_one(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("kind", ["LN", "LNPre", "RMS", "RMSPre"])
-def test_norms_of_a_hooked_transformer(kind: str, make_hooked: Callable[..., Any]) -> None:
+def test_norms_of_a_hooked_transformer(kind: str) -> None:
     for dtype, bound, parallel in ((torch.float64, 1e-12, False), (torch.float32, IN_FLOAT32, True)):
         sites = find_sites(make_hooked(normalization_type=kind, dtype=dtype, parallel_attn_mlp=parallel))
         assert [(s.name, s.reads) for s in sites] == PRE_NORM
@@ -124,7 +124,7 @@ def test_norms_of_the_laboratory(kind: str, radius: float | None) -> None:
         assert site.constant_scale == pytest.approx(float(site.module.divisor))  # type: ignore[arg-type]
 
 
-def test_two_parallel_norms_with_equal_parameters_are_told_apart(make_hooked: Callable[..., Any]) -> None:
+def test_two_parallel_norms_with_equal_parameters_are_told_apart() -> None:
     model = make_hooked(parallel_attn_mlp=True)
     with torch.no_grad():
         for block in model.blocks:
@@ -138,7 +138,7 @@ class Twisted(Norm):
         return super().forward(x) + x.roll(1, dims=-1)
 
 
-def test_what_has_no_norms_that_can_be_told_is_refused(make_hooked: Callable[..., Any]) -> None:
+def test_what_has_no_norms_that_can_be_told_is_refused() -> None:
     damaged, twisted, site = make_hooked(), lab(), norm_of()
     with torch.no_grad():
         damaged.blocks[1].ln2.w[3] = float("nan")
@@ -158,7 +158,7 @@ def test_what_has_no_norms_that_can_be_told_is_refused(make_hooked: Callable[...
             call(what)
 
 
-def test_facts_are_kept_until_a_weight_changes(make_hooked: Callable[..., Any]) -> None:
+def test_facts_are_kept_until_a_weight_changes() -> None:
     model = make_hooked(d_vocab=4000)  # so that the embedding is a large weight
     first = facts_of(model)
     assert facts_of(model) is first
@@ -188,7 +188,6 @@ def test_terms_are_what_they_are_called() -> None:
     np.testing.assert_allclose(terms.scale[:, 0], 1 / np.sqrt(variance + 1e-5), rtol=1e-12)
     # on the sphere of radius sqrt(d)·sqrt(s²/(s²+eps)) (science: exactly sqrt(d) only when eps = 0)
     np.testing.assert_allclose(terms.normalized.norm(dim=-1), 4 * np.sqrt(variance / (variance + 1e-5)), rtol=1e-12)
-    assert site.gain is not None
     removed = -terms.mean_component / terms.sigma * site.gain
     torch.testing.assert_close(terms.summands()["projection"], removed, rtol=1e-9, atol=1e-12)
 
@@ -211,7 +210,6 @@ def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(norm: str)
     """Outputs are c + A u with |u| ≤ 1, near 1 for long vectors; read through a map W they are Wᵀ of that."""
     site = norm_of(norm=norm)
     found = site.reachable()
-    assert found is not None
     center, axes = found
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(200, site.d, generator=generator, dtype=torch.float64) * torch.logspace(-3, 3, 200)[:, None]
@@ -223,7 +221,6 @@ def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(norm: str)
     assert float(lengths[-1]) == pytest.approx(1, abs=1e-6)
     W = torch.randn(3, site.d, 4, generator=generator, dtype=torch.float64)
     read = site.reachable(W)
-    assert read is not None
     torch.testing.assert_close(read[0], torch.stack([w.T @ center for w in W]))
     torch.testing.assert_close(read[1], torch.stack([w.T @ axes for w in W]))
     unbounded = replace(site, kind="projection_only", constant_scale=1.0, radius=math.nan)
@@ -249,13 +246,9 @@ def test_vectors_that_are_not_the_norms_are_refused() -> None:
 @pytest.mark.parametrize(("fold", "centre", "state"), [
     (False, False, "raw"), (True, False, "folded"), (False, True, "centred"), (True, True, "folded+centred"),
 ])  # fmt: skip
-def test_states_of_a_hooked_transformer(fold: bool, centre: bool, state: str, make_hooked: Callable[..., Any]) -> None:
-    raw = make_hooked()
+def test_states_of_a_hooked_transformer(fold: bool, centre: bool, state: str) -> None:
     model = make_hooked(normalization_type="LNPre" if fold else "LN")
-    model.load_and_process_state_dict(
-        raw.state_dict(), fold_ln=fold, center_writing_weights=centre, center_unembed=False, fold_value_biases=False
-    )
-    sites = find_sites(model)
+    sites = find_sites(process(model, make_hooked(), fold_ln=fold, center_writing_weights=centre))
     assert {s.state for s in sites} == {state}
     for site in sites:
         assert ("no gain and no bias" in site.evidence) == fold
@@ -268,7 +261,7 @@ def test_states_of_a_hooked_transformer(fold: bool, centre: bool, state: str, ma
     ("opt", True, "folded+centred"), ("neo", True, "folded+centred"), ("gemma", True, "folded"),
     ("qwen3", False, "folded"),
 ])  # fmt: skip
-def test_states_of_a_bridge(arch: str, centre: bool, state: str, make_folded: Callable[..., Any]) -> None:
+def test_states_of_a_bridge(arch: str, centre: bool, state: str) -> None:
     """A bridge in compatibility mode keeps class and config; centring is not done to models with RMSNorm."""
     for site in find_sites(make_folded(arch, centre=centre)):
         inside = site.reads in ("query", "key")
@@ -276,7 +269,7 @@ def test_states_of_a_bridge(arch: str, centre: bool, state: str, make_folded: Ca
         assert inside or site.evidence.startswith("gain is exactly 1")
 
 
-def test_what_folding_leaves_alone_stays_raw(make_folded: Callable[..., Any]) -> None:
+def test_what_folding_leaves_alone_stays_raw() -> None:
     for arch in ("bert", "olmo2"):
         assert {s.state for s in find_sites(make_folded(arch))} == {"raw"}, arch
     assert [(s.name, s.state) for s in find_sites(make_folded("gemma2")) if s.layer == 0] == [
@@ -285,7 +278,7 @@ def test_what_folding_leaves_alone_stays_raw(make_folded: Callable[..., Any]) ->
     ]  # fmt: skip
 
 
-def test_folded_weights_without_the_flag_are_known_by_their_readers(make_folded: Callable[..., Any]) -> None:
+def test_folded_weights_without_the_flag_are_known_by_their_readers() -> None:
     model = make_folded("gpt2")
     model.compatibility_mode = False
     for site in find_sites(model):
@@ -293,7 +286,7 @@ def test_folded_weights_without_the_flag_are_known_by_their_readers(make_folded:
         assert "what reads it is centred as folding leaves it" in site.evidence
 
 
-def test_a_gain_below_one_is_not_folded(make_folded: Callable[..., Any]) -> None:
+def test_a_gain_below_one_is_not_folded() -> None:
     model = make_folded("gpt2")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -302,7 +295,7 @@ def test_a_gain_below_one_is_not_folded(make_folded: Callable[..., Any]) -> None
     assert {s.state for s in find_sites(model)} == {"raw"}
 
 
-def test_a_unit_gain_alone_is_not_folded(make_bridge: Callable[..., Any]) -> None:
+def test_a_unit_gain_alone_is_not_folded() -> None:
     """An untrained model has gains of exactly 1 that nobody folded."""
     model = make_bridge("gpt2")
     with torch.no_grad():
@@ -331,13 +324,9 @@ def test_only_what_every_token_bears_out_is_called_centred() -> None:
     assert "of its RMS; W_E, which writes to it, is not centred" in site.evidence
 
 
-def test_a_wrong_fold_is_seen_without_the_raw_model(make_hooked: Callable[..., Any]) -> None:
+def test_a_wrong_fold_is_seen_without_the_raw_model() -> None:
     """d_mlp == d_model: TransformerLens takes the mean of W_in along the wrong axis."""
-    raw = make_hooked(d_mlp=32)
-    model = make_hooked(d_mlp=32, normalization_type="LNPre")
-    model.load_and_process_state_dict(
-        raw.state_dict(), fold_ln=True, center_writing_weights=False, center_unembed=False, fold_value_biases=False
-    )
+    model = process(make_hooked(d_mlp=32, normalization_type="LNPre"), make_hooked(d_mlp=32), fold_ln=True)
     with torch.no_grad():
         model.blocks[1].attn.W_K += 0.5
     evidence = {s.name: s.evidence for s in find_sites(model)}
@@ -346,7 +335,7 @@ def test_a_wrong_fold_is_seen_without_the_raw_model(make_hooked: Callable[..., A
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "neox", "neo", "gemma", "bert", "bloom", "olmo2"])
-def test_every_weight_is_shown(arch: str, make_bridge: Callable[..., Any]) -> None:
+def test_every_weight_is_shown(arch: str) -> None:
     model = make_bridge(arch)
     found = {w.name: w for w in writing_weights(model)}
     gated = arch in RMS

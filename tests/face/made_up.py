@@ -1,0 +1,164 @@
+"""What tests put into pages, text that tries to act and a made-up experiment, and readers of what comes out."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ln_probe.analyses.lab.results import Results, summarize, write_results
+from ln_probe.page.lab import write_lab_page
+
+# In the browser `fired()` records a call; whatever calls it has escaped.
+HOSTILE = [
+    "</script><img src=x onerror=fired()>",
+    '"><svg onload=fired()>',
+    "</style><script>fired()</script>",
+    "\u2028",
+    "\u2029",
+    "\x00",
+    "\u202eevil",
+    "\u202dleft\u202c",
+    "\u2066isolated\u2069",
+    "\u200b",
+    "\ufeff",
+    "<|endoftext|>",
+    "a" * 5000,
+    "🙂",
+    "👩‍👩‍👧‍👦",
+    "e\u0301\u0301\u0301\u0301",
+    "{{ 7 * 7 }}",
+    "{% include 'x' %}",
+    "${fired()}",
+    "`fired()`",
+    "]]>",
+    "<!--",
+    "-->",
+    "<!--<script>",
+    "<![CDATA[<script>fired()</script>]]>",
+    "' onmouseover='fired()",
+    '" onfocus="fired()" autofocus="',
+    "<img src=x onerror=fired()>",
+    "<svg><script>fired()</script></svg>",
+    "<iframe srcdoc='<script>parent.fired()</script>'>",
+    "<math><mtext></form><form><mglyph><style></math><img src onerror=fired()>",
+    "<a href=javascript:fired()>x</a>",
+    "javascript:fired()",
+    "data:text/html,<script>fired()</script>",
+    "<base href=//evil.example/>",
+    "<link rel=stylesheet href=//evil.example/x.css>",
+    "<meta http-equiv=refresh content=0>",
+    "<object data=x>",
+    "<embed src=x>",
+    "<form action=//evil.example><button>",
+    "<textarea>",
+    "<title>",
+    "<plaintext>",
+    "</textarea><script>fired()</script>",
+    "</title><script>fired()</script>",
+    "</template><script>fired()</script>",
+    "</noscript><script>fired()</script>",
+    "</iframe><script>fired()</script>",
+    "&lt;b&gt;",
+    "&#x3C;script&#x3E;",
+    "\\u003cscript\\u003e",
+    "\\",
+    '\\"',
+    "\n",
+    "\r\n",
+    "\t",
+    "",
+    " ",
+    "=cmd|'/C calc'!A0",
+    "+1+1",
+    "-2",
+    "@SUM(1)",
+    "$x^2$",
+    "$\\frac{",
+    "../../etc/passwd",
+    "C:\\Windows\\x",
+    "file:///etc/passwd",
+    "__proto__",
+    "constructor",
+    "toString",
+    "NaN",
+    "null",
+    "undefined",
+    "\ud7ff",
+    "𝕏",
+    "%3Cscript%3E",
+    "\x1b[31mred",
+    "\x7f",
+    "\x85",
+    "\x08",
+    "#findings",
+    "a\u00adb",
+    "ﷺ",
+    "٠١٢",
+    "Ω≈ç√∫",
+    "$" * 30,
+    "<" * 200,
+]
+
+UNSEEN = "\x00\u202e\u202d\u2028\u2029\u2066\x1b\x85\x7f\x08"  # characters that no page may hold
+
+
+class Page(HTMLParser):
+    """Elements and visible text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.silent = False  # inside a script or a style
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.silent = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.silent = False
+
+    def handle_data(self, data: str) -> None:
+        if not self.silent:
+            self.text += data
+
+    def acts(self) -> list[str]:
+        """What could do something that ours does not."""
+        found = [name for _, a in self.tags for name in a if name.startswith("on")]
+        strange = ("img", "object", "embed", "base", "link", "form", "textarea", "plaintext")
+        found += [tag for tag, _ in self.tags if tag in strange]
+        links = [a.get("href") or "" for tag, a in self.tags if tag == "a"]
+        return found + [h for h in links if not h.startswith("https://arxiv.org/") and (":" in h or h.startswith("//"))]
+
+
+def lab_page(out: Path, norms: dict[str, float], **more: Any) -> str:
+    """The page of an experiment that gave these means; more of its results are options of Results."""
+    values = pd.DataFrame({"norm": list(norms), "seed": 0, "value": list(norms.values())})
+    results = Results(summarize(values, ["norm"]), settings={"steps": 7}, **more)
+    write_results(results, out, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
+    return write_lab_page(out).read_text()
+
+
+def unpacked(text: str) -> Any:
+    """What unpack.js does, written again."""
+    raw = zlib.decompress(base64.b64decode(text))
+    length = int.from_bytes(raw[:4], "little")
+    kinds = {"Uint8Array": np.uint8, "Uint16Array": np.uint16, "Int32Array": np.int32, "Float32Array": np.float32}
+
+    def array(value: dict[str, Any]) -> Any:
+        if "$" not in value:
+            return value
+        start = 4 + length + value["at"]
+        kind = np.dtype(kinds[value["$"]])
+        assert start % kind.itemsize == 0
+        return np.frombuffer(raw, kind, value["n"], start)
+
+    return json.loads(raw[4 : 4 + length], object_hook=array)
