@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ln_probe.analyses.geometry.compiled import compiled, room, table
-from ln_probe.analyses.geometry.coordinates import Floats, Ints, query_norm, residual_norm, scores_of
+from ln_probe.analyses.geometry.coordinates import Floats, Ints, dot, query_norm, residual_norm, scores_of
 
 # How a search ended.
 SEPARATED = 1  # the query -x has a relative score gap above tau
@@ -189,8 +189,7 @@ def refine(
     """One step of iterative refinement of `G found = right`, with residuals from the points (in `x` and `border`)."""
     dim = points.shape[1]
     total = 0.0
-    for t in range(dim):
-        x[t] = 0.0
+    x[:] = 0.0
     for a in range(m):
         total += e[a] * found[a]
         for t in range(dim):
@@ -218,11 +217,8 @@ def contains(index: Ints, key: int, m: int) -> bool:
 @compiled
 def weighted_mean(points: Floats, e: Floats, weight: Floats, m: int, x: Floats) -> None:
     """The points' mean into `x`, when their weights have been made to sum to one (directions add to it)."""
-    total = 0.0
-    for a in range(m):
-        total += e[a] * weight[a]
-    for t in range(points.shape[1]):
-        x[t] = 0.0
+    total = dot(e, weight, m)
+    x[:] = 0.0
     for a in range(m):
         weight[a] /= total
         for t in range(points.shape[1]):
@@ -252,8 +248,7 @@ def _affine_step(active: ActiveSet, m: int, step: Floats, basis: Floats) -> tupl
         for t in range(dim):
             x[t] += active.weight[a] * points[a, t]
     used = 0
-    for a in range(m):
-        step[a] = 0.0
+    step[:m] = 0.0
     for a in range(m):
         if a == base:
             continue
@@ -262,7 +257,7 @@ def _affine_step(active: ActiveSet, m: int, step: Floats, basis: Floats) -> tupl
         if not _extend(basis, upper, used, rest):
             step[a] = -1.0  # shrink this point's weight, the others make up for it
             _back_substitute(upper, column, upper[:, used].copy(), step, used)
-            _balance(e, step, base, m)
+            step[base] -= dot(e, step, m)  # the weights keep their sum
             return False, used
         column[used] = a
         used += 1
@@ -273,7 +268,7 @@ def _affine_step(active: ActiveSet, m: int, step: Floats, basis: Floats) -> tupl
             share -= basis[b, t] * x[t]
         wanted[b] = share
     _back_substitute(upper, column, wanted, step, used)
-    _balance(e, step, base, m)
+    step[base] -= dot(e, step, m)  # the weights keep their sum
     return True, used
 
 
@@ -290,9 +285,7 @@ def _heaviest(active: ActiveSet, m: int) -> int:
 def _extend(basis: Floats, upper: Floats, used: int, rest: Floats) -> bool:
     """Gram-Schmidt, done twice: one more row of `basis` and column of `upper`; False if `rest` depends on the rows."""
     dim = rest.shape[0]
-    size = 0.0
-    for t in range(dim):
-        size += rest[t] * rest[t]
+    size = dot(rest, rest, dim)
     for _ in range(2):
         for b in range(used):
             share = 0.0
@@ -301,9 +294,7 @@ def _extend(basis: Floats, upper: Floats, used: int, rest: Floats) -> bool:
             upper[b, used] += share
             for t in range(dim):
                 rest[t] -= share * basis[b, t]
-    left = 0.0
-    for t in range(dim):
-        left += rest[t] * rest[t]
+    left = dot(rest, rest, dim)
     if np.sqrt(left) <= _DEPENDENT * np.sqrt(size):
         return False
     upper[used, used] = np.sqrt(left)
@@ -320,15 +311,6 @@ def _back_substitute(upper: Floats, column: Ints, wanted: Floats, step: Floats, 
         for c in range(b + 1, used):
             share -= upper[b, c] * step[column[c]]
         step[column[b]] = share / upper[b, b]
-
-
-@compiled
-def _balance(e: Floats, step: Floats, base: int, m: int) -> None:
-    """Let the weights keep their sum."""
-    total = 0.0
-    for b in range(m):
-        total += e[b] * step[b]
-    step[base] -= total
 
 
 @compiled

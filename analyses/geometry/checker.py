@@ -486,8 +486,7 @@ def _means(
     mean = np.empty(dim)
     for k in range(number):
         i, total = targets[k], 0.0
-        for t in range(dim):
-            mean[t] = 0.0
+        mean[:] = 0.0
         for a in range(start[k], start[k + 1]):
             j, share = index[a], value[a]
             if not share >= 0.0 or share == np.inf:

@@ -167,8 +167,7 @@ def _by_columns(
                 many += 1
             if many == before:
                 break
-            for t in range(dim):
-                here[many, t] = keys[k, t]
+            here[many] = keys[k]
             best[:] = 0.0
             search = Search(here, there, many, many, ray, stretch, slope, near, _COLUMN_GAP, chosen_scale)
             start = int(np.argmax(chosen_scale[:many]))  # the closest
@@ -185,8 +184,7 @@ def _by_columns(
                 break
             if not lower > 0.0:
                 break
-            for t in range(dim):
-                x[t] = best[t]
+            x[:] = best
     return state, queries, sizes, weights[:used].copy(), indices[:used].copy()
 
 

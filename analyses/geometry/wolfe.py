@@ -45,7 +45,7 @@ from ln_probe.analyses.geometry.active_set import (
 )
 from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.compiled import compiled, room, table
-from ln_probe.analyses.geometry.coordinates import Floats, Ints, query_norm, residual_norm, scores_of
+from ln_probe.analyses.geometry.coordinates import Floats, Ints, dot, query_norm, residual_norm, scores_of
 
 # Wolfe's optimality test to float64 accuracy: products x·p carry errors of about 1e-16·|x|·|p|; 1e-12 leaves
 # room for sums over thousands of terms.
@@ -120,8 +120,7 @@ def _put(
     """Write the scaled difference of key `new` from the target to place `m`, without weight; -1: the ray."""
     dim = points.shape[1]
     if new < 0:
-        for t in range(dim):
-            points[m, t] = 0.0
+        points[m] = 0.0
         points[m, dim - 1] = -largest
         e[m] = 0.0
     else:
@@ -156,9 +155,7 @@ def _to_affine_minimizer(
         if careful:
             refine(points, e, inverse, e, solution, m, bordering, x, border)
             spent += m * (2 * dim + m)
-        total = 0.0
-        for a in range(m):
-            total += e[a] * solution[a]
+        total = dot(e, solution, m)
         if not total > 0.0:
             return False, m, spent
         step, blocking = 1.0, -1
@@ -247,12 +244,10 @@ def nearest_point(
             spent += count * dim
             if value > shown * length:
                 shown, lower = value / length, max(least / length, 0.0)
-                for t in range(dim):
-                    best[t] = x[t]
+                best[:] = x
             if gap < 0.0:
                 if least > tau * (1.0 + CLEAR) * query_norm(x, stretch, slope):
-                    for t in range(dim):
-                        best[t] = x[t]
+                    best[:] = x
                     return SEPARATED, m, lower, upper, spent
             elif upper - lower <= gap * lower or square - value <= gap * value:
                 return BRACKETED, m, lower, upper, spent
@@ -340,8 +335,7 @@ def _distance(search: Search, active: ActiveSet, m: int, x: Floats) -> float:
             total += weight[a]
     if not total > 0.0:
         return np.inf
-    for t in range(dim):
-        x[t] = 0.0
+    x[:] = 0.0
     for a in range(m):
         weight[a] /= total
         if index[a] >= 0:
@@ -349,10 +343,7 @@ def _distance(search: Search, active: ActiveSet, m: int, x: Floats) -> float:
                 x[t] += weight[a] * (rows[index[a], t] - rows[search.target, t])
     if search.ray:
         x[dim - 1] = min(x[dim - 1], 0.0)
-    square = 0.0
-    for t in range(dim):
-        square += x[t] * x[t]
-    return float(np.sqrt(square))
+    return float(np.sqrt(dot(x, x, dim)))
 
 
 class Nearest(NamedTuple):
