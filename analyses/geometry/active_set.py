@@ -46,7 +46,7 @@ class Search(NamedTuple):
     # bounds), or upper <= tau.
     gap: float
     # What the difference of each key from the target is multiplied by; the active set's weights are of these products
-    # (`wolfe.unscale` makes them weights of the keys). `polish` takes all for 1.
+    # (`wolfe.unscale` makes them weights of the keys). `polish` sets all to 1.
     scale: Floats
 
 
@@ -225,6 +225,52 @@ def weighted_mean(points: Floats, e: Floats, weight: Floats, m: int, x: Floats) 
             x[t] += weight[a] * points[a, t]
 
 
+@compiled
+def lowest_of_all(
+    columns: Floats, scale: Floats, target: int, count: int, x: Floats, own: float, scores: Floats
+) -> tuple[int, float, float]:
+    """The key whose scaled difference scores lowest under `x`, that score, and the lowest score of a true difference;
+    `scores` keeps the scaled ones."""
+    scores_of(columns, x, count, scores)
+    if target < count:
+        scores[target] = np.inf
+    new, value, least = -1, np.inf, np.inf
+    for j in range(count):
+        product = scores[j] - own
+        least = min(least, product)
+        product *= scale[j]
+        scores[j] = product
+        if product < value:
+            value, new = product, j
+    return new, value, least
+
+
+@compiled
+def put(
+    rows: Floats,
+    scale: Floats,
+    target: int,
+    points: Floats,
+    e: Floats,
+    weight: Floats,
+    index: Ints,
+    m: int,
+    new: int,
+    largest: float,
+) -> None:
+    """Write the scaled difference of key `new` from the target to place `m`, without weight; -1: the ray."""
+    dim = points.shape[1]
+    if new < 0:
+        points[m] = 0.0
+        points[m, dim - 1] = -largest
+        e[m] = 0.0
+    else:
+        for t in range(dim):
+            points[m, t] = scale[new] * (rows[new, t] - rows[target, t])
+        e[m] = 1.0
+    weight[m], index[m] = 0.0, new
+
+
 # A column whose part orthogonal to the others is below this share of its length depends on them.
 _DEPENDENT = 1e-14
 _STEPS_PER_DIMENSION = 10
@@ -361,23 +407,6 @@ def _off(basis: Floats, used: int, x: Floats) -> None:
 
 
 @compiled
-def _lowest(search: Search, x: Floats, scores: Floats) -> tuple[int, float, float]:
-    """The key that scores lowest under `x`, that score above the target's, and the square of `x`."""
-    square, own = 0.0, 0.0
-    for t in range(x.shape[0]):
-        square += x[t] * x[t]
-        own += x[t] * search.rows[search.target, t]
-    scores_of(search.columns, x, search.number, scores)
-    if search.target < search.number:
-        scores[search.target] = np.inf
-    new, value = -1, np.inf
-    for j in range(search.number):
-        if scores[j] < value:
-            value, new = scores[j], j
-    return new, value - own, square
-
-
-@compiled
 def _longest(search: Search) -> float:
     """The longest difference from the target."""
     rows, largest = search.rows, 0.0
@@ -400,6 +429,7 @@ def polish(
     basis = table(capacity, dim)
     lower, upper, moved = 0.0, np.inf, True
     largest = _longest(search)
+    search.scale[:] = 1.0
     spent = float(search.number * dim)
     for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
         ended, m, used, more = _minor_cycle(active, m, step, basis, budget - spent)
@@ -425,7 +455,11 @@ def polish(
             _off(basis, used, x)
             if ray and x[dim - 1] > 0.0:  # before the key's own score is summed: a bias can be 1e8 times the rest
                 x[dim - 1] = 0.0
-            new, value, square = _lowest(search, x, scores)
+            square, own = 0.0, 0.0
+            for t in range(dim):
+                square += x[t] * x[t]
+                own += x[t] * rows[target, t]
+            new, value, _ = lowest_of_all(search.columns, search.scale, target, search.number, x, own, scores)
             spent += search.number * dim
             length = np.sqrt(square)
             if value > lower * length:
@@ -441,11 +475,6 @@ def polish(
                 return CONVERGED, m, lower, upper, spent
         if m == capacity or contains(active.members, new, m):
             return STALLED, m, lower, upper, spent
-        for t in range(dim):
-            active.points[m, t] = rows[new, t] - rows[target, t] if new >= 0 else 0.0
-        if new < 0:
-            active.points[m, dim - 1] = -largest
-        active.e[m] = 1.0 if new >= 0 else 0.0
-        active.weight[m], active.members[m] = 0.0, new
+        put(rows, search.scale, target, active.points, active.e, active.weight, active.members, m, new, largest)
         m += 1
     return STALLED, m, lower, upper, spent

@@ -42,6 +42,7 @@ from ln_probe.analyses.geometry.inputs import (
     Powers,
     QuerySet,
     at_unit,
+    blocks,
     mean_key,
     of_unit_size,
     seen_from,
@@ -51,8 +52,6 @@ from ln_probe.analyses.geometry.inputs import (
 SLACK = 1e-6
 # What is made to have length 1 may be longer by its rounding.
 _LONGEST_UNIT = 1.0 + 1e-12
-# Entries of one block of scores: 8 MB.
-_BLOCK = 1_000_000
 # Heights that differ by less than this much of what they may be off are taken for equal.
 _UNSEEN = 2.0
 # Products whose own rounding may exceed this share of the RMS norm are made without cancellation.
@@ -147,18 +146,17 @@ class Heights:
             noise = noise + at_unit(other.noise, other.power, power) + EPS * np.abs(value)
         return Heights(value, noise, power)
 
-    def over_rms(self) -> Heights | None:
-        """The heights less their mean, over their RMS; None if they are the same for all keys, as far as is known."""
+    def over_rms(self) -> Heights:
+        """The heights less their mean, over their RMS; 0 if they are the same for all keys, as far as is known."""
         largest = float(np.abs(self.value).max())
         exponent = int(np.frexp(largest)[1])  # (squares of what is far below 1 underflow)
         high = np.ldexp(self.value, -exponent)
-        if (high == high[0]).all():
-            return None
+        alike = (high == high[0]).all()
         high = high - high.mean()
         rms = float(np.linalg.norm(high)) / len(high) ** 0.5
         noise = np.ldexp(self.noise, -exponent)
-        if rms <= _UNSEEN * float(noise.max()):
-            return None
+        if alike or rms <= _UNSEEN * float(noise.max()):
+            return Heights(np.zeros(len(high)), np.zeros(len(high)), 0)
         return Heights(high / rms, 4 * EPS * np.abs(high / rms) + AMPLE * noise / rms, 0)
 
 
@@ -284,8 +282,6 @@ class Checker:
         if lift is None:
             return Space.of(rows, None, error)
         found = lift.over_rms()
-        if found is None:
-            return Space.of(np.column_stack([rows, np.zeros(len(rows))]), None, error, upwards=True)
         return Space.of(np.column_stack([rows, found.value]), None, error + found.noise, upwards=True)
 
     # Verdicts
@@ -602,8 +598,3 @@ def _sums(values: Floats, start: Ints) -> Floats:
     if len(full):
         found[full] = np.add.reduceat(values, start[full])
     return found
-
-
-def blocks(count: int, width: int) -> list[slice]:
-    step = max(1, _BLOCK // max(width, 1))
-    return [slice(first, min(first + step, count)) for first in range(0, count, step)]

@@ -297,6 +297,16 @@ def _scaled(
     return ScaledSet(np.ldexp(keys, -key_power), bias, queries, key_power, powers)
 
 
+# Entries of one block of scores: 8 MB.
+_BLOCK = 1_000_000
+
+
+def blocks(count: int, width: int) -> list[slice]:
+    """`count` rows of `width` scores each, some at a time."""
+    step = max(1, _BLOCK // max(width, 1))
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+
+
 def mean_key(keys: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " d"]:
     """`keys.mean(axis=0)`, to the last bit, at half its cost where keys are few."""
     return np.asarray(np.add.reduce(keys, axis=0) / len(keys))

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from ln_probe.analyses.geometry.checker import SLACK, CertificateError, Checker, Rows, blocks
+from ln_probe.analyses.geometry.checker import SLACK, CertificateError, Checker, Rows
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, unit_rows
 from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE
 from ln_probe.analyses.geometry.exact import ExactVerdict, as_float, proves
-from ln_probe.analyses.geometry.inputs import AMPLE, EPS, UNDERFLOW, GivenSet
+from ln_probe.analyses.geometry.inputs import AMPLE, EPS, UNDERFLOW, GivenSet, blocks
 from ln_probe.analyses.geometry.newton import Attainable
 from ln_probe.analyses.geometry.positions import FirstUnselectable
 from ln_probe.analyses.geometry.prove import Conditioning, Margins, Proved, conditioning

@@ -37,7 +37,9 @@ from ln_probe.analyses.geometry.active_set import (
     append,
     contains,
     gram_column,
+    lowest_of_all,
     polish,
+    put,
     rebuild,
     refine,
     remove,
@@ -83,51 +85,6 @@ def _lowest_of_few(rows: Floats, scale: Floats, few: Ints, kept: int, x: Floats,
         if product < value:
             value, new = product, j
     return new, value
-
-
-@compiled
-def _lowest_of_all(
-    columns: Floats, scale: Floats, target: int, count: int, x: Floats, own: float, scores: Floats
-) -> tuple[int, float, float]:
-    """The same of all keys, and the lowest score of a true difference; `scores` keeps the scaled ones."""
-    scores_of(columns, x, count, scores)
-    if target < count:
-        scores[target] = np.inf
-    new, value, least = -1, np.inf, np.inf
-    for j in range(count):
-        product = scores[j] - own
-        least = min(least, product)
-        product *= scale[j]
-        scores[j] = product
-        if product < value:
-            value, new = product, j
-    return new, value, least
-
-
-@compiled
-def _put(
-    rows: Floats,
-    scale: Floats,
-    target: int,
-    points: Floats,
-    e: Floats,
-    weight: Floats,
-    index: Ints,
-    m: int,
-    new: int,
-    largest: float,
-) -> None:
-    """Write the scaled difference of key `new` from the target to place `m`, without weight; -1: the ray."""
-    dim = points.shape[1]
-    if new < 0:
-        points[m] = 0.0
-        points[m, dim - 1] = -largest
-        e[m] = 0.0
-    else:
-        for t in range(dim):
-            points[m, t] = scale[new] * (rows[new, t] - rows[target, t])
-        e[m] = 1.0
-    weight[m], index[m] = 0.0, new
 
 
 @compiled
@@ -197,7 +154,7 @@ def nearest_point(
     rows, columns, target, count, ray, stretch, slope, tau, gap, scale = search
     points, e, weight, index, inverse, solution, border, work = active
     dim, capacity = rows.shape[1], index.shape[0]
-    _put(rows, scale, target, points, e, weight, index, 0, start, 0.0)
+    put(rows, scale, target, points, e, weight, index, 0, start, 0.0)
     weight[0], bordering = 1.0, 0.0
     for t in range(dim):
         x[t] = points[0, t]
@@ -240,7 +197,7 @@ def nearest_point(
             if square - value <= _WORN * violation or (gap < 0.0 and value > 0.0):
                 new = -1
         if not lift and new < 0:
-            new, value, least = _lowest_of_all(columns, scale, target, count, x, own, scores)
+            new, value, least = lowest_of_all(columns, scale, target, count, x, own, scores)
             spent += count * dim
             if value > shown * length:
                 shown, lower = value / length, max(least / length, 0.0)
@@ -259,7 +216,7 @@ def nearest_point(
         if not drifted:
             if m == capacity:
                 return STALLED, m, lower, upper, spent
-            _put(rows, scale, target, points, e, weight, index, m, new, largest)
+            put(rows, scale, target, points, e, weight, index, m, new, largest)
             gram_column(points, e, border, bordering, m)
             spent += m * (dim + 3 * m)
             if new >= 0:
