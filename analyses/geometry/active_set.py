@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ln_probe.analyses.geometry.compiled import compiled, room, table
-from ln_probe.analyses.geometry.coordinates import Floats, Ints, dot, query_norm, residual_norm, scores_of
+from ln_probe.analyses.geometry.coordinates import Floats, Ints, query_norm, residual_norm, scores_of
 
 # How a search ended.
 SEPARATED = 1  # the query -x has a relative score gap above tau
@@ -46,7 +46,7 @@ class Search(NamedTuple):
     # bounds), or upper <= tau.
     gap: float
     # What the difference of each key from the target is multiplied by; the active set's weights are of these products
-    # (`wolfe.unscale` makes them weights of the keys). `polish` sets all to 1.
+    # (`wolfe.unscale` makes them weights of the keys). `polish` takes all for 1.
     scale: Floats
 
 
@@ -189,7 +189,8 @@ def refine(
     """One step of iterative refinement of `G found = right`, with residuals from the points (in `x` and `border`)."""
     dim = points.shape[1]
     total = 0.0
-    x[:] = 0.0
+    for t in range(dim):
+        x[t] = 0.0
     for a in range(m):
         total += e[a] * found[a]
         for t in range(dim):
@@ -217,58 +218,15 @@ def contains(index: Ints, key: int, m: int) -> bool:
 @compiled
 def weighted_mean(points: Floats, e: Floats, weight: Floats, m: int, x: Floats) -> None:
     """The points' mean into `x`, when their weights have been made to sum to one (directions add to it)."""
-    total = dot(e, weight, m)
-    x[:] = 0.0
+    total = 0.0
+    for a in range(m):
+        total += e[a] * weight[a]
+    for t in range(points.shape[1]):
+        x[t] = 0.0
     for a in range(m):
         weight[a] /= total
         for t in range(points.shape[1]):
             x[t] += weight[a] * points[a, t]
-
-
-@compiled
-def lowest_of_all(
-    columns: Floats, scale: Floats, target: int, count: int, x: Floats, own: float, scores: Floats
-) -> tuple[int, float, float]:
-    """The key whose scaled difference scores lowest under `x`, that score, and the lowest score of a true difference;
-    `scores` keeps the scaled ones."""
-    scores_of(columns, x, count, scores)
-    if target < count:
-        scores[target] = np.inf
-    new, value, least = -1, np.inf, np.inf
-    for j in range(count):
-        product = scores[j] - own
-        least = min(least, product)
-        product *= scale[j]
-        scores[j] = product
-        if product < value:
-            value, new = product, j
-    return new, value, least
-
-
-@compiled
-def put(
-    rows: Floats,
-    scale: Floats,
-    target: int,
-    points: Floats,
-    e: Floats,
-    weight: Floats,
-    index: Ints,
-    m: int,
-    new: int,
-    largest: float,
-) -> None:
-    """Write the scaled difference of key `new` from the target to place `m`, without weight; -1: the ray."""
-    dim = points.shape[1]
-    if new < 0:
-        points[m] = 0.0
-        points[m, dim - 1] = -largest
-        e[m] = 0.0
-    else:
-        for t in range(dim):
-            points[m, t] = scale[new] * (rows[new, t] - rows[target, t])
-        e[m] = 1.0
-    weight[m], index[m] = 0.0, new
 
 
 # A column whose part orthogonal to the others is below this share of its length depends on them.
@@ -294,7 +252,8 @@ def _affine_step(active: ActiveSet, m: int, step: Floats, basis: Floats) -> tupl
         for t in range(dim):
             x[t] += active.weight[a] * points[a, t]
     used = 0
-    step[:m] = 0.0
+    for a in range(m):
+        step[a] = 0.0
     for a in range(m):
         if a == base:
             continue
@@ -303,7 +262,7 @@ def _affine_step(active: ActiveSet, m: int, step: Floats, basis: Floats) -> tupl
         if not _extend(basis, upper, used, rest):
             step[a] = -1.0  # shrink this point's weight, the others make up for it
             _back_substitute(upper, column, upper[:, used].copy(), step, used)
-            step[base] -= dot(e, step, m)  # the weights keep their sum
+            _balance(e, step, base, m)
             return False, used
         column[used] = a
         used += 1
@@ -314,7 +273,7 @@ def _affine_step(active: ActiveSet, m: int, step: Floats, basis: Floats) -> tupl
             share -= basis[b, t] * x[t]
         wanted[b] = share
     _back_substitute(upper, column, wanted, step, used)
-    step[base] -= dot(e, step, m)  # the weights keep their sum
+    _balance(e, step, base, m)
     return True, used
 
 
@@ -331,7 +290,9 @@ def _heaviest(active: ActiveSet, m: int) -> int:
 def _extend(basis: Floats, upper: Floats, used: int, rest: Floats) -> bool:
     """Gram-Schmidt, done twice: one more row of `basis` and column of `upper`; False if `rest` depends on the rows."""
     dim = rest.shape[0]
-    size = dot(rest, rest, dim)
+    size = 0.0
+    for t in range(dim):
+        size += rest[t] * rest[t]
     for _ in range(2):
         for b in range(used):
             share = 0.0
@@ -340,7 +301,9 @@ def _extend(basis: Floats, upper: Floats, used: int, rest: Floats) -> bool:
             upper[b, used] += share
             for t in range(dim):
                 rest[t] -= share * basis[b, t]
-    left = dot(rest, rest, dim)
+    left = 0.0
+    for t in range(dim):
+        left += rest[t] * rest[t]
     if np.sqrt(left) <= _DEPENDENT * np.sqrt(size):
         return False
     upper[used, used] = np.sqrt(left)
@@ -357,6 +320,15 @@ def _back_substitute(upper: Floats, column: Ints, wanted: Floats, step: Floats, 
         for c in range(b + 1, used):
             share -= upper[b, c] * step[column[c]]
         step[column[b]] = share / upper[b, b]
+
+
+@compiled
+def _balance(e: Floats, step: Floats, base: int, m: int) -> None:
+    """Let the weights keep their sum."""
+    total = 0.0
+    for b in range(m):
+        total += e[b] * step[b]
+    step[base] -= total
 
 
 @compiled
@@ -407,6 +379,23 @@ def _off(basis: Floats, used: int, x: Floats) -> None:
 
 
 @compiled
+def _lowest(search: Search, x: Floats, scores: Floats) -> tuple[int, float, float]:
+    """The key that scores lowest under `x`, that score above the target's, and the square of `x`."""
+    square, own = 0.0, 0.0
+    for t in range(x.shape[0]):
+        square += x[t] * x[t]
+        own += x[t] * search.rows[search.target, t]
+    scores_of(search.columns, x, search.number, scores)
+    if search.target < search.number:
+        scores[search.target] = np.inf
+    new, value = -1, np.inf
+    for j in range(search.number):
+        if scores[j] < value:
+            value, new = scores[j], j
+    return new, value - own, square
+
+
+@compiled
 def _longest(search: Search) -> float:
     """The longest difference from the target."""
     rows, largest = search.rows, 0.0
@@ -429,7 +418,6 @@ def polish(
     basis = table(capacity, dim)
     lower, upper, moved = 0.0, np.inf, True
     largest = _longest(search)
-    search.scale[:] = 1.0
     spent = float(search.number * dim)
     for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
         ended, m, used, more = _minor_cycle(active, m, step, basis, budget - spent)
@@ -455,11 +443,7 @@ def polish(
             _off(basis, used, x)
             if ray and x[dim - 1] > 0.0:  # before the key's own score is summed: a bias can be 1e8 times the rest
                 x[dim - 1] = 0.0
-            square, own = 0.0, 0.0
-            for t in range(dim):
-                square += x[t] * x[t]
-                own += x[t] * rows[target, t]
-            new, value, _ = lowest_of_all(search.columns, search.scale, target, search.number, x, own, scores)
+            new, value, square = _lowest(search, x, scores)
             spent += search.number * dim
             length = np.sqrt(square)
             if value > lower * length:
@@ -475,6 +459,11 @@ def polish(
                 return CONVERGED, m, lower, upper, spent
         if m == capacity or contains(active.members, new, m):
             return STALLED, m, lower, upper, spent
-        put(rows, search.scale, target, active.points, active.e, active.weight, active.members, m, new, largest)
+        for t in range(dim):
+            active.points[m, t] = rows[new, t] - rows[target, t] if new >= 0 else 0.0
+        if new < 0:
+            active.points[m, dim - 1] = -largest
+        active.e[m] = 1.0 if new >= 0 else 0.0
+        active.weight[m], active.members[m] = 0.0, new
         m += 1
     return STALLED, m, lower, upper, spent

@@ -42,15 +42,6 @@ def scores_of(columns: Floats, query: Floats, count: int, out: Floats) -> None:
 
 
 @compiled
-def dot(a: Floats, b: Floats, count: int) -> float:
-    """The product of the first `count` numbers of both."""
-    total = 0.0
-    for t in range(count):
-        total += a[t] * b[t]
-    return total
-
-
-@compiled
 def query_norm(query: Floats, stretch: Floats, slope: Floats) -> float:
     """Length of a query in the keys' normalized coordinates; see `KeyCoordinates.stretch`."""
     flat = stretch.shape[0]
@@ -123,7 +114,10 @@ def residuals(rows: Floats, targets: Ints, sizes: Ints, weights: Floats, indices
         used += sizes[k]
         if biased:
             rest[dim - 1] = min(rest[dim - 1], 0.0)
-        found[k] = np.sqrt(dot(rest, rest, dim))
+        total = 0.0
+        for t in range(dim):
+            total += rest[t] * rest[t]
+        found[k] = np.sqrt(total)
     return found
 
 

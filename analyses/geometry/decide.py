@@ -167,7 +167,8 @@ def _by_columns(
                 many += 1
             if many == before:
                 break
-            here[many] = keys[k]
+            for t in range(dim):
+                here[many, t] = keys[k, t]
             best[:] = 0.0
             search = Search(here, there, many, many, ray, stretch, slope, near, _COLUMN_GAP, chosen_scale)
             start = int(np.argmax(chosen_scale[:many]))  # the closest
@@ -184,7 +185,8 @@ def _by_columns(
                 break
             if not lower > 0.0:
                 break
-            x[:] = best
+            for t in range(dim):
+                x[t] = best[t]
     return state, queries, sizes, weights[:used].copy(), indices[:used].copy()
 
 

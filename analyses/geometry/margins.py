@@ -36,7 +36,7 @@ from ln_probe.analyses.geometry.active_set import (
 )
 from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.compiled import compiled, room, table
-from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, dot, scores_of, unit_rows
+from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, scores_of, unit_rows
 from ln_probe.analyses.geometry.decide import UNSELECTABLE, Verdicts
 from ln_probe.analyses.geometry.inputs import ScoreSpace
 from ln_probe.analyses.geometry.newton import largest_weights
@@ -292,7 +292,12 @@ def best_gaps(
         m, fresh, careful = 1, True, False
         for _ in range(_STEPS_PER_DIMENSION * (dim + 10)):
             weighted_mean(active.points, active.e, active.weight, m, x)
-            ahead, length = dot(active.weight, lead, m), np.sqrt(dot(x, x, dim))
+            ahead, square = 0.0, 0.0
+            for a in range(m):
+                ahead += active.weight[a] * lead[a]
+            for t in range(dim):
+                square += x[t] * x[t]
+            length = np.sqrt(square)
             level = length - ahead
             if level < upper[k]:
                 upper[k], sizes[k] = level, m

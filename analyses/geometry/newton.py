@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.geometry.compiled import compiled, room, table
-from ln_probe.analyses.geometry.coordinates import Floats, Ints, dot, scores_of
+from ln_probe.analyses.geometry.coordinates import Floats, Ints, scores_of
 from ln_probe.analyses.geometry.inputs import ScoreSpace
 from ln_probe.analyses.geometry.wolfe import BUDGET
 
@@ -168,13 +168,17 @@ def _model_minimum(
             total += spread[a, t] * u[t]
         for t in range(dim):
             right[t] += total * spread[a, t]
-    length = np.sqrt(dot(right, right, dim))
+    length = 0.0
+    for t in range(dim):
+        length += right[t] * right[t]
+    length = np.sqrt(length)
     least = 1e-10 * (trace + length) + 1e-300
     shift, spent = max(length - trace, least), 0
     for _ in range(_SECULAR_STEPS):
         spent += size * size * size // 6 + 4 * many * dim
-        square = 0.0
-        v[:] = right
+        square, slope = 0.0, 0.0
+        for t in range(dim):
+            v[t] = right[t]
         _shifted_solve(spread, many, gram, small, shift, factor, False, v, short)
         for t in range(dim):
             square += v[t] * v[t]
@@ -183,9 +187,13 @@ def _model_minimum(
         if (size_v <= 1.0 and shift <= least) or abs(size_v - 1.0) <= _SECULAR:
             break
         _shifted_solve(spread, many, gram, small, shift, factor, True, work, short)
-        change = square / dot(v, work, dim) * (size_v - 1.0)
+        for t in range(dim):
+            slope += v[t] * work[t]
+        change = square / slope * (size_v - 1.0)
         shift = max(shift + change, least, 0.1 * shift)
-    square = dot(v, v, dim)
+    square = 0.0
+    for t in range(dim):
+        square += v[t] * v[t]
     if square > 1.0 or square > (1.0 - 2.0 * _SECULAR):
         for t in range(dim):
             v[t] /= np.sqrt(square)
@@ -214,7 +222,8 @@ def _gradient(rows: Floats, i: int, weight: Floats, u: Floats, gradient: Floats,
     """Gradient of f at u, and the mean key; returns how much lower f can be in the ball, and |gradient|."""
     count, dim = rows.shape
     others = 0.0
-    gradient[:] = 0.0
+    for t in range(dim):
+        gradient[t] = 0.0
     for j in range(count):
         if j != i and weight[j] > 0.0:
             others += weight[j]
@@ -326,7 +335,8 @@ def largest_weights(
             other = _log_sum(change, nothing[:count], 0.0, trial) - change[i]
             if other < value or choice == 0:
                 value = other
-                u[:] = starts[choice, k]
+                for t in range(dim):
+                    u[t] = starts[choice, k, t]
                 for j in range(count):
                     scores[j], weight[j] = change[j], trial[j]
         found[k], bound[k], model = 0.0, 1.0, _MODEL_SHARE
@@ -338,7 +348,8 @@ def largest_weights(
             reach = min(1.0, np.exp(gap - value))
             if reach <= bound[k]:
                 bound[k] = reach
-                proofs[k] = u
+                for t in range(dim):
+                    proofs[k, t] = u[t]
             spent += count * dim
             if bound[k] - found[k] <= tolerance or dim == 0 or spent > budget:
                 break

@@ -37,9 +37,7 @@ from ln_probe.analyses.geometry.active_set import (
     append,
     contains,
     gram_column,
-    lowest_of_all,
     polish,
-    put,
     rebuild,
     refine,
     remove,
@@ -47,7 +45,7 @@ from ln_probe.analyses.geometry.active_set import (
 )
 from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.compiled import compiled, room, table
-from ln_probe.analyses.geometry.coordinates import Floats, Ints, dot, query_norm, residual_norm, scores_of
+from ln_probe.analyses.geometry.coordinates import Floats, Ints, query_norm, residual_norm, scores_of
 
 # Wolfe's optimality test to float64 accuracy: products x·p carry errors of about 1e-16·|x|·|p|; 1e-12 leaves
 # room for sums over thousands of terms.
@@ -88,6 +86,52 @@ def _lowest_of_few(rows: Floats, scale: Floats, few: Ints, kept: int, x: Floats,
 
 
 @compiled
+def _lowest_of_all(
+    columns: Floats, scale: Floats, target: int, count: int, x: Floats, own: float, scores: Floats
+) -> tuple[int, float, float]:
+    """The same of all keys, and the lowest score of a true difference; `scores` keeps the scaled ones."""
+    scores_of(columns, x, count, scores)
+    if target < count:
+        scores[target] = np.inf
+    new, value, least = -1, np.inf, np.inf
+    for j in range(count):
+        product = scores[j] - own
+        least = min(least, product)
+        product *= scale[j]
+        scores[j] = product
+        if product < value:
+            value, new = product, j
+    return new, value, least
+
+
+@compiled
+def _put(
+    rows: Floats,
+    scale: Floats,
+    target: int,
+    points: Floats,
+    e: Floats,
+    weight: Floats,
+    index: Ints,
+    m: int,
+    new: int,
+    largest: float,
+) -> None:
+    """Write the scaled difference of key `new` from the target to place `m`, without weight; -1: the ray."""
+    dim = points.shape[1]
+    if new < 0:
+        for t in range(dim):
+            points[m, t] = 0.0
+        points[m, dim - 1] = -largest
+        e[m] = 0.0
+    else:
+        for t in range(dim):
+            points[m, t] = scale[new] * (rows[new, t] - rows[target, t])
+        e[m] = 1.0
+    weight[m], index[m] = 0.0, new
+
+
+@compiled
 def _to_affine_minimizer(
     points: Floats,
     e: Floats,
@@ -112,7 +156,9 @@ def _to_affine_minimizer(
         if careful:
             refine(points, e, inverse, e, solution, m, bordering, x, border)
             spent += m * (2 * dim + m)
-        total = dot(e, solution, m)
+        total = 0.0
+        for a in range(m):
+            total += e[a] * solution[a]
         if not total > 0.0:
             return False, m, spent
         step, blocking = 1.0, -1
@@ -154,7 +200,7 @@ def nearest_point(
     rows, columns, target, count, ray, stretch, slope, tau, gap, scale = search
     points, e, weight, index, inverse, solution, border, work = active
     dim, capacity = rows.shape[1], index.shape[0]
-    put(rows, scale, target, points, e, weight, index, 0, start, 0.0)
+    _put(rows, scale, target, points, e, weight, index, 0, start, 0.0)
     weight[0], bordering = 1.0, 0.0
     for t in range(dim):
         x[t] = points[0, t]
@@ -197,14 +243,16 @@ def nearest_point(
             if square - value <= _WORN * violation or (gap < 0.0 and value > 0.0):
                 new = -1
         if not lift and new < 0:
-            new, value, least = lowest_of_all(columns, scale, target, count, x, own, scores)
+            new, value, least = _lowest_of_all(columns, scale, target, count, x, own, scores)
             spent += count * dim
             if value > shown * length:
                 shown, lower = value / length, max(least / length, 0.0)
-                best[:] = x
+                for t in range(dim):
+                    best[t] = x[t]
             if gap < 0.0:
                 if least > tau * (1.0 + CLEAR) * query_norm(x, stretch, slope):
-                    best[:] = x
+                    for t in range(dim):
+                        best[t] = x[t]
                     return SEPARATED, m, lower, upper, spent
             elif upper - lower <= gap * lower or square - value <= gap * value:
                 return BRACKETED, m, lower, upper, spent
@@ -216,7 +264,7 @@ def nearest_point(
         if not drifted:
             if m == capacity:
                 return STALLED, m, lower, upper, spent
-            put(rows, scale, target, points, e, weight, index, m, new, largest)
+            _put(rows, scale, target, points, e, weight, index, m, new, largest)
             gram_column(points, e, border, bordering, m)
             spent += m * (dim + 3 * m)
             if new >= 0:
@@ -292,7 +340,8 @@ def _distance(search: Search, active: ActiveSet, m: int, x: Floats) -> float:
             total += weight[a]
     if not total > 0.0:
         return np.inf
-    x[:] = 0.0
+    for t in range(dim):
+        x[t] = 0.0
     for a in range(m):
         weight[a] /= total
         if index[a] >= 0:
@@ -300,7 +349,10 @@ def _distance(search: Search, active: ActiveSet, m: int, x: Floats) -> float:
                 x[t] += weight[a] * (rows[index[a], t] - rows[search.target, t])
     if search.ray:
         x[dim - 1] = min(x[dim - 1], 0.0)
-    return float(np.sqrt(dot(x, x, dim)))
+    square = 0.0
+    for t in range(dim):
+        square += x[t] * x[t]
+    return float(np.sqrt(square))
 
 
 class Nearest(NamedTuple):

@@ -361,7 +361,7 @@ def test_differences_are_scaled_and_unscaled(rng: np.random.Generator) -> None:
     rows, scale = rng.standard_normal((MANY + 1, DIM)), rng.random(MANY + 1) + 0.5
     active = active_set.active_set(MANY, DIM)
     for m, new in enumerate((3, 1, -1)):
-        active_set.put(rows, scale, 0, active.points, active.e, active.weight, active.members, m, new, 7.0)
+        wolfe._put(rows, scale, 0, active.points, active.e, active.weight, active.members, m, new, 7.0)
     np.testing.assert_allclose(active.points[:2], scale[[3, 1], None] * (rows[[3, 1]] - rows[0]))
     assert active.points[2].tolist() == [0.0] * (DIM - 1) + [-7.0]
     assert active.e[:3].tolist() == [1.0, 1.0, 0.0]
