@@ -8,12 +8,6 @@ O(m²) when a point comes or goes, and rebuilt when they have drifted.
 `polish` continues where that stalls. Keys whose hull is 1e8 times thinner in one direction than in another (rounding
 noise out of a plane, say) leave nothing of a Gram matrix in float64. A QR factorization of the active set itself loses
 half as many digits, at O(m³) per step.
-
-A search ends with a verdict on the key (SEPARATED, INSIDE), with bounds as close as asked (BRACKETED), or without:
-CONVERGED is the nearest point to rounding, STALLED a stop by rounding or the limit of steps, EXHAUSTED the end of the
-budget, where bounds, query and weights hold as far as they go.
-
-Source: P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149.
 """
 
 from __future__ import annotations

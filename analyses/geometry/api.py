@@ -1,33 +1,15 @@
 """Which keys of a set can a query select, by how much, and how much attention can they get?
 
-A key is *selectable* if some query gives it strictly the highest score, which is to say that it is a vertex
-of the convex hull of the keys; *unselectable* if it lies in the convex hull of the others (Demeter, Kimmel &
-Downey 2020; Brody, Alon & Yahav 2023, theorem 1). Verdicts are given in float64 with one tolerance, TAU, relative to
-the RMS norm R of the centred keys:
-
-* keys within TAU·R of each other count as one: neither competes with the other;
-* a key is selectable if a query has a relative score gap above TAU to all keys that differ from it so (and a
-  *duplicate* if there are others that do not differ);
-* unselectable if convex weights of keys that differ reproduce it within TAU·R;
-* undecided if neither was found.
-
-Both cannot hold, since gap <= distance to the hull <= residual of the weights. "Differs" is a relation between two
-keys, not between groups, so no verdict depends on the order of the keys: in a row of keys 0.7 TAU·R apart each has two
-that do not differ from it, and competes with all the rest. `strict=True` decides in exact rational arithmetic instead,
-where only equal keys are copies.
-
-A set of queries `c + A u`, |u| ≤ 1, changes verdicts only by the directions that its axes do not span: keys are judged
-without them, in their own coordinates, so the tolerance means the same with a set as without one. What the queries of
-the set itself can do is measured in nats, the same in every basis of a head: margins, whether a query of the set puts a
-key on top (`reachable`), and attention. Nothing is given out that the checker (`checker`) did not prove of the
-given float64 numbers.
+docs/geometry.md defines verdicts, margins, positions and attention, and says how each is proved. A key is *selectable*
+iff it is a vertex of the convex hull of the keys (Demeter, Kimmel & Downey 2020; Brody, Alon & Yahav 2023, theorem 1).
+A verdict cannot be both selectable and unselectable, since gap <= distance to the hull <= residual of the weights.
+Nothing is given out that the checker (`checker`) did not prove of the given float64 numbers.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal, overload
@@ -36,21 +18,17 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 
 from ln_probe.analyses.arguments import check_flags
-from ln_probe.analyses.geometry.checker import SLACK, Checker
+from ln_probe.analyses.geometry.checker import Checker
 from ln_probe.analyses.geometry.compiled import in_threads
-from ln_probe.analyses.geometry.coordinates import TAU, KeyCoordinates, coordinates
-from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, SELECTABLE, UNDECIDED, UNSELECTABLE, decide
-from ln_probe.analyses.geometry.exact import ExactVerdict
-from ln_probe.analyses.geometry.inputs import Array, QuerySet, key_sets, query_sets
+from ln_probe.analyses.geometry.coordinates import TAU, coordinates
+from ln_probe.analyses.geometry.decide import NAMES, UNDECIDED, decide
+from ln_probe.analyses.geometry.inputs import Array, GivenSet, QuerySet, key_sets, query_sets
 from ln_probe.analyses.geometry.margins import EXACT_GAP, RELATIVE_GAP
 from ln_probe.analyses.geometry.newton import WEIGHT_GAP, Attainable, attainable
-from ln_probe.analyses.geometry.positions import FirstUnselectable, first_unselectable
+from ln_probe.analyses.geometry.positions import first_unselectable
 from ln_probe.analyses.geometry.prove import (
     Conditioning,
-    Margins,
-    Proved,
     close_positions,
-    conditioning,
     prove_attention,
     prove_margins,
     prove_positions,
@@ -58,101 +36,16 @@ from ln_probe.analyses.geometry.prove import (
     reached,
 )
 from ln_probe.analyses.geometry.witnesses import (
-    GivenSet,
-    certify,
-    certify_given_out,
+    STRICT_SECONDS,
+    SetGeometry,
     decide_positions_strictly,
     decide_strictly,
-    over_given,
-    rounded,
 )
 from ln_probe.analyses.geometry.wolfe import BUDGET as PER_SECOND
 
 # Seconds that a key may take before it is given up, on a processor of PER_SECOND multiply-adds per second. They are
 # counted in these and not by a clock, so that no result depends on how busy the machine is.
 SECONDS = 1.0
-# What exact arithmetic may take for one key, by the clock: it can't be counted in float64 operations, and where
-# hundreds of keys of 64 dimensions lie within an ulp of a common plane it needs half a minute.
-STRICT_SECONDS = 120.0
-
-
-@dataclass(frozen=True)
-class SetGeometry:
-    """The geometry of one set of keys, bounds for the keys asked for; `KeyGeometry` is the public view of it."""
-
-    given: GivenSet
-    sets: KeyCoordinates
-    proved: Proved
-    margins: Margins | None
-    first: FirstUnselectable | None
-    open_positions: int
-    attainable: Attainable | None
-    representative: Int64[np.ndarray, " key"]
-    reachable: Bool[np.ndarray, " asked"] | None
-
-    @property
-    def conditioning(self) -> Conditioning:
-        return conditioning(self.sets, self.given.measured, self.proved.verdicts, self.proved.clear)
-
-    @property
-    def bounds(self) -> tuple[Float64[np.ndarray, " asked"], Float64[np.ndarray, " asked"]]:
-        """Of every margin, in the unit that is given out."""
-        if self.margins is None:
-            nothing = np.full(len(self.representative), np.nan)
-            return nothing, nothing
-        return self.margins.bounds(0 if self.given.queries is None else self.given.measured.powers.score)
-
-    def witness(self, i: int) -> Float64[np.ndarray, " d"] | None:
-        """A float64 query that is proved to select key i; None if none is known."""
-        return next((query for query in self._candidates(i) if self.given.selects(i, query, self.rivals(i))), None)
-
-    def exact_verdict(self, i: int) -> ExactVerdict:
-        """The verdict of exact arithmetic, with its proof; of a key that is not said to be unselectable."""
-        if i in self.proved.exact:
-            return self.proved.exact[i]
-        return self.given.exact.decide(i, among=self.rivals(i), seconds=STRICT_SECONDS)
-
-    def weights(self, i: int) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-        """Convex weights of other keys that reproduce key i; of a duplicate: a copy with all weight."""
-        code = self.proved.verdicts.code[i]
-        if code == DUPLICATE and i not in self.proved.exact:
-            rows = self.sets.normalized
-            apart = np.linalg.norm(rows - rows[i], axis=1)
-            apart[i] = np.inf
-            return np.array([apart.argmin()]), np.ones(1)
-        if (exact := self.exact_weights(i)) is not None:
-            return np.array(exact.index, np.int64), np.array([float(w) for w in exact.weights])
-        where, value = self.proved.verdicts.row(i)
-        if self.first is not None:
-            where, value = self.first.weights.row(int(self.first.source[i]))
-        return where, value / math.fsum(value)
-
-    def exact_weights(self, i: int) -> ExactVerdict | None:
-        """The exact verdict whose weights are given out (with `causal`, among the keys up to its position)."""
-        if self.first is not None and i in self.first.exact:
-            return self.first.exact[i][0]
-        return self.proved.exact.get(i)
-
-    def _candidates(self, i: int) -> Iterator[Float64[np.ndarray, " d"]]:
-        """Queries over the given keys that should select key i, rounded."""
-        if i not in self.proved.exact:
-            yield over_given(self.given.own, self.sets, self.proved.verdicts.query[i : i + 1])[0]
-        try:  # (an exact query leads by more than the one that proved the verdict, where that is in doubt)
-            found = self.exact_verdict(i)
-        except TimeoutError:
-            return
-        if found.query is not None:
-            yield rounded(self.given.query(found), free=not self.sets.biased)
-
-    def rivals(self, i: int) -> Int64[np.ndarray, " rival"]:
-        """The keys that a witness of key i has to beat: all but its copies."""
-        rivals = np.arange(len(self.representative)) != i
-        if i in self.proved.exact:
-            rivals[self.given.exact.copies(i)] = False
-        elif self.proved.verdicts.code[i] == DUPLICATE:
-            rows = self.sets.normalized
-            rivals &= np.linalg.norm(rows - rows[i], axis=1) > TAU * (1 + SLACK)
-        return np.flatnonzero(rivals)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -247,8 +140,7 @@ class KeyGeometry:
                 `strict=True`.
             IndexError: no such key.
         """
-        b, i = self._place(index)
-        name = self._name(b, i)
+        found, i, name = self._key(index)
         if name not in ("selectable", "duplicate"):
             raise ValueError(
                 f"key {i} is {name}: it has no witness query"
@@ -256,15 +148,15 @@ class KeyGeometry:
             )
         if exact:
             self._only_strictly("witness", i)
-            return self._found[b].given.query(self._found[b].exact_verdict(i))
-        found = self._found[b].witness(i)
-        if found is None:
+            return found.exact_witness(i)
+        query = found.witness(i)
+        if query is None:
             first = "" if self.strict else "decide with strict=True, then "
             raise ValueError(
                 f"key {i} is {name}, but no query in float64 is known to select it: {first}witness({i}, exact=True) "
                 "gives one in fractions"
             )
-        return found
+        return query
 
     @overload
     def weights(self, *index: Any, exact: Literal[False] = False) -> Float64[np.ndarray, " key"]: ...
@@ -285,8 +177,7 @@ class KeyGeometry:
             ValueError: the key is selectable or undecided; `exact` without `strict=True`.
             IndexError: no such key.
         """
-        b, i = self._place(index)
-        name = self._name(b, i)
+        found, i, name = self._key(index)
         if name not in ("duplicate", "unselectable"):
             raise ValueError(
                 f"key {i} is {name}: no convex weights of the other keys reproduce it"
@@ -294,14 +185,14 @@ class KeyGeometry:
             )
         if exact:
             self._only_strictly("weights", i)
-            proof = self._found[b].exact_weights(i)
+            proof = found.exact_weights(i)
             assert proof is not None
             share = dict(zip(proof.index, proof.weights, strict=True))
             return tuple(share.get(j, Fraction(0)) for j in range(self.verdict.shape[-1]))
-        where, value = self._found[b].weights(i)
-        found = np.zeros(self.verdict.shape[-1])
-        found[where] = value
-        return found
+        where, value = found.weights(i)
+        weights = np.zeros(self.verdict.shape[-1])
+        weights[where] = value
+        return weights
 
     def certify(self) -> None:
         """Check every certificate again, with code that shares nothing with the solvers: verdicts, witnesses and
@@ -312,14 +203,7 @@ class KeyGeometry:
         """
         for b, found in enumerate(self._found):
             name = f" of set {b}" if self.verdict.ndim > 1 else ""
-            given = found.given
-            checker = Checker(given.keys, given.bias, given.queries, self.tau, name)
-            certify(checker, found.proved, found.margins, found.first, found.attainable, found.representative)
-            code = found.proved.verdicts.code
-            up, down = (np.flatnonzero(np.isin(code, (one, DUPLICATE))) for one in (SELECTABLE, UNSELECTABLE))
-            witnesses = {i: (found.witness(i), found.rivals(i)) for i in map(int, up)}
-            weights = {i: found.weights(i) for i in map(int, down)}
-            certify_given_out(checker, given, found.proved, found.first, witnesses, weights)
+            found.certify(self.tau, name)
 
     def _only_strictly(self, what: str, i: int) -> None:
         if not self.strict:
@@ -327,7 +211,8 @@ class KeyGeometry:
                 f"{what}({i}, exact=True) needs verdicts of exact arithmetic: ask for key_geometry(…, strict=True)"
             )
 
-    def _place(self, index: tuple[Any, ...]) -> tuple[int, int]:
+    def _key(self, index: tuple[Any, ...]) -> tuple[SetGeometry, int, str]:
+        """The set that a key belongs to, the key's place there, and its verdict."""
         if len(index) == 1 and isinstance(index[0], tuple):
             index = index[0]
         if len(index) != self.verdict.ndim:
@@ -341,10 +226,8 @@ class KeyGeometry:
             if not -size <= value < size:
                 raise IndexError(f"index {tuple(index)} is out of range: there are {size} along axis {k}")
             place[k] = value % size
-        return (0, place[0]) if len(place) == 1 else (place[0], place[1])
-
-    def _name(self, b: int, i: int) -> str:
-        return str(NAMES[self._found[b].proved.verdicts.code[i]])
+        found, i = self._found[place[0] if len(place) == 2 else 0], place[-1]
+        return found, i, str(NAMES[found.proved.verdicts.code[i]])
 
 
 def key_geometry(
@@ -463,7 +346,7 @@ def set_geometry(
     """
     given = GivenSet(keys, bias, queries)
     where, sets = given.measured, coordinates(given.own.points, given.own.lift)
-    checker = Checker(keys, bias, queries, TAU, units=given.units)
+    checker = Checker(keys, bias, queries, TAU, given=given)
     prove = checker.leads if only is None else None
     verdicts = decide(sets, threads, only, budget, prove)
     proved = prove_verdicts(checker, sets, verdicts, seek=only is None, budget=budget)
@@ -506,5 +389,5 @@ def set_attention(
         gap: how far apart weight and upper bound may be (absolute).
     """
     given = GivenSet(keys, bias, queries)
-    checker = Checker(keys, bias, queries, TAU, units=given.units)
+    checker = Checker(keys, bias, queries, TAU, given=given)
     return prove_attention(checker, attainable(given.measured, starts, gap, only), only)

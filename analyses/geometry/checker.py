@@ -1,16 +1,14 @@
 """Prove certificates: nothing leaves the geometry that this module did not prove first.
 
-This is plain array arithmetic on the keys as the user gave them. It shares the compiler and the accurate products with
-the solvers, and nothing else: not the merging of equal keys, nor the coordinates keys are solved in, nor
-representatives in place of keys.
+This is plain array arithmetic on the given float64 numbers. It shares the compiler and the accurate products with the
+solvers, and nothing else: not the merging of equal keys, nor their coordinates, nor representatives in place of keys.
 
-Claims are proved of the given float64 numbers. A sum of m products, in any order and with or without fused
-multiplication, is off by at most m·eps times the sum of their magnitudes (N. Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, §3.1). So every score carries a bound of its error (`noise`), which is taken off lower
-bounds and added to upper ones; this bound is itself computed with the factor `_AMPLE`, which covers its own rounding
-and that of the few operations that follow. Centring is harmless: a difference rounds to within eps/2 of *itself*, and
-any shift common to all keys cancels. Keys are first brought to their own units (`inputs.Units`), which rounds
-nothing; there all that underflows is below `UNDERFLOW`.
+A sum of m products, in any order and with or without fused multiplication, is off by at most m·eps times the sum of
+their magnitudes (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, §3.1). So every score carries a bound
+of its error (`noise`), which is taken off lower bounds and added to upper ones; this bound is itself computed with the
+factor `AMPLE`, which covers its own rounding and that of the few operations that follow. Centring is harmless: a
+difference rounds to within eps/2 of *itself*, and any shift common to all keys cancels. Keys are first brought to their
+own units (`GivenSet`), which rounds nothing; there all that underflows is below `UNDERFLOW`.
 
 The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention: `Aᵀk`; a bias over
 its own RMS is one more coordinate, in which a query looks upwards only):
@@ -26,7 +24,7 @@ its own RMS is one more coordinate, in which a query looks upwards only):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -36,12 +34,15 @@ from jaxtyping import Bool, Float64, Int64
 
 from ln_probe.analyses.geometry.compiled import compiled
 from ln_probe.analyses.geometry.inputs import (
+    AMPLE,
+    EPS,
     LEFT_OUT,
     UNDERFLOW,
+    GivenSet,
     Powers,
     QuerySet,
-    Units,
     at_unit,
+    blocks,
     mean_key,
     of_unit_size,
     seen_from,
@@ -49,12 +50,8 @@ from ln_probe.analyses.geometry.inputs import (
 
 # Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
 SLACK = 1e-6
-_EPS = float(np.finfo(np.float64).eps)
-_AMPLE = 2.0
 # What is made to have length 1 may be longer by its rounding.
 _LONGEST_UNIT = 1.0 + 1e-12
-# Entries of one block of scores: 8 MB.
-_BLOCK = 1_000_000
 # Heights that differ by less than this much of what they may be off are taken for equal.
 _UNSEEN = 2.0
 # Products whose own rounding may exceed this share of the RMS norm are made without cancellation.
@@ -97,6 +94,14 @@ class Rows:
         return Rows(start, self.index[entry], self.value[entry])
 
     @classmethod
+    def sized(cls, sizes: Ints, index: Ints, value: Floats) -> Rows:
+        """From the size of every row, without the entries that name no key (-1)."""
+        start, kept = np.concatenate([[0], np.cumsum(sizes)]), index >= 0
+        if kept.all():
+            return cls(start, index, value)
+        return cls(np.concatenate([[0], np.cumsum(kept)])[start], index[kept], value[kept])
+
+    @classmethod
     def gathered(cls, count: int, pieces: list[tuple[Ints, Ints, Ints, Floats]]) -> Rows:
         """From pieces (rows, their sizes, all their indices, all their values); a row is in one piece or empty."""
         sizes = np.zeros(count, np.int64)
@@ -112,11 +117,11 @@ class Rows:
     @classmethod
     def of(cls, rows: dict[int, tuple[Ints, Floats]], count: int) -> Rows:
         """`count` rows, those that are not given empty."""
-        sizes, order = np.zeros(count + 1, np.int64), sorted(rows)
-        sizes[np.array(order, np.int64) + 1] = [len(rows[k][0]) for k in order]
-        index = np.concatenate([rows[k][0] for k in order]) if rows else np.empty(0, np.int64)
-        value = np.concatenate([rows[k][1] for k in order]) if rows else np.empty(0)
-        return cls(np.cumsum(sizes), index, value)
+        order, sizes = sorted(rows), np.zeros(count, np.int64)
+        sizes[order] = [len(rows[k][0]) for k in order]
+        index = np.concatenate([np.empty(0, np.int64), *(rows[k][0] for k in order)])
+        value = np.concatenate([np.empty(0), *(rows[k][1] for k in order)])
+        return cls(np.concatenate([[0], np.cumsum(sizes)]), index, value)
 
 
 @dataclass(frozen=True)
@@ -131,42 +136,28 @@ class Heights:
     def of(cls, bias: Floats, power: int) -> Heights:
         """A bias less its mean: any shift is harmless, and each difference is off by half an ulp of itself."""
         high = bias - bias.mean()
-        return cls(high, _EPS * np.abs(high), power)
-
-    @classmethod
-    def along(
-        cls,
-        keys: Float64[np.ndarray, "key d"],
-        mean: Float64[np.ndarray, " d"],
-        direction: Float64[np.ndarray, " d"],
-        lost: Floats,
-        power: int,
-    ) -> Heights:
-        """Products of `keys - mean` with a direction that is off by at most `lost` in each coordinate."""
-        value, _, _, (_, noise) = through(keys, mean, QuerySet(direction, direction[:, None]))
-        return cls(value[:, 0], noise + _AMPLE * (np.abs(keys - mean) @ lost), power)
+        return cls(high, EPS * np.abs(high), power)
 
     def plus(self, other: Heights | None, power: int) -> Heights:
         """The sum of both, over `2**power`."""
         value, noise = (at_unit(part, self.power, power) for part in (self.value, self.noise))
         if other is not None:
             value = value + at_unit(other.value, other.power, power)
-            noise = noise + at_unit(other.noise, other.power, power) + _EPS * np.abs(value)
+            noise = noise + at_unit(other.noise, other.power, power) + EPS * np.abs(value)
         return Heights(value, noise, power)
 
-    def over_rms(self) -> Heights | None:
-        """The heights less their mean, over their RMS; None if they are the same for all keys, as far as is known."""
+    def over_rms(self) -> Heights:
+        """The heights less their mean, over their RMS; 0 if they are the same for all keys, as far as is known."""
         largest = float(np.abs(self.value).max())
         exponent = int(np.frexp(largest)[1])  # (squares of what is far below 1 underflow)
         high = np.ldexp(self.value, -exponent)
-        if (high == high[0]).all():
-            return None
+        alike = (high == high[0]).all()
         high = high - high.mean()
         rms = float(np.linalg.norm(high)) / len(high) ** 0.5
         noise = np.ldexp(self.noise, -exponent)
-        if rms <= _UNSEEN * float(noise.max()):
-            return None
-        return Heights(high / rms, 4 * _EPS * np.abs(high / rms) + _AMPLE * noise / rms, 0)
+        if alike or rms <= _UNSEEN * float(noise.max()):
+            return Heights(np.zeros(len(high)), np.zeros(len(high)), 0)
+        return Heights(high / rms, 4 * EPS * np.abs(high / rms) + AMPLE * noise / rms, 0)
 
 
 @dataclass(frozen=True)
@@ -187,7 +178,7 @@ class Space:
         length = np.sqrt(np.einsum("ij,ij->i", rows, rows))
         if rows.any():
             noise = noise + UNDERFLOW
-        error = noise + _AMPLE * (rows.shape[1] + 4) * _EPS * (length + (0.0 if offset is None else np.abs(offset)))
+        error = noise + AMPLE * (rows.shape[1] + 4) * EPS * (length + (0.0 if offset is None else np.abs(offset)))
         return cls(rows, offset, upwards, length, noise, error)
 
     @property
@@ -210,7 +201,7 @@ class Checker:
         queries: the set of queries, if there is one.
         tau: tolerance of verdicts.
         name: of the set, for messages.
-        units: of the set, if they are known already.
+        given: the set, if its units are known already.
 
     Bounds of margins are in nats over `2**powers.score`.
     """
@@ -222,32 +213,28 @@ class Checker:
         queries: QuerySet | None,
         tau: float,
         name: str = "",
-        units: Units | None = None,
+        given: GivenSet | None = None,
     ) -> None:
         self.tau, self.name, self.number = tau, name, len(keys)
-        self._queries, self._units = queries, units or Units(keys, bias, queries)
+        self._queries, self._given = queries, given or GivenSet(keys, bias, queries)
         # Without a query set margins are relative to the size, which is itself rounded.
-        self.doubt = 0.0 if queries is not None else _AMPLE * (sum(keys.shape) + 8) * _EPS
+        self.doubt = 0.0 if queries is not None else AMPLE * (sum(keys.shape) + 8) * EPS
 
     @cached_property
     def judged(self) -> Space:
         """The keys in their own coordinates over their RMS norm, less the directions that the set of queries lacks."""
-        own = self._units.plain
+        own = self._given.plain
         mean = _middle(own.keys)
         centred = own.keys - mean
         # Far from zero the mean is off by its own rounding, and R (the size, below) with it: once more, near zero.
         left = mean_key(centred)
         points = centred - left
-        noise = 2 * _EPS * np.linalg.norm(points, axis=1) + _EPS * float(np.linalg.norm(left))
-        if np.linalg.norm(centred) <= 16 * _EPS * self.number**0.5 and (own.keys == own.keys[0]).all():
+        noise = 2 * EPS * np.linalg.norm(points, axis=1) + EPS * float(np.linalg.norm(left))
+        if np.linalg.norm(centred) <= 16 * EPS * self.number**0.5 and (own.keys == own.keys[0]).all():
             points, noise = points * 0.0, noise * 0.0
         high = None if own.bias is None else Heights.of(own.bias, own.powers.bias)
         if self._queries is not None and self._queries.missing.shape[1]:
-            direction = outside(self._queries, int(own.key_power[0]))
-            if direction is not None:
-                beyond = Heights.along(own.keys, mean, *direction)
-                counted = high is not None and high.value.any()
-                high = beyond.plus(high, max(beyond.power, high.power)) if high is not None and counted else beyond
+            high = with_center([own.keys], mean, self._queries, int(own.key_power[0]), high)
             noise = noise + self._queries.projection_noise(points)
             points = self._queries.keys_in_span(points)
         size = float(np.linalg.norm(points)) / self.number**0.5  # R; points are of ordinary size
@@ -258,7 +245,7 @@ class Checker:
         """The keys as the queries of the set see them, in nats over `2**powers.score`; without a set what is judged."""
         if self._queries is None:
             return self.judged
-        own = self._units.measured
+        own = self._given.scaled
         assert own.queries is not None
         points, noise, slack, seen = through(own.keys, _middle(own.keys), own.queries)
         high = None if own.bias is None else Heights.of(own.bias, self.powers.bias)
@@ -267,7 +254,7 @@ class Checker:
     @cached_property
     def powers(self) -> Powers:
         """The units of the measured space."""
-        return self._units.measured.powers
+        return self._given.scaled.powers
 
     @cached_property
     def nats(self) -> Space:
@@ -291,12 +278,10 @@ class Checker:
     def _judged(
         self, points: Float64[np.ndarray, "key dim"], noise: Floats, lift: Heights | None, size: float
     ) -> Space:
-        rows, error = points / size, (noise + 2 * _EPS * np.linalg.norm(points, axis=1)) / size
+        rows, error = points / size, (noise + 2 * EPS * np.linalg.norm(points, axis=1)) / size
         if lift is None:
             return Space.of(rows, None, error)
         found = lift.over_rms()
-        if found is None:
-            return Space.of(np.column_stack([rows, np.zeros(len(rows))]), None, error, upwards=True)
         return Space.of(np.column_stack([rows, found.value]), None, error + found.noise, upwards=True)
 
     # Verdicts
@@ -388,7 +373,7 @@ class Checker:
             share = weights.value / np.repeat(np.where(total > 0.0, total, 1.0), sizes)
             lead = space.offset[np.repeat(targets, sizes)] - space.offset[weights.index]
             mean = _sums(share * lead, weights.start)
-            rounding = _sums(np.abs(share * lead), weights.start) * ((sizes + 8) * _AMPLE * _EPS)
+            rounding = _sums(np.abs(share * lead), weights.start) * ((sizes + 8) * AMPLE * EPS)
             lower, upper = lower + mean - rounding, upper + mean + rounding
         wrong = ~found.convex | found.own
         lower[wrong], upper[wrong] = 0.0, 0.0
@@ -414,9 +399,9 @@ class Checker:
         usable = np.isfinite(points).all(axis=1)
         inside = _into_ball(np.where(usable[:, None], points, 0.0), False)
         error, most = space.error, float(space.error.max())
-        few = (self.number + 16) * _AMPLE * _EPS
+        few = (self.number + 16) * AMPLE * EPS
         found, bound = (Between(np.empty(len(targets)), np.empty(len(targets))) for _ in range(2))
-        for block in _blocks(len(targets), self.number):
+        for block in blocks(len(targets), self.number):
             some, here = targets[block], np.arange(len(targets[block]))
             scores = space.scores(inside[block])
             scores -= scores.max(axis=1, keepdims=True)
@@ -448,7 +433,7 @@ class Checker:
         self, space: Space, targets: Ints, queries: Float64[np.ndarray, "target dim"]
     ) -> Iterator[tuple[slice, Floats, Float64[np.ndarray, "some key"]]]:
         """For blocks of targets: what each scores at least, and the others at most, under its query."""
-        for block in _blocks(len(targets), self.number):
+        for block in blocks(len(targets), self.number):
             some, here = targets[block], np.arange(len(targets[block]))
             scores = space.scores(queries[block])
             own = scores[here, some] - space.error[some]
@@ -460,7 +445,7 @@ class Checker:
         """Length of Σ w_j (z_j - z_i), a surplus upwards not counted; infinite for weights that are not convex."""
         start, index, value = weights.start, weights.index, weights.value
         found = _means(space.rows, space.noise, targets, start, index, value, space.upwards)
-        terms = (np.diff(weights.start) + space.rows.shape[1] + 8) * _AMPLE * _EPS
+        terms = (np.diff(weights.start) + space.rows.shape[1] + 8) * AMPLE * EPS
         error = found.noise + terms * found.size
         bad = ~found.convex
         lower, upper = np.maximum(found.length - error, 0.0), found.length + error
@@ -497,8 +482,7 @@ def _means(
     mean = np.empty(dim)
     for k in range(number):
         i, total = targets[k], 0.0
-        for t in range(dim):
-            mean[t] = 0.0
+        mean[:] = 0.0
         for a in range(start[k], start[k + 1]):
             j, share = index[a], value[a]
             if not share >= 0.0 or share == np.inf:
@@ -543,7 +527,7 @@ def through(
     centred = keys - mean
     far = np.abs(centred)
     sizes, beside = far @ np.sqrt(np.einsum("ij,ij->i", queries.axes, queries.axes)), far @ np.abs(queries.center)
-    share = _AMPLE * (sum(moving.shape) + 4) * _EPS
+    share = AMPLE * (sum(moving.shape) + 4) * EPS
     noise, own = share * sizes, share * beside
     seen = centred @ moving
     extent = float(np.linalg.norm(seen[:, :-1])) / len(centred) ** 0.5
@@ -552,9 +536,9 @@ def through(
         most = far.max(axis=0)
         part = (far / np.maximum(most, np.finfo(np.float64).tiny)).max(axis=1) * (8 * LEFT_OUT * moving.shape[0])
         largest = np.abs(most[:, None] * moving).max(axis=0)
-        noise = 8 * _EPS * np.sqrt(np.einsum("ij,ij->i", seen[:, :-1], seen[:, :-1]))
+        noise = 8 * EPS * np.sqrt(np.einsum("ij,ij->i", seen[:, :-1], seen[:, :-1]))
         noise += part * (moving.shape[1] ** 0.5 * largest[:-1].max(initial=0.0))
-        own = 8 * _EPS * np.abs(seen[:, -1]) + part * largest[-1]
+        own = 8 * EPS * np.abs(seen[:, -1]) + part * largest[-1]
     return np.ascontiguousarray(seen[:, :-1]), noise, queries.slack * sizes, (seen[:, -1], own)
 
 
@@ -573,7 +557,28 @@ def outside(queries: QuerySet, key_power: int) -> tuple[Floats, Floats, int] | N
     # Two products of length d with orthonormal columns: each coordinate is off by rounding of |center|, per column.
     d, columns = queries.missing.shape
     center = float(np.linalg.norm(np.ldexp(queries.center, key_power - power)))
-    return direction, np.full(d, _AMPLE * (3 * d + 8) * _EPS * columns**0.5 * center), power
+    return direction, np.full(d, AMPLE * (3 * d + 8) * EPS * columns**0.5 * center), power
+
+
+def with_center(
+    parts: Iterable[Float64[np.ndarray, "some d"]],
+    mean: Float64[np.ndarray, " d"],
+    queries: QuerySet,
+    key_power: int,
+    bias: Heights | None,
+) -> Heights | None:
+    """A bias, and what the center's part outside the axes' span adds to the scores of keys (in parts)."""
+    direction = outside(queries, key_power)
+    if direction is None:
+        return bias
+    along, lost, power = direction
+    values, noises = [], []
+    for keys in parts:
+        value, _, _, (_, noise) = through(keys, mean, QuerySet(along, along[:, None]))
+        values.append(value[:, 0])
+        noises.append(noise + AMPLE * (np.abs(keys - mean) @ lost))
+    beyond = Heights(np.concatenate(values), np.concatenate(noises), power)
+    return beyond.plus(bias, max(power, bias.power)) if bias is not None and bias.value.any() else beyond
 
 
 def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float64[np.ndarray, "target r"]:
@@ -582,7 +587,7 @@ def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float6
     if upwards:
         points = points.copy()
         points[:, -1] = np.maximum(points[:, -1], 0.0)
-    length = np.linalg.norm(points, axis=1) * (1 + (points.shape[1] + 8) * _EPS)
+    length = np.linalg.norm(points, axis=1) * (1 + (points.shape[1] + 8) * EPS)
     return np.asarray(points / np.maximum(length, 1.0)[:, None])
 
 
@@ -593,8 +598,3 @@ def _sums(values: Floats, start: Ints) -> Floats:
     if len(full):
         found[full] = np.add.reduceat(values, start[full])
     return found
-
-
-def _blocks(count: int, width: int) -> list[slice]:
-    step = max(1, _BLOCK // max(width, 1))
-    return [slice(first, min(first + step, count)) for first in range(0, count, step)]

@@ -5,16 +5,8 @@
 3. *Alone*: where rounding or the tolerance left a key open, first all such keys in normalized coordinates, then each
    against every key that differs from it, carefully, then by a linear program (HiGHS), which gives query and weights.
 
-Other keys are `undecided`. Certificates are computed again in normalized coordinates before they count, and proved once
-more before they are returned (`prove`).
-
-Of a large set (`Pool`, 10⁴ to 10⁵ keys, in bounded memory) only vertices are needed to reproduce an interior key, and a
-few hundred of them at a time (Dulá & Helgason 1996, European Journal of Operational Research 92, 352-367):
-
-1. The white query of every key is tried on the longest keys, then those that win there on all.
-2. Every key left is looked for in the hull of the longest vertices, which holds most interior keys.
-3. The rest are solved against the generators known so far, column by column. A query that separates a key from them is
-   tried on all undecided keys, and the winner is a new generator. Scores are computed in blocks.
+Certificates are computed again in normalized coordinates before they count, and proved once more before they are
+returned (`prove`). Large sets go through `Pool` instead of step 2.
 """
 
 from __future__ import annotations
@@ -60,12 +52,7 @@ def separate(
         others, key: in well-scaled coordinates.
         ray: whether the query's last coordinate must not be negative (keys with a bias).
         budget: multiply-adds, which limit the iterations.
-
-    Raises:
-        ValueError: a budget that is not positive.
     """
-    if not budget > 0.0:
-        raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
     number, dim = others.shape
     difference = others - key
     size = max(float(np.abs(difference).max()), 1e-300)
@@ -92,13 +79,13 @@ def separate(
     return np.asarray(solved.x[:dim]), weights / total if total > 0.0 else weights
 
 
-# Entries of one block of scores (16 MB), but at least so many queries: fewer make a slow matrix product.
-_BLOCK, _QUERIES = 2_000_000, 64
 # The longest keys, which decide most of the others. 512 of them contain the most keys per second at d = 64.
 _LONGEST = 512
 # New columns per key and round of step 3, and how well a key is solved over its columns before more are
 # fetched.
 _COLUMNS, _COLUMN_GAP = 32, 0.3
+# Columns to fetch at most, beyond what an active set can hold.
+_MOST = 1024
 _KEYS_PER_TASK = 256
 _ROUNDS = 200
 
@@ -113,8 +100,6 @@ def _by_columns(
     stretch: Floats,
     slope: Floats,
     near: float,
-    tau: float,
-    most: int,
     budget: float,
 ) -> tuple[Ints, Floats, Ints, Floats, Ints]:
     """`nearest_point` of each key among many generators, by fetching columns as they are needed.
@@ -122,8 +107,7 @@ def _by_columns(
     Args:
         rows, columns: the generators, "generator dim" and "dim generator".
         keys: the targets, "key dim"; `own` is the place of each among the generators, or -1.
-        near: distance at which a key counts as inside; `tau`: relative score gap at which it is separated.
-        most: columns to fetch, beyond what an active set can hold.
+        near: distance at which a key counts as inside.
         budget: multiply-adds per key.
 
     Returns:
@@ -133,7 +117,7 @@ def _by_columns(
     number, dim = keys.shape
     generators = rows.shape[0]
     capacity = dim + 2
-    places = min(capacity + most, generators)
+    places = min(capacity + _MOST, generators)
     state = np.full(number, -1)
     queries = np.zeros((number, dim))
     sizes = np.zeros(number, np.int64)
@@ -161,7 +145,7 @@ def _by_columns(
             if own[k] >= 0:
                 scores[own[k]] = np.inf
             level = np.sum(x * keys[k])
-            if attempt > 0 and scores.min() - level > tau * (1.0 + 1e-3) * query_norm(x, stretch, slope):
+            if attempt > 0 and scores.min() - level > TAU * (1.0 + 1e-3) * query_norm(x, stretch, slope):
                 state[k] = 0
                 for t in range(dim):
                     queries[k, t] = -x[t]
@@ -207,16 +191,24 @@ def _by_columns(
 
 
 class Pool:
-    """Candidates for verdicts on a large set; `decide` checks them."""
+    """Candidates for verdicts on a large set (10⁴ to 10⁵ keys, in bounded memory); `decide` checks them.
+
+    Only vertices are needed to reproduce an interior key, and a few hundred of them at a time (Dulá & Helgason 1996,
+    European Journal of Operational Research 92, 352-367):
+
+    1. The white query of every key is tried on the longest keys, then those that win there on all.
+    2. Every key left is looked for in the hull of the longest vertices, which holds most interior keys.
+    3. The rest are solved against the generators known so far, column by column. A query that separates a key from them
+       is tried on all undecided keys, and the winner is a new generator. Scores are computed in blocks.
+    """
 
     def __init__(self, sets: KeyCoordinates, threads: int | None = None, budget: float = BUDGET) -> None:
-        self.sets, self.budget = sets, budget
-        self.threads = threads
+        self.sets, self.threads, self.budget = sets, threads, budget
         self.white = sets.white
         number = len(self.white)
         self.inside = np.zeros(number, bool)
         self.query = np.full(self.white.shape, np.nan)  # over white keys, of those that may be selectable
-        self.rows: dict[int, tuple[Ints, Floats]] = {}  # weights over the representatives
+        self.pieces: list[tuple[Ints, Ints, Ints, Floats]] = []  # of weights over the leaders, see Rows.gathered
         self.generator = np.zeros(number, bool)
         # Within this of a key in white coordinates is within TAU of it in normalized ones.
         largest = float(max(sets.stretch.max(), 1e-300))
@@ -253,37 +245,26 @@ class Pool:
         queries = self.white[hopeful]
         if self.sets.lifted:  # a query must not count the bias negatively
             queries[:, -1] = np.maximum(queries[:, -1], 0.0)
-        best, winner = self._best(queries, np.arange(len(self.white)), hopeful)
-        won = np.einsum("ij,ij->i", queries, self.white[hopeful]) > best
-        self.generator[hopeful[won]] = True
-        self.query[hopeful[won]] = queries[won]
-        self.generator[winner[~won]] = True
+        self._try(hopeful, queries, np.arange(len(self.white)))
 
     def _open(self) -> Ints:
         return np.flatnonzero(~self.inside & np.isnan(self.query[:, 0]))
 
-    def _best(self, queries: Floats, among: Ints, own: Ints) -> tuple[Floats, Ints]:
-        """Best score and its key among some keys, for each query, leaving out the query's own key."""
-        best, winner = np.full(len(queries), -np.inf), np.full(len(queries), -1)
-        place = np.full(len(self.white), -1)
-        place[among] = np.arange(len(among))
-        keys = self.white[among].T
-        step = max(_QUERIES, _BLOCK // max(len(among), 1))
-        for first in range(0, len(queries), step):
-            block = slice(first, first + step)
-            scores = queries[block] @ keys
-            mine = place[own[block]]
-            scores[np.flatnonzero(mine >= 0), mine[mine >= 0]] = -np.inf
-            at = scores.argmax(axis=1)
-            best[block], winner[block] = scores[np.arange(len(at)), at], among[at]
-        return best, winner
+    def _try(self, keys: Ints, queries: Floats, among: Ints) -> bool:
+        """Try a query of each key on some keys, its own included: one that it wins is kept, any other winner is a new
+        generator. Whether there is something new."""
+        gaps, rivals = score_gaps(
+            self.white[among].T, np.searchsorted(among, keys), queries, np.arange(len(among), dtype=np.int64)
+        )
+        won, before = gaps > 0.0, int(self.generator.sum())
+        self.query[keys[won]] = queries[won]
+        self.generator[keys[won]] = True
+        self.generator[among[rivals[~won]]] = True
+        return bool(won.any()) or int(self.generator.sum()) > before
 
-    def _keep(self, keys: Ints, sizes: Ints, weights: Floats, indices: Ints, generators: Ints) -> None:
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        for k, i in enumerate(keys):
-            index, weight = indices[first[k] : first[k + 1]], weights[first[k] : first[k + 1]]
-            self.rows[int(i)] = generators[index[index >= 0]], weight[index >= 0]
-            self.inside[i] = True
+    def _keep(self, keys: Ints, weights: Rows, generators: Ints) -> None:
+        self.pieces.append((keys, np.diff(weights.start), generators[weights.index], weights.value))
+        self.inside[keys] = True
 
     def _in_hull_of(self, generators: Ints) -> None:
         """Step 2: which open keys are in the hull of a few generators?"""
@@ -291,7 +272,7 @@ class Pool:
         points = self.white[generators]
         columns = np.ascontiguousarray(points.T)
 
-        def work(some: Ints) -> tuple[Ints, Ints, Floats, Ints]:
+        def work(some: Ints) -> tuple[Ints, Rows]:
             rows = np.concatenate([points, self.white[some]])
             targets = len(points) + np.arange(len(some))
             found = nearest_points(
@@ -307,8 +288,7 @@ class Pool:
                 scaled=True,
             )
             hit = np.flatnonzero(found.upper <= self.near)
-            weights = found.weights.some(hit)
-            return some[hit], np.diff(weights.start), weights.value, weights.index
+            return some[hit], found.weights.some(hit)
 
         for found in in_threads(work, _pieces(todo), self.threads):
             self._keep(*found, generators)
@@ -324,7 +304,7 @@ class Pool:
         points = self.white[generators]
         columns = np.ascontiguousarray(points.T)
 
-        def work(some: Ints) -> tuple[Ints, Ints, Floats, Ints, Floats, Ints]:
+        def work(some: Ints) -> tuple[Ints, Rows, Ints, Floats]:
             state, queries, sizes, weights, indices = _by_columns(
                 points,
                 columns,
@@ -334,29 +314,18 @@ class Pool:
                 self.sets.stretch,
                 self.sets.slope,
                 self.near,
-                TAU,
-                1024,
                 self.budget,
             )
-            return some, state, queries, sizes, weights, indices
+            inside, outside = state == 1, state == 0
+            return some[inside], Rows.sized(sizes[inside], indices, weights), some[outside], queries[outside]
 
-        asking: list[Ints] = []
-        asked: list[Floats] = []
-        for some, state, queries, sizes, weights, indices in in_threads(work, _pieces(todo), self.threads):
-            self._keep(some[state == 1], sizes[state == 1], weights, indices, generators)
-            asking.append(some[state == 0])
-            asked.append(queries[state == 0])
-        keys, queries = np.concatenate(asking), np.concatenate(asked)
+        found = in_threads(work, _pieces(todo), self.threads)
+        for inside, weights, _, _ in found:
+            self._keep(inside, weights, generators)
+        keys, queries = (np.concatenate([parts[k] for parts in found]) for k in (2, 3))
         if len(keys) == 0:
             return False
-        left = self._open()
-        best, winner = self._best(queries, left, keys)
-        mine = np.einsum("ij,ij->i", queries, self.white[keys]) > best
-        self.query[keys[mine]] = queries[mine]
-        before = int(self.generator.sum())
-        self.generator[keys[mine]] = True
-        self.generator[winner[~mine]] = True
-        return bool(mine.any()) or int(self.generator.sum()) > before
+        return self._try(keys, queries, self._open())
 
 
 def _pieces(todo: Ints) -> list[Ints]:
@@ -484,7 +453,7 @@ class _Deciding:
         pool = Pool(self.sets, self.threads, self.budget)
         pool.solve(np.flatnonzero(self.code[self.sets.leaders] == SELECTABLE))
         keys = np.flatnonzero(pool.inside)
-        self._try_weights(keys, Rows.of(pool.rows, len(self.sets.leaders)).some(keys))
+        self._try_weights(keys, Rows.gathered(len(self.sets.leaders), pool.pieces).some(keys))
         todo = np.flatnonzero(np.isfinite(pool.query[:, 0]) & (self.code[self.sets.leaders] == UNDECIDED))
         self._try_queries(todo, self.sets.query(pool.query[todo]))
 
@@ -514,22 +483,17 @@ class _Deciding:
                     break
 
     def _try_queries(self, todo: Ints, found: Floats) -> None:
+        """Queries with a gap above TAU select their keys; the rival that came nearest is where to start from else."""
         sets = self.sets
         targets = sets.leaders[todo]
         if self.prove is not None and len(sets.leaders) == len(sets.normalized) and not sets.biased:
             gaps, rivals = self.prove(targets, found)
             self.gap[targets] = gaps
-            self._take(todo, found, gaps, rivals)
-            return
-        gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
-        if sets.biased and (found[:, -1] <= 0.0).any():
-            found = count_bias(found, gaps, sets.normalized[:, -1])
+        else:
             gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
-        self._take(todo, found, gaps, rivals)
-
-    def _take(self, todo: Ints, found: Floats, gaps: Floats, rivals: Ints) -> None:
-        """Queries with a gap above TAU select their keys; the rival that came nearest is where to start from else."""
-        targets = self.sets.leaders[todo]
+            if sets.biased and (found[:, -1] <= 0.0).any():
+                found = count_bias(found, gaps, sets.normalized[:, -1])
+                gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
         good = gaps > TAU
         self.code[targets[good]] = SELECTABLE
         self.query[targets[good]] = found[good]
@@ -581,20 +545,20 @@ def alone(
     if len(others) == 0:
         yield np.zeros(sets.normalized.shape[1]), np.empty(0, np.int64), np.empty(0)
         return
+
+    def asked(queries: Floats) -> Floats:
+        queries = unit_rows(queries)
+        if sets.biased:
+            scores = sets.normalized @ queries[0]
+            queries = count_bias(queries, scores[i] - scores[others].max(keepdims=True), sets.normalized[:, -1])
+        return np.asarray(queries[0])
+
     # In normalized coordinates: the span that representatives share may lack a direction in which this key differs.
     points = np.ascontiguousarray(sets.normalized[np.append(others, i)] - sets.normalized[i])
     many = np.array([len(others)])
     nearest = nearest_points(points, many, tau=TAU, counts=many, ray=sets.biased, careful=True, budget=budget)
-    yield _counting(sets, i, others, unit_rows(nearest.query)), others[nearest.weights.index], nearest.weights.value
+    yield asked(nearest.query), others[nearest.weights.index], nearest.weights.value
     if len(others) <= LARGE:  # a program over a whole pool would take minutes
         query, dual = separate(points[:-1], points[-1], sets.biased, budget)
         used = np.flatnonzero(dual)
-        yield _counting(sets, i, others, unit_rows(query[None])), others[used], dual[used]
-
-
-def _counting(sets: KeyCoordinates, i: int, others: Ints, queries: Floats) -> Floats:
-    """The query, with a positive weight for the bias if there is one."""
-    if sets.biased and queries[0, -1] <= 0.0:
-        scores = sets.normalized @ queries[0]
-        queries = count_bias(queries, scores[i] - scores[others].max(keepdims=True), sets.normalized[:, -1])
-    return np.asarray(queries[0])
+        yield asked(query[None]), others[used], dual[used]

@@ -164,20 +164,10 @@ class ExactSet:
         axes: d × r; keys are then measured as `axesᵀ k`, in exact products. None: as they are.
         center: of the queries; `center · k` is added to the bias. (Only its part outside the span of the axes
             matters.)
-
-    Raises:
-        ValueError: shapes that do not fit, NaN or infinite values.
     """
 
     def __init__(self, points: Any, bias: Any = None, *, axes: Any = None, center: Any = None) -> None:
-        points = _array("points", points, 2)
-        number, d = points.shape
-        bias = None if bias is None else _array("bias", bias, 1)
-        axes = None if axes is None else _array("axes", axes, 2)
-        center = None if center is None else _array("center", center, 1)
-        for name, given, size in (("bias", bias, number), ("axes", axes, d), ("center", center, d)):
-            if given is not None and len(given) != size:
-                raise ValueError(f"{name} must have the length {size}, got the shape {given.shape}")
+        number = len(points)
         center = None if center is None or not center.any() else center
         self.biased = bias is not None or center is not None
         # A column of whole numbers for each measured coordinate and the bias, and the unit that they multiply.
@@ -207,13 +197,8 @@ class ExactSet:
                 half a minute where hundreds of keys of 64 dimensions lie within an ulp of a common plane.
 
         Raises:
-            IndexError: no such key.
             TimeoutError: it gave up.
         """
-        number = len(self.whole)
-        if not -number <= i < number:
-            raise IndexError(f"key {i} is out of range: there are {number}")
-        i = int(i) % number
         end = np.inf if seconds is None else perf_counter() + seconds
         others, copies = self._others(i, among)
         if len(others) == 0:
@@ -390,15 +375,6 @@ def _vertex(copies: list[int], query: tuple[Fraction, ...], steps: int) -> Exact
     if copies:
         return ExactVerdict("duplicate", (copies[0],), (Fraction(1),), query, steps)
     return ExactVerdict("selectable", (), (), query, steps)
-
-
-def _array(name: str, values: Any, dims: int) -> Floats:
-    found = np.asarray(values, np.float64)
-    if found.ndim != dims or (dims == 2 and name == "points" and 0 in found.shape):
-        raise ValueError(f"{name} must have {dims} axes and not be empty, got the shape {found.shape}")
-    if not np.isfinite(found).all():
-        raise ValueError(f"{name} contains NaN or infinite values: remove or repair them first")
-    return found
 
 
 def _fractions(rows: Floats) -> list[list[Fraction]]:

@@ -2,17 +2,9 @@
 
 Arrays and tensors of any floating-point type become float64. Keys, bias and queries are multiplied by powers of two
 until their largest entries are about 1, which rounds nothing (entries 300 decades below the largest of their kind may
-underflow; the checker allows for that), so no result depends on the scale of the keys. Where keys are measured by a set
-of queries every coordinate has its own unit, since only products of keys and queries count. The unit of a bias is
-that of its spread: a value that all keys share changes nothing.
-
-Verdicts are about the keys in their own coordinates (`own_keys`): the tolerance means the same with a set of queries as
-without one. A set `c + A u` can only remove directions, those that its axes do not span (`QuerySet.missing`); it never
-rescales them. The part of the center that the axes span changes nothing, and the rest counts as a bias per key.
-
-Margins and attention are about the queries of the set, so they are measured in `Aᵀk` (`score_space`): scores are
-`c·k + u·Aᵀk` with |u| ≤ 1, in nats, and equal for every basis of a head (`W_Q M, W_K M⁻ᵀ` is the same model). The
-center acts as a bias per key, `c·k`.
+underflow; the checker allows for that), so no result depends on the scale of the keys. docs/geometry.md says what is
+computed in which coordinates, and why: verdicts in the keys' own (`GivenSet.own`), margins and attention in `Aᵀk`, in
+nats (`score_space`). The center acts as a bias per key, `c·k`.
 
 Seen through the axes, keys of an ill-conditioned basis are small differences of large terms, and a plain product leaves
 nothing of them. `accurate_product` cuts both factors into slices of so few bits that the product of any two slices is
@@ -26,12 +18,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float64, Int32
 from numpy.typing import NDArray
+
+from ln_probe.analyses.geometry.exact import ExactSet
 
 Array = np.ndarray | torch.Tensor
 
@@ -131,7 +125,7 @@ class QuerySet:
     @cached_property
     def missing(self) -> Float64[np.ndarray, "d m"]:
         """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
-        d, axes = len(self.axes), _over_power(self.axes)[0]
+        d, axes = len(self.axes), of_unit_size(self.axes)[0]
         values = np.linalg.svd(axes, compute_uv=False)
         rank = int(((values >= SPAN_TOLERANCE * values[0]) & (values > 0.0)).sum())
         if rank == d:
@@ -141,11 +135,11 @@ class QuerySet:
     @cached_property
     def outside(self) -> Float64[np.ndarray, " d"]:
         """The part of the center along the missing directions: every query of the span has it."""
-        center, power = _over_power(self.center)
+        center, power = of_unit_size(self.center)
         along = self.missing.T @ center
         if np.linalg.norm(along) <= SPAN_TOLERANCE * np.linalg.norm(center):
             return np.zeros_like(center)
-        return np.asarray(np.ldexp(self.missing @ along, power))
+        return np.asarray(np.ldexp(self.missing @ along, power or 0))
 
     def in_span(self, rows: Float64[np.ndarray, "row d"]) -> Float64[np.ndarray, "row d"]:
         """Each row without its part along the missing directions; the rows themselves if none is missing."""
@@ -158,13 +152,12 @@ class QuerySet:
     def keys_in_span(self, centred: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, "key d"]:
         """`in_span` for centred keys of ordinary size; zeros where only rounding is left of them."""
         points = self.in_span(centred)
-        rounding = (len(self.axes) + 16) * float(np.finfo(np.float64).eps)
+        rounding = (len(self.axes) + 16) * EPS
         return points if np.linalg.norm(points) > rounding * np.linalg.norm(centred) else np.zeros_like(points)
 
     def projection_noise(self, centred: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " key"]:
-        """A bound of the error of `keys_in_span`, with a factor of 2 for its own rounding."""
-        eps = float(np.finfo(np.float64).eps)
-        return np.asarray(2.0 * (centred.shape[1] + 8) * eps * np.linalg.norm(centred, axis=1))
+        """A bound of the error of `keys_in_span`."""
+        return np.asarray(AMPLE * (centred.shape[1] + 8) * EPS * np.linalg.norm(centred, axis=1))
 
     def compact(self) -> QuerySet:
         """The same set with at most d axes (only `axes @ axes.T` matters).
@@ -178,13 +171,7 @@ class QuerySet:
         if r <= d:
             return self
         fewer = np.ascontiguousarray(np.asarray(np.linalg.qr(self.axes.T, mode="r")).T)
-        return QuerySet(self.center, fewer, 4.0 * r * d * float(np.finfo(np.float64).eps), self.axes)
-
-
-def _over_power(values: Float64[np.ndarray, "*shape"]) -> tuple[Float64[np.ndarray, "*shape"], int]:
-    """Values over a power of two that makes them at most 1, so that no square overflows, and that power."""
-    power = int(np.frexp(np.abs(values).max(initial=0.0))[1])
-    return np.ldexp(values, -power), power
+        return QuerySet(self.center, fewer, 4.0 * r * d * EPS, self.axes)
 
 
 def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
@@ -195,7 +182,7 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
         ValueError: a radius that is not positive and of usable size, shapes that do not fit, NaN, infinite or enormous
             values.
     """
-    if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, (bool, np.bool_)):
+    if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
         radius = float(given)
         if not (radius > 0.0 and np.isfinite(radius)):
             raise ValueError(
@@ -238,6 +225,9 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
     ]
 
 
+EPS = float(np.finfo(np.float64).eps)
+# A bound of rounding errors times this covers its own rounding, and that of the few operations that follow.
+AMPLE = 2.0
 # More than underflow takes from scores and lengths of keys and queries that are about 1: squares below 2^-1022 lose
 # digits, so that lengths below 2^-511 are not known.
 UNDERFLOW = 1e-150
@@ -266,10 +256,6 @@ class Powers:
         return max(self.axes, self.offset)
 
 
-# Of a set as it was given.
-GIVEN = Powers()
-
-
 @dataclass(frozen=True)
 class ScaledSet:
     """One set of keys in its own units.
@@ -288,52 +274,37 @@ class ScaledSet:
     powers: Powers
 
 
-class Units:
-    """One set of valid float64 keys, to be taken in its own units: as it is judged, and as its queries measure it."""
-
-    def __init__(
-        self, keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None, queries: QuerySet | None
-    ) -> None:
-        self._keys, self._bias, self._queries = keys, bias, queries
-
-    @cached_property
-    def plain(self) -> ScaledSet:
-        """Without the queries: all coordinates have the same unit."""
-        return _scaled(self._keys, self._level, None)
-
-    @cached_property
-    def measured(self) -> ScaledSet:
-        """With the queries, if there are any: each coordinate has its own unit."""
-        return self.plain if self._queries is None else _scaled(self._keys, self._level, self._queries)
-
-    @cached_property
-    def _level(self) -> tuple[Float64[np.ndarray, " key"] | None, int | None]:
-        return (None, None) if self._bias is None else by_spread(self._bias)
-
-
 def _scaled(
     keys: Float64[np.ndarray, "key d"],
-    bias: tuple[Float64[np.ndarray, " key"] | None, int | None],
+    bias: Float64[np.ndarray, " key"] | None,
+    bias_power: int | None,
     queries: QuerySet | None,
 ) -> ScaledSet:
-    """Keys and queries in their own units, and a bias that is."""
-    level, bias_power = bias
+    """Keys and queries in their own units, and a bias that is (None: it has no spread, and no unit)."""
     if queries is None:
         unit, power = math.frexp(float(np.abs(keys).max(initial=0.0)))[1], bias_power or 0
         return ScaledSet(
-            np.ldexp(keys, -unit), level, None, np.full(keys.shape[1], unit, np.int32), Powers(power, power, power)
+            np.ldexp(keys, -unit), bias, None, np.full(keys.shape[1], unit, np.int32), Powers(power, power, power)
         )
     key_power = np.frexp(np.abs(keys).max(axis=0, initial=0.0))[1].astype(np.int32)
     center, center_power = of_unit_size(queries.center, key_power)
     axes, axes_power = of_unit_size(queries.axes, key_power[:, None])
     queries = replace(queries, center=center, axes=axes)
     # An array of zeros has no unit.
-    known = [power for power in (axes_power, center_power, bias_power) if power is not None]
-    axes_power, center_power, bias_power = (
-        min(known, default=0) if power is None else power for power in (axes_power, center_power, bias_power)
-    )
-    powers = Powers(axes_power, center_power, bias_power)
-    return ScaledSet(np.ldexp(keys, -key_power), level, queries, key_power, powers)
+    found = axes_power, center_power, bias_power
+    least = min((power for power in found if power is not None), default=0)
+    powers = Powers(*(least if power is None else power for power in found))
+    return ScaledSet(np.ldexp(keys, -key_power), bias, queries, key_power, powers)
+
+
+# Entries of one block of scores: 8 MB.
+_BLOCK = 1_000_000
+
+
+def blocks(count: int, width: int) -> list[slice]:
+    """`count` rows of `width` scores each, some at a time."""
+    step = max(1, _BLOCK // max(width, 1))
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
 
 def mean_key(keys: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " d"]:
@@ -445,46 +416,6 @@ _LARGEST_SCORE = 1e153
 
 
 @dataclass(frozen=True)
-class OwnKeys:
-    """One set of keys in their own coordinates, where verdicts are given.
-
-    Attributes:
-        points: the keys over `2**power`, centred and less the directions that the set of queries lacks, if it lacks
-            some.
-        lift: bias that verdicts count, in nats over `2**lift_power`; None: none.
-        queries: the set of queries, as given.
-    """
-
-    points: Float64[np.ndarray, "key d"]
-    lift: Float64[np.ndarray, " key"] | None
-    queries: QuerySet | None
-    power: int
-    lift_power: int
-
-
-def own_keys(plain: ScaledSet, queries: QuerySet | None) -> OwnKeys:
-    """The points that verdicts are about, and the bias that they count.
-
-    Args:
-        plain: keys and bias, scaled without queries.
-        queries: as given.
-    """
-    power, lift, lift_power = int(plain.key_power[0]), plain.bias, plain.powers.bias
-    if queries is None or queries.missing.shape[1] == 0:
-        return OwnKeys(plain.keys, lift, queries, power, lift_power)
-    mean = plain.keys.mean(axis=0)
-    outside, unit = of_unit_size(queries.outside, power)
-    if unit is not None:  # every query has this part of the center, so it acts as a bias
-        level = seen_from(plain.keys, mean, outside[:, None])[:, 0]
-        if lift is None or not lift.any():
-            lift, lift_power = level, unit
-        else:
-            lift = at_unit(lift, lift_power, max(unit, lift_power)) + at_unit(level, unit, max(unit, lift_power))
-            lift_power = max(unit, lift_power)
-    return OwnKeys(queries.keys_in_span(plain.keys - mean), lift, queries, power, lift_power)
-
-
-@dataclass(frozen=True)
 class ScoreSpace:
     """One set of keys where it is measured.
 
@@ -502,7 +433,7 @@ class ScoreSpace:
     offset: Float64[np.ndarray, " key"] | None
     offset_over_spread: float
     largest_score: float
-    powers: Powers = GIVEN
+    powers: Powers = Powers()
 
     def at(self, power: int) -> tuple[Float64[np.ndarray, "key r"], Float64[np.ndarray, " key"] | None]:
         """Rows and offset, both in nats over `2**power`."""
@@ -514,7 +445,7 @@ def score_space(
     keys: Float64[np.ndarray, "key d"],
     bias: Float64[np.ndarray, " key"] | None,
     queries: QuerySet | None,
-    powers: Powers = GIVEN,
+    powers: Powers = Powers(),
 ) -> ScoreSpace:
     """Keys, through a set of queries if there is one; `powers` are the units they are in.
 
@@ -523,11 +454,9 @@ def score_space(
     """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         mean = mean_key(keys)
-        if not np.isfinite(mean).all():
-            mean = np.ldexp(np.ldexp(keys, -64).mean(axis=0), 64)
         centred = keys - mean
-        spread = _length(centred) / len(keys) ** 0.5
-        aside = _length(mean) / spread if spread > 0.0 else (np.inf if mean.any() else 0.0)
+        spread = float(np.linalg.norm(centred)) / len(keys) ** 0.5
+        aside = float(np.linalg.norm(mean)) / spread if spread > 0.0 else (np.inf if mean.any() else 0.0)
     if queries is None:
         return ScoreSpace(keys, None, aside, np.nan, powers)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -547,7 +476,7 @@ def score_space(
             f"the scores of the keys over the query set overflow float64 (they reach {largest:.3g} nats, and up to "
             f"{_LARGEST_SCORE:g} can be used): scale keys or queries down"
         )
-    if terms * np.finfo(np.float64).eps * sizes.max(initial=0.0) > _LOST * extent:
+    if terms * EPS * sizes.max(initial=0.0) > _LOST * extent:
         seen = np.where(np.isfinite(again := seen_from(keys, mean, moving)), again, seen)
     offset = at_unit(np.ascontiguousarray(seen[:, -1]), powers.center, powers.offset)
     if level is not None:
@@ -561,9 +490,83 @@ def score_space(
     )
 
 
-def _length(values: Float64[np.ndarray, "*shape"]) -> float:
-    length = float(np.linalg.norm(values))
-    if UNDERFLOW < length < 1 / UNDERFLOW:  # squares of all that counts are in range
-        return length
-    largest = float(np.abs(values).max(initial=0.0))
-    return largest * float(np.linalg.norm(values / largest)) if largest > 0.0 else 0.0
+class OwnKeys(NamedTuple):
+    """One set of keys in their own coordinates, where verdicts are given."""
+
+    # The keys over a power of two; if the set of queries lacks directions: centred, and less these directions.
+    points: Float64[np.ndarray, "key d"]
+    lift: Float64[np.ndarray, " key"] | None  # bias that verdicts count, in nats over a power of two; None: none
+    exponent: int  # of the power of two of the bias over that of the keys
+
+
+class GivenSet:
+    """One set of keys as it was given: in its own units, in the coordinates of verdicts, as its queries measure it.
+
+    Args:
+        keys, bias, queries: as given, in float64.
+    """
+
+    def __init__(
+        self, keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None, queries: QuerySet | None
+    ) -> None:
+        self.keys, self.bias, self.queries = keys, bias, queries
+
+    @cached_property
+    def _level(self) -> tuple[Float64[np.ndarray, " key"] | None, int | None]:
+        return (None, None) if self.bias is None else by_spread(self.bias)
+
+    @cached_property
+    def plain(self) -> ScaledSet:
+        """Without the queries: all coordinates have the same unit."""
+        return _scaled(self.keys, *self._level, None)
+
+    @cached_property
+    def scaled(self) -> ScaledSet:
+        """With the queries, if there are any: each coordinate has its own unit."""
+        return self.plain if self.queries is None else _scaled(self.keys, *self._level, self.queries)
+
+    @cached_property
+    def measured(self) -> ScoreSpace:
+        """The keys as the queries see them; without queries the keys themselves."""
+        own = self.scaled
+        return score_space(own.keys, own.bias, own.queries, own.powers)
+
+    @cached_property
+    def own(self) -> OwnKeys:
+        """The points that verdicts are about, and the bias that they count."""
+        plain, queries = self.plain, self.queries
+        power, lift, lift_power = int(plain.key_power[0]), plain.bias, plain.powers.bias
+        if queries is None or queries.missing.shape[1] == 0:
+            return OwnKeys(plain.keys, lift, lift_power - power)
+        mean = plain.keys.mean(axis=0)
+        outside, unit = of_unit_size(queries.outside, power)
+        if unit is not None:  # every query has this part of the center, so it acts as a bias
+            level = seen_from(plain.keys, mean, outside[:, None])[:, 0]
+            if lift is None or not lift.any():
+                lift, lift_power = level, unit
+            else:
+                both = max(unit, lift_power)
+                lift, lift_power = at_unit(lift, lift_power, both) + at_unit(level, unit, both), both
+        return OwnKeys(queries.keys_in_span(plain.keys - mean), lift, lift_power - power)
+
+    @cached_property
+    def exact_span(self) -> tuple[Float64[np.ndarray, "d r"] | None, Float64[np.ndarray, " d"] | None]:
+        """Axes and center of the queries that exact verdicts ask for; None where they are all queries.
+
+        Axes that span everything change no exact verdict.
+        """
+        queries = self.queries
+        if queries is None or queries.missing.shape[1] == 0:
+            return None, None
+        return (queries.axes if queries.given is None else queries.given), queries.center
+
+    @cached_property
+    def exact(self) -> ExactSet:
+        """The set for exact verdicts."""
+        axes, center = self.exact_span
+        return ExactSet(self.keys, self.bias, axes=axes, center=center)
+
+    @cached_property
+    def exact_keys(self) -> ExactSet:
+        """The set for queries over the keys themselves."""
+        return self.exact if self.exact_span[0] is None else ExactSet(self.keys, self.bias)

@@ -3,8 +3,7 @@
 Every key is first screened by the query that points at it (`pointed`), in one pass in single precision. The scores are
 one symmetric matrix, Z Zᵀ, over the lengths of its rows, so half of its blocks are enough; a block is used once,
 from both sides, and discarded. A bound of what single precision may have lost is taken off (N. Higham, Accuracy and
-Stability of Numerical Algorithms, 2002, §3.1): a positive `gap` proves that the key can be selected, and `log_weight`
-is known to `doubt`.
+Stability of Numerical Algorithms, 2002, §3.1).
 
 White queries select most of the other keys. The rest are solved for among *some* keys: their rivals under these
 queries, their neighbours, the longest. Weights over some are weights over all, so an unselectable key is found at once.
@@ -23,11 +22,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Int8, Int64
 
-from ln_probe.analyses.geometry.checker import SLACK, Checker, Heights, Rows, outside, through
-from ln_probe.analyses.geometry.compiled import in_threads
+from ln_probe.analyses.geometry.checker import SLACK, Checker, Heights, Rows, Space, through, with_center
+from ln_probe.analyses.geometry.compiled import in_threads, room, table
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, coordinates, unit_rows
 from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, Verdicts, decide
-from ln_probe.analyses.geometry.inputs import GIVEN, QuerySet, ScoreSpace
+from ln_probe.analyses.geometry.inputs import AMPLE, EPS, Powers, QuerySet, ScoreSpace
 from ln_probe.analyses.geometry.margins import RELATIVE_GAP, ZERO, measured, propose
 from ln_probe.analyses.geometry.newton import (
     _BOLD,
@@ -47,8 +46,6 @@ from ln_probe.analyses.geometry.wolfe import BUDGET
 # Keys of one side of a block of scores: 4 MB, which stay in a core's cache. 512, 1024 and 2048 take as long.
 _SIDE = 1024
 _SINGLE = float(np.finfo(np.float32).eps) / 2
-# Covers the rounding of the bounds themselves, and of the few operations after the product.
-_AMPLE = 2.0
 # The sum of exponentials: numpy adds pairwise within a block, and one block after the other.
 _SUM = 1e-4
 # Keys shorter than this share of the longest are not screened: what single precision leaves of them proves nothing.
@@ -85,24 +82,51 @@ def pointed(rows: Float64[np.ndarray, "key r"], offset: Float64[np.ndarray, " ke
     number, dim = rows.shape
     length = np.sqrt(np.einsum("ij,ij->i", rows, rows))
     unit = float(length.max(initial=0.0)) or 1.0
+    sides = [slice(first, min(first + _SIDE, number)) for first in range(0, number, _SIDE)]
     single = np.empty((number, dim), np.float32)
-    for some in _sides(number):
+    for some in sides:
         single[some] = rows[some] / unit
     added = np.zeros(number) if offset is None else offset - offset.mean()
     own = length + added
     # From a product of two scaled keys to the score of one under the other's query, in nats.
     seen = length > _SHORT * unit
     factor = np.divide(unit * unit, length, out=np.zeros(number), where=seen)
-    sums = _Sums(single, factor.astype(np.float32), added.astype(np.float32), own.astype(np.float32))
-    sides = list(_sides(number))
-    in_threads(sums.add, [(a, b) for k, a in enumerate(sides) for b in sides[k:]])
-    most, total = sums.result()
-    lost = _AMPLE * (dim + 8) * _SINGLE * unit
+    factors, lifts, owns = (values.astype(np.float32) for values in (factor, added, own))
+
+    def shares(
+        products: Float32[np.ndarray, "query key"], queries: slice, keys: slice
+    ) -> Float32[np.ndarray, " query"]:
+        """Sums of exp(score - own score)."""
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # 0 · -inf: a key that is not screened
+            scores = products * factors[queries, None]
+            scores += lifts[None, keys]
+            scores -= owns[queries, None]
+            return np.asarray(np.exp(scores, out=scores).sum(axis=1))
+
+    def block(pair: tuple[slice, slice]) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
+        """Largest products and sums of one block, for its rows and (off the diagonal) for its columns."""
+        a, b = pair
+        products = single[a] @ single[b].T
+        if a == b:
+            np.fill_diagonal(products, -np.inf)
+        found = [(a.start, b.start, products.max(axis=1), shares(products, a, b))]
+        if a != b:
+            found.append((b.start, a.start, products.max(axis=0), shares(products.T, b, a)))
+        return found
+
+    blocks = in_threads(block, [(a, b) for k, a in enumerate(sides) for b in sides[k:]])
+    most, total = np.full(number, -np.inf), np.zeros(number)
+    # In an order that does not depend on which thread did what.
+    for first, _, largest, part in sorted(one for found in blocks for one in found):
+        side = slice(first, first + len(part))
+        most[side] = np.maximum(most[side], largest)
+        total[side] += part
+    lost = AMPLE * (dim + 8) * _SINGLE * unit
     gap = np.full(number, np.inf)
     if number > 1:
         gap = np.where(seen, length - most * factor - lost, -np.inf)
     size = length + unit + np.abs(own) + np.abs(added).max(initial=0.0)
-    doubt = np.where(seen & np.isfinite(total), lost + _AMPLE * 8 * _SINGLE * size + _SUM, np.inf)
+    doubt = np.where(seen & np.isfinite(total), lost + AMPLE * 8 * _SINGLE * size + _SUM, np.inf)
     return Pointed(gap, -np.log1p(total), doubt)
 
 
@@ -123,54 +147,6 @@ def pointed_at(
     return found
 
 
-def _sides(number: int) -> list[slice]:
-    return [slice(first, min(first + _SIDE, number)) for first in range(0, number, _SIDE)]
-
-
-class _Sums:
-    """Largest product with another key, and the sum of exp(score - own score) over the others, of every key."""
-
-    def __init__(
-        self,
-        keys: Float32[np.ndarray, "key r"],
-        factor: Float32[np.ndarray, " key"],
-        added: Float32[np.ndarray, " key"],
-        own: Float32[np.ndarray, " key"],
-    ) -> None:
-        self.keys, self.factor, self.added, self.own = keys, factor, added, own
-        # (start of the queries, start of the keys): largest products and sums of the queries
-        self.parts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-
-    def add(self, pair: tuple[slice, slice]) -> None:
-        """One block, for its rows and (off the diagonal) for its columns."""
-        a, b = pair
-        products = self.keys[a] @ self.keys[b].T
-        if a == b:
-            np.fill_diagonal(products, -np.inf)
-        self.parts[a.start, b.start] = products.max(axis=1), self._shares(products, a, b)
-        if a != b:
-            self.parts[b.start, a.start] = products.max(axis=0), self._shares(products.T, b, a)
-
-    def _shares(
-        self, products: Float32[np.ndarray, "query key"], queries: slice, keys: slice
-    ) -> Float32[np.ndarray, " query"]:
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # 0 · -inf: a key that is not screened
-            scores = products * self.factor[queries, None]
-            scores += self.added[None, keys]
-            scores -= self.own[queries, None]
-            return np.asarray(np.exp(scores, out=scores).sum(axis=1))
-
-    def result(self) -> tuple[Float64[np.ndarray, " key"], Float64[np.ndarray, " key"]]:
-        """Both, summed in an order that does not depend on which thread did what."""
-        most, total = np.full(len(self.keys), -np.inf), np.zeros(len(self.keys))
-        for (first, _), (largest, shares) in sorted(self.parts.items()):
-            side = slice(first, first + len(shares))
-            most[side] = np.maximum(most[side], largest)
-            total[side] += shares
-        return most, total
-
-
-_EPS = float(np.finfo(np.float64).eps)
 # Keys read at once while they are brought into coordinates: 50 MB at d = 768.
 _READ = 8192
 # The screening's proof counts with this much to spare; the other keys are checked again.
@@ -193,8 +169,8 @@ class LargeChecker(Checker):
 
     def __init__(self, keys: Float[np.ndarray, "key d"], bias: Floats | None, queries: QuerySet | None) -> None:
         self.tau, self.name, self.number, self.plain = TAU, "", len(keys), keys.shape[1]
-        self.powers = GIVEN
-        self.doubt = 0.0 if queries is not None else 2.0 * (sum(keys.shape) + 8) * _EPS
+        self.powers = Powers()
+        self.doubt = 0.0 if queries is not None else AMPLE * (sum(keys.shape) + 8) * EPS
         parts = [slice(first, first + _READ) for first in range(0, len(keys), _READ)]
         largest = np.max([np.abs(keys[p]).max(axis=0) for p in parts], axis=0).astype(np.float64)
         power = int(np.frexp(largest.max(initial=0.0))[1])
@@ -214,15 +190,10 @@ class LargeChecker(Checker):
             points[p] = scaled(p, exponent) - mean
         left = points.mean(axis=0)
         points -= left
-        noise = 2 * _EPS * _lengths(points) + _EPS * float(np.linalg.norm(left))
+        noise = 2 * EPS * _lengths(points) + EPS * float(np.linalg.norm(left))
         high = level = None if bias is None else Heights.of(bias, 0)
         if queries is not None and queries.missing.shape[1]:
-            direction = outside(queries, power)
-            if direction is not None:
-                found = [Heights.along(scaled(p, exponent), mean, *direction) for p in parts]
-                value, lost = (np.concatenate([getattr(part, name) for part in found]) for name in ("value", "noise"))
-                beyond = Heights(value, lost, direction[2])
-                level = beyond if high is None or not high.value.any() else beyond.plus(high, max(direction[2], 0))
+            level = with_center((scaled(p, exponent) for p in parts), mean, queries, power, high)
             noise += queries.projection_noise(points)
             for p in parts:
                 points[p] = queries.in_span(points[p])
@@ -251,25 +222,21 @@ class LargeChecker(Checker):
         """
         return gap / (self._longest * self.size * self.unit)
 
-    @property
-    def lift(self) -> Floats | None:
-        """What verdicts count as a bias, over its RMS."""
-        return self.judged.rows[:, -1] if self.judged.upwards else None
-
     def among(self, some: Ints) -> KeyCoordinates:
         """Some of the keys, ready to be judged."""
-        plain = np.ascontiguousarray(self.judged.rows[some, : self.plain])
-        return coordinates(plain, None if self.lift is None else self.lift[some])
+        rows = self.judged.rows[some]
+        return coordinates(np.ascontiguousarray(rows[:, : self.plain]), rows[:, -1] if self.judged.upwards else None)
 
-    def rivals(self, queries: Float64[np.ndarray, "query dim"], count: int, own: Ints | None = None) -> list[Ints]:
-        """The keys that score highest under each query over the judged points; only those above `own`, if given."""
-        found = []
-        for k in range(len(queries)):
-            scores = self.judged.scores(queries[k : k + 1])[0]
-            level = -np.inf if own is None else scores[own[k]]
-            best = np.argpartition(-scores, min(count, len(scores) - 1))[: count + 1]
-            found.append(best[scores[best] >= level])
-        return found
+
+def _rivals(space: Space, queries: Float64[np.ndarray, "query dim"], count: int, own: Ints | None = None) -> list[Ints]:
+    """The keys that score highest under each query; only those above `own`, if given."""
+    found = []
+    for k in range(len(queries)):
+        scores = space.scores(queries[k : k + 1])[0]
+        level = -np.inf if own is None else scores[own[k]]
+        best = np.argpartition(-scores, min(count, len(scores) - 1))[: count + 1]
+        found.append(best[scores[best] >= level])
+    return found
 
 
 def decide_large(
@@ -335,7 +302,8 @@ def _solved(checker: LargeChecker, keys: Ints, queries: Float64[np.ndarray, "som
         inside = found.code[places] == UNSELECTABLE
         if inside.any():
             which = todo[inside]
-            miss = checker.reproduces(keys[which], weights_of(found, places[inside], some))
+            rows = found.weights.some(found.source[places[inside]])
+            miss = checker.reproduces(keys[which], replace(rows, index=some[rows.index]))
             code[which[miss.upper <= checker.tau * (1 + SLACK)]] = UNSELECTABLE
         outside = np.isin(found.code[places], (SELECTABLE, DUPLICATE))
         todo, tried = todo[outside], over_all(checker, sets, found.query[places[outside]])
@@ -344,7 +312,7 @@ def _solved(checker: LargeChecker, keys: Ints, queries: Float64[np.ndarray, "som
         todo = todo[still]
         if len(todo) == 0:
             break
-        more = np.unique(np.concatenate([some, *checker.rivals(tried[still], _MORE, keys[todo])]))
+        more = np.unique(np.concatenate([some, *_rivals(checker.judged, tried[still], _MORE, keys[todo])]))
         if len(more) == len(some):
             break
         some = more
@@ -354,19 +322,13 @@ def _solved(checker: LargeChecker, keys: Ints, queries: Float64[np.ndarray, "som
 def _first_rivals(checker: LargeChecker, keys: Ints, queries: Float64[np.ndarray, "some dim"]) -> Ints:
     """Keys to begin with: those that score highest, the nearest, and the longest; in order."""
     space = checker.judged
-    found = [keys, *checker.rivals(queries, _RIVALS), *checker.rivals(unit_rows(space.rows[keys]), _RIVALS)]
+    found = [keys, *_rivals(space, queries, _RIVALS), *_rivals(space, unit_rows(space.rows[keys]), _RIVALS)]
     half = space.length**2 / 2
     for i in keys:
         near = space.rows @ space.rows[i] - half
         found.append(np.argpartition(-near, min(_RIVALS, len(near) - 1))[: _RIVALS + 1])
     found.append(np.argsort(-space.length, kind="stable")[:_LONG])
     return np.unique(np.concatenate(found))
-
-
-def weights_of(found: Verdicts, places: Ints, some: Ints) -> Rows:
-    """Weights of some keys (by their places in `some`), over all keys."""
-    rows = found.weights.some(found.source[places])
-    return replace(rows, index=some[rows.index])
 
 
 def over_all(
@@ -399,7 +361,7 @@ def margins_large(
     budget of the solver ends."""
     space = checker.measured
     lower, upper = np.full(len(keys), -np.inf), np.full(len(keys), np.inf)
-    some = np.unique(np.concatenate([keys, *_best(checker, into_ball(space.rows[keys]), _MARGIN_RIVALS)]))
+    some = np.unique(np.concatenate([keys, *_rivals(space, into_ball(space.rows[keys]), _MARGIN_RIVALS)]))
     todo = np.arange(len(keys))
     for share in _SHARES:
         points, weights = _proposed(checker, some, keys[todo], share * BUDGET)
@@ -413,17 +375,8 @@ def margins_large(
         todo, points = todo[wide], points[wide]
         if len(todo) == 0:
             break
-        some = np.unique(np.concatenate([some, *_best(checker, points, _MARGIN_MORE)]))
+        some = np.unique(np.concatenate([some, *_rivals(space, points, _MARGIN_MORE)]))
     return lower, upper
-
-
-def _best(checker: LargeChecker, points: Float64[np.ndarray, "some r"], count: int) -> list[Ints]:
-    """The keys that score highest at each point of the ball, its own included."""
-    found = []
-    for u in points:
-        scores = checker.measured.scores(u[None])[0]
-        found.append(np.argpartition(-scores, min(count, len(scores) - 1))[: count + 1])
-    return found
 
 
 def _proposed(
@@ -493,7 +446,7 @@ class _Weights:
         """Go from each point as far along its way as the value falls; the shares of the ways that were gone."""
         changes = ways @ self.rows.T
         gone = np.zeros(len(some))
-        trial = np.empty(self.scores.shape[1])
+        trial = room(self.scores.shape[1])
         for place, k in enumerate(some):
             own = int(self.keys[k])
             share, lower, _ = _line_search(
@@ -517,13 +470,12 @@ class _Weights:
         """Newton's method for one target."""
         dim = self.rows.shape[1]
         model, own = _MODEL_SHARE, np.array([k])
-        gram, factor, work = np.empty((dim, dim)), np.empty((dim, dim)), np.empty(dim)
+        gram, factor, work = table(dim, dim), table(dim, dim), room(dim)
         for _ in range(_ALONE):
             if self.upper[k] - self.weight[k] <= self.gap:
                 break
             spread = self._spread(k, model)
-            goal, gradient = np.empty(dim), self.gradient[k].copy()
-            short = np.empty(max(len(spread), dim))
+            goal, gradient, short = room(dim), self.gradient[k].copy(), room(max(len(spread), dim))
             _model_minimum(spread, len(spread), gram, factor, short, self.point[k].copy(), gradient, goal, work)
             way = goal - self.point[k]
             slope = float(gradient @ way)

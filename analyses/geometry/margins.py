@@ -1,11 +1,8 @@
 """By how much can a key be selected? Two ends of a bracket: a query from below, weights of the other keys from above.
 
-Without a set of queries the margin is the distance of a key to the hull of all others, relative to the RMS norm of the
-centred keys. With one it is the best score gap that a query of the set gives, in nats, negative if none puts the key on
-top: the center `c·k` and a bias count as they count in a score. This module only proposes; what its queries and weights
-prove is computed by `checker`.
-
-With scores `h_j + u·z_j`, |u| ≤ 1, the margin of key i is a concave maximum and, by duality, a convex minimum:
+This module only proposes; what its queries and weights prove is computed by `checker`. With scores `h_j + u·z_j`,
+|u| ≤ 1 (h holds the center `c·k` and the bias), the margin of key i is a concave maximum and, by duality, a convex
+minimum:
 
     max_u min_j [h_i - h_j + u·(z_i - z_j)]  =  min_w  |Σ w_j (z_j - z_i)| - Σ w_j (h_j - h_i),   w convex.
 
@@ -16,8 +13,6 @@ under the query u = -x/|x|. Only the affine minimizer differs. On the affine hul
 slope d within the hull's own directions; with p the point nearest to the origin the minimizer is p + s·d, s = |p| / √(1
 - |d|²), and if |d| ≥ 1 there is none: the way is along d until a weight is used up. Every iterate brackets the margin:
 the query from below, the weights from above.
-
-Source of the scheme: P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149.
 """
 
 from __future__ import annotations
@@ -261,12 +256,6 @@ def _winner(keys: Keys, i: int, u: Floats, scores: Floats) -> tuple[int, float]:
 
 
 @compiled
-def _rebuilt(active: ActiveSet, m: int, bordering: float) -> bool:
-    points, e, _, _, inverse, solution, border, work = active
-    return rebuild(points, e, inverse, solution, border, work, m, bordering)
-
-
-@compiled
 def best_gaps(
     rows: Floats, columns: Floats, offset: Floats, targets: Ints, gap: float, floor: float, budget: float
 ) -> tuple[Floats, Floats, Floats, Ints, Floats, Ints]:
@@ -288,6 +277,7 @@ def best_gaps(
     values, indices = room(number * capacity), np.empty(number * capacity, np.int64)
     cone = Cone(active_set(capacity, dim), room(capacity), room(capacity), room(capacity), room(dim), room(dim))
     active, lead = cone.active, cone.lead
+    points, e, _, _, inverse, solution, border, work = active
     x, u, scores = room(dim), room(dim), room(count)
     keys = Keys(rows, columns, offset, room(count))
     for j in range(count):
@@ -331,7 +321,7 @@ def best_gaps(
             if entered:
                 fresh = False
             else:  # nothing new: rounding, put right once
-                if fresh or not _rebuilt(active, m, bordering):
+                if fresh or not rebuild(points, e, inverse, solution, border, work, m, bordering):
                     break
                 fresh, careful = True, True
             m, removed, more = _to_minimizer(cone, m, bordering, careful)
@@ -425,7 +415,6 @@ def propose(
             pieces.append((np.flatnonzero(inside), np.diff(rows.start), rows.index, rows.value))
             point[inside] = space.level
     copied = (space.copy[only] >= 0) & ~inside
-    solve = _distances if space.offset is None else _gaps
     if space.offset is None and copied.any():  # its copy is as near as can be, and the zero query proves 0
         which = np.flatnonzero(copied)
         pieces.append((which, np.ones(len(which), np.int64), space.copy[only[which]], np.ones(len(which))))
@@ -435,44 +424,22 @@ def propose(
         which = np.flatnonzero(some)  # a copy is solved for among all keys: it ties with the key at best
         if len(which) == 0 or len(names) < 2:
             continue
-        point[which], weights = solve(space, names, only[which], gap, budget)
+        point[which], weights = _solved(space, names, only[which], gap, budget)
         pieces.append((which, np.diff(weights.start), names[weights.index], weights.value))
     return point, Rows.gathered(len(only), pieces)
 
 
-def _gaps(
+def _solved(
     space: Measured, names: Int64[np.ndarray, " row"], keys: Int64[np.ndarray, " some"], gap: float, budget: float
 ) -> tuple[Floats, Rows]:
-    """Queries, and weights over `names`, for keys with offsets."""
-    assert space.offset is not None
-    here = np.ascontiguousarray(space.rows[names])
-    _, _, query, sizes, values, indices = best_gaps(
-        here,
-        np.ascontiguousarray(here.T),
-        space.offset[names],
-        np.searchsorted(names, keys),
-        gap,
-        ZERO * space.size,
-        budget,
-    )
-    return query, Rows(np.concatenate([[0], np.cumsum(sizes)]), indices, values)
-
-
-def _distances(
-    space: Measured, names: Int64[np.ndarray, " row"], keys: Int64[np.ndarray, " some"], gap: float, budget: float
-) -> tuple[Floats, Rows]:
-    """The same without offsets: the nearest point of the hull of the others."""
-    here = np.ascontiguousarray(space.rows[names])
-    found = nearest_points(
-        here,
-        np.searchsorted(names, keys),
-        tau=ZERO * space.size,
-        gap=gap,
-        ray=space.upwards,
-        careful=True,
-        budget=budget,
-    )
-    return unit_rows(found.query), found.weights
+    """Queries, and weights over `names`; without offsets those of the nearest point of the hull of the others."""
+    here, places, floor = np.ascontiguousarray(space.rows[names]), np.searchsorted(names, keys), ZERO * space.size
+    if space.offset is None:
+        found = nearest_points(here, places, tau=floor, gap=gap, ray=space.upwards, careful=True, budget=budget)
+        return unit_rows(found.query), found.weights
+    columns, offset = np.ascontiguousarray(here.T), space.offset[names]
+    _, _, query, sizes, values, indices = best_gaps(here, columns, offset, places, gap, floor, budget)
+    return query, Rows.sized(sizes, indices, values)
 
 
 def again(
@@ -510,6 +477,7 @@ def again(
             np.ascontiguousarray(scaled.T),
             own / heat,
             target,
+            target + 1,
             best[0][None, None],
             1e-3,
             _STEPS,

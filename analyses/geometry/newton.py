@@ -286,51 +286,31 @@ def _line_search(
     return share, lower, searched
 
 
+@compiled
 def largest_weights(
     rows: Floats,
     columns: Floats,
     offset: Floats,
     targets: Ints,
+    counts: Ints,
     starts: Floats,
     tolerance: float,
     most: int,
-    budget: float = BUDGET,
-    counts: Ints | None = None,
+    budget: float,
 ) -> tuple[Floats, Floats, Floats, Floats, Ints]:
     """Largest softmax weight of each target over the unit ball of `u`, for scores `offset + rows @ u`.
 
     Args:
         rows, columns: "key dim" and "dim key", in nats.
+        counts: of each target, among how many keys, the first ones, its weight is taken.
         starts: points of the ball, "start target dim"; each target starts from its best one.
         tolerance: stop when the weight is known to this, or after `most` steps.
         budget: multiply-adds per target after which it stops with the bounds found so far.
-        counts: of each target, among how many keys, the first ones, its weight is taken; None: all.
 
     Returns:
         weights found, upper bounds, the points "target dim" that prove the one and the other, steps taken. Bounds
         further apart than the tolerance say that steps or budget ran out.
-
-    Raises:
-        ValueError: a budget that is not positive.
     """
-    if not budget > 0.0:
-        raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
-    among = np.full(len(targets), len(rows)) if counts is None else counts
-    return _largest_weights(rows, columns, offset, targets, starts, tolerance, most, float(budget), among)
-
-
-@compiled
-def _largest_weights(
-    rows: Floats,
-    columns: Floats,
-    offset: Floats,
-    targets: Ints,
-    starts: Floats,
-    tolerance: float,
-    most: int,
-    budget: float,
-    counts: Ints,
-) -> tuple[Floats, Floats, Floats, Floats, Ints]:
     whole, dim = rows.shape
     number = targets.shape[0]
     found, bound = room(number), room(number)
@@ -447,12 +427,14 @@ def attainable(
     targets = np.arange(len(rows)) if only is None else only
     first = into_ball(rows[targets])
     both = np.stack([first] if starts is None else [first, into_ball(np.nan_to_num(starts))])
-    columns = np.ascontiguousarray(rows.T)
-    weight, upper, point, proof, _ = largest_weights(rows, columns, offset, targets, both, gap, STEPS, budget)
+    columns, counts = np.ascontiguousarray(rows.T), np.full(len(targets), len(rows))
+    weight, upper, point, proof, _ = largest_weights(
+        rows, columns, offset, targets, counts, both, gap, STEPS, float(budget)
+    )
     left = np.flatnonzero(upper - weight > gap)
     if len(left):  # once more, from the middle
         middle = np.zeros((1, len(left), rows.shape[1]))
-        again = largest_weights(rows, columns, offset, targets[left], middle, gap, STEPS, budget)
+        again = largest_weights(rows, columns, offset, targets[left], counts[left], middle, gap, STEPS, float(budget))
         better, tighter = again[0] > weight[left], again[1] < upper[left]
         weight[left[better]], point[left[better]] = again[0][better], again[2][better]
         upper[left[tighter]], proof[left[tighter]] = again[1][tighter], again[3][tighter]

@@ -4,28 +4,23 @@ If a query at position t sees the keys 0..t, their hull only grows, so there is 
 unselectable. It is found by bisection in which every answer is used in full: weights say which keys suffice (nothing
 later is needed), a query says which key is the first to beat it (nothing earlier is enough).
 
-`newton.attainable` is about one set of keys and one set of queries. A key of a prompt is seen from several positions t:
-they see different keys, and with rotary positions R_t their queries differ, `R_t (c + A u)`, |u| ≤ 1.
-`attainable_anywhere` bounds the largest softmax weight over all positions that see the key and another one.
-
-Without rotary positions the queries are the same everywhere. Under one query every further key lowers the weight of the
-others, so with a causal mask the largest weight occurs at the first of these positions, and one problem per key (among
-the keys before it) answers the question to within `gap`.
-
-With rotary positions, or where keys fall out of a window, a later position may give more. Then the answer is an upper
-bound. For any convex weights p of keys that position t sees, with or without its own key i,
+`attainable_anywhere` bounds the largest softmax weight of a key over all positions that see it and another one.
+docs/geometry.md ("Attention") says at which position that is, and how the bound is proved where there may be several:
+for any convex weights p of keys that position t sees, with or without its own key i,
 
     log w_i(t) ≤ -[H(p) + c_t·v + Σ p_j (b_j - b_i) - |A_tᵀ v|],    v = Σ p_j (k_j - k_i)
 
-(Gibbs, as in `checker`; H the entropy, b a bias per key). p comes from the problem at the last position, among the keys
-that all positions see, so it is one p per key; the bound is evaluated at every position. With a window the positions
-are taken in two halves, so that all positions of a half see at least half of the window's keys.
+(Gibbs, as in `checker`; H the entropy, b a bias per key, `c_t + A_t u` the queries at t). p comes from the problem at
+the last position, among the keys that all positions see, so it is one p per key; the bound is evaluated at every
+position. With a window the positions are taken in two halves, so that all positions of a half see at least half of the
+window's keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -35,7 +30,9 @@ from ln_probe.analyses.geometry.checker import Rows
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, count_bias
 from ln_probe.analyses.geometry.decide import UNSELECTABLE, Verdicts, nearest_leaders
 from ln_probe.analyses.geometry.exact import ExactVerdict
+from ln_probe.analyses.geometry.inputs import AMPLE, EPS
 from ln_probe.analyses.geometry.newton import STEPS, WEIGHT_GAP, into_ball, largest_weights
+from ln_probe.analyses.geometry.wolfe import BUDGET
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,6 @@ def _seen(leaders: Ints, own: int, used: Ints) -> int:
 # Centers "set d" and axes "set d r" of the queries at some positions.
 QuerySets = Callable[[Ints], tuple[Float64[np.ndarray, "set d"], Float64[np.ndarray, "set d r"]]]
 
-_EPS = float(np.finfo(np.float64).eps)
-# Covers the rounding of the error bounds themselves.
-_AMPLE = 2.0
 # Numbers in one block of products: 2 MB, which stay in a core's cache.
 _BLOCK = 250_000
 
@@ -144,7 +138,8 @@ def attainable_anywhere(
     if number < 2 or (window is not None and window < 2):
         nothing = np.full(len(targets), np.nan)
         return nothing, nothing
-    problem = _Problem(keys, bias, queries, rotary, causal, window, targets)
+    level = np.zeros(number) if bias is None else bias - bias.mean()
+    problem = _Problem(keys - keys.mean(axis=0), level, queries, rotary, causal, window, targets)
     first = np.maximum(targets, 1) if causal else np.zeros_like(targets)
     last = np.full(len(targets), number - 1)
     if window is None or window >= number:
@@ -154,32 +149,31 @@ def attainable_anywhere(
     weight, upper = problem.between(first, middle)
     later = np.flatnonzero(middle < last)
     if len(later):
-        problem = _Problem(keys, bias, queries, rotary, causal, window, targets[later])
-        more = problem.between(middle[later] + 1, last[later])
+        more = replace(problem, targets=targets[later]).between(middle[later] + 1, last[later])
         weight[later], upper[later] = np.maximum(weight[later], more[0]), np.maximum(upper[later], more[1])
     return weight, upper
 
 
+@dataclass
 class _Problem:
     """Some keys of a prompt, and bounds of their weights at the positions of an interval."""
 
-    def __init__(
-        self,
-        keys: Float64[np.ndarray, "key d"],
-        bias: Floats | None,
-        queries: QuerySets,
-        rotary: bool,
-        causal: bool,
-        window: int | None,
-        targets: Ints,
-    ) -> None:
-        self.keys = keys - keys.mean(axis=0)
-        self.bias = np.zeros(len(keys)) if bias is None else bias - bias.mean()
-        self.length = np.linalg.norm(self.keys, axis=1)
-        self.queries, self.rotary, self.causal, self.window = queries, rotary, causal, window
-        self.targets = targets
-        # Of a sum over the keys or the dimensions, and what follows it, relative to the sizes of its terms.
-        self.rounding = (sum(keys.shape) + 16) * _AMPLE * _EPS
+    keys: Float64[np.ndarray, "key d"]  # centred, as the bias is
+    bias: Floats
+    queries: QuerySets
+    rotary: bool
+    causal: bool
+    window: int | None
+    targets: Ints
+
+    @cached_property
+    def length(self) -> Floats:
+        return np.asarray(np.linalg.norm(self.keys, axis=1))
+
+    @property
+    def rounding(self) -> float:
+        """Of a sum over the keys or the dimensions, and what follows it, relative to the sizes of its terms."""
+        return (sum(self.keys.shape) + 16) * AMPLE * EPS
 
     def between(self, first: Ints, last: Ints) -> tuple[Floats, Floats]:
         """A weight at position `first` of each key, and a bound for all positions from there to `last`."""
@@ -219,7 +213,7 @@ class _Problem:
                 at = first[some[here]] - positions[0]
                 towards = np.einsum("ndr,nd->nr", axes[at], self.keys[self.targets[some[here]]])
                 points = np.stack([-into_ball(seen[here, at]), into_ball(towards)])
-            points /= np.maximum(np.linalg.norm(points, axis=2) * (1.0 + (r + 8) * _EPS), 1.0)[..., None]
+            points /= np.maximum(np.linalg.norm(points, axis=2) * (1.0 + (r + 8) * EPS), 1.0)[..., None]
             tried[:, some[here]] = center[at] + np.einsum("ndr,knr->knd", axes[at], points)
             longest_there[some[here]] = longest[at]
         weights = [self._weights(queries, first, longest_there) for queries in tried[: 2 if self.rotary else 1]]
@@ -248,10 +242,11 @@ class _Problem:
                 np.ascontiguousarray(part.T),
                 np.ascontiguousarray(offset[start:]),
                 self.targets[some] - start,
+                high[some] - start + 1,
                 first[some][None],
                 WEIGHT_GAP,
                 STEPS,
-                counts=high[some] - start + 1,
+                BUDGET,
             )[2:4]
         return rows, offset, best, proof
 

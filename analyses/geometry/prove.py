@@ -29,7 +29,7 @@ from ln_probe.analyses.geometry.decide import (
     alone,
 )
 from ln_probe.analyses.geometry.exact import ExactVerdict
-from ln_probe.analyses.geometry.inputs import ScoreSpace, outwards
+from ln_probe.analyses.geometry.inputs import EPS, ScoreSpace, outwards
 from ln_probe.analyses.geometry.margins import again, measured, propose, too_wide
 from ln_probe.analyses.geometry.newton import Attainable
 from ln_probe.analyses.geometry.positions import FirstUnselectable
@@ -97,43 +97,48 @@ def prove_verdicts(
         clear[down] = -miss.upper
         failed[down] = ~(miss.upper <= TAU * (1 + SLACK))
     todo = np.flatnonzero(failed | (code == UNDECIDED) if seek and number <= LARGE else failed)
+    repaired, known = np.zeros(number, bool), dict[bytes, int]()
     if len(todo) == 0:
-        return Proved(replace(verdicts, code=code), clear, failed)
-    return _repair(checker, sets, replace(verdicts, code=code), clear, todo, budget)
-
-
-def _repair(
-    checker: Checker, sets: KeyCoordinates, verdicts: Verdicts, clear: Floats, todo: Ints, budget: float
-) -> Proved:
-    number = len(verdicts.code)
-    code, query, source = verdicts.code.copy(), verdicts.query.copy(), np.arange(number)
+        return Proved(replace(verdicts, code=code), clear, repaired)
+    query, source = verdicts.query.copy(), np.arange(number)
     # A row for each key: one that keys share may not be replaced for one of them alone.
     rows = {int(i): verdicts.row(int(i)) for i in np.flatnonzero(code == UNSELECTABLE)}
-    repaired = np.zeros(number, bool)
-    known: dict[bytes, int] = {}
     for i in map(int, todo):
         rows.pop(i, None)
         like = known.setdefault(sets.normalized[i].tobytes(), i)
         if like != i:  # an exact copy of one that was done
-            for found in (code, query, clear, repaired):
-                found[i] = found[like]
+            for values in (code, query, clear, repaired):
+                values[i] = values[like]
             source[i] = like
             continue
-        code[i], clear[i] = UNDECIDED, np.nan
-        for asked, index, value in alone(sets, i, budget):
-            one = np.array([i])
-            gap, near = checker.selects(one, asked[None])
-            if gap.lower[0] > TAU * (1 - SLACK):
-                code[i], query[i], clear[i] = (DUPLICATE if near[0] else SELECTABLE), asked, gap.lower[0]
-                break
-            if len(index):
-                miss = checker.reproduces(one, Rows(np.array([0, len(index)]), index, value))
-                if miss.upper[0] <= TAU * (1 + SLACK):
-                    code[i], clear[i], rows[i] = UNSELECTABLE, -miss.upper[0], (index, value)
-                    break
+        code[i], clear[i], asked, row = _alone(checker, sets, i, budget)
         repaired[i] = code[i] != UNDECIDED
-    weights = Rows.of(rows, number)
-    return Proved(Verdicts(code, query, weights, source, verdicts.gap), clear, repaired)
+        if code[i] == UNSELECTABLE:
+            rows[i] = row
+        elif repaired[i]:
+            query[i] = asked
+    return Proved(Verdicts(code, query, Rows.of(rows, number), source, verdicts.gap), clear, repaired)
+
+
+def _alone(
+    checker: Checker, sets: KeyCoordinates, i: int, budget: float, until: int | None = None
+) -> tuple[int, float, Floats, tuple[Ints, Floats]]:
+    """Solve for key i among the keys (up to position `until`) that differ from it, by one solver after the other.
+
+    Returns:
+        the verdict that is proved, how clear it is, and the query or the row of weights that prove it.
+    """
+    one, last = np.array([i]), None if until is None else np.array([until])
+    nothing = np.empty(0), (np.empty(0, np.int64), np.empty(0))
+    for query, index, value in alone(sets, i, budget, until):
+        gap, near = checker.selects(one, query[None], until=last)
+        if gap.lower[0] > TAU * (1 - SLACK):
+            return (DUPLICATE if near[0] else SELECTABLE), gap.lower[0], query, nothing[1]
+        if len(index):
+            miss = checker.reproduces(one, Rows(np.array([0, len(index)]), index, value), until=last)
+            if miss.upper[0] <= TAU * (1 + SLACK):
+                return UNSELECTABLE, -miss.upper[0], nothing[0], (index, value)
+    return UNDECIDED, np.nan, *nothing
 
 
 def prove_margins(
@@ -246,13 +251,14 @@ def close_positions(
         low, high, one = i - 1, int(at[i]), np.array([i])
         tried = high - 1
         while high - low > 1:
-            proof = _position(checker, sets, i, tried, budget)
-            if proof is None:
+            code, _, asked, (index, value) = _alone(checker, sets, i, budget, tried)
+            if code == UNDECIDED:
                 break
-            if isinstance(proof, tuple):
-                rows[i], high = proof, max(i, int(proof[0].max()))
+            if code == UNSELECTABLE:
+                rows[i] = index[value > 0.0], value[value > 0.0]
+                high = max(i, int(rows[i][0].max()))
             else:
-                query[i], low = proof, tried
+                query[i], low = asked, tried
             tried = (low + high) // 2
         at[i] = high
         if high > i:
@@ -268,24 +274,6 @@ def _rows_of(first: FirstUnselectable, keys: Ints) -> dict[int, tuple[Ints, Floa
     return {int(i): first.weights.row(int(first.source[i])) for i in keys}
 
 
-def _position(
-    checker: Checker, sets: KeyCoordinates, i: int, until: int, budget: float
-) -> Floats | tuple[Ints, Floats] | None:
-    """A query that selects key i among keys 0..until, or weights of these that reproduce it; None if neither is
-    proved."""
-    one, last = np.array([i]), np.array([until])
-    for query, index, value in alone(sets, i, budget, until):
-        gap, _ = checker.selects(one, query[None], until=last)
-        if gap.lower[0] > TAU * (1 - SLACK):
-            return query
-        if len(index):
-            miss = checker.reproduces(one, Rows(np.array([0, len(index)]), index, value), until=last)
-            if miss.upper[0] <= TAU * (1 + SLACK):
-                return index[value > 0.0], value[value > 0.0]
-    return None
-
-
-_EPS = float(np.finfo(np.float64).eps)
 # Beyond these a warning is given. Directions that differ more than this in spread are distinguished by tau alone: what
 # is thinner than tau counts as flat. Keys that far from the origin have lost half of float32's digits to their offset.
 _SPREAD, _OFFSET = 1e6, 1e4
@@ -315,28 +303,29 @@ class Conditioning:
 
     def warnings(self, number: int) -> tuple[str, ...]:
         """What endangers the verdicts, a sentence each; empty if nothing does."""
-        found = []
-        if self.spread > _SPREAD:
-            found.append(
+        figures = (
+            (
+                self.spread > _SPREAD,
                 f"keys spread {self.spread:.1e} times further in one direction than in another: what is thinner than "
-                f"tau ({TAU:g} of their RMS norm) counts as flat"
-            )
-        if self.offset_over_spread > _OFFSET:
-            found.append(
+                f"tau ({TAU:g} of their RMS norm) counts as flat",
+            ),
+            (
+                self.offset_over_spread > _OFFSET,
                 f"the mean key is {self.offset_over_spread:.1e} times longer than keys are apart: if they were "
-                "computed in float32, few digits of their differences are left; centre them before rounding"
-            )
-        if self.score_noise > SCORE_NOISE:
-            found.append(
+                "computed in float32, few digits of their differences are left; centre them before rounding",
+            ),
+            (
+                self.score_noise > SCORE_NOISE,
                 f"scores are so large that float64 rounds them by {self.score_noise:.1e} nats: bounds of attention and "
-                "margins are wide; use a smaller query set"
-            )
-        if self.near_tau > _NEAR_SHARE * number:
-            found.append(
+                "margins are wide; use a smaller query set",
+            ),
+            (
+                self.near_tau > _NEAR_SHARE * number,
                 f"{self.near_tau} of {number} keys are within a factor 2 of the tolerance {TAU:g}, or undecided: "
-                "strict=True decides them exactly"
-            )
-        return tuple(found)
+                "strict=True decides them exactly",
+            ),
+        )
+        return tuple(text for critical, text in figures if critical)
 
 
 def conditioning(
@@ -350,7 +339,7 @@ def conditioning(
     return Conditioning(
         spread=float(sets.stretch.max() / sets.stretch.min()) if len(sets.stretch) else 1.0,
         offset_over_spread=where.offset_over_spread,
-        score_noise=_EPS * where.largest_score,
+        score_noise=EPS * where.largest_score,
         near_tau=int(near.sum()),
     )
 

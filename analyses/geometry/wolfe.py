@@ -394,12 +394,7 @@ def nearest_points(
         scaled: seek among differences of length one; by default where verdicts are asked for and not distances, that is
             without `gap`.
         budget: multiply-adds per target after which it ends EXHAUSTED with what was found so far.
-
-    Raises:
-        ValueError: a budget that is not positive.
     """
-    if not budget > 0.0:
-        raise ValueError(f"budget must be positive, got {budget}: it is the number of multiply-adds per key")
     ended, lower, upper, query, sizes, weights, indices = _nearest_points(
         rows,
         np.ascontiguousarray(rows.T) if columns is None else columns,
@@ -415,13 +410,7 @@ def nearest_points(
         gap < 0.0 if scaled is None else scaled,
         float(budget),
     )
-    start = np.zeros(len(targets) + 1, np.int64)
-    np.cumsum(sizes, out=start[1:])
-    if ray:
-        keys = indices >= 0
-        start = np.concatenate([[0], np.cumsum(keys)])[start]
-        indices, weights = indices[keys], weights[keys]
-    return Nearest(ended, lower, upper, query, Rows(start, indices, weights))
+    return Nearest(ended, lower, upper, query, Rows.sized(sizes, indices, weights))
 
 
 @compiled
@@ -460,10 +449,21 @@ def _nearest_points(
             if shorten or attempt > 0 or starts[k] < 0:
                 spent += counts[k] * dim
             best[:] = 0.0
-            ended[k], m, lower[k], upper[k], used_up = _attempt(
-                search, start, careful, shorten, active, x, best, scores, budget - spent
+            ended[k], m, lower[k], upper[k], used_up = nearest_point(
+                search, start, 1 if careful else -1, active, x, best, scores, budget - spent
             )
             spent += used_up
+            if shorten:
+                unscale(active, scale, m)
+            if careful and ended[k] in (STALLED, CONVERGED) and m > 0:
+                low, kept = lower[k], best.copy()
+                ended[k], m, lower[k], upper[k], used_up = polish(search, active, m, x, best, scores, budget - spent)
+                spent += used_up
+                if ended[k] != SEPARATED and low > lower[k]:
+                    lower[k] = low
+                    best[:] = kept
+            if ended[k] in (STALLED, EXHAUSTED):  # it may have stopped between two points
+                upper[k] = _distance(search, active, m, x)
             if ended[k] == SEPARATED or ended[k] == INSIDE or ended[k] == EXHAUSTED:
                 break
         for t in range(dim):
@@ -493,31 +493,3 @@ def _start(search: Search, start: int, shorten: bool, squares: Floats, scores: F
     for j in range(search.number):  # (a separate loop: roots and quotients on vector registers)
         scale[j] = scale_of(scores[j] + own, squares[j] + own) if shorten else 1.0
     return nearest
-
-
-@compiled
-def _attempt(
-    search: Search,
-    start: int,
-    careful: bool,
-    shortened: bool,
-    active: ActiveSet,
-    x: Floats,
-    best: Floats,
-    scores: Floats,
-    budget: float,
-) -> tuple[int, int, float, float, float]:
-    """`nearest_point`, polished where it ends without an answer; results as there, weights of the keys themselves."""
-    ended, m, lower, upper, spent = nearest_point(search, start, 1 if careful else -1, active, x, best, scores, budget)
-    if shortened:
-        unscale(active, search.scale, m)
-    if careful and ended in (STALLED, CONVERGED) and m > 0:
-        low, kept = lower, best.copy()
-        ended, m, lower, upper, more = polish(search, active, m, x, best, scores, budget - spent)
-        spent += more
-        if ended != SEPARATED and low > lower:
-            lower = low
-            best[:] = kept
-    if ended in (STALLED, EXHAUSTED):  # it may have stopped between two points
-        upper = _distance(search, active, m, x)
-    return ended, m, lower, upper, spent

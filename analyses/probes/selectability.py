@@ -25,11 +25,11 @@ import pandas as pd
 from jaxtyping import Float64, Int64
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, SAMPLE_ABOVE
-from ln_probe.analyses.geometry.api import SetGeometry, set_attention, set_geometry
+from ln_probe.analyses.geometry.api import set_attention, set_geometry
 from ln_probe.analyses.geometry.compiled import in_threads
-from ln_probe.analyses.geometry.inputs import SPAN_TOLERANCE, QuerySet
+from ln_probe.analyses.geometry.inputs import SPAN_TOLERANCE, GivenSet, QuerySet
 from ln_probe.analyses.geometry.positions import attainable_anywhere
-from ln_probe.analyses.geometry.witnesses import GivenSet
+from ln_probe.analyses.geometry.witnesses import SetGeometry
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,

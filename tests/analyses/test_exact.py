@@ -140,22 +140,7 @@ def test_a_hint_that_is_right_saves_the_search(monkeypatch):
     assert exact.decide(far, query=keys[far]).steps == 0
 
 
-def test_keys_are_counted_from_either_end():
-    exact = ExactSet(np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]))
-    assert exact.decide(-3).code == exact.decide(0).code == "selectable"
-    assert exact.decide(-1).code == exact.decide(2).code == "unselectable"
-    for wrong in (3, -4):
-        with pytest.raises(IndexError, match=f"key {wrong} is out of range: there are 3"):
-            exact.decide(wrong)
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"points must have 2 axes and not be empty, got the shape \(3, 0\)"):
-        ExactSet(np.zeros((3, 0)))
-    with pytest.raises(ValueError, match=r"bias contains NaN or infinite values"):
-        ExactSet(np.zeros((2, 1)), [0.0, np.nan])
-    with pytest.raises(ValueError, match=r"axes must have the length 1, got the shape \(2, 2\)"):
-        ExactSet(np.zeros((2, 1)), axes=np.eye(2))
+def test_deciding_ends_in_time():
     with pytest.raises(TimeoutError, match="key 2 was not decided in the time it was given, after 0 supports"):
         ExactSet(np.array([[0.0], [1.0], [0.5]])).decide(2, seconds=-1.0)
 

@@ -219,7 +219,9 @@ def test_a_pool_proposes_what_holds(biased: bool) -> None:
     assert np.isfinite(pool.query[code == SELECTABLE]).all()
     checker = Checker(keys, bias, None, TAU)
     assert pool.inside.sum() > 10
-    for place, (index, weight) in pool.rows.items():
+    rows = Rows.gathered(len(sets.leaders), pool.pieces)
+    for place in np.flatnonzero(pool.inside):
+        index, weight = rows.row(place)
         used, one = sets.leaders[index], np.array([sets.leaders[place]])
         miss = checker.reproduces(one, Rows(np.array([0, len(used)]), used, weight / weight.sum()))
         assert miss.upper[0] <= TAU

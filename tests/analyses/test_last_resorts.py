@@ -10,8 +10,6 @@ import ln_probe
 from ln_probe.analyses.geometry import decide
 from ln_probe.analyses.geometry.active_set import BRACKETED, EXHAUSTED, STALLED
 from ln_probe.analyses.geometry.checker import Rows
-from ln_probe.analyses.geometry.decide import separate
-from ln_probe.analyses.geometry.newton import largest_weights
 from ln_probe.analyses.geometry.wolfe import Nearest, nearest_points
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
@@ -101,17 +99,6 @@ def test_verdicts_of_a_search_without_budget_are_none(keys):
     assert (short.verdict[N:] == "undecided").all()
     assert enough.verdict.tolist() == ["selectable"] * N + ["unselectable"] * N
     short.certify()
-
-
-@pytest.mark.parametrize("budget", [0.0, -1.0, float("nan")])
-def test_a_budget_that_is_not_positive_is_refused(keys, budget):
-    message = f"budget must be positive, got {budget}: it is the number of multiply-adds per key"
-    with pytest.raises(ValueError, match=message):
-        nearest_points(keys, np.arange(N), tau=1e-7, gap=0.01, budget=budget)
-    with pytest.raises(ValueError, match=message):
-        separate(keys[1:], keys[0], False, budget)
-    with pytest.raises(ValueError, match=message):
-        largest_weights(keys, keys.T.copy(), np.zeros(N), np.arange(N), np.zeros((1, N, D)), 0.01, 9, budget)
 
 
 def test_lengths_of_differences_do_not_stand_in_the_way():
