@@ -82,15 +82,15 @@ def test_c01_weights_replaced_during_a_run(prompts: Path, tmp_path: Path, monkey
 def test_c01_files_that_change_while_they_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ln_probe.loading import pretrained
 
-    original = pretrained._in_memory
+    original = pretrained._ready
 
-    def late(model: Any) -> Any:
+    def late(*loaded: Any) -> Any:
         with (folder / "model.safetensors").open("r+b") as file:
             file.seek(-8, os.SEEK_END)
             file.write(b"\x55" * 8)
-        return original(model)
+        return original(*loaded)
 
-    monkeypatch.setattr(pretrained, "_in_memory", late)
+    monkeypatch.setattr(pretrained, "_ready", late)
     with pytest.raises(ChangedError, match=r"model\.safetensors changed while it was being read \(SHA-256 .* before"):
         ln_probe.load_model(folder, device="cpu")
 
