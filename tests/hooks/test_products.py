@@ -41,6 +41,17 @@ def test_products_are_equal_to_rounding(calls, transposed):
     assert _error(batched[0], left, right) < 1
 
 
+def test_part_of_a_matrix_is_copied_for_many_rows_alone(calls):
+    torch.manual_seed(2)
+    part = torch.randn(300, 900)[:, 100:500]
+    for rows, count in ((100, 0), (products._ROWS, 1)):
+        left = torch.randn(rows, 300)
+        with products.OneDNN():
+            found = left @ part
+        assert len(calls) == count
+        assert _error(found, left, part) < 1
+
+
 def test_gradients_pass_through_both_factors(calls):
     torch.manual_seed(1)
     left, right = torch.randn(200, 128, requires_grad=True), torch.randn(128, 256, requires_grad=True)
