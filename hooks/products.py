@@ -79,7 +79,7 @@ class OneDNN(TorchDispatchMode):
 
 
 def _is_large(left: Tensor, right: Tensor) -> bool:
-    """Whether oneDNN makes a product: it is large, and has at least _ROWS rows where the right matrix must be copied."""
+    """Whether oneDNN makes a product: it is large, and has _ROWS rows or more where the right matrix must be copied."""
     if not left.dtype == right.dtype == torch.float32 or not left.device.type == right.device.type == "cpu":
         return False
     return left.shape[0] * left.shape[1] * right.shape[1] >= _LEAST and (_is_dense(right) or len(left) >= _ROWS)
