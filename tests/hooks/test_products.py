@@ -1,5 +1,7 @@
 """Matrix products by oneDNN: the same sums to rounding, forward and backward, only where they are large and float32."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -90,12 +92,9 @@ def test_other_products_are_pytorchs(calls, left, right):
     ],
 )
 def test_only_wide_float32_models_on_such_processors(calls, monkeypatch, width, dtype, faster, used):
-    from transformer_lens import HookedTransformer
-
     monkeypatch.setattr(products, "_is_faster", lambda: faster)
-    model = HookedTransformer(
-        {"n_layers": 1, "d_model": width, "n_ctx": 64, "d_head": 32, "d_vocab": 200, "act_fn": "relu", "dtype": dtype}
-    )
+    model = torch.nn.Linear(width, 400, dtype=dtype)
+    model.cfg = SimpleNamespace(d_model=width)
     with products.fast_products(model), torch.no_grad():
-        model(torch.arange(40)[None])
+        model(torch.ones(90, width, dtype=dtype))
     assert bool(calls) == used
