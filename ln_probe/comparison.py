@@ -225,7 +225,7 @@ def overview(report: Report) -> dict[str, float | int | None]:
     return found
 
 
-# What reports have in common apart from the model, by what is said where they differ. Losses are paired where they
+# What reports have in common apart from the model, by the note where they differ. Losses are paired where they
 # share the first three.
 _PAIRED = _PROMPTS, _LOSS, _LAYERS = "on other prompts", "by another loss", "in other layers"
 _SETUP: dict[str, Callable[[Report], object]] = {

@@ -223,7 +223,7 @@ class _Patterns:
         return sorted(heads[i] for i in np.argsort(entropy, kind="stable")[: math.ceil(FULL_HEADS / len(spaced))])
 
     def of_prompt(self, tokens: Sequence[str]) -> PromptAttention:
-        """Return what was kept; its keys are not marked yet."""
+        """Return the patterns that were kept; their keys are not marked yet."""
         layers = tuple(layer for layer in self.layers if layer in self.kept)
         stacked = {name: np.stack([self.kept[layer][name] for layer in layers]) for name in self.kept[layers[0]]}
         unknown = np.full(stacked["received"].shape, VERDICTS.index("not measured"), np.uint8)

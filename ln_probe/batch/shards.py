@@ -101,7 +101,7 @@ def divide(given: str | None, home: Path, per_shard: int | None = None, limit: i
 
 
 def _sha256(given: str) -> str:
-    """Of a file; empty for a data set, and for what is not there."""
+    """Of a file; empty for a data set, and for a path that does not exist."""
     return "" if is_dataset(given) or not Path(given).is_file() else sha256_of_file(Path(given))
 
 

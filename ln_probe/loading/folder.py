@@ -161,7 +161,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def _check_file(file: Path) -> None:
-    """Raise ValueError for an empty file of weights, or what stands for one in git."""
+    """Raise ValueError for an empty file of weights, or a pointer that git has in its place."""
     with file.open("rb") as stream:
         start = stream.read(23)
     if not start:
@@ -301,7 +301,7 @@ class _Header:
 
 def check_header(file: Path) -> int:
     """How many numbers a GGUF file's weights are; ValueError if its header does not fit into the file, or says numbers
-    that no model has, or if there is an adapter beside it."""
+    that no model has, or if there is an adapter next to it."""
     _check_no_adapter(file.parent)
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:

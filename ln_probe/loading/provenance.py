@@ -72,7 +72,7 @@ _SOURCES: WeakKeyDictionary[nn.Module, ModelSource] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, source: ModelSource, **loaded: Any) -> None:
-    """Record where `model` came from, for as long as it lives; `loaded`: what is known since it was loaded."""
+    """Record where `model` came from, for as long as it lives; `loaded`: what loading found out."""
     _SOURCES[model] = replace(source, **loaded)
 
 
