@@ -32,7 +32,7 @@ _MEASURING_BYTES = 400 * 2**20
 _ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _DTYPE = "float32"
 # Multiplications a second of one core on a forward pass, by format, and seconds of a block in a pass, in addition.
-_MULTIPLICATIONS = {"float32": 3.2e10, "float64": 1.2e10, "bfloat16": 4e10, "float16": 2.5e10}
+_MULTIPLICATIONS = {"float32": 4e10, "float64": 1.2e10, "bfloat16": 4e10, "float16": 2.5e10}
 _BLOCK_SECONDS = 2e-3
 # Seconds of one core until a worker has imported what it needs, and numbers of weights that are loaded and compared
 # with the original's logits in one.
