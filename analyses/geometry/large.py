@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Float64, Int8, Int64
 
 from ln_probe.analyses.geometry.checker import SLACK, Checker, Heights, Rows, Space, through, with_center
-from ln_probe.analyses.geometry.compiled import in_threads, room, table
+from ln_probe.analyses.geometry.compiled import in_threads, room
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, coordinates, unit_rows
 from ln_probe.analyses.geometry.decide import DUPLICATE, SELECTABLE, UNDECIDED, UNSELECTABLE, Verdicts, decide
 from ln_probe.analyses.geometry.inputs import AMPLE, EPS, Powers, QuerySet, ScoreSpace
@@ -470,13 +470,12 @@ class _Weights:
         """Newton's method for one target."""
         dim = self.rows.shape[1]
         model, own = _MODEL_SHARE, np.array([k])
-        gram, factor, work = table(dim, dim), table(dim, dim), room(dim)
         for _ in range(_ALONE):
             if self.upper[k] - self.weight[k] <= self.gap:
                 break
             spread = self._spread(k, model)
-            goal, gradient, short = room(dim), self.gradient[k].copy(), room(max(len(spread), dim))
-            _model_minimum(spread, len(spread), gram, factor, short, self.point[k].copy(), gradient, goal, work)
+            goal, gradient = room(dim), self.gradient[k].copy()
+            _model_minimum(spread, len(spread), self.point[k].copy(), gradient, goal)
             way = goal - self.point[k]
             slope = float(gradient @ way)
             below = float(gradient @ self.point[k]) + float(np.linalg.norm(gradient))

@@ -6,10 +6,11 @@ is convex, so at any point of the unit ball, with gradient `g`, no query of the 
 
     w_i(u) · exp(g·u + |g|)
 
-(the Frank-Wolfe gap: g·(u - v) is largest at v = -g/|g|). A step minimizes the second-order model of f over the whole
-ball, by the secular equation `|v(c)| = 1` with `(H + c) v = H u - g` (Moré & Sorensen 1983), and is cut short by a line
-search if the model was too bold. H has the rank of the keys that share the attention, mostly few, so the system is
-solved in whichever of the two dimensions is smaller.
+(the Frank-Wolfe gap: g·(u - v) is largest at v = -g/|g|). A step goes towards the minimum of the second-order model of
+f over the ball. On the sphere that is the v with `(H + c) v = H u - g` and `|v| = 1`; c, which is -g·v there, is taken
+to be -g·u, and the system is solved by conjugate gradients from v = u, a dozen products with the keys that share the
+attention (an inexact Newton method: Nocedal & Wright, Numerical Optimization, 2006, §7.1). A line search cuts the step
+short if the model was too bold.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _MODEL_SHARE = 2e-2
 # A step of which the line search leaves less than _BOLD was blocked by keys that the model left out: it is
 # made finer by _FINER, down to _FINEST.
 _BOLD, _FINER, _FINEST = 0.2, 0.1, 1e-12
-# The secular equation is solved to this accuracy; the rest is corrected by scaling the point to the
-# sphere.
-_SECULAR = 1e-2
-_SECULAR_STEPS = 30
+# Conjugate directions per step at most, and the share of the squared residual at which they end; solved to 1e-6, steps
+# are as many.
+_CONJUGATE, _SOLVED = 30, 1e-2
+# c is at least this share of |g|: far from the minimum, or if that lies inside the ball, -g·u can be zero or less.
+_LEAST = 0.1
 # A line search ends where the slope is down to this share of what it was.
 _FLAT, _SEARCH_STEPS = 0.3, 40
 # An exponential takes as long as so many multiply-adds of a product of keys.
@@ -44,159 +46,70 @@ _TRUST = 0.01
 
 
 @compiled
-def _cholesky_solve(matrix: Floats, shift: float, factor: Floats, right: Floats, size: int) -> None:
-    """Solve `(matrix + shift·I) x = right` in place; the lower triangle of the factor is kept in `factor`."""
-    for a in range(size):
-        for b in range(a + 1):
-            total = matrix[a, b]
-            if a == b:
-                total += shift
-            for c in range(b):
-                total -= factor[a, c] * factor[b, c]
-            if a == b:
-                factor[a, a] = np.sqrt(max(total, 1e-300))
-            else:
-                factor[a, b] = total / factor[b, b]
-    _substitute(factor, right, size)
-
-
-@compiled
-def _substitute(factor: Floats, right: Floats, size: int) -> None:
-    for a in range(size):
-        total = right[a]
-        for b in range(a):
-            total -= factor[a, b] * right[b]
-        right[a] = total / factor[a, a]
-    for a in range(size - 1, -1, -1):
-        right[a] /= factor[a, a]
-        for b in range(a):
-            right[b] -= factor[a, b] * right[a]
-
-
-@compiled
-def _shifted_solve(
-    spread: Floats,
-    many: int,
-    gram: Floats,
-    small: bool,
-    shift: float,
-    factor: Floats,
-    known: bool,
-    right: Floats,
-    short: Floats,
-) -> None:
-    """`right <- (spreadᵀ spread + shift)⁻¹ right`, through the smaller Gram matrix."""
-    dim = right.shape[0]
-    if not small:
-        if known:
-            _substitute(factor, right, dim)
-        else:
-            _cholesky_solve(gram, shift, factor, right, dim)
-        return
+def _curvature(spread: Floats, many: int, x: Floats, short: Floats, out: Floats) -> None:
+    """`out = spreadᵀ spread x`, the second derivative of f along x; `short` receives `spread x`."""
+    dim = x.shape[0]
+    for t in range(dim):
+        out[t] = 0.0
     for a in range(many):
         total = 0.0
         for t in range(dim):
-            total += spread[a, t] * right[t]
+            total += spread[a, t] * x[t]
         short[a] = total
-    if known:
-        _substitute(factor, short, many)
-    else:
-        _cholesky_solve(gram, shift, factor, short, many)
     for a in range(many):
         for t in range(dim):
-            right[t] -= spread[a, t] * short[a]
-    for t in range(dim):
-        right[t] /= shift
+            out[t] += short[a] * spread[a, t]
 
 
 @compiled
-def _gram(spread: Floats, many: int, small: bool, gram: Floats) -> None:
-    """Lower triangle of `spread spreadᵀ` if `small`, of `spreadᵀ spread` if not."""
-    dim = spread.shape[1]
-    if small:
-        for a in range(many):
-            for b in range(a + 1):
-                total = 0.0
-                for t in range(dim):
-                    total += spread[a, t] * spread[b, t]
-                gram[a, b] = total
-        return
-    for a in range(dim):
-        for b in range(a + 1):
-            gram[a, b] = 0.0
-    c = 0
-    while c + 4 <= many:
-        for a in range(dim):
-            p, q, r, s = spread[c, a], spread[c + 1, a], spread[c + 2, a], spread[c + 3, a]
-            for b in range(a + 1):
-                gram[a, b] += p * spread[c, b] + q * spread[c + 1, b] + r * spread[c + 2, b] + s * spread[c + 3, b]
-        c += 4
-    while c < many:
-        for a in range(dim):
-            p = spread[c, a]
-            for b in range(a + 1):
-                gram[a, b] += p * spread[c, b]
-        c += 1
-
-
-@compiled
-def _model_minimum(
-    spread: Floats,
-    many: int,
-    gram: Floats,
-    factor: Floats,
-    short: Floats,
-    u: Floats,
-    gradient: Floats,
-    v: Floats,
-    work: Floats,
-) -> int:
-    """Minimize `g·(v-u) + |spread (v-u)|²/2` over the unit ball; returns multiply-adds, but for those of the Gram."""
-    dim = u.shape[0]
-    small = many < dim
-    size = many if small else dim
-    _gram(spread, many, small, gram)
-    trace = 0.0
-    for a in range(size):
-        trace += gram[a, a]
-    right = room(dim)
+def _model_minimum(spread: Floats, many: int, u: Floats, gradient: Floats, v: Floats) -> int:
+    """Nearly minimize `g·(v-u) + |spread (v-u)|²/2` over the unit ball; returns multiply-adds."""
+    dim, spent = u.shape[0], 0
+    rest, along, curved, short = room(dim), room(dim), room(dim), room(many)
+    inner, length = 0.0, 0.0
     for t in range(dim):
-        right[t] = -gradient[t]
-    for a in range(many):
-        total = 0.0
-        for t in range(dim):
-            total += spread[a, t] * u[t]
-        for t in range(dim):
-            right[t] += total * spread[a, t]
-    length = 0.0
+        inner += gradient[t] * u[t]
+        length += gradient[t] * gradient[t]
+    shift = max(-inner, _LEAST * np.sqrt(length))
+    first = 0.0
     for t in range(dim):
-        length += right[t] * right[t]
-    length = np.sqrt(length)
-    least = 1e-10 * (trace + length) + 1e-300
-    shift, spent = max(length - trace, least), 0
-    for _ in range(_SECULAR_STEPS):
-        spent += size * size * size // 6 + 4 * many * dim
-        square, slope = 0.0, 0.0
-        for t in range(dim):
-            v[t] = right[t]
-        _shifted_solve(spread, many, gram, small, shift, factor, False, v, short)
-        for t in range(dim):
-            square += v[t] * v[t]
-            work[t] = v[t]
-        size_v = np.sqrt(square)
-        if (size_v <= 1.0 and shift <= least) or abs(size_v - 1.0) <= _SECULAR:
+        v[t] = u[t]
+        rest[t] = -gradient[t] - shift * u[t]
+        along[t] = rest[t]
+        first += rest[t] * rest[t]
+    square = first
+    for _ in range(min(_CONJUGATE, dim)):
+        if square <= _SOLVED * first:
             break
-        _shifted_solve(spread, many, gram, small, shift, factor, True, work, short)
+        _curvature(spread, many, along, short, curved)
+        spent += 2 * many * dim
+        steep = 0.0
         for t in range(dim):
-            slope += v[t] * work[t]
-        change = square / slope * (size_v - 1.0)
-        shift = max(shift + change, least, 0.1 * shift)
-    square = 0.0
+            curved[t] += shift * along[t]
+            steep += along[t] * curved[t]
+        step, before = square / steep, square
+        square = 0.0
+        for t in range(dim):
+            v[t] += step * along[t]
+            rest[t] -= step * curved[t]
+            square += rest[t] * rest[t]
+        for t in range(dim):
+            along[t] = rest[t] + square / before * along[t]
+    size = 0.0
     for t in range(dim):
-        square += v[t] * v[t]
-    if square > 1.0 or square > (1.0 - 2.0 * _SECULAR):
+        size += v[t] * v[t]
+    size = np.sqrt(size)
+    factor = 1.0 / size if size > 0.0 else 1.0
+    if 0.0 < size < 1.0:  # (H + c) v = H u - g: along v the model still falls, by c |v|
+        _curvature(spread, many, v, short, curved)
+        spent += 2 * many * dim
+        steep = 0.0
         for t in range(dim):
-            v[t] /= np.sqrt(square)
+            steep += v[t] * curved[t]
+        if steep > 0.0:
+            factor = min(factor, 1.0 + shift * size * size / steep)
+    for t in range(dim):
+        v[t] *= factor
     return spent
 
 
@@ -319,8 +232,7 @@ def largest_weights(
     steps = np.zeros(number, np.int64)
     all_scores, all_change, all_weight, all_trial = room(whole), room(whole), room(whole), room(whole)
     gradient, v, work, mean = room(dim), room(dim), room(dim), room(dim)
-    spread, size = table(whole, dim), max(dim, 1)
-    gram, factor, short = table(size, size), table(size, size), room(whole)
+    spread = table(whole, dim)
     nothing = np.zeros(whole)
     for k in range(number):
         i, count = targets[k], counts[k]
@@ -354,8 +266,7 @@ def largest_weights(
             if bound[k] - found[k] <= tolerance or dim == 0 or spent > budget:
                 break
             many = _spread(seen, i, weight, mean, model, spread)
-            spent += many * dim * min(many, dim) // 2
-            spent += _model_minimum(spread, many, gram, factor, short, u, gradient, v, work)
+            spent += _model_minimum(spread, many, u, gradient, v)
             slope = 0.0
             for t in range(dim):
                 work[t] = v[t] - u[t]

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 
 import ln_probe
 import ln_probe.analyses.geometry
@@ -382,21 +383,32 @@ def test_the_lowest_scores_in_order() -> None:
     assert found[:2].tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("many", [3, 4, 9])
-def test_shifted_systems_are_solved_through_either_gram_matrix(
-    small: bool, many: int, rng: np.random.Generator
-) -> None:
-    spread, right = rng.standard_normal((many, DIM)), rng.standard_normal(DIM)
-    size = many if small else DIM
-    gram, factor, short = np.zeros((size, size)), np.zeros((size, size)), np.zeros(many)
-    newton._gram(spread, many, small, gram)
-    np.testing.assert_allclose(gram, np.tril(spread @ spread.T if small else spread.T @ spread), atol=1e-12)
-    expected = np.linalg.solve(spread.T @ spread + 0.7 * np.eye(DIM), right)
-    for known in (False, True):
-        found = right.copy()
-        newton._shifted_solve(spread, many, gram, small, 0.7, factor, known, found, short)
-        np.testing.assert_allclose(found, expected, atol=1e-10)
+@pytest.mark.parametrize("size", [0.3, 30.0])  # the gradient's: the minimum lies inside the ball, or on the sphere
+@pytest.mark.parametrize("many", [3, DIM, 9])
+def test_steps_of_a_model_end_at_its_minimum_in_the_ball(many: int, size: float, rng: np.random.Generator) -> None:
+    spread, u = 3 * rng.standard_normal((many, DIM)), rng.standard_normal(DIM)
+    u /= np.linalg.norm(u)
+    H, right = spread.T @ spread, size * (spread.T @ rng.standard_normal(many))  # (bounded below, of any rank)
+
+    def minimum(c: float) -> np.ndarray:
+        return np.asarray(np.linalg.lstsq(H + c * np.eye(DIM), right, rcond=None)[0])
+
+    best = minimum(0.0)
+    assert (np.linalg.norm(best) < 1.0) == (size < 1.0)
+    if size > 1.0:
+        best = minimum(brentq(lambda c: np.linalg.norm(minimum(c)) - 1.0, 1e-9, 1e4, xtol=1e-14))
+
+    def value(v: np.ndarray) -> float:
+        return float(0.5 * v @ H @ v - right @ v)
+
+    start, v = value(u), np.empty(DIM)
+    for step in range(60):
+        newton._model_minimum(spread, many, u.copy(), H @ u - right, v)
+        assert np.linalg.norm(v) <= 1.0 + 1e-12
+        u = v.copy()
+        if step == 3:
+            assert value(u) - value(best) <= 0.1 * (start - value(best))
+    assert value(u) - value(best) <= 1e-6 * (start - value(best))
 
 
 def test_where_a_search_begins_among_keys_close_together(rng: np.random.Generator) -> None:
