@@ -1,4 +1,4 @@
-"""What a GPU changes: default reports of GPT-2 small's shape and a layer of Llama-3-8B's, each on the processor and on the GPU.
+"""What a GPU changes: reports of GPT-2 small's shape and of a layer of Llama-3-8B's, on the processor and on the GPU.
 
 Random weights and token ids, so nothing is downloaded; kernels are compiled before the clock starts. `geometry_s` are
 seconds of the wall in which keys were judged on the processor, during the probe `selectability` alone.

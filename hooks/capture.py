@@ -432,14 +432,14 @@ def record_attention(
     model: HookedModel,
     tokens: Int[Tensor, "batch pos"],
     sites: Sequence[Site],
-    site: Site,
-    layer: int,
+    read: Mapping[int, Site],
     points: Mapping[str, nn.Module],
-) -> tuple[Record, list[AttentionInput]]:
-    """One forward pass: `record` at every position, and what one layer's attention, which reads `site`, did in each
-    prompt."""
-    found: list[AttentionInput] = []
-    watch = _Pass(model, [site], [tokens.shape[1]] * len(tokens), None, lambda _, seen: found.append(seen), [layer])
+) -> tuple[Record, dict[int, list[AttentionInput]]]:
+    """One forward pass: `record` at every position, and what attention of some layers did in each prompt; `read`: the
+    layers, and the site that each reads."""
+    found: dict[int, list[AttentionInput]] = {layer: [] for layer in read}
+    asked, lengths = list(dict.fromkeys(read.values())), [tokens.shape[1]] * len(tokens)
+    watch = _Pass(model, asked, lengths, None, lambda _, seen: found[seen.layer].append(seen), list(read))
     with exclusive(model), hooks_on(watch.after, watch.before):
         kept = record(model, tokens, range(tokens.numel()), sites, points=points, logits=False)
     return kept, found

@@ -438,6 +438,11 @@ class Split:
     wiring: Wiring
     record: Record
     _weights: dict[int, Tensor] = field(default_factory=dict)
+    _written: dict[Source, dict[Part, Tensor]] = field(default_factory=dict)
+
+    def of(self, record: Record) -> Split:
+        """The same parts of another record of the prompt."""
+        return Split(self.wiring, record, self._weights)
 
     def rows(self, chosen: Sequence[int]) -> Split:
         """The same at some of the recorded positions."""
@@ -447,7 +452,7 @@ class Split:
             for name in ("seen", "inputs", "neurons", "points")
         }
         logits = None if every.logits is None else every.logits[at]
-        return Split(self.wiring, replace(every, **few, logits=logits), self._weights)
+        return self.of(replace(every, **few, logits=logits))
 
     def site(self, name: str) -> Site:
         """A norm by its name."""
@@ -461,18 +466,27 @@ class Split:
         """What the norm there divides by, on what it read."""
         return self.site(place).sigma(self.input(place))
 
-    def check(self, place: str) -> float:
+    def check(self, place: str, known: dict[Source, Tensor] | None = None) -> float:
         """How much of what is read there is left over when all parts are taken off, relative to the largest summand.
+
+        Args:
+            place: a norm's name, or END.
+            known: what sources wrote at these positions, where more than one place is checked; it is added to.
 
         Raises:
             SplitError: more than rounding explains; names the place, and the norm in the stream before it if the sum
                 is wrong there already.
         """
-        worst = 0.0
+        worst, known = 0.0, {} if known is None else known
         for at in (*self.wiring.norms_within(place), place):
-            terms = torch.stack([factor * self._value(source) for source, factor in self.wiring.at(at).items()])
-            largest = max(float(terms.abs().sum(0).max()), 1e-300)
-            left = float((terms.sum(0) - self.input(at)).abs().max()) / largest
+            whole, size = torch.zeros_like(self.input(at)), torch.zeros_like(self.input(at))
+            for source, factor in self.wiring.at(at).items():
+                if source not in known:
+                    known[source] = self._value(source)
+                whole.add_(known[source], alpha=factor)
+                size.add_(known[source].abs(), alpha=abs(factor))
+            largest = max(float(size.max()), 1e-300)
+            left = float((whole - self.input(at)).abs().max()) / largest
             limit = self.wiring.bound(at, self.record.dtype)
             if not left <= limit:
                 raise SplitError(
@@ -515,13 +529,29 @@ class Split:
                     part = Part(f"{site.name} bias", "norm bias", site.layer)
                     found[part] = bias_of(site).expand(len(sigma), -1)
             else:
-                seen = self.record.seen[source]
-                like = self.wiring.writers.written(source, seen[:1].double())
-                unit = torch.eye(like.shape[-1], dtype=torch.float64)
-                found = self._read(source, unit.expand(len(seen), -1, -1))
+                found = self._vectors(source)
             for part, value in found.items():
-                values[part] = values[part] + factor * value if part in values else factor * value
+                scaled = value if factor == 1.0 else factor * value
+                values[part] = values[part] + scaled if part in values else scaled
         return values
+
+    def _vectors(self, source: Source) -> dict[Part, Float[Tensor, "row d_model"]]:
+        """The parts of what one source wrote (not a norm); made once."""
+        if source not in self._written:
+            seen = self.record.seen[source]
+            if source.kind == "attn":
+                z, layer, bias = seen.double(), source.layer, self.wiring.writers.bias(source, seen[:1].double())
+                weights = self._of_heads(layer, z)
+                each = self.wiring.writers.split(layer, z, weights).transpose(0, 1) @ weights
+                found = {head_part(layer, h): v for h, v in enumerate(each)}
+                if bias is not None:
+                    found[bias_part(source)] = bias.expand(len(seen), -1)
+            else:
+                size = self.wiring.writers.written(source, seen[:1]).shape[-1]
+                unit = torch.eye(size, dtype=torch.float64).expand(len(seen), -1, -1)
+                found = self._read(source, unit)
+            self._written[source] = found
+        return self._written[source]
 
     def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
         if source.kind == "norm":
@@ -537,12 +567,15 @@ class Split:
             return self._mlp(source, seen, f)
         return {whole_part(source): dot(seen, f)}
 
-    def _heads(self, source: Source, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
-        layer = source.layer
+    def _of_heads(self, layer: int, z: Tensor) -> Float[Tensor, "head d_head d_model"]:
         if layer not in self._weights:
             self._weights[layer] = self.wiring.writers.heads(layer, z)
-        pulled = einsum(once(f), self._weights[layer], "row reading d, head k d -> head row reading k")
-        by_head = self.wiring.writers.split(layer, z, self._weights[layer])
+        return self._weights[layer]
+
+    def _heads(self, source: Source, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
+        layer, weights = source.layer, self._of_heads(source.layer, z)
+        pulled = einsum(once(f), weights, "row reading d, head k d -> head row reading k")
+        by_head = self.wiring.writers.split(layer, z, weights)
         if is_shared(f):
             values = einsum(by_head, pulled[:, 0], "row head k, head reading k -> head row reading")
         else:

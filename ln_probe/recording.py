@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.analyses.attribution.pairs import PairScores, pair_scores
-from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.probes.base import Marks
@@ -33,11 +32,9 @@ from ln_probe.exhibits import (
     pooled,
     to_bytes,
 )
-from ln_probe.hooks.attention import UnsupportedAttentionError
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
-from ln_probe.hooks.components import SplitError
 from ln_probe.hooks.model import HookedModel, evaluating
-from ln_probe.hooks.norm import Site, UnknownNormError
+from ln_probe.hooks.norm import Site
 from ln_probe.hooks.products import fast_products
 from ln_probe.hooks.sites import ModelFacts
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
@@ -120,13 +117,11 @@ def explained(
     length = min(len(tokens), EXPLAINED, room)
     if length < 2 or (length < len(tokens) and (length < LEAST_EXPLAINED or not shown.causal)):
         return (), [] if len(tokens) < 2 else ["scores are not explained: it would take too long; use attribute_scores"]
-    made, notes = list[tuple[int, PairScores]](), list[str]()
     with evaluating(model):
-        for layer in layers:
-            try:
-                made.append((layer, pair_scores(model, facts, tokens[:length], layer, heads, PAIRS)))
-            except (AttributionError, SplitError, UnknownNormError, UnsupportedAttentionError) as error:
-                notes.append(f"layer {layer}: scores are not explained ({error})")
+        found = pair_scores(model, facts, tokens[:length], layers, heads, PAIRS)
+    made = [(layer, scores) for layer, scores in found.items() if isinstance(scores, PairScores)]
+    failed = {layer: error for layer, error in found.items() if isinstance(error, Exception)}
+    notes = [f"layer {layer}: scores are not explained ({error})" for layer, error in failed.items()]
     if not made:
         return (), notes[:1]
     names = list(dict.fromkeys(p.name for _, m in made for p in m.parts))

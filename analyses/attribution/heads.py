@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.capture import AttentionInput, visible_keys
-from ln_probe.hooks.components import Part, Record, Split
+from ln_probe.hooks.components import Part, Split
 from ln_probe.hooks.norm import Site, bias_of, gain_of
 from ln_probe.hooks.sites import ModelFacts
 
@@ -48,6 +48,7 @@ class Head:
         bound: relative error that rounding explains.
         features, named: dictionaries, and which of their features get a row each.
         first: the row of position 0 among the features' activations.
+        made: queries and keys of all heads, once they are known; heads of one layer share them.
     """
 
     heads: Heads
@@ -60,6 +61,7 @@ class Head:
     features: Sequence[Features] = ()
     named: Sequence[Sequence[int]] = ()
     first: int = 0
+    made: dict[str, Float64[Tensor, "pos head d_head"]] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -73,11 +75,16 @@ class Head:
     @cached_property
     def queries(self) -> Float64[Tensor, "pos d_head"]:
         """From what the norm really put out, on the CPU; likewise `keys`."""
-        return self.heads.queries(self.seen.y)[:, self.head].cpu()
+        return self._made("queries")
 
     @cached_property
     def keys(self) -> Float64[Tensor, "pos d_head"]:
-        return self.heads.keys(self.seen.y)[:, self.head].cpu()
+        return self._made("keys")
+
+    def _made(self, name: str) -> Float64[Tensor, "pos d_head"]:
+        if name not in self.made:
+            self.made[name] = getattr(self.heads, name)(self.seen.y).cpu()
+        return self.made[name][:, self.head]
 
     def position_bias(self, queries: Sequence[int]) -> Float64[Tensor, "query key"] | None:
         """What ALiBi adds to the scores: −slope·distance, in nats (Press et al. 2022, section 3); None without."""
@@ -199,19 +206,20 @@ def read_by(facts: ModelFacts, layer: int) -> tuple[Site, str]:
     return site, where
 
 
-def heads_of(facts: ModelFacts, kept: Record, looks: Sequence[AttentionInput], site: Site, where: str) -> list[Head]:
+def heads_of(facts: ModelFacts, split: Split, looks: Sequence[AttentionInput], site: Site, where: str) -> list[Head]:
     """The first head of a layer on each prompt of a record; its maps are checked against the pattern.
 
     Args:
-        kept: a row per position of one prompt after the other.
+        split: with a row per position of one prompt after the other.
         looks: what the layer's attention did in each prompt.
         site, where: as `read_by` gives them.
     """
     if not looks:
         raise AttributionError(f"attention that reads {where} shows no pattern, so its scores cannot be checked")
     if site.bare:
-        kept = replace(kept, inputs={**kept.inputs, where: torch.cat([look.x for look in looks]).cpu()})
-    split, found = Split(facts.wiring, kept), list[Head]()
+        inputs = {**split.record.inputs, where: torch.cat([look.x for look in looks]).cpu()}
+        split = split.of(replace(split.record, inputs=inputs))
+    found = list[Head]()
     for look in looks:
         maps = read_heads(look, facts.sites, bent=True)
         first = len(found) * len(look.x)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 
 import numpy as np
 import torch
@@ -20,16 +18,18 @@ from torch import Tensor
 
 from ln_probe.analyses.attribution.heads import Head, heads_of, projected, read_by
 from ln_probe.analyses.attribution.shared import AttributionError
+from ln_probe.hooks.attention import UnsupportedAttentionError
 from ln_probe.hooks.capture import record_attention
-from ln_probe.hooks.components import Part
+from ln_probe.hooks.components import Part, Source, Split, SplitError
 from ln_probe.hooks.model import HookedModel
-from ln_probe.hooks.norm import bias_of, gain_of
+from ln_probe.hooks.norm import Site, UnknownNormError, bias_of, gain_of
 from ln_probe.hooks.sites import ModelFacts
 
 TERMS = ("projection", "gain", "bias", "sigma")
 POSITION = "position bias"
 AVERAGE = -1  # in the place of a query: the mean over all queries that see the key and another one
 FIRST_QUERY = 8  # of the strongest pairs: earlier queries have little choice
+UNEXPLAINED = (AttributionError, SplitError, UnknownNormError, UnsupportedAttentionError)
 ROOM = 2**23  # numbers of components held at once: 64 MB
 
 
@@ -75,34 +75,62 @@ def strongest(pattern: Float[Tensor, "query key"], count: int) -> list[tuple[int
 
 
 def pair_scores(
-    model: HookedModel, facts: ModelFacts, tokens: Int[Tensor, " pos"], layer: int, heads: Sequence[int], count: int
-) -> PairScores:
-    """Explain a layer's attention to position 0, and each head's strongest pairs.
+    model: HookedModel,
+    facts: ModelFacts,
+    tokens: Int[Tensor, " pos"],
+    layers: Sequence[int],
+    heads: Sequence[int],
+    count: int,
+) -> dict[int, PairScores | Exception]:
+    """Explain attention to position 0, and each head's strongest pairs, in some layers.
 
     Args:
         model: any hooked model, in evaluation mode; facts: of it.
         tokens: one prompt of at least two tokens.
-        layer, heads: which heads.
+        layers, heads: which.
         count: pairs per head beside the mean attention to position 0.
 
-    Raises:
-        AttributionError, UnsupportedAttentionError, SplitError: as `attribute_scores`.
+    Returns:
+        of every layer its pairs, or the error of a layer that cannot be explained (one of `UNEXPLAINED`).
     """
-    site, where = read_by(facts, layer)
-    kept, looks = record_attention(model, tokens[None], facts.norms(), site, layer, {})
-    (one,) = heads_of(facts, kept, looks, site, where)
-    one.split.check(where)
-    pattern = one.seen.pattern.double().cpu()
-    found = [_HeadPairs(replace(one, head=h), pattern[h], count) for h in heads]
-    sums: list[Tensor] = []
-    parts: tuple[Part, ...] = ()
-    step = max(1, ROOM // max(1, len(facts.wiring.at(where)) * one.heads.n_heads * site.d))
-    for rows in torch.arange(len(tokens)).split(step):
-        vectors = one.split.rows(rows.tolist()).vectors(where)
-        parts = tuple(vectors)
-        wide = torch.cat([pairs.readings(rows.tolist()) for pairs in found])  # [reading row d]
-        sums.append(torch.stack(list(vectors.values())).flatten(1) @ wide.flatten(1).T)
-    return _put_together(parts, found, reduce(add, sums))
+    found: dict[int, PairScores | Exception] = {}
+    made: dict[int, list[_HeadPairs]] = {}
+    read: dict[int, tuple[Site, str]] = {}
+    for layer in layers:
+        try:
+            read[layer] = read_by(facts, layer)
+        except UNEXPLAINED as error:
+            found[layer] = error
+    if not read:
+        return found
+    sites = {layer: site for layer, (site, _) in read.items()}
+    kept, looks = record_attention(model, tokens[None], facts.norms(), sites, {})
+    split, written = Split(facts.wiring, kept), dict[Source, Tensor]()
+    for layer, (site, where) in read.items():
+        try:
+            (one,) = heads_of(facts, split, looks[layer], site, where)
+            one.split.check(where, written)
+            pattern = one.seen.pattern.double().cpu()
+            made[layer] = [_HeadPairs(replace(one, head=h), pattern[h], count) for h in heads]
+        except UNEXPLAINED as error:
+            found[layer] = error
+    sums: dict[int, Tensor] = {}
+    parts: dict[int, tuple[Part, ...]] = {}
+    most = max((len(facts.wiring.at(read[layer][1])) * made[layer][0].one.heads.n_heads for layer in made), default=1)
+    for rows in torch.arange(len(tokens)).split(max(1, ROOM // (most * facts.read[0].d))):
+        some = split.rows(rows.tolist())  # what each component wrote there is made once, for all layers
+        for layer, pairs in made.items():
+            vectors = some.vectors(read[layer][1])
+            parts[layer] = tuple(vectors)
+            wide = torch.cat([one.readings(rows.tolist()) for one in pairs]).flatten(1)  # [reading row·d]
+            added = torch.stack(list(vectors.values())).flatten(1) @ wide.T
+            sums[layer] = sums[layer] + added if layer in sums else added
+    for layer, pairs in made.items():
+        try:
+            found[layer] = _put_together(parts[layer], pairs, sums[layer])
+        except AttributionError as error:
+            found[layer] = error
+    return {layer: found[layer] for layer in layers}
 
 
 class _HeadPairs:
@@ -111,7 +139,7 @@ class _HeadPairs:
     def __init__(self, one: Head, pattern: Float64[Tensor, "query key"], count: int) -> None:
         self.one, mask, length = one, one.mask.double(), one.length
         share = mask / mask.sum(1, keepdim=True)
-        average = [q for q in range(length) if mask[q, 0] and mask[q].sum() > 1]
+        average = torch.nonzero(one.mask[:, 0] & (one.mask.sum(1) > 1))[:, 0].tolist()
         asked = [(average, 0)] * bool(average) + [([q], k) for q, k in strongest(pattern, count)]
         self.pairs = [(q[0] if i or len(average) == 1 else AVERAGE, k) for i, (q, k) in enumerate(asked)]
         self.weight = [float(pattern[q, k].mean()) for q, k in asked]

@@ -40,7 +40,7 @@ from ln_probe.analyses.attribution.shared import (
     place,
 )
 from ln_probe.hooks.capture import record_attention
-from ln_probe.hooks.components import Part
+from ln_probe.hooks.components import Part, Split
 from ln_probe.hooks.model import check_model, evaluating, whole_number
 from ln_probe.hooks.sites import facts_of
 
@@ -234,12 +234,16 @@ def attribute_scores(
         each: dict[int, Head] = {}
         for members in given.of_equal_length():
             if given.cache is None:
-                kept, looks = record_attention(hooked, given.tokens(members), facts.norms(), site, layer, points)
+                kept, every_layer = record_attention(
+                    hooked, given.tokens(members), facts.norms(), {layer: site}, points
+                )
+                looks = every_layer[layer]
             else:
                 every = range(sum(given.lengths))
                 kept = given.cache.record(every, facts.wiring, where, points)
                 looks = given.cache.attention(site, layer, where)
-            for number, one in zip(members, heads_of(facts, kept, looks, site, where), strict=True):
+            ones = heads_of(facts, Split(facts.wiring, kept), looks, site, where)
+            for number, one in zip(members, ones, strict=True):
                 head = place(head, one.heads.n_heads, "head", f"layer {layer}", "heads")
                 each[number] = replace(one, head=head, features=wanted, first=number * max(given.lengths))
     ordered = [each[number] for number in range(len(given.lengths))]

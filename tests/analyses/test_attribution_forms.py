@@ -14,7 +14,7 @@ from small_models import lab
 
 import ln_probe
 from ln_probe.analyses.attribution import LogitAttributions, ScoreAttributions, attribute_logits, attribute_scores
-from ln_probe.analyses.attribution.pairs import AVERAGE, pair_scores
+from ln_probe.analyses.attribution.pairs import AVERAGE, PairScores, pair_scores
 from ln_probe.analyses.attribution.pairs import TERMS as PAIR_TERMS
 from ln_probe.hooks.model import check_model, evaluating
 from ln_probe.hooks.sites import facts_of
@@ -174,7 +174,8 @@ def test_pairs_of_a_layer_are_what_each_is_alone(name: str, form: Callable[[str,
     model, row = form(name, FLOAT32), RAGGED[0]
     with evaluating(check_model(model)):
         facts = facts_of(check_model(model), checksums=False)
-        found = pair_scores(check_model(model), facts, row, 1, [0, 2], 2)
+        found = pair_scores(check_model(model), facts, row, [0, 1], [0, 2], 2)[1]
+    assert isinstance(found, PairScores), found
     assert (found.query == AVERAGE).sum() == 2
     assert len(found.head) > 4
     for i, (head, query, key) in enumerate(zip(found.head, found.query, found.key, strict=True)):
