@@ -128,11 +128,11 @@ class Stored:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing")
         try:
-            with safe_open(path, framework="np") as file:
-                header = json.loads(file.metadata()[_HEADER])
-                maker, written, info = (str(header[field]) for field in ("key", "sha256", "info"))
-                self.names = tuple(sorted(file.keys()))
-                digest = _digest(maker, info, ((name, file.get_tensor(name)) for name in self.names))
+            self.file: Any = safe_open(path, framework="np")  # (to open it again reads the names of all arrays)
+            header = json.loads(self.file.metadata()[_HEADER])
+            maker, written, info = (str(header[field]) for field in ("key", "sha256", "info"))
+            self.names = dict.fromkeys(sorted(self.file.keys()))
+            digest = _digest(maker, info, ((name, self.file.get_tensor(name)) for name in self.names))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{path} is damaged ({error})") from error
         if digest != written:
@@ -156,12 +156,9 @@ class _Lazy(Mapping[str, np.ndarray]):
         self.stored, self.prefix = stored, prefix
 
     def __getitem__(self, name: str) -> np.ndarray:
-        from safetensors import safe_open
-
         if self.prefix + name not in self.stored.names:
             raise KeyError(name)
-        with safe_open(self.stored.path, framework="np") as file:
-            found: np.ndarray = file.get_tensor(self.prefix + name)
+        found: np.ndarray = self.stored.file.get_tensor(self.prefix + name)
         return found
 
     def __iter__(self) -> Iterator[str]:
