@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -128,7 +128,7 @@ class Stored:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing")
         try:
-            self.file: Any = safe_open(path, framework="np")  # (to open it again reads the names of all arrays)
+            self.file = cast(Any, safe_open(path, framework="np"))  # (to open it again reads the names of all arrays)
             header = json.loads(self.file.metadata()[_HEADER])
             maker, written, info = (str(header[field]) for field in ("key", "sha256", "info"))
             self.names = dict.fromkeys(sorted(self.file.keys()))
