@@ -41,6 +41,9 @@ HARDEST = 40
 # d_model tokens, each found by a product with all. About two minutes; enough for every such token of MGM (9669 × 256),
 # for 35 of 5000 × 768 with lognormal lengths, where all of them would take hours.
 _BUDGET = 3e11
+# Tokens that are computed again in double precision at most. There are more only where nearly all probabilities are 1 to
+# within rounding; those that single precision finds hardest are taken then.
+_AGAIN = 1024
 
 
 # Of one core: multiply-adds a second of the screening, of which it needs half the matrix; then two exponentials and two
@@ -151,6 +154,7 @@ def measure(
     shown = min(hardest, int((~stuck).sum()))
     level = np.partition(most[~stuck], shown - 1)[shown - 1] if shown else -np.inf
     close = np.flatnonzero(~stuck & (least <= level))
+    close = close[np.argsort(ease[close], kind="stable")[: max(_AGAIN, shown)]]
     ease[close] = pointed_at(seen, offset, close)
     others = close[np.argsort(ease[close], kind="stable")[:shown]]
     chosen = np.concatenate([np.flatnonzero(stuck), others])
