@@ -41,8 +41,8 @@ HARDEST = 40
 # d_model tokens, each found by a product with all. About two minutes; enough for every such token of MGM (9669 × 256),
 # for 35 of 5000 × 768 with lognormal lengths, where all of them would take hours.
 _BUDGET = 3e11
-# Tokens that are computed again in double precision at most. There are more only where nearly all probabilities are 1 to
-# within rounding; those that single precision finds hardest are taken then.
+# Tokens that are computed again in double precision at most: those that single precision finds hardest. There are more
+# only where nearly all probabilities are 1 to within rounding.
 _AGAIN = 1024
 
 

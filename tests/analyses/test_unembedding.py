@@ -40,7 +40,8 @@ def test_planted_rows_are_found() -> None:
 
 def test_tokens_that_all_reach_probability_one_are_not_all_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 50,257 × 768 numbers that took 76 s."""
-    rows, again = 60 * np.random.default_rng(3).normal(size=(2000, 32)), list[int]()
+    rows, again = np.random.default_rng(3).normal(size=(2000, 32)), list[int]()
+    rows *= 60 / np.linalg.norm(rows, axis=1, keepdims=True)
     exactly = unembedding.pointed_at
     monkeypatch.setattr(unembedding, "pointed_at", lambda *given: again.append(len(given[-1])) or exactly(*given))
     table, undecided = unembedding.measure(rows, None, a_final_norm(32), str, hardest=5)
