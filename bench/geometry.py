@@ -1,16 +1,18 @@
 """How fast and how right the geometry of keys is. Prints tables; `python bench/geometry.py [section …]`.
 
-Sections: speed (against a linear program per key and the published algorithm, one thread), verdicts (hundreds
-of thousands of keys against construction, certificates and linear programs), hard (families that are slow to
-decide, one thread), worst (the slowest single key of every family), checks (what proofs cost), heads (the
-shape of GPT-2 small), pool (10⁴ to 10⁵ keys), exact (rational arithmetic with python-flint and without). Ratios are
-per core: unless they are set, OPENBLAS_NUM_THREADS and the like are set to 1 and the script starts itself again.
+Sections: speed (against a linear program per key and the published algorithm, one thread), verdicts (hundreds of
+thousands of keys against construction, certificates and linear programs), screen (the first stage in float32 tensors,
+against the kernels alone), hard (families that are slow to decide, one thread), worst (the slowest single key of
+every family), checks (what proofs cost), heads (the shape of GPT-2 small), pool (10⁴ to 10⁵ keys), exact (rational
+arithmetic with python-flint and without). Ratios are per core: unless they are set, OPENBLAS_NUM_THREADS and the like
+are set to 1 and the script starts itself again.
 `--out bench/results` writes each section's table, which the site shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -20,16 +22,18 @@ from pathlib import Path
 import baselines
 import families
 import numpy as np
+import torch
 from harness import THREADS, peak_mb, show, show_head, write_table
 
 import ln_probe
 from ln_probe.analyses.geometry import exact as exact_arithmetic
 from ln_probe.analyses.geometry.checker import Checker
-from ln_probe.analyses.geometry.coordinates import TAU, coordinates
-from ln_probe.analyses.geometry.decide import UNDECIDED, decide
+from ln_probe.analyses.geometry.coordinates import TAU, KeyCoordinates, coordinates
+from ln_probe.analyses.geometry.decide import SELECTABLE, UNDECIDED, _Deciding, decide
 from ln_probe.analyses.geometry.inputs import score_space
 from ln_probe.analyses.geometry.margins import RELATIVE_GAP
 from ln_probe.analyses.geometry.prove import prove_margins, prove_verdicts
+from ln_probe.analyses.geometry.wolfe import BUDGET
 
 REPEATS = 5
 SAMPLE = 12  # keys of a set that the slow competitors are timed on, per repeat
@@ -159,6 +163,51 @@ def processor_seconds(work: Callable[..., object], *arguments: object, **named: 
     start = time.process_time()
     work(*arguments, **named)
     return time.process_time() - start
+
+
+def screen(wanted: int = 500_000, heads: int = 12) -> None:
+    """White queries of all heads of a layer at once, in float32 tensors with a bound of rounding, against the kernels
+    alone, which decide every key without white queries."""
+    print(f"\nscreen: {heads} sets at a time in float32 tensors, one thread; processor μs per key, one run")
+    head("keys", "n", "d", "number", "decided", "differ", "undecided", "float32 tensors", "white queries", "kernels")
+    shapes = [(name, n, d) for n, d in ((512, 64), (512, 8)) for name in families.RANDOM]
+    for place, (name, n, d) in enumerate(shapes):
+        rng, done, decided, differ, undecided = np.random.default_rng(place), 0, 0, 0, 0
+        spent = np.zeros(3)
+        while done < wanted / len(shapes):
+            sets = [coordinates(families.RANDOM[name](rng, n, d)) for _ in range(heads)]
+            if len({one.white.shape for one in sets}) > 1:  # keys that are equal, or lie in a plane: these are no stack
+                continue
+            codes = list[np.ndarray]()
+            for stages in (("white_queries",), ("nearest_points", "alone")):
+                begun = time.process_time()
+                works = [_Deciding(one, 1, BUDGET) for one in sets]
+                for work, stage in itertools.product(works, stages):
+                    getattr(work, stage)()
+                spent[1 + len(codes)] += time.process_time() - begun
+                codes.append(np.stack([work.code[one.leaders] for work, one in zip(works, sets, strict=True)]))
+            begun = time.process_time()
+            found = _screened(sets)
+            spent[0] += time.process_time() - begun
+            done += found.size
+            decided += int(found.sum())
+            differ += int((found & ~np.isin(codes[1], (UNDECIDED, SELECTABLE))).sum())
+            undecided += int((codes[1] == UNDECIDED).sum())
+        row(name, n, d, done, decided, differ, undecided, *(f"{1e6 * t / done:.1f}" for t in spent))
+
+
+def _screened(sets: list[KeyCoordinates]) -> np.ndarray:
+    """Which keys of each set their white queries select by more than TAU, rounding in float32 allowed for."""
+    white = torch.from_numpy(np.stack([one.white for one in sets]))
+    stretch = torch.from_numpy(np.stack([one.stretch for one in sets]))[:, None]
+    length = white.norm(dim=2)
+    queries = white / length[..., None]
+    scores = torch.bmm(queries.float(), white.float().mT)
+    own = scores.diagonal(dim1=1, dim2=2).double()
+    scores.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+    lost = 2 * (white.shape[2] + 8) * 2.0**-24 * length.amax(1, keepdim=True)  # of two scores
+    gap = own - scores.amax(2).double() - lost
+    return (gap > TAU * (queries / stretch).norm(dim=2)).numpy()
 
 
 def hard(repeats: int = REPEATS) -> None:
@@ -295,8 +344,6 @@ def _pool(name: str, keys: np.ndarray) -> None:
 
 def mgm_keys(number: int) -> np.ndarray:
     """Head-space keys of head 0 of one layer of the MGM checkpoint, over prompts of random token ids."""
-    import torch
-
     from ln_probe.hooks.attention import read_heads
     from ln_probe.hooks.capture import AttentionInput, stream
     from ln_probe.hooks.sites import find_sites
@@ -333,6 +380,7 @@ def exact() -> None:
 SECTIONS = {
     "speed": speed,
     "verdicts": verdicts,
+    "screen": screen,
     "hard": hard,
     "worst": worst,
     "checks": checks,
