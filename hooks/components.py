@@ -470,7 +470,6 @@ class Split:
         """How much of what is read there is left over when all parts are taken off, relative to the largest summand.
 
         Args:
-            place: a norm's name, or END.
             known: what sources wrote at these positions, where more than one place is checked; it is added to.
 
         Raises:
@@ -479,14 +478,13 @@ class Split:
         """
         worst, known = 0.0, {} if known is None else known
         for at in (*self.wiring.norms_within(place), place):
-            whole, size = torch.zeros_like(self.input(at)), torch.zeros_like(self.input(at))
+            whole, size = torch.zeros(2, *self.input(at).shape, dtype=torch.float64)
             for source, factor in self.wiring.at(at).items():
                 if source not in known:
                     known[source] = self._value(source)
                 whole.add_(known[source], alpha=factor)
                 size.add_(known[source].abs(), alpha=abs(factor))
-            largest = max(float(size.max()), 1e-300)
-            left = float((whole - self.input(at)).abs().max()) / largest
+            left = float((whole - self.input(at)).abs().max()) / max(float(size.max()), 1e-300)
             limit = self.wiring.bound(at, self.record.dtype)
             if not left <= limit:
                 raise SplitError(
@@ -540,16 +538,14 @@ class Split:
         if source not in self._written:
             seen = self.record.seen[source]
             if source.kind == "attn":
-                z, layer, bias = seen.double(), source.layer, self.wiring.writers.bias(source, seen[:1].double())
-                weights = self._of_heads(layer, z)
-                each = self.wiring.writers.split(layer, z, weights).transpose(0, 1) @ weights
-                found = {head_part(layer, h): v for h, v in enumerate(each)}
-                if bias is not None:
-                    found[bias_part(source)] = bias.expand(len(seen), -1)
+                z, weights = seen.double(), self._of_heads(source.layer, seen.double())
+                each = self.wiring.writers.split(source.layer, z, weights).transpose(0, 1) @ weights
+                found = {head_part(source.layer, h): v for h, v in enumerate(each)}
+                if (bias := self.wiring.writers.bias(source, z)) is not None:
+                    found[bias_part(source)] = bias.expand(len(z), -1)
             else:
-                size = self.wiring.writers.written(source, seen[:1]).shape[-1]
-                unit = torch.eye(size, dtype=torch.float64).expand(len(seen), -1, -1)
-                found = self._read(source, unit)
+                unit = torch.eye(seen.shape[-1], dtype=torch.float64)
+                found = self._read(source, unit.expand(len(seen), -1, -1))
             self._written[source] = found
         return self._written[source]
 
