@@ -289,35 +289,6 @@ def shifts(constants: Constants, gradients: pd.DataFrame) -> dict[str, Float[np.
     return found
 
 
-def with_today_statistics(effects: pd.DataFrame, kept: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
-    """A `causal` table of an earlier version with intervals, p and families as this version computes them.
-
-    Args:
-        effects: the table.
-        kept: its `causal_prompts`; rows that it says nothing of stay as they are. Every prompt counts as a group, and
-            the intervals do not include the choice of constants, which earlier versions did not keep.
-        seed: that the report was made with.
-    """
-    by_row = dict(list(kept.groupby(["sites", "variant"])))
-    columns = ["delta_loss_low", "delta_loss_high", "p_mean", "equivalence_bound", "delta_loss_median"]
-    made = effects.reindex(columns=list(dict.fromkeys([*CAUSAL.names, *effects.columns])))
-    made[columns] = made[columns].astype(float)
-    made["family"] = [family(*pair) for pair in zip(made["sites"], made["variant"], strict=True)]
-    made["groups"] = made["prompts"]
-    for index, row in zip(made.index, made.to_dict("records"), strict=True):
-        mine = by_row.get((row["sites"], row["variant"]))
-        if mine is not None:
-            predicted = mine["predicted"].to_numpy(float)
-            change = np.where(predicted > 0, mine["delta_loss"].to_numpy(float) * predicted, 0.0)
-            found = over_groups(change, predicted, np.arange(len(mine)), seed)
-            found["delta_loss_median"] = statistics.median(change, predicted)
-            made.loc[index, columns] = [found[c] for c in columns]
-        elif row["variant"] == "intact":
-            made.loc[index, "delta_loss_median"] = row["delta_loss"]
-            made.loc[index, "equivalence_bound"] = abs(row["delta_loss_low"])
-    return made.assign(p_mean=holm_by_family(made, "p_mean"))
-
-
 def by_prompt(measured: Sequence[pd.DataFrame], constants: Constants, moved: Shifts | None = None) -> pd.DataFrame:
     """The `causal_prompts` table from the same: means over each prompt, of what was run."""
     if not measured:

@@ -49,6 +49,3 @@ these names.
 
 from ln_probe.analyses.probes.base import *  # noqa: F403
 from ln_probe.analyses.probes.base import __all__ as __all__
-from ln_probe.hooks.deprecation import renamed
-
-__getattr__ = renamed(__name__, {"Found": "ProbeResults"}, "1.0", "2.0")
