@@ -22,7 +22,7 @@ from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.files import replacing, to_be_written, write_text
 from ln_probe.analyses.probes import columns as declared_here
 from ln_probe.analyses.probes.base import Failure, Finding, Probe
-from ln_probe.analyses.probes.registry import DEFAULT, chosen, package_of
+from ln_probe.analyses.probes.registry import DEFAULT, chosen
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import counted, disarmed, encodable
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits, by_token
@@ -302,19 +302,18 @@ def slug(name: str) -> str:
 
 def ranked_findings(report: Report) -> list[Finding]:
     """Return the findings of all probes, the most important ones for attention first."""
-    found: list[Finding] = []
-    for probe in (*chosen(DEFAULT), *report.probes):
+    findings = [f for probe in chosen(DEFAULT) for f in probe.findings(report.tables, report.provenance)]
+    for probe in report.probes:
         try:
-            found += probe.findings(report.tables, report.provenance)
+            findings += probe.findings(report.tables, report.provenance)
         except Exception as error:
-            if probe not in report.probes:
-                raise
-            found.append(Finding(str(Failure.of(probe.name, package_of(probe), error))))
+            failure = f"{type(error).__name__}: {error}"
+            findings.append(Finding(f"The findings of the probe {probe.name!r} failed: {failure}"))
     if any(n.startswith(NO_NORMS) for n in report.notes):
-        found.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
+        findings.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
     elif not any(len(table) for table in report.tables.values()):
-        found.append(Finding("Nothing was measured: no table holds a row.", rank=0))
-    return sorted(found, key=lambda f: (f.rank, -f.size))
+        findings.append(Finding("Nothing was measured: no table holds a row.", rank=0))
+    return sorted(findings, key=lambda f: (f.rank, -f.size))
 
 
 def environment() -> dict[str, str]:

@@ -26,7 +26,6 @@ from ln_probe.report import Report
 
 __all__ = [
     "heads_map",
-    "measures_of",
 ]
 
 _TICKS = 16  # labels on an axis of the map
@@ -129,16 +128,6 @@ MEASURES = {
         ("sink_rate", "Sink rate", False),
     )
 }
-
-
-def measures_of(report: Report) -> list[str]:
-    """Return the names of the measures that this report has values of.
-
-    Example:
-        >>> from ln_probe.page.heads import measures_of
-        >>> measures_of(report)
-    """
-    return known_measures(by_head(report))
 
 
 def known_measures(table: pd.DataFrame) -> list[str]:

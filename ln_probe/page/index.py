@@ -157,7 +157,7 @@ def _losses(names: Sequence[str], reports: Sequence[Report]) -> list[Shown]:
 
 
 def _shown(name: str, title: str, figure: Figure, caption: str) -> Shown:
-    return Shown(name, title, (drawing(name, title, figure, caption),), wide=True)
+    return Shown(name, title, drawing(name, title, figure, caption), wide=True)
 
 
 def _where(reports: Sequence[Report]) -> str:
