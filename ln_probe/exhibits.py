@@ -24,10 +24,6 @@ from ln_probe.analyses.probes.columns import SINKS, TOKENS
 from ln_probe.analyses.text import encodable
 from ln_probe.hooks.model import OneLine
 
-__all__ = [
-    "by_token",
-]
-
 EXHIBITS_FILE = "exhibits.npz"
 # A page of some megabytes needs far less than this; a small file that unpacks to more is damaged or hostile.
 UNPACKED = 512 * 2**20

@@ -19,8 +19,8 @@ from ln_probe.analyses.text import disarmed, percent, shortened
 from ln_probe.hooks.variants import INTACT
 from ln_probe.page import figures, own_script, policy, render
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
-from ln_probe.page.figures import PICTURES, by_variant, in_head_space, svg
-from ln_probe.page.heads import MEASURES, HeadMap, by_head, draw_heads_map, known_measures, largest, linked
+from ln_probe.page.figures import PICTURES, in_head_space, svg
+from ln_probe.page.heads import MEASURES, HeadMap, by_head, draw_heads_map, known_measures, linked
 from ln_probe.page.tables import Table, figure_text, table
 from ln_probe.page.verdict import intact_loss, verdict
 from ln_probe.report import Report, ranked_findings
@@ -49,13 +49,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture of the page, to whose `id` findings link; `sentence` replaces one that would show nothing."""
+    """A picture of the page, to whose `id` findings link."""
 
     id: str
     title: str
-    drawing: Drawing | None
+    drawing: Drawing
     wide: bool = False
-    sentence: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ def report_page(report: Report, index: str = "") -> str:
         absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in _run(report) and p.name != CAUSAL.name],
         attention=attention,
         by_head=of_heads.pictures[0].drawing if of_heads else None,
-        largest=largest(report, known_measures(by_head(report))[0]) if of_heads else "",
         tables=tables,
         provenance=[row for row in flat(report.provenance) if not row[0].startswith(_IN_PROMPTS)],
         prompts=prompts,
@@ -219,14 +217,9 @@ def _unmeasured(report: Report) -> str:
     """Explain why there is no card about the loss."""
     if CAUSAL.name not in _run(report):
         return "Not run: how the loss changes when a term is removed from the running model (the causal probe)."
-    if not len(report.causal):
-        return (
-            "No term was removed from the running model: the causal probe failed, or the model has no norm that it "
-            "could change (see the notes)."
-        )
     return (
-        "The change of the loss is unknown, because this model or these prompts give no next-token loss. The table of "
-        "interventions has the changes of output distributions and attention."
+        "How the loss changes when a term is removed is unknown: the causal probe failed, or the model or its prompts "
+        "give no next-token loss (see the notes)."
     )
 
 
@@ -318,6 +311,8 @@ CELL = GROUPS[1][3]  # candidates for a notebook's cell, which shows the first t
 def has(report: Report, picture: Picture) -> bool:
     """Whether the picture has data; pictures of heads need rows in head space."""
     frame = in_head_space(report) if picture.table == "heads" else report.tables.get(picture.table)
+    if picture.id == "causal":
+        frame = report.causal[(report.causal["variant"] != INTACT.name) & (report.causal["no_op"].fillna("") == "")]
     return frame is not None and picture.column in frame and not frame[picture.column].isna().all()
 
 
@@ -340,12 +335,8 @@ def drawn(report: Report, picture: Picture, prefix: str = "") -> Drawing:
 def groups(report: Report) -> Iterator[Group]:
     """Yield the pictures of the built-in tables under their headings."""
     for name, title, about, plans, short in GROUPS:
-        shown = []
-        for picture in (PICTURES[p] for p in plans if has(report, PICTURES[p])):
-            sentence = _nothing(report, picture.id)
-            shown.append(
-                Shown(picture.id, picture.title, None if sentence else drawn(report, picture), sentence=sentence)
-            )
+        pictures = [PICTURES[p] for p in plans if has(report, PICTURES[p])]
+        shown = [Shown(picture.id, picture.title, drawn(report, picture)) for picture in pictures]
         if name == "heads-pictures":
             shown += _by_head(report)
         if shown:
@@ -376,23 +367,3 @@ def _by_head(report: Report) -> list[Shown]:
     about = MEASURES[measure]
     text = f"{about.column.meaning[:1].upper()}{about.column.meaning[1:]}."
     return [Shown("by-head", about.title, drawing("by-head", about.title, draw_heads_map(table, measure), text), True)]
-
-
-# Shares of squared length below this are rounding errors (float32: 1e-7 of the length, squared).
-_NO_SHARE = 1e-12
-
-
-def _nothing(report: Report, picture: str) -> str:
-    """Return the sentence that replaces a picture which would show nothing; empty if it shows something."""
-    if picture == "projection" and (report.layernorms["mean_share"].fillna(0) <= _NO_SHARE).all():
-        return (
-            f"The inputs of all {len(report.layernorms)} norms are orthogonal to the all-ones direction (share of "
-            "squared length 0, angle 90°), so projection changes nothing."
-        )
-    heads = by_variant(report)
-    if picture == "angle" and INTACT in heads and (heads[INTACT]["uniform_angle_deg"].dropna().round() == 90).all():
-        return f"In all {len(heads[INTACT])} heads, queries are orthogonal to the direction that attends uniformly."
-    edits = report.causal[report.causal["variant"] != INTACT.name]
-    if picture == "causal" and not (edits["delta_loss"].notna() & (edits["no_op"].fillna("") == "")).any():
-        return "Removing either term changes nothing by construction, at every norm."
-    return ""
