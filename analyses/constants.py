@@ -4,8 +4,8 @@ The first pass stores the sum and count of sigma of every norm on every prompt, 
 constants of a prompt are the means over all prompts outside its group (leave one group out), so no prompt is measured
 with constants that it shaped, and no further pass is needed. Equal prompts form one group.
 
-Behind a norm that scales, a head can make only a bounded set of queries; without one there is no bound, and there are no
-margins. Queries are taken before rotary positions and over the divisor, so scores with keys are in nats.
+Behind a norm that scales, a head can make only a bounded set of queries; without one there is no bound, and there are
+no margins. Queries are taken before rotary positions and over the divisor, so scores with keys are in nats.
 """
 
 from __future__ import annotations

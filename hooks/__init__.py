@@ -1,6 +1,5 @@
 """Hook points, norms, activations and edits of a TransformerLens model."""
 
-from ln_probe.hooks.deprecation import renamed
 from ln_probe.hooks.edits import InterventionError, LostEditError
 from ln_probe.hooks.equivalence import Equivalence, NotEquivalentError, check_equivalent
 from ln_probe.hooks.interventions import Intervention, without
@@ -24,5 +23,3 @@ __all__ = [
     "make_permanent",
     "without",
 ]
-
-__getattr__ = renamed(__name__, {"Applied": "PermanentEdit", "apply": "make_permanent"}, "1.0", "2.0")

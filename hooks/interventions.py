@@ -75,13 +75,11 @@ from ln_probe.hooks.scales import (
 from ln_probe.hooks.sites import ModelFacts, class_of, facts_of_checked
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
-    RENAMED,
     VARIANT_WITHOUT,
     VARIANTS,
     VariantEdit,
     ignored_below,
     no_op,
-    present_name,
 )
 
 Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
@@ -186,8 +184,6 @@ def without(
         ...     loss = model(tokens, return_type="loss")
         >>> done.divisors["blocks.1.ln1"]
     """
-    if isinstance(what, str) and what in RENAMED:  # in 0.2 tables called without "both" so
-        what = VARIANTS[present_name(what, "without")].without
     if not isinstance(what, str) or what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
     hooked, seed = check_model(model), whole_number(seed, "seed", 0, InterventionError)

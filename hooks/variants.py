@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.deprecation import deprecated
 from ln_probe.hooks.edits import Edit, Positions, held
 from ln_probe.hooks.model import at_least_float32
 from ln_probe.hooks.norm import Site
@@ -102,8 +101,6 @@ class Variant:
         return self.transform is None and site.projects and "projection" in self.removes
 
 
-# Names of variants in ln_probe 0.2, and those of today.
-RENAMED = {"neither": "both_removed"}
 # All variants by name, in the order of tables and pictures; and their names by what `without` calls them.
 VARIANTS: dict[str, Variant] = {}
 VARIANT_WITHOUT: dict[str, str] = {}
@@ -154,21 +151,6 @@ BOTH_REMOVED = _standard(
     "both removed",
     without="both",
 )
-
-
-def present_name(name: str, place: str) -> str:
-    """The name of a variant today; of another text, that text.
-
-    Args:
-        name: what may be a name of ln_probe 0.2.
-        place: where it was found, for the warning.
-
-    Warns:
-        DeprecationWarning: the variant has been renamed.
-    """
-    if name in RENAMED:
-        deprecated(f"the variant {name!r} ({place})", repr(RENAMED[name]), "1.0", "2.0", level=2)
-    return RENAMED.get(name, name)
 
 
 def edits_of_norms(*, standard: bool | None = None) -> list[Variant]:

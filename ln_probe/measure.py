@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ln_probe import __version__
-from ln_probe.analyses.arguments import check_flags, check_text, path_of
+from ln_probe.analyses.arguments import check_flags, path_of
 from ln_probe.analyses.constants import Calibration, Constants
 from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
 from ln_probe.analyses.probes import columns as declared
@@ -37,7 +37,6 @@ from ln_probe.hooks.objective import Loss, Objective
 from ln_probe.hooks.sites import CENTRED
 from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
-from ln_probe.models import load_model
 from ln_probe.passes import Passes
 from ln_probe.prompts import Prompts, calibration_prompts, labels_of, make_prompts, tokens_named
 from ln_probe.recording import marked, record
@@ -330,43 +329,6 @@ def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
     for probe in (*chosen(DEFAULT), *probes):
         found |= probe.thresholds
     return found
-
-
-def on_text(report: Report, text: str, model: object = None) -> Report:
-    """Measure the attention of a report's model on another text; `Report.attention(text=…)` shows it.
-
-    Args:
-        report: says which model, and which of the probes of attention ran.
-        text: the text.
-        model: the model, if it cannot be loaded again by its name.
-
-    Raises:
-        ValueError: the model cannot be loaded again, or its weights are others today; a text without tokens.
-    """
-    check_text("text", text)
-    if not text.strip():
-        raise ValueError(f"text must hold some text, got {text!r}")
-    about = report.provenance.get("model", {})
-    if model is None:
-        name = about.get("name")
-        give = f"give the model: report.attention(text={text[:20]!r}, model=…)"
-        if not name or about.get("kind") in (None, "object"):
-            raise ValueError(f"this report is of a model that was in memory, which cannot be loaded again: {give}")
-        options: dict[str, Any] = dict.fromkeys(about.get("processing", ()), True)
-        options |= {"revision": about.get("revision"), "dtype": about.get("dtype")}
-        options["world"] = {"HookedTransformer": "hooked", "TransformerBridge": "bridge"}.get(about.get("world"))
-        try:
-            model = load_model(name, **options)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"the model {name!r} of this report cannot be loaded again ({error}): {give}") from error
-        if (found := source_of(model).weights_sha256) != about.get("weights_sha256"):
-            raise ValueError(
-                f"{name!r} holds other weights than this report is of (SHA-256 {str(found)[:12]}…, not "
-                f"{str(about.get('weights_sha256'))[:12]}…): {give}"
-            )
-    ran = report.provenance.get("arguments", {}).get("probes") or ()
-    probes = [name for name in ("selectability", "uniformity", "sinks") if name in ran] or ["uniformity"]
-    return analyze(model, text, probes=probes, progress=False)
 
 
 def freezing_cost(

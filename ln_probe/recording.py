@@ -83,10 +83,8 @@ def record(
         )
         if patterns.kept:
             attention.append(patterns.of_prompt(tokens[number]))
-    found = Exhibits(samples=tuple(samples.of_site(name) for name in samples.vectors))
-    if not attention:
-        return found
-    return replace(found, attention=tuple(attention), notes=tuple(notes))
+    vectors = tuple(samples.of_site(name) for name in samples.vectors)
+    return Exhibits(tuple(attention), vectors, tuple(notes) if attention else ())
 
 
 def marked(exhibits: Exhibits, marks: Sequence[Marks]) -> Exhibits:

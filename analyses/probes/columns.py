@@ -92,8 +92,8 @@ HEADS = declare(
         without a bound on queries
     margin_median (float, nats; normalized: relative): median over keys of the best score gap over all others: in head
         space by any query that the head can make, biases included, negative if none puts the key on top (the same in
-        every basis of the head), NaN without a bound on queries; in normalized space by a query of unit length, over the RMS norm of the
-        centred keys
+        every basis of the head), NaN without a bound on queries; in normalized space by a query of unit length, over
+        the RMS norm of the centred keys
     margin_p05 (float, nats; normalized: relative): 5th percentile of the same
     attainable_median (float, share): median over keys of `attainable` in the keys table: the largest softmax weight
         at the last position, which sees all keys, from queries of the size that occur

@@ -336,10 +336,8 @@ class _Watching(Observer):
 
     def finish(self) -> ProbeResults:
         effects = table(self.sums, self.groups, seed=self.seed)
-        compared = [
-            f"head_effects: first-order estimates and exact effects of {t}" for t in agreement(effects, "heads")
-        ]
-        return ProbeResults({HEAD_EFFECTS.name: effects}, [*self.runs.notes(), *compared])
+        notes = [f"head_effects: first-order estimates and exact effects of {t}" for t in agreement(effects, "heads")]
+        return ProbeResults({HEAD_EFFECTS.name: effects}, [*self.runs.notes(), *notes])
 
 
 def table(

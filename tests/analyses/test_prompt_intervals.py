@@ -243,19 +243,6 @@ def test_the_equivalence_bound_is_the_farther_end_of_the_90_percent_interval() -
     assert interval.low < change.mean() - interval.bound + 2 * change.mean() < interval.high
 
 
-def test_tables_of_earlier_versions_get_the_statistics_of_this_one() -> None:
-    """Committed tables and reports of earlier versions have no families; their prompts' values give them."""
-    table, kept = causal_table.table(frames := many(40), EACH), causal_table.by_prompt(frames, EACH)
-    columns = ["p_mean", "delta_loss_median", "family", "equivalence_bound", "groups"]
-    again = causal_table.with_today_statistics(table.drop(columns=columns), kept)
-    pd.testing.assert_frame_equal(again, table, rtol=1e-9, atol=1e-9)
-    assert list(causal_table.with_today_statistics(table.assign(extra=1), kept).columns) == [*CAUSAL.names, "extra"]
-    few = causal_table.with_today_statistics(table, kept[kept["prompt"] < 20])
-    edited = few["variant"] != "intact"
-    assert few.loc[edited, ["p_mean", "delta_loss_low"]].isna().all(axis=None)
-    assert few["delta_loss_median"].notna().all()
-
-
 def test_a_row_without_an_interval_counts_among_the_tests() -> None:
     rows = [{"sites": s, "variant": "no_scaling", "no_op": "", "delta_loss": 0.1, "p_mean": p, "family": "primary"}
             for s, p in (("attention", 0.01), ("mlp", math.nan), ("all", 0.03))]  # fmt: skip

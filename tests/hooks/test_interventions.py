@@ -250,15 +250,6 @@ def test_what_does_not_go_together() -> None:
             pass
 
 
-def test_the_old_name_of_both_removed_warns() -> None:
-    model = make_bridge("gpt2")
-    with (
-        pytest.warns(DeprecationWarning, match="the variant 'neither' .without. is deprecated since ln_probe 1.0"),
-        without(model, "neither", scale=2.0) as what,
-    ):
-        assert what.variant == "both_removed"
-
-
 # Single heads; all together they are the whole norm (see `laws.py`).
 
 C = 0.7  # what is divided by where scaling goes
