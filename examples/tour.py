@@ -55,7 +55,7 @@ figures.projection_over_depth(report)
 
 # %%
 heads = report.heads[report.heads["space"] == "head"]
-measures = ["unselectable_fraction", "margin_median", "attainable_last_median", "entropy_ratio"]
+measures = ["unselectable_fraction", "margin_median", "attainable_median", "entropy_ratio"]
 heads.groupby(["layer", "variant"], sort=False)[measures].median()
 
 # %% [markdown]

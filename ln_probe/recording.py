@@ -28,7 +28,6 @@ from ln_probe.exhibits import (
     to_bytes,
 )
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
-from ln_probe.hooks.products import fast_products
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.passes import Passes
 
@@ -67,8 +66,7 @@ def record(
     attention = []
     for number, whole in kept.items():
         patterns = _Patterns(passes, calibration, number, layers, heads, whole)
-        with fast_products(passes.model):
-            stream(passes.model, prompts[number], passes.found.read, layers=layers, on_attention=patterns.add)
+        stream(passes.model, prompts[number], passes.found.read, layers=layers, on_attention=patterns.add)
         if patterns.kept:
             attention.append(patterns.of_prompt(tokens[number]))
     return Exhibits(tuple(attention), tuple(notes) if attention else ())
@@ -95,7 +93,7 @@ def _marked_prompt(shown: PromptAttention, marks: Sequence[Marks]) -> PromptAtte
         measures = {name: values[: len(shown.heads), keys] for name, values in found.measures.items()}
         ending = _ENDINGS[found.variant]
         arrays[f"verdict{ending}"][place] = _CODES[measures["verdict"]]
-        arrays[f"attainable{ending}"][place] = measures["attainable_last"]
+        arrays[f"attainable{ending}"][place] = measures["attainable"]
         if not ending:
             middle = (measures["margin_lower"] + measures["margin_upper"]) / 2
             arrays["margin"][place] = np.clip(middle, None, np.finfo(np.float16).max)

@@ -98,7 +98,6 @@ class Report:
     head_effects = TableNamed("head_effects")
     sinks = TableNamed("sinks")
     sink_heads = TableNamed("sink_heads")
-    token_sizes = TableNamed("token_sizes")
     outlier_dimensions = TableNamed("outlier_dimensions")
 
     @property

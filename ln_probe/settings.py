@@ -9,10 +9,8 @@ from typing import Any
 
 from ln_probe.analyses.arguments import LARGEST_SEED, check_flags, received
 from ln_probe.analyses.files import read_text, sha256_of_file
-from ln_probe.analyses.probes.registry import DEFAULT, entries
+from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT
 from ln_probe.hooks.model import HookedModel, n_layers, whole_number
-
-KEYS = ("hardest", "all")
 
 
 def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
@@ -36,20 +34,28 @@ def from_the_end(layers: Iterable[int], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: probes, layers and heads (None: all), rows of the `keys` table, the seed of samples, a file of
-    token strings, how many keys of a head are measured (0: all; None: all unless that would take too long), how many
-    prompts go through the model together (None: as many as pay), text that constants come from and a file of group
-    labels (with the hash of what they held; None: leave-one-out means, and equal prompts form groups), a loss as
-    `module:function` (None: of the next token), and whether loss-optimal constants are fitted."""
+    """What to measure.
+
+    Attributes:
+        probes: their names.
+        layers, heads: that are measured; None: all.
+        max_tokens: of a prompt; longer ones are cut.
+        seed: of samples and resamples.
+        vocab: a file of token strings.
+        batch_size: how many prompts go through the model together; None: as many as pay.
+        calibration: a file of text that constants come from; None: leave-one-out means.
+        groups: a file of group labels; None: equal prompts form groups.
+        calibration_sha256, groups_sha256: of what these files held.
+        loss: as `module:function`; None: of the next token.
+        optimal: whether loss-optimal constants are fitted.
+    """
 
     probes: tuple[str, ...] = DEFAULT
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
-    keys: str = "hardest"
     max_tokens: int = 512
     seed: int = 0
     vocab: str | None = None
-    keys_sample: int | None = None
     batch_size: int | None = None
     calibration: str | None = None
     calibration_sha256: str | None = None
@@ -60,17 +66,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         if isinstance(self.probes, str) or not self.probes:
-            raise ValueError(f"unknown probes {self.probes!r}: give a list of {', '.join(entries())}")
-        if self.keys not in KEYS:
-            raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {self.keys!r}")
+            raise ValueError(f"unknown probes {self.probes!r}: give a list of {', '.join(BUILT_IN)}")
         for name, least, what in (
             ("max_tokens", 2, "a number of tokens, 2 or more (one token alone predicts nothing)"),
             ("seed", 0, "a whole number, 0 or more and at most 10^18"),
             ("batch_size", 1, "a number of prompts, 1 or more"),
-            ("keys_sample", 0, "a number of keys per head (0: all of them)"),
         ):
             given = getattr(self, name)
-            if given is None and name in ("batch_size", "keys_sample"):
+            if given is None and name == "batch_size":
                 continue
             try:
                 object.__setattr__(self, name, whole_number(given, name, least))

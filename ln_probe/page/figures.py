@@ -132,7 +132,7 @@ def margins_over_depth(report: Report) -> Figure:
 
 def attainable_over_depth(report: Report) -> Figure:
     """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
-    figure = _over_depth(report, "attainable_last_median", "attainable_last_p05", "share of attention", log=False)
+    figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
     axes, even = figure.axes[0], even_share(report.heads)
     if not math.isnan(even):
         axes.axhline(even, color="black", ls=":", lw=1.2, label=f"uniform attention, 1/n = {percent(even)}")
@@ -389,7 +389,7 @@ PICTURES = {
             "mean_share",
         ),
         Picture("margins", "Margins over depth", margins_over_depth, "heads", "margin_median"),
-        Picture("attainable", "Attainable attention", attainable_over_depth, "heads", "attainable_last_median"),
+        Picture("attainable", "Attainable attention", attainable_over_depth, "heads", "attainable_median"),
         Picture("angle", "Queries and the uniform direction", uniform_angle_by_layer, "heads", "uniform_angle_deg"),
         Picture("entropy", "How uniform attention is", entropy_by_layer, "heads", "entropy_ratio"),
         Picture("causal", "Change of the loss", causal_effects, "causal", "delta_loss"),
