@@ -25,8 +25,6 @@ from ln_probe.analyses.text import encodable
 from ln_probe.hooks.model import OneLine
 
 EXHIBITS_FILE = "exhibits.npz"
-# A page of some megabytes needs far less than this; a small file that unpacks to more is damaged or hostile.
-UNPACKED = 512 * 2**20
 CELLS = 64  # rows and columns of a pooled pattern: as many as the page's size allows for 144 heads
 # Errors raised by reading a truncated or altered .npz file.
 _DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, MemoryError, zipfile.BadZipFile, zlib.error)
@@ -178,19 +176,14 @@ class Exhibits(OneLine):
         """Read a file that `save` wrote.
 
         Raises:
-            ValueError: the file is damaged, or unpacks to more than UNPACKED bytes.
+            ValueError: the file is damaged.
         """
         try:
-            with zipfile.ZipFile(path) as archive:
-                size = sum(entry.file_size for entry in archive.infolist())
-            if size <= UNPACKED:
-                with np.load(path, allow_pickle=False) as stored:
-                    arrays = {name: stored[name] for name in stored.files}
-                index = json.loads(arrays.pop("index").tobytes())
-                return Exhibits.of_plain(arrays, index)
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+            return Exhibits.of_plain(arrays, json.loads(arrays.pop("index").tobytes()))
         except _DAMAGE as error:
             raise ValueError(f"{path} is damaged ({error}): analyze the model again") from error
-        raise ValueError(f"{path} unpacks to {size} bytes (at most {UNPACKED} are read): analyze the model again")
 
 
 PLACES = ("position 0", "sink", "elsewhere")

@@ -278,14 +278,15 @@ def load_report(folder: str | Path) -> Report:
         raise ValueError(f"{path} is damaged ({error!r}): analyze the model again") from error
     if form != FORMAT:
         raise ValueError(f"{path} has format {form!r}, this ln_probe reads format {FORMAT}: analyze the model again")
-    tables = {name: _read(folder / f"{name}.parquet", table) for name, table in declared.items()}
+    files = {name: folder / f"{name}.parquet" for name in declared}
+    if missing := [file for file in (*files.values(), folder / EXHIBITS_FILE) if not file.is_file()]:
+        raise FileNotFoundError(f"{missing[0]} is missing: analyze the model again")
+    tables = {name: _read(files[name], table) for name, table in declared.items()}
     return Report(tables, provenance, notes, Exhibits.load(folder / EXHIBITS_FILE), declared, failures=failures)
 
 
 def _read(file: Path, table: Table) -> pd.DataFrame:
     """Read a table and check that it is what its declaration says."""
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: analyze the model again")
     try:
         with file.open("rb") as stream:  # pyarrow takes only paths that are UTF-8
             return table.check(pd.read_parquet(stream))
