@@ -64,6 +64,16 @@ from ln_probe.hooks.variants import BOTH_REMOVED, SCALING_FROZEN
 
 
 class Selectability(Probe):
+    """Which keys of a prompt a query can select.
+
+    Args:
+        every_key: whether the table `keys` has a row for every key; otherwise the hardest keys of each head and a
+            seeded sample.
+    """
+
+    def __init__(self, every_key: bool = False) -> None:
+        self.every_key = every_key
+
     name = "selectability"
     summary = "which keys a query can select, by what margin"
     tables = (HEADS, KEYS)
@@ -78,7 +88,7 @@ class Selectability(Probe):
     }
 
     def start(self, run: Run) -> Observer:
-        return _Watching(run)
+        return _Watching(run, self.every_key)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
@@ -91,9 +101,9 @@ class Selectability(Probe):
 
 
 class _Watching(KeyObserver):
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, every_key: bool) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.every_key = run, every_key
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         self.add(attended, NORMALIZED, partial(_at_the_norm, attended))
@@ -110,7 +120,7 @@ class _Watching(KeyObserver):
                 heads += head_rows(rows, calibration)
                 if rows.space == HEAD:
                     marks.append(rows.marks())
-            keys += key_rows(block, self.run.token, self.run.seed)
+            keys += key_rows(block, self.run.token, self.run.seed, every_key=self.every_key)
         tables = {HEADS.name: pd.DataFrame(heads)} if heads else {}
         if keys:
             table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
