@@ -19,7 +19,6 @@ from small_models import lab
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.analyses.probes.edited_runs import EditedRuns
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.scales import mean_sigmas

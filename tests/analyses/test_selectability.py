@@ -12,7 +12,7 @@ from architectures import make_bridge, make_folded, make_hooked
 
 import ln_probe
 from ln_probe.analyses.constants import observed_radius
-from ln_probe.analyses.probes.attention_layer import VARIANTS, AttentionLayer, no_op, variant_outputs
+from ln_probe.analyses.probes.attention_layer import VARIANTS, no_op, variant_outputs
 from ln_probe.analyses.probes.keys import HARDEST_PER_VARIANT, SAMPLED, sphere_theorem
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.analyses.probes.uniformity import received

@@ -92,7 +92,9 @@ class _Recording(Observer):
 def check(model: Any, tokens: torch.Tensor = TOKENS, **options: Any) -> tuple[Any, list[KeySet]]:
     """Every verdict of head space against `key_geometry` of the same keys; the table, and the sets of keys."""
     recorder = Recorder()
-    report = ln_probe.analyze(model, tokens, probes=[Selectability(every_key=True), recorder], progress=False, **options)
+    report = ln_probe.analyze(
+        model, tokens, probes=[Selectability(every_key=True), recorder], progress=False, **options
+    )
     table = report.keys.query("space == 'head'").set_index(["layer", "head", "variant", "prompt"]).sort_index()
     compared = 0
     for each in recorder.sets:
