@@ -108,9 +108,8 @@ def report(name: str, rows: list[list[int]], probes: list[str]) -> Tables:
     takes = inspect.signature(ln_probe.analyze).parameters
     options = {k: v for k, v in {"keys": "all", "progress": False}.items() if k in takes}
     tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=probes, **options).tables)
-    if "keys" in tables:
-        keys = tables["keys"]
-        tables["keys"] = keys[keys["prompt"].eq(0) & keys["head"].isin([0, 3])]
+    if {"prompt", "head"} <= set(tables.get("keys", ())):
+        tables["keys"] = tables["keys"].query("prompt == 0 and head in (0, 3)")
     return tables
 
 
