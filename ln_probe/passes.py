@@ -42,7 +42,7 @@ from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES, SINGLE_NORM_PROM
 from ln_probe.analyses.probes.registry import chosen
 from ln_probe.analyses.progress import tell, tell_inner
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
-from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
+from ln_probe.hooks.capture import AttentionInput, looks_ahead, stream_together
 from ln_probe.hooks.default_tokens import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.default_tokens import bundled_prompts, bundled_texts, encode, tokenizer_of
 from ln_probe.hooks.interventions import members
@@ -58,7 +58,6 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
-from ln_probe.hooks.products import fast_products
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import facts_of, layers_in_words
 from ln_probe.observers import BackgroundWorker, GuardedObserver, is_foreign
@@ -256,18 +255,17 @@ class Passes:
             if radius is not None:
                 observed[seen.layer].append(radius.numpy())
 
-        with fast_products(self.model):
-            for batch in self._batches("first pass", prompts):  # the callbacks read it
-                lengths += [float(len(row)) for _, row in batch]
-                sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
-                stream_together(
-                    self.model,
-                    [row for _, row in batch],
-                    self.found.read,
-                    layers=self.layers,
-                    on_norm=on_norm,
-                    on_attention=on_attention if self.wants_heads else None,
-                )
+        for batch in self._batches("first pass", prompts):  # the callbacks read it
+            lengths += [float(len(row)) for _, row in batch]
+            sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
+            stream_together(
+                self.model,
+                [row for _, row in batch],
+                self.found.read,
+                layers=self.layers,
+                on_norm=on_norm,
+                on_attention=on_attention if self.wants_heads else None,
+            )
         stacked = np.stack(sums) if sums else np.zeros((0, 2, len(frozen), 2))
         measured = Constants(tuple(places), grouping, stacked[:, 0], stacked[:, 1])
         constants, calibrated_on, on_constants = self._constants(frozen, measured, calibration)
@@ -275,7 +273,6 @@ class Passes:
         if not optimal:
             passes = _FITTING_PASSES * sum(lengths) * sum(p.numel() for _, p in self.model.named_parameters())
             calibrated_on = {**calibrated_on, "optimal_minutes": round(passes / _MULTIPLICATIONS / 60, 1)}
-        return_free_memory()
         sample = self._sample(lengths)
         notes = self._notes(statistics, unsupported, bidirectional, sorted(set(occurred) - set(observed)))
         notes = (*notes, *on_overlap, *on_constants, *constants.notes())
@@ -379,11 +376,10 @@ class Passes:
             return {}
         view = self._view(calibration)
         alone = sum(map(is_foreign, asked)) < 2
-        with fast_products(self.model), BackgroundWorker(self._gpu_memory) as beside:
+        with BackgroundWorker(self._gpu_memory) as beside:
             watching = [GuardedObserver(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
             for batch in self._batches("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
                 self._watch(batch, [w for w in watching if w.takes(batch[0][0])], calibration, beside)
-        return_free_memory()
         return {w.probe.name: w.piece() for w in watching}
 
     def _watch(
@@ -400,7 +396,6 @@ class Passes:
         """
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
-        large = any(w.probe.needs.variants for w in attention)
 
         def on_norm(place: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
             number = batch[place][0]
@@ -417,13 +412,9 @@ class Passes:
 
         def look(number: int, seen: AttentionInput) -> None:
             attended = self.attended(number, seen, calibration)
-            if large:
-                return_free_memory()
             for w in attention:
                 tell_inner(f"{w.probe.name}, layer {seen.layer + 1} of {n_layers(self.model)}")
                 w.call("attention", number, attended)
-            if large:
-                return_free_memory()
 
         if norms or attention:
             stream_together(
@@ -458,7 +449,6 @@ class Passes:
         """Return the piece of a probe that needs no prompts."""
         tell(probe.name)
         piece = GuardedObserver(probe, self._view(None), None, self.seal).piece()
-        return_free_memory()
         return piece
 
     def _view(self, calibration: Calibration | None) -> View:
@@ -500,8 +490,8 @@ class Passes:
             )
         if wrong := [s for s in self.sites if "is not centred as the others" in s.evidence]:
             notes.append(
-                f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare with the unfolded model: "
-                "ln_probe.hooks.check_equivalent(raw, folded)"
+                f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare its logits with "
+                "the unfolded model's"
             )
         if beyond := [s for s in statistics if s.reconstruction_error > s.reconstruction_bound]:
             worst = max(beyond, key=lambda s: s.reconstruction_error)

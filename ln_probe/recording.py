@@ -35,7 +35,6 @@ from ln_probe.exhibits import (
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
 from ln_probe.hooks.model import HookedModel, evaluating
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.products import fast_products
 from ln_probe.hooks.sites import ModelFacts
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.passes import Passes
@@ -83,22 +82,20 @@ def record(
     attention = []
     for number, row in enumerate(prompts[:SAMPLED_PROMPTS]):
         patterns = _Patterns(passes, calibration, number, layers, heads, kept.get(number, False))
-        with fast_products(passes.model):
-            stream(
-                passes.model,
-                row,
-                passes.found.read,
-                layers=layers,
-                on_norm=partial(samples.add, number),
-                on_attention=patterns.add if passes.wants_heads and number in kept else None,
-            )
+        stream(
+            passes.model,
+            row,
+            passes.found.read,
+            layers=layers,
+            on_norm=partial(samples.add, number),
+            on_attention=patterns.add if passes.wants_heads and number in kept else None,
+        )
         if patterns.kept:
             attention.append(patterns.of_prompt(tokens[number]))
     found = Exhibits(samples=tuple(samples.of_site(name) for name in samples.vectors))
     if not attention:
         return found
-    with fast_products(passes.model):
-        scores, on_scores = explained(passes.model, passes.found, prompts[0], attention[0])
+    scores, on_scores = explained(passes.model, passes.found, prompts[0], attention[0])
     return replace(found, attention=tuple(attention), scores=scores, notes=(*notes, *on_scores))
 
 

@@ -40,7 +40,7 @@ from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
 from ln_probe.analyses.schema import Column, Table, TableError
 from ln_probe.analyses.text import counted, disarmed, encodable
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
-from ln_probe.hooks.variants import RENAMED, frozen_scaling, present_name
+from ln_probe.hooks.variants import frozen_scaling
 
 if TYPE_CHECKING:
     from ln_probe.page.attention import AttentionView
@@ -396,12 +396,6 @@ def load_report(folder: str | Path) -> Report:
             continue
         _check_file(file, files.get(file.name))
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
-    if any(t["variant"].isin(RENAMED).any() for t in tables.values() if "variant" in t):
-        for name, table in tables.items():
-            if "variant" in table:
-                tables[name] = table.assign(variant=table["variant"].replace(RENAMED))
-        for name in RENAMED:
-            present_name(name, f"in {folder}, read under its name of today")
     earlier = [
         name
         for name in ("heads", "keys")

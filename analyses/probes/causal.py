@@ -229,10 +229,7 @@ def family(sites: str, variant: str) -> str:
         return ""
     if sites not in GROUPS:
         return f"exploratory: single norms, {variant}"
-    known = VARIANTS.get(variant)
-    if known is not None and known.primary and sites in PRIMARY_SITES:
-        return PRIMARY
-    return "exploratory: groups" if known is not None and known.standard else f"exploratory: groups, {variant}"
+    return PRIMARY if VARIANTS[variant].primary and sites in PRIMARY_SITES else "exploratory: groups"
 
 
 def holm_by_family(frame: pd.DataFrame, column: str) -> pd.Series:

@@ -190,15 +190,11 @@ class EditedRuns(Observer):
             self.causal, self.outputs = passes.causal, passes.vocabulary
             constants, intact = self.constants_of(prompt), passes.sums
             wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
-            effects: dict[tuple[_Signature, str], Sums] = {}
-            for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
-                jobs: dict[tuple[_Signature, str], Job] = {}
-                for row in wanted:
-                    if row.variant.standard == standard and self._is_run(row):
-                        jobs |= {
-                            (row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt, constants)
-                        }
-                effects |= passes.effects({key: job for key, job in jobs.items() if key not in effects})
+            jobs: dict[tuple[_Signature, str], Job] = {}
+            for row in wanted:
+                if self._is_run(row):
+                    jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt, constants)}
+            effects = passes.effects(jobs)
         self._differentiate(prompt, tokens, effects, intact["nll"])
         estimates = self._estimates(wanted, tokens, constants)
         rows = [

@@ -273,13 +273,12 @@ class HeadRuns(Observer):
         found: dict[tuple[int, int, str], float] = {}
         at_once = max(1, min(_LOGITS // vocabulary_size(self.model), TOKENS_AT_ONCE) // len(tokens))
         for layer in self.sites:
-            for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
-                variants = [v.name for v in edits_of_norms(standard=standard) if (layer, v.name) in first.edited]
-                wanted = [(h, v) for h in self.heads[layer] if (layer, h) in self.exact for v in variants]
-                for at in range(0, len(wanted), at_once):
-                    some = wanted[at : at + at_once]
-                    for (head, variant), nll in zip(some, self._losses(tokens, first, layer, some), strict=True):
-                        found[layer, head, variant] = nll
+            variants = [v.name for v in edits_of_norms() if (layer, v.name) in first.edited]
+            wanted = [(h, v) for h in self.heads[layer] if (layer, h) in self.exact for v in variants]
+            for at in range(0, len(wanted), at_once):
+                some = wanted[at : at + at_once]
+                for (head, variant), nll in zip(some, self._losses(tokens, first, layer, some), strict=True):
+                    found[layer, head, variant] = nll
         return found
 
     def _losses(

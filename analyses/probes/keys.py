@@ -271,7 +271,6 @@ def _hardness(found: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _pick(here: Mapping[str, Mapping[str, np.ndarray]], rng: np.random.Generator) -> np.ndarray:
-    standard = [found for variant, found in here.items() if VARIANTS[variant].standard]
-    hard = [np.argsort(_hardness(found), kind="stable")[:HARDEST_PER_VARIANT] for found in standard]
+    hard = [np.argsort(_hardness(found), kind="stable")[:HARDEST_PER_VARIANT] for found in here.values()]
     count = len(next(iter(here.values()))["verdict"])
     return np.unique(np.concatenate([*hard, rng.choice(count, size=min(SAMPLED, count), replace=False)]))

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
 from ln_probe.hooks.model import HookedModel, blocks
-from ln_probe.hooks.variants import edits_of_norms
 
 # Up to this many (weights of the blocks × heads, or × norms) every one is run; beyond, the leading ones. A unit of it
 # costs some 40 multiplications a token (half a pass for each of three terms, and what lies around it): 64 heads of
@@ -62,10 +61,9 @@ def with_largest(estimates: Iterable[Mapping[tuple[_Part, str], Sequence[float]]
     for found in estimates:
         for key, terms in found.items():
             sums[key] = sums.get(key, 0.0) + np.asarray(terms)
-    standard = {v.name for v in edits_of_norms(standard=True)}
     sizes: dict[_Part, float] = {}
-    for (part, variant), summed in sums.items():
-        sizes[part] = max(sizes.get(part, 0.0), float(np.abs(summed).sum()) if variant in standard else 0.0)
+    for (part, _), summed in sums.items():
+        sizes[part] = max(sizes.get(part, 0.0), float(np.abs(summed).sum()))
     return sorted(sizes, key=lambda part: -sizes[part])[:count]
 
 

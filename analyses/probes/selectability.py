@@ -302,7 +302,7 @@ def _per_key(tokens: float, d_head: float = math.nan) -> float:
 # --------------------------------------------------------------------------------------------------------- findings
 
 # What a finding calls the variants that it compares with the intact model.
-_VARIANTS = {v.name: f"with {v.state}" for v in (SCALING_FROZEN, BOTH_REMOVED)}
+_VARIANTS = {v.name: f"with {v.label}" for v in (SCALING_FROZEN, BOTH_REMOVED)}
 
 
 def _margins(heads: pd.DataFrame) -> list[Finding]:

@@ -41,7 +41,7 @@ from ln_probe.analyses.probes.base import (
 )
 from ln_probe.analyses.probes.columns import ATTRIBUTION, WRITERS
 from ln_probe.analyses.schema import Table
-from ln_probe.hooks.capture import record, return_free_memory
+from ln_probe.hooks.capture import record
 from ln_probe.hooks.components import (
     END,
     Part,
@@ -119,8 +119,6 @@ class _Watching(Observer):
         before = [(site.module, partial(under_way.on_norm, site)) for site in self.by_name.values()]
         with hooks_on(after, before):
             run(self.model, tokens[None])
-        del under_way
-        return_free_memory()
         self.counts += [len(tokens), len(tokens) - 1]
 
     def add(self, site: Site, parts: Sequence[Part], values: Float64[Tensor, "pos part measure"]) -> None:

@@ -42,7 +42,6 @@ from ln_probe.batch.run import CALIBRATION, INDEX_FILE, PROMPTS, REPORT, WEIGHTS
 from ln_probe.batch.shards import DEFAULT, prompts_of
 from ln_probe.batch.suite import Target, check_same
 from ln_probe.exhibits import Exhibits
-from ln_probe.hooks.capture import keep_free_memory
 from ln_probe.hooks.default_tokens import check_contained
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.objective import Objective
@@ -83,7 +82,6 @@ class Worker:
     def __init__(self, run: Run, processors: int | None = None) -> None:
         self.run = run
         torch.set_num_threads(1)
-        keep_free_memory()
         use_processors(processors)
         self._target: Target | None = None
         self._passes: Passes | None = None
