@@ -57,7 +57,7 @@ norm_geometry(report, "blocks.1.ln1")
 
 # %%
 heads = report.heads[report.heads["space"] == "head"]
-measures = ["unselectable_fraction", "margin_median", "attainable_last_median", "entropy_ratio"]
+measures = ["unselectable_fraction", "margin_median", "attainable_median", "entropy_ratio"]
 heads.groupby(["layer", "variant"], sort=False)[measures].median()
 
 # %% [markdown]

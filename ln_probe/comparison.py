@@ -217,7 +217,7 @@ def overview(report: Report) -> dict[str, float | int | None]:
         keys = rows["keys"].sum() if len(rows) else 0
         found[f"unselectable{ending}"] = rows["unselectable"].sum() / keys if keys else math.nan
         for name, column in (
-            ("attainable", "attainable_last_median"),
+            ("attainable", "attainable_median"),
             ("margin", "margin_median"),
             ("entropy_ratio", "entropy_ratio"),
         ):

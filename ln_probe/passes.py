@@ -485,9 +485,7 @@ class Passes:
             )
         notes += [f"head space was not measured. {text}" for text in unsupported.values()]
         if bidirectional:
-            notes.append(
-                "attention is not causal: every query sees all keys, and first_unselectable_at does not apply (NaN)"
-            )
+            notes.append("attention is not causal: every query sees all keys")
         if wrong := [s for s in self.sites if "is not centred as the others" in s.evidence]:
             notes.append(
                 f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare its logits with "

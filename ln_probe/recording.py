@@ -161,7 +161,7 @@ def _marked_prompt(shown: PromptAttention, marks: Sequence[Marks]) -> PromptAtte
         measures = {name: values[: len(shown.heads), keys] for name, values in found.measures.items()}
         ending = _ENDINGS[found.variant]
         arrays[f"verdict{ending}"][place] = _CODES[measures["verdict"]]
-        arrays[f"attainable{ending}"][place] = measures["attainable_last"]
+        arrays[f"attainable{ending}"][place] = measures["attainable"]
         if not ending:
             middle = (measures["margin_lower"] + measures["margin_upper"]) / 2
             arrays["margin"][place] = np.clip(middle, None, np.finfo(np.float16).max)

@@ -66,11 +66,6 @@ _STATISTICS_OF_TODAY = (
     "causal: this report is of an earlier ln_probe: its constants come from other text than its prompts, and intervals "
     "do not include their choice; intervals, p-values and families were computed from `causal_prompts` on loading"
 )
-_AT_THE_LAST_POSITION = (
-    "heads, keys: this report is of an earlier ln_probe, whose attainable attention was of queries at the last "
-    "position; it is `attainable_last` here. What keys can receive at any position, and whether a head's own queries "
-    "reach them, is not known"
-)
 NO_NORMS = "the model has no normalization"  # beginning of the note on such models
 _OPTIONAL = ("numba", "circuitsvis", "gguf", "python-flint", "ray")
 PRINTED, _WIDTH = 6, 100  # findings that `print` shows, and characters a line
@@ -396,13 +391,6 @@ def load_report(folder: str | Path) -> Report:
             continue
         _check_file(file, files.get(file.name))
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
-    earlier = [
-        name
-        for name in ("heads", "keys")
-        if len(tables[name]) and not (name in described and any("attainable_last" in c for c in described[name].names))
-    ]
-    tables |= {name: _at_the_last_position(tables[name]) for name in earlier}
-    notes = (*notes, _AT_THE_LAST_POSITION) if earlier else notes
     if form == _FORMAT_OF_0_1_0:
         tables["causal"] = _as_meant_today(tables["causal"])
         notes = (*(note for note in notes if not note.startswith("causal: intervals come from")), _MEANT_0_1_0)
@@ -422,13 +410,6 @@ def load_report(folder: str | Path) -> Report:
 
 # Columns of ln_probe's own tables in reports of 0.2 and earlier: their names of today.
 _COLUMNS_RENAMED = {"p_adjusted": "p_sign"}
-
-
-def _at_the_last_position(table: pd.DataFrame) -> pd.DataFrame:
-    """Rename the columns of a version that measured attainable attention at the last position only."""
-    names = [name for name in map(str, table) if re.match(r"attainable(?!_(last|reach))", name)]
-    moved = {name.replace("attainable", "attainable_last", 1): table[name] for name in names}
-    return table.assign(**moved, **dict.fromkeys(names, float("nan")))
 
 
 def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:

@@ -83,8 +83,6 @@ INTERVALS = {
     "margin_p05": "nats; normalized: relative",
     "attainable_median": "share",
     "attainable_p05": "share",
-    "attainable_last_median": "share",
-    "attainable_last_p05": "share",
 }
 _INTERVALS = tuple(
     Column(
@@ -118,17 +116,14 @@ HEADS = declare(
         same in every basis of the head); in normalized space by a query of unit length, over the RMS norm of the
         centred keys
     margin_p05 (float, nats; normalized: relative): 5th percentile of the same
-    attainable_median (float, share): median over keys of `attainable` in the keys table: the largest softmax weight
-        at any position that sees the key
-    attainable_p05 (float, share): 5th percentile of the same
-    attainable_last_median (float, share): median over keys of `attainable_last` in the keys table: the largest
+    attainable_median (float, share): median over keys of `attainable` in the keys table: the largest
         softmax weight at the last position, which sees all keys, from queries of the size that occur
-    attainable_last_p05 (float, share): 5th percentile of the same
+    attainable_p05 (float, share): 5th percentile of the same
     attainable_reachable_median (float, share): the median at the last position over every query the head can make
         from any residual vector (reachable set); NaN without a bound on queries
     pattern_max_median (float, share): median over keys of the largest weight they receive from any query that
-        sees them and another key: compare it with attainable_median; attainable_last_median is about the last
-        position, which sees more keys
+        sees them and another key: early queries see few keys, the last position, which
+        attainable_median is about, sees all
     query_radius (float): rho: how far into the reachable set (0–1) the observed queries go, 95 % quantile; NaN
         without a bound
     queries (text): the set of queries of margins: reachable, all that the head can make; empirical, where nothing
@@ -175,23 +170,13 @@ KEYS = declare(
         highest score: its margin is above tau (1e-7) times the RMS norm, in nats, of the keys as the set sees them. A
         selectable key that is not reachable is selected only by queries that the head cannot produce. False for an
         exact copy; missing in normalized space
-    attainable (float, share): largest softmax weight found at any position that sees it and another key, from queries
-        of the observed set (of the empirical one where nothing bounds queries) and those that occurred: a proven
-        lower bound of the maximum
-    attainable_upper (float, share): what no query of that set at any of these positions, and none that occurred,
-        exceeds (proven). At most 0.01 above the maximum (absolute) without rotary positions and windows. Else looser:
-        with rotary positions the bound of one convex combination of the keys before it at every position, with a
-        window of the keys that all positions of half a window see
-    attainable_last (float, share): the same as `attainable` for queries of that set at the position `judged_at`
-        alone: the last one, where all keys compete
-    attainable_last_upper (float, share): what no query of that set at that position exceeds (proven): at most 0.01
+    attainable (float, share): largest softmax weight found from queries of the observed set (of the empirical one
+        where nothing bounds queries) at the position `judged_at`: the last one, where all keys compete
+    attainable_upper (float, share): what no query of that set at that position exceeds (proven): at most 0.01
         more (absolute), so a small weight is known less well relative to itself
     attainable_reachable (float, share): largest softmax weight found at that position from queries of the reachable
         set; NaN if unbounded
-    pattern_max (float, share): the largest weight it receives from any query that sees it and another key; at
-        most `attainable_upper`
-    first_unselectable_at (int, position): first position at which a causal query can no longer select it; -1 if
-        never, NaN if attention is not causal, or a window hides keys
+    pattern_max (float, share): the largest weight it receives from any query that sees it and another key
     judged_at (int, position): position of the query whose visible keys it was judged among: the last one; with a
         window the last one or one whole windows before it
     """,
@@ -538,7 +523,7 @@ SUMMARY = declare(
     mean_share (float): median over norms of layernorms.mean_share
     unselectable (float, share): share of keys that no query can select, head space
     unselectable_no_scaling (float, share): the same with scaling frozen
-    attainable (float, share): median over heads of heads.attainable_last_median
+    attainable (float, share): median over heads of heads.attainable_median
     attainable_no_scaling (float, share): the same with scaling frozen
     margin (float, nats): median over heads of heads.margin_median
     margin_no_scaling (float, nats): the same with scaling frozen

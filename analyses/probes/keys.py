@@ -188,8 +188,6 @@ _QUANTILES = {
     "margin_p05": ("margin", 0.05),
     "attainable_median": ("attainable", 0.5),
     "attainable_p05": ("attainable", 0.05),
-    "attainable_last_median": ("attainable_last", 0.5),
-    "attainable_last_p05": ("attainable_last", 0.05),
     "attainable_reachable_median": ("attainable_reachable", 0.5),
     "pattern_max_median": ("pattern_max", 0.5),
 }
@@ -265,7 +263,7 @@ def key_rows(
 def _hardness(found: Mapping[str, np.ndarray]) -> np.ndarray:
     """Smaller is harder: unselectable before the rest, then by attainable attention at the last position, where all
     keys compete; by the margin where that is not known."""
-    value = np.where(np.isnan(found["attainable_last"]), found["margin_upper"], found["attainable_last"])
+    value = np.where(np.isnan(found["attainable"]), found["margin_upper"], found["attainable"])
     value = np.where(np.isnan(value), np.inf, value)
     return np.where(np.isin(found["verdict"], [UNSELECTABLE, DUPLICATE]), -1.0 + 1e-9 * value, value)
 

@@ -34,7 +34,6 @@ BUILT_IN = {
         "how the loss changes when one head reads its norm without a term",
     ),
     "sinks": (f"{_HERE}.sinks:Sinks", "where attention falls, which tokens are outliers, and where they come from"),
-    "unembedding": (f"{_HERE}.unembedding:Unembedding", "which tokens can be predicted at all"),
     "writers": (
         f"{_HERE}.writers:WritersProbe", "components that set sigma, and that write along the all-ones direction",
     ),

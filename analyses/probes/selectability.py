@@ -7,8 +7,7 @@ What the head's own queries can do is measured over the reachable set; behind a 
 queries are unbounded, over the empirical set. The queries of all variants are the intact model's.
 
 Keys are judged among those that one query sees: all of them, or those of its window (`AttentionLayer.key_sets`).
-Attainable attention is the largest weight at any position that sees a key (`geometry/positions.py`), and at the last
-position.
+Attainable attention is the largest weight at the last position that sees them all.
 
 Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the convex hull of the others.
 """
@@ -28,7 +27,6 @@ from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, SAMPLE_ABOVE
 from ln_probe.analyses.geometry.api import set_attention, set_geometry
 from ln_probe.analyses.geometry.compiled import in_threads
 from ln_probe.analyses.geometry.inputs import SPAN_TOLERANCE, GivenSet, QuerySet
-from ln_probe.analyses.geometry.positions import attainable_anywhere
 from ln_probe.analyses.geometry.witnesses import SetGeometry
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
@@ -75,7 +73,7 @@ _UNIFORMITY = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spre
 
 # Seconds of one core per key (token, layer, head and variant): 2.2e-4 on lm-layernorm (128 tokens, d_head 8), 2.0e-4 on
 # GPT-2 small's shape (128 tokens, d_head 64), 3.1e-4 on Pythia-160m's (64 tokens); beyond 128 tokens of d_head 64 they
-# grow with powers of both (bench/scale.py).
+# grow with powers of both.
 _SECONDS_PER_KEY, _OF_TOKENS, _OF_D_HEAD = 2.2e-4, 0.8, 0.75
 # The same where d_head is not known, at 128 tokens (d_head 8) and 512 (d_head 64). It decides which keys are measured
 # (`SAMPLE_ABOVE`), so it stays as it is.
@@ -154,10 +152,7 @@ Drawn = Int64[np.ndarray, " drawn"] | None  # the keys that are measured; None: 
 def _at_the_norm(attended: AttentionLayer, variant: str) -> Measures:
     """Keys at the norm's output: no set of queries, so relative margins and no attention."""
     sets = _sets(attended, attended.outputs[variant].cpu().numpy(), attended.drawn(-1))
-    found = [
-        _measures(set_geometry(keys, causal=attended.grows, threads=None, only=only), only, seen)
-        for seen, keys, only in sets
-    ]
+    found = [_measures(set_geometry(keys, threads=None, only=only), only, seen) for seen, keys, only in sets]
     return _stacked([joined(found)])
 
 
@@ -177,20 +172,7 @@ def _in_heads(attended: AttentionLayer, variant: str) -> Measures:
             ]
         )
         only = np.arange(attended.length) if drawn is None else drawn
-        found["pattern_max"] = received = most[head, only]
-        if (queries := attended.observed(place)) is not None:
-            # One in twenty of the queries that occurred lies outside of the observed set: they count too.
-            least = np.fmax(received, found["attainable_last"])
-            weight, upper = attainable_anywhere(
-                keys,
-                bias,
-                queries,
-                rotary=attended.maps.rotary is not None,
-                causal=attended.maps.causal,
-                window=attended.maps.window,
-                only=only,
-            )
-            found |= {"attainable": np.fmax(weight, least), "attainable_upper": np.fmax(upper, least)}
+        found["pattern_max"] = most[head, only]
         return found
 
     return _stacked(in_threads(one, range(len(every))))
@@ -219,7 +201,7 @@ def _in_head(
     if reachable is None:
         return _over_any(attended, place, keys, bias, only, seen)
     queries = _query_set(reachable, place, in_order=only is None)
-    geometry = set_geometry(keys, bias, queries, attended.grows, only=only)
+    geometry = set_geometry(keys, bias, queries, only=only)
     measures, radii = _measures(geometry, only, seen), attended.calibration.radii
     if attended.layer not in radii or geometry.attainable is None:
         return measures
@@ -229,8 +211,8 @@ def _in_head(
     # The observed set lies in the reachable one: a weight found there counts here too.
     most = np.fmax(geometry.attainable.weight, found.weight)
     return measures | {
-        "attainable_last": found.weight,
-        "attainable_last_upper": found.upper,
+        "attainable": found.weight,
+        "attainable_upper": found.upper,
         "attainable_reachable": most,
     }
 
@@ -248,7 +230,7 @@ def _over_any(
     """Keys of one head whose queries have no bound: verdicts over every direction that the head has, the rest over the
     queries that occurred (NaN if calibration saw none)."""
     own = GivenSet(keys, bias, _query_set(attended.directions(seen.stop - 1), place, in_order=False)).own
-    found = _measures(set_geometry(own.points, own.lift, None, attended.grows, None, only=only), only, seen)
+    found = _measures(set_geometry(own.points, own.lift, None, threads=None, only=only), only, seen)
     occurred = attended.empirical(seen.stop - 1)
     if occurred is None:
         return found
@@ -257,8 +239,8 @@ def _over_any(
     measures = _measures(geometry, only, seen)
     return found | {
         **{name: measures[name] for name in ("margin_lower", "margin_upper", "reachable")},
-        "attainable_last": geometry.attainable.weight,
-        "attainable_last_upper": geometry.attainable.upper,
+        "attainable": geometry.attainable.weight,
+        "attainable_upper": geometry.attainable.upper,
     }
 
 
@@ -276,11 +258,8 @@ def _measures(geometry: SetGeometry, only: Drawn, seen: slice) -> Measures:
         "reachable": np.full(len(some), -1, np.int8) if reachable is None else reachable.astype(np.int8),
         "attainable": nothing,
         "attainable_upper": nothing,
-        "attainable_last": nothing,
-        "attainable_last_upper": nothing,
         "attainable_reachable": nothing if geometry.attainable is None else geometry.attainable.weight,
         "pattern_max": nothing,
-        "first_unselectable_at": nothing if geometry.first is None else geometry.first.at[some],
         "judged_at": np.full(len(some), seen.stop - 1, np.int32),
     }
     return found if only is None else found | {"position": (only + seen.start).astype(np.int32)}
@@ -335,10 +314,10 @@ def _attainable(heads: pd.DataFrame, even: float) -> list[Finding]:
 
     All keys compete there, so uniform attention is a measure for it.
     """
-    one, two = medians(heads, "attainable_last_median")
+    one, two = medians(heads, "attainable_median")
     if math.isnan(one):
         return []
-    low_one, low_two = medians(heads, "attainable_last_p05")
+    low_one, low_two = medians(heads, "attainable_p05")
     uniform = "" if math.isnan(even) else f" Uniform attention would give {percent(even)}."
     frozen, low_frozen = "", ""
     if not math.isnan(two):
@@ -349,7 +328,7 @@ def _attainable(heads: pd.DataFrame, even: float) -> list[Finding]:
     )
     if math.isnan(two):
         return [Finding(text, "attainable", DESCRIBED)]
-    size, (intact, without) = abs(two - one), by_layer(heads, "attainable_last_p05")
+    size, (intact, without) = abs(two - one), by_layer(heads, "attainable_p05")
     change = (without - intact).abs()
     if len(change) > 1 and change.max() >= NOTEWORTHY:
         layer = int(change.index[int(change.to_numpy().argmax())])

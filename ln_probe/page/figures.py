@@ -144,10 +144,10 @@ def margins_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("attainable", "Attainable attention", "heads", "attainable_last_median")
+@picture("attainable", "Attainable attention", "heads", "attainable_median")
 def attainable_over_depth(report: Report) -> Figure:
     """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
-    figure = _over_depth(report, "attainable_last_median", "attainable_last_p05", "share of attention", log=False)
+    figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
     axes, even = figure.axes[0], even_share(report.heads)
     if not math.isnan(even):
         axes.axhline(even, color="black", ls=":", lw=1.2, label=f"uniform attention, 1/n = {percent(even)}")

@@ -35,7 +35,7 @@ _KEY = ["layer", "head"]
 # Columns of the `heads` table: the name of the intact value here, and of its change with scaling frozen for the keys.
 _OF_HEADS = {
     "entropy_ratio": ("entropy_ratio", "entropy_change"),
-    "attainable_last_median": ("attainable", "attainable_change"),
+    "attainable_median": ("attainable", "attainable_change"),
     "pattern_max_median": ("received", None),
     "margin_median": ("margin", "margin_change"),
 }

@@ -337,7 +337,7 @@ def _forest_legend(figure: Figure, where: str) -> None:
 
 MEASURES = {  # column of the `heads` table: title, label of the axis
     "unselectable_fraction": ("keys no query can select", "share of keys"),
-    "attainable_last_median": ("attention a median key can receive at the last position", "share of attention"),
+    "attainable_median": ("attention a median key can receive at the last position", "share of attention"),
     "margin_median": ("margin of a median key", "nats"),
     "entropy_ratio": ("how uniform attention is", "entropy / maximum"),
 }

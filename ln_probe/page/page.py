@@ -183,7 +183,7 @@ def notebook_cell(report: Report) -> str:
     """Return a small summary without scripts and with at most one picture (some tens of kilobytes)."""
     heads, tables = in_head_space(report), []
     if len(heads):
-        numbers = ["unselectable_fraction", "attainable_last_median", "margin_median", "entropy_ratio", "score_spread"]
+        numbers = ["unselectable_fraction", "attainable_median", "margin_median", "entropy_ratio", "score_spread"]
         median = heads.groupby("variant", sort=False)[numbers].median().reset_index()
         tables.append(table(report.declared["heads"], median, interactive=False, about="Median head, by variant:"))
     elif len(report.layernorms):
@@ -215,7 +215,7 @@ def hardest_first(keys: pd.DataFrame) -> pd.DataFrame:
         return keys
     rank = keys["verdict"].map({"unselectable": 0, "duplicate": 1, "undecided": 2}).fillna(3)
     order = keys.assign(rank=rank, first=keys["variant"] != "intact", other=keys["space"] != "head")
-    return order.sort_values(["other", "first", "rank", "attainable_last", "margin_upper"], kind="stable").drop(
+    return order.sort_values(["other", "first", "rank", "attainable", "margin_upper"], kind="stable").drop(
         columns=["rank", "first", "other"]
     )
 

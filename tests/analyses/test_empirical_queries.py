@@ -102,9 +102,9 @@ def check_over_the_empirical_set(model: Any, layer: int = 0) -> None:
         rows = report.keys.query(
             f"space == 'head' and layer == {layer} and head == {head} and variant == 'intact' and prompt == 0"
         ).sort_values("position")
-        assert (rows["attainable_last"] >= weight - 0.011).all()
-        assert (rows["attainable_last_upper"] >= weight).all()
-        assert (rows["attainable_last"] <= weight + 0.2).all(), "random queries come near the best"
+        assert (rows["attainable"] >= weight - 0.011).all()
+        assert (rows["attainable_upper"] >= weight).all()
+        assert (rows["attainable"] <= weight + 0.2).all(), "random queries come near the best"
         assert (rows["margin_upper"] >= gap - 1e-6).all()
         assert rows["attainable_reachable"].isna().all()
     heads = report.heads.query(f"space == 'head' and layer == {layer}")

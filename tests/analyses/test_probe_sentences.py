@@ -69,7 +69,7 @@ def heads(names: str, *values: tuple[Any, ...], **same: Any) -> pd.DataFrame:
     return frame.assign(**{name: value for name, value in of_all.items() if name not in names.split()} | same)
 
 
-HARD = heads("layer variant attainable_last_median attainable_last_p05", (0, "intact", 0.2, 0.10),
+HARD = heads("layer variant attainable_median attainable_p05", (0, "intact", 0.2, 0.10),
              (0, "no_scaling", 0.24, 0.12), (1, "intact", 0.6, 0.30), (1, "no_scaling", 0.4, 0.20))  # fmt: skip
 LEADS = heads("layer variant margin_median margin_p05", (0, "intact", 2.0, 0.5), (0, "no_scaling", -1.5, -0.25))
 COUNTED = heads(
@@ -89,12 +89,12 @@ UNIFORM = heads("layer head variant entropy_ratio uniform_angle_deg", (1, 2, "in
      "With queries as large as those observed, the median key can receive up to 40 % of the last position's attention "
      "(32 % with scaling frozen), the 5th-percentile key 20 % (16 %). The change is largest in layer 1: 30 % for its "
      "5th-percentile key, 20 % with scaling frozen.", 0.1),
-    ("selectability", HARD.assign(attainable_last_p05=[0.5, 0.4, 0.1, 0.3]),
+    ("selectability", HARD.assign(attainable_p05=[0.5, 0.4, 0.1, 0.3]),
      "largest in layer 1: 10 % for its 5th-percentile key, 30 % with scaling frozen.", 0.2),
     ("selectability", HARD[HARD["variant"] == "intact"].assign(prompts=4, keys_all=16),
      "With queries as large as those observed, the median key can receive up to 40 % of the last position's "
      "attention, the 5th-percentile key 20 %. Uniform attention would give 25 %.", 0.0),
-    ("selectability", HARD.assign(attainable_last_median=math.nan), None, 0),
+    ("selectability", HARD.assign(attainable_median=math.nan), None, 0),
     ("selectability", LEADS,
      "For the median key, the best query the head can produce scores it 2 nats above all others; with scaling frozen, "
      "1.5 nats below the best other key. For the 5th-percentile key: 0.5 nats (-0.25 with scaling frozen).", None),

@@ -32,7 +32,6 @@ class KeySet:
 
     place: tuple[int, int, str, int]  # layer, head, variant, prompt
     seen: slice
-    grows: bool
     keys: Float[np.ndarray, "key d_head"]
     bias: Float[np.ndarray, " key"] | None
     center: Float[np.ndarray, " d_head"]
@@ -81,7 +80,6 @@ class _Recording(Observer):
                         KeySet(
                             (attended.layer, head, variant, prompt),
                             seen,
-                            attended.grows,
                             keys[row, seen].copy(),
                             None if bias is None else bias[row, seen].copy(),
                             queries[0][row].copy(),
@@ -100,12 +98,10 @@ def check(model: Any, tokens: torch.Tensor = TOKENS, **options: Any) -> tuple[An
         rows = table.loc[[each.place]].sort_values("position")
         rows = rows[(rows["position"] >= each.seen.start) & (rows["position"] < each.seen.stop)]
         keys, bias = each.in_span()
-        geometry = ln_probe.key_geometry(keys, bias, causal=each.grows, margins=False)
+        geometry = ln_probe.key_geometry(keys, bias, margins=False)
         geometry.certify()
         wrong = rows["verdict"].to_numpy() != geometry.verdict
         assert not wrong.any(), (each.place, rows[wrong], geometry.verdict[wrong])
-        if each.grows:
-            assert (rows["first_unselectable_at"].to_numpy() == geometry.first_unselectable_at).all(), each.place
         prove(keys, bias, geometry)
         compared += len(rows)
     assert compared == len(table) > 0

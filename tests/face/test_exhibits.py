@@ -109,7 +109,7 @@ def test_marks_and_tokens_are_those_of_the_keys_table(long_report: Report) -> No
             assert (np.array(VERDICTS)[getattr(shown, verdict)] == rows["verdict"].to_numpy().reshape(shape)).all()
             kept = getattr(shown, attainable).astype(float)
             assert np.allclose(
-                kept, rows["attainable_last"].to_numpy().reshape(shape), rtol=1e-3, atol=1e-6, equal_nan=True
+                kept, rows["attainable"].to_numpy().reshape(shape), rtol=1e-3, atol=1e-6, equal_nan=True
             )
             if margin is not None:
                 middle = ((rows["margin_lower"] + rows["margin_upper"]) / 2).to_numpy().reshape(shape)
@@ -118,7 +118,7 @@ def test_marks_and_tokens_are_those_of_the_keys_table(long_report: Report) -> No
     intact = keys[keys["variant"] == "intact"]
     assert table["keys"].sum() == len(intact)
     assert table["unselectable"].sum() == intact["verdict"].isin(["unselectable", "duplicate"]).sum()
-    first = intact[intact["position"] == 0].groupby("token")["attainable_last"].median()
+    first = intact[intact["position"] == 0].groupby("token")["attainable"].median()
     mine = table[table["place"] == "position 0"].set_index("token")["attainable_median"]
     assert np.allclose(mine, first[mine.index], rtol=1e-3)
 

@@ -188,7 +188,7 @@ def test_what_is_no_list_of_layers(given: Any, told: str) -> None:
     assert whole_numbers(range(2), "layers") == (0, 1)
 
 
-COLUMNS = ["margin_median", "attainable_median", "attainable_last_median", "pattern_max_median", "entropy_ratio",
+COLUMNS = ["margin_median", "attainable_median", "attainable_median", "pattern_max_median", "entropy_ratio",
            "score_spread", "unselectable"]  # fmt: skip
 
 

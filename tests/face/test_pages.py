@@ -216,7 +216,7 @@ def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame) -> Non
 
 def test_some_unknown_numbers(report: Report) -> None:
     heads = report.heads.copy()
-    for column in ("margin_median", "unselectable_fraction", "attainable_last_p05", "entropy_ratio"):
+    for column in ("margin_median", "unselectable_fraction", "attainable_p05", "entropy_ratio"):
         heads.loc[heads.index % 2 == 0, column] = np.nan
         heads.loc[heads.index % 7 == 1, column] = np.inf
     page = report_page(report.with_tables(heads=heads))
