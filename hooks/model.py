@@ -7,14 +7,11 @@ no model class is imported here.
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from threading import Lock, RLock
 from typing import Any, Protocol, cast, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -368,29 +365,6 @@ def read_unembedding(
     lift = None if bias is None else bias.double().cpu().numpy()
     size = outputs(model)
     return rows[:size], None if lift is None else lift[:size]
-
-
-_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # RLocks
-_GUARD = Lock()
-
-
-def _forget_locks() -> None:
-    """Start with new locks in a forked process: the threads that held the old ones do not exist there."""
-    global _LOCKS, _GUARD
-    _LOCKS, _GUARD = WeakKeyDictionary(), Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
-
-
-@contextmanager
-def exclusive(model: object) -> Iterator[None]:
-    """While it lasts no other thread enters it for this model; the same thread may, again."""
-    with _GUARD:
-        lock = _LOCKS.setdefault(cast(nn.Module, model), RLock())
-    with lock:
-        yield
 
 
 def whole_number(value: object, what: str, least: int | None = None, error: type[Exception] = ValueError) -> int:

@@ -55,6 +55,7 @@ def analyze(
     model: object,
     prompts: Any = None,
     *,
+    max_prompts: int | None = None,
     probes: Sequence[str | Probe] = DEFAULT,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
@@ -80,6 +81,7 @@ def analyze(
             tokenizer's output (padding by its attention_mask is left out); a `pathlib.Path` to a file;
             `ln_probe.sampled_prompts(n)` for sequences that the model samples; None for the model's default prompts (64
             windows of held-out text for a bundled model, else the bundled passages, else sampled sequences).
+        max_prompts: measure only the first so many prompts.
         probes: names of built-in probes ("decomposition", "selectability", "uniformity", "causal", "head_effects",
             "sinks"), or `ln_probe.analyses.probes.base.Probe` objects of your own.
         layers, heads: indices to measure; None means all. A negative layer counts from the end.
@@ -156,7 +158,7 @@ def analyze(
         one_blas_thread(),
     ):
         passes, ready, calibrated = _first_pass(
-            seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, clock
+            seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, clock, max_prompts
         )
         results = passes.measure(ready.tokens, calibrated, lambda p, i: ready.strings[p][i], default=default)
         clock.lap("second pass")
@@ -202,12 +204,13 @@ def _first_pass(
     groups: Sequence[Hashable] | None,
     prepend_bos: bool | None = None,
     clock: _Clock | None = None,
+    max_prompts: int | None = None,
 ) -> tuple[Passes, Prompts, Calibration]:
     """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
     model, clock = cast(HookedModel, seal.model), clock or _Clock()
     tell("preparing prompts")
     tokens, seed, default = settings.max_tokens, settings.seed, prompts is None
-    ready = make_prompts(model, prompts, max_tokens=tokens, seed=seed, prepend_bos=prepend_bos)
+    ready = make_prompts(model, prompts, max_tokens=tokens, seed=seed, prepend_bos=prepend_bos, most=max_prompts)
     other = None if calibration is None else calibration_prompts(model, calibration, tokens, seed, prepend_bos)
     seal.compare(ready.tokens[0])
     objective.check(model, ready.tokens[0])
@@ -338,6 +341,7 @@ def freezing_cost(
     calibration: Any = None,
     groups: Sequence[Hashable] | None = None,
     loss: Loss | str | None = None,
+    max_prompts: int | None = None,
     max_tokens: int = 512,
     seed: int = 0,
     tokenizer: Any = None,
@@ -347,7 +351,7 @@ def freezing_cost(
     """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
 
     Args:
-        model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer, progress, hooks: as for
+        model, prompts, calibration, groups, loss, max_prompts, max_tokens, seed, tokenizer, progress, hooks: as for
             `ln_probe.analyze`; the numbers are those of its `causal` table.
 
     Returns:
@@ -369,7 +373,9 @@ def freezing_cost(
     hooked, on_original = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
     with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal, one_blas_thread():
-        passes, ready, calibrated = _first_pass(seal, settings, [probe], objective, prompts, calibration, groups)
+        passes, ready, calibrated = _first_pass(
+            seal, settings, [probe], objective, prompts, calibration, groups, max_prompts=max_prompts
+        )
         results = passes.measure(ready.tokens, calibrated, lambda _p, _i: "", default=prompts is None)[probe.name]
     if isinstance(results, Failure):
         raise ProbeError(str(results))

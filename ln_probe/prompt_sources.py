@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ln_probe.analyses.arguments import received
-from ln_probe.analyses.files import LONGEST_LINE, open_regular, parse_json, read_lines
+from ln_probe.analyses.files import parse_json, read_text
 from ln_probe.analyses.text import quoted
 
 Entry = str | list[int]  # a text, or the token ids of one prompt
@@ -71,9 +71,7 @@ def check_source(given: str) -> None:
                 f"--prompts {given!r}: no data set. A folder of prompts holds what Dataset.save_to_disk wrote, or "
                 f"files of data ({', '.join(_DATA)}), itself or in its folders"
             )
-    elif os.path.exists(given):
-        open_regular(Path(given)).close()
-    else:
+    elif not os.path.exists(given):
         raise FileNotFoundError(f"no prompts file {quoted(given, 200)}")
 
 
@@ -112,24 +110,18 @@ def _read(given: str) -> Iterator[Entry]:
 
 def _paragraphs(path: Path) -> Iterator[Entry]:
     words: list[str] = []
-    length = 0
-    for line in read_lines(path):
-        if line != "\n":
+    for line in read_text(path).split("\n"):
+        if line:
             words += line.split()
-            length += len(line)
-            if length > LONGEST_LINE:
-                raise ValueError(
-                    f"{path} holds a prompt of more than {LONGEST_LINE} characters: put empty lines between prompts"
-                )
         elif words:
             yield " ".join(words)
-            words, length = [], 0
+            words = []
     if words:
         yield " ".join(words)
 
 
 def _json_lines(path: Path) -> Iterator[Entry]:
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def make_prompts(
         max_tokens: longer prompts are cut to this, and to the model's context.
         seed: of sampled sequences.
         prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.
-        most: use only so many of the default prompts or sampled sequences; None: all.
+        most: use only the first so many prompts; None: all.
 
     In a list of texts or a file, prompts that cannot be used (empty ones, for example) are skipped and named.
 
@@ -217,11 +218,11 @@ def make_prompts(
     if isinstance(prompts, Path):
         if not prompts.exists():
             raise FileNotFoundError(f"no prompts file {str(prompts)!r}")
-        texts, source = entries(prompts), prompts.name
+        texts, source = islice(entries(prompts), most), prompts.name
     elif prompts is None and tokenizer_of(model) is not None:
         texts, source = bundled_texts()[:most], BUNDLED
     elif isinstance(prompts, Sequence) and not isinstance(prompts, bytes) and all(isinstance(t, str) for t in prompts):
-        texts = prompts
+        texts = prompts[:most]
     if texts is not None:
         read = of_entries(model, texts, source, max_tokens=limit, prepend_bos=prepend_bos, notes=notes)
         if not read.skipped:
@@ -256,7 +257,7 @@ def make_prompts(
             "prompts must be a text, a list of texts, token ids, a Path, ln_probe.sampled_prompts(n) or a tokenizer's "
             f"output, got {type(prompts).__name__} ({error})"
         ) from error
-    return _finish(model, rows, "tokens", limit, notes)
+    return _finish(model, rows[:most], "tokens", limit, notes)
 
 
 def calibration_prompts(

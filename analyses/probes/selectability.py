@@ -230,7 +230,7 @@ def _stacked(heads: Sequence[Measures]) -> Measures:
 # --------------------------------------------------------------------------------------------------------- findings
 
 # What a finding calls the variants that it compares with the intact model.
-_VARIANTS = {v.name: f"with {v.state}" for v in (SCALING_FROZEN, BOTH_REMOVED)}
+_VARIANTS = {v.name: f"with {v.label}" for v in (SCALING_FROZEN, BOTH_REMOVED)}
 
 
 def _margins(heads: pd.DataFrame) -> list[Finding]:

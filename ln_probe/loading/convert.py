@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ln_probe.analyses.files import temporary_folder
 from ln_probe.hooks.model import context_of_config
 from ln_probe.loading.pretrained import Pretrained
 
@@ -153,7 +152,7 @@ def _neutral_folder() -> Iterator[Path]:
         for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", str(Path.cwd())) * 5:  # their names are random
             stack.close()  # the previous one
             with suppress(OSError):
-                folder = stack.enter_context(temporary_folder(base))
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
                 if not any(word in str(folder).lower() for word in _LOADED_WORDS):
                     break
         else:
@@ -175,6 +174,6 @@ def reloadable_tokenizer(tokenizer: Any) -> Iterator[Any]:
         return
     from transformers import AutoTokenizer
 
-    with temporary_folder() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         yield AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

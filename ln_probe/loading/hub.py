@@ -6,21 +6,17 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.files import FileError, read_json, temporary_folder
-from ln_probe.analyses.processes import follow_parent
-from ln_probe.analyses.progress import tell, write_to
+from ln_probe.analyses.progress import tell
 from ln_probe.analyses.text import step_named
 from ln_probe.loading.folder import PICKLE_WARNING, PICKLES, SAFETENSORS
 
@@ -31,8 +27,6 @@ LEGACY_PREFIXES = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 
 # Errors of a file system without room for a file: it is full, or a quota or a limit of file sizes is reached.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-_downloads: ContextVar[Path | None] = ContextVar("_downloads", default=None)
 
 
 @dataclass(frozen=True)
@@ -81,24 +75,6 @@ def hub_revision(repository: str, revision: str | None) -> str | None:
     return revision
 
 
-@contextmanager
-def downloads_in(folder: Path | None) -> Iterator[None]:
-    """Download to a separate cache, while this lasts, what the user's cache does not hold; None: to that one."""
-    token = _downloads.set(folder)
-    try:
-        yield
-    finally:
-        _downloads.reset(token)
-
-
-def _is_here(repository: str, commit: str, files: Iterable[str]) -> bool:
-    """Whether the user's cache holds all these files of a commit."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    cache = constants.HF_HUB_CACHE
-    return all(isinstance(try_to_load_from_cache(repository, f, cache, commit), str) for f in files)
-
-
 def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSnapshot:
     """Download a branch, tag or commit of a repository (or find it in the local cache) and return its folder.
 
@@ -116,8 +92,7 @@ def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> HubSn
     if isinstance(info, HubSnapshot):
         return info
     sizes = _wanted(repository, info, allow_pickle=allow_pickle)
-    own = _downloads.get()
-    cache = Path(constants.HF_HUB_CACHE) if own is None or _is_here(repository, info.sha, sizes) else own
+    cache = Path(constants.HF_HUB_CACHE)
     home = cache / repo_folder_name(repo_id=repository, repo_type="model")
     with _download_progress(repository, home, sum(sizes.values())):
         folder = _download(repository, revision, sizes, cache)
@@ -138,59 +113,6 @@ def _download(repository: str, revision: str | None, files: Iterable[str], cache
         return Path(snapshot_download(repository, revision=revision, **how))
     except Exception as error:
         raise _download_error(repository, error) from error
-
-
-def fetch_ahead(repository: str, revision: str | None, allow_pickle: bool, folder: Path, sign: Path) -> None:
-    """Fetch into `folder`; run in a separate process, which writes its progress to `sign`.
-
-    (Here and not beside its caller, so that it starts without torch.) If it fails, loading the model says why.
-    """
-    follow_parent()
-    write_to(sign)
-    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}  # read when it is imported
-    with downloads_in(folder), suppress(OSError, ValueError):
-        fetch(repository, revision=revision, allow_pickle=allow_pickle)
-
-
-@dataclass(frozen=True)
-class Description:
-    """What the hub knows of a model before its weights are fetched.
-
-    Attributes:
-        config: its config.json.
-        weight_bytes: of the weights that would be fetched; 0 if the hub does not say.
-        download_bytes: of all files that would be fetched; 0 if the user's cache holds them.
-    """
-
-    config: dict[str, Any]
-    weight_bytes: int
-    download_bytes: int = 0
-
-
-def describe(repository: str, *, revision: str | None) -> Description:
-    """Return a model's config.json and the size of its weights; fetches nothing else.
-
-    Raises:
-        ValueError, ConnectionError: as `fetch`.
-    """
-    from huggingface_hub import constants
-
-    revision = hub_revision(repository, revision)
-    info = _info(repository, revision)
-    with temporary_folder() as aside:
-        if isinstance(info, HubSnapshot):
-            here, folder = True, info.folder
-            sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        else:
-            sizes = _wanted(repository, info, allow_pickle=True)
-            here = _is_here(repository, info.sha, sizes)
-            folder = _download(repository, revision, ["config.json"], constants.HF_HUB_CACHE if here else aside)
-        try:
-            config = read_json(folder / "config.json")
-        except (OSError, FileError):
-            config = None
-    of_weights = sum(size for name, size in sizes.items() if name.endswith((".safetensors", ".bin")))
-    return Description(config if isinstance(config, dict) else {}, of_weights, 0 if here else sum(sizes.values()))
 
 
 def commit(repository: str, *, revision: str | None) -> str | None:
@@ -277,11 +199,9 @@ def _cached(repository: str, revision: str | None, error: Exception, known: Exce
     from huggingface_hub import constants, try_to_load_from_cache
 
     # Not by snapshot_download, for which a copy is whole only with the files that are never fetched here.
-    caches = [c for c in (constants.HF_HUB_CACHE, _downloads.get()) if c is not None]
-    configs = [try_to_load_from_cache(repository, "config.json", revision=revision, cache_dir=c) for c in caches]
-    folders = [Path(config).parent for config in configs if isinstance(config, str)]
-    whole = (f for f in folders if any((f / name).is_file() for name in (*SAFETENSORS, *PICKLES)))
-    if (folder := next(whole, None)) is not None:
+    config = try_to_load_from_cache(repository, "config.json", revision=revision)
+    folder = Path(config).parent if isinstance(config, str) else None
+    if folder is not None and any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES)):
         note = "the model hub could not be reached: the local copy was used"
         return HubSnapshot(folder, revision, folder.name, (note,))
     if known is not None:
@@ -291,7 +211,7 @@ def _cached(repository: str, revision: str | None, error: Exception, known: Exce
     raise ConnectionError(
         f"{repository}{at} is not on this machine, and the model hub ({constants.ENDPOINT}) cannot be reached "
         f"({reason}). Give the path of a local folder that holds its config.json and model.safetensors instead, or run "
-        "this where there is a network; bundled models (ln-probe models --bundled) need none."
+        "this where there is a network; bundled models (ln-probe models) need none."
     ) from error
 
 

@@ -15,11 +15,17 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 from transformers import GPT2Config
 
 from ln_probe.analyses.lab.gpt2 import as_gpt2, not_gpt2
-from ln_probe.hooks.equivalence import relative_difference
 from ln_probe.loading.convert import CLASS_OF_WORLD, Processing, has_hooked_transformer, reloadable_tokenizer, to_bridge
 from ln_probe.loading.pretrained import isolated
 from ln_probe.loading.provenance import ModelSource, remember
-from ln_probe.loading.verify import CONVERSION_BOUND, logits_of, probe_tokens, process_and_compare, settle_tokenizer
+from ln_probe.loading.verify import (
+    CONVERSION_BOUND,
+    logits_of,
+    probe_tokens,
+    process_and_compare,
+    relative_difference,
+    settle_tokenizer,
+)
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.norms import Norm

@@ -280,19 +280,19 @@ def test_what_is_looked_at_later_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     model = make_hooked()
     plain = measured(model, 0, monkeypatch, probes=PROBES[1:4])
     gone, seen = threading.Event(), []
-    norm, mlp, free = model.blocks[0].ln1, model.blocks[0].mlp, passes.return_free_memory
+    norm, mlp, attended = model.blocks[0].ln1, model.blocks[0].mlp, Passes.attended
 
     def overwrite(*_: Any) -> None:
         for tensor in seen:
             tensor.fill_(7.0)
         gone.set()
 
-    def patient() -> None:
+    def patient(*given: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             assert gone.wait(PATIENCE)
-        free()
+        return attended(*given)
 
-    monkeypatch.setattr(passes, "return_free_memory", patient)
+    monkeypatch.setattr(Passes, "attended", patient)
     handles = [
         norm.register_forward_hook(lambda _m, args, out: seen.extend([args[0], out])),
         model.blocks[0].attn.hook_pattern.register_forward_hook(lambda _m, _a, out: seen.append(out)),

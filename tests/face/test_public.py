@@ -154,8 +154,6 @@ def test_a_moved_module_loads_under_its_old_name_and_warns(old: str, new: str) -
     [
         ("ln_probe", "constants", "norm_constants"),
         ("ln_probe", "sampled", "sampled_prompts"),
-        ("ln_probe.hooks", "apply", "make_permanent"),
-        ("ln_probe.hooks", "Applied", "PermanentEdit"),
         ("ln_probe.page.figures", "geometry", "norm_geometry"),
         ("ln_probe.analyses.probes.protocol", "Found", "ProbeResults"),
     ],
