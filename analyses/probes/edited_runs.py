@@ -7,8 +7,8 @@ position 0 and one elsewhere: the prompt's own (`ln_probe.analyses.constants`).
 The primary contrasts that freeze scaling are also run with one constant for all positions (an attention sink's vectors
 become longer by as much as its sigma is larger: SmolLM2-135M, layer 16, +32.1 nats; with two constants +0.003), and
 with loss-optimal constants, where there are some. The derivatives of their loss by the constants are kept: the interval
-of `causal` includes the choice of constants. Single norms are measured on the first prompts alone (SINGLE_NORM_PROMPTS),
-all of them to second order (`norm_estimates`), and exactly those that `leading` says.
+of `causal` includes the choice of constants. Single norms are measured on the first prompts alone
+(SINGLE_NORM_PROMPTS), all of them to second order (`norm_estimates`), and exactly those that `leading` says.
 
 A prompt is held at a time, with the logits of the unedited model alone; what edited passes have in common is computed
 once (`shared_passes`).
