@@ -301,22 +301,6 @@ def stream_together(
         run(model, nn.utils.rnn.pad_sequence(list(prompts), batch_first=True, padding_value=int(prompts[0][-1])))
 
 
-def looks_ahead(model: HookedModel, sites: Sequence[Site]) -> bool:
-    """Whether what is read at a position depends on later tokens (BERT), as one pass over two short prompts shows."""
-    first: dict[str, list[Tensor]] = {}
-    ahead: list[bool] = []
-    size = int(getattr(model.cfg, "d_vocab", 0)) or 3
-    first_id, last_id = 2 % size, 1 % size  # (0 and 1 in front are padding to some)
-    stream_together(
-        model,
-        [torch.tensor([first_id, 0]), torch.tensor([first_id, last_id])],
-        sites,
-        on_norm=lambda _, site, x, _y: first.setdefault(site.name, []).append(x[0].float()),
-        on_attention=lambda _, seen: ahead.append(not seen.causal),
-    )
-    return any(ahead) or any(float((a - b).norm()) > 1e-3 * float(a.norm()) for a, b in first.values())
-
-
 def record(
     model: HookedModel,
     tokens: Int[Tensor, "*batch pos"],

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
 from ln_probe.analyses.arguments import check_text, received
-from ln_probe.analyses.files import to_be_written, write_text
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import asked_layers
 from ln_probe.analyses.probes.columns import BY_HEAD, PAIRED, SUMMARY
@@ -24,6 +24,9 @@ from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.report import Report, TableNamed
+
+if TYPE_CHECKING:
+    from ln_probe.page.figures import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,7 +60,6 @@ class Comparison:
     heads = TableNamed("heads")
     keys = TableNamed("keys")
     causal = TableNamed("causal")
-    unembedding = TableNamed("unembedding")
 
     @property
     def by_head(self) -> pd.DataFrame:
@@ -70,16 +72,17 @@ class Comparison:
     def _repr_html_(self) -> str:
         from ln_probe.page.index import comparison_cell
 
-        return comparison_cell(self.names, self.reports, self.summary, self.notes)
+        return comparison_cell(self)
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page and return its path: losses, sinks, two models head by head, tables."""
-        from ln_probe.page.index import IndexEntry, index_page
+    def figure(self) -> Figure:
+        """Draw the loss changes of all models with their 95 % CIs: a panel per term, a line per model.
 
-        path = to_be_written(path)
-        entries = [IndexEntry(name, report=report) for name, report in zip(self.names, self.reports, strict=True)]
-        write_text(path, index_page(entries))
-        return path
+        Example:
+            >>> ln_probe.compare([report, report], names=["a", "b"]).figure().savefig("losses.svg")
+        """
+        from ln_probe.page.index import forest
+
+        return forest(self.names, self.reports)
 
 
 def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Comparison:

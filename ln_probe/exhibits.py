@@ -12,7 +12,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, UInt8
 
-from ln_probe.analyses.files import parse_json, write_atomically
 from ln_probe.analyses.probes.columns import SINKS, TOKENS
 from ln_probe.analyses.text import encodable
 from ln_probe.hooks.model import OneLine
@@ -82,7 +81,7 @@ class PromptAttention(OneLine):
         full: patterns weight by weight of a few (layer, head).
         causal: no weight above the diagonal.
         cells_frozen: `cells` with scaling frozen for the keys alone (queries are the intact model's); zeros in layers
-            where nothing changes by construction, or that have no head space. None: a report of an earlier version.
+            where nothing changes by construction, or that have no head space. None: not recorded.
         first_change: change of the mean attention to position 0 with scaling frozen for the keys (NaN: as above).
     """
 
@@ -107,45 +106,6 @@ class PromptAttention(OneLine):
     def pooled(self) -> bool:
         """Whether a cell represents more than one token."""
         return len(self.edges) - 1 < len(self.tokens)
-
-    def coarser(self, cells: int) -> PromptAttention:
-        """Return the same with at most `cells` rows and columns in a pooled pattern."""
-        if len(self.edges) - 1 <= cells:
-            return self
-        starts, sizes = bin_edges(len(self.edges) - 1, cells), np.diff(self.edges)
-        sums = np.add.reduceat(to_weights(self.cells) * sizes[:, None], starts[:-1], axis=-2)
-        sums = np.add.reduceat(sums, starts[:-1], axis=-1)
-        means = sums / np.add.reduceat(sizes, starts[:-1])[:, None]
-        return replace(self, edges=self.edges[starts], cells=to_bytes(means), cells_frozen=None)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ScoreSums(OneLine):
-    """Why heads attend where they do on one prompt: attention scores of some pairs as sums over components.
-
-    Attributes:
-        prompt: its number; length: how many of its tokens were read.
-        parts: names of components.
-        layer, head, query, key: of each pair; query −1: the mean over all queries that see the key and another one.
-        weight, uniform: attention paid to the key, and what it would be if it were uniform.
-        score: in nats, minus the mean score of the keys that the query sees.
-        part, contribution: the components of the query and of the key that contribute most, and how much, in nats.
-        terms: what each term of the norm does to the score (`ln_probe.analyses.attribution.pairs.TERMS`), in nats.
-    """
-
-    prompt: int
-    length: int
-    parts: tuple[str, ...]
-    layer: Int[np.ndarray, " pair"]
-    head: Int[np.ndarray, " pair"]
-    query: Int[np.ndarray, " pair"]
-    key: Int[np.ndarray, " pair"]
-    weight: Float[np.ndarray, " pair"]
-    uniform: Float[np.ndarray, " pair"]
-    score: Float[np.ndarray, " pair"]
-    part: Int[np.ndarray, "pair side place"]
-    contribution: Float[np.ndarray, "pair side place"]
-    terms: Float[np.ndarray, "pair side term"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -177,7 +137,7 @@ class SiteSample(OneLine):
     tokens: tuple[str, ...]
 
 
-_KINDS: dict[str, type] = {"attention": PromptAttention, "samples": SiteSample, "scores": ScoreSums}
+_KINDS: dict[str, type] = {"attention": PromptAttention, "samples": SiteSample}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -187,7 +147,6 @@ class Exhibits(OneLine):
     attention: tuple[PromptAttention, ...] = ()
     samples: tuple[SiteSample, ...] = ()
     notes: tuple[str, ...] = ()
-    scores: tuple[ScoreSums, ...] = ()
 
     def of_prompt(self, prompt: int) -> PromptAttention:
         """Return the data of one prompt.
@@ -232,7 +191,6 @@ class Exhibits(OneLine):
         Raises:
             KeyError, TypeError, ValueError, IndexError: they do not belong together.
         """
-        index = {"scores": (), **index}  # earlier reports have none
         found: dict[str, list[dict[str, Any]]] = {name: [dict(item) for item in index[name]] for name in _KINDS}
         for name, value in arrays.items():
             kind, number, what, *which = name.split(".")
@@ -253,7 +211,7 @@ class Exhibits(OneLine):
         arrays["index"] = np.frombuffer(json.dumps(index).encode(), np.uint8)
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-        write_atomically(path, buffer.getvalue())
+        path.write_bytes(buffer.getvalue())
 
     @staticmethod
     def load(path: Path) -> Exhibits:
@@ -268,11 +226,11 @@ class Exhibits(OneLine):
             if size <= UNPACKED:
                 with np.load(path, allow_pickle=False) as stored:
                     arrays = {name: stored[name] for name in stored.files}
-                index = parse_json(arrays.pop("index").tobytes().decode(), f"{path}, index")
+                index = json.loads(arrays.pop("index").tobytes())
                 return Exhibits.of_plain(arrays, index)
         except _DAMAGE as error:
-            raise ValueError(f"{path} is damaged ({error}): make the report again") from error
-        raise ValueError(f"{path} unpacks to {size} bytes (at most {UNPACKED} are read): make the report again")
+            raise ValueError(f"{path} is damaged ({error}): analyze the model again") from error
+        raise ValueError(f"{path} unpacks to {size} bytes (at most {UNPACKED} are read): analyze the model again")
 
 
 PLACES = ("position 0", "sink", "elsewhere")

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.pairs import PairScores, pair_scores
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.probes.base import Marks
@@ -26,16 +25,13 @@ from ln_probe.exhibits import (
     VERDICTS,
     Exhibits,
     PromptAttention,
-    ScoreSums,
     SiteSample,
     bin_edges,
     pooled,
     to_bytes,
 )
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
-from ln_probe.hooks.model import HookedModel, evaluating
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import ModelFacts
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.passes import Passes
 
@@ -46,11 +42,6 @@ BUDGET = 2_900_000
 # evenly spaced layers are kept.
 FIRST_PROMPT = 8_500_000
 FULL_HEADS = 12  # patterns kept weight by weight, per prompt
-PAIRS = 2  # of a head that are explained, beside its mean attention to position 0
-COMPONENTS = 6  # of either side that are named
-# Scores are explained on the beginning of the first prompt (exact in causal models, where later tokens change nothing),
-# on fewer tokens where that would take more arithmetic than this (some ten seconds), but not on less than the least.
-EXPLAINED, LEAST_EXPLAINED, EXPLAINED_WORK = 128, 24, 1e11
 MARKS = 9  # bytes per key: verdicts 2, margin 2, attainable 4, received 1
 SAMPLE = 120  # tokens drawn around a norm: more would hide one another
 SAMPLED_PROMPTS = 8  # prompts they come from
@@ -92,52 +83,8 @@ def record(
         )
         if patterns.kept:
             attention.append(patterns.of_prompt(tokens[number]))
-    found = Exhibits(samples=tuple(samples.of_site(name) for name in samples.vectors))
-    if not attention:
-        return found
-    scores, on_scores = explained(passes.model, passes.found, prompts[0], attention[0])
-    return replace(found, attention=tuple(attention), scores=scores, notes=(*notes, *on_scores))
-
-
-def explained(
-    model: HookedModel, facts: ModelFacts, tokens: Int[Tensor, " _"], shown: PromptAttention
-) -> tuple[tuple[ScoreSums, ...], list[str]]:
-    """Explain the strongest pairs of every head that is shown, on the beginning of a prompt.
-
-    Returns:
-        the sums (none if they cannot be had), and notes on omissions.
-    """
-    width, heads, layers = facts.read[0].d, shown.heads, shown.layers
-    readings = 2 * len(heads) * (1 + PAIRS)
-    work = 2.0 * readings * width * sum(layer * (len(heads) + 3) + 2 for layer in layers)
-    room = int(EXPLAINED_WORK / work)
-    length = min(len(tokens), EXPLAINED, room)
-    if length < 2 or (length < len(tokens) and (length < LEAST_EXPLAINED or not shown.causal)):
-        return (), [] if len(tokens) < 2 else ["scores are not explained: it would take too long; use attribute_scores"]
-    with evaluating(model):
-        found = pair_scores(model, facts, tokens[:length], layers, heads, PAIRS)
-    made = [(layer, scores) for layer, scores in found.items() if isinstance(scores, PairScores)]
-    failed = {layer: error for layer, error in found.items() if isinstance(error, Exception)}
-    notes = [f"layer {layer}: scores are not explained ({error})" for layer, error in failed.items()]
-    if not made:
-        return (), notes[:1]
-    names = list(dict.fromkeys(p.name for _, m in made for p in m.parts))
-    number = {name: i for i, name in enumerate(names)}
-    columns: dict[str, list[np.ndarray]] = {}
-    for layer, m in made:
-        top = np.argsort(-np.abs(m.sides), axis=2, kind="stable")[:, :, :COMPONENTS]
-        top = np.pad(top, ((0, 0), (0, 0), (0, COMPONENTS - top.shape[2])))  # repeats are cut below
-        part = np.array([number[p.name] for p in m.parts], np.int32)[top]
-        value = np.take_along_axis(m.sides, top, 2)
-        value[:, :, m.sides.shape[2] :] = 0.0
-        for name, values in {
-            "layer": np.full(len(m.head), layer, np.int32), "head": m.head, "query": m.query, "key": m.key,
-            "weight": m.weight, "uniform": m.uniform, "score": m.score, "part": part, "contribution": value,
-            "terms": m.terms,
-        }.items():  # fmt: skip
-            columns.setdefault(name, []).append(values.astype(np.int32 if values.dtype.kind == "i" else np.float32))
-    joined = {name: np.concatenate(values) for name, values in columns.items()}
-    return (ScoreSums(prompt=shown.prompt, length=length, parts=tuple(names), **joined),), notes
+    vectors = tuple(samples.of_site(name) for name in samples.vectors)
+    return Exhibits(tuple(attention), vectors, tuple(notes) if attention else ())
 
 
 def marked(exhibits: Exhibits, marks: Sequence[Marks]) -> Exhibits:

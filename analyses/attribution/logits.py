@@ -46,7 +46,6 @@ from ln_probe.analyses.attribution.shared import (
 )
 from ln_probe.hooks.capture import CachedPrompts, is_cache, record
 from ln_probe.hooks.components import END, Part, Record, Split, Wiring
-from ln_probe.hooks.deprecation import deprecated
 from ln_probe.hooks.model import (
     HookedModel,
     before_projection,
@@ -190,7 +189,6 @@ def attribute_logits(
     features: Sequence[Features] | Features | None = None,
     *,
     neurons: bool | Sequence[int] = False,
-    position: SupportsIndex | None = None,
 ) -> LogitAttribution | LogitAttributions:
     """Write logits as exact sums over components of the residual stream and terms of the final norm.
 
@@ -209,7 +207,6 @@ def attribute_logits(
             "neurons" (heads, and MLPs neuron by neuron).
         features: dictionaries whose features replace the components that they reconstruct.
         neurons: MLPs neuron by neuron: True for all layers, or a list of layers. (Not from a cache.)
-        position: deprecated name of `positions`.
 
     Returns:
         The attribution; `.check()` raises an error if the sum is not the model's own logit.
@@ -226,13 +223,6 @@ def attribute_logits(
         >>> every = ln_probe.attribute_logits(model, "The ships came home.").check()
         >>> last = ln_probe.attribute_logits(model, "The ships came home.", -1, target=" The").check()
     """
-    if position is not None:
-        deprecated("attribute_logits(position=…)", "positions=", "1.0", "2.0")
-        if positions is not None:
-            raise AttributionError(
-                f"position={position!r} is the deprecated name of positions={positions!r}: give positions alone"
-            )
-        positions = position
     hooked = check_model(model)
     if reason := missing_head(hooked):
         raise AttributionError(f"logits of this model cannot be attributed: {reason}")

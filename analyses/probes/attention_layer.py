@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.analyses.constants import Calibration
@@ -126,21 +125,8 @@ class AttentionLayer:
         """Center and directions of the chosen heads' queries at a position, regardless of their length."""
         return self.once("any", position, lambda: self._of_chosen(*self.maps.query_directions(self.site, position)))
 
-    def empirical(self, position: int) -> Ellipsoids | None:
-        """Center and axes of the chosen heads' queries that occurred, as they are at a position; None if calibration
-        saw none."""
-        if self.heads is None or self.layer not in self.calibration.empirical:
-            return None
-        center, axes = (torch.from_numpy(part) for part in self.calibration.empirical[self.layer])
-        return self.once("empirical", position, lambda: self._of_chosen(*self.maps.turned(center, axes, position)))
-
     def _of_chosen(self, center: Tensor, axes: Tensor) -> Ellipsoids:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()
-
-    def drawn(self, head: int) -> Int64[np.ndarray, " drawn"] | None:
-        """The keys of a head (-1: at the norm's output) that are measured; None: all."""
-        sample = self.calibration.sample
-        return None if sample is None else sample.positions(self.prompt, self.layer, head, self.length)
 
     @cached_property
     def key_bias(self) -> Float[np.ndarray, "head key"] | None:

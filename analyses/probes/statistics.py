@@ -182,35 +182,6 @@ def by_group(values: Float[np.ndarray, " prompt"], groups: Int64[np.ndarray, " p
     return np.bincount(np.unique(groups, return_inverse=True)[1], values).astype(float)
 
 
-def fraction_interval(found: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share: `found` of `count` sampled keys have some property (Clopper & Pearson 1934)."""
-    tail = (1 - CONFIDENCE) / 2
-    low = 0.0 if found == 0 else float(stats.beta.ppf(tail, found, count - found + 1))
-    high = 1.0 if found == count else float(stats.beta.ppf(1 - tail, found + 1, count - found))
-    return low, high
-
-
-def quantile_interval(values: Float[np.ndarray, " key"], q: float) -> tuple[float, float]:
-    """95 % interval of the q-quantile of all keys, between two order statistics of a sample of them.
-
-    The interval needs no assumption about the distribution (Thompson 1936; David & Nagaraja 2003, section 7.1). An end
-    is NaN where the sample is too small. Keys are drawn without replacement, which makes the interval conservative.
-    """
-    ordered = np.sort(values[~np.isnan(values)])
-    count = len(ordered)
-    if not count:
-        return math.nan, math.nan
-    tail = (1 - CONFIDENCE) / 2
-    # X(r) lies above the quantile if fewer than r values lie below it: with probability P(B < r), B binomial(count, q).
-    below = stats.binom.cdf(np.arange(count), count, q)  # P(B ≤ r - 1), r = 1 … count
-    low = np.flatnonzero(below <= tail)
-    high = np.flatnonzero(1 - below <= tail)
-    return (
-        float(ordered[low[-1]]) if len(low) else math.nan,
-        float(ordered[high[0]]) if len(high) else math.nan,
-    )
-
-
 # Effects over prompts that coverage is simulated for: the share of prompts that are 10 standard deviations higher.
 OUTLIERS = {"outliers 3 %": 0.03, "outliers 5 %": 0.05, "outliers": 0.1}
 

@@ -30,13 +30,11 @@ from markupsafe import escape
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from mpl_toolkits.mplot3d.art3d import Line3DCollection  # type: ignore[import-untyped]
 
-from ln_probe.analyses.probes.base import even_share
+from ln_probe.analyses.probes.base import Picture, even_share
 from ln_probe.analyses.text import disarmed, percent
 from ln_probe.exhibits import SiteSample
-from ln_probe.hooks.deprecation import renamed
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import INTACT, VARIANTS, Variant
-from ln_probe.page.titles import entitle, picture
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
@@ -55,7 +53,6 @@ __all__ = [
     "uniform_angle_by_layer",
     "unselectable_by_head",
 ]
-__getattr__ = renamed(__name__, {"geometry": "norm_geometry"}, "1.0", "2.0")
 
 # Okabe and Ito's colours, which are safe for colour-blind readers; a variant has the same colour in every picture.
 # On a page they are CSS variables, with lighter shades on a dark background. Heat maps keep their colours in both
@@ -91,7 +88,6 @@ class Figure(matplotlib.figure.Figure):
         return buffer.getvalue(), {"width": width, "height": height}
 
 
-@picture("norms", "Lengths before and after each norm", "layernorms", "norm_before_mean")
 def norms_over_depth(report: Report) -> Figure:
     """Mean length of vectors before and after each norm (± one standard deviation before it), without position 0."""
     figure, axes = _figure("length (L2 norm)", log=True)
@@ -108,7 +104,6 @@ def norms_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("projection", "Projection: the component along the all-ones direction", "layernorms", "mean_share")
 def projection_over_depth(report: Report) -> Figure:
     """What projection removes: the share of squared length along the all-ones direction, and the angle to it."""
     figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
@@ -133,7 +128,6 @@ def projection_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("margins", "Margins over depth", "heads", "margin_median")
 def margins_over_depth(report: Report) -> Figure:
     """Best score gap of a key over all others: the median head's median key, and its 5th-percentile key (dashes)."""
     heads = report.heads
@@ -144,7 +138,6 @@ def margins_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("attainable", "Attainable attention", "heads", "attainable_median")
 def attainable_over_depth(report: Report) -> Figure:
     """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
     figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
@@ -156,13 +149,11 @@ def attainable_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("unselectable", "Keys no query can select", "heads", "unselectable_fraction")
 def unselectable_by_head(report: Report) -> Figure:
     """Share of keys that no query can select, layer × head, for each variant."""
     return _heat_maps(report, "unselectable_fraction", "share of keys", least=0.1)
 
 
-@picture("margin-map", "Margins by head", "heads", "margin_median")
 def margins_by_head(report: Report) -> Figure:
     """Median margin of each head's keys, layer × head, for each variant."""
     return _heat_maps(report, "margin_median", "margin, nats")
@@ -178,9 +169,7 @@ def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -
     """
     if column not in report.heads:
         raise KeyError(f"heads has no column {column!r}: there are {', '.join(map(str, report.heads))}")
-    column_of = report.declared["heads"].column(column)
-    meaning = label if column_of is None else column_of.meaning
-    return entitle(_heat_maps(report, column, label, least=least), report, f"{meaning[:1].upper()}{meaning[1:]}.")
+    return _heat_maps(report, column, label, least=least)
 
 
 def _heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -> Figure:
@@ -207,7 +196,6 @@ def _heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) 
     return figure
 
 
-@picture("angle", "Queries and the uniform direction", "heads", "uniform_angle_deg")
 def uniform_angle_by_layer(report: Report) -> Figure:
     """Angle of each head's queries to the direction that attends uniformly; the dashed line is a random direction."""
     figure, axes = _figure("angle, degrees")
@@ -221,7 +209,6 @@ def uniform_angle_by_layer(report: Report) -> Figure:
     return figure
 
 
-@picture("entropy", "How uniform attention is", "heads", "entropy_ratio")
 def entropy_by_layer(report: Report) -> Figure:
     """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
     figure, axes = _figure("entropy / log(visible keys)")
@@ -369,7 +356,6 @@ def legend(axes: mpl.axes.Axes) -> None:
 WIDE = 30.0
 
 
-@picture("causal", "Change of the loss", "causal", "delta_loss")
 def causal_effects(report: Report) -> Figure:
     """Change of the loss when a term is removed (95 % CI), for groups of norms and each norm alone (open: estimated).
 
@@ -467,7 +453,7 @@ def norm_geometry(report: Report, site: str | None = None) -> Figure:
     found = next((s for s in samples if s.site == site), None) if site is not None else most_spread(report)
     if found is None:
         raise ValueError(f"no vectors were kept of {site!r}: there are some of {[s.site for s in samples]}")
-    return entitle(draw_geometry(found), report, geometry_caption(found))
+    return draw_geometry(found)
 
 
 def most_spread(report: Report) -> SiteSample | None:
@@ -560,6 +546,29 @@ def geometry_caption(sample: SiteSample) -> str:
         f"Direction in the plane: two principal axes, which hold {100 * sample.axes_share:.0f} % of the squared length "
         f"there; distance from the centre: true length.{before}"
     )
+
+
+# The pictures of a page by id; the first line of each function's docstring is the caption.
+PICTURES = {
+    picture.id: picture
+    for picture in (
+        Picture("norms", "Lengths before and after each norm", norms_over_depth, "layernorms", "norm_before_mean"),
+        Picture(
+            "projection",
+            "Projection: the component along the all-ones direction",
+            projection_over_depth,
+            "layernorms",
+            "mean_share",
+        ),
+        Picture("margins", "Margins over depth", margins_over_depth, "heads", "margin_median"),
+        Picture("attainable", "Attainable attention", attainable_over_depth, "heads", "attainable_median"),
+        Picture("unselectable", "Keys no query can select", unselectable_by_head, "heads", "unselectable_fraction"),
+        Picture("margin-map", "Margins by head", margins_by_head, "heads", "margin_median"),
+        Picture("angle", "Queries and the uniform direction", uniform_angle_by_layer, "heads", "uniform_angle_deg"),
+        Picture("entropy", "How uniform attention is", entropy_by_layer, "heads", "entropy_ratio"),
+        Picture("causal", "Change of the loss", causal_effects, "causal", "delta_loss"),
+    )
+}
 
 
 def svg(figure: matplotlib.figure.Figure, name: str, title: str = "") -> str:

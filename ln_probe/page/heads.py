@@ -22,7 +22,6 @@ from ln_probe.analyses.text import disarmed, signed
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN
 from ln_probe.page.figures import SIZE, Figure, draw_grid, in_head_space
-from ln_probe.page.titles import entitle
 from ln_probe.report import Report
 
 __all__ = [
@@ -165,8 +164,7 @@ def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
     """
     if measure not in MEASURES:
         raise ValueError(f"unknown measure {measure!r}: there are {', '.join(MEASURES)}")
-    text = f"{MEASURES[measure].title}: {MEASURES[measure].column.meaning}."
-    return entitle(draw_heads_map(by_head(report), measure), report, text)
+    return draw_heads_map(by_head(report), measure)
 
 
 def draw_heads_map(table: pd.DataFrame, measure: str) -> Figure:

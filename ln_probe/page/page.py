@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from inspect import unwrap
 from typing import Any
 from urllib.parse import quote
 
@@ -16,16 +15,14 @@ from markupsafe import Markup
 
 from ln_probe.analyses.probes.base import Failure, Picture
 from ln_probe.analyses.probes.columns import CAUSAL, TOKENS
-from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
+from ln_probe.analyses.probes.registry import DEFAULT, chosen, find
 from ln_probe.analyses.text import disarmed, percent, shortened, visible
-from ln_probe.exhibits import by_token
 from ln_probe.hooks.variants import INTACT
 from ln_probe.page import figures, own_script, policy, render
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
-from ln_probe.page.figures import by_variant, in_head_space, svg
+from ln_probe.page.figures import PICTURES, by_variant, in_head_space, svg
 from ln_probe.page.heads import MEASURES, HeadMap, by_head, draw_heads_map, known_measures, largest, linked, measures_of
 from ln_probe.page.tables import Table, figure_text, table
-from ln_probe.page.titles import PICTURES, caption
 from ln_probe.page.verdict import intact_loss, verdict
 from ln_probe.report import Report, ranked_findings
 
@@ -38,7 +35,6 @@ QUESTIONS = {
     "head_effects": "Which heads depend on scaling?",
     "sinks": "Is there an attention sink, and do the norms make it?",
     "selectability": "Which keys can no query select?",
-    "unembedding": "Which tokens can never be predicted?",
 }
 _SENTENCE = re.compile(r"(?<=[a-z0-9)\]%])\. (?=[A-Z0-9])")
 GEOMETRIES = 5  # norms whose geometry a page shows, about 95 kB each
@@ -246,7 +242,7 @@ def _tables(report: Report) -> Iterator[Table]:
     for name, rows in report.tables.items():
         shown = [(report.declared[name], hardest_first(rows) if name == "keys" else rows)]
         if name == "heads":
-            shown.append((TOKENS, by_token(report.exhibits, report.sinks)))
+            shown.append((TOKENS, report.tokens()))
         for declared, table_rows in shown:
             if len(table_rows) and name != "causal_prompts":
                 yield table(declared, table_rows.loc[:, table_rows.notna().any()])
@@ -339,13 +335,13 @@ def drawing(name: str, title: str, figure: figures.Figure, text: str, *, first: 
 
 def drawn(report: Report, picture: Picture, prefix: str = "") -> Drawing:
     """Draw a picture as SVG, with its caption."""
-    text = caption(picture.draw)
+    text = (picture.draw.__doc__ or "").strip().partition("\n")[0]
     if picture.id == "projection" and not report.layernorms["kind"].isin(["layernorm", "projection_only"]).any():
         text = (
             "No norm of this model projects. Shown is what projection would remove: the share of squared length along "
             "the all-ones direction."
         )
-    return drawing(f"{prefix}{picture.id}", picture.title, unwrap(picture.draw)(report), text)
+    return drawing(f"{prefix}{picture.id}", picture.title, picture.draw(report), text)
 
 
 def groups(report: Report) -> Iterator[Group]:
@@ -370,11 +366,11 @@ def others(report: Report) -> tuple[list[Group], list[str]]:
         try:
             shown = [Shown(p.id, p.title, (drawn(report, p),)) for p in probe.pictures() if has(report, p)]
         except Exception as error:
-            failed.append(str(Failure.of(probe.name, package_of(probe), error)))
+            failed.append(str(Failure.of(probe.name, error)))
             continue
         if shown:
             title = probe.summary[:1].upper() + probe.summary[1:]
-            found.append(Group(f"{probe.name}-pictures", title, f"From {package_of(probe)}.", tuple(shown), probe.name))
+            found.append(Group(f"{probe.name}-pictures", title, "From a probe of yours.", tuple(shown), probe.name))
     return found, failed
 
 

@@ -146,9 +146,8 @@ def _notes(report: Report, rows: _Rows, unit: str) -> Iterator[str]:
     else:
         yield "There are no confidence intervals: too few prompt groups, or a few prompts that carry the mean."
     scaling = [r for (variant, _), r in rows.items() if variant.freezes_scaling and not _idle(r)]
-    if scaling and all(math.isnan(float(r["delta_loss_optimal"])) for r in scaling) and "optimal_minutes" in about:
-        minutes = max(1, round(about["optimal_minutes"]))
-        yield f"Loss-optimal constants: not computed (--optimal or optimal=True, about {counted(minutes, 'minute')})."
+    if scaling and all(math.isnan(float(r["delta_loss_optimal"])) for r in scaling):
+        yield "Loss-optimal constants: not computed (--optimal or optimal=True)."
 
 
 def _rows(causal: pd.DataFrame) -> _Rows:

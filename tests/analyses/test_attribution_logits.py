@@ -122,9 +122,6 @@ def test_what_cannot_be_attributed() -> None:
         with pytest.raises(AttributionError) as error:
             attribute_logits(model, options.pop("tokens"), **({"positions": -1} | options))
         assert said in str(error.value)
-    said = "position=1 is the deprecated name of positions=0: give positions alone"
-    with pytest.raises(AttributionError, match=said), pytest.warns(DeprecationWarning, match="position"):
-        attribute_logits(model, TOKENS, 0, position=1)
     found: list[Any] = [attribute_logits(model, TOKENS, -1), attribute_logits(model, TOKENS)]
     for each in (*found, attribute_scores(model, TOKENS, 1, 0, query=7, key=3)):
         assert len(each.top(2)) == 2

@@ -19,7 +19,6 @@ from small_models import lab
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.analyses.probes.edited_runs import EditedRuns
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.scales import mean_sigmas
@@ -241,19 +240,6 @@ def test_the_equivalence_bound_is_the_farther_end_of_the_90_percent_interval() -
     ends = change.mean() + error * np.array([-1.67, 1.67])  # t with 63 degrees of freedom, 5 % beyond each end
     assert interval.bound == pytest.approx(np.abs(ends).max(), rel=0.06)
     assert interval.low < change.mean() - interval.bound + 2 * change.mean() < interval.high
-
-
-def test_tables_of_earlier_versions_get_the_statistics_of_this_one() -> None:
-    """Committed tables and reports of earlier versions have no families; their prompts' values give them."""
-    table, kept = causal_table.table(frames := many(40), EACH), causal_table.by_prompt(frames, EACH)
-    columns = ["p_mean", "delta_loss_median", "family", "equivalence_bound", "groups"]
-    again = causal_table.with_today_statistics(table.drop(columns=columns), kept)
-    pd.testing.assert_frame_equal(again, table, rtol=1e-9, atol=1e-9)
-    assert list(causal_table.with_today_statistics(table.assign(extra=1), kept).columns) == [*CAUSAL.names, "extra"]
-    few = causal_table.with_today_statistics(table, kept[kept["prompt"] < 20])
-    edited = few["variant"] != "intact"
-    assert few.loc[edited, ["p_mean", "delta_loss_low"]].isna().all(axis=None)
-    assert few["delta_loss_median"].notna().all()
 
 
 def test_a_row_without_an_interval_counts_among_the_tests() -> None:

@@ -21,6 +21,7 @@ from architectures import make_bridge
 import ln_probe
 from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.probes.columns import CAUSAL
+from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.report import Report
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules of this folder, wherever the tests are run from
@@ -58,8 +59,8 @@ def long_report(long_model: Any, long_prompts: list[list[int]], tmp_path_factory
     """A real report whose patterns are pooled, with every key in its table."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in long_prompts))
-    probes = ("decomposition", "selectability", "uniformity")
-    return ln_probe.analyze(long_model, path, probes=probes, progress=False, keys="all")
+    probes = ("decomposition", Selectability(every_key=True), "uniformity")
+    return ln_probe.analyze(long_model, path, probes=probes, progress=False)
 
 
 @pytest.fixture(scope="session")
@@ -145,7 +146,6 @@ def dirty(report: Report, causal: pd.DataFrame) -> list[Report]:
                     "heads": report.heads.assign(by_theorem=spread(len(report.heads)), no_op=spread(len(report.heads))),
                     "keys": report.keys.assign(token=spread(len(report.keys)), verdict=spread(len(report.keys))),
                     "causal": interventions.assign(sites=spread(len(interventions))),
-                    "unembedding": report.unembedding.assign(token=spread(len(report.unembedding))),
                 },
                 {**report.provenance, **{f"{t}{i}": t for i, t in enumerate(some)}, "list": some},
                 (*report.notes, *some),

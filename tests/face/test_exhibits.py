@@ -95,7 +95,7 @@ def test_patterns_are_the_models_own(long_report: Report, long_model: Any, long_
 
 
 def test_marks_and_tokens_are_those_of_the_keys_table(long_report: Report) -> None:
-    """The second way to the same numbers: with keys='all' the table holds every key, also what is summed by token."""
+    """The second way to the same numbers: with every_key the table holds every key, also what is summed by token."""
     keys = long_report.keys[long_report.keys["space"] == "head"]
     stored = {
         "intact": ("verdict", "attainable", "margin"),
@@ -108,9 +108,7 @@ def test_marks_and_tokens_are_those_of_the_keys_table(long_report: Report) -> No
             shape = shown.verdict.shape
             assert (np.array(VERDICTS)[getattr(shown, verdict)] == rows["verdict"].to_numpy().reshape(shape)).all()
             kept = getattr(shown, attainable).astype(float)
-            assert np.allclose(
-                kept, rows["attainable"].to_numpy().reshape(shape), rtol=1e-3, atol=1e-6, equal_nan=True
-            )
+            assert np.allclose(kept, rows["attainable"].to_numpy().reshape(shape), rtol=1e-3, atol=1e-6, equal_nan=True)
             if margin is not None:
                 middle = ((rows["margin_lower"] + rows["margin_upper"]) / 2).to_numpy().reshape(shape)
                 assert np.allclose(shown.margin.astype(float), middle, rtol=1e-3, atol=1e-6, equal_nan=True)
