@@ -278,14 +278,15 @@ def load_report(folder: str | Path) -> Report:
         raise ValueError(f"{path} is damaged ({error!r}): analyze the model again") from error
     if form != FORMAT:
         raise ValueError(f"{path} has format {form!r}, this ln_probe reads format {FORMAT}: analyze the model again")
-    tables = {name: _read(folder / f"{name}.parquet", table) for name, table in declared.items()}
+    files = {name: folder / f"{name}.parquet" for name in declared}
+    if missing := [file for file in (*files.values(), folder / EXHIBITS_FILE) if not file.is_file()]:
+        raise FileNotFoundError(f"{missing[0]} is missing: analyze the model again")
+    tables = {name: _read(files[name], table) for name, table in declared.items()}
     return Report(tables, provenance, notes, Exhibits.load(folder / EXHIBITS_FILE), declared, failures=failures)
 
 
 def _read(file: Path, table: Table) -> pd.DataFrame:
     """Read a table and check that it is what its declaration says."""
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: analyze the model again")
     try:
         with file.open("rb") as stream:  # pyarrow takes only paths that are UTF-8
             return table.check(pd.read_parquet(stream))
@@ -301,19 +302,18 @@ def slug(name: str) -> str:
 
 def ranked_findings(report: Report) -> list[Finding]:
     """Return the findings of all probes, the most important ones for attention first."""
-    found: list[Finding] = []
-    for probe in (*chosen(DEFAULT), *report.probes):
+    findings = [f for probe in chosen(DEFAULT) for f in probe.findings(report.tables, report.provenance)]
+    for probe in report.probes:
         try:
-            found += probe.findings(report.tables, report.provenance)
+            findings += probe.findings(report.tables, report.provenance)
         except Exception as error:
-            if probe not in report.probes:
-                raise
-            found.append(Finding(str(Failure.of(probe.name, error))))
+            failure = f"{type(error).__name__}: {error}"
+            findings.append(Finding(f"The findings of the probe {probe.name!r} failed: {failure}"))
     if any(n.startswith(NO_NORMS) for n in report.notes):
-        found.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
+        findings.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
     elif not any(len(table) for table in report.tables.values()):
-        found.append(Finding("Nothing was measured: no table holds a row.", rank=0))
-    return sorted(found, key=lambda f: (f.rank, -f.size))
+        findings.append(Finding("Nothing was measured: no table holds a row.", rank=0))
+    return sorted(findings, key=lambda f: (f.rank, -f.size))
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""List the public names, which keep their meaning between versions (docs/stability.md).
+"""List the public names.
 
     python tests/public_names.py > tests/face/public_names.txt
 
@@ -23,7 +23,6 @@ MODULES = (
     "ln_probe.prompts",
     "ln_probe.page.figures",
     "ln_probe.page.heads",
-    "ln_probe.exhibits",
 )
 
 

@@ -17,6 +17,7 @@ let charts = 0;
 
 function draw(place, props) {
   const element = Object.assign(document.createElement("div"), { id: `${place}-${++charts}` });
+  element.style.minHeight = `${at(place).clientHeight}px`; // until the chart is there, so that the page does not jump
   at(place).replaceChildren(element);
   CircuitsVis.render(element.id, CircuitsVis.AttentionPattern, props);
 }
@@ -57,7 +58,10 @@ const single = (i) => `${SIGNS[key(i).mark]}${clip(shown.tokens[i])}`;
 // circuitsvis makes a canvas that is an image without a name, some time after it was asked for one.
 function nameCharts() {
   for (const [place, what] of [["pattern", "intact"], ["frozen", "with scaling frozen for keys"], ["difference", "frozen minus intact"]])
-    for (const canvas of at(place).querySelectorAll("canvas")) canvas.setAttribute("aria-label", `Attention of ${at("title").textContent}, ${what}`);
+    for (const canvas of at(place).querySelectorAll("canvas")) {
+      canvas.setAttribute("aria-label", `Attention of ${at("title").textContent}, ${what}`);
+      at(place).firstElementChild.style.minHeight = "";
+    }
 }
 
 // Rows of weights around a corner of a pattern, and the weights by which the scale is chosen.

@@ -18,16 +18,13 @@ from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.schema import Column
-from ln_probe.analyses.text import disarmed, signed
+from ln_probe.analyses.text import disarmed
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN
 from ln_probe.page.figures import SIZE, Figure, draw_grid, in_head_space
 from ln_probe.report import Report
 
-__all__ = [
-    "heads_map",
-    "measures_of",
-]
+__all__ = ["heads_map"]
 
 _TICKS = 16  # labels on an axis of the map
 _KEY = ["layer", "head"]
@@ -131,25 +128,9 @@ MEASURES = {
 }
 
 
-def measures_of(report: Report) -> list[str]:
-    """Return the names of the measures that this report has values of.
-
-    Example:
-        >>> from ln_probe.page.heads import measures_of
-        >>> measures_of(report)
-    """
-    return known_measures(by_head(report))
-
-
 def known_measures(table: pd.DataFrame) -> list[str]:
     """Return the measures of which a table by head has values."""
     return [name for name in MEASURES if len(table) and table[name].notna().any() and (table[name] != 0).any()]
-
-
-def largest(report: Report, measure: str, count: int = 8) -> str:
-    """Return the heads with the largest values of a measure (in size), as text."""
-    table = by_head(report, measure).dropna(subset=measure).head(count)
-    return ", ".join(f"L{row.layer}H{row.head} {signed(getattr(row, measure))}" for row in table.itertuples())
 
 
 def heads_map(report: Report, measure: str = "delta_loss") -> Figure:

@@ -34,7 +34,6 @@ from ln_probe.report import PAGE_FILE, REPORT_FILE, Report, load_report
 INDEX_FILE = "index.html"
 SENTENCES = 8  # models whose primary contrasts are written above the table
 ROWS = 40  # models drawn; the table has all of them
-MARKERS = 20  # on a line over training: a browser draws each one by itself, and 20,000 of them in seconds
 _PLACES = {"all": ("at every norm", "o"), "attention": ("at attention alone", "s")}
 _STEP = re.compile(r" step \d+$")  # behind a checkpoint's name
 # The tables that an index reads; the others of a report are the larger part of it.
@@ -147,17 +146,15 @@ def _losses(names: Sequence[str], reports: Sequence[Report]) -> list[Shown]:
     )
     if len(names) > ROWS:
         caption += f" The first {ROWS} of {len(names)} models are drawn."
-    shown = [_shown("losses", "Change of the loss", forest(names, reports), caption)]
+    picture = drawing("losses", "Change of the loss", forest(names, reports), caption)
+    shown = [Shown("losses", picture.name, picture, wide=True)]
     models, steps, trained = _training(reports)
     over_time = rows[[trained[p] and steps[p] is not None for p in rows["place"]]]
     if len(over_time):
         figure = over_steps(over_time, steps, models, _where(reports))
-        shown.append(_shown("losses-training", "Over training", figure, "Bands: 95 % CIs over prompts."))
+        picture = drawing("losses-training", "Over training", figure, "Bands: 95 % CIs over prompts.")
+        shown.append(Shown("losses-training", picture.name, picture, wide=True))
     return shown
-
-
-def _shown(name: str, title: str, figure: Figure, caption: str) -> Shown:
-    return Shown(name, title, (drawing(name, title, figure, caption),), wide=True)
 
 
 def _where(reports: Sequence[Report]) -> str:
@@ -229,8 +226,7 @@ def over_steps(rows: pd.DataFrame, steps: Sequence[int | None], models: Sequence
         for (_, sites), line in mine.groupby(["run", "sites"], sort=False):
             axes.fill_between(line["step"], line["low"], line["high"], color=term.color, alpha=0.15, lw=0)
             style, face = ("s--", "none") if sites == "attention" else ("o-", term.color)
-            marks: dict[str, Any] = {"ms": 4, "markerfacecolor": face, "markevery": _every(len(line))}
-            axes.plot(line["step"], line["value"], style, color=term.color, **marks)
+            axes.plot(line["step"], line["value"], style, color=term.color, ms=4, markerfacecolor=face)
         axes.axhline(0, color=GRID, lw=1)
         _scale_steps(axes, mine["step"].tolist())
         axes.set_xlabel("training step", fontsize=SMALLEST)
@@ -273,8 +269,3 @@ def _small(axes: mpl.axes.Axes, grid: Literal["x", "y"] = "y") -> None:
     axes.tick_params(labelsize=SMALLEST)
     axes.grid(axis=grid, color=GRID, alpha=0.35)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _every(points: int) -> int:
-    """How many points of a line share a marker."""
-    return -(-points // MARKERS) or 1

@@ -1,4 +1,4 @@
-// The page around the pictures: tables that sort and download; one picture of several chosen; the frame's height.
+// The page around the pictures: tables that sort and download; the frame's height.
 const PAGE = 100; // rows added at a time
 
 function csvCell(value, text) {
@@ -94,7 +94,7 @@ for (const section of document.querySelectorAll("section.table")) {
 // A picture as a separate file: its drawings next to each other, title above and caption below, ink on white.
 const MARGIN = 8, LINE = 14, LETTER = 5.4; // units of the drawing: around it, a line of the caption, a letter of it
 function standalone(figure) {
-  const shown = [...figure.querySelectorAll(".drawing")].find((d) => !d.hidden), every = [...shown.querySelectorAll("svg")];
+  const shown = figure.querySelector(".drawing"), every = [...shown.querySelectorAll("svg")];
   const boxes = every.map((svg) => svg.viewBox.baseVal), wide = boxes.reduce((w, b) => w + b.width, 0), high = Math.max(...boxes.map((b) => b.height));
   const make = (tag, attributes, text = "") => {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -152,16 +152,6 @@ for (const part of document.querySelectorAll("h2[id], figure[id], section.table[
   link.className = "anchor";
   link.setAttribute("aria-label", `Link to ${heading.textContent}`);
   heading.append(link);
-}
-
-// Of several drawings of the same thing one is shown.
-for (const choice of document.querySelectorAll("select.drawings")) {
-  const drawings = [...choice.closest("figure").querySelectorAll(".drawing")];
-  const show = () => drawings.forEach((d, i) => { d.hidden = i !== choice.selectedIndex; });
-  choice.hidden = false;
-  choice.closest("label").hidden = false;
-  choice.addEventListener("change", show);
-  show();
 }
 
 // The frame of attention patterns says how tall it is, that it is ready, and which head it shows; nothing else is listened
