@@ -54,10 +54,10 @@ second = int(model(tokens)[0, -1].topk(2).indices[1])
 ln_probe.attribute_logits(model, text, -1, target=target, against=second).check()
 
 # %% [markdown]
-# Neurons, if one MLP does most of it:
+# Neurons:
 
 # %%
-ln_probe.attribute_logits(model, text, -1, target=target, against=second, neurons=[-1]).check().top(6)
+ln_probe.attribute_logits(model, text, -1, target=target, against=second, components="neurons").check().top(6)
 
 # %% [markdown]
 # ## Attribution patching, with and without linearized norms
