@@ -520,8 +520,6 @@ def lab_run(
     with refusing(FileExistsError, FileNotFoundError, ImportError, ValueError), line:
         results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
     typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
-    for sentence in results.conclusions:
-        typer.echo(sentence)
     for failure in results.diverged:
         typer.echo(f"diverged: {failure}", err=True)
     from ln_probe.page.lab import write_lab_page
@@ -529,44 +527,6 @@ def lab_run(
     page = write_lab_page(folder)
     typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} next to it", err=True)
     raise typer.Exit(SOME_FAILED if results.diverged else DONE)
-
-
-@lab.command("compile")
-def lab_compile(
-    program: Annotated[Path, typer.Argument(help="A C-RASP program (docs/compiler.md).")],
-    out: Annotated[
-        Path,
-        typer.Option(parser=typed_path, metavar="PATH", help="Folder for the model, which `ln-probe report` takes."),
-    ],
-    construction: Annotated[str, typer.Option(help="What makes truth values: scaling, clip, rounding.")] = "scaling",
-    norm: Annotated[str, typer.Option(help="layernorm, scaling_only, projection_only, none.")] = "layernorm",
-    alphabet: Annotated[str | None, typer.Option(help="Letters of words; default: those of the program.")] = None,
-    letters: Annotated[int, count_option(None, least=1, most=100_000, help="The longest word.")] = 511,
-) -> None:
-    """Compile a C-RASP program to a transformer's weights; what does not fit is named with line and column."""
-    from ln_probe.analyses.files import read_text
-
-    with refusing(ImportError):
-        from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
-        from ln_probe.analyses.lab.crasp.crasp_compiler import compile_program, save_compiled
-
-    if construction not in (known := ("scaling", "clip", "rounding")):
-        raise refuse(f"unknown construction {construction!r}: known ones are {', '.join(known)}")
-    writable(out)
-    try:
-        source = read_text(program, LARGEST, "utf-8-sig")  # editors on Windows write a byte order mark
-        made = compile_program(parse(source), construction, norm, alphabet=alphabet, n_ctx=letters + 1)  # type: ignore[arg-type]
-        save_compiled(made, out)
-    except (CRaspError, FileNotFoundError) as error:
-        raise refuse(f"{program}: {getattr(error, 'strerror', None) or error}") from error
-    except (OSError, ValueError) as error:  # these say themselves what they are about
-        raise refuse(str(error)) from error
-    grid = made.precision
-    typer.echo(
-        f"{encodable(str(out))}: depth {made.depth}, {made.layers} layers ({made.attending} attend), "
-        f"d_model {made.model.cfg.d_model}, tokens BOS {' '.join(made.alphabet)}"
-        + ("" if grid is None else f"; fixed precision of {grid.bits} bits, {grid.fraction} behind the point")
-    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -126,7 +126,7 @@ class MeasureOptions:
     device: Annotated[str | None, _of(MODELS, help="cpu, cuda, cuda:1.")] = None
     dtype: Annotated[
         str | None,
-        _of(MODELS, help="float32, float64, bfloat16 or float16; default float32, a compiled program's own float64."),
+        _of(MODELS, help="float32, float64, bfloat16 or float16; default float32."),
     ] = None
     allow_pickle: Annotated[bool, _of(MODELS, "--allow-pickle", help="Read .bin/.pt weights (weights_only).")] = False
     prompts: Annotated[
@@ -429,20 +429,9 @@ def settings_of(options: ReportOptions) -> Settings:
 
 
 def _check_target(options: ReportOptions, settings: Settings, target: Target) -> None:
-    """Exit if a model lacks a layer or a head that is asked for, as far as its configuration says how many it has, or
-    if it is a compiled program that is another function in the format asked for."""
+    """Exit if a model lacks a layer or a head that is asked for, as far as its configuration says how many it has."""
     from ln_probe.batch.cost import shape_of
-    from ln_probe.models import dtype_named, kind_of, other_function
 
-    path = Path(target.name).expanduser()
-    if options.dtype is not None and not target.error and kind_of(target.name, path) == "lab":
-        from ln_probe.analyses.lab.run_folder import arithmetic_of
-
-        asked_for = dtype_named(options.dtype)
-        with suppress(OSError, ValueError):  # loading it will raise the same
-            own = arithmetic_of(path)
-            if own.bound and own.dtype != asked_for:
-                raise refuse(other_function(target.name, own.dtype, asked_for))
     for what, wanted in (("layer", settings.layers), ("head", settings.heads)):
         count = shape_of(target).get(f"{what}s", math.inf) if wanted else math.inf
         if wrong := [number for number in wanted or () if number >= count]:
