@@ -28,12 +28,6 @@ LONGEST_PATH, LONGEST_NAME = 4096, 255  # characters of a path, and bytes of eac
 
 _LAB_FILE = "lab.json"  # what makes a folder a lab run's
 
-# The note of a model that rounds.
-FIXED = (
-    "computes in fixed precision, as it was compiled: all but attention's scores and weights and the inside of norms "
-    "is rounded down, so what reaches the stream is no sum of parts, and gradients are 0"
-)
-
 
 def load_model(
     name: str | Path,
@@ -59,7 +53,7 @@ def load_model(
         device: ``cpu``, ``cuda``, ``cuda:1``, or a `torch.device`; by default CUDA where there is a GPU, else the CPU
             (``mps`` is refused: it has no float64).
         dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``, or that `torch.dtype`; by
-            default float32, or what the folder of a compiled program says (float64, and it takes no other).
+            default float32.
         revision: branch, tag or commit on the hub (``step1000`` for Pythia), or the step of a lab run.
         allow_pickle: read weights from a pickle (``.bin``, ``.pt``) where there are no safetensors; then with
             ``weights_only=True``.
@@ -78,10 +72,9 @@ def load_model(
     Raises:
         FileNotFoundError: the path does not exist, or the folder lacks config.json or weights.
         ConnectionError: a hub name that is not in the local cache, and no network.
-        ValueError: an unknown name, option, device or architecture; a format in which a compiled program is another
-            function; damaged, quantized or non-finite weights;
-            files that change while they are read; pickles without `allow_pickle`; or logits that are not those of
-            the original.
+        ValueError: an unknown name, option, device or architecture; damaged, quantized or non-finite weights; files
+            that change while they are read; pickles without `allow_pickle`; or logits that are not those of the
+            original.
         TypeError: a name that is no text or path, or a flag that is neither True nor False.
         ImportError: a ``.gguf`` file without the package ``gguf``.
 
@@ -301,15 +294,6 @@ def lab_step(revision: str) -> int:
     return step
 
 
-def other_function(given: str, own: torch.dtype, dtype: torch.dtype) -> str:
-    """Why a compiled program is not loaded in a format other than its own."""
-    right, wrong = (str(d).removeprefix("torch.") for d in (own, dtype))
-    return (
-        f"{given} is a compiled program, which does what the program does in {right} alone: in {wrong} its comparisons "
-        f"are other ones. Leave dtype (--dtype) out, or give {right}."
-    )
-
-
 def _load_run(
     given: str,
     kind: str,
@@ -321,17 +305,14 @@ def _load_run(
     processing: Processing,
 ) -> nn.Module:
     """The model of a lab run; a bundled one brings its prompts and its loss-optimal constants."""
-    from ln_probe.analyses.lab.run_folder import arithmetic_of, load_run
+    from ln_probe.analyses.lab.run_folder import load_run
     from ln_probe.loading.lab_models import into_transformer_lens
     from ln_probe.loading.provenance import combined, files_of_lab_run, sha256_of_state, unchanged
 
     step = None if revision is None else lab_step(revision)
     with unchanged(files_of_lab_run(folder, step)) as read:
         trained = load_run(folder, step)
-        own = arithmetic_of(folder)
-        if own.bound and dtype not in (None, own.dtype):
-            raise ValueError(other_function(given, own.dtype, dtype))
-        trained = trained.to(device=device, dtype=dtype or own.dtype).eval()
+        trained = trained.to(device=device, dtype=dtype or torch.float32).eval()
     source = ModelSource(
         name=given,
         kind=kind,
@@ -340,8 +321,7 @@ def _load_run(
         inputs_sha256=combined(read),
         architecture=type(trained).__name__,
         world="lab",
-        dtype=str(dtype or own.dtype).removeprefix("torch."),
-        notes=() if own.precision is None else (FIXED,),
+        dtype=str(dtype or torch.float32).removeprefix("torch."),
     )
     model = into_transformer_lens(trained, source, world, processing)
     if kind == "bundled":
