@@ -25,10 +25,10 @@ import ln_probe
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
-from ln_probe.hooks.default_tokens import bundled_prompts
 from ln_probe.hooks.edits import Positions, installed
 from ln_probe.hooks.interventions import members
 from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.text import bundled_prompts
 from ln_probe.hooks.variants import VariantEdit
 
 TABLE = Path(__file__).parent / "results" / "intervals.csv"

@@ -26,9 +26,9 @@ from scipy.stats import spearmanr
 import ln_probe
 from ln_probe.analyses.probes.edited_runs import EditedRuns
 from ln_probe.analyses.probes.leading import with_largest
-from ln_probe.hooks.default_tokens import CALIBRATION, MEASURED, default_tokens
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.text import CALIBRATION, MEASURED, default_tokens
 from ln_probe.hooks.variants import edits_of_norms
 
 LARGEST, SIZES = 10, (6, 8, 12)

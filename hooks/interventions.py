@@ -26,7 +26,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.capture import ActivationError
-from ln_probe.hooks.default_tokens import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.hooks.edits import (
     PARTS,
     Change,
@@ -73,6 +72,7 @@ from ln_probe.hooks.scales import (
     some,
 )
 from ln_probe.hooks.sites import ModelFacts, class_of, facts_of_checked
+from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
     RENAMED,
@@ -156,8 +156,8 @@ def without(
             constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (`matched`
             is then False).
         tokens: tokens that the first four are measured or fitted on, [batch pos], or a list of rows of their own
-            lengths. None: the prompts that `analyze` measures by default (a bundled model's held-out text, the bundled
-            passages, or sequences sampled from a model without a tokenizer).
+            lengths. None: the prompts that `analyze` measures by default (a bundled model's held-out text, or the
+            bundled passages; a model without a tokenizer needs them).
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
         seed: of resampled sigmas.
         heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ln_probe.measure import analyze, freezing_cost, norm_constants
     from ln_probe.models import bundled_models, load_model, source_of
     from ln_probe.notebook import explore
-    from ln_probe.prompt_sources import sampled_prompts
     from ln_probe.report import Report, load_report
 
 __version__ = "1.0.0"
@@ -45,11 +44,10 @@ _HOME = {
     "load_report": "ln_probe.report",
     "norm_constants": "ln_probe.measure",
     "outlier_tokens": "ln_probe.analyses.probes.outliers",
-    "sampled_prompts": "ln_probe.prompt_sources",
     "source_of": "ln_probe.models",
 }
 # Public names of 0.2 and their new names; removed in 2.0.
-_RENAMED = {"constants": "norm_constants", "sampled": "sampled_prompts"}
+_RENAMED = {"constants": "norm_constants"}
 _SUBPACKAGES = ("analyses", "hooks")
 
 __all__ = [
@@ -70,7 +68,6 @@ __all__ = [
     "load_report",
     "norm_constants",
     "outlier_tokens",
-    "sampled_prompts",
     "source_of",
 ]
 

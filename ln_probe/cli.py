@@ -36,7 +36,6 @@ from ln_probe.batch.options import (
     ReportOptions,
     Workers,
     asked,
-    check_labels,
     check_values,
     count_option,
     run_of,
@@ -209,15 +208,13 @@ def freezing_cost(
     """The first number of a report alone, in a minute: how much freezing scaling raises the loss, with its CI."""
     import ln_probe
     from ln_probe.batch.suite import suite
-    from ln_probe.prompt_sources import prompts_named
     from ln_probe.prompts import make_prompts
     from ln_probe.settings import read_groups
 
     with refusing(OSError, ValueError):
         check_values(options)
         (target,) = suite([name], None, options.revision, allow_pickle=options.allow_pickle)
-        prompts, count = prompts_named(options.prompts, options.max_prompts)
-        check_labels(options.groups, count)
+        prompts = None if options.prompts is None else Path(options.prompts)
         groups = None if options.groups is None else read_groups(options.groups)
     measuring: dict[str, Any] = {"prompts": prompts, "groups": groups}
     measuring |= {name: getattr(options, name) for name in ("calibration", "loss", "max_tokens", "seed")}
@@ -226,8 +223,9 @@ def freezing_cost(
     try:
         if not why:
             model: Any = ln_probe.load_model(target.name, revision=target.revision, **loading)
-            if options.prompts is None and (most := options.max_prompts) is not None:
-                measuring["prompts"] = make_prompts(model, max_tokens=options.max_tokens, seed=options.seed, most=most)
+            measuring["prompts"] = make_prompts(
+                model, prompts, max_tokens=options.max_tokens, max_prompts=options.max_prompts
+            )
             cost = ln_probe.freezing_cost(model, **measuring, progress=not output.quiet)
     except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         why = exits.why_failed(error)

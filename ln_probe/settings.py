@@ -37,10 +37,11 @@ def from_the_end(layers: Iterable[int], count: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Settings:
     """What to measure: probes, layers and heads (None: all), rows of the `keys` table, the seed of samples, a file of
-    token strings, how many keys of a head are measured (0: all; None: all unless that would take too long), how many
-    prompts go through the model together (None: as many as pay), text that constants come from and a file of group
-    labels (with the hash of what they held; None: leave-one-out means, and equal prompts form groups), a loss as
-    `module:function` (None: of the next token), and whether loss-optimal constants are fitted."""
+    token strings for a model without a tokenizer, how many keys of a head are measured (0: all; None: all unless that
+    would take too long), how many prompts go through the model together (None: as many as pay), text that constants
+    come from and a file of group labels (with the hash of what they held; None: leave-one-out means, and equal prompts
+    form groups), a loss as `module:function` (None: of the next token), and whether loss-optimal constants are fitted.
+    """
 
     probes: tuple[str, ...] = DEFAULT
     layers: tuple[int, ...] | None = None
@@ -48,7 +49,7 @@ class Settings:
     keys: str = "hardest"
     max_tokens: int = 512
     seed: int = 0
-    vocab: str | None = None
+    tokenizer: str | None = None
     keys_sample: int | None = None
     batch_size: int | None = None
     calibration: str | None = None

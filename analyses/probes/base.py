@@ -214,7 +214,6 @@ class Shape:
         layers, heads: that are measured, and of each layer.
         lengths: of the prompts, in tokens.
         vocabulary, width: number of tokens, and d_model.
-        sampled: whether the model has no tokenizer, so that other prompts than the user's are sampled from it.
     """
 
     layers: float
@@ -222,7 +221,6 @@ class Shape:
     lengths: tuple[float, ...]
     vocabulary: float = math.nan
     width: float = math.nan
-    sampled: bool = False
 
 
 @dataclass(frozen=True)

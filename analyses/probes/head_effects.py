@@ -52,7 +52,6 @@ from ln_probe.analyses.probes.leading import (
 from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE, mapped, passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, interval, sign_test
 from ln_probe.analyses.text import counted, with_interval
-from ln_probe.hooks.default_tokens import CALIBRATION, SAMPLED_SEQUENCES, SAMPLED_TOKENS
 from ln_probe.hooks.edits import LostEditError
 from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
@@ -312,9 +311,7 @@ PROMPTS = 12
 MATTERS = 0.001  # nats per token: a smaller effect of one head is not reported
 # Where d_model is not known, up to so many heads are run exactly; passes of a prompt for estimates alone.
 _EXACT_HEADS, _ESTIMATING = 72, 5.0
-# Tokens of a prompt that chooses heads, and how much longer a token takes that is sampled than one of a pass (3 to 5
-# measured).
-_CHOOSING_TOKENS, _SAMPLING = 110, 4.0
+_CHOOSING_TOKENS = 110  # tokens of a prompt that chooses heads
 
 
 class HeadEffects(Probe):
@@ -362,8 +359,7 @@ class HeadEffects(Probe):
         passes, tokens = _ESTIMATING, sum(shape.lengths)
         every = every_one_would_be_run(shape.layers, shape.width, heads, _EXACT_HEADS)
         if not every and tokens:
-            sampled = SAMPLED_SEQUENCES[CALIBRATION] * SAMPLED_TOKENS if shape.sampled else 0
-            passes += (CHOOSING * _ESTIMATING * _CHOOSING_TOKENS + _SAMPLING * sampled) / tokens
+            passes += CHOOSING * _ESTIMATING * _CHOOSING_TOKENS / tokens
         return Cost(passes=passes + len(edits_of_norms()) * (heads if every else LEADING) / 2)
 
 
