@@ -55,6 +55,7 @@ def analyze(
     model: object,
     prompts: Any = None,
     *,
+    max_prompts: int | None = None,
     probes: Sequence[str | Probe] = DEFAULT,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
@@ -81,6 +82,7 @@ def analyze(
             tokenizer's output (padding by its attention_mask is left out); a data set of `datasets`; a `pathlib.Path`
             to a `.txt` or `.jsonl`; None for the model's default prompts (64 windows of held-out text for a bundled
             model, else the bundled passages; a model without a tokenizer needs prompts).
+        max_prompts: measure only the first so many prompts.
         probes: names of built-in probes ("decomposition", "selectability", "uniformity", "causal", "head_effects",
             "sinks", "unembedding"; on request "writers" and "attribution") or of probes of other packages, or `Probe`
             objects.
@@ -166,7 +168,17 @@ def analyze(
         one_blas_thread(),
     ):
         passes, ready, calibrated = _first_pass(
-            seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, token_names, clock
+            seal,
+            settings,
+            chosen_probes,
+            objective,
+            prompts,
+            calibration,
+            groups,
+            prepend_bos,
+            token_names,
+            clock,
+            max_prompts,
         )
         measured = passes.measure(list(enumerate(ready.tokens)), calibrated, default=default)
         clock.lap("second pass")
@@ -215,12 +227,13 @@ def _first_pass(
     prepend_bos: bool | None = None,
     token_names: Mapping[int, str] | None = None,
     clock: _Clock | None = None,
+    max_prompts: int | None = None,
 ) -> tuple[Passes, Prompts, Calibration]:
     """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
     model, clock = cast(HookedModel, seal.model), clock or _Clock()
     tell("preparing prompts")
     how: dict[str, Any] = {"max_tokens": settings.max_tokens, "prepend_bos": prepend_bos}
-    ready = make_prompts(model, prompts, token_names=token_names, **how)
+    ready = make_prompts(model, prompts, token_names=token_names, max_prompts=max_prompts, **how)
     other = None if calibration is None else calibration_prompts(model, calibration, **how)
     seal.compare(ready.tokens[0])
     objective.check(model, ready.tokens[0])
@@ -409,6 +422,7 @@ def freezing_cost(
     calibration: Any = None,
     groups: Sequence[Hashable] | None = None,
     loss: Loss | str | None = None,
+    max_prompts: int | None = None,
     max_tokens: int = 512,
     seed: int = 0,
     tokenizer: Any = None,
@@ -418,7 +432,7 @@ def freezing_cost(
     """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
 
     Args:
-        model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer, progress, hooks: as for
+        model, prompts, calibration, groups, loss, max_prompts, max_tokens, seed, tokenizer, progress, hooks: as for
             `ln_probe.analyze`; the numbers are those of its `causal` table.
 
     Returns:
@@ -440,7 +454,9 @@ def freezing_cost(
     hooked, on_original = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
     with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal, one_blas_thread():
-        passes, ready, calibrated = _first_pass(seal, settings, [probe], objective, prompts, calibration, groups)
+        passes, ready, calibrated = _first_pass(
+            seal, settings, [probe], objective, prompts, calibration, groups, max_prompts=max_prompts
+        )
         piece = passes.measure(list(enumerate(ready.tokens)), calibrated, default=prompts is None)[probe.name]
     if isinstance(piece, Failure):
         raise ProbeError(str(piece))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -19,18 +20,9 @@ from ln_probe import __version__
 from ln_probe.analyses.arguments import check_text, path_of, received
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.files import (
-    FileError,
-    checksums,
-    listed,
-    open_regular,
     read_json,
-    remove_listed,
     replacing,
-    sha256_of_file,
     to_be_written,
-    verify,
-    with_checksum,
-    write_atomically,
     write_text,
 )
 from ln_probe.analyses.probes import columns as declared_here
@@ -45,7 +37,7 @@ from ln_probe.hooks.variants import RENAMED, frozen_scaling, present_name
 if TYPE_CHECKING:
     from ln_probe.page.attention import AttentionView
 
-REPORT_FILE = "report.json"  # the manifest of a report's folder
+REPORT_FILE = "report.json"  # written last: a folder without it holds no whole report
 PAGE_FILE = "report.html"
 FORMAT = 4
 _LONGEST_SLUG = 200  # file systems take 255 bytes, and a training step and a number may follow
@@ -54,9 +46,6 @@ _OF_0_1_0 = {"layernorms", "heads", "keys", "causal", "unembedding"}
 # 2, of ln_probe 0.1.0: the built-in tables, without their descriptions. 3: with them, without hashes of the files.
 READ = (2, 3, 4)
 _FORMAT_OF_0_1_0 = 2
-# Rows per byte of a parquet file, at most: our tables take some bytes per row, constant columns almost none.
-_ROWS_PER_BYTE = 100
-_FEW_ROWS = 1_000_000  # tables of fewer rows are read regardless of the file's size
 _MEANT_0_1_0 = (
     "made by ln_probe 0.1.0, which put one constant in the place of every sigma (its differences of losses are here "
     "`delta_loss_uniform`, what else `causal` says without scaling is left out; `heads` and `keys` without scaling are "
@@ -296,8 +285,8 @@ class Report:
 
         `index`: where the page that lists this report stands, relative to the folder; report.html then links to it.
 
-        Files are written aside and renamed; report.json comes last, so a folder that has it is complete. Tables of a
-        report saved there before are deleted if report.json lists them; other files of the folder are left alone.
+        Files are written aside and renamed; report.json comes last, so a folder that has it is complete. Other files of
+        the folder are left alone.
 
         Raises:
             TypeError, ValueError: `folder` is no path or empty, `index` no text, or a table holds what parquet cannot.
@@ -317,10 +306,7 @@ class Report:
             "probes": {p.name: package_of(p) for p in self.probes},
             "failures": [asdict(f) for f in self.failures],
         }
-        with_checksum(content)  # raises for what is no JSON
-        files = files_of(self)
-        if taken := [name for name in (*files, REPORT_FILE) if (folder / name).is_dir()]:
-            raise IsADirectoryError(f"{folder / taken[0]} is a folder, but a file of the report: choose another folder")
+        manifest = json.dumps(content, indent=1, allow_nan=False)
         to_be_written(folder / PAGE_FILE)
         with ExitStack() as written:  # a report saved here before stays whole until all of this one is written
             page = written.enter_context(replacing(folder / PAGE_FILE))
@@ -330,16 +316,9 @@ class Report:
                 with aside.open("wb") as file:  # pyarrow wants UTF-8 paths
                     table.to_parquet(file, index=False)
             self.exhibits.save(written.enter_context(replacing(folder / EXHIBITS_FILE)))
-            earlier = listed(folder / REPORT_FILE)
             (folder / REPORT_FILE).unlink(missing_ok=True)
-        remove_listed(folder, earlier.keys() - set(files))
-        write_atomically(folder / REPORT_FILE, with_checksum({**content, "files": checksums(folder, files)}))
+        write_text(folder / REPORT_FILE, manifest)
         return folder
-
-
-def files_of(report: Report) -> list[str]:
-    """The files that `Report.save` writes beside report.json, which lists them with their checksums."""
-    return [*(f"{name}.parquet" for name in report.tables), EXHIBITS_FILE, PAGE_FILE]
 
 
 def load_report(folder: str | Path) -> Report:
@@ -369,9 +348,6 @@ def load_report(folder: str | Path) -> Report:
         raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: not a finished report's folder")
     try:
         content = read_json(path)
-        if content["format"] == FORMAT or "files" in content:
-            content = verify(content, str(path))
-        files = {str(k): str(v) for k, v in content.get("files", {}).items()}
         form, notes = content["format"], tuple(content["notes"])
         provenance = dict(content["provenance"])
         failures = tuple(Failure(**f) for f in content.get("failures", ()))
@@ -384,17 +360,18 @@ def load_report(folder: str | Path) -> Report:
         known = ", ".join(map(str, READ))
         raise ValueError(f"{path} has format {form!r}, this ln_probe reads {known}: make the report again")
     own = {t.name: t for t in declared_here.BUILT_IN}
-    beside = () if files else sorted(p.stem for p in folder.glob("[!.]*.parquet"))
+    beside = () if described else sorted(p.stem for p in folder.glob("[!.]*.parquet"))
     names = dict.fromkeys((*own, *described, *beside))
     tables, declared = dict[str, pd.DataFrame](), dict[str, Table]()
     expected = set(described) or _OF_0_1_0
     for name in names:
         file = folder / f"{name}.parquet"
-        there = file.name in files if files else name in expected or name not in own or file.exists()
+        there = name in expected or name not in own or file.exists()
         if not there and name in own:
             tables[name], declared[name] = own[name].empty(), own[name]  # a table that came later
             continue
-        _check_file(file, files.get(file.name))
+        if not file.exists():
+            raise FileNotFoundError(f"{file} is missing: make the report again")
         tables[name], declared[name] = _read(file, described.get(name), own.get(name))
     if any(t["variant"].isin(RENAMED).any() for t in tables.values() if "variant" in t):
         for name, table in tables.items():
@@ -417,10 +394,7 @@ def load_report(folder: str | Path) -> Report:
         tables["causal"] = with_today_statistics(tables["causal"], tables["causal_prompts"], seed=seed)
         notes = (*notes, _STATISTICS_OF_TODAY) if len(tables["causal_prompts"]) else notes
     kept = folder / EXHIBITS_FILE
-    _check_file(kept, files.get(EXHIBITS_FILE))
     probes, missing = _installed(makers)
-    strange = sorted(p.name for p in folder.glob("[!.]*.parquet") if files and p.name not in files)
-    missing += [f"{name} is not part of this report and was left out" for name in strange]
     return Report(
         tables, provenance, tuple(dict.fromkeys((*notes, *missing))), Exhibits.load(kept), declared, probes, failures
     )
@@ -453,7 +427,7 @@ def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
 def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.DataFrame, Table]:
     """Read a table with its description, and add the columns that only this version of ln_probe has."""
     try:
-        frame = _read_frame(file)
+        frame = pd.read_parquet(file)
         if known is not None and (lost := [k for k in known.key if k not in frame]):
             raise TableError(f"table {known.name!r} lacks the column {lost[0]!r}")
         table = described or Table.of_frame(file.stem, frame)
@@ -469,32 +443,6 @@ def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.
     absent = {c.name: _unknown(c, len(frame)) for c in known.columns if c.name not in frame}
     whole = replace(known, columns=(*known.columns, *more))
     return (frame.assign(**absent)[whole.names] if len(frame) else whole.empty()), whole
-
-
-def _check_file(file: Path, digest: str | None) -> None:
-    """Raise FileNotFoundError or ValueError if a file is missing, no file, or (where its checksum is known) altered."""
-    try:
-        if digest is None:
-            open_regular(file).close()
-        elif sha256_of_file(file) != digest:
-            raise FileError("its content is not what was written")
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{file} is missing: make the report again") from error
-    except (OSError, FileError) as error:
-        why = str(error).removeprefix(f"{file}: ")
-        raise ValueError(f"{file} is damaged ({why}): make the report again") from error
-
-
-def _read_frame(file: Path) -> pd.DataFrame:
-    """A parquet file of a plausible number of rows; OSError or ValueError if it is damaged or says that it has more."""
-    from pyarrow import parquet
-
-    with open_regular(file) as stream:  # not its path: pyarrow takes only those that are UTF-8
-        rows, size = parquet.read_metadata(stream).num_rows, file.stat().st_size
-        if rows > max(_FEW_ROWS, _ROWS_PER_BYTE * size):
-            raise ValueError(f"it says {rows} rows, in {size} bytes")
-        stream.seek(0)
-        return pd.read_parquet(stream)
 
 
 def _unknown(column: Column, rows: int) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ln_probe.analyses.files import PARTIAL, FileError, Undo, read_json, write_atomically
+from ln_probe.analyses.files import PARTIAL, FileError, read_json, write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.results import Results
@@ -330,17 +330,11 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
         raise ValueError(f"{name} trains on text that you give: add --text FILE (UTF-8), several if you like")
     if not experiment.needs_text and (given := [*request.texts, *([request.tokenizer] if request.tokenizer else [])]):
         raise ValueError(f"{name} takes no text and no tokenizer: leave out {given[0]}")
-    undo = Undo(request.out, request.out / EXPERIMENT_FILE)
     claim(name, request)
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
-    try:
-        results: Results = getattr(importlib.import_module(experiment.module), experiment.function)(request)
-    except (FileExistsError, FileNotFoundError, ValueError):
-        if {path.name for path in request.out.iterdir()} == {EXPERIMENT_FILE}:  # it was refused before it began
-            undo()
-        raise
+    results: Results = getattr(importlib.import_module(experiment.module), experiment.function)(request)
     write_results(
         results,
         request.out,

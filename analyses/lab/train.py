@@ -55,7 +55,7 @@ from ln_probe.analyses.lab.run_folder import (
     weights_of,
     why_diverged,
 )
-from ln_probe.analyses.processes import follow_parent, starting_workers
+from ln_probe.analyses.processes import follow_parent
 from ln_probe.analyses.progress import ProgressLine, tell
 
 FORMAT = 1
@@ -514,8 +514,7 @@ def train_all(
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
-        with starting_workers():
-            waiting = [pool.submit(_one, run, until, False, device) for run in runs]
+        waiting = [pool.submit(_one, run, until, False, device) for run in runs]
         tell("training", 0, len(runs), "runs")
         with ProgressLine() if progress else nullcontext():
             for count, done in enumerate(as_completed(waiting), 1):

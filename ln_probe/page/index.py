@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -16,12 +17,13 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
 from ln_probe.analyses.probes.sinks import MUCH
 from ln_probe.analyses.text import disarmed, shortened
-from ln_probe.comparison import paired, run_of, setup_differences, step_of, summary
+from ln_probe.comparison import labels, paired, run_of, setup_differences, step_of, summary
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import VARIANTS, Variant, primary_variants
@@ -44,8 +46,9 @@ from ln_probe.page.figures import (
 from ln_probe.page.page import Drawing, Shown, drawing
 from ln_probe.page.tables import table
 from ln_probe.page.verdict import in_one_line
-from ln_probe.report import Report
+from ln_probe.report import PAGE_FILE, REPORT_FILE, Report, load_report
 
+INDEX_FILE = "index.html"
 BASELINES = 12  # models offered as a baseline, one picture each
 _STEP = re.compile(r" · [^/\\]+$")  # behind a checkpoint's name, its training step
 SENTENCES = 8  # models whose primary contrasts are written above the table
@@ -72,6 +75,31 @@ def for_index(report: Report, place: int) -> Report:
     """
     tables = {n: t if n in _READ else t.iloc[:0] for n, t in report.tables.items()}
     return replace(report, tables=tables, exhibits=report.exhibits if place < MOST else Exhibits())
+
+
+def write_index(folder: Path, failures: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """Write index.html in a folder of reports, about every report in its subfolders, and return its path.
+
+    Args:
+        folder: each report is a folder in it that holds report.json.
+        failures: why a model has no report, by the model's name. A report that cannot be read is added to them.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    addresses, reports, failures = list[str](), list[Report](), dict(failures)
+    for path in sorted(folder.glob(f"*/{REPORT_FILE}")):
+        try:
+            reports.append(for_index(load_report(path.parent), len(reports)))
+        except (OSError, ValueError) as error:
+            failures[path.parent.name] = str(error)
+        else:
+            addresses.append(f"{path.parent.name}/{PAGE_FILE}")
+    entries = [IndexEntry(*entry) for entry in zip(labels(reports), addresses, reports, strict=True)]
+    entries.sort(key=lambda e: (run_of(e.report), step_of(e.report) or 0) if e.report else ("", 0))
+    entries += [IndexEntry(name, error=message) for name, message in failures.items()]
+    write_text(folder / INDEX_FILE, index_page(entries))
+    return folder / INDEX_FILE
 
 
 def index_page(entries: Sequence[IndexEntry]) -> str:
