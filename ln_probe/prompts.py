@@ -144,10 +144,10 @@ def _entries(model: HookedModel, prompts: Any) -> tuple[Sequence[Any], str]:
         return [prompts], "texts"
     if isinstance(prompts, Path):
         return list(read_prompts(prompts)), prompts.name
-    if isinstance(prompts, Mapping):
-        return [], "tokens"
     if hasattr(prompts, "column_names"):
         return _of_dataset(prompts), "data set"
+    if isinstance(prompts, Mapping):
+        return [], "tokens"
     if isinstance(prompts, Tensor | np.ndarray):
         if prompts.ndim not in (1, 2):
             raise ValueError(f"token ids must be [pos] or [batch pos], got {list(prompts.shape)}")
