@@ -54,7 +54,7 @@ from ln_probe.hooks.interventions import NoOpWarning
 from ln_probe.hooks.model import context_length, run
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.scales import calibration_sigmas, mean_sigmas
+from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.text import bundled_texts, encode, special_tokens, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "headline.csv"
@@ -209,11 +209,11 @@ def leave_one_out(model: Any, sites: Sequence[Site], prompts: Sequence[Tokens]) 
     sums = {site.name: {w: np.zeros(len(prompts)) for w in where} for site in sites}
     counts = {w: np.zeros(len(prompts)) for w in where}
     for number, row in enumerate(prompts):
-        sigmas = calibration_sigmas(model, sites, [row])
+        means = mean_sigmas(model, sites, [row])
         for w in where if len(row) > 1 else where[:1]:
-            for name, held in sigmas.items():
-                sums[name][w][number] = getattr(held, w).sum()
             counts[w][number] = 1 if w == "first" else len(row) - 1
+            for name, mean in means.items():
+                sums[name][w][number] = getattr(mean, w) * counts[w][number]
     found: dict[int, Constants] = {}
     for same in groups.values():
         others = np.delete(np.arange(len(prompts)), same)

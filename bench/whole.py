@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 from harness import LN_PROBE, environment_of, measure_command, write_table
 
-PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks", "unembedding")
+PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks")
 STAGES = ("loading", *PROBES, "whole")
 COLUMNS = ("stage", "checkout", "prompts", "repeats", "wall_s", "cpu_s", "largest_gb", "page_s", "planned_s")
 

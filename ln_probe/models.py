@@ -26,12 +26,6 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 _LAB_FILE = "lab.json"  # what makes a folder a lab run's
 
-# The note of a model that rounds.
-FIXED = (
-    "computes in fixed precision, as it was compiled: all but attention's scores and weights and the inside of norms "
-    "is rounded down, so what reaches the stream is no sum of parts, and gradients are 0"
-)
-
 
 def load_model(
     name: str | Path,
@@ -44,7 +38,7 @@ def load_model(
 ) -> nn.Module:
     """Load a model with its weights as trained, and check once that its logits are those of the original.
 
-    `ln_probe.source_of(model)` has the source, and the difference of the logits.
+    `ln_probe.models.source_of(model)` has the source, and the difference of the logits.
 
     Args:
         name: a name on the model hub (``gpt2``, ``pythia-70m``, ``owner/model``), a local Hugging Face
@@ -53,7 +47,7 @@ def load_model(
         device: ``cpu``, ``cuda``, ``cuda:1``, or a `torch.device`; by default CUDA where there is a GPU, else the CPU
             (``mps`` is refused: it has no float64).
         dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``, or that `torch.dtype`; by
-            default float32, or what the folder of a compiled program says (float64, and it takes no other).
+            default float32.
         revision: branch, tag or commit on the hub (``step1000`` for Pythia), or the step of a lab run.
         allow_pickle: read weights from ``pytorch_model.bin`` where there are no safetensors, with
             ``weights_only=True``.
@@ -274,17 +268,15 @@ def _load_run(
     world: World | None,
 ) -> nn.Module:
     """Load the model of a lab run; a bundled one brings its prompts and its loss-optimal constants."""
-    from ln_probe.analyses.lab.run_folder import arithmetic_of, load_run, weights_of
+    import torch
+
+    from ln_probe.analyses.lab.run_folder import load_run, weights_of
     from ln_probe.loading.lab_models import into_transformer_lens
     from ln_probe.loading.provenance import sha256_of_files, sha256_of_state
 
     step = None if revision is None else lab_step(revision)
     trained = load_run(folder, step)
-    own = arithmetic_of(folder)
-    if own.bound and dtype not in (None, own.dtype):
-        only = str(own.dtype).removeprefix("torch.")
-        raise ValueError(f"{given} is a compiled program, which computes in {only} alone: leave dtype (--dtype) out.")
-    trained = trained.to(device=device, dtype=dtype or own.dtype).eval()
+    trained = trained.to(device=device, dtype=dtype or torch.float32).eval()
     source = ModelSource(
         name=given,
         kind=kind,
@@ -292,8 +284,7 @@ def _load_run(
         weights_sha256=sha256_of_state(trained),
         architecture=type(trained).__name__,
         world="lab",
-        dtype=str(dtype or own.dtype).removeprefix("torch."),
-        notes=() if own.precision is None else (FIXED,),
+        dtype=str(dtype or torch.float32).removeprefix("torch."),
     )
     model = into_transformer_lens(trained, source, world)
     if kind == "bundled":

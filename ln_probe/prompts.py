@@ -321,10 +321,15 @@ def _finished(
         longest = f"the longest had {max(lengths)}; context {context}"
         notes = (*notes, f"{long} of {len(rows)} prompts were cut to {limit} tokens ({longest})")
     tokens = tuple(row[:limit] for row in rows)
-    name_of = namer(model)
     if token_names is not None:
         notes += _naming_notes(token_names, size)
-        name_of = lambda i: encodable(token_names.get(i, str(i)))  # noqa: E731
+    tokenizer = tokenizer_of(model)
+
+    def name_of(token: int) -> str:
+        if token_names is not None:
+            return encodable(token_names.get(token, str(token)))
+        return str(token) if tokenizer is None else encodable(str(tokenizer.decode([token])))
+
     every = torch.cat(tokens)
     names = {i: name_of(i) for i in every.unique().tolist()}
     token, count = Counter(every.tolist()).most_common(1)[0]
@@ -387,12 +392,6 @@ def _spaced(names: Sequence[str]) -> list[str]:
     words = all(n.isdigit() or (n[:1] == "<" and n[-1:] == ">") or len(n) > 1 for n in names)
     pieces = any(n[:1].isspace() for n in names)
     return [n if pieces or not words else f"{n} " for n in names]
-
-
-def namer(model: HookedModel) -> Callable[[int], str]:
-    """Return a function from a token id to the tokenizer's string; without a tokenizer, to the id itself."""
-    tokenizer = tokenizer_of(model)
-    return str if tokenizer is None else lambda i: encodable(str(tokenizer.decode([i])))
 
 
 def read_token_names(tokens: str | Path | Sequence[str]) -> dict[int, str]:

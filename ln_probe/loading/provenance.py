@@ -75,7 +75,7 @@ def source_of(model: nn.Module) -> ModelSource:
         TypeError: not a model.
 
     Example:
-        >>> ln_probe.source_of(model).name
+        >>> ln_probe.models.source_of(model).name
     """
     if isinstance(model, type) or not callable(getattr(model, "parameters", None)):
         raise TypeError(f"source_of takes a model, got {received(model)}: ln_probe.load_model loads one")
