@@ -196,7 +196,7 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         loss=settings.loss,
         probes=settings.probes,
         layers=settings.layers,
-        vocab=vocabulary,
+        tokenizer=vocabulary,
         progress=settings.progress,
     )
     failed = "; ".join(map(str, report.failures))

@@ -269,10 +269,9 @@ def _listed(path: Path | None) -> list[str]:
 
 def _check(target: Target) -> None:
     """Raise ArgumentError for a name that is no model's, as far as that is known without a network."""
-    from ln_probe.models import check_name, kind_of
+    from ln_probe.models import kind_of
 
     try:
-        check_name(target.name)
         kind = kind_of(target.name, Path(target.name).expanduser())
     except (OSError, ValueError) as error:
         raise ArgumentError(str(error)) from error

@@ -131,8 +131,6 @@ def _primary(
             what = f"it is not applicable ({reason})"
         text += f" {places['attention'].capitalize()} alone {what}."
     known = [r for r in (every, attention) if r is not None and not r["no_op"]]
-    if source == "sampled" and any(map(is_significant, known)):
-        text += " The prompts are the model's own samples: a loss change on them estimates a KL divergence."
     rank = EFFECT if any(map(is_effect, known)) else DESCRIBED if any(map(is_direction, known)) else NO_EFFECT
     return Finding(text, "causal", rank, size=_share(first))
 
