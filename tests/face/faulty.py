@@ -117,14 +117,14 @@ def write_prompts(path: Path, prompts: Sequence[str | list[Any]] = ROWS) -> Path
 
 def lab_model(folder: Path, seed: int = 0) -> Path:
     """A lab run's folder with a model that was never trained."""
-    from ln_probe.analyses.lab.run_folder import hashes_beside, save_model
+    from ln_probe.analyses.lab.run_folder import save_model
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)
     config = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=20, n_ctx=12)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lab.json").write_text(json.dumps({"model": config.to_dict()}))
-    save_model(LabTransformer(config), folder / "model.safetensors", about={"beside": hashes_beside(folder)})
+    save_model(LabTransformer(config), folder / "model.safetensors")
     return folder
 
 
@@ -132,7 +132,7 @@ def plain_model(folder: Path, seed: int = 0) -> Path:
     """The same without any checksum inside: every change of its weights is another model, not damage."""
     from ln_probe.analyses.lab.run_folder import load_tensors
 
-    tensors, _ = load_tensors(lab_model(folder, seed) / "model.safetensors")
+    tensors = load_tensors(lab_model(folder, seed) / "model.safetensors")
     save_file(tensors, folder / "model.safetensors")
     return folder
 
