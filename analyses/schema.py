@@ -26,6 +26,9 @@ Kind = Literal["int", "float", "text", "bool"]
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "text": object, "bool": np.bool_}
 
 
+__all__ = ["Column", "Table", "TableError", "columns", "declare", "reference"]
+
+
 class TableError(ValueError):
     """A frame does not match its table's declaration, or a declaration contradicts itself or another one."""
 

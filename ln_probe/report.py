@@ -111,12 +111,6 @@ class Report:
     def name(self) -> str:
         return str(self.provenance.get("model", {}).get("name", "model"))
 
-    @property
-    def deviations(self) -> tuple[str, ...]:
-        """Sentences on parts of the model or of the prompts that were requested but could not be used."""
-        model, prompts = (self.provenance.get(part, {}) for part in ("model", "prompts"))
-        return (*model.get("deviations", ()), *([prompts["skipped"]] if prompts.get("skipped") else []))
-
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))
         return f"Report({self.name!r}: {sizes or 'empty'})"

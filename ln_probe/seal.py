@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ln_probe.hooks import components, interventions, sites
 from ln_probe.hooks.edits import LinearEdit, suspended
 from ln_probe.hooks.in_memory import is_hugging_face
-from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, exclusive, run
+from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, run
 from ln_probe.hooks.sealing import Cover, Fingerprint, Foreign, checksum, edits_under_way, foreign_hooks
 from ln_probe.hooks.sites import site_modules
 from ln_probe.loading.verify import bridged
@@ -91,7 +91,6 @@ class Seal:
                 was left.
         """
         with ExitStack() as stack:
-            stack.enter_context(exclusive(self.model))
             stack.enter_context(torch.inference_mode(False))
             linear = _refuse_edited(self.model)
             refuse_autocast(device_of(self.model))

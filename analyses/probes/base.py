@@ -28,6 +28,19 @@ from ln_probe.hooks.variants import SCALING_FROZEN
 # without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
 EFFECT, DESCRIBED, NO_EFFECT, LAST = 10, 50, 90, 100
 
+__all__ = [
+    "Failure",
+    "Finding",
+    "Marks",
+    "Needs",
+    "Observer",
+    "Picture",
+    "Probe",
+    "ProbeError",
+    "ProbeResults",
+    "Run",
+]
+
 
 @dataclass(frozen=True)
 class Needs:

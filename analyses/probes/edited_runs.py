@@ -5,10 +5,10 @@ run under every variant, and compared with the intact model. Frozen scaling divi
 position 0 and one elsewhere: the prompt's own (`ln_probe.analyses.constants`).
 
 The primary contrasts that freeze scaling are also run with one constant for all positions (an attention sink's vectors
-become longer by as much as its sigma is larger: SmolLM2-135M, layer 16, +32.1 nats; with two constants +0.003), and with
-loss-optimal constants, where there are some. The derivatives of their loss by the constants are kept: the interval of
-`causal` includes the choice of constants. Single norms are measured on the first prompts alone (SINGLE_NORM_PROMPTS),
-all of them to second order (`norm_estimates`), and exactly those that `leading` says.
+become longer by as much as its sigma is larger: SmolLM2-135M, layer 16, +32.1 nats; with two constants +0.003), and
+with loss-optimal constants, where there are some. The derivatives of their loss by the constants are kept: the interval
+of `causal` includes the choice of constants. Single norms are measured on the first prompts alone
+(SINGLE_NORM_PROMPTS), all of them to second order (`norm_estimates`), and exactly those that `leading` says.
 
 A prompt is held at a time, with the logits of the unedited model alone; what edited passes have in common is computed
 once (`shared_passes`).
@@ -385,8 +385,6 @@ class EditedRuns:
 
 
 # --------------------------------------------------------------------------------------------- second-order estimates
-
-PASSES = 3.0  # forward, and twice backward to the norms alone
 
 _Key = TypeVar("_Key", bound=Hashable)
 

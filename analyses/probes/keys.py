@@ -182,13 +182,16 @@ def _by_theorem(rows: KeyRows) -> str:
     return rows.theorem
 
 
-def key_rows(block: Block, token: Callable[[int, int], str], seed: int) -> Iterator[dict[str, np.ndarray]]:
+def key_rows(
+    block: Block, token: Callable[[int, int], str], seed: int, *, every_key: bool = False
+) -> Iterator[dict[str, np.ndarray]]:
     """Yield columns of the `keys` table, for one head under one variant after another.
 
     Args:
         block: of one (layer, space).
         token: the token string at (prompt, position).
         seed: of the sample.
+        every_key: whether every key has a row, instead of the hardest and a sample.
     """
     first = next(iter(block.values()))
     prompt = np.repeat(first.prompts, first.lengths)
@@ -196,7 +199,8 @@ def key_rows(block: Block, token: Callable[[int, int], str], seed: int) -> Itera
     measures = {variant: rows.measures for variant, rows in block.items()}
     for row, head in enumerate(first.heads):
         of_head = {v: {name: values[row] for name, values in of_all.items()} for v, of_all in measures.items()}
-        picked = _pick(of_head, np.random.default_rng([seed, first.layer, head + 1]))
+        rng = np.random.default_rng([seed, first.layer, head + 1])
+        picked = np.arange(len(prompt)) if every_key else _pick(of_head, rng)
         names = np.array([token(int(p), int(i)) for p, i in zip(prompt[picked], position[picked], strict=True)], object)
         for variant, values in of_head.items():
             place = {**block[variant].place, "head": head}

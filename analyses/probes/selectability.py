@@ -15,7 +15,7 @@ Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,16 @@ from ln_probe.hooks.variants import BOTH_REMOVED, SCALING_FROZEN
 
 
 class Selectability(Probe):
+    """Which keys of a prompt a query can select.
+
+    Args:
+        every_key: whether the table `keys` has a row for every key; otherwise the hardest keys of each head and a
+            seeded sample.
+    """
+
+    def __init__(self, every_key: bool = False) -> None:
+        self.every_key = every_key
+
     name = "selectability"
     summary = "which keys a query can select, by what margin"
     tables = (HEADS, KEYS)
@@ -78,7 +88,7 @@ class Selectability(Probe):
     }
 
     def start(self, run: Run) -> Observer:
-        return _Watching(run)
+        return _Watching(run, self.every_key)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
@@ -91,9 +101,9 @@ class Selectability(Probe):
 
 
 class _Watching(KeyObserver):
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, every_key: bool) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.every_key = run, every_key
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         self.add(attended, NORMALIZED, partial(_at_the_norm, attended))
@@ -110,7 +120,7 @@ class _Watching(KeyObserver):
                 heads += head_rows(rows, calibration)
                 if rows.space == HEAD:
                     marks.append(rows.marks())
-            keys += key_rows(block, self.run.token, self.run.seed)
+            keys += key_rows(block, self.run.token, self.run.seed, every_key=self.every_key)
         tables = {HEADS.name: pd.DataFrame(heads)} if heads else {}
         if keys:
             table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
@@ -124,8 +134,9 @@ class _Watching(KeyObserver):
 
 def _at_the_norm(attended: AttentionLayer, variant: str) -> Measures:
     """Measure keys at the norm's output: no set of queries, so relative margins and no attention."""
-    sets = _sets(attended, attended.outputs[variant].cpu().numpy())
-    return _stacked([concatenated([_measures(set_geometry(keys, threads=None), seen) for seen, keys in sets])])
+    keys = np.ascontiguousarray(attended.outputs[variant].cpu().numpy())
+    sets = [_measures(set_geometry(keys[seen], threads=None), seen) for seen in attended.key_sets]
+    return _stacked([concatenated(sets)])
 
 
 def _in_heads(attended: AttentionLayer, variant: str) -> Measures:
@@ -135,24 +146,14 @@ def _in_heads(attended: AttentionLayer, variant: str) -> Measures:
     biases = attended.key_bias  # made on the model's device, and once: not by the threads
 
     def one(place: int) -> Measures:
-        bias = None if biases is None else biases[place]
-        measures = concatenated(
-            [
-                _in_head(attended, place, keys, None if bias is None else bias[seen], seen)
-                for seen, keys in _sets(attended, every[place])
-            ]
-        )
-        return measures | {"pattern_max": most[attended.chosen[place]]}
+        keys, bias = every[place], None if biases is None else biases[place]
+        sets = [
+            _in_head(attended, place, keys[seen], None if bias is None else bias[seen], seen)
+            for seen in attended.key_sets
+        ]
+        return concatenated(sets) | {"pattern_max": most[attended.chosen[place]]}
 
     return _stacked(in_threads(one, range(len(every))))
-
-
-def _sets(
-    attended: AttentionLayer, keys: Float64[np.ndarray, "key d"]
-) -> Iterator[tuple[slice, Float64[np.ndarray, "some d"]]]:
-    """Yield every set of keys that one query sees."""
-    for seen in attended.key_sets:
-        yield seen, np.ascontiguousarray(keys[seen])
 
 
 def _in_head(
@@ -220,7 +221,7 @@ def _stacked(heads: Sequence[Measures]) -> Measures:
 # --------------------------------------------------------------------------------------------------------- findings
 
 # What a finding calls the variants that it compares with the intact model.
-_VARIANTS = {v.name: f"with {v.state}" for v in (SCALING_FROZEN, BOTH_REMOVED)}
+_VARIANTS = {v.name: f"with {v.label}" for v in (SCALING_FROZEN, BOTH_REMOVED)}
 
 
 def _margins(heads: pd.DataFrame) -> list[Finding]:

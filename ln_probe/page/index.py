@@ -244,7 +244,7 @@ def _by_term(
     figure = Figure(figsize=(SIZE[0], base + len(terms) * each), layout="constrained")
     panels = figure.subplots(max(1, len(terms)), 1, sharey=shared, squeeze=False)[:, 0]
     for axes, term in zip(panels, terms, strict=False):
-        axes.set_title(term.state, fontsize=10)
+        axes.set_title(term.label, fontsize=10)
     return figure, [(axes, t, rows[rows["variant"] == t.name]) for axes, t in zip(panels, terms, strict=False)]
 
 

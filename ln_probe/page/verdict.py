@@ -115,12 +115,12 @@ def in_one_line(report: Report) -> str:
     parts, unit = [f"intact loss {base_loss(known[0]):#.3g}"], report.provenance.get("loss", {}).get("unit", _UNIT)
     for variant, row in rows.items():
         if why := _idle(row):
-            parts.append(f"{variant.state}: not applicable ({why})")
+            parts.append(f"{variant.label}: not applicable ({why})")
             continue
         size, ends = with_interval(*(float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high")))
         sure = [f"95 % CI {ends}"] if ends else []
         sure += [] if is_effect(row) else [f"below {LEAST_CHANGE:g}" if is_significant(row) else "not significant"]
-        parts.append(f"{variant.state} {size} {unit} ({', '.join(sure)})")
+        parts.append(f"{variant.label} {size} {unit} ({', '.join(sure)})")
     return f"{'; '.join(parts)}{in_layers(report.provenance)}"
 
 
@@ -181,7 +181,7 @@ def _bars(
     variant: Variant, sites: str, row: dict[str, Any], layers: str, place: Callable[[float], float]
 ) -> Iterator[Bar]:
     """Yield the bar of a contrast, and a second one for loss-optimal constants where they were fitted."""
-    term, done = variant.state.rsplit(" ", 1)
+    term, done = variant.label.rsplit(" ", 1)
     what = f"{term.capitalize()} {done} {_PLACES[sites]}{layers}"
     if why := _idle(row):
         yield Bar(term, what, f"not applicable ({why})")

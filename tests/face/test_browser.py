@@ -498,7 +498,7 @@ def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Pa
     figure.subplots().plot([0, 1])
     hostile = "</td><script>fired()</script>"
     means = {"none": 0.2, "layernorm": 0.1, hostile: 0.3}
-    opened = visit(lab_page(tmp_path, means, figures={"curve": figure}, conclusions=("<script>fired()</script>",)))
+    opened = visit(lab_page(tmp_path, means, figures={"curve": figure}))
     page = opened.page
     page.locator("#table-summary button", has_text="Download CSV").wait_for()
     assert page.locator("img").evaluate("image => image.naturalWidth") > 50
@@ -517,7 +517,7 @@ def test_axe_finds_nothing(scheme: str, shown: Report, opened: Any, index: Any, 
     opened.attention()
     view = visit(shown.attention().document())
     view.page.locator("#pattern canvas").wait_for()
-    lab = visit(lab_page(tmp_path, {"none": 0.2, "layernorm": 0.1}, conclusions=("The norm helps.",)))
+    lab = visit(lab_page(tmp_path, {"none": 0.2, "layernorm": 0.1}))
     found = []
     for name, one in (("report", opened), ("index", index), ("view", view), ("lab", lab)):
         one.look(color_scheme=scheme)
