@@ -17,7 +17,7 @@ import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError
-from ln_probe.hooks.in_memory import same_weights
+from ln_probe.hooks.model import same_weights
 from ln_probe.seal import SealError
 
 TOKENS = torch.arange(3, 21)[None]

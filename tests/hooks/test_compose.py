@@ -14,7 +14,7 @@ import torch
 from architectures import cases
 
 import ln_probe
-from ln_probe.hooks import find_sites, linearized, without
+from ln_probe.hooks import find_norms, linearized, without
 
 FAST = {
     "hooked": ("scaling", "linearized", "linearized, given", "linearized in scaling"),
@@ -38,7 +38,7 @@ def model_of(name: str) -> Any:
 @pytest.mark.parametrize("name", cases(*FAST, slow=ALL))
 def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
     model = model_of(name)
-    every = find_sites(model)
+    every = find_norms(model)
     site = next(s for s in every if s.layer == 1 and "attention" in s.reads)
     for number, case in enumerate(compose.cases(site)):
         left_out = name in FAST and (case[0] not in FAST[name] or number % 3)
@@ -136,7 +136,7 @@ def test_however_the_model_is_run(name: str, edit: str, run: str) -> None:
     model = model_of(name)
     if run == "autocast":
         model = model.to(torch.float32)
-    every = find_sites(model)
+    every = find_norms(model)
     site = next(s for s in every if s.layer == 1 and "attention" in s.reads)
     place, ones = f"{site.name}.hook_normalized", torch.ones(1)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_short_passes_over_tokens_of_ours_run_without_hooks_of_the_user(name: st
         return value
 
     for call, passes in (
-        (find_sites, 0),
+        (find_norms, 0),
         (lambda m: ln_probe.attribute_logits(m, tokens, -1, 7).check(), 1),
         (lambda m: ln_probe.attribute_scores(m, tokens, 1, 0, -1, 0).check(), 1),
         (lambda m: linearized.sigmas(m, tokens), 1),
@@ -182,4 +182,4 @@ def test_short_passes_over_tokens_of_ours_run_without_hooks_of_the_user(name: st
         assert seen == passes * [12] * (1 + calls), call
         assert [(h.hook.id, h.user_hook) for h in model.hook_dict[point].fwd_hooks] == before
         model.reset_hooks()
-        assert find_sites(model)[0].name == "blocks.0.ln1"
+        assert find_norms(model)[0].name == "blocks.0.ln1"

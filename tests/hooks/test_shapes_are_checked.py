@@ -11,7 +11,7 @@ from small_models import lab
 
 from ln_probe.analyses.geometry.compiled import room
 from ln_probe.analyses.probes.uniformity import scores
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks import find_norms
 from ln_probe.hooks.variants import changed_output
 
 
@@ -25,7 +25,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    site = find_sites(lab())[0]
+    site = find_norms(lab())[0]
     x, y = torch.zeros(3, 32), torch.zeros(3, 31)
     assert "parameter 'y'" in refused(lambda: changed_output(site, "no_scaling", x, y, 1.0))
     assert "parameter 'x'" in refused(lambda: site.sigma(torch.zeros(3, 32, dtype=torch.long)))
@@ -35,7 +35,7 @@ def test_wrong_shapes_are_refused() -> None:
 
 
 def test_a_tested_error_is_the_functions_own() -> None:
-    site = find_sites(lab())[0]
+    site = find_norms(lab())[0]
     with pytest.raises(TypeError, match="vectors of real numbers"):
         site.decompose(torch.zeros(3, 32, dtype=torch.long))
     assert "parameter 'x'" in refused(lambda: site.decompose(torch.zeros(3, 32, dtype=torch.long)))
