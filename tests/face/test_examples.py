@@ -122,7 +122,6 @@ def results(model: object, report: Report) -> Iterator[object]:
     yield from (report, report.attention(), report.attention(1, 0, 2), report.exhibits, *report.exhibits.attention)
     yield from (*report.exhibits.samples, *report.declared.values(), ln_probe.compare([report, report]))
     yield from (site, site.decompose(torch.randn(3, 128)), ln_probe.outlier_tokens(model, tokens))
-    yield ln_probe.sampled_prompts(3)
     with hooks.without(model, "scaling", scale=2.0) as done:
         yield done
     keys = np.random.default_rng(0).normal(size=(20, 3))
