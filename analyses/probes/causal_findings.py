@@ -139,12 +139,12 @@ def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: s
     """Return the significant changes of the other groups."""
     groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
     groups.sort(key=lambda r: -abs(r["delta_loss"]))
-    findings = []
     words = {v.name: v.wording[0].lower() + v.wording[1:] for v in edits_of_norms() if not v.is_combined}
-    if rows := [r for r in groups if r["variant"] in words]:
-        told = "; ".join(f"{words[r['variant']]} {places[r['sites']]} {change(r, unit)}{_sink(r)}" for r in rows)
-        findings.append(Finding(f"Exploratory: {told}.", "causal", EFFECT, size=_share(rows[0]) / 2))
-    return findings
+    rows = [r for r in groups if r["variant"] in words]
+    if not rows:
+        return []
+    text = "; ".join(f"{words[r['variant']]} {places[r['sites']]} {change(r, unit)}{_sink(r)}" for r in rows)
+    return [Finding(f"Exploratory: {text}.", "causal", EFFECT, size=_share(rows[0]) / 2)]
 
 
 def _frozen_alone(effects: pd.DataFrame) -> pd.Series:

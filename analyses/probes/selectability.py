@@ -15,7 +15,7 @@ Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -134,8 +134,9 @@ class _Watching(KeyObserver):
 
 def _at_the_norm(attended: AttentionLayer, variant: str) -> Measures:
     """Measure keys at the norm's output: no set of queries, so relative margins and no attention."""
-    sets = _sets(attended, attended.outputs[variant].cpu().numpy())
-    return _stacked([concatenated([_measures(set_geometry(keys, threads=None), seen) for seen, keys in sets])])
+    keys = np.ascontiguousarray(attended.outputs[variant].cpu().numpy())
+    sets = [_measures(set_geometry(keys[seen], threads=None), seen) for seen in attended.key_sets]
+    return _stacked([concatenated(sets)])
 
 
 def _in_heads(attended: AttentionLayer, variant: str) -> Measures:
@@ -145,24 +146,14 @@ def _in_heads(attended: AttentionLayer, variant: str) -> Measures:
     biases = attended.key_bias  # made on the model's device, and once: not by the threads
 
     def one(place: int) -> Measures:
-        bias = None if biases is None else biases[place]
-        measures = concatenated(
-            [
-                _in_head(attended, place, keys, None if bias is None else bias[seen], seen)
-                for seen, keys in _sets(attended, every[place])
-            ]
-        )
-        return measures | {"pattern_max": most[attended.chosen[place]]}
+        keys, bias = every[place], None if biases is None else biases[place]
+        sets = [
+            _in_head(attended, place, keys[seen], None if bias is None else bias[seen], seen)
+            for seen in attended.key_sets
+        ]
+        return concatenated(sets) | {"pattern_max": most[attended.chosen[place]]}
 
     return _stacked(in_threads(one, range(len(every))))
-
-
-def _sets(
-    attended: AttentionLayer, keys: Float64[np.ndarray, "key d"]
-) -> Iterator[tuple[slice, Float64[np.ndarray, "some d"]]]:
-    """Yield every set of keys that one query sees."""
-    for seen in attended.key_sets:
-        yield seen, np.ascontiguousarray(keys[seen])
 
 
 def _in_head(

@@ -262,7 +262,7 @@ def test_angles_that_are_known() -> None:
     )
     drawn = np.random.default_rng(0).standard_normal((200_000, 3))
     assert majority_in_space.angle_to_ones(drawn).mean() == pytest.approx(
-        majority_in_space.RANDOM_ANGLE, abs=0.2
+        math.degrees(1.0), abs=0.2
     )  # standard error 0.05
 
 

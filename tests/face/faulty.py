@@ -75,21 +75,13 @@ def word_tokenizer(words: list[str], *, marks: bool = True, pattern: str = "") -
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known)
 
 
-def started(*args: object, limit: int | None = None, **environment: str) -> subprocess.Popen[str]:
-    """The command as a process of its own, the leader of its group; no file may grow beyond `limit` bytes."""
-
-    def restrict() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job that a shell runs in the background ignores it
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
+def started(*args: object, **environment: str) -> subprocess.Popen[str]:
+    """The command as a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "ln_probe", *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
-        preexec_fn=restrict,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
 
@@ -108,13 +100,13 @@ def write_prompts(path: Path, prompts: Sequence[str | list[Any]] = ROWS) -> Path
     return path
 
 
-def lab_model(folder: Path, seed: int = 0) -> Path:
+def lab_model(folder: Path, seed: int = 0, d_vocab: int = 20) -> Path:
     """A lab run's folder with a model that was never trained."""
     from ln_probe.analyses.lab.run_folder import hashes_beside, save_model
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)
-    config = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=20, n_ctx=12)
+    config = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=d_vocab, n_ctx=12)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lab.json").write_text(json.dumps({"model": config.to_dict()}))
     save_model(LabTransformer(config), folder / "model.safetensors", about={"beside": hashes_beside(folder)})
