@@ -93,4 +93,4 @@ variants = both.heads.xs("head", level="space")["no_op"].groupby("variant", sort
 variants
 
 # %% [markdown]
-# On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.npy`.
+# On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.jsonl` (a line `{"tokens": [3, 1, 4]}` per prompt).

@@ -157,7 +157,7 @@ class Passes:
         limit = self.settings.batch_size
         batching = limit is not None or all(p.interleaved for p in self.probes if p.needs.prompts)
         if not batching or (limit is None and not self._gpu_memory) or len(lengths) + 1 > (limit or math.inf):
-            return False  # on a CPU one prompt keeps all cores busy: see docs/cost.md
+            return False  # on a CPU one prompt keeps all cores busy
         lengths = [*lengths, length]
         padded = max(lengths) * len(lengths)
         cfg: Any = self.model.cfg

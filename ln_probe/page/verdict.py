@@ -148,7 +148,7 @@ def _notes(report: Report, rows: _Rows, unit: str) -> Iterator[str]:
     scaling = [r for (variant, _), r in rows.items() if variant.freezes_scaling and not _idle(r)]
     if scaling and all(math.isnan(float(r["delta_loss_optimal"])) for r in scaling) and "optimal_minutes" in about:
         minutes = max(1, round(about["optimal_minutes"]))
-        yield f"Loss-optimal constants: not computed (--optimal or optimal=True, about {counted(minutes, 'minute')})."
+        yield f"Loss-optimal constants: not computed (optimal=True, about {counted(minutes, 'minute')})."
 
 
 def _rows(causal: pd.DataFrame) -> _Rows:
