@@ -19,17 +19,15 @@ import argparse
 import json
 import math
 import os
-import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
-from harness import LN_PROBE, environment_of, measure_command, write_table
+from harness import LN_PROBE, measure_command, write_table
 
 PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks", "unembedding")
 STAGES = ("loading", *PROBES, "whole")

@@ -93,4 +93,5 @@ variants = both.heads.xs("head", level="space")["no_op"].groupby("variant", sort
 variants
 
 # %% [markdown]
-# On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.jsonl` (a line `{"tokens": [3, 1, 4]}` per prompt).
+# On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.jsonl`, with a line
+# `{"tokens": [3, 1, 4]}` for each prompt.
