@@ -18,11 +18,10 @@ project, author, copyright = "ln_probe", "The ln_probe authors", "The ln_probe a
 version = release
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme, html_title = "furo", "ln_probe"
-exclude_patterns = ["jupyter_execute", "_build", "_extra", ".jupyter_cache", "conf.py", "measured.py", "upstream"]
+exclude_patterns = ["jupyter_execute", "_build", "_extra", ".jupyter_cache", "conf.py", "measured.py"]
 html_extra_path = ["_extra"]
 html_static_path, html_css_files = ["_static"], ["site.css"]
-myst_enable_extensions = ["dollarmath", "html_image", "substitution"]
-myst_substitutions = measured.single()
+myst_enable_extensions = ["dollarmath", "html_image"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"  # shapes hold stars, which are emphasis in a description
@@ -71,11 +70,6 @@ def setup(app: object) -> None:
     from docutils import nodes  # (not there where this file is only read, as by the tests)
     from docutils.parsers.rst import Directive, directives
     from docutils.statemachine import StringList
-
-    from ln_probe.analyses.lab.results import folder, table_at
-    from ln_probe.page.lab import TABLE, space_page
-
-    (_here / "_extra" / "majority_in_space.html").write_text(space_page(table_at(folder("majority_in_space"), TABLE)))
 
     class Measured(Directive):
         """A table of committed measurements (measured.py)."""

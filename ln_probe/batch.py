@@ -84,8 +84,9 @@ class Target:
         from ln_probe.loading import hub
         from ln_probe.models import kind_of
 
-        numbers = [] if steps == "all" else [whole_number(step, 18) for step in steps.split(",")]
-        if self.revision is not None or None in numbers:
+        parsed = [] if steps == "all" else [whole_number(step, 18) for step in steps.split(",")]
+        numbers = [number for number in parsed if number is not None]
+        if self.revision is not None or len(numbers) < len(parsed):
             raise BatchError(f"--checkpoints takes 'all' or training steps such as 0,1000 of a NAME, got {steps!r:.60}")
         path = Path(self.name).expanduser()
         kind = kind_of(self.name, path)
@@ -187,7 +188,7 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         loss=settings.loss,
         probes=settings.probes,
         layers=settings.layers,
-        vocab=vocabulary,
+        tokenizer=vocabulary,
         progress=settings.progress,
     )
     failed = "; ".join(map(str, report.failures))
@@ -308,12 +309,13 @@ def local_outcomes(targets: Sequence[Target], settings: Settings, out: Path, wor
                     outcome = future.result()
                 except BrokenProcessPool:
                     worker = _worker(threads)
-                    outcome = Outcome(target, KILLED) if deaths else None
-                    if outcome is None:
+                    if not deaths:
                         waiting.appendleft((target, 1))
+                        idle.append(worker)
+                        continue
+                    outcome = Outcome(target, KILLED)
                 idle.append(worker)
-                if outcome is not None:
-                    yield outcome
+                yield outcome
     finally:
         for process in multiprocessing.active_children():
             process.kill()

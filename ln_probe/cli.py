@@ -277,11 +277,10 @@ def _listed(path: Path | None) -> list[str]:
 def _target(text: str) -> Target:
     """Return the target that a text names; raise ArgumentError where it is no model's name, as far as can be seen."""
     from ln_probe.batch import Target
-    from ln_probe.models import check_name, kind_of
+    from ln_probe.models import kind_of
 
     try:
         target = Target.parse(text)
-        check_name(target.name)
         kind = kind_of(target.name, Path(target.name).expanduser())
     except (OSError, ValueError) as error:
         raise ArgumentError(str(error)) from error

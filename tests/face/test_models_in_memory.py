@@ -15,6 +15,7 @@ from faulty import word_tokenizer
 
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
+from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError
 from ln_probe.hooks.in_memory import same_weights
@@ -79,7 +80,7 @@ def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> 
 def test_texts_need_its_tokenizer() -> None:
     tokenizer = word_tokenizer(["[UNK]", "<s>", "</s>", "the", "lamp", "was", "lit"])
     model = hugging_face("gpt2")
-    how: dict[str, Any] = {"progress": False, "probes": ("selectability",), "keys": "all"}
+    how: dict[str, Any] = {"progress": False, "probes": (Selectability(every_key=True),)}
     report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)
     tokens = report.keys.query("layer == 0 and head == 0 and variant == 'intact'").sort_values("position")["token"]
     assert [t.strip() for t in tokens] == ["<s>", "the", "lamp", "was", "lit"]
