@@ -483,9 +483,8 @@ def run(name: str, *, write: bool) -> None:
         print(f"  {len(tables)} tables, {sum(p.stat().st_size for p in folder.iterdir()):,} bytes")
     else:
         for path in sorted(folder.glob("*.parquet")):
-            print(
-                f"  {path.stem}: {compare(path.stem, at_the_last_position(pd.read_parquet(path)), tables.get(path.stem))}"
-            )
+            old = at_the_last_position(pd.read_parquet(path))
+            print(f"  {path.stem}: {compare(path.stem, old, tables.get(path.stem))}")
         if more := sorted(set(tables) - {p.stem for p in folder.glob("*.parquet")}):
             print(f"  new tables: {', '.join(more)}")
     used = sum(os.times()[:4]) - sum(before[:4])
