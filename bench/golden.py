@@ -107,7 +107,12 @@ def report(name: str, rows: list[list[int]], probes: list[str]) -> Tables:
 
     takes = inspect.signature(ln_probe.analyze).parameters
     options = {k: v for k, v in {"keys": "all", "progress": False}.items() if k in takes}
-    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=probes, **options).tables)
+    chosen: list[Any] = list(probes)
+    if "keys" not in takes and "selectability" in probes:
+        from ln_probe.analyses.probes.selectability import Selectability
+
+        chosen[probes.index("selectability")] = Selectability(every_key=True)
+    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=chosen, **options).tables)
     if {"prompt", "head"} <= set(tables.get("keys", ())):
         tables["keys"] = tables["keys"].query("prompt == 0 and head in (0, 3)")
     return tables
@@ -308,7 +313,7 @@ def laboratory(name: str, text: bool) -> Tables:
 REPORTS = ("lm-layernorm", "lm-none", "lm-scaling_only", "mgm", "minilm", *TINY)
 LAB = {
     "majority": ("random_keys", "majority_in_space", "majority"),
-    "language_model": ("remove_norm", "sentences", "language_model"),
+    "language_model": ("remove_norm", "fresh_seeds", "language_model"),
     "crasp": ("compiler", "depth", "depth_deep"),
     "approximation": ("longer_inputs", "adaptive_memory", "approximation_text"),
     "counting": ("saturated_states", "rational_recurrence", "counters", "anbk"),
@@ -438,6 +443,13 @@ def _disjoint(old: pd.DataFrame, new: pd.DataFrame) -> dict[str, str]:
     return found
 
 
+def at_the_last_position(old: pd.DataFrame) -> pd.DataFrame:
+    """What `attainable` means today: by a query at the last position (`attainable_last` in the committed tables)."""
+    last = [c for c in old if c.startswith("attainable_last")]
+    gone = [c for c in old if c.startswith("attainable") and c not in last]
+    return old.drop(columns=gone).rename(columns=lambda c: c.replace("attainable_last", "attainable")) if last else old
+
+
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
@@ -471,7 +483,8 @@ def run(name: str, *, write: bool) -> None:
         print(f"  {len(tables)} tables, {sum(p.stat().st_size for p in folder.iterdir()):,} bytes")
     else:
         for path in sorted(folder.glob("*.parquet")):
-            print(f"  {path.stem}: {compare(path.stem, pd.read_parquet(path), tables.get(path.stem))}")
+            old = at_the_last_position(pd.read_parquet(path))
+            print(f"  {path.stem}: {compare(path.stem, old, tables.get(path.stem))}")
         if more := sorted(set(tables) - {p.stem for p in folder.glob("*.parquet")}):
             print(f"  new tables: {', '.join(more)}")
     used = sum(os.times()[:4]) - sum(before[:4])

@@ -131,17 +131,17 @@ def test_no_imports_in_circles(arrows: dict[str, set[str]]) -> None:
     assert circles(imports(modules(PACKAGE), every=False)) == []
     (drawn,) = circles(arrows)
     assert "ln_probe.report" in drawn
-    assert {name for name in drawn if floor(name) < len(FLOORS) or ".batch" in name or ".loading" in name} == set()
+    assert {name for name in drawn if floor(name) < len(FLOORS) or ".loading" in name} == set()
 
 
 def test_folders_do_not_import_each_other(arrows: dict[str, set[str]]) -> None:
-    """Only `ln_probe` itself, which holds the report and the command line, and its own pages and batch runs do."""
+    """Only `ln_probe` itself, which holds the report and the command line, and its own pages do."""
     paths = {
         name: path.resolve().parent.relative_to(PACKAGE.parent.resolve()) for name, path in modules(PACKAGE).items()
     }
     between = {(paths[a], paths[b]) for a, into in arrows.items() for b in into}
     both_ways = {str(b) for a, b in between if a < b and (b, a) in between}
-    assert both_ways == {"ln_probe/batch", "ln_probe/page"}
+    assert both_ways == {"ln_probe/page"}
 
 
 def test_no_module_is_longer_than_600_lines() -> None:
