@@ -56,6 +56,7 @@ from ln_probe.hooks.model import (
     head_count,
     hooks_on,
     is_hugging_face,
+    modules_of,
     n_layers,
     original_module,
     queries_per_key,
@@ -347,8 +348,7 @@ def _warn(model: HookedModel, what: str, chosen: Sequence[Norm], no_ops: Mapping
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
     if dropout := active_dropout(model):
         warnings.warn(f"dropout is on (at {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    original = getattr(model, "original_model", model)
-    if getattr(original, "is_gradient_checkpointing", False) and getattr(original, "training", False):
+    if any(m.training and getattr(m, "gradient_checkpointing", False) is True for m in modules_of(model)):
         warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 

@@ -16,6 +16,7 @@ before gain and bias: the variants of a norm. Everything that measures, draws or
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -444,10 +445,18 @@ class _Trial:
             seen.setdefault(name, output.detach().reshape(len(self.rows), -1).double())
 
         points = dict(module.named_children())
-        with torch.no_grad(), hooks_on([(points[n], partial(record, n)) for n in ("hook_scale", "hook_normalized")]):
-            out = module(self.rows[None])
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
+            with hooks_on([(points[n], partial(record, n)) for n in ("hook_scale", "hook_normalized")]):
+                out = module(self.rows[None])
+            point: Any = points["hook_scale"]
+            point.add_hook(lambda scale, hook: scale.clone())
+            try:
+                edited = module(self.rows[None])
+            finally:
+                point.remove_hooks()
         self.scale, self.normalized = seen["hook_scale"], seen["hook_normalized"]
-        self.out = out.detach().reshape(len(self.rows), -1).double()
+        self.out, self.edited = (t.detach().reshape(len(self.rows), -1).double() for t in (out, edited))
 
     @property
     def scales(self) -> bool:
@@ -523,6 +532,10 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
         offset = min(made, key=lambda more: float((made[more] - out).abs().mean()))
         if not _close(made[offset], out):
             raise UnknownNormError(f"{called} is no norm that ln_probe knows: its output is not gain·normalized + bias")
+    if not _close(trial.edited[_BASE], trial.out[_BASE]):
+        raise UnknownNormError(
+            f"{called}: TransformerLens computes another norm where a hook edits it: use a later one"
+        )
     return {
         **affine,
         "kind": KINDS[projects, trial.scales],

@@ -34,10 +34,12 @@ from ln_probe.hooks.model import (
     head_count,
     hooks_on,
     is_hugging_face,
+    modules_of,
     probe_tokens,
     register_edit,
     tensors_in,
     unedited,
+    z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norms import structure_of
@@ -219,7 +221,7 @@ class Edit:
             cast(Any, point._forward_hooks).move_to_end(key, last=not before)
 
     def _record_input(self, x: Tensor, hook: Any) -> None:
-        self.x = x
+        self.x = x.reshape(self.x.shape)  # (hook points of some bridges show it in another shape)
 
     def _end(self, *_: object) -> None:
         if not self._changed and not self.suspended:
@@ -267,6 +269,7 @@ class NormEdit(Edit):
         label: str = "",
     ) -> None:
         super().__init__(norm, label or variants[0])
+        self.variants = variants
         adds = [VARIANTS[variant].takes_projection(norm) for variant in variants]
         self.adds_mean = None if not any(adds) else torch.tensor(adds, dtype=torch.float64)
         self.constants = constants
@@ -577,7 +580,7 @@ def lost_edits(
 
 def _detach(model: HookedModel) -> None:
     """Detach what a pass with gradients has left on modules (a bridge's attention): a model with it cannot be copied."""
-    for module in cast(nn.Module, model).modules():
+    for module in modules_of(model):
         graph = {k: v for k, v in vars(module).items() if isinstance(v, Tensor) and v.grad_fn is not None}
         vars(module).update({name: value.detach() for name, value in graph.items()})
 
@@ -697,3 +700,36 @@ def _weight(attn: nn.Module, letter: str, *, bias: bool = False) -> Tensor | Non
     except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
     return value if isinstance(value, Tensor) and value.ndim >= (1 if bias else 3) else None
+
+
+def z_of(
+    model: HookedModel,
+    layer: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    read: Float[Tensor, "batch pos d"],
+    instead: Float[Tensor, "batch pos d"],
+) -> Float[Tensor, "batch pos *heads"] | None:
+    """Return the heads' outputs of a block if its attention, called with these arguments, read another tensor.
+
+    Args:
+        args, kwargs: of attention's call.
+        read: the tensor among them that is replaced; `instead`: by this one.
+
+    Returns:
+        z; None if attention does not read the tensor.
+    """
+
+    def changed(value: Any) -> Any:
+        same = isinstance(value, Tensor) and value.shape == read.shape and torch.equal(value, read)
+        return instead if same else value
+
+    own, named = tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
+    if all(new is old for new, old in zip((*own, *named.values()), (*args, *kwargs.values()), strict=True)):
+        return None
+    named.update({name: None for name in CACHES if name in named})  # keys of this call must not be kept
+    outputs: list[Tensor] = []
+    point = z_point(model, layer)
+    with hooks_on([(point, lambda _m, _a, _k, z: outputs.append(z))]):
+        attention_of(model, layer).forward(*own, **named)
+    return outputs[0] if outputs else None

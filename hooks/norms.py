@@ -27,6 +27,7 @@ from ln_probe.hooks.model import (
     check_model,
     evaluating,
     hooks_on,
+    modules_of,
     n_layers,
     plain_path,
     probe_tokens,
@@ -40,7 +41,7 @@ from ln_probe.hooks.norm import READERS, Norm, NormError, UnknownNormError, chec
 TOKENS = 2
 _LISTED = 6  # layers named one by one in a message
 # Settings of modules that change what they compute and are neither parameters nor modules.
-_SETTINGS = ("eps", "variance_epsilon", "act_fn", "act", "activation_fn", "scaling", "attn_scale", "kind", "radius")
+_SETTINGS = {"eps", "variance_epsilon", "act_fn", "act", "activation_fn", "scaling", "attn_scale", "kind", "radius"}
 
 Reader = tuple[str, int]  # "attention", "mlp" or "unembed", and the block
 
@@ -111,27 +112,24 @@ _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 def structure_of(model: HookedModel) -> Structure:
     """Return the structure of a model; found by a short pass where it is not known or has changed."""
-    module = cast(nn.Module, model)
-    modules, settings = list(module.modules()), _settings(model)
+    module, modules = cast(nn.Module, model), modules_of(model)
+    settings = _settings(model, modules)
     known = _STRUCTURES.get(module)
     if known is not None and known.settings == settings and [r() for r in known.modules] == modules:
         return known
     norms = _survey(model)
     # (A bridge puts modules on itself in its first pass.)
-    modules = list(module.modules())
-    _STRUCTURES[module] = Structure([ref(m) for m in modules], _settings(model), norms)
+    modules = modules_of(model)
+    _STRUCTURES[module] = Structure([ref(m) for m in modules], _settings(model, modules), norms)
     return _STRUCTURES[module]
 
 
-def _settings(model: HookedModel) -> tuple[object, ...]:
+def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object, ...]:
     plain = bool | int | float | str
     values: list[object] = [(k, v) for k, v in vars(model.cfg).items() if isinstance(v, plain)]
-    for module in cast(nn.Module, model).modules():
+    for module in modules:
         own = module.__dict__
-        for name in _SETTINGS:
-            if name in own:
-                value = own[name]
-                values.append(value if isinstance(value, plain) else id(value))
+        values += [own[name] if isinstance(own[name], plain) else id(own[name]) for name in _SETTINGS & own.keys()]
     return tuple(values)
 
 
@@ -168,6 +166,7 @@ def _survey(model: HookedModel) -> list[tuple[str, dict[str, Any]]]:
     modules = norm_modules(model)
     paths = {id(module): path for path, module in cast(nn.Module, model).named_modules()}
     found: list[tuple[str, dict[str, Any]]] = []
+    formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
     with evaluating(model), unedited(model):
         seen = _ShortPass(model, modules, _other_modules(model, modules))
         for name, module in sorted(modules.items(), key=lambda item: seen.order.get(item[0], len(seen.order))):
@@ -175,9 +174,11 @@ def _survey(model: HookedModel) -> list[tuple[str, dict[str, Any]]]:
             readers = seen.readers.get(name, [])
             attention = tuple(sorted(layer for what, layer in readers if what == "attention"))
             place = {"name": name, "layer": seen.layer(name, model), "attention_layers": attention}
-            formula = formula_of(name, module, model, d)
-            found.append((paths[id(module)], {**place, "reads": _reads(name, readers), **formula}))
-    for name in (n for n in seen.order if n not in modules and seen.readers[n]):
+            alike = d, _likeness(module)
+            if alike not in formulas:
+                formulas[alike] = formula_of(name, module, model, d)
+            found.append((paths[id(module)], {**place, "reads": _reads(name, readers), **formulas[alike]}))
+    for name in (n for n in seen.order if n not in modules and any(r != "unembed" for r, _ in seen.readers[n])):
         raise UnknownNormError(
             f"{name} stands where a norm would and has no hook points of a norm: ln_probe cannot measure this model"
         )
@@ -196,6 +197,24 @@ def _survey(model: HookedModel) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+def _likeness(module: nn.Module) -> tuple[object, ...]:
+    """Return what tells norms with different formulas apart: their classes, parameters and settings."""
+    inner = getattr(module, "original_component", None)
+    owners = [module] if inner is None else [module, inner]
+    settings = [
+        (k, v)
+        for owner in owners
+        for k, v in vars(owner).items()
+        if isinstance(v, bool | int | float) and k != "training"
+    ]
+    return (
+        getattr(module, "kind", None),
+        *map(type, owners),
+        *((k, p is None) for owner in owners for k, p in owner._parameters.items()),
+        *settings,
+    )
+
+
 class _ShortPass:
     """One pass over a few tokens, watching norms, other modules that may stand where a norm would, and all readers.
 
@@ -209,6 +228,7 @@ class _ShortPass:
     """
 
     def __init__(self, model: HookedModel, norms: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> None:
+        self.norms = norms
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, list[Tensor]] = {}
         self.read: dict[Reader, list[Tensor]] = {}
@@ -234,7 +254,7 @@ class _ShortPass:
         if not given or not isinstance(output, Tensor):
             return
         first = self.inputs.setdefault(name, given[0].detach())
-        if first is not given[0] and not torch.equal(first.nan_to_num(), given[0].nan_to_num()):
+        if name in self.norms and first is not given[0] and not torch.equal(first.nan_to_num(), given[0].nan_to_num()):
             raise NormError(f"{name} runs more than once in a pass, on different vectors: ln_probe cannot measure it")
         self.outputs.setdefault(name, []).append(output.detach())
 

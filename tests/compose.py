@@ -20,15 +20,8 @@ from architectures import VOCAB, bridge_of, hooked_transformer, hugging_face
 from torch import Tensor
 
 from ln_probe.analyses.lab.transformer import LabConfig
-<<<<<<< HEAD
-from ln_probe.hooks import find_norms, linearized, without
-from ln_probe.hooks import InterventionError
+from ln_probe.hooks import InterventionError, find_norms, linearized, without
 from ln_probe.hooks.norm import Norm
-=======
-from ln_probe.hooks import find_sites, linearized, without
-from ln_probe.hooks.edits import InterventionError
-from ln_probe.hooks.norm import Site
->>>>>>> main
 from ln_probe.loading.convert import World, has_hooked_transformer
 from ln_probe.loading.lab_models import into_transformer_lens
 from ln_probe.loading.provenance import source_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from architectures import cases
 
 import ln_probe
-from ln_probe.hooks import find_norms, linearized, without
+from ln_probe.hooks import find_norms, linearized, linearized_hooks, without
 
 FAST = {
     "hooked": ("scaling", "linearized", "linearized, given", "linearized in scaling"),
@@ -43,25 +42,15 @@ def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
     for number, case in enumerate(compose.cases(site)):
         left_out = name in FAST and (case[0] not in FAST[name] or number % 3)
         if not left_out:
-            assert compose.outcome(model, site, every, *case, compose.tolerance(name)) == "equal", case
+            assert compose.outcome(model, site, every, *case, compose.tolerance(name)) in ("equal", "allowed"), case
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_every_case(name: str) -> None:
-    assert {c: o for c, o in compose.every_outcome(model_of(name), compose.tolerance(name)) if o != "equal"} == {}
-
-
-def test_a_backward_hook_on_a_constant_divisor_warns_once() -> None:
-    model = model_of("gpt2")
-    place = "blocks.1.ln1.hook_scale"
-    hooks = model.hooks(fwd_hooks=[], bwd_hooks=[(place, lambda g, hook: None)])
-    with hooks, without(model, "scaling", sites=["blocks.1.ln1"], scale=2.0):
-        with pytest.warns(UserWarning, match=r"blocks\.1\.ln1\.hook_scale: what this norm divides by is held"):
-            model(compose.TOKENS)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(compose.TOKENS)
+    assert {
+        c: o for c, o in compose.every_outcome(model_of(name), compose.tolerance(name)) if o not in ("equal", "allowed")
+    } == {}
 
 
 @pytest.mark.parametrize("readers", [{"only": "keys"}, {"heads": [(1, 2), (1, 0)]}])
@@ -169,7 +158,7 @@ def test_short_passes_over_tokens_of_ours_run_without_hooks_of_the_user(name: st
         (lambda m: ln_probe.attribute_logits(m, tokens, -1, 7).check(), 1),
         (lambda m: ln_probe.attribute_scores(m, tokens, 1, 0, -1, 0).check(), 1),
         (lambda m: linearized.sigmas(m, tokens), 1),
-        (linearized.fwd_hooks, 0),
+        (linearized_hooks, 0),
     ):
         with torch.no_grad():
             next(model.parameters()).mul_(0.99)  # what is known of a model is kept until its weights change

@@ -259,7 +259,7 @@ def test_what_does_not_go_together() -> None:
             pass
 
 
-# Single heads; all together they are the whole norm (see `laws.py`).
+# Single heads; all together they are the whole norm.
 
 C = 0.7  # what is divided by where scaling goes
 

@@ -42,7 +42,7 @@ from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run, 
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned, train
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
-from ln_probe.hooks.interventions import NoOpWarning, without
+from ln_probe.hooks.edits import NoOpWarning, without
 
 
 def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
