@@ -31,7 +31,6 @@ from ln_probe.analyses.geometry.witnesses import SetGeometry
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
-    LONGER_OUTPUT,
     NO_EFFECT,
     NOTEWORTHY,
     Finding,
@@ -111,22 +110,21 @@ class _Watching(KeyObserver):
             self.add(attended, HEAD, partial(_in_heads, attended))
 
     def finish(self) -> ProbeResults:
-        calibration = self.run.calibration
         heads: list[dict[str, object]] = []
         keys: list[dict[str, np.ndarray]] = []
         marks = []
         for block in self.blocks():
             for rows in block.values():
-                heads += head_rows(rows, calibration)
+                heads += head_rows(rows)
                 if rows.space == HEAD:
                     marks.append(rows.marks())
-            keys += key_rows(block, self.run.token, self.run.seed, every_key=self.every_key)
+            keys += key_rows(block, self.run.strings, self.run.seed, every_key=self.every_key)
         tables = {HEADS.name: pd.DataFrame(heads)} if heads else {}
         if keys:
             table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
             known = table["reachable"].to_numpy()
             tables[KEYS.name] = table.assign(reachable=pd.arrays.BooleanArray(known == 1, known < 0))
-        return ProbeResults(tables, (LONGER_OUTPUT,) * (bool(heads) and calibration.projection_matters), marks)
+        return ProbeResults(tables, self.run.notes_on_projection if heads else (), marks)
 
 
 # --------------------------------------------------------------------------------------------------------- measures
@@ -173,10 +171,10 @@ def _in_head(
         own = GivenSet(keys, bias, directions).own
         return _measures(set_geometry(own.points, own.lift, gap=None), seen)
     geometry = set_geometry(keys, bias, _query_set(reachable, place))
-    measures, radii = _measures(geometry, seen), attended.calibration.radii
-    if attended.layer not in radii or geometry.attainable is None:
+    measures = _measures(geometry, seen)
+    if attended.radii is None or geometry.attainable is None:
         return measures
-    rho = float(radii[attended.layer][attended.chosen[place]])
+    rho = float(attended.radii[attended.chosen[place]])
     shrunk = _query_set((reachable[0], reachable[1] * rho), place)
     observed = set_attention(keys, bias, shrunk, None, geometry.attainable.point)
     return measures | {

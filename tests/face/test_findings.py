@@ -18,7 +18,7 @@ from ln_probe.page.page import report_page
 from ln_probe.page.verdict import verdict
 from ln_probe.prompts import summary
 from ln_probe.report import Report
-from ln_probe.settings import whole_numbers
+from ln_probe.arguments import whole_numbers
 
 
 @pytest.fixture(scope="module")
