@@ -102,14 +102,14 @@ def write_prompts(path: Path, prompts: Sequence[str | list[Any]] = ROWS) -> Path
 
 def lab_model(folder: Path, seed: int = 0, d_vocab: int = 20) -> Path:
     """A lab run's folder with a model that was never trained."""
-    from ln_probe.analyses.lab.run_folder import hashes_beside, save_model
+    from ln_probe.analyses.lab.run_folder import save_model
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)
     config = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=d_vocab, n_ctx=12)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lab.json").write_text(json.dumps({"model": config.to_dict()}))
-    save_model(LabTransformer(config), folder / "model.safetensors", about={"beside": hashes_beside(folder)})
+    save_model(LabTransformer(config), folder / "model.safetensors")
     return folder
 
 
