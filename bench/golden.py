@@ -301,7 +301,10 @@ def laboratory(name: str, text: bool) -> Tables:
             raise RuntimeError(f"exit status {done.returncode}: {' '.join(lines[-3:])[-250:]}")
         tables = {p.stem: pd.read_csv(p) for p in sorted(out.glob("*.csv"))}
         tables |= {p.stem: pd.read_parquet(p) for p in sorted(out.glob("*.parquet"))}
-    return {k: t[[c for c in t if not str(c).startswith("seconds")]] for k, t in tables.items()}
+    for key, table in tables.items():
+        timed = table.get("measure", pd.Series("", table.index)).astype(str).str.startswith("seconds")
+        tables[key] = table.loc[~timed, [c for c in table if not str(c).startswith("seconds")]]
+    return tables
 
 
 REPORTS = ("lm-layernorm", "lm-none", "lm-scaling_only", "mgm", "minilm", *TINY)
