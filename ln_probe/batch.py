@@ -53,17 +53,10 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return the target of NAME or NAME@REVISION; a path that exists is a name, whatever it contains.
+        """Return the target of NAME or NAME@REVISION."""
+        from ln_probe.models import split_revision
 
-        Raises:
-            BatchError: the name or the revision is empty.
-        """
-        name, separator, revision = text.rpartition("@")
-        if not separator or os.path.lexists(os.path.expanduser(text)):
-            name, revision = text, ""
-        if not name.strip() or (separator and name != text and not revision):
-            raise BatchError(f"{text!r} is no model: write NAME or NAME@REVISION")
-        return cls(name, revision or None)
+        return cls(*split_revision(text))
 
     def __str__(self) -> str:
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
@@ -171,12 +164,12 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         return folder
     if existing and not settings.overwrite:
         raise BatchError(f"{folder} holds a report of other weights or settings: --overwrite replaces it")
-    vocabulary = settings.tokenizer
-    if vocabulary is not None and vocabulary.is_dir():
+    token_strings = settings.tokenizer
+    if token_strings is not None and token_strings.is_dir():
         from transformers import AutoTokenizer
 
-        model.tokenizer = AutoTokenizer.from_pretrained(vocabulary, local_files_only=True)
-        vocabulary = None
+        model.tokenizer = AutoTokenizer.from_pretrained(token_strings, local_files_only=True)
+        token_strings = None
     if line := memory_shortage(model, settings.max_tokens):
         print(f"{target}: {line}", file=sys.stderr)
     report = analyze(
@@ -188,7 +181,7 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         loss=settings.loss,
         probes=settings.probes,
         layers=settings.layers,
-        tokenizer=vocabulary,
+        tokenizer=token_strings,
         progress=settings.progress,
     )
     failed = "; ".join(map(str, report.failures))

@@ -4,15 +4,10 @@ in one of its own, and the tables that it wrote."""
 from __future__ import annotations
 
 import json
-import math
 import os
-import resource
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +32,6 @@ def ends(status: int, *args: object) -> tuple[str, str]:
     code, printed, said = command(*args)
     assert code == status, said or printed
     return printed, said
-
-
-@contextmanager
-def soon(megabytes: float = math.inf) -> Iterator[None]:
-    """What happens inside takes less than ten seconds of the processor and so much memory; a read that waits is
-    interrupted."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError("it waits")
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    earlier = signal.signal(signal.SIGALRM, late)
-    signal.alarm(120)  # of a busy machine; ten seconds of an idle one
-    start = time.process_time()
-    try:
-        yield
-        assert time.process_time() - start < 10
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < megabytes * 1024
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, earlier)
 
 
 def word_tokenizer(words: list[str], *, marks: bool = True, pattern: str = "") -> Any:
@@ -102,14 +76,14 @@ def write_prompts(path: Path, prompts: Sequence[str | list[Any]] = ROWS) -> Path
 
 def lab_model(folder: Path, seed: int = 0, d_vocab: int = 20) -> Path:
     """A lab run's folder with a model that was never trained."""
-    from ln_probe.analyses.lab.run_folder import hashes_beside, save_model
+    from ln_probe.analyses.lab.run_folder import save_model
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)
     config = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=d_vocab, n_ctx=12)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lab.json").write_text(json.dumps({"model": config.to_dict()}))
-    save_model(LabTransformer(config), folder / "model.safetensors", about={"beside": hashes_beside(folder)})
+    save_model(LabTransformer(config), folder / "model.safetensors")
     return folder
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from architectures import hugging_face, make_bridge
+from architectures import folded_in_place, hugging_face, make_bridge
 from same_findings import BRACKETED, CLOSED_FORM, SAME, TABLES, assert_same_findings, differences
 
 import ln_probe
@@ -48,10 +48,10 @@ class Case:
         folds_alike = len({n.split("-")[0] for n in names}) == 1
         return 1e-9 if self.arch == "gpt2" and (folds_alike or not self.processed) else 1e-6
 
-    @property
-    def processing(self) -> dict[str, bool]:
-        """Folded, and centred too where the norm projects."""
-        return {"fold_ln": True, "center_writing_weights": self.arch != "llama"} if self.processed else {}
+    def load(self, folder: Path, world: World) -> Any:
+        """Return the model in a class; folded, and centred too where the norm projects, if the case is of that."""
+        model = ln_probe.load_model(folder, world=world, dtype=self.dtype, device="cpu")
+        return folded_in_place(model, centre=self.arch != "llama") if self.processed else model
 
 
 CASES = [Case(a, p, t) for a in ("gpt2", "neox", "llama") for p in (False, True) for t in ("float32", "float64")]
@@ -69,8 +69,7 @@ def worlds() -> list[World]:
 
 
 def report_in(world: World, folder: Path, case: Case) -> Any:
-    model = ln_probe.load_model(folder, world=world, dtype=case.dtype, device="cpu", **case.processing)  # type: ignore[arg-type]
-    return ln_probe.analyze(model, TOKENS, progress=False, probes=EVERY_KEY)
+    return ln_probe.analyze(case.load(folder, world), TOKENS, progress=False, probes=EVERY_KEY)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,7 @@ def test_the_same_folded_weights_agree_in_float64(tmp_path: Path) -> None:
     """What sets folded GPT-2 apart in float64 is the rounding of the fold alone: with one world's weights, 1e-9."""
     case = Case("gpt2", processed=True, dtype="float64")
     hugging_face("gpt2", torch.float64).save_pretrained(tmp_path)
-    bridge: Any = ln_probe.load_model(tmp_path, world="bridge", dtype="float64", device="cpu", **case.processing)
-    hooked: Any = ln_probe.load_model(tmp_path, world="hooked", dtype="float64", device="cpu", **case.processing)
+    bridge, hooked = case.load(tmp_path, "bridge"), case.load(tmp_path, "hooked")
     with torch.no_grad():
         hooked.embed.W_E.copy_(bridge.W_E)
         hooked.pos_embed.W_pos.copy_(bridge.pos_embed.weight)
