@@ -280,7 +280,7 @@ NO_MODEL = "do not make a GPT2LMHeadModel"
     (renamed("tf_model.h5"), FileNotFoundError, "weights"),
     (file("pytorch_model.bin.index.json", "{}"), None, ""),  # safetensors go first
     (lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"), ValueError, "JSON"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_broken_folder_is_one_clear_error(folder: Path, change: Change, error: Any, word: str) -> None:
     change(folder)
     if error is None:
