@@ -29,7 +29,7 @@ from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.provenance import sha256_of_files
 from ln_probe.models import bundled_models, load_model, source_of
 
-pytestmark = pytest.mark.usefixtures("no_network")
+pytestmark = [pytest.mark.lens, pytest.mark.usefixtures("no_network")]
 
 HAS_HOOKED = has_hooked_transformer()
 needs_hooked = pytest.mark.skipif(not HAS_HOOKED, reason="this TransformerLens has no HookedTransformer")

@@ -21,6 +21,8 @@ from ln_probe.hooks.edits import InterventionError
 from ln_probe.hooks.in_memory import same_weights
 from ln_probe.seal import SealError
 
+pytestmark = pytest.mark.lens
+
 TOKENS = torch.arange(3, 21)[None]
 
 
