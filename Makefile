@@ -28,16 +28,9 @@ docs: $(VENV)/.installed-docs   ## docs/_build/index.html, the site; warnings ar
 
 bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/geometry.py
-	$(BIN)/python bench/decomposition.py
 	$(BIN)/python bench/attribution.py
-	$(BIN)/python bench/probe.py
 	$(BIN)/python bench/entering.py
-	$(BIN)/python bench/batch.py
-	$(BIN)/python bench/plan.py
-	$(BIN)/python bench/suite.py --checkpoints 24
-	$(BIN)/python bench/recurrence.py
 	$(BIN)/python bench/whole.py
-	$(BIN)/python bench/page.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
