@@ -348,7 +348,6 @@ IDENTITY = {
 BRACKETS = (
     ("margin_lower", "margin_upper"),
     ("attainable", "attainable_upper"),
-    ("attainable_last", "attainable_last_upper"),
 )
 CLOSE = 1e-6
 
@@ -369,18 +368,10 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(np.asarray(value).tolist())
 
 
-def renamed(old: pd.DataFrame) -> pd.DataFrame:
-    """A committed table with the names of today: attention at the last position is what is attainable."""
-    names = [name for name in old if str(name).startswith("attainable_last")]
-    today = {name: str(name).replace("attainable_last", "attainable") for name in names}
-    return old.drop(columns=[name for name in today.values() if name in old]).rename(columns=today)
-
-
 def compare(name: str, old: pd.DataFrame, new: pd.DataFrame | None) -> str:
     """One line (and a line for each column that differs) on a table beside the committed one."""
     if new is None:
         return "table gone"
-    old = renamed(old)
     notes = []
     for what, columns in (("gone", [c for c in old if c not in new]), ("new", [c for c in new if c not in old])):
         if columns:
