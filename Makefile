@@ -9,8 +9,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: report test slow lint bench docs clean
 
-report: $(VENV)/.installed      ## reports/index.html about the bundled checkpoints
-	$(BIN)/ln-probe report --out reports
+MODELS ?= lm-layernorm lm-none
+
+report: $(VENV)/.installed      ## reports/index.html about two bundled models; make report MODELS=lm-scaling_only
+	$(BIN)/ln-probe report $(MODELS) --out reports
 
 test: $(VENV)/.installed-dev    ## the fast tests
 	$(PYTEST)
