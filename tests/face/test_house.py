@@ -72,7 +72,7 @@ def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
 
 TOP = PACKAGE.parent
 READ_AS_FILES = {"circuitsvis"}  # not imported
-IMPORTED_AS = {"flint": "python_flint", "mpl_toolkits": "matplotlib"}
+IMPORTED_AS = {"mpl_toolkits": "matplotlib"}
 
 
 def packages_of(path: Path) -> set[str]:
