@@ -227,7 +227,8 @@ def _first_pass(
     objective.check(model, ready.tokens[0])
     passes = Passes(model, settings, probes=probes, objective=objective, seal=seal)
     clock.lap("preparation")
-    calibrated = passes.calibrate(ready.tokens, groups=groups, calibration=other, default=prompts is None)
+    labels = groups.tolist() if hasattr(groups, "tolist") else groups  # elements of a tensor equal no other one
+    calibrated = passes.calibrate(ready.tokens, groups=labels, calibration=other, default=prompts is None)
     clock.lap("first pass")
     return passes, ready, calibrated
 
