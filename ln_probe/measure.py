@@ -227,7 +227,7 @@ def _first_pass(
     objective.check(model, ready.tokens[0])
     passes = Passes(model, settings, probes=probes, objective=objective, seal=seal)
     clock.lap("preparation")
-    labels = groups.tolist() if hasattr(groups, "tolist") else groups  # elements of a tensor equal no other one
+    labels = groups.tolist() if groups is not None and hasattr(groups, "tolist") else groups  # a tensor's are equal
     calibrated = passes.calibrate(ready.tokens, groups=labels, calibration=other, default=prompts is None)
     clock.lap("first pass")
     return passes, ready, calibrated
