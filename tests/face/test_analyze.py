@@ -19,6 +19,8 @@ from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.hooks.objective import Objective, ObjectiveError
 
+pytestmark = pytest.mark.lens
+
 GEOMETRY = ("decomposition", "selectability", "uniformity")
 
 

@@ -22,6 +22,8 @@ from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.models import bundled_folder, source_of
 from ln_probe.prompts import make_prompts
 
+pytestmark = pytest.mark.lens
+
 NAMES = ln_probe.bundled_models()
 REMOVED = "lm-layernorm-removed"  # fine-tuned until its norms were constants
 TRAINED = [n for n in NAMES if n != REMOVED]

@@ -120,7 +120,7 @@ def _answers(
 
     `values` are of BOS and of every vector, `seen` the weight with which each hidden unit reads a coordinate.
     """
-    constant = ~values[1:].any(axis=0)
+    constant = np.atleast_1d(~values[1:].any(axis=0))
     fixed = values[0] * constant @ seen  # what units read of the coordinates that BOS alone brings
     answers = []
     for column, weights in enumerate(seen):
