@@ -76,7 +76,7 @@ SINGLE_NORM_PROMPTS = 12
 LEADING_NORMS = 12
 
 # A whole pass and shared passes with the same constants give one loss, to rounding (relative; float32: 2e-6 measured;
-# Gemma's norms compute in float32 in a float64 model).
+# some norms compute in float32 in a model of any format).
 _SAME_LOSS, _SAME_HALF = {torch.float64: 1e-6, torch.float32: 1e-4}, 3e-2
 
 # A derivative by the constants that promises a larger change than freezing itself and this, nats a token, is checked.

@@ -167,13 +167,13 @@ def test_unsupported_scores_are_a_note_and_the_rest_is_measured() -> None:
     assert len(report.layernorms) == 5
 
 
-def test_centred_streams_are_called_centred() -> None:
+def test_projection_of_a_centred_stream_is_measured_to_remove_nothing() -> None:
     model = process(make_hooked(), center_writing_weights=True)
     report = ln_probe.analyze(model, torch.arange(20)[None], probes=GEOMETRY, progress=False)
     assert any("Projection removes nothing" in f for f in report.findings())
 
 
-def test_nan_weights_are_named() -> None:
+def test_weights_that_are_not_finite_are_named() -> None:
     model = make_hooked()
     with torch.no_grad():
         model.blocks[0].mlp.W_out[0, 0] = float("nan")
@@ -282,15 +282,15 @@ def test_a_classifier_is_measured_with_its_own_loss() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda output, tokens: output.mean(), r"\[1\], got \[\]"),
-        (lambda output, tokens: 3.0, "got float"),
-        (lambda output, tokens: torch.full((len(tokens),), float("nan")), "returned nan"),
-        (drifting, r"returned 0\.\d+ and 0"),
+        (lambda output, tokens: output.mean(), "must return"),
+        (lambda output, tokens: 3.0, "must return"),
+        (lambda output, tokens: torch.full((len(tokens),), float("nan")), "finite"),
+        (drifting, "fixed"),
         (lambda: 1.0, "raised TypeError"),
-        (lambda output, tokens: {}["a"], r"raised KeyError: 'a'"),
+        (lambda output, tokens: {}["a"], "raised KeyError"),
         ("math:nope", "nope"),
-        ("math:pi", "function of .* got float"),
-        (3, r"loss must be a function of \(output, tokens\).* got int"),
+        ("math:pi", "got float"),
+        (3, "got int"),
         ("nowhere_to_be_found:loss", "nowhere_to_be_found"),
         ("loss", "module:function"),
     ],
