@@ -19,6 +19,7 @@ from ln_probe.analyses.probes.attention_layer import AttentionLayer, LayerMaps
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeObserver, ProbeResults, Run
 from ln_probe.analyses.probes.norm_statistics import NormStatistics
 from ln_probe.analyses.progress import tell, tell_inner
+from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.model import HookedModel, device_of, evaluating, plain_path, run
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.stream import AttentionInput, stream_together
@@ -162,7 +163,7 @@ def second_pass(
     def on_attention(row: int, seen: AttentionInput) -> None:
         assert maps is not None
         number, norm = numbers[row], seen.norm
-        constant = None if norm.is_identity else run.constants.of(number)[norm.name]
+        constant = Constant(1.0, 1.0) if norm.is_identity else run.constants.of(number)[norm.name]
         attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), number, run.heads)
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
@@ -176,8 +177,14 @@ def second_pass(
         attention = [w for w in watching if w.probe.needs.attention and maps is not None]
         drawn = pictures is not None and any(map(pictures.takes, numbers))
         if norms or attention or drawn:
-            on = {"on_norm": on_norm if norms else None, "on_attention": on_attention if attention or drawn else None}
-            stream_together(run.model, tokens, inputs, layers=run.layers, **on)
+            stream_together(
+                run.model,
+                tokens,
+                inputs,
+                layers=run.layers,
+                on_norm=on_norm if norms else None,
+                on_attention=on_attention if attention or drawn else None,
+            )
         for number in numbers:
             for observer in watching:
                 if observer.probe.needs.output:

@@ -107,7 +107,7 @@ class AttentionLayer:
         seen: what the pass shows of the layer.
         read: its maps, when they are first wanted; None if its scores are of a kind that is not supported (no head
             space then).
-        constant: what replaces the norm's sigma on this prompt; None: the norm is an identity.
+        constant: what replaces the norm's sigma on this prompt; 1 where attention reads the stream itself.
         radii: how far the observed queries of each head reach, as a share of what the norm allows; None: no bound.
         prompt: the prompt's number.
         wanted: heads that are measured; None: all.
@@ -117,7 +117,7 @@ class AttentionLayer:
         self,
         seen: AttentionInput,
         read: Callable[[], Heads | None],
-        constant: Constant | None,
+        constant: Constant,
         radii: Float64[np.ndarray, " head"] | None,
         prompt: int,
         wanted: Sequence[int] | None = None,
@@ -172,7 +172,7 @@ class AttentionLayer:
     @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        return variant_outputs(self.site, self.seen.x, self.constant or 1.0)
+        return variant_outputs(self.site, self.seen.x, self.constant)
 
     @cached_property
     def key_sets(self) -> list[slice]:
