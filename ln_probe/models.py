@@ -312,7 +312,7 @@ def _load_run(
     step = None if revision is None else lab_step(revision)
     with unchanged(files_of_lab_run(folder, step)) as read:
         trained = load_run(folder, step)
-        trained = trained.to(device=device, dtype=dtype or torch.float32).eval()
+        trained = trained.to(device=device, dtype=dtype).eval()
     source = ModelSource(
         name=given,
         kind=kind,
@@ -321,7 +321,7 @@ def _load_run(
         inputs_sha256=combined(read),
         architecture=type(trained).__name__,
         world="lab",
-        dtype=str(dtype or torch.float32).removeprefix("torch."),
+        dtype=str(dtype or "float32").removeprefix("torch."),
     )
     model = into_transformer_lens(trained, source, world, processing)
     if kind == "bundled":
