@@ -32,8 +32,6 @@ bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/attribution.py
 	$(BIN)/python bench/probe.py
 	$(BIN)/python bench/entering.py
-	$(BIN)/python bench/scale.py --quick
-	$(BIN)/python bench/scale.py --seven-b
 	$(BIN)/python bench/batch.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/suite.py --checkpoints 24

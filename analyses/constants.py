@@ -1,18 +1,15 @@
-"""What the first pass over the prompts finds: constants that replace sigma, query sets, and which keys are measured.
+"""The results of the first pass over the prompts: constants that replace sigma, and how far queries reach.
 
 The first pass stores the sum and count of sigma of every norm on every prompt, at position 0 and elsewhere. The
 constants of a prompt are the means over all prompts outside its group (leave one group out), so no prompt is measured
 with constants that it shaped, and no further pass is needed. Equal prompts form one group.
 
-The empirical set of queries is the ellipsoid of mean and covariance of the queries that occurred, scaled to hold 95 %
-of them. Behind a norm that scales, the head can make only a bounded set of queries; without one there is no bound, and
-the empirical set is used instead. Queries are taken before rotary positions and over the divisor, so scores with keys
-are in nats.
+Behind a norm that scales, a head can make only a bounded set of queries; without one there is no bound, and there are
+no margins. Queries are taken before rotary positions and over the divisor, so scores with keys are in nats.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Float32, Float64, Int, Int64
+from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
 from ln_probe.analyses.text import counted
@@ -219,128 +216,6 @@ def grouped(labels: Sequence[Hashable]) -> Int64[np.ndarray, " prompt"]:
     return np.array([numbers.setdefault(label, len(numbers)) for label in labels], np.int64)
 
 
-# ---------------------------------------------------------------------------------------------------------- key samples
-
-# Keys drawn per head where no number is given: a fraction is then known to about ± 0.12, a median to between the
-# 37th and the 63rd percentile.
-DEFAULT_SAMPLE = 64
-
-# Seconds of one core from which on keys are drawn by themselves: an hour. GPT-2 small's default report is expected to
-# take a sixth of that, one layer of a 7B model's shape at 2048 tokens a third, its 32 layers ten times.
-SAMPLE_ABOVE = 3600.0
-
-
-@dataclass(frozen=True)
-class KeySample:
-    """Which keys are measured.
-
-    Attributes:
-        count: of the longest prompt in each head; of shorter ones in proportion, so that every key is as likely.
-        longest: tokens of the longest prompt.
-        seed: of the draw.
-        seconds: what measuring all keys was expected to take, seconds of one core.
-    """
-
-    count: int
-    longest: int
-    seed: int
-    seconds: float
-
-    def size(self, length: int) -> int:
-        """How many keys of a prompt are measured in each head."""
-        return min(length, max(1, math.ceil(self.count * length / self.longest)))
-
-    def positions(self, prompt: int, layer: int, head: int, length: int) -> Int64[np.ndarray, " drawn"]:
-        """The keys of a prompt that are measured in one head (-1: at the norm's output), in their order."""
-        rng = np.random.default_rng([self.seed, prompt, layer, head + 1])
-        return np.sort(rng.choice(length, self.size(length), replace=False))
-
-    @property
-    def note(self) -> str:
-        """What a reader has to know."""
-        hours, minutes = self.seconds / 3600, max(1.0, self.seconds / 60)
-        return (
-            f"keys were sampled: {self.count} of each head's {self.longest} in the longest prompt, fewer of shorter "
-            f"ones in proportion (seed {self.seed}), each measured among all keys. Fractions and quantiles over "
-            "keys are estimates: heads has their 95 % intervals (columns ending in _low and _high). All keys "
-            f"(keys_sample=0) would take about {f'{hours:.0f} hours' if hours > 2 else f'{minutes:.0f} minutes'} of "
-            "one core"
-        )
-
-
-# ---------------------------------------------------------------------------------------------------- empirical queries
-
-EMPIRICAL_QUANTILE = 0.95  # of the queries that occurred, which the ellipsoid holds: as of the observed set
-
-# Queries kept to find that quantile, per layer: the 95 % quantile of 1024 distances is known to about ± 1.4 % of the
-# queries (binomial, two standard errors). Mean and covariance are of all.
-KEPT_QUERIES = 1024
-
-# Directions in which the queries of a head spread less than this share of the widest are not part of the set: float32
-# activations differ by 1e-7 where they are equal.
-_FLAT = 1e-6
-
-QueryEllipsoid = tuple[Float64[np.ndarray, "head d_head"], Float64[np.ndarray, "head d_head axis"]]  # center and axes
-
-
-@dataclass
-class EmpiricalQueries:
-    """Mean, covariance and a sample of the queries of one layer, added prompt by prompt."""
-
-    count: int = 0
-    first: Float64[np.ndarray, "head d_head"] | float = 0.0
-    second: Float64[np.ndarray, "head d_head d_head"] | float = 0.0
-    origin: Float64[np.ndarray, "head d_head"] | None = None
-    kept: list[Float32[np.ndarray, "some head d_head"]] = field(default_factory=list)
-    every: int = 1  # one of so many queries is kept
-
-    def add(self, queries: Float64[np.ndarray, "query head d_head"]) -> None:
-        """Take in a prompt's queries, before rotary positions and over the divisor."""
-        if self.origin is None:  # sums are taken from near the mean, so that nothing cancels
-            self.origin = queries.mean(axis=0)
-        moved = queries - self.origin
-        self.first = self.first + moved.sum(axis=0)
-        self.second = self.second + np.einsum("qhi,qhj->hij", moved, moved)
-        places = np.arange(self.count, self.count + len(queries))
-        self.kept.append(moved[places % self.every == 0].astype(np.float32))
-        self.count += len(queries)
-        while sum(map(len, self.kept)) > KEPT_QUERIES:  # every other one of those kept
-            self.every *= 2
-            self.kept = [np.concatenate(self.kept)[::2]]
-
-    def ellipsoid(self) -> QueryEllipsoid:
-        """Center and axes of the set.
-
-        Raises:
-            ValueError: no query was taken in.
-        """
-        if self.origin is None:
-            raise ValueError("no queries were taken in: there is no set of queries that occurred")
-        mean = np.asarray(self.first) / self.count
-        spread = np.asarray(self.second) / self.count - np.einsum("hi,hj->hij", mean, mean)
-        values, vectors = np.linalg.eigh((spread + spread.transpose(0, 2, 1)) / 2)
-        size = np.sqrt(np.maximum(values, 0.0))
-        size = np.where(size > _FLAT * size[:, -1:], size, 0.0)
-        inverse = np.divide(1.0, size, out=np.zeros_like(size), where=size > 0.0)
-        kept = np.concatenate(self.kept) - mean
-        distance = np.linalg.norm(np.einsum("qhi,hij->qhj", kept, vectors) * inverse, axis=-1)
-        radius = np.quantile(distance, EMPIRICAL_QUANTILE, axis=0)
-        axes = vectors * (size * radius[:, None])[:, None, :]
-        return self.origin + mean, axes
-
-
-def ellipsoid_arrays(sets: Mapping[int, QueryEllipsoid]) -> dict[str, np.ndarray]:
-    """Sets by layer, as arrays by name."""
-    parts = [(layer, *part) for layer, found in sets.items() for part in zip(("center", "axes"), found, strict=True)]
-    return {f"empirical/{layer}/{name}": values for layer, name, values in parts}
-
-
-def ellipsoids_of_arrays(found: Mapping[str, Float[np.ndarray, " ..."]]) -> dict[int, QueryEllipsoid]:
-    """What `ellipsoid_arrays` made (names without "empirical/")."""
-    layers = sorted({int(name.partition("/")[0]) for name in found})
-    return {layer: (found[f"{layer}/center"], found[f"{layer}/axes"]) for layer in layers}
-
-
 # ---------------------------------------------------------------------------------------------------------- calibration
 
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
@@ -348,7 +223,7 @@ QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What the first pass finds out.
+    """The results of the first pass.
 
     Attributes:
         norms: a row per measured norm (columns of the `layernorms` table).
@@ -357,13 +232,8 @@ class Calibration:
         unsupported: why head space is left out, by layer.
         notes: what a reader has to know about this model, in sentences.
         calibrated_on: source, counts and hash of the calibration prompts, where constants come from some.
-        empirical: the queries that occurred, by layer (`empirical_queries`): center and axes by head, before rotary
-            positions, over the divisor.
-        sample: which keys are measured; None: all.
         optimal: loss-optimal constants, by group of norms ("attention", "all"); empty: they were not fitted.
-        first: the first measured prompts, on which what is run of a large model is chosen.
-        chosen: the norms or heads that are run one by one, by probe: chosen once, and not again for every part of the
-            prompts.
+        first: the first measured prompts, on which the norms of a large model that are run one by one are chosen.
     """
 
     norms: pd.DataFrame
@@ -372,11 +242,8 @@ class Calibration:
     unsupported: Mapping[int, str]
     notes: tuple[str, ...]
     calibrated_on: Mapping[str, Any] = field(default_factory=dict)
-    empirical: Mapping[int, QueryEllipsoid] = field(default_factory=dict)
-    sample: KeySample | None = None
     optimal: Mapping[str, Halves] = field(default_factory=dict)
     first: tuple[Int[Tensor, " _"], ...] = ()
-    chosen: dict[str, Any] = field(default_factory=dict)
 
     @property
     def optimal_of(self) -> Callable[[str, int], Mapping[str, Constant]] | None:
@@ -384,13 +251,6 @@ class Calibration:
         if not self.optimal:
             return None
         return lambda group, prompt: self.optimal[group].of(prompt) if group in self.optimal else {}
-
-    def queries(self, layer: int, head: int) -> str:
-        """Which set of queries a head's margins are measured over: "reachable", where queries are bounded, else
-        "empirical"; empty for head -1, the whole layer."""
-        if head < 0:
-            return ""
-        return "reachable" if layer in self.radii else "empirical" if layer in self.empirical else ""
 
     def radius(self, layer: int, head: int) -> float:
         """rho of a head; NaN where there is no bound, and for head -1, the whole layer."""
@@ -403,21 +263,14 @@ class Calibration:
         return bool((projects & (self.norms["mean_share"] > 0)).any())
 
 
-def plain_queries(heads: Heads, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head d_head"]:
-    """The queries of one prompt before rotary positions, over the divisor, on the CPU."""
-    return heads.queries(y, rotate=False).cpu() / heads.divisor
+def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head"] | None:
+    """Return |A⁺(q - c)| of the queries of one prompt: 1 on the edge of the reachable ellipsoid.
 
-
-def observed_radius(
-    heads: Heads, site: Site, queries: Float64[Tensor, "pos head d_head"]
-) -> Float64[Tensor, "pos head"] | None:
-    """|A⁺(q - c)| of the queries of one prompt (`plain_queries`): 1 on the edge of the reachable ellipsoid.
-
-    None if the norm does not scale (the reachable set is unbounded).
+    None if the norm does not scale: its queries are not bounded.
     """
-    found = heads.reached(site)
-    if found is None:
+    reached = heads.reached(site)
+    if reached is None:
         return None
-    offset = queries * heads.divisor - found.center
-    distance: Tensor = torch.einsum("had,phd->pha", found.inverse, offset).norm(dim=-1)
+    queries = heads.queries(y, rotate=False).cpu()
+    distance: Tensor = torch.einsum("had,phd->pha", reached.inverse, queries - reached.center).norm(dim=-1)
     return distance

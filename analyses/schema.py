@@ -4,23 +4,16 @@ A table is declared once. Empty frames, the page's titles and tooltips, `Report.
 tests read the declaration, and no frame goes into a report that does not match it.
 
 Example:
-    >>> from ln_probe.analyses.schema import Column, Part, Table, TableError, joined, reference
-    >>> longest = Column("longest", "float", "length of the longest vector", "L2 norm")
-    >>> site = Column("site", "text", "the norm that reads")
-    >>> lengths = Table("lengths", "Lengths", "A row per norm.", ("site",), (site, longest))
-    >>> frame = lengths.frame([{"site": "blocks.0.ln1", "longest": 3.5}])
-    >>> joined(lengths, [frame, frame.assign(site="blocks.1.ln1")])
-    >>> try:
-    ...     lengths.check(frame.rename(columns={"longest": "length"}))
-    ... except TableError as error:
-    ...     print(error)
-    >>> Part(lengths, ("site", "longest"))  # what a probe measures of a table that several make
-    >>> print(reference([lengths]))
+    >>> from ln_probe.analyses.schema import declare
+    >>> lengths = declare("lengths", "Lengths", "A row per norm.", ("site",), '''
+    ...     site (text): the norm
+    ...     longest (float, L2 norm): length of the longest vector
+    ... ''')
+    >>> lengths.check(lengths.frame([{"site": "blocks.0.ln1", "longest": 3.5}]))
 """
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,14 +26,7 @@ Kind = Literal["int", "float", "text", "bool"]
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "text": object, "bool": np.bool_}
 
 
-__all__ = [
-    "Column",
-    "Part",
-    "Table",
-    "TableError",
-    "joined",
-    "reference",
-]
+__all__ = ["Column", "Table", "TableError", "columns", "declare", "reference"]
 
 
 class TableError(ValueError):
@@ -75,14 +61,14 @@ class Column:
             raise TableError(f"column {self.name!r} needs a name and a meaning")
 
 
-_COLUMN = re.compile(r"(\w+) \((\w+)(?:, ([^)]*))?\): (.*)")
-
-
 def columns(*parts: str | Iterable[Column]) -> tuple[Column, ...]:
-    """Columns as text declares them, and others between them.
+    """Return columns that text declares, and others between them.
 
-    A column is `name (kind, unit): meaning`; lines that are indented more than the first go on with it. The unit
+    A line is `name (kind, unit): meaning`; lines that are indented more than the first go on with it. The unit
     "hidden" means that a page does not show the column.
+
+    Raises:
+        TableError: a line declares no column.
 
     Example:
         >>> columns("length (float, L2 norm): mean length of the norm's input")
@@ -92,14 +78,24 @@ def columns(*parts: str | Iterable[Column]) -> tuple[Column, ...]:
         if not isinstance(part, str):
             declared += part
             continue
-        for text in re.split(r"\n(?=\S)", textwrap.dedent(part).strip()):
-            match = _COLUMN.fullmatch(" ".join(text.split()))
-            if match is None:
-                raise TableError(f"this declares no column: {text!r}")
-            name, kind, unit, meaning = match.groups()
-            hidden = unit == "hidden"
-            declared.append(Column(name, cast(Kind, kind), meaning, "" if hidden else unit or "", shown=not hidden))
+        lines: list[str] = []
+        for line in textwrap.dedent(part).strip().splitlines():
+            if line.startswith(" "):
+                lines[-1] += f" {line.strip()}"
+            else:
+                lines.append(line)
+        declared += map(_column, lines)
     return tuple(declared)
+
+
+def _column(line: str) -> Column:
+    head, _, meaning = line.partition("): ")
+    name, _, about = head.partition(" (")
+    kind, _, unit = about.partition(", ")
+    if not about or not meaning:
+        raise TableError(f"this declares no column: {line!r}")
+    hidden = unit == "hidden"
+    return Column(name, cast(Kind, kind), meaning, "" if hidden else unit, shown=not hidden)
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,7 +150,7 @@ class Table:
             raise TableError(f"table {self.name!r} has a value {extra!r} for which no column is declared")
         return pd.DataFrame(list(rows), columns=self.names) if rows else self.empty()
 
-    def check(self, frame: object, *, unique: bool = True) -> pd.DataFrame:
+    def check(self, frame: object) -> pd.DataFrame:
         """`frame` itself, if it has these columns, of these types, and no two rows about the same thing.
 
         Raises:
@@ -178,11 +174,46 @@ class Table:
                 raise TableError(
                     f"{self.name}.{column.name} is declared as {column.kind}, and holds {frame[column.name].dtype}"
                 )
-        if unique and self.key and frame.duplicated(list(self.key)).any():
+        if self.key and frame.duplicated(list(self.key)).any():
             row = frame[frame.duplicated(list(self.key))].iloc[0]
             said = ", ".join(f"{k} {row[k]!r}" for k in self.key)
             raise TableError(f"table {self.name!r} has two rows about the same thing ({said})")
         return frame
+
+    def complete(self, *frames: pd.DataFrame) -> pd.DataFrame:
+        """Return frames that each hold the key and some of the columns, side by side.
+
+        What no frame holds is NaN, or empty text. Where two frames hold a column, the first one's values stand.
+
+        Raises:
+            TableError: a frame lacks the key, or has a column that is not declared.
+        """
+        key = list(self.key)
+        whole = pd.DataFrame(columns=key)
+        for frame in frames:
+            if extra := [str(name) for name in frame.columns if name not in self.names]:
+                raise TableError(f"table {self.name!r} has a column {extra[0]!r} that is not declared")
+            if missing := [name for name in key if name not in frame.columns]:
+                raise TableError(f"table {self.name!r} lacks the column {missing[0]!r} of its row key")
+            if not len(frame):
+                continue
+            if not len(whole):
+                whole = frame
+                continue
+            one, two = whole.set_index(key), frame.set_index(key)
+            added = two.loc[~two.index.isin(one.index), one.columns.intersection(two.columns)]
+            rows = pd.concat([one, added]) if len(added) else one
+            new = two[two.columns.difference(one.columns, sort=False)].reindex(rows.index)
+            whole = pd.concat([rows, new], axis=1).reset_index()
+        if not len(whole):
+            return self.empty()
+        whole = whole.copy()
+        for column in self.columns:
+            if column.name not in whole:
+                whole[column.name] = "" if column.kind == "text" else np.nan
+            elif column.kind == "text":
+                whole[column.name] = whole[column.name].fillna("")
+        return whole[self.names]
 
     def describe(self) -> pd.DataFrame:
         """A row per column: `column`, `dtype`, `unit`, `meaning`."""
@@ -220,62 +251,6 @@ class Table:
 def declare(name: str, title: str, about: str, key: tuple[str, ...], *parts: str | Iterable[Column]) -> Table:
     """A table whose columns are declared as text (`columns`)."""
     return Table(name, title, about, key, columns(*parts))
-
-
-@dataclass(frozen=True)
-class Part:
-    """The columns of a shared table that one probe fills; the others' are missing where it runs alone.
-
-    Only probes that declare parts of the same table may share it. `columns` includes the table's key.
-    """
-
-    table: Table
-    columns: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        lost = [c for c in self.columns if c not in self.table.names]
-        lost += [k for k in self.table.key if k not in self.columns]
-        if lost:
-            raise TableError(f"a part of table {self.table.name!r} cannot have or leave out {lost[0]!r}")
-
-
-def joined(table: Table, frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """Parts of a table side by side, row by row as its key says; rows stand in the order of the first part.
-
-    What no part fills is NaN, or empty text. Columns that two parts fill must agree.
-
-    Raises:
-        TableError: two parts disagree, or a part has two rows about the same thing.
-    """
-    key = list(table.key)
-    made: pd.DataFrame | None = None
-    for frame in frames:
-        if frame.duplicated(key).any():
-            raise TableError(f"a part of table {table.name!r} has two rows about the same thing")
-        if not len(frame):
-            continue
-        if made is None:
-            made = frame
-            continue
-        one, two = made.set_index(key), frame.set_index(key)
-        shared = one.columns.intersection(two.columns)
-        for column in shared:
-            a, b = one[column].align(two[column], join="inner")
-            if not a.equals(b):
-                raise TableError(f"two probes fill {table.name}.{column} and do not agree")
-        added = two.loc[~two.index.isin(one.index), shared]
-        rows = pd.concat([one, added]) if len(added) else one
-        new = two[two.columns.difference(one.columns, sort=False)].reindex(rows.index)
-        made = pd.concat([rows, new], axis=1).reset_index()
-    if made is None:
-        return table.empty()
-    made = made.copy()
-    for each in table.columns:
-        if each.name not in made:
-            made[each.name] = "" if each.kind == "text" else np.nan
-        elif each.kind == "text" and made[each.name].isna().any():
-            made[each.name] = made[each.name].fillna("")
-    return made[table.names]
 
 
 def _is_kind(values: pd.Series, kind: str) -> bool:

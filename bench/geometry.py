@@ -3,9 +3,8 @@
 Sections: speed (against a linear program per key and the published algorithm, one thread), verdicts (hundreds of
 thousands of keys against construction, certificates and linear programs), screen (the first stage in float32 tensors,
 against the kernels alone), hard (families that are slow to decide, one thread), worst (the slowest single key of
-every family), checks (what proofs cost), heads (the shape of GPT-2 small), pool (10⁴ to 10⁵ keys), exact (rational
-arithmetic with python-flint and without). Ratios are per core: unless they are set, OPENBLAS_NUM_THREADS and the like
-are set to 1 and the script starts itself again.
+every family), checks (what proofs cost), heads (the shape of GPT-2 small). Ratios are per core: unless they are set,
+OPENBLAS_NUM_THREADS and the like are set to 1 and the script starts itself again.
 `--out bench/results` writes each section's table, which the site shows.
 """
 
@@ -23,10 +22,9 @@ import baselines
 import families
 import numpy as np
 import torch
-from harness import THREADS, peak_mb, show, show_head, write_table
+from harness import THREADS, show, show_head, write_table
 
 import ln_probe
-from ln_probe.analyses.geometry import exact as exact_arithmetic
 from ln_probe.analyses.geometry.checker import Checker
 from ln_probe.analyses.geometry.coordinates import TAU, KeyCoordinates, coordinates
 from ln_probe.analyses.geometry.decide import SELECTABLE, UNDECIDED, _Deciding, decide
@@ -56,8 +54,6 @@ HARD = [  # family, keys, dimensions, with margins over a radius, target in ms p
 WORST = [(128, 2), (400, 6), (512, 64), (512, 128)]  # keys, dimensions
 WORST_SAMPLE = 40  # keys per set, of those that are left when white queries have been tried
 CHECKS = ("__init__", "selects", "leads", "reproduces", "gap_at_least", "gap_at_most", "attention")  # of the checker
-MGM_LAYER = 4
-EXACT = [(100, 12), (120, 32), (140, 48)]  # keys, dimensions
 
 printed: list[tuple[object, ...]] = []  # the head and rows of one section
 
@@ -319,64 +315,6 @@ def heads(layers: int = 12) -> None:
         row(name, *(f"{t:.1f}" for t in times), undecided, f"{wide.mean():.4f}", f"{open_.mean():.4f}")
 
 
-def pool(sizes: tuple[int, ...] = (10_000, 30_000, 100_000)) -> None:
-    """Verdicts of large pools, without margins."""
-    print(f"\npool: {os.environ['OPENBLAS_NUM_THREADS']} BLAS threads, 2 of ours")
-    head("keys", "number", "unselectable", "undecided", "seconds", "peak memory of the process in GB")
-    ln_probe.key_geometry(families.lognormal_norms(np.random.default_rng(1), 1000, 64), margins=False)  # compile
-    for n in sizes:
-        _pool("d = 64, norms × lognormal(1)", families.lognormal_norms(np.random.default_rng(0), n, 64))
-    if "LN_PROBE_MGM" not in os.environ:
-        print("(MGM left out: LN_PROBE_MGM is not set)")
-        return
-    keys = mgm_keys(max(sizes))
-    for n in sizes:
-        _pool(f"MGM layer {MGM_LAYER} head 0, random token ids", keys[:n])
-
-
-def _pool(name: str, keys: np.ndarray) -> None:
-    start = time.perf_counter()
-    verdict = ln_probe.key_geometry(keys, margins=False, threads=2).verdict
-    took = time.perf_counter() - start
-    hidden, open_ = (verdict == "unselectable").mean(), int((verdict == "undecided").sum())
-    row(name, len(keys), f"{hidden:.3f}", open_, f"{took:.1f}", f"{peak_mb() * 1024 / 1e6:.2f}")
-
-
-def mgm_keys(number: int) -> np.ndarray:
-    """Head-space keys of head 0 of one layer of the MGM checkpoint, over prompts of random token ids."""
-    from ln_probe.hooks.attention import read_heads
-    from ln_probe.hooks.capture import AttentionInput, stream
-    from ln_probe.hooks.sites import find_sites
-
-    model = ln_probe.load_model(os.environ["LN_PROBE_MGM"], allow_pickle=True)
-    sites, found = find_sites(model), list[np.ndarray]()
-
-    def keep(seen: AttentionInput) -> None:
-        heads = read_heads(seen, sites)
-        found.append(heads.keys(seen.y)[:, 0].numpy())
-
-    generator = torch.Generator().manual_seed(0)
-    length = int(model.cfg.n_ctx)
-    while sum(map(len, found)) < number:
-        tokens = torch.randint(int(model.cfg.d_vocab), (length,), generator=generator)
-        stream(model, tokens, sites, on_attention=keep, layers=[MGM_LAYER])
-    return np.concatenate(found)[:number]
-
-
-def exact() -> None:
-    """Verdicts in rational arithmetic: with python-flint, and without it."""
-    print("\nexact: processor seconds of strict=True for all keys, half of them planted in the others' hull; one run")
-    head("n", "d", "with libraries", "without")
-    library = exact_arithmetic.flint
-    for n, d in EXACT:
-        keys, taken = families.planted(np.random.default_rng(0), n, d), []
-        _decide(keys, None, False)  # compiles
-        for exact_arithmetic.flint in (library, None):
-            taken.append(processor_seconds(ln_probe.key_geometry, keys, strict=True, margins=False, threads=1))
-        exact_arithmetic.flint = library
-        row(n, d, *(f"{t:.2f}" for t in taken))
-
-
 SECTIONS = {
     "speed": speed,
     "verdicts": verdicts,
@@ -385,8 +323,6 @@ SECTIONS = {
     "worst": worst,
     "checks": checks,
     "heads": heads,
-    "pool": pool,
-    "exact": exact,
 }
 
 

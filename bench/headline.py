@@ -6,7 +6,7 @@
 For the norms that attention reads and for all norms, the loss increase per token (under a loss of the model's own: per
 prompt) when each norm divides by two constants instead of sigma, one at position 0 and one elsewhere:
 
-    delta_before         the means over bundled or sampled calibration sequences, as in version 0.2
+    delta_before         the means over bundled calibration passages, as in version 0.2
     delta_leave_one_out  of each prompt, the means over all other measured prompts
     delta_held_out       the means over other prompts of the same kind, none of which is measured
 
@@ -50,12 +50,12 @@ from foreign_models import Measured
 import ln_probe
 from ln_probe.analyses.probes import statistics
 from ln_probe.hooks import find_sites, without
-from ln_probe.hooks.default_tokens import UnsampledError, bundled_texts, encode, sample, special_tokens, tokenizer_of
 from ln_probe.hooks.interventions import NoOpWarning
 from ln_probe.hooks.model import context_length, run
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.scales import calibration_sigmas, mean_sigmas
+from ln_probe.hooks.scales import mean_sigmas
+from ln_probe.hooks.text import bundled_texts, encode, special_tokens, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "headline.csv"
 GROUPS = ("attention", "all")
@@ -173,20 +173,15 @@ CASES = {
 
 
 def constants_before(model: Any, sites: Sequence[Site], prompts: Sequence[Tokens]) -> Constants:
-    """Those of version 0.2: means over bundled passages, or over sequences of the model's own without a tokenizer.
+    """Those of version 0.2: means over bundled passages. Empty for a model without a tokenizer.
 
     With the first token in front that all prompts begin with, if the model declares it; without the first token of the
-    calibration sequences if no prompt begins with it. Empty for a classifier, whose classes version 0.2 took for
-    tokens.
+    calibration sequences if no prompt begins with it.
     """
     limit = min(512, context_length(model))
     if tokenizer_of(model) is None:
-        try:
-            rows = sample(model, limit=limit, seed=0, split="calibration")
-        except UnsampledError:
-            return {}
-    else:
-        rows = [encode(model, text)[:limit] for text in bundled_texts("calibration")]
+        return {}
+    rows = [encode(model, text)[:limit] for text in bundled_texts("calibration")]
     starts, begun = ({int(row[0]) for row in group} for group in (rows, prompts))
     if len(starts) == 1:
         if not starts & begun and min(map(len, rows)) > 1:
@@ -214,11 +209,11 @@ def leave_one_out(model: Any, sites: Sequence[Site], prompts: Sequence[Tokens]) 
     sums = {site.name: {w: np.zeros(len(prompts)) for w in where} for site in sites}
     counts = {w: np.zeros(len(prompts)) for w in where}
     for number, row in enumerate(prompts):
-        sigmas = calibration_sigmas(model, sites, [row])
+        means = mean_sigmas(model, sites, [row])
         for w in where if len(row) > 1 else where[:1]:
-            for name, held in sigmas.items():
-                sums[name][w][number] = getattr(held, w).sum()
             counts[w][number] = 1 if w == "first" else len(row) - 1
+            for name, mean in means.items():
+                sums[name][w][number] = getattr(mean, w) * counts[w][number]
     found: dict[int, Constants] = {}
     for same in groups.values():
         others = np.delete(np.arange(len(prompts)), same)

@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 from harness import LN_PROBE, environment_of, measure_command, write_table
 
-PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks", "unembedding")
+PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks")
 STAGES = ("loading", *PROBES, "whole")
 COLUMNS = ("stage", "checkout", "prompts", "repeats", "wall_s", "cpu_s", "largest_gb", "page_s", "planned_s")
 
@@ -76,7 +76,7 @@ def _planned(command: list[str], checkout: Path) -> float:
 
 def _some_prompts(folder: Path, count: int) -> Path:
     """The first of the bundled prompts, as a file of a user's own."""
-    from ln_probe.hooks.default_tokens import bundled_texts
+    from ln_probe.hooks.text import bundled_texts
 
     file = folder / f"prompts-{count}.jsonl"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in bundled_texts()[:count]))

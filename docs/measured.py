@@ -7,9 +7,9 @@
     ```
 
 makes a table with a column per line (its title and a format string, in which names have no dots) and a row per row of
-the file. Several files, by a pattern, are put one after the other, with the column `case`: the folder of each. In the
-text `{{ make_report }}` is the figure of that name in `bench/results/single.csv`. The directive `claims` shows
-what `analyses/lab/published/sources.toml` says of one source, its figures read from the kept tables.
+the file. Several files, by a pattern, are put one after the other, with the column `case`: the folder of each. The
+directive `claims` shows what `analyses/lab/published/sources.toml` says of one source, its figures read from the kept
+tables.
 """
 
 from __future__ import annotations
@@ -93,9 +93,3 @@ def claims_table(source: str) -> str:
         cells = [*("–" if cell == "-" else cell for cell in shown), how]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def single() -> dict[str, str]:
-    """Single figures by name, with underscores."""
-    rows = pd.read_csv(ROOT / "bench" / "results" / "single.csv", dtype=str)
-    return dict(zip(rows["name"].str.replace("-", "_"), rows["value"], strict=True))

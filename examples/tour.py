@@ -18,9 +18,7 @@
 
 # %%
 import ln_probe
-from ln_probe.exhibits import by_token
 from ln_probe.page import figures
-from ln_probe.page.figures import norm_geometry
 
 model = ln_probe.load_model("lm-layernorm")  # or "gpt2", a Hugging Face folder, a .gguf, a lab run
 report = ln_probe.analyze(model, progress=False)
@@ -44,10 +42,10 @@ report
 report.layernorms[["site", "reads", "mean_share", "angle_to_ones_deg", "norm_before_mean", "norm_before_cv"]]
 
 # %% [markdown]
-# The same as a picture. Points are real tokens; height is the coordinate along the all-ones direction.
+# The same as a picture, over depth:
 
 # %%
-norm_geometry(report, "blocks.1.ln1")
+figures.projection_over_depth(report)
 
 # %% [markdown]
 # ## Which keys can a query select?
@@ -57,15 +55,15 @@ norm_geometry(report, "blocks.1.ln1")
 
 # %%
 heads = report.heads[report.heads["space"] == "head"]
-measures = ["unselectable_fraction", "margin_median", "attainable_last_median", "entropy_ratio"]
+measures = ["unselectable_fraction", "margin_median", "attainable_median", "entropy_ratio"]
 heads.groupby(["layer", "variant"], sort=False)[measures].median()
 
 # %% [markdown]
 # Pictures are matplotlib figures, to be restyled as you like.
 
 # %%
-figure = figures.unselectable_by_head(report)
-figure.suptitle("keys no query can select", fontsize=11)
+figure = figures.attainable_over_depth(report)
+figure.suptitle("attention that a key can receive", fontsize=11)
 figure
 
 # %% [markdown]
@@ -73,7 +71,7 @@ figure
 # attention once scaling is gone.
 
 # %%
-tokens = by_token(report.exhibits, report.sinks)
+tokens = report.tokens()
 tokens[tokens["place"] == "elsewhere"].head(8)
 
 # %% [markdown]
@@ -83,7 +81,7 @@ tokens[tokens["place"] == "elsewhere"].head(8)
 # margin and the most attention a query could give it.
 
 # %%
-report.attention(layer=1, prompt=0)
+report.attention(layer=1)
 
 # %% [markdown]
 # ## One key, with its certificate

@@ -56,19 +56,6 @@ class Rotary:
         cos, sin = (t[positions].to(x)[:, None, :] for t in (self.cos, self.sin))
         return torch.cat([turning * cos + self._turned(turning) * sin, rest], dim=-1)
 
-    def to_each(
-        self, x: Float[Tensor, "row d_head"], positions: Int[Tensor, " pos"]
-    ) -> Float[Tensor, "pos row d_head"]:
-        """Rotate all rows of x by each of some positions."""
-        size = self.cos.shape[-1]
-        turning = x[:, :size]
-        cos, sin = (t[positions].to(x)[:, None, :] for t in (self.cos, self.sin))
-        found = x.new_empty(len(positions), *x.shape)
-        torch.mul(turning, cos, out=found[..., :size])
-        found[..., :size].addcmul_(self._turned(turning), sin)
-        found[..., size:] = x[:, size:]
-        return found
-
     def _turned(self, turning: Float[Tensor, "*batch rotary_dim"]) -> Float[Tensor, "*batch rotary_dim"]:
         """Each pair of coordinates turned by 90 degrees."""
         turned, half = torch.empty_like(turning), turning.shape[-1] // 2
@@ -79,7 +66,7 @@ class Rotary:
         return turned
 
     def cpu(self) -> Rotary:
-        """The same table on the CPU."""
+        """Return the same table on the CPU."""
         return Rotary(self.cos.cpu(), self.sin.cpu(), self.adjacent)
 
     def inverse(self, x: Float[Tensor, "pos head d_head"], positions: Tensor) -> Float[Tensor, "pos head d_head"]:
@@ -243,16 +230,6 @@ class Heads:
         center, axes = site.directions(self.W_Q)
         center, axes = self.turned(center + self.b_Q.cpu(), axes, position)
         return center / self.divisor, _compact(axes / self.divisor)
-
-    def turned_to(
-        self, center: Float[Tensor, " d_head"], axes: Float[Tensor, "d_head axis"], positions: Int[Tensor, " set"]
-    ) -> tuple[Float[Tensor, "set d_head"], Float[Tensor, "set d_head axis"]]:
-        """A head's set of queries before rotary positions, as it is at each of some positions; a single set, the same
-        for all of them, without rotary positions."""
-        if self.rotary is None:
-            return center[None], axes[None]
-        table = self.rotary.cpu()
-        return table.to_each(center[None], positions)[:, 0], table.to_each(axes.T, positions).mT
 
     def turned(
         self, center: Float[Tensor, "head d_head"], axes: Float[Tensor, "head d_head axis"], position: int

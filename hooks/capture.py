@@ -7,9 +7,7 @@ callbacks during the pass. At most one layer is in memory at once, so peak memor
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +32,6 @@ from ln_probe.hooks.model import (
     HookedModel,
     attentions,
     child_of,
-    exclusive,
     flat,
     hooks_on,
     n_layers,
@@ -160,60 +157,6 @@ def _check_finite(site: Site, value: Float[Tensor, "rows d"], what: str, length:
             f"{site.name}: its {what} holds NaN or infinite values (first at position {at}); the model's weights "
             "or precision are the likely cause: try dtype='float32', or check the checkpoint"
         )
-
-
-@functools.cache
-def _glibc(name: str) -> Callable[..., int] | None:
-    """A function of glibc's allocator; None on another system."""
-    try:
-        found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
-    except (OSError, TypeError):  # not a POSIX system
-        return None
-    return found
-
-
-def keep_free_memory() -> None:
-    """Let glibc's allocator hold up to 64 MB for later; nothing on other systems.
-
-    By default it gives the activations of a pass back and gets them zeroed for the next one: a third of the time of
-    edited passes through a small model.
-    """
-    if (option := _glibc("mallopt")) is not None:
-        option(_M_MMAP_THRESHOLD, 32 << 20)
-        option(_M_TRIM_THRESHOLD, _GROWTH)
-
-
-def _resident() -> int:
-    """Bytes of this process in memory."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE
-    except OSError:
-        return 0
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-_GROWTH = 64 << 20  # bytes: less than this is not worth the page faults of getting it again
-_kept = 0  # bytes in memory after the last time
-
-
-def return_free_memory() -> None:
-    """Give memory that glibc's allocator holds for later back to the system; nothing on other systems.
-
-    What a layer's measures allocate and free would otherwise pile up over the layers, in addition to the forward pass's
-    own memory: on GPT-2 small's shape the process peaked at 2.2 times the bare forward pass instead of 1.5. It has its
-    price (pages that are given back are zeroed when they are needed again: done twice a layer, 0.7 of a forward pass),
-    so it is called around what takes much memory, and does something only where the process has grown since.
-    """
-    global _kept
-    if (trim := _glibc("malloc_trim")) is None:
-        return
-    held = _resident()
-    _kept = min(_kept, held)  # a model that was larger is gone
-    if held > _kept + _GROWTH or not held:
-        trim(0)
-        _kept = _resident()
 
 
 def _by_prompt(site: Site, value: Tensor, lengths: Sequence[int]) -> list[Float[Tensor, "rows d"]]:
@@ -353,25 +296,9 @@ def stream_together(
         ActivationError: a norm's input or output is not finite.
     """
     watch = _Pass(model, sites, [len(p) for p in prompts], on_norm, on_attention, layers)
-    with exclusive(model), hooks_on(watch.after, watch.before):
+    with hooks_on(watch.after, watch.before):
         # Padded with a token that each has anyway: nothing that a tokenizer may take for padding.
         run(model, nn.utils.rnn.pad_sequence(list(prompts), batch_first=True, padding_value=int(prompts[0][-1])))
-
-
-def looks_ahead(model: HookedModel, sites: Sequence[Site]) -> bool:
-    """Whether what is read at a position depends on later tokens (BERT), as one pass over two short prompts shows."""
-    first: dict[str, list[Tensor]] = {}
-    ahead: list[bool] = []
-    size = int(getattr(model.cfg, "d_vocab", 0)) or 3
-    first_id, last_id = 2 % size, 1 % size  # (0 and 1 in front are padding to some)
-    stream_together(
-        model,
-        [torch.tensor([first_id, 0]), torch.tensor([first_id, last_id])],
-        sites,
-        on_norm=lambda _, site, x, _y: first.setdefault(site.name, []).append(x[0].float()),
-        on_attention=lambda _, seen: ahead.append(not seen.causal),
-    )
-    return any(ahead) or any(float((a - b).norm()) > 1e-3 * float(a.norm()) for a, b in first.values())
 
 
 def record(
@@ -440,7 +367,7 @@ def record_attention(
     found: dict[int, list[AttentionInput]] = {layer: [] for layer in read}
     asked, lengths = list(dict.fromkeys(read.values())), [tokens.shape[1]] * len(tokens)
     watch = _Pass(model, asked, lengths, None, lambda _, seen: found[seen.layer].append(seen), list(read))
-    with exclusive(model), hooks_on(watch.after, watch.before):
+    with hooks_on(watch.after, watch.before):
         kept = record(model, tokens, range(tokens.numel()), sites, points=points, logits=False)
     return kept, found
 

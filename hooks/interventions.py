@@ -26,7 +26,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.capture import ActivationError
-from ln_probe.hooks.default_tokens import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.hooks.edits import (
     PARTS,
     Change,
@@ -50,7 +49,6 @@ from ln_probe.hooks.model import (
     check_model,
     dtype_of,
     evaluating,
-    exclusive,
     n_layers,
     probe_tokens,
     run,
@@ -63,25 +61,21 @@ from ln_probe.hooks.scales import (
     OPTIMAL,
     SCALES,
     Constant,
-    Resampled,
-    Sigmas,
     announced,
-    calibration_sigmas,
     check_tokens,
     divisors_of,
     mean_sigmas,
     some,
 )
 from ln_probe.hooks.sites import ModelFacts, class_of, facts_of_checked
+from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
-    RENAMED,
     VARIANT_WITHOUT,
     VARIANTS,
     VariantEdit,
     ignored_below,
     no_op,
-    present_name,
 )
 
 Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
@@ -100,8 +94,7 @@ class Intervention(OneLine):
     Attributes:
         variant: "no_scaling", "no_projection" or "both_removed".
         sites: names of the norms that are edited.
-        divisors: the constants at position 0 and elsewhere, by site (the means, of resampled sigmas); empty where
-            scaling stays.
+        divisors: the constants at position 0 and elsewhere, by site; empty where scaling stays.
         matched: whether those divisors are the sites' own sigmas (False for a number the user gave: then a change of
             the loss mixes the loss of scaling with a change of size).
         no_ops: sites at which the edit changes nothing by construction, and why.
@@ -131,7 +124,6 @@ def without(
     scale: str | float | Tensor | Mapping[str, object] = FROZEN,
     tokens: Rows | None = None,
     only: str | None = None,
-    seed: int = 0,
     heads: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[Intervention]:
     """Remove projection, scaling or both from some norms of the model inside a `with` block.
@@ -149,17 +141,15 @@ def without(
             ("final"), every norm ("all", norms inside attention included), or names.
         scale: the constant c that replaces sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
             over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
-            "resampled": each token gets the sigma of another token drawn at random (position 0 of one at position 0).
             "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
             together; a bundled model brings them for "attention" and "all", otherwise they are fitted on entering,
             which takes minutes (pass `divisors` of what this yields to use them again). A mapping from site names:
             constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (`matched`
             is then False).
-        tokens: tokens that the first four are measured or fitted on, [batch pos], or a list of rows of their own
-            lengths. None: the prompts that `analyze` measures by default (a bundled model's held-out text, the bundled
-            passages, or sequences sampled from a model without a tokenizer).
+        tokens: tokens that the first three are measured or fitted on, [batch pos], or a list of rows of their own
+            lengths. None: the prompts that `analyze` measures by default (a bundled model's held-out text, or the
+            bundled passages; a model without a tokenizer needs them).
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
-        seed: of resampled sigmas.
         heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
             left at "attention", and means the norms that these blocks' attention reads. `hook_q`, `hook_k`, `hook_v`
             and `hook_z` show the combined values; where grouped queries of one key are edited in part, hook points
@@ -186,11 +176,9 @@ def without(
         ...     loss = model(tokens, return_type="loss")
         >>> done.divisors["blocks.1.ln1"]
     """
-    if isinstance(what, str) and what in RENAMED:  # in 0.2 tables called without "both" so
-        what = VARIANTS[present_name(what, "without")].without
     if not isinstance(what, str) or what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
-    hooked, seed = check_model(model), whole_number(seed, "seed", 0, InterventionError)
+    hooked = check_model(model)
     fitted = isinstance(scale, str) and scale == OPTIMAL
     if fitted and (only is not None or heads is not None):
         raise InterventionError(
@@ -198,7 +186,7 @@ def without(
             "pass constants by site name"
         )
     variant = VARIANT_WITHOUT[what]
-    with exclusive(hooked), suspended(hooked), quiet(hooked):
+    with suspended(hooked), quiet(hooked):
         facts = facts_of_checked(hooked)
         norms = facts.norms()
         by_site = None if heads is None else _of_heads(hooked, norms, heads, sites, only)
@@ -215,7 +203,7 @@ def without(
         prove(facts, chosen, make=make, readers=readers)
         no_ops = why_nothing(facts, chosen, variant)
         with announced("fitting loss-optimal constants: minutes" if fitted else "measuring the constants of norms"):
-            divisors = _divisors(facts, chosen, variant, scale, tokens, seed)
+            divisors = _divisors(facts, chosen, variant, scale, tokens)
     left_out = members(facts.unknown, sites) if isinstance(sites, str) and sites in GROUPS else []
     _warn(hooked, what, chosen, no_ops, left_out)
     positions = Positions()
@@ -232,10 +220,9 @@ def without(
     label = f"without {what!r}"
     edits = [make(VariantEdit(s, variant, divisors.get(s.name), positions, label=label)) for s in chosen]
     matched = not divisors or isinstance(scale, str | Mapping)
-    means = {n: d.sigmas.constant if isinstance(d, Resampled) else d for n, d in divisors.items()}
     pairs = None if isinstance(readers, str) else readers
-    with exclusive(target), installed(target, edits):  # other threads that want the model wait
-        yield Intervention(variant, tuple(s.name for s in chosen), means, matched, no_ops, only, pairs)
+    with installed(target, edits):
+        yield Intervention(variant, tuple(s.name for s in chosen), divisors, matched, no_ops, only, pairs)
 
 
 def _of_heads(
@@ -361,8 +348,7 @@ def _divisors(
     variant: str,
     scale: str | float | Tensor | Mapping[str, object],
     tokens: Rows | None,
-    seed: int,
-) -> Mapping[str, Constant | Resampled]:
+) -> Mapping[str, Constant]:
     """What each of these sites that scales divides by instead of its sigma."""
     model = facts.model
     sites = [s for s in chosen if VARIANTS[variant].takes_scaling(s)]
@@ -374,28 +360,28 @@ def _divisors(
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
 
-    def sigmas() -> dict[str, Sigmas]:
-        return _default_sigmas(facts, sites) if given is None else calibration_sigmas(model, sites, given)
+    def sigmas() -> dict[str, Constant]:
+        return _default_sigmas(facts, sites) if given is None else mean_sigmas(model, sites, given)
 
     try:
         if isinstance(scale, str) and scale == OPTIMAL:
             return _optimal(model, chosen, sites, variant, given) if sites else {}
-        return divisors_of(scale, [s.name for s in sites], sigmas, seed=seed)
+        return divisors_of(scale, [s.name for s in sites], sigmas)
     except ActivationError:
         raise
     except ValueError as error:
         raise InterventionError(str(error)) from None
 
 
-def _default_sigmas(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, Sigmas]:
-    """The sigmas of norms over the model's default prompts; those of all norms are measured, the first time."""
+def _default_sigmas(facts: ModelFacts, sites: Sequence[Site]) -> dict[str, Constant]:
+    """The mean sigmas of norms over the model's default prompts; those of all norms are measured, the first time."""
     model = facts.model
     origin = tokenizer_of(model), bundled_prompts(model)  # what the default prompts are made of
     kept = facts.tried.get(("default sigmas",))
     if kept is None or any(one is not two for one, two in zip(kept[0], origin, strict=True)):
-        kept = origin, calibration_sigmas(model, facts.sites, default_tokens(model))
+        kept = origin, mean_sigmas(model, facts.sites, default_tokens(model))
         facts.tried["default sigmas",] = kept
-    known: dict[str, Sigmas] = kept[1]
+    known: dict[str, Constant] = kept[1]
     return {s.name: known[s.name] for s in sites}
 
 

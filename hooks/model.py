@@ -7,18 +7,14 @@ no model class is imported here.
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from threading import Lock, RLock
 from typing import Any, Protocol, cast, runtime_checkable
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.in_memory import is_hugging_face, wrapped
@@ -188,11 +184,6 @@ def unembedding(model: HookedModel) -> nn.Module | None:
     return child_of(model, "project_out") or child_of(model, "unembed")
 
 
-def attention_output(attn: nn.Module) -> nn.Module:
-    """The module whose output is what attention writes, bias included (a bridge's BERT adds the stream after it)."""
-    return child_of(attn, "o", "hook_out") or attn
-
-
 def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
     """A module's output, a row per position of one prompt after the other, whichever way the world lays it out."""
     value: Tensor = output[0] if isinstance(output, tuple) else output
@@ -325,22 +316,6 @@ def active_dropout(model: HookedModel) -> str:
     return ""
 
 
-_LOGIT_CHANGES = {  # config entries by which logits are capped or scaled, and the value that leaves them alone
-    "output_logits_soft_cap": -1.0, "final_logit_softcapping": 0.0, "logit_scale": 1.0, "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}  # fmt: skip
-
-
-def transformed_logits(model: HookedModel) -> str:
-    """What the model does to W_U's logits (a soft cap, a factor), as its config says it; empty if nothing."""
-    for config in reversed(_configs(model)):
-        for name, plain in _LOGIT_CHANGES.items():
-            value = getattr(config, name, None)
-            if isinstance(value, int | float) and value not in (plain, 0.0):
-                return f"{name} is {value:g}"
-    return ""
-
-
 def logit_factor(model: HookedModel) -> float:
     """What W_U's logits are multiplied by, as the config says it (Granite divides by `logits_scaling`); 1 if nothing is
     said."""
@@ -350,47 +325,6 @@ def logit_factor(model: HookedModel) -> float:
         value = next((v for v in values if isinstance(v, int | float) and v > 0), 1.0)
         factor *= float(value) ** power
     return factor
-
-
-def read_unembedding(
-    model: HookedModel,
-) -> tuple[Float[np.ndarray, "token d_model"], Float64[np.ndarray, " token"] | None] | None:
-    """W_U as a row per token and its bias, float64 (None where there is none); None if the model shows no W_U.
-
-    The rows are the model's own numbers where numpy can show them without a copy (float32 and float64 on the CPU), and
-    not to be written to. Rows past the tokens that are really used (padded vocabularies) are left out where the config
-    tells.
-    """
-    weight, bias = weight_of(model, "W_U"), weight_of(model, "b_U")
-    if weight is None or weight.ndim != 2:
-        return None
-    rows = at_least_float32(weight.cpu()).numpy().T
-    lift = None if bias is None else bias.double().cpu().numpy()
-    size = outputs(model)
-    return rows[:size], None if lift is None else lift[:size]
-
-
-_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # RLocks
-_GUARD = Lock()
-
-
-def _forget_locks() -> None:
-    """Start with new locks in a forked process: the threads that held the old ones do not exist there."""
-    global _LOCKS, _GUARD
-    _LOCKS, _GUARD = WeakKeyDictionary(), Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
-
-
-@contextmanager
-def exclusive(model: object) -> Iterator[None]:
-    """While it lasts no other thread enters it for this model; the same thread may, again."""
-    with _GUARD:
-        lock = _LOCKS.setdefault(cast(nn.Module, model), RLock())
-    with lock:
-        yield
 
 
 def whole_number(value: object, what: str, least: int | None = None, error: type[Exception] = ValueError) -> int:

@@ -28,7 +28,7 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
 from ln_probe.hooks.edits import Positions, installed
-from ln_probe.hooks.model import HookedModel, OneLine, device_of, evaluating, exclusive, vocabulary_size
+from ln_probe.hooks.model import HookedModel, OneLine, device_of, evaluating, vocabulary_size
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.scales import Constant, Divisor, some
@@ -380,7 +380,7 @@ def edited_loss(
     """The summed loss of some prompts under these divisors."""
     positions = Positions()
     edits = [VariantEdit(s, variant, divisors.get(s.name), positions) for s in sites]
-    with exclusive(model), evaluating(model), installed(model, edits):
+    with evaluating(model), installed(model, edits):
         return objective.sums(model(rows, return_type="logits"), rows).sum()
 
 

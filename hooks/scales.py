@@ -6,13 +6,11 @@ position separately for the same reason). Values of `scale=` in `without`:
 
     frozen      the two constants
     uniform     the constant of the other positions everywhere
-    resampled   each token gets the sigma of a calibration token, drawn at random; position 0 of one at position 0
     optimal     two constants that minimize the loss (`ln_probe.hooks.optimal_constants`)
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ from ln_probe.hooks.capture import stream
 from ln_probe.hooks.model import HookedModel, context_length, evaluating, vocabulary_size
 from ln_probe.hooks.norm import Site
 
-SCALES = FROZEN, UNIFORM, RESAMPLED, OPTIMAL = "frozen", "uniform", "resampled", "optimal"
+SCALES = FROZEN, UNIFORM, OPTIMAL = "frozen", "uniform", "optimal"
 _SOON = 0.5  # seconds
 
 
@@ -82,46 +80,6 @@ class Constant:
         return rows
 
 
-@dataclass(frozen=True, eq=False)
-class Sigmas:
-    """The sigmas of one norm over calibration tokens.
-
-    Attributes:
-        first: at position 0; rest: elsewhere (those of position 0, if there are no others).
-    """
-
-    first: Float64[np.ndarray, " _"]
-    rest: Float64[np.ndarray, " _"]
-
-    @property
-    def constant(self) -> Constant:
-        return Constant(float(self.first.mean()), float(self.rest.mean()))
-
-
-class Resampled:
-    """Divisors drawn from calibration tokens: from those at position 0 for position 0, from the others elsewhere."""
-
-    def __init__(self, sigmas: Sigmas, seed: str) -> None:
-        self.sigmas = sigmas
-        self.generator = np.random.default_rng(zlib.crc32(seed.encode()))
-        self.last: tuple[Tensor, Tensor] | None = None  # the last vectors, and the sigmas drawn for them
-
-    def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-        """As `Constant.at`; another draw at every call, but for the same vectors again.
-
-        (HookedTransformer calls a norm once each for queries, keys and values: a token has one sigma for the three.)
-        """
-        if self.last is not None and self.last[0].shape == like.shape and torch.equal(self.last[0], like):
-            return self.last[1]
-        of_first, of_rest = (
-            torch.from_numpy(self.generator.choice(pool, tuple(first.shape)))
-            for pool in (self.sigmas.first, self.sigmas.rest)
-        )
-        drawn = torch.where(first.cpu(), of_first, of_rest).to(like)
-        self.last = like, drawn
-        return drawn
-
-
 @runtime_checkable
 class Divisor(Protocol):
     """What a norm divides by instead of its sigma."""
@@ -129,10 +87,10 @@ class Divisor(Protocol):
     def at(self, first: Bool[Tensor, "*batch 1"], like: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]: ...
 
 
-def calibration_sigmas(
-    model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]
-) -> dict[str, Sigmas]:
-    """The sigmas of each site over the tokens of some prompts; costs one forward pass a prompt.
+def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, Constant]:
+    """Return the mean sigma of each norm over the tokens of some prompts, at position 0 and elsewhere.
+
+    Costs one forward pass a prompt. Without other positions, the mean at position 0 stands for them.
 
     Raises:
         ActivationError: a norm's input or output is not finite.
@@ -151,8 +109,11 @@ def calibration_sigmas(
         for row in prompts:
             length = len(row)
             stream(model, row, sites, on_norm=on_norm)
-    found = {name: (np.concatenate(first[name]), np.concatenate(rest[name])) for name in first if first[name]}
-    return {name: Sigmas(one, others if len(others) else one) for name, (one, others) in found.items()}
+    means: dict[str, Constant] = {}
+    for name in (name for name in first if first[name]):
+        of_first, of_rest = np.concatenate(first[name]), np.concatenate(rest[name])
+        means[name] = Constant(float(of_first.mean()), float((of_rest if len(of_rest) else of_first).mean()))
+    return means
 
 
 @contextmanager
@@ -166,11 +127,6 @@ def announced(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def mean_sigmas(model: HookedModel, sites: Sequence[Site], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, Constant]:
-    """The mean sigma of each site at position 0 and elsewhere; otherwise as `calibration_sigmas`."""
-    return {name: found.constant for name, found in calibration_sigmas(model, sites, prompts).items()}
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -251,15 +207,14 @@ def token_batch(model: HookedModel, tokens: object) -> Int[Tensor, "batch pos"]:
 
 
 def divisors_of(
-    scale: object, names: Sequence[str], sigmas: Callable[[], Mapping[str, Sigmas]], *, seed: int = 0
-) -> Mapping[str, Constant | Resampled]:
-    """What each of these norms divides by; `sigmas` are measured if `scale` needs them.
+    scale: object, names: Sequence[str], sigmas: Callable[[], Mapping[str, Constant]]
+) -> dict[str, Constant]:
+    """Return what each of these norms divides by; `sigmas` are measured if `scale` needs them.
 
     Args:
         scale: one of SCALES but OPTIMAL, a number, or constants by name (as `Constant.of` takes them).
         names: of the norms.
-        sigmas: measures the sigmas of these norms.
-        seed: of resampled sigmas.
+        sigmas: measures the mean sigmas of these norms.
 
     Raises:
         ValueError: something else; a name is missing, or a divisor is no positive finite number.
@@ -267,10 +222,7 @@ def divisors_of(
     found: dict[str, Constant] = {}
     if isinstance(scale, str) and scale in SCALES:
         measured = sigmas() if names else {}
-        if scale == RESAMPLED:
-            return {n: Resampled(measured[n], f"{seed}/{n}") for n in names}
-        constants = {n: measured[n].constant for n in names}
-        found = constants if scale == FROZEN else {n: c.uniform for n, c in constants.items()}
+        found = {n: measured[n] if scale == FROZEN else measured[n].uniform for n in names}
     elif isinstance(scale, Mapping):
         if missing := [n for n in names if n not in scale]:
             raise ValueError(f"scale has no entry for {some(missing)}")

@@ -410,22 +410,6 @@ class Cover:
         finally:
             self._show(self._usual)
 
-    @contextmanager
-    def noting(self) -> Iterator[list[str]]:
-        """List what the block leaves on the model, and undo it at its end; other threads are not checked."""
-        left: list[str] = []
-        if threading.current_thread() is not self._owner:
-            yield left
-            return
-        added, self._added, settings, self._torch = self._added, [], self._torch, _settings_of_torch()
-        try:
-            yield left
-        finally:
-            left += self.left()
-            if left:
-                self.undo()
-            self._added, self._torch = added, settings
-
     def adding(self, hooks: _Guarded, key: int) -> None:
         """Note that a hook is added.
 

@@ -33,7 +33,6 @@ from ln_probe.hooks.model import (
     check_model,
     child_of,
     evaluating,
-    exclusive,
     hooks_on,
     n_layers,
     plain_path,
@@ -450,7 +449,7 @@ def facts_of(model: object, *, checksums: bool = True) -> ModelFacts:
 def facts_of_checked(hooked: HookedModel, *, checksums: bool = True) -> ModelFacts:
     """`facts_of` a model that `check_model` has returned."""
     module, attributes = cast(nn.Module, hooked), vars(hooked)
-    with exclusive(hooked), _as_it_is(hooked):
+    with _as_it_is(hooked):
         kept: _Kept | None = attributes.get(_KEPT)
         weights = _weights(module)
         if kept is not None and kept.layout == _layout(module, weights):

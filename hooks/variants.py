@@ -1,59 +1,39 @@
-"""Variants: norms with a term removed, or replaced by something else.
+"""Variants: norms with a term removed.
 
     intact           Px / sigma
-    no_scaling       Px / c           c = the site's mean sigma over other prompts: two numbers, one for position 0
+    no_scaling       Px / c           c = the norm's mean sigma over other prompts: two numbers, one for position 0
     no_projection     x / sigma(Px)   1/√(1 - mean_share) times as long as intact
     both_removed      x / c
 
-before gain and bias. Everything that measures, draws or describes variants iterates over the registry `VARIANTS`.
+before gain and bias. Everything that measures, draws or describes variants iterates over `VARIANTS`.
 `VariantEdit` gives a norm one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ln_probe.hooks.deprecation import deprecated
 from ln_probe.hooks.edits import Edit, Positions, held
 from ln_probe.hooks.model import at_least_float32
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.scales import Divisor
 
-# From a site, its input and the constant that replaces sigma (None where the norm does not scale, or the variant does
-# not remove scaling) to the norm's output before gain and bias.
-Transform = Callable[[Site, Tensor, float | Tensor | None], Tensor]
-
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to change what a norm computes.
+    """A norm with some of its terms removed.
 
     Attributes:
-        name: in tables and on the command line.
+        name: in tables.
         removes: the terms of the norm that it removes: "scaling", "projection", both or none.
-        label: in legends.
+        label: in legends and sentences ("scaling frozen").
         color, marker: in pictures, as matplotlib takes them.
-        wording: how a sentence about it begins ("Freezing scaling").
-        state: what the norm is then ("scaling frozen").
-        transform: what the norm computes instead, before gain and bias: from the site, its input (mean included) and
-            the constant that replaces sigma, None unless "scaling" is removed and the norm scales.
-            `site.normalize(x, divisor=c)` is the norm's own with that constant. None: the norm without the terms that
-            are removed.
-        without: what `ln_probe.hooks.without` calls it; empty: nothing.
-        primary: whether its contrasts on the primary sites are fixed before the data. All others are exploratory.
-        standard: whether it is one of the four that ln_probe began with; no other is, in this file or elsewhere. The
-            others never change a number of these: their contrasts form separate families, and they have no say in
-            which heads and keys are measured.
-
-    Example:
-        >>> register(Variant("my_tanh", frozenset({"scaling"}), "tanh", "#000000", "x", "Replacing norms by tanh",
-        ...     "norm replaced by tanh", transform=lambda site, x, c: torch.tanh(site.normalize(x, divisor=c))))
+        wording: the beginning of a sentence about it ("Freezing scaling").
     """
 
     name: str
@@ -62,21 +42,21 @@ class Variant:
     color: str
     marker: str
     wording: str
-    state: str
-    transform: Transform | None = None
-    without: str = ""
-    primary: bool = False
-    standard: bool = False
 
     @property
     def is_edit(self) -> bool:
         """Whether it changes anything at all."""
-        return bool(self.removes) or self.transform is not None
+        return bool(self.removes)
 
     @property
     def is_combined(self) -> bool:
-        """Whether it removes several terms at once and does nothing else."""
-        return self.transform is None and len(self.removes) > 1
+        """Whether it removes several terms at once."""
+        return len(self.removes) > 1
+
+    @property
+    def primary(self) -> bool:
+        """Whether its contrasts on the primary sites are fixed before the data. All others are exploratory."""
+        return len(self.removes) == 1
 
     @property
     def freezes_scaling(self) -> bool:
@@ -84,106 +64,47 @@ class Variant:
         return "scaling" in self.removes
 
     def effect(self, site: Site) -> frozenset[str]:
-        """What it changes at one norm: the terms that it removes and the norm has, or its own transform.
+        """Return the terms that it removes and the norm has.
 
         Two variants with the same effect are the same computation.
         """
-        if self.transform is not None:
-            return frozenset() if site.stands_in else frozenset({self.name})
         has = {"scaling": site.scales, "projection": site.projects}
         return frozenset(term for term in self.removes if has[term])
 
     def takes_scaling(self, site: Site) -> bool:
-        """Whether it replaces this site's sigma by a constant."""
+        """Return whether it replaces this norm's sigma by a constant."""
         return site.scales and "scaling" in self.removes
 
     def takes_projection(self, site: Site) -> bool:
-        """Whether it leaves this site's mean component in, and does nothing else to it."""
-        return self.transform is None and site.projects and "projection" in self.removes
+        """Return whether it leaves this norm's mean component in."""
+        return site.projects and "projection" in self.removes
 
 
-# Names of variants in ln_probe 0.2, and those of today.
-RENAMED = {"neither": "both_removed"}
-# All variants by name, in the order of tables and pictures; and their names by what `without` calls them.
-VARIANTS: dict[str, Variant] = {}
-VARIANT_WITHOUT: dict[str, str] = {}
-
-
-def register(variant: Variant) -> Variant:
-    """Add a variant to everything that is measured from now on.
-
-    Raises:
-        ValueError: there is a variant of that name, or one that `without` calls the same.
-    """
-    if variant.name in VARIANTS:
-        raise ValueError(f"there is a variant {variant.name!r} already: give yours another name")
-    if variant.without in VARIANT_WITHOUT:
-        raise ValueError(f"without(model, {variant.without!r}) is a variant already: call yours something else there")
-    VARIANTS[variant.name] = variant
-    if variant.without:
-        VARIANT_WITHOUT[variant.without] = variant.name
-    return variant
-
-
-def _standard(
-    name: str, removes: Iterable[str], color: str, marker: str, wording: str, state: str, **more: Any
-) -> Variant:
-    return register(Variant(name, frozenset(removes), state, color, marker, wording, state, standard=True, **more))
-
-
-INTACT = _standard("intact", [], "#0072b2", "o", "", "intact")
-SCALING_FROZEN = _standard(
-    "no_scaling", ["scaling"], "#d55e00", "s", "Freezing scaling", "scaling frozen", without="scaling", primary=True
+_BOTH = frozenset({"scaling", "projection"})
+INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED = _TABLE = (
+    Variant("intact", frozenset(), "intact", "#0072b2", "o", ""),
+    Variant("no_scaling", frozenset({"scaling"}), "scaling frozen", "#d55e00", "s", "Freezing scaling"),
+    Variant("no_projection", frozenset({"projection"}), "projection removed", "#009e73", "^", "Removing projection"),
+    Variant("both_removed", _BOTH, "both removed", "#cc79a7", "D", "Freezing scaling and removing projection"),
 )
-PROJECTION_REMOVED = _standard(
-    "no_projection",
-    ["projection"],
-    "#009e73",
-    "^",
-    "Removing projection",
-    "projection removed",
-    without="projection",
-    primary=True,
-)
-BOTH_REMOVED = _standard(
-    "both_removed",
-    ["scaling", "projection"],
-    "#cc79a7",
-    "D",
-    "Freezing scaling and removing projection",
-    "both removed",
-    without="both",
-)
+# By name, in the order of tables and pictures; and names by what `without` calls them.
+VARIANTS = {variant.name: variant for variant in _TABLE}
+VARIANT_WITHOUT = {"scaling": "no_scaling", "projection": "no_projection", "both": "both_removed"}
 
 
-def present_name(name: str, place: str) -> str:
-    """The name of a variant today; of another text, that text.
-
-    Args:
-        name: what may be a name of ln_probe 0.2.
-        place: where it was found, for the warning.
-
-    Warns:
-        DeprecationWarning: the variant has been renamed.
-    """
-    if name in RENAMED:
-        deprecated(f"the variant {name!r} ({place})", repr(RENAMED[name]), "1.0", "2.0", level=2)
-    return RENAMED.get(name, name)
-
-
-def edits_of_norms(*, standard: bool | None = None) -> list[Variant]:
-    """The variants that change something; `standard`: only ln_probe's own, or only the others."""
-    return [v for v in VARIANTS.values() if v.is_edit and standard in (None, v.standard)]
+def edits_of_norms() -> list[Variant]:
+    """Return the variants that change something."""
+    return [v for v in VARIANTS.values() if v.is_edit]
 
 
 def primary_variants() -> list[Variant]:
-    """The variants whose contrasts on the primary sites are fixed before the data."""
+    """Return the variants whose contrasts on the primary sites are fixed before the data."""
     return [v for v in VARIANTS.values() if v.primary]
 
 
 def frozen_scaling(variants: Iterable[str]) -> list[bool]:
-    """Which of these variants, by name, replace sigma by a constant; one that is not registered does not."""
-    return [name in VARIANTS and VARIANTS[name].freezes_scaling for name in variants]
+    """Return which of these variants, by name, replace sigma by a constant."""
+    return [VARIANTS[name].freezes_scaling for name in variants]
 
 
 def normalized(
@@ -200,8 +121,6 @@ def normalized(
     chosen = VARIANTS[variant]
     frozen = chosen.takes_scaling(site)
     assert not frozen or constant is not None
-    if chosen.transform is not None:
-        return chosen.transform(site, x, constant if frozen else None)
     return site.normalize(x, keep_mean=chosen.takes_projection(site), divisor=constant if frozen else sigma)
 
 
@@ -221,7 +140,7 @@ def changed_output(
     nothing changes, rounding included.
     """
     wide, chosen = at_least_float32(x), VARIANTS[variant]
-    if chosen.transform is not None or chosen.takes_scaling(site):
+    if chosen.takes_scaling(site):
         return site.affine(normalized(site, variant, wide, constant), live=True).to(y.dtype)
     if not chosen.takes_projection(site):
         return y
@@ -247,7 +166,6 @@ class VariantEdit(Edit):
         super().__init__(site, self._change, label or variant, where)
         self.variant, self.where = variant, where
         self.replaced = replaced if VARIANTS[variant].takes_scaling(site) else None
-        self.divides = VARIANTS[variant].transform is None or self.replaced is not None
 
     def _rows(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"] | None:
         if self.replaced is None:
@@ -289,7 +207,7 @@ def no_op(site: Site, variant: str) -> str:
         return f"{site.kind}: no norm that ln_probe knows, so no term can be taken away"
     if chosen.is_edit and site.bare:
         return "no norm: attention reads the stream itself"
-    if not chosen.is_edit or chosen.transform is not None:
+    if not chosen.is_edit:
         return ""
     reasons = []
     if "projection" in chosen.removes:

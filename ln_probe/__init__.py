@@ -8,11 +8,7 @@ Names resolve on first use (PEP 562), so that ``import ln_probe`` stays cheap; `
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,12 +19,10 @@ if TYPE_CHECKING:
     from ln_probe.analyses.probes.outliers import outlier_tokens
     from ln_probe.comparison import Comparison, compare
     from ln_probe.measure import analyze, freezing_cost, norm_constants
-    from ln_probe.models import bundled_models, load_model, source_of
-    from ln_probe.notebook import explore
-    from ln_probe.prompt_sources import sampled_prompts
+    from ln_probe.models import bundled_models, load_model
     from ln_probe.report import Report, load_report
 
-__version__ = "1.0.0"
+__version__ = "0.1.0"
 
 _HOME = {
     "Comparison": "ln_probe.comparison",
@@ -38,18 +32,13 @@ _HOME = {
     "analyze": "ln_probe.measure",
     "bundled_models": "ln_probe.models",
     "compare": "ln_probe.comparison",
-    "explore": "ln_probe.notebook",
     "freezing_cost": "ln_probe.measure",
     "key_geometry": "ln_probe.analyses.geometry.api",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.report",
     "norm_constants": "ln_probe.measure",
     "outlier_tokens": "ln_probe.analyses.probes.outliers",
-    "sampled_prompts": "ln_probe.prompt_sources",
-    "source_of": "ln_probe.models",
 }
-# Public names of 0.2 and their new names; removed in 2.0.
-_RENAMED = {"constants": "norm_constants", "sampled": "sampled_prompts"}
 _SUBPACKAGES = ("analyses", "hooks")
 
 __all__ = [
@@ -62,7 +51,6 @@ __all__ = [
     "attribute_scores",
     "bundled_models",
     "compare",
-    "explore",
     "freezing_cost",
     "hooks",
     "key_geometry",
@@ -70,8 +58,6 @@ __all__ = [
     "load_report",
     "norm_constants",
     "outlier_tokens",
-    "sampled_prompts",
-    "source_of",
 ]
 
 
@@ -80,46 +66,8 @@ def __getattr__(name: str) -> object:
         return import_module(f"ln_probe.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    if name in _RENAMED:
-        from ln_probe.hooks.deprecation import deprecated
-
-        deprecated(f"ln_probe.{name}", f"ln_probe.{_RENAMED[name]}", "1.0", "2.0")
-        return __getattr__(_RENAMED[name])
     raise AttributeError(f"module 'ln_probe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-# Public modules of 0.2 and their new names; removed in 2.0.
-_MOVED = {
-    "prompting": {"prompts": "ln_probe.prompts"},
-    "render": {
-        **dict.fromkeys(("drawing", "effects", "figures", "norm_geometry"), "ln_probe.page.figures"),
-        "heads": "ln_probe.page.heads",
-    },
-    "reporting": {"token_places": "ln_probe.exhibits"},
-}
-
-
-class _MovedModules(MetaPathFinder, Loader):
-    """Import a moved module under its old name, with a DeprecationWarning."""
-
-    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        folder, _, module = fullname.removeprefix("ln_probe.").partition(".")
-        if not fullname.startswith("ln_probe.") or folder not in _MOVED or (module and module not in _MOVED[folder]):
-            return None
-        return ModuleSpec(fullname, self, is_package=not module)
-
-    def exec_module(self, module: ModuleType) -> None:
-        _, folder, *name = module.__name__.split(".")
-        if name:
-            from ln_probe.hooks.deprecation import deprecated
-
-            instead = _MOVED[folder][name[0]]
-            deprecated(module.__name__, instead, "1.0", "2.0", level=5)
-            sys.modules[module.__name__] = import_module(instead)
-
-
-sys.meta_path.insert(0, _MovedModules())

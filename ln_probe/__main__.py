@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
+import signal
 
 
 def main() -> None:
-    """Run the command. Ctrl-C while its modules are imported ends it with a message, too."""
-    # Threads wait asleep. Those that wait spinning take, beside other processes, the time that a working one needs. On
-    # idle cores both are as fast. (Read once, when torch is imported.)
+    """Run the command line; SIGTERM, which Slurm sends before a job's time is over, ends it as Ctrl-C does."""
+    # Threads wait asleep: those that spin take the time of other processes. Torch reads this when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        from ln_probe.analyses.processes import stop_on_signals
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from ln_probe.cli import app
 
-        stop_on_signals()
-        from ln_probe.cli import main as command
-    except KeyboardInterrupt as stop:
-        print(f"ln-probe: {getattr(stop, 'message', 'stopped')}", file=sys.stderr)
-        sys.exit(getattr(stop, "status", 130))
-    command()
+    app()
 
 
 if __name__ == "__main__":

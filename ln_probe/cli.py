@@ -1,78 +1,55 @@
-"""The command line, `ln-probe report | freezing-cost | plan | merge | models | lab | env`.
+"""The command line: `ln-probe report | freezing-cost | models | lab | env`.
 
-Heavy imports happen inside the commands.
+Heavy imports happen inside the commands, after their arguments have been checked.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import signal
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import typer.core
 
-from ln_probe.analyses.files import Undo, temporary_folder
-from ln_probe.analyses.processes import check_stopped
-from ln_probe.analyses.text import counted, encodable
-from ln_probe.batch import exits
-from ln_probe.batch.exits import DONE, SOME_FAILED, refuse, refusing, writable
-from ln_probe.batch.options import (
-    LARGEST,
-    REPORTS,
-    Execution,
-    MeasureOptions,
-    Out,
-    Output,
-    ReportOptions,
-    Workers,
-    asked,
-    check_labels,
-    check_values,
-    count_option,
-    run_of,
-    takes,
-    typed_path,
-)
+from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT, listing
+from ln_probe.analyses.text import whole_number
+from ln_probe.models import bundled_models
 
 if TYPE_CHECKING:
-    from ln_probe.batch.downloads import Downloads
-    from ln_probe.batch.pool import Display, Engine, Schedule
-    from ln_probe.batch.run import Claimed, Run, Slice, Unit
-    from ln_probe.batch.suite import Target
+    from collections.abc import Iterable
+
+    from ln_probe.batch import Target
+
+SOME_FAILED, BAD_ARGUMENTS, STOPPED = 1, 2, 130  # exit statuses
+MAX_SEEDS = 10_000
+MAX_LAYERS = 10_000  # the deepest language models have some hundreds
+
+
+class ArgumentError(typer.TyperException):
+    """An argument that the command cannot be run with."""
+
+    exit_code = BAD_ARGUMENTS
 
 
 class _Commands(typer.core.TyperGroup):
-    """All commands: stopped by a signal, each says how to resume; an unknown one is answered with those that exist."""
+    """Commands whose errors are one line each."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in self.commands:
-            ctx.fail(f"No such command {args[0]!r}: choose from {', '.join(self.commands)}.")
-        return super().resolve_command(ctx, args)
-
-    def main(self, *args: Any, **given: Any) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command and exit with its status."""
         try:
-            try:
-                return super().main(*args, **given)
-            except SystemExit as end:
-                cause = end.__context__.__cause__ if end.__context__ else None
-                if isinstance(cause, KeyboardInterrupt):  # typer's answer is 130, without a word
-                    raise cause from None
-                raise
-            except Exception:
-                check_stopped()  # a module that was interrupted while it was imported raises anything
-                raise
-        except KeyboardInterrupt as stop:
-            sys.exit(exits.interrupted(stop))
+            status = super().main(*args, **{**options, "standalone_mode": False})
+        except typer.TyperException as error:
+            typer.echo(f"ln-probe: {' '.join(error.format_message().split())}", err=True)
+            sys.exit(error.exit_code)
+        if status == STOPPED:
+            typer.echo("ln-probe: stopped; repeat the command to resume", err=True)
+        sys.exit(status or 0)
 
 
 app = typer.Typer(
@@ -82,452 +59,362 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-lab = typer.Typer(
-    cls=_Commands, help="From-scratch experiments, published figures beside their own.", no_args_is_help=True
-)
+lab = typer.Typer(help="Experiments that train small models from scratch.", no_args_is_help=True)
 app.add_typer(lab, name="lab")
 
 
-def main() -> None:
-    """The command, with a last word for what nothing else has caught."""
-    try:
-        app()
-    except (SystemExit, GeneratorExit):
-        raise
-    except KeyboardInterrupt as stop:
-        sys.exit(exits.interrupted(stop))
-    except BaseException as error:  # a tokenizer written in Rust raises PanicException, which is no Exception
-        if os.environ.get(exits.TRACEBACK):
-            raise
-        typer.echo(f"ln-probe: {exits.last_words(error)}", err=True)
-        sys.exit(SOME_FAILED)
-    finally:  # from here on there is nothing left to save
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _file(text: str) -> Path:
+    """Return the absolute path of a file that exists."""
+    path = Path(text).expanduser().absolute()
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no file {text!r}")
+    return path
+
+
+def _file_or_folder(text: str) -> Path:
+    path = Path(text).expanduser().absolute()
+    if not text or not path.exists():
+        raise typer.BadParameter(f"there is no file or folder {text!r}")
+    return path
+
+
+def _probes(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in BUILT_IN:
+            raise typer.BadParameter(f"there is no probe {name!r}: {_suggestion(name, BUILT_IN)}")
+    return names
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Return the layers of a list such as 0,3-5, in order."""
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        start, end = whole_number(first), whole_number(last if dash else first)
+        if start is None or end is None or not start <= end < MAX_LAYERS:
+            raise typer.BadParameter(f"{text!r:.60} is no list of layers such as 0,3-5")
+        layers.update(range(start, end + 1))
+    return tuple(sorted(layers))
+
+
+def _loss(text: str) -> str:
+    module, _, function = text.partition(":")
+    if not (module and function):
+        raise typer.BadParameter(f"{text!r} is not written MODULE:FUNCTION")
+    return text
+
+
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    """Return what to write instead of an unknown name."""
+    known = list(names)
+    close = get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
+
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(parser=_file, metavar="FILE", help="A .txt (a prompt per paragraph) or .jsonl; default: bundled."),
+]
+MaxPrompts = Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Longer prompts are cut.")]
+Groups = Annotated[
+    Path | None,
+    typer.Option(parser=_file, metavar="FILE", help="A label per prompt, one a line: equal labels form one group."),
+]
+Loss = Annotated[
+    str | None,
+    typer.Option(parser=_loss, metavar="MODULE:FUNCTION", help="Another loss: (output, tokens) -> loss per prompt."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")]
+Dtype = Annotated[Literal["float32", "float64", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read .bin and .pt weights (weights_only).")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 
 @app.callback(invoke_without_command=True)
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
-) -> None:
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
     if version:
         import ln_probe
 
         typer.echo(f"ln-probe {ln_probe.__version__}")
-        raise typer.Exit(DONE)
+        raise typer.Exit
 
 
 @app.command()
-def models(
-    bundled: Annotated[bool, typer.Option("--bundled", help="Only the bundled ones, one a line.")] = False,
-) -> None:
-    """List models you can load: the bundled checkpoints, and what else `report` takes."""
-    import ln_probe
-
-    names = ln_probe.bundled_models()
-    if bundled:
-        typer.echo("\n".join(names))
-        return
-    typer.echo("bundled (each is one trained model; other seeds may differ):\n" + "\n".join(f"  {n}" for n in names))
-    typer.echo(
-        _between_words(
-            "by hub name (needs a network or a filled cache):\n"
-            "  gpt2, gpt2-medium, …   pythia-70m, pythia-160m, … (--revision step1000)   opt-125m   gpt-neo-125M\n"
-            "  any owner/name of a GPT-2, GPT-NeoX, OPT, GPT-Neo, Llama-family or Gemma checkpoint\n"
-            "from disk:\n  a Hugging Face folder, a .gguf file, a lab run's folder"
-        )
+def models() -> None:
+    """List the models that can be loaded."""
+    typer.echo("bundled (each is one trained model; other seeds may differ):")
+    typer.echo("\n".join(f"  {name}" for name in bundled_models()))
+    _echo_wrapped(
+        "from the hub (needs a network or a filled cache):\n"
+        "  gpt2, gpt2-medium, …   pythia-70m, pythia-160m, … (pythia-70m@step1000)   opt-125m   gpt-neo-125M\n"
+        "  any owner/name of a GPT-2, GPT-NeoX, OPT, GPT-Neo, Llama-family or Gemma checkpoint\n"
+        "from disk:\n  a Hugging Face folder, a .gguf file, a lab run's folder"
     )
 
 
 @app.command()
-@takes
 def report(
-    *,
-    options: ReportOptions,
-    execution: Execution,
-    workers: Workers = None,
-    out: Out = REPORTS,
-    output: Output,
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGETS]…",
+            help="Names, NAME@REVISION, or paths. None: rebuild the index of --out if it holds reports, else measure "
+            "the bundled models.",
+        ),
+    ] = None,
+    from_file: Annotated[
+        Path | None, typer.Option("--from", parser=_file, metavar="FILE", help="More targets, one a line.")
+    ] = None,
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="STEPS", help="Training steps of each target: 0,1000,… or all.")
+    ] = None,
+    prompts: Prompts = None,
+    max_prompts: MaxPrompts = None,
+    max_tokens: MaxTokens = 512,
+    groups: Groups = None,
+    loss: Loss = None,
+    probes: Annotated[
+        Any, typer.Option(parser=_probes, metavar="NAMES", help=f"Separated by commas; default: all. {listing()}.")
+    ] = None,
+    layers: Annotated[Any, typer.Option(parser=_layers, metavar="LAYERS", help="Such as 0,3-5; default: all.")] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            parser=_file_or_folder,
+            metavar="FILE",
+            help="For a model without one: a tokenizer's folder, or its token strings (JSON, or one a line).",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A folder per report, and index.html.")] = Path("reports"),
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Checkpoints measured side by side, a process each; default: one per processor, at most 4."
+        ),
+    ] = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Processes here, or a Ray cluster that shares --out.")
+    ] = "local",
+    device: Device = None,
+    dtype: Dtype = None,
+    allow_pickle: AllowPickle = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace reports of other weights or settings.")
+    ] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """One folder per checkpoint (OUT/<name>/) and OUT/index.html. Re-run the same command to resume."""
-    from filelock import FileLock
+    """Write a report on each checkpoint and an index; repeat the command to resume.
 
-    from ln_probe.batch.downloads import bytes_of
-    from ln_probe.batch.run import WORK_FOLDER, BusyError, Slice, claim, kept, locked
+    A report that is there, of the same weights and settings, is skipped.
+    """
+    from ln_probe import batch
+    from ln_probe.analyses.progress import ProgressLine
 
-    if execution.engine not in ("local", "ray"):
-        raise refuse(f"--engine must be one of local, ray, got {execution.engine!r}")
-    with refusing(ValueError):
-        bound = None if execution.disk is None else bytes_of(execution.disk)
-        part = None if execution.unit is None else Slice.parse(execution.unit)
-    if execution.engine != "ray" and (execution.address is not None or execution.gpus):
-        raise refuse("--address and --gpus are about a Ray cluster: add --engine ray, or leave them out")
-    if part is not None and execution.fresh:
-        raise refuse("--fresh would delete what other slices have done: delete the folder instead")
-    if execution.dry_run:
-        estimate(options, workers, out, output, bound)
-    settings, targets = asked(options, out, bound, quiet=output.quiet)
-    if all(t.error for t in targets):
-        if output.as_json:
-            print_json(index=None, models=[_row(t, error=t.error, page=None) for t in targets])
-        for target in () if output.as_json else targets:
-            typer.echo(f"{target.label}: failed: {target.error}", err=True)
+    try:
+        names = [*(targets or ()), *_listed(from_file)]
+        if not names and any(out.glob("*/report.json")):
+            typer.echo(f"{_index(out)} (nothing was measured: name a model for that)")
+            return
+        chosen = [batch.Target.parse(name) for name in names or bundled_models()]
+        for target in chosen:
+            _check(target)
+        if checkpoints is not None:
+            chosen = [step for target in chosen for step in target.at_steps(checkpoints)]
+        settings = batch.Settings(
+            prompts=prompts,
+            max_prompts=max_prompts,
+            max_tokens=max_tokens,
+            groups=groups,
+            loss=loss,
+            probes=probes or DEFAULT,
+            layers=layers,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            device=device,
+            allow_pickle=allow_pickle,
+            overwrite=overwrite,
+            progress=not quiet and len(chosen) == 1,
+        )
+        failures = dict[str, str]()
+        with batch.locked(chosen, out), ProgressLine(quiet=quiet):
+            if engine == "ray":
+                outcomes = batch.ray_outcomes(chosen, settings, out, workers)
+            else:
+                outcomes = batch.local_outcomes(chosen, settings, out, workers or batch.default_workers(chosen, device))
+            for outcome in outcomes:
+                if outcome.error:
+                    failures[str(outcome.target)] = outcome.error
+                result = outcome.error or ("already there" if outcome.skipped else "done")
+                typer.echo(f"{outcome.target}: {result}", err=True)
+            typer.echo(f"{_index(out, failures)}: {len(chosen) - len(failures)} of {len(chosen)} reports")
+    except batch.BatchError as error:
+        raise ArgumentError(str(error)) from error
+    except OSError as error:
+        raise ArgumentError(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
+    if failures:
         raise typer.Exit(SOME_FAILED)
-    if execution.engine == "ray":
-        from ln_probe.batch.ray_pool import RayError, connect
 
-        with refusing(RayError):  # nothing is written before
-            connect(execution.address, execution.gpus)
-    undo = Undo(out, out / WORK_FOLDER)
-    with ExitStack() as lock:
-        try:
-            lock.enter_context(locked(out, part))
-            with FileLock(out / WORK_FOLDER / "claim.lock"):  # slices that start together read the prompts in turn
-                run = run_of(options, settings, out, out / WORK_FOLDER / "corpus")
-                claimed = claim(run, targets, fresh=execution.fresh)
-        except BusyError as error:
-            undo(lambda path: part is None or not path.name.startswith(part.lock))
-            raise refuse(str(error)) from error
-        except (OSError, ValueError) as error:
-            lock.close()
-            with suppress(BusyError), locked(out):  # else other slices are at work
-                undo(kept(out, part))
-            if isinstance(error, ValueError | FileNotFoundError | ConnectionError):
-                raise refuse(str(error)) from error
-            raise refuse(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
-        carry_out(run, claimed, execution, workers, part, output, bound)
+
+def _listed(path: Path | None) -> list[str]:
+    """Return the targets in a file: one a line, without empty lines and comments (#)."""
+    if path is None:
+        return []
+    lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    if not any(lines):
+        raise ArgumentError(f"--from {path} names no model")
+    return [line for line in lines if line]
+
+
+def _check(target: Target) -> None:
+    """Raise ArgumentError for a name that is no model's, as far as that is known without a network."""
+    from ln_probe.models import kind_of
+
+    try:
+        kind = kind_of(target.name, Path(target.name).expanduser())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(str(error)) from error
+    if kind == "hub" and "/" not in target.name and (close := get_close_matches(target.name, bundled_models(), n=2)):
+        raise ArgumentError(f"no model is called {target.name!r}: did you mean {' or '.join(close)}?")
+
+
+def _index(out: Path, failures: dict[str, str] | None = None) -> Path:
+    from ln_probe.page.index import write_index
+
+    return write_index(out, failures or {})
 
 
 @app.command("freezing-cost")
-@takes
 def freezing_cost(
-    *,
-    name: Annotated[str, typer.Argument(metavar="MODEL", help="A name, name@revision, or a path.")],
-    options: MeasureOptions,
-    output: Output,
+    model: Annotated[str, typer.Argument(help="A name, NAME@REVISION, or a path.")],
+    prompts: Prompts = None,
+    max_prompts: MaxPrompts = None,
+    max_tokens: MaxTokens = 512,
+    groups: Groups = None,
+    loss: Loss = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    allow_pickle: AllowPickle = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a script.")] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """The first number of a report alone, in a minute: how much freezing scaling raises the loss, with its CI."""
+    """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
+    from ln_probe import batch
+
+    try:
+        target = batch.Target.parse(model)
+        _check(target)
+    except batch.BatchError as error:
+        raise ArgumentError(str(error)) from error
     import ln_probe
-    from ln_probe.batch.suite import suite
-    from ln_probe.prompt_sources import prompts_named
-    from ln_probe.prompts import make_prompts
     from ln_probe.settings import read_groups
 
-    with refusing(OSError, ValueError):
-        check_values(options)
-        (target,) = suite([name], None, options.revision, allow_pickle=options.allow_pickle)
-        prompts, count = prompts_named(options.prompts, options.max_prompts)
-        check_labels(options.groups, count)
-        groups = None if options.groups is None else read_groups(options.groups)
-    measuring: dict[str, Any] = {"prompts": prompts, "groups": groups}
-    measuring |= {name: getattr(options, name) for name in ("calibration", "loss", "max_tokens", "seed")}
-    loading = {name: getattr(options, name) for name in ("device", "dtype", "allow_pickle")}
-    why = target.error
     try:
-        if not why:
-            model: Any = ln_probe.load_model(target.name, revision=target.revision, **loading)
-            if options.prompts is None and (most := options.max_prompts) is not None:
-                measuring["prompts"] = make_prompts(model, max_tokens=options.max_tokens, seed=options.seed, most=most)
-            cost = ln_probe.freezing_cost(model, **measuring, progress=not output.quiet)
-    except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
-        why = exits.why_failed(error)
-    if why:
-        typer.echo(f"{target.label}: failed: {why}", err=True)
-        raise typer.Exit(SOME_FAILED)
-    if output.as_json:
-        print_json(model=target.label, **cost.plain)
-    else:
-        typer.echo(f"{target.label}: {cost}")
-
-
-@app.command()
-@takes
-def plan(*, options: ReportOptions, workers: Workers = None, out: Out = REPORTS, output: Output) -> None:
-    """The work units of a report and what they are expected to cost; nothing is loaded or written."""
-    estimate(options, workers, out, output)
-
-
-@app.command()
-@takes
-def merge(
-    *,
-    folder: Annotated[Path, typer.Argument(parser=typed_path, metavar="DIR", help="The --out of the slices.")],
-    workers: Workers = None,
-    output: Output,
-) -> None:
-    """Join the slices made with `report --unit K/N` into reports and an index."""
-    from ln_probe.batch.pool import Display, Schedule, remains
-    from ln_probe.batch.run import BusyError, locked, reopen
-
-    with refusing(FileNotFoundError, ValueError):
-        run, targets = reopen(folder)
-        writable(folder)
-    display = Display(len(targets), quiet=output.quiet)
-    with refusing(BusyError), locked(folder), display:
-        todo = remains(run, targets, display)
-        missing = {t: f"{_names(units)} missing: run its slice again" for t, units in todo.items() if units}
-        for target, why in missing.items():
-            display.say(f"{target.label}: {why}")
-        schedule = Schedule({t: () for t in todo if t not in missing}, missing)
-        work(run, schedule, display, Execution(), workers)
-        end(run, targets, schedule.errors, output)
-
-
-def _names(units: Sequence[Unit]) -> str:
-    shown = ", ".join(map(str, units[:3]))
-    return f"{len(units)} unit{'s' * (len(units) > 1)} ({shown}{', …' * (len(units) > 3)})"
-
-
-def estimate(
-    options: ReportOptions, workers: int | None, out: Path, output: Output, disk: int | None = None
-) -> NoReturn:
-    """Print what a report is expected to cost, and exit."""
-    from ln_probe.batch.cost import cost, cost_table, default_workers, prompt_lengths
-
-    settings, targets = asked(options, out, disk, quiet=output.quiet)
-    with temporary_folder() as scratch:
-        with refusing(FileNotFoundError, ValueError, ConnectionError):
-            run = run_of(options, settings, out, scratch)
-        lengths = prompt_lengths(run.corpus, scratch / run.corpus.name)
-    count = workers or default_workers(run, targets)
-    costs = {t: None if t.error else cost(run, t, lengths) for t in targets}
-    there = {t: 0 if t.error else sum(run.path(t, u).is_file() for u in run.units()) for t in targets}
-    if output.as_json:
-        rows = [
-            _row(t, error=t.error or None, folder=str(out / t.folder), units_there=there[t])
-            | {k: None if v != v else v for k, v in ({} if c is None else asdict(c)).items()}
-            for t, c in costs.items()
-        ]
-        print_json(workers=count, shards=run.corpus.shards, models=rows)
-    else:
-        typer.echo(encodable(cost_table(run, costs, there, count)))
-    raise typer.Exit(SOME_FAILED if any(t.error for t in targets) else DONE)
-
-
-def print_json(**content: Any) -> None:
-    typer.echo(json.dumps(content, indent=1))
-
-
-def _row(target: Target, **more: Any) -> dict[str, Any]:
-    return {"model": target.name, "revision": target.revision, **more}
-
-
-def carry_out(
-    run: Run,
-    claimed: Claimed,
-    execution: Execution,
-    workers: int | None,
-    part: Slice | None,
-    output: Output,
-    disk: int | None,
-) -> None:
-    """Do what is missing of a run, or of a slice of it, and exit."""
-    from ln_probe.batch.downloads import Downloads, folder_of
-    from ln_probe.batch.pool import Display, Schedule, calibrated_deviations, remains
-
-    targets = claimed.targets
-    failed = {t: t.error for t in targets if t.error}
-    display = Display(quiet=output.quiet)
-    with display:
-        for target in claimed.removed:
-            display.say(f"{target.label}: its report, made in another way, was removed (--fresh)")
-        for target, why in failed.items():
-            display.say(f"{target.label}: failed: {why}")
-        todo = remains(run, targets, display, fresh=execution.fresh, part=part)
-        schedule = Schedule(todo, failed, reports=part is None)
-        downloads = None
-        if disk is not None:
-            run = replace(run, downloads=folder_of(run, part))
-            downloads = Downloads(folder_of(run, part), disk, todo, allow_pickle=run.allow_pickle)
-        work(run, schedule, display, execution, workers, downloads)
-    if part is None:
-        end(run, targets, schedule.errors, output, claimed.earlier)
-    failed = schedule.errors
-    done = {t: len(units) for t, units in todo.items() if t not in failed}
-    deviations = {t: whys for t in done if (whys := calibrated_deviations(run, t))}
-    if output.as_json:
-        print_json(
-            slice=asdict(part),
-            units=sum(done.values()),
-            failed=[_row(t, error=why) for t, why in failed.items()],
-            deviations=[_row(t, deviations=whys) for t, whys in deviations.items()],
+        loaded = ln_probe.load_model(
+            target.name, revision=target.revision, device=device, dtype=dtype, allow_pickle=allow_pickle
         )
-    else:
-        lines = [f"{t.label}: not all as asked: {why}" for t, whys in deviations.items() for why in whys]
-        more = f", {len(failed)} models failed" if failed else ""
-        lines.append(f"slice {part.number}/{part.count}: {sum(done.values())} units done{more}")
-        typer.echo("\n".join(lines), err=True)
-    raise typer.Exit(SOME_FAILED if failed or deviations else DONE)
-
-
-def work(
-    run: Run,
-    schedule: Schedule,
-    display: Display,
-    execution: Execution,
-    workers: int | None,
-    downloads: Downloads | None = None,
-) -> None:
-    """Have all units of the schedule done; exits where no process can continue."""
-    from ln_probe.batch.pool import StoppedError, drive
-
-    with ExitStack() as opened:
-        if downloads is not None:
-            opened.callback(downloads.close)
-        if not len(schedule):
-            return
-        engine = _engine(run, schedule, execution, workers)
-        opened.callback(engine.close)
-        display.workers = engine.workers
-        display.stages = lambda: [*engine.stages(), *([] if downloads is None else [downloads.stage()])]
-        with refusing(StoppedError, status=SOME_FAILED):
-            drive(engine, schedule, display, downloads)
-
-
-def _engine(run: Run, schedule: Schedule, execution: Execution, workers: int | None) -> Engine:
-    from ln_probe.analyses.geometry.compiled import available
-    from ln_probe.batch.cost import default_workers
-    from ln_probe.batch.pool import InProcess, LocalEngine
-
-    if execution.engine == "ray":
-        from ln_probe.batch.ray_pool import RayEngine
-
-        return RayEngine(run, workers, address=execution.address, gpus=execution.gpus)
-    if workers == 0:
-        return InProcess(run)
-    if workers is not None:
-        return LocalEngine(run, min(workers, len(schedule)))
-    count = min(default_workers(run, schedule.targets), len(schedule))
-    return LocalEngine(run, count, max(1, available() // count))
-
-
-def end(
-    run: Run, targets: Sequence[Target], errors: Mapping[Target, str], output: Output, earlier: Sequence[Target] = ()
-) -> NoReturn:
-    """Write the index, say what was done, and exit.
-
-    Args:
-        targets: of this command; earlier: of earlier ones, which are listed and decide nothing.
-        errors: why checkpoints failed, as far as that has been said already.
-    """
-    from ln_probe.batch.pool import write_index
-    from ln_probe.batch.results import StorageError
-
-    with refusing(StorageError, status=SOME_FAILED):
-        ended = write_index(run, targets, errors, earlier)
-    index, mine = run.out / "index.html", ended[len(earlier) :]
-    if output.as_json:
-        models = [
-            _row(
-                e.target,
-                error=e.error or None,
-                page=None if e.error else str(run.out / e.target.folder / "report.html"),
-                failed_probes=e.probes,
-                deviations=e.deviations,
-            )
-            for e in ended
-        ]
-        print_json(index=str(index), models=models)
-    else:
-        lines = [f"{e.target.label}: failed: {e.error}" for e in mine if e.error and e.target not in errors]
-        lines += [f"{e.target.label}: {why}" for e in mine for why in e.probes]
-        lines += [f"{e.target.label}: not all as asked: {why}" for e in mine for why in e.deviations]
-        more = f"; {len(earlier)} of earlier commands next to them" if earlier else ""
-        lines.append(f"{index}: {sum(not e.error for e in mine)} of {len(mine)} models{more}")
-        typer.echo("\n".join(lines), err=True)
-    raise typer.Exit(SOME_FAILED if any(e.error or e.probes or e.deviations for e in mine) else DONE)
+        cost = ln_probe.freezing_cost(
+            loaded,
+            prompts,
+            max_prompts=max_prompts,
+            max_tokens=max_tokens,
+            groups=None if groups is None else read_groups(groups)[:max_prompts],
+            loss=loss,
+            progress=not quiet,
+        )
+    except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        typer.echo(f"ln-probe: {target}: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(SOME_FAILED) from error
+    typer.echo(json.dumps({"model": str(target), **cost.plain}, indent=1) if as_json else f"{target}: {cost}")
 
 
 @app.command()
 def env() -> None:
-    """Versions, TransformerLens's worlds, devices: what to paste into a bug report."""
+    """Print versions, model classes and devices, for a bug report."""
     from ln_probe.report import environment
 
-    typer.echo("\n".join(f"{name}: {found}" for name, found in environment().items()))
+    typer.echo("\n".join(f"{name}: {value}" for name, value in environment().items()))
 
 
 @lab.command("list")
 def lab_list() -> None:
-    """The experiments, what they repeat and how long they take (on one core unless it says otherwise)."""
+    """List the experiments, what they repeat and how long they take (on one core unless it says otherwise)."""
     from ln_probe.analyses.lab.experiments import EXPERIMENTS
 
-    for name, found in EXPERIMENTS.items():
-        text = "  needs --text" if found.needs_text else ""
-        seeds, (whole, quick) = counted(found.seeds, "seed"), found.duration
-        typer.echo(
-            _between_words(
-                f"{name}: {found.summary}\n  {found.source}\n"
-                f"  {seeds}: {whole}; --quick ({found.quick_seeds}): {quick}{text}"
-            )
+    for name, experiment in EXPERIMENTS.items():
+        whole, quick = experiment.duration
+        _echo_wrapped(
+            f"{name}: {experiment.summary}\n  {experiment.source}\n"
+            f"  seeds {experiment.seeds}: {whole}; --quick, seeds {experiment.quick_seeds}: {quick}"
+            + "  needs --text"
+            * experiment.needs_text
         )
 
 
-def _between_words(text: str) -> str:
-    """Break lines that are longer than the terminal is wide; output that goes elsewhere stays as it is."""
+def _echo_wrapped(text: str) -> None:
+    """Print lines, broken between words where a terminal is narrower."""
     width = shutil.get_terminal_size(fallback=(1000, 24)).columns
-    lines = (textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) for line in text.splitlines())
-    return "\n".join(part for line in lines for part in line)
+    for line in text.splitlines():
+        typer.echo(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False))
 
 
 @lab.command("run")
 def lab_run(
     name: Annotated[str, typer.Argument(help="One of `ln-probe lab list`.")],
     seeds: Annotated[
-        int | None, count_option(None, least=1, most=10_000, help="How many; default: the experiment's own.")
+        int | None, typer.Option(min=1, max=MAX_SEEDS, help="How many; default: the experiment's own.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(parser=typed_path, metavar="PATH", help="Folder; default lab-runs/NAME.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Default: lab-runs/NAME.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A size that takes minutes.")] = False,
     text: Annotated[
         list[Path] | None,
-        typer.Option(parser=typed_path, metavar="PATH", help="A text file (UTF-8); may be repeated."),
+        typer.Option(parser=_file, metavar="FILE", help="A text file (UTF-8); may be repeated."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(parser=typed_path, metavar="PATH", help="A tokenizer's folder; else made from the text."),
+        typer.Option(parser=_file_or_folder, metavar="FOLDER", help="A tokenizer's; default: made from the text."),
     ] = None,
-    jobs: Annotated[int, count_option(None, least=1, most=10_000, help="Processes that train side by side.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side.")] = 1,
     collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
-    device: Annotated[str, typer.Option(help="To train on: cpu, cuda, cuda:1, …")] = "cpu",
+    quiet: Quiet = False,
+    device: Annotated[str, typer.Option(help="To train on: cpu, cuda, cuda:1.")] = "cpu",
 ) -> None:
-    """Train an experiment's models and write tables and plots; re-run the same command to resume."""
-    import ln_probe
+    """Train an experiment's models and write tables and plots; repeat the command to resume."""
     from ln_probe.analyses.lab import experiments
+
+    if name not in experiments.EXPERIMENTS:
+        raise ArgumentError(f"there is no experiment {name!r}: {_suggestion(name, experiments.EXPERIMENTS)}")
+    import ln_probe
     from ln_probe.models import device_named
-
-    with refusing(experiments.UnknownExperimentError, ValueError):
-        known = experiments.find(name)
-        device_named(device)
-    folder = out or Path("lab-runs") / name
-    writable(folder)
-    request = experiments.Request(
-        out=folder,
-        seeds=tuple(range(seeds or (known.quick_seeds if quick else known.seeds))),
-        quick=quick,
-        texts=tuple(text or ()),
-        tokenizer=tokenizer,
-        jobs=jobs,
-        collect=collect,
-        progress=not quiet and sys.stderr.isatty(),
-        device=device,
-    )
-    from ln_probe.analyses.progress import ProgressLine
-
-    command = shlex.join(["ln-probe", *sys.argv[1:]])
-    line = ProgressLine(quiet=quiet or request.progress)  # on a terminal the runs draw their own bars
-    with refusing(FileExistsError, FileNotFoundError, ImportError, ValueError), line:
-        results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
-    typer.echo(results.summary.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
-    for failure in results.diverged:
-        typer.echo(f"diverged: {failure}", err=True)
     from ln_probe.page.lab import write_lab_page
 
-    page = write_lab_page(folder)
-    typer.echo(f"{page}; results.json, {', '.join([*results.tables, *results.figures])} next to it", err=True)
-    raise typer.Exit(SOME_FAILED if results.diverged else DONE)
+    experiment = experiments.EXPERIMENTS[name]
+    folder = out or Path("lab-runs") / name
+    try:
+        device_named(device)
+        request = experiments.Request(
+            out=folder,
+            seeds=tuple(range(seeds or (experiment.quick_seeds if quick else experiment.seeds))),
+            quick=quick,
+            texts=tuple(text or ()),
+            tokenizer=tokenizer,
+            jobs=jobs,
+            collect=collect,
+            progress=not quiet,
+            device=device,
+        )
+        command = shlex.join(["ln-probe", *sys.argv[1:]])
+        results = experiments.run(name, request, command=command, ln_probe_version=ln_probe.__version__)
+    except (ImportError, OSError, ValueError) as error:
+        raise ArgumentError(str(error)) from error
+    typer.echo(results.summary.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+    for failure in results.diverged:
+        typer.echo(f"diverged: {failure}", err=True)
+    typer.echo(f"{write_lab_page(folder)}; results.json, {', '.join([*results.tables, *results.figures])} next to it")
+    if results.diverged:
+        raise typer.Exit(SOME_FAILED)
 
 
 if __name__ == "__main__":
-    main()
+    app()

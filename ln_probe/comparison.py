@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from ln_probe.analyses.arguments import check_text, received
-from ln_probe.analyses.files import to_be_written, write_text
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import asked_layers
 from ln_probe.analyses.probes.columns import BY_HEAD, PAIRED, SUMMARY
@@ -24,6 +23,9 @@ from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.report import Report, TableNamed
+
+if TYPE_CHECKING:
+    from ln_probe.page.figures import Figure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,7 +59,6 @@ class Comparison:
     heads = TableNamed("heads")
     keys = TableNamed("keys")
     causal = TableNamed("causal")
-    unembedding = TableNamed("unembedding")
 
     @property
     def by_head(self) -> pd.DataFrame:
@@ -70,16 +71,17 @@ class Comparison:
     def _repr_html_(self) -> str:
         from ln_probe.page.index import comparison_cell
 
-        return comparison_cell(self.names, self.reports, self.summary, self.notes)
+        return comparison_cell(self)
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page and return its path: losses, sinks, two models head by head, tables."""
-        from ln_probe.page.index import IndexEntry, index_page
+    def figure(self) -> Figure:
+        """Draw the loss changes of all models with their 95 % CIs: a panel per term, a line per model.
 
-        path = to_be_written(path)
-        entries = [IndexEntry(name, report=report) for name, report in zip(self.names, self.reports, strict=True)]
-        write_text(path, index_page(entries))
-        return path
+        Example:
+            >>> ln_probe.compare([report, report], names=["a", "b"]).figure().savefig("losses.svg")
+        """
+        from ln_probe.page.index import forest
+
+        return forest(self.names, self.reports)
 
 
 def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Comparison:
@@ -90,25 +92,16 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
         names: one name per report; None: the models' names, with the training step or a number where two are equal.
 
     Raises:
-        ValueError: no reports, or names that are not one per report and all different.
-        TypeError: something that is not a Report, or a name that is no text.
+        ValueError: names that are not one per report and all different.
+        TypeError: no reports, or something that is not a Report.
 
     Example:
         >>> ln_probe.compare([report, report], names=["before", "after"]).summary
     """
-    if isinstance(reports, Report | str | Path) or not isinstance(reports, Iterable):
-        raise TypeError(f"compare takes a list of reports, got one {type(reports).__name__}: compare([one, other])")
     found = tuple(reports)
-    if not found:
-        raise ValueError("nothing to compare: give at least one report")
-    for report in found:
-        if not isinstance(report, Report):
-            raise TypeError(f"compare takes reports, got {type(report).__name__}: load one with ln_probe.load_report")
-    if isinstance(names, str | Set | Mapping) or not isinstance(names, Iterable | None):
-        raise TypeError(f"names must be a list of texts, one per report, got {received(names)}")
-    called = labels(found) if names is None else tuple(str(n) if isinstance(n, int | Path) else n for n in names)
-    for name in called:
-        check_text("a name", name)
+    if not found or not all(isinstance(report, Report) for report in found):
+        raise TypeError("compare takes at least one Report; load a saved one with ln_probe.load_report")
+    called = labels(found) if names is None else tuple(map(str, names))
     if len(called) != len(found) or len(set(called)) != len(called):
         raise ValueError(f"names must be {len(found)} different ones, one per report, got {list(called)}")
     tables = {name: table for report in found for name, table in report.declared.items() if table.key}
@@ -217,7 +210,7 @@ def overview(report: Report) -> dict[str, float | int | None]:
         keys = rows["keys"].sum() if len(rows) else 0
         found[f"unselectable{ending}"] = rows["unselectable"].sum() / keys if keys else math.nan
         for name, column in (
-            ("attainable", "attainable_last_median"),
+            ("attainable", "attainable_median"),
             ("margin", "margin_median"),
             ("entropy_ratio", "entropy_ratio"),
         ):
@@ -254,17 +247,17 @@ def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[
     return tuple(found)
 
 
-def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -> pd.DataFrame:
-    """Return differences of `causal_prompts.delta_loss` from the baseline's, over the prompts that both have.
+def paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
+    """Return differences of `causal_prompts.delta_loss` from the first report's, over the prompts that both have.
 
     That is the table `ln_probe.analyses.probes.columns.PAIRED`, without reports on other tokens or layers than the
-    baseline's, or of another loss.
+    first one's, or of another loss.
     """
-    first, key = reports[baseline], ["prompt", "sites", "variant"]
+    first, key = reports[0], ["prompt", "sites", "variant"]
     rows: list[dict[str, object]] = []
-    for number, (name, report) in enumerate(zip(names, reports, strict=True)):
+    for name, report in zip(names[1:], reports[1:], strict=True):
         one, two = (r.tables["causal_prompts"] for r in (first, report))
-        if number == baseline or not len(one) or not len(two) or not comparable(first, report):
+        if not len(one) or not len(two) or not comparable(first, report):
             continue
         both = one.merge(two, on=key, suffixes=("", "_other"))
         both = both[both["predicted"] > 0]
@@ -276,7 +269,7 @@ def paired(names: Sequence[str], reports: Sequence[Report], baseline: int = 0) -
             rows.append(
                 {
                     "model": name,
-                    "against": names[baseline],
+                    "against": names[0],
                     "sites": sites,
                     "variant": variant,
                     "difference": float(change.sum() / weight.sum()),

@@ -1,4 +1,4 @@
-"""Data that a report keeps for its pictures: attention patterns with a mark on every key, and tokens around a norm.
+"""Data that a report keeps for its pictures: attention patterns with a mark on every key.
 
 A pattern of 512 tokens has 131 thousand weights, and a small model has 144 patterns. So every head is pooled to at most
 64 × 64 cells, and only a few heads are kept weight by weight. Weights have 8 bits on a square-root scale: the error is
@@ -12,7 +12,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,11 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, UInt8
 
-from ln_probe.analyses.files import parse_json, write_atomically
 from ln_probe.analyses.probes.columns import SINKS, TOKENS
 from ln_probe.analyses.text import encodable
 from ln_probe.hooks.model import OneLine
 
-__all__ = [
-    "by_token",
-]
-
 EXHIBITS_FILE = "exhibits.npz"
-# A page of some megabytes needs far less than this; a small file that unpacks to more is damaged or hostile.
-UNPACKED = 512 * 2**20
 CELLS = 64  # rows and columns of a pooled pattern: as many as the page's size allows for 144 heads
 # Errors raised by reading a truncated or altered .npz file.
 _DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, MemoryError, zipfile.BadZipFile, zlib.error)
@@ -82,7 +75,7 @@ class PromptAttention(OneLine):
         full: patterns weight by weight of a few (layer, head).
         causal: no weight above the diagonal.
         cells_frozen: `cells` with scaling frozen for the keys alone (queries are the intact model's); zeros in layers
-            where nothing changes by construction, or that have no head space. None: a report of an earlier version.
+            where nothing changes by construction, or that have no head space. None: not recorded.
         first_change: change of the mean attention to position 0 with scaling frozen for the keys (NaN: as above).
     """
 
@@ -108,86 +101,13 @@ class PromptAttention(OneLine):
         """Whether a cell represents more than one token."""
         return len(self.edges) - 1 < len(self.tokens)
 
-    def coarser(self, cells: int) -> PromptAttention:
-        """Return the same with at most `cells` rows and columns in a pooled pattern."""
-        if len(self.edges) - 1 <= cells:
-            return self
-        starts, sizes = bin_edges(len(self.edges) - 1, cells), np.diff(self.edges)
-        sums = np.add.reduceat(to_weights(self.cells) * sizes[:, None], starts[:-1], axis=-2)
-        sums = np.add.reduceat(sums, starts[:-1], axis=-1)
-        means = sums / np.add.reduceat(sizes, starts[:-1])[:, None]
-        return replace(self, edges=self.edges[starts], cells=to_bytes(means), cells_frozen=None)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ScoreSums(OneLine):
-    """Why heads attend where they do on one prompt: attention scores of some pairs as sums over components.
-
-    Attributes:
-        prompt: its number; length: how many of its tokens were read.
-        parts: names of components.
-        layer, head, query, key: of each pair; query −1: the mean over all queries that see the key and another one.
-        weight, uniform: attention paid to the key, and what it would be if it were uniform.
-        score: in nats, minus the mean score of the keys that the query sees.
-        part, contribution: the components of the query and of the key that contribute most, and how much, in nats.
-        terms: what each term of the norm does to the score (`ln_probe.analyses.attribution.pairs.TERMS`), in nats.
-    """
-
-    prompt: int
-    length: int
-    parts: tuple[str, ...]
-    layer: Int[np.ndarray, " pair"]
-    head: Int[np.ndarray, " pair"]
-    query: Int[np.ndarray, " pair"]
-    key: Int[np.ndarray, " pair"]
-    weight: Float[np.ndarray, " pair"]
-    uniform: Float[np.ndarray, " pair"]
-    score: Float[np.ndarray, " pair"]
-    part: Int[np.ndarray, "pair side place"]
-    contribution: Float[np.ndarray, "pair side place"]
-    terms: Float[np.ndarray, "pair side term"]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class SiteSample(OneLine):
-    """A sample of the vectors a norm reads, on the all-ones direction and two principal axes.
-
-    Attributes:
-        site, layer: which norm; kind: what it computes; d: the vectors' length.
-        ones: coordinate along 1/√d.
-        axis1, axis2: coordinates of what projection keeps (Px), along the two directions that hold most of its
-            squared length (of unit vectors, without position 0).
-        length: |Px|; sigma: the norm's divisor.
-        axes_share: mean share of |Px|² that the two axes hold.
-        prompt, position, tokens: whose vectors they are.
-    """
-
-    site: str
-    layer: int
-    kind: str
-    d: int
-    ones: Float[np.ndarray, " token"]
-    axis1: Float[np.ndarray, " token"]
-    axis2: Float[np.ndarray, " token"]
-    length: Float[np.ndarray, " token"]
-    sigma: Float[np.ndarray, " token"]
-    axes_share: float
-    prompt: Int[np.ndarray, " token"]
-    position: Int[np.ndarray, " token"]
-    tokens: tuple[str, ...]
-
-
-_KINDS: dict[str, type] = {"attention": PromptAttention, "samples": SiteSample, "scores": ScoreSums}
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Exhibits(OneLine):
     """All data of a report for pictures; `notes` list omissions."""
 
     attention: tuple[PromptAttention, ...] = ()
-    samples: tuple[SiteSample, ...] = ()
     notes: tuple[str, ...] = ()
-    scores: tuple[ScoreSums, ...] = ()
 
     def of_prompt(self, prompt: int) -> PromptAttention:
         """Return the data of one prompt.
@@ -209,20 +129,19 @@ class Exhibits(OneLine):
     def plain(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return arrays by name, and a JSON-like index that describes them."""
         arrays: dict[str, np.ndarray] = {}
-        index: dict[str, Any] = {name: [] for name in _KINDS} | {"notes": list(self.notes)}
-        for name in _KINDS:
-            for number, item in enumerate(getattr(self, name)):
-                rest = {}
-                for one in fields(item):
-                    value = getattr(item, one.name)
-                    if isinstance(value, np.ndarray):
-                        arrays[f"{name}.{number}.{one.name}"] = value
-                    elif one.name == "full":
-                        for (layer, head), pattern in value.items():
-                            arrays[f"{name}.{number}.full.{layer}.{head}"] = pattern
-                    else:
-                        rest[one.name] = value
-                index[name].append(rest)
+        index: dict[str, Any] = {"attention": [], "notes": list(self.notes)}
+        for number, shown in enumerate(self.attention):
+            about = {}
+            for name in (f.name for f in fields(shown)):
+                value = getattr(shown, name)
+                if isinstance(value, np.ndarray):
+                    arrays[f"{number}.{name}"] = value
+                elif name == "full":
+                    for (layer, head), pattern in value.items():
+                        arrays[f"{number}.full.{layer}.{head}"] = pattern
+                else:
+                    about[name] = value
+            index["attention"].append(about)
         return arrays, index
 
     @staticmethod
@@ -232,20 +151,17 @@ class Exhibits(OneLine):
         Raises:
             KeyError, TypeError, ValueError, IndexError: they do not belong together.
         """
-        index = {"scores": (), **index}  # earlier reports have none
-        found: dict[str, list[dict[str, Any]]] = {name: [dict(item) for item in index[name]] for name in _KINDS}
-        for name, value in arrays.items():
-            kind, number, what, *which = name.split(".")
-            item = found[kind][int(number)]
-            if which:
-                item.setdefault(what, {})[int(which[0]), int(which[1])] = value
+        prompts: list[dict[str, Any]] = [
+            {name: tuple(value) if isinstance(value, list) else value for name, value in about.items()}
+            for about in index["attention"]
+        ]
+        for key, array in arrays.items():
+            number, name, *place = key.split(".")
+            if place:
+                prompts[int(number)].setdefault(name, {})[int(place[0]), int(place[1])] = array
             else:
-                item[what] = value
-        for items in found.values():
-            for item in items:
-                item |= {k: tuple(v) for k, v in item.items() if isinstance(v, list)}
-        made: dict[str, Any] = {name: tuple(kind(**item) for item in found[name]) for name, kind in _KINDS.items()}
-        return Exhibits(**made, notes=tuple(index["notes"]))
+                prompts[int(number)][name] = array
+        return Exhibits(tuple(PromptAttention(**prompt) for prompt in prompts), tuple(index["notes"]))
 
     def save(self, path: Path) -> None:
         """Write one compressed .npz (plain arrays, no pickles)."""
@@ -253,26 +169,21 @@ class Exhibits(OneLine):
         arrays["index"] = np.frombuffer(json.dumps(index).encode(), np.uint8)
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-        write_atomically(path, buffer.getvalue())
+        path.write_bytes(buffer.getvalue())
 
     @staticmethod
     def load(path: Path) -> Exhibits:
         """Read a file that `save` wrote.
 
         Raises:
-            ValueError: the file is damaged, or unpacks to more than UNPACKED bytes.
+            ValueError: the file is damaged.
         """
         try:
-            with zipfile.ZipFile(path) as archive:
-                size = sum(entry.file_size for entry in archive.infolist())
-            if size <= UNPACKED:
-                with np.load(path, allow_pickle=False) as stored:
-                    arrays = {name: stored[name] for name in stored.files}
-                index = parse_json(arrays.pop("index").tobytes().decode(), f"{path}, index")
-                return Exhibits.of_plain(arrays, index)
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+            return Exhibits.of_plain(arrays, json.loads(arrays.pop("index").tobytes()))
         except _DAMAGE as error:
-            raise ValueError(f"{path} is damaged ({error}): make the report again") from error
-        raise ValueError(f"{path} unpacks to {size} bytes (at most {UNPACKED} are read): make the report again")
+            raise ValueError(f"{path} is damaged ({error}): analyze the model again") from error
 
 
 PLACES = ("position 0", "sink", "elsewhere")

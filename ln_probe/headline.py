@@ -66,7 +66,7 @@ class FreezingCost:
                 said = (f"0 ({row.no_op})" if row.no_op else "not finite", "", "")
             else:
                 said = (*with_interval(row.delta_loss, row.delta_loss_low, row.delta_loss_high), _p(row.p_mean))
-            rows.append((f"{VARIANTS[row.variant].state}, {_SITES.get(row.sites, row.sites)}", *said))
+            rows.append((f"{VARIANTS[row.variant].label}, {_SITES.get(row.sites, row.sites)}", *said))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for cells in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,18 +15,19 @@ import torch
 from torch import nn
 
 from ln_probe import __version__
-from ln_probe.analyses.arguments import check_flags, check_text, path_of
+from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import Calibration, Constants
 from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
 from ln_probe.analyses.probes import columns as declared
-from ln_probe.analyses.probes.base import Context, Failure, Marks, Piece, Probe, ProbeError, whole
+from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults
 from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.analyses.probes.decomposition import Decomposition
-from ln_probe.analyses.probes.registry import DEFAULT, OWN, chosen, entries, package_of
+from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT, chosen
 from ln_probe.analyses.probes.uniformity import random_angle
 from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine, tell
-from ln_probe.analyses.schema import Part, Table, TableError, joined
+from ln_probe.analyses.schema import TableError
 from ln_probe.exhibits import Exhibits
 from ln_probe.headline import FreezingCost
 from ln_probe.hooks.attention import PATTERN_TOLERANCE
@@ -36,9 +37,8 @@ from ln_probe.hooks.objective import Loss, Objective
 from ln_probe.hooks.sites import CENTRED
 from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
-from ln_probe.models import load_model
 from ln_probe.passes import Passes
-from ln_probe.prompts import Prompts, calibration_prompts, labels_of, make_prompts, tokens_named
+from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, read_token_names
 from ln_probe.recording import marked, record
 from ln_probe.report import Report, versions
 from ln_probe.seal import REFUSE, Seal, hooked_model
@@ -55,14 +55,12 @@ def analyze(
     model: object,
     prompts: Any = None,
     *,
+    max_prompts: int | None = None,
     probes: Sequence[str | Probe] = DEFAULT,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    keys: str = "hardest",
     max_tokens: int = 512,
     seed: int = 0,
-    vocab: str | Path | None = None,
-    keys_sample: int | None = None,
     batch_size: int | None = None,
     progress: bool = True,
     tokenizer: Any = None,
@@ -79,26 +77,20 @@ def analyze(
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`), or a Hugging Face `PreTrainedModel`
             in memory, which is wrapped for the measurement and not changed.
         prompts: a text or a list of texts; token ids as a tensor, array or lists ([pos], [batch pos] or ragged), or a
-            tokenizer's output (padding by its attention_mask is left out); a `pathlib.Path` to a file;
-            `ln_probe.sampled_prompts(n)` for sequences that the model samples; None for the model's default prompts (64
-            windows of held-out text for a bundled model, else the bundled passages, else sampled sequences).
+            tokenizer's output (padding by its attention_mask is left out); a data set of `datasets`; a `pathlib.Path`
+            to a `.txt` or `.jsonl`; None for the model's default prompts (64 windows of held-out text for a bundled
+            model, else the bundled passages; a model without a tokenizer needs prompts).
+        max_prompts: measure only the first so many prompts.
         probes: names of built-in probes ("decomposition", "selectability", "uniformity", "causal", "head_effects",
-            "sinks", "unembedding"; on request "writers" and "attribution") or of probes of other packages, or `Probe`
-            objects.
+            "sinks"), or `ln_probe.analyses.probes.base.Probe` objects of your own.
         layers, heads: indices to measure; None means all. A negative layer counts from the end.
-        keys: "hardest" (and a seeded sample) or "all" rows in the `keys` table.
         max_tokens: longer prompts are cut, and the report says so.
-        seed: of sampled prompts and sampled keys.
-        vocab: file of token strings for a model without a tokenizer (JSON, or one token per line); names such as
-            `<EOS>` among them are end tokens, at which sampled sequences stop.
-        batch_size: how many prompts go through the model together: prompts of similar length, padded. Numbers agree
-            with those of single prompts to the rounding of matrix products. None: 1 on a CPU, on a GPU as its memory
-            allows.
+        seed: of random draws: resamples, and the random angle.
+        batch_size: how many neighbouring prompts of one length go through the model together. Numbers agree with those
+            of single prompts to the rounding of matrix products. None: 1 on a CPU, on a GPU as its memory allows.
         progress: show a live progress line on a terminal or in a notebook, elsewhere a line every half minute.
-        keys_sample: how many keys of each head are measured (of the longest prompt; of shorter ones fewer in
-            proportion), each among all others; fractions and quantiles then have CIs. 0: all keys. None: all, unless
-            they would take more than about an hour of one core; a note then names the number.
-        tokenizer: of a Hugging Face model in memory; other models have one.
+        tokenizer: of a Hugging Face model in memory (other models have one); for a model without a tokenizer, its
+            token strings: a list, or a file (JSON, or one token per line).
         prepend_bos: whether prompts that are texts begin with the tokenizer's first token; None: as the model was
             trained.
         calibration: text that the constants of frozen scaling come from, in any form that `prompts` takes. None: the
@@ -113,8 +105,8 @@ def analyze(
             the first prompt by a single bit; otherwise they are off during the measurement, with a note. "keep": the
             model is measured with them, the intact model included, and a note names them.
 
-    The model is sealed while it is measured: `analyze` compares versions and checksums of all weights at the start, at
-    the end and around every probe of another package. If two threads call it on one model, the second waits; a pass of
+    The model is sealed while it is measured: `analyze` compares versions and checksums of all weights at the start and
+    at the end. If two threads call it on one model, the second waits; a pass of
     the model itself in another thread raises an error there.
 
     A probe that fails is named in `Report.failures`, in the notes and in a ProbeFailedWarning; the other probes'
@@ -129,7 +121,7 @@ def analyze(
             the site); a Hugging Face model that TransformerLens has no bridge for, or whose bridge is not the model.
         SealError: the model is inside `without`, under autocast, compiled, or under hooks that change what it computes;
             or a weight was changed, or a hook added, during the measurement. Names it.
-        ProbeError: a probe that cannot be used (names it and its package), or all of them failed.
+        ProbeError: a probe that cannot be used (names it), or all of them failed.
         ObjectiveError: a loss that does not return one finite number per prompt, or not twice the same.
         FileNotFoundError: a file of prompts that does not exist.
 
@@ -139,18 +131,19 @@ def analyze(
         >>> report.findings()[0]
     """
     check_flags(progress=progress)
-    hooked, on_original = hooked_model(model, tokenizer, hooks)
+    token_names = None
+    if isinstance(tokenizer, str | Path | list | tuple):
+        token_names = read_token_names(tokenizer)
+    hooked, on_original = hooked_model(model, tokenizer if token_names is None else None, hooks)
     chosen_probes = _probes(probes)
     objective = Objective.of(loss)
     settings = Settings(
         probes=tuple(p if isinstance(p, str) else p.name for p in probes),
         layers=None if layers is None else from_the_end(layers, n_layers(hooked)),
         heads=None if heads is None else whole_numbers(heads, "heads"),
-        keys=keys,
         max_tokens=max_tokens,
         seed=seed,
-        vocab=None if vocab is None else str(path_of(vocab, "vocab")),
-        keys_sample=keys_sample,
+        tokenizer=str(tokenizer) if isinstance(tokenizer, str | Path) else None,
         batch_size=batch_size,
         loss=None if loss is None else objective.name,
         optimal=optimal,
@@ -162,24 +155,31 @@ def analyze(
     with (
         ProgressLine(quiet=not progress),
         Seal(hooked, hooks) as seal,
-        tokens_named(hooked, settings.vocab),
         one_blas_thread(),
     ):
         passes, ready, calibrated = _first_pass(
-            seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, clock
+            seal,
+            settings,
+            chosen_probes,
+            objective,
+            prompts,
+            calibration,
+            groups,
+            prepend_bos,
+            token_names,
+            clock,
+            max_prompts,
         )
-        measured = passes.measure(list(enumerate(ready.tokens)), calibrated, default=default)
+        results = passes.measure(ready.tokens, calibrated, lambda p, i: ready.strings[p][i], default=default)
         clock.lap("second pass")
-        measured |= {p.name: passes.weigh(p) for p in chosen_probes if p.needs.nothing}
-        clock.lap("weights")
         tell("pictures of attention")
         exhibits = record(passes, ready.tokens, ready.strings, calibrated)
         clock.lap("exhibits")
         source = source_of(cast(nn.Module, hooked))
         report = assemble(
             chosen_probes,
-            {name: [piece] for name, piece in measured.items()},
-            Context(calibrated, settings.layers, lambda p, i: ready.strings[p][i], keys, seed),
+            results,
+            calibrated.constants,
             exhibits=exhibits,
             provenance=provenance(source, ready.summary, settings, calibrated, passes.shape, chosen_probes, objective)
             | seal.plain,
@@ -196,10 +196,10 @@ def analyze(
 
 
 def _probes(probes: Sequence[str | Probe]) -> tuple[Probe, ...]:
-    names = ", ".join(entries())
+    names = ", ".join(BUILT_IN)
     if isinstance(probes, str) or not isinstance(probes, Iterable):
         raise ValueError(f"unknown probes {probes!r}: give a list of {names}")
-    if not probes or any(isinstance(p, str) and p not in entries() for p in probes):
+    if not probes or any(isinstance(p, str) and p not in BUILT_IN for p in probes):
         raise ValueError(f"unknown probes {tuple(probes)!r}: give a list of {names}")
     return chosen(tuple(probes))
 
@@ -213,20 +213,21 @@ def _first_pass(
     calibration: Any,
     groups: Sequence[Hashable] | None,
     prepend_bos: bool | None = None,
+    token_names: Mapping[int, str] | None = None,
     clock: _Clock | None = None,
+    max_prompts: int | None = None,
 ) -> tuple[Passes, Prompts, Calibration]:
     """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
     model, clock = cast(HookedModel, seal.model), clock or _Clock()
     tell("preparing prompts")
-    tokens, seed, default = settings.max_tokens, settings.seed, prompts is None
-    ready = make_prompts(model, prompts, max_tokens=tokens, seed=seed, prepend_bos=prepend_bos)
-    other = None if calibration is None else calibration_prompts(model, calibration, tokens, seed, prepend_bos)
+    how: dict[str, Any] = {"max_tokens": settings.max_tokens, "prepend_bos": prepend_bos}
+    ready = make_prompts(model, prompts, token_names=token_names, max_prompts=max_prompts, **how)
+    other = None if calibration is None else calibration_prompts(model, calibration, **how)
     seal.compare(ready.tokens[0])
     objective.check(model, ready.tokens[0])
     passes = Passes(model, settings, probes=probes, objective=objective, seal=seal)
     clock.lap("preparation")
-    numbered = list(enumerate(ready.tokens))
-    calibrated = passes.calibrate(numbered, groups=labels_of(ready, groups), calibration=other, default=default)
+    calibrated = passes.calibrate(ready.tokens, groups=groups, calibration=other, default=prompts is None)
     clock.lap("first pass")
     return passes, ready, calibrated
 
@@ -246,75 +247,56 @@ class _Clock:
 
 def assemble(
     probes: Sequence[Probe],
-    pieces: Mapping[str, Sequence[Piece | Failure]],
-    context: Context,
+    results: Mapping[str, ProbeResults | Failure],
+    constants: Constants,
     *,
     exhibits: Exhibits,
     provenance: Mapping[str, Any],
     notes: Sequence[str] = (),
-    failures: Sequence[Failure] = (),
 ) -> Report:
-    """Make a report of the probes' pieces.
+    """Make a report of the probes' results.
 
     Args:
-        pieces: of each probe by name, in the order of the prompts; none for one that needs the calibration alone.
         exhibits: for pictures, their keys not marked yet.
         notes: for the reader, before those of the probes.
-        failures: of probes that are not installed.
 
-    A probe that raises, or whose tables do not match their declarations, is named in the report's failures and notes,
+    A probe that failed, or whose tables do not match their declarations, is named in the report's failures and notes,
     and its tables are empty; the others' results stand.
     """
-    filled: dict[str, pd.DataFrame] = {}
-    parts: dict[str, list[pd.DataFrame]] = {}  # of tables that several probes fill
-    probe_notes: list[str] = []
-    marks: list[Marks] = []
-    failed = list(failures)
+    tables = {t.name: t for t in (*declared.BUILT_IN, *(t for p in probes for t in p.tables))}
+    filled: dict[str, list[pd.DataFrame]] = {}
+    failures: list[Failure] = []
+    complete: list[ProbeResults] = []
     for probe in probes:
-        of_probe = pieces.get(probe.name, ())
-        if failure := next((p for p in of_probe if isinstance(p, Failure)), None):
-            failed.append(failure)
-            continue
-        kept = [p for p in of_probe if isinstance(p, Piece)]
+        result = results[probe.name]
         try:
-            results = probe.finish(kept, context)
-            frames = dict(_checked(probe, results.tables))
-            shared = {d.table.name: d.table for d in probe.tables if isinstance(d, Part) and d.table.name in frames}
-            extended = {name: [*parts.get(name, ()), frames[name]] for name in shared}
-            frames |= {name: table.check(joined(table, extended[name])) for name, table in shared.items()}
-            probe_marks = list(probe.marks(kept))
+            if not isinstance(result, ProbeResults | Failure):
+                raise TypeError(f"its observer's finish returned a {type(result).__name__}, not ProbeResults")
+            frames = {} if isinstance(result, Failure) else dict(result.tables)
+            names = [table.name for table in probe.tables]
+            if extra := [name for name in frames if name not in names]:
+                raise TableError(f"it returned a table {extra[0]!r}, and declares {', '.join(names)}")
+            for name, frame in frames.items():
+                tables[name].check(tables[name].complete(*filled.get(name, ()), frame))
         except Exception as error:
-            failed.append(Failure.of(probe.name, package_of(probe), error))
+            result = Failure.of(probe.name, error)
+        if isinstance(result, Failure):
+            failures.append(result)
             continue
-        filled |= frames
-        parts |= extended
-        probe_notes += results.notes
-        marks += probe_marks
-    filled[declared.SCALE_SUMS.name] = declared.SCALE_SUMS.check(context.calibration.constants.to_table())
-    tables = {t.name: t for t in declared.BUILT_IN} | {t.name: t for p in probes for t in whole(p.tables)}
+        complete.append(result)
+        for name, frame in frames.items():
+            filled.setdefault(name, []).append(frame)
+    filled[declared.SCALE_SUMS.name] = [declared.SCALE_SUMS.check(constants.to_table())]
+    probe_notes = [note for result in complete for note in result.notes]
     return Report(
-        tables={name: filled.get(name, table.empty()) for name, table in tables.items()},
+        tables={name: table.complete(*filled.get(name, ())) for name, table in tables.items()},
         provenance=dict(provenance),
-        notes=tuple(dict.fromkeys((*notes, *probe_notes, *map(str, failed)))),
-        exhibits=marked(exhibits, marks),
+        notes=tuple(dict.fromkeys((*notes, *probe_notes, *map(str, failures)))),
+        exhibits=marked(exhibits, [mark for result in complete for mark in result.marks]),
         declared=tables,
-        probes=tuple(p for p in probes if package_of(p) != OWN),
-        failures=tuple(failed),
+        probes=tuple(p for p in probes if p.name not in BUILT_IN),
+        failures=tuple(failures),
     )
-
-
-def _checked(probe: Probe, frames: Mapping[str, Any]) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the frames, checked against their declarations; a declared table may have no frame."""
-    names = [t.name for t in whole(probe.tables)]
-    if extra := [n for n in frames if n not in names]:
-        raise TableError(f"it returned a table {extra[0]!r}, and declares {', '.join(names)}")
-    for each in probe.tables:
-        table = each
-        if isinstance(each, Part):
-            table = replace(each.table, columns=tuple(c for c in each.table.columns if c.name in each.columns))
-        assert isinstance(table, Table)
-        if table.name in frames:
-            yield table.name, table.check(frames[table.name])
 
 
 def provenance(
@@ -328,7 +310,6 @@ def provenance(
 ) -> dict[str, Any]:
     """Describe as plain JSON where tables come from: the part that does not depend on when and how they are made."""
     objective = Objective() if objective is None else objective
-    others = {p.name: package_of(p) for p in probes if package_of(p) != OWN}
     return {
         "ln_probe": __version__,
         "model": asdict(source),
@@ -347,7 +328,7 @@ def provenance(
         "thresholds": _thresholds(probes),
         "random_angle_deg": random_angle(shape["d_model"], seed=settings.seed),
         "versions": versions(),
-    } | ({"probes": others} if others else {})
+    }
 
 
 def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
@@ -364,43 +345,6 @@ def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
     return found
 
 
-def on_text(report: Report, text: str, model: object = None) -> Report:
-    """Measure the attention of a report's model on another text; `Report.attention(text=…)` shows it.
-
-    Args:
-        report: says which model, and which of the probes of attention ran.
-        text: the text.
-        model: the model, if it cannot be loaded again by its name.
-
-    Raises:
-        ValueError: the model cannot be loaded again, or its weights are others today; a text without tokens.
-    """
-    check_text("text", text)
-    if not text.strip():
-        raise ValueError(f"text must hold some text, got {text!r}")
-    about = report.provenance.get("model", {})
-    if model is None:
-        name = about.get("name")
-        give = f"give the model: report.attention(text={text[:20]!r}, model=…)"
-        if not name or about.get("kind") in (None, "object"):
-            raise ValueError(f"this report is of a model that was in memory, which cannot be loaded again: {give}")
-        options: dict[str, Any] = dict.fromkeys(about.get("processing", ()), True)
-        options |= {"revision": about.get("revision"), "dtype": about.get("dtype")}
-        options["world"] = {"HookedTransformer": "hooked", "TransformerBridge": "bridge"}.get(about.get("world"))
-        try:
-            model = load_model(name, **options)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"the model {name!r} of this report cannot be loaded again ({error}): {give}") from error
-        if (found := source_of(model).weights_sha256) != about.get("weights_sha256"):
-            raise ValueError(
-                f"{name!r} holds other weights than this report is of (SHA-256 {str(found)[:12]}…, not "
-                f"{str(about.get('weights_sha256'))[:12]}…): {give}"
-            )
-    ran = report.provenance.get("arguments", {}).get("probes") or ()
-    probes = [name for name in ("selectability", "uniformity", "sinks") if name in ran] or ["uniformity"]
-    return analyze(model, text, probes=probes, progress=False)
-
-
 def freezing_cost(
     model: object,
     prompts: Any = None,
@@ -408,6 +352,7 @@ def freezing_cost(
     calibration: Any = None,
     groups: Sequence[Hashable] | None = None,
     loss: Loss | str | None = None,
+    max_prompts: int | None = None,
     max_tokens: int = 512,
     seed: int = 0,
     tokenizer: Any = None,
@@ -417,7 +362,7 @@ def freezing_cost(
     """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
 
     Args:
-        model, prompts, calibration, groups, loss, max_tokens, seed, tokenizer, progress, hooks: as for
+        model, prompts, calibration, groups, loss, max_prompts, max_tokens, seed, tokenizer, progress, hooks: as for
             `ln_probe.analyze`; the numbers are those of its `causal` table.
 
     Returns:
@@ -439,13 +384,13 @@ def freezing_cost(
     hooked, on_original = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
     with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal, one_blas_thread():
-        passes, ready, calibrated = _first_pass(seal, settings, [probe], objective, prompts, calibration, groups)
-        piece = passes.measure(list(enumerate(ready.tokens)), calibrated, default=prompts is None)[probe.name]
-    if isinstance(piece, Failure):
-        raise ProbeError(str(piece))
-    assert isinstance(piece, Piece)
-    results = probe.finish([piece], Context(calibrated, None, lambda _p, _i: "", seed=seed))
-    table = results.tables["causal"]
+        passes, ready, calibrated = _first_pass(
+            seal, settings, [probe], objective, prompts, calibration, groups, max_prompts=max_prompts
+        )
+        results = passes.measure(ready.tokens, calibrated, lambda _p, _i: "", default=prompts is None)[probe.name]
+    if isinstance(results, Failure):
+        raise ProbeError(str(results))
+    table = results.tables["causal"] if results.tables else CAUSAL.empty()
     frozen = table[(table["family"] == "primary") & (table["variant"] == SCALING_FROZEN.name)]
     rows = frozen[frozen["sites"] == "all"]
     asked = (note for note in results.notes if "single norms" not in note)  # which no one asked for here

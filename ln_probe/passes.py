@@ -1,17 +1,15 @@
 """The two passes over the prompts.
 
 The first, *calibration*, collects statistics of every norm (the constants that replace sigma among them) and of the
-queries. In the second, which needs these, the probes observe every prompt. The second pass can be run on any part of
-the prompts, in any order; the pieces are joined afterwards.
+queries. In the second, which needs these, the probes observe every prompt.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,88 +19,58 @@ from torch import Tensor
 
 from ln_probe.analyses.constants import (
     CALIBRATION,
-    DEFAULT_SAMPLE,
     OWN_MEANS,
     QUERY_RADIUS_QUANTILE,
-    SAMPLE_ABOVE,
     Calibration,
     Constants,
-    EmpiricalQueries,
-    KeySample,
     grouped,
     observed_radius,
-    plain_queries,
 )
 from ln_probe.analyses.probes import decomposition
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
-from ln_probe.analyses.probes.base import Failure, Piece, Probe, Shape, View
+from ln_probe.analyses.probes.base import Failure, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.decomposition import SiteStatistics
 from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES, SINGLE_NORM_PROMPTS
-from ln_probe.analyses.probes.registry import chosen
 from ln_probe.analyses.progress import tell, tell_inner
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
-from ln_probe.hooks.capture import AttentionInput, looks_ahead, return_free_memory, stream_together
-from ln_probe.hooks.default_tokens import CALIBRATION as CALIBRATION_PART
-from ln_probe.hooks.default_tokens import bundled_prompts, bundled_texts, encode, tokenizer_of
+from ln_probe.hooks.capture import AttentionInput, stream_together
 from ln_probe.hooks.interventions import members
 from ln_probe.hooks.model import (
     HookedModel,
-    context_length,
     device_of,
     in_missing_head,
     missing_head,
     n_layers,
-    stretches_positions,
 )
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
-from ln_probe.hooks.products import fast_products
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import facts_of, layers_in_words
-from ln_probe.observers import BackgroundWorker, GuardedObserver, is_foreign
-from ln_probe.prompts import Prompts, name_tokens, namer, naming_notes, summary
-from ln_probe.seal import Seal
+from ln_probe.hooks.text import CALIBRATION as CALIBRATION_PART
+from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.prompts import BUNDLED, Prompts, summary
+from ln_probe.seal import Seal, SealError
 from ln_probe.settings import Settings
-
-# Prompts go through the model together if at least so much of what goes through is no padding.
-FILLED = 0.75
-
-# Forward passes over all prompts that fitting loss-optimal constants takes (two groups of norms, two halves, two
-# starts, about 100 evaluations of three passes each for lm-layernorm), and multiplications per second of one core.
-_FITTING_PASSES, _MULTIPLICATIONS = 1200.0, 2.5e10
-
-Pieces = dict[str, Piece | Failure]  # by name of the probe
 
 
 class Passes:
     """The passes over the prompts of one model in evaluation mode.
 
     Args:
-        probes, objective: those that were asked for; None: as the settings name them.
-        seal: checked between passes and around probes of other packages.
+        probes, objective, seal: of the measurement; the seal is checked between batches.
 
     Raises:
-        ValueError: a layer, head or probe that does not exist.
+        ValueError: a layer or head that does not exist.
     """
 
     def __init__(
-        self,
-        model: HookedModel,
-        settings: Settings,
-        *,
-        probes: Sequence[Probe] | None = None,
-        objective: Objective | None = None,
-        seal: Seal | None = None,
+        self, model: HookedModel, settings: Settings, *, probes: Sequence[Probe], objective: Objective, seal: Seal
     ) -> None:
         settings.check(model)
-        self.seal = seal
-        self.objective = Objective.of(settings.loss) if objective is None else objective
-        if settings.vocab is not None:
-            name_tokens(model, settings.vocab)
-        self.model, self.settings = model, settings
-        self.probes = chosen(settings.probes if probes is None else probes)
+        self.model, self.settings, self.probes = model, settings, probes
+        self.objective, self.seal = objective, seal
         found = facts_of(model)
         self.left_out = [s.name for s in (*found.sites, *found.unknown) if in_missing_head(model, s.module)]
         self.found = replace(
@@ -125,55 +93,41 @@ class Passes:
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
     def _batches(
-        self, stage: str, prompts: Iterable[tuple[int, Tensor]], kind: Callable[[int], object] = lambda _: None
+        self, stage: str, prompts: Sequence[Tensor], watchers: Callable[[int], object] = lambda _: None
     ) -> Iterator[list[tuple[int, Tensor]]]:
         """Yield the prompts that go through the model together, report progress, and check the seal after each batch.
 
-        Prompts keep their order. Neighbours share a batch if they are nearly of a length and `kind` is equal for both.
+        Prompts keep their order. Neighbours share a batch if they are of one length and `watchers` are equal for both.
         """
-        total = float(len(prompts)) if isinstance(prompts, Sized) else math.nan
+        first = 0
+        while first < len(prompts):
+            end = first + 1
+            while (
+                end < len(prompts)
+                and watchers(end) == watchers(first)
+                and len(prompts[end]) == len(prompts[first])
+                and self._fits(end - first + 1, len(prompts[first]))
+            ):
+                end += 1
+            tell(stage, first, float(len(prompts)), "prompts")
+            yield [(number, prompts[number]) for number in range(first, end)]
+            self.seal.rest()
+            first = end
 
-        def divided() -> Iterator[list[tuple[int, Tensor]]]:
-            batch: list[tuple[int, Tensor]] = []
-            for number, row in prompts:
-                fits = batch and kind(batch[0][0]) == kind(number) and self._fits([len(r) for _, r in batch], len(row))
-                if batch and not fits:
-                    yield batch
-                    batch = []
-                batch.append((number, row))
-            if batch:
-                yield batch
-
-        done = 0
-        for batch in divided():
-            tell(stage, done, total, "prompts")
-            yield batch
-            if self.seal is not None:
-                self.seal.rest()
-            done += len(batch)
-
-    def _fits(self, lengths: Sequence[int], length: int) -> bool:
-        """Whether a prompt of this length may join a batch of prompts of these lengths."""
-        limit = self.settings.batch_size
-        batching = limit is not None or all(p.interleaved for p in self.probes if p.needs.prompts)
-        if not batching or (limit is None and not self._gpu_memory) or len(lengths) + 1 > (limit or math.inf):
-            return False  # on a CPU one prompt keeps all cores busy: see docs/cost.md
-        lengths = [*lengths, length]
-        padded = max(lengths) * len(lengths)
+    def _fits(self, count: int, length: int) -> bool:
+        """Return whether so many prompts of this length go through the model together."""
+        if (limit := self.settings.batch_size) is not None:
+            return count <= limit
+        memory = self._gpu_memory
+        if not memory or not all(p.interleaved for p in self.probes):
+            return False  # on a CPU one prompt keeps all cores busy
         cfg: Any = self.model.cfg
         token = 8 * max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))  # bytes that live at a time
-        if limit is None and padded * (token + 16 * self.shape["heads"] * max(lengths)) > self._gpu_memory:
-            return False
-        return min(lengths) == max(lengths) or (sum(lengths) >= FILLED * padded and self._takes_padding)
-
-    @cached_property
-    def _takes_padding(self) -> bool:
-        """Whether padding after its end leaves the results of a prompt unchanged."""
-        return not (stretches_positions(self.model) or looks_ahead(self.model, self.found.read))
+        return count * length * (token + 16 * self.shape["heads"] * length) <= memory
 
     @cached_property
     def _gpu_memory(self) -> int:
-        """Bytes that a batch may take, and bytes that may wait for the CPU; 0 on a CPU."""
+        """Bytes that a batch may take; 0 on a CPU."""
         device = device_of(self.model)
         return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0
 
@@ -192,7 +146,7 @@ class Passes:
 
     def calibrate(
         self,
-        prompts: Iterable[tuple[int, Int[Tensor, " _"]]],
+        prompts: Sequence[Int[Tensor, " _"]],
         *,
         groups: Sequence[Hashable] | None = None,
         calibration: Prompts | None = None,
@@ -201,7 +155,7 @@ class Passes:
         """Run the first pass over all prompts.
 
         Args:
-            prompts: number (from 0) and token ids of each, in order.
+            prompts: token ids of each.
             groups: a label for each prompt; prompts with equal labels form one group. None: equal prompts do.
             calibration: other text that the constants come from; None: the constants of a prompt are means over all
                 prompts outside its group.
@@ -210,8 +164,7 @@ class Passes:
         Raises:
             ValueError: another number of labels than prompts, or calibration text that cannot be used.
         """
-        prompts = list(prompts)
-        rows = [row.numpy().astype(np.int64).tobytes() for _, row in prompts]  # equal ones form a group
+        rows = [row.numpy().astype(np.int64).tobytes() for row in prompts]  # equal ones form a group
         grouping = _groups(rows, groups)
         on_overlap = () if calibration is None else _overlap(rows, calibration)
         # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
@@ -225,9 +178,8 @@ class Passes:
         unsupported: dict[int, str] = {}
         bidirectional = False
         observed: dict[int, list[np.ndarray]] = defaultdict(list)
-        occurred: dict[int, EmpiricalQueries] = defaultdict(EmpiricalQueries)
+        unbounded: set[int] = set()
         batch: list[tuple[int, Tensor]] = []
-        lengths: list[float] = []
         frozen = [s.site for s in statistics if not s.site.stands_in]
         places = {site.name: place for place, site in enumerate(frozen)}
         sums: list[np.ndarray] = []  # of sigma, of each prompt: [2 site 2], sums and counts
@@ -250,49 +202,38 @@ class Passes:
             except UnsupportedAttentionError as error:
                 unsupported[seen.layer] = str(error)
                 return
-            queries = plain_queries(heads, seen.y)
-            occurred[seen.layer].add(queries.numpy())
-            radius = observed_radius(heads, seen.site, queries)
-            if radius is not None:
+            radius = observed_radius(heads, seen.site, seen.y)
+            if radius is None:
+                unbounded.add(seen.layer)
+            else:
                 observed[seen.layer].append(radius.numpy())
 
-        with fast_products(self.model):
-            for batch in self._batches("first pass", prompts):  # the callbacks read it
-                lengths += [float(len(row)) for _, row in batch]
-                sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
-                stream_together(
-                    self.model,
-                    [row for _, row in batch],
-                    self.found.read,
-                    layers=self.layers,
-                    on_norm=on_norm,
-                    on_attention=on_attention if self.wants_heads else None,
-                )
+        for batch in self._batches("first pass", prompts):  # the callbacks read it
+            sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
+            stream_together(
+                self.model,
+                [row for _, row in batch],
+                self.found.read,
+                layers=self.layers,
+                on_norm=on_norm,
+                on_attention=on_attention if self.wants_heads else None,
+            )
         stacked = np.stack(sums) if sums else np.zeros((0, 2, len(frozen), 2))
         measured = Constants(tuple(places), grouping, stacked[:, 0], stacked[:, 1])
         constants, calibrated_on, on_constants = self._constants(frozen, measured, calibration)
-        optimal = self._optimal(constants, rows, default=default)
-        if not optimal:
-            passes = _FITTING_PASSES * sum(lengths) * sum(p.numel() for _, p in self.model.named_parameters())
-            calibrated_on = {**calibrated_on, "optimal_minutes": round(passes / _MULTIPLICATIONS / 60, 1)}
-        return_free_memory()
-        sample = self._sample(lengths)
-        notes = self._notes(statistics, unsupported, bidirectional, sorted(set(occurred) - set(observed)))
-        notes = (*notes, *on_overlap, *on_constants, *constants.notes())
+        notes = self._notes(statistics, unsupported, bidirectional, sorted(unbounded))
         return Calibration(
             norms=decomposition.layernorms_table(statistics, constants),
             constants=constants,
             calibrated_on=calibrated_on,
-            optimal=optimal,
+            optimal=self._optimal(constants, rows, default=default),
             radii={
-                layer: np.quantile(np.concatenate(found), QUERY_RADIUS_QUANTILE, axis=0)
-                for layer, found in observed.items()
+                layer: np.quantile(np.concatenate(radii), QUERY_RADIUS_QUANTILE, axis=0)
+                for layer, radii in observed.items()
             },
             unsupported=unsupported,
-            notes=notes if sample is None else (*notes, sample.note),
-            empirical={layer: found.ellipsoid() for layer, found in occurred.items()},
-            sample=sample,
-            first=tuple(torch.tensor(np.frombuffer(row, np.int64)) for row in rows[:SINGLE_NORM_PROMPTS]),
+            notes=(*notes, *on_overlap, *on_constants, *constants.notes()),
+            first=tuple(prompts[:SINGLE_NORM_PROMPTS]),
         )
 
     def _constants(
@@ -309,18 +250,15 @@ class Passes:
         elif measured.group_count > 1 or not measured.group_count or not sites:
             return measured, {}, ()
         else:
-            if (own := bundled_prompts(self.model)) is not None:
-                tokens, source = own.calibration, f"{CALIBRATION} ({own.source})"
-            elif tokenizer_of(self.model) is not None:
-                tokens = tuple(encode(self.model, text) for text in bundled_texts(CALIBRATION_PART))
-                source = f"{CALIBRATION} (bundled)"
-            else:
+            own = bundled_prompts(self.model)
+            if own is None and tokenizer_of(self.model) is None:
                 note = (
                     "there is one group of prompts and no other text, so the constants are the means of these prompts "
                     "themselves: give more prompts, or calibration="
                 )
                 return replace(measured, source=OWN_MEANS), {}, (note,)
-            tokens = tuple(row[: context_length(self.model)] for row in tokens)
+            tokens = tuple(default_tokens(self.model, CALIBRATION_PART))
+            source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
             note = "there is one group of prompts only, so the constants are"
             notes = (f"{note} {source}: give more prompts, or calibration=",)
         given = mean_sigmas(self.model, sites, tokens)
@@ -353,77 +291,55 @@ class Passes:
                 )
         return found
 
-    def _sample(self, lengths: Sequence[float]) -> KeySample | None:
-        """Return the sample of keys to measure; None: all, on request or because that is fast enough."""
-        wanted = self.settings.keys_sample
-        probe = next((p for p in self.probes if p.samples_keys), None)
-        if wanted == 0 or probe is None or not self.wants_heads or not lengths:
-            return None
-        heads = self.shape["heads"] if self.heads is None else len(self.heads)
-        seconds = probe.cost(Shape(len(self.layers), heads, tuple(lengths))).seconds
-        longest = int(max(lengths))
-        count = DEFAULT_SAMPLE if wanted is None else wanted
-        if count >= longest or (wanted is None and seconds <= SAMPLE_ABOVE):
-            return None
-        return KeySample(count, longest, self.settings.seed, seconds)
-
     def measure(
-        self, prompts: Sequence[tuple[int, Int[Tensor, " _"]]], calibration: Calibration, *, default: bool = False
-    ) -> Pieces:
-        """Run the second pass over any of the prompts (number and token ids) and return each probe's piece.
+        self,
+        prompts: Sequence[Int[Tensor, " _"]],
+        calibration: Calibration,
+        token: Callable[[int, int], str],
+        *,
+        default: bool = False,
+    ) -> dict[str, ProbeResults | Failure]:
+        """Run the second pass over all prompts and return each probe's results by its name.
 
-        `default`: these are the model's default prompts, of which a probe takes no more than `Probe.prompts`.
+        Args:
+            token: the string at (prompt, position).
+            default: whether these are the model's default prompts, of which a probe takes no more than `Probe.prompts`.
         """
-        asked = [p for p in self.probes if p.needs.prompts]
-        if not asked:
-            return {}
-        view = self._view(calibration)
-        alone = sum(map(is_foreign, asked)) < 2
-        with fast_products(self.model), BackgroundWorker(self._gpu_memory) as beside:
-            watching = [GuardedObserver(p, view, p.prompts if default else None, self.seal, alone=alone) for p in asked]
-            for batch in self._batches("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
-                self._watch(batch, [w for w in watching if w.takes(batch[0][0])], calibration, beside)
-        return_free_memory()
-        return {w.probe.name: w.piece() for w in watching}
+        run = Run(
+            self.model,
+            self.sites,
+            self.layers,
+            self.heads,
+            calibration,
+            token,
+            missing_head(self.model),
+            self.objective,
+            self.settings.seed,
+        )
+        watching = [_ProbeObserver(p, run, p.prompts if default else None) for p in self.probes]
+        for batch in self._batches("second pass", prompts, lambda n: [w.takes(n) for w in watching]):
+            self._watch(batch, [w for w in watching if w.takes(batch[0][0])], calibration)
+        return {w.probe.name: w.results() for w in watching}
 
     def _watch(
         self,
         batch: Sequence[tuple[int, Int[Tensor, " _"]]],
-        watching: Sequence[GuardedObserver],
+        watching: Sequence[_ProbeObserver],
         calibration: Calibration,
-        beside: BackgroundWorker,
     ) -> None:
-        """Run one batch and pass its events to the probes.
-
-        Attention is evaluated on a separate thread where there is a GPU. A probe that runs the model itself has to
-        wait for that thread, so it comes last.
-        """
+        """Run one batch and pass its events to the probes."""
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
-        large = any(w.probe.needs.variants for w in attention)
 
         def on_norm(place: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-            number = batch[place][0]
             for w in norms if not site.stands_in else ():
-                if w in attention and beside.room:
-                    beside.do(partial(w.call, "norm", number, site, x.clone(), y.clone()), x.nbytes + y.nbytes)
-                else:
-                    w.call("norm", number, site, x, y)
+                w.call("norm", batch[place][0], site, x, y)
 
         def on_attention(place: int, seen: AttentionInput) -> None:
-            if beside.room:  # later blocks may write where these are now
-                seen = replace(seen, x=seen.x.clone(), y=seen.y.clone(), pattern=seen.pattern.clone())
-            beside.do(partial(look, batch[place][0], seen), seen.x.nbytes + seen.y.nbytes + seen.pattern.nbytes)
-
-        def look(number: int, seen: AttentionInput) -> None:
-            attended = self.attended(number, seen, calibration)
-            if large:
-                return_free_memory()
+            attended = self.attended(batch[place][0], seen, calibration)
             for w in attention:
                 tell_inner(f"{w.probe.name}, layer {seen.layer + 1} of {n_layers(self.model)}")
-                w.call("attention", number, attended)
-            if large:
-                return_free_memory()
+                w.call("attention", batch[place][0], attended)
 
         if norms or attention:
             stream_together(
@@ -435,16 +351,11 @@ class Passes:
                 on_attention=on_attention if attention else None,
             )
         for number, row in batch:
-            for w in sorted(watching, key=lambda w: w in attention):
+            for w in watching:
                 if w.probe.needs.output:
-                    if w in attention:
-                        beside.finish()
                     tell_inner(w.probe.name)
                     w.call("prompt", number, row)
-                if w in attention:
-                    beside.do(partial(w.call, "end", number))
-                else:
-                    w.call("end", number)
+                w.call("end", number)
 
     def attended(self, number: int, seen: AttentionInput, calibration: Calibration) -> AttentionLayer:
         """Return a layer of prompt `number` under every variant of its norm."""
@@ -454,17 +365,6 @@ class Passes:
 
         return AttentionLayer(seen, read, calibration, number, self.heads)
 
-    def weigh(self, probe: Probe) -> Piece | Failure:
-        """Return the piece of a probe that needs no prompts."""
-        tell(probe.name)
-        piece = GuardedObserver(probe, self._view(None), None, self.seal).piece()
-        return_free_memory()
-        return piece
-
-    def _view(self, calibration: Calibration | None) -> View:
-        of_model = namer(self.model), missing_head(self.model)
-        return View(self.model, self.sites, self.layers, self.heads, calibration, *of_model, self.objective)
-
     def _notes(
         self,
         statistics: list[SiteStatistics],
@@ -472,7 +372,7 @@ class Passes:
         bidirectional: bool,
         unbounded: Sequence[int],
     ) -> tuple[str, ...]:
-        notes = [] if self.settings.vocab is None else naming_notes(self.model)
+        notes = []
         if not self.sites and not self.found.unknown:
             notes.append(
                 "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "
@@ -489,19 +389,16 @@ class Passes:
             )
         if unbounded:
             notes.append(
-                f"nothing bounds the queries of {layers_in_words(unbounded)} (no scaling before them): margins and "
-                "attainable attention there are over the empirical set, the ellipsoid of mean and covariance of the "
-                "queries that occurred, holding 95 % of them (`queries` in the heads table)"
+                f"nothing bounds the queries of {layers_in_words(unbounded)} (no scaling before them), so there are no "
+                "margins and no attainable attention there"
             )
         notes += [f"head space was not measured. {text}" for text in unsupported.values()]
         if bidirectional:
-            notes.append(
-                "attention is not causal: every query sees all keys, and first_unselectable_at does not apply (NaN)"
-            )
+            notes.append("attention is not causal: every query sees all keys")
         if wrong := [s for s in self.sites if "is not centred as the others" in s.evidence]:
             notes.append(
-                f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare with the unfolded model: "
-                "ln_probe.hooks.check_equivalent(raw, folded)"
+                f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare its logits with "
+                "the unfolded model's"
             )
         if beyond := [s for s in statistics if s.reconstruction_error > s.reconstruction_bound]:
             worst = max(beyond, key=lambda s: s.reconstruction_error)
@@ -521,6 +418,35 @@ class Passes:
                 "RMSNorm has no projection: columns about the ones-direction describe its input, not what it does"
             )
         return tuple(notes)
+
+
+class _ProbeObserver:
+    """A probe's observer; its first exception ends its part, and no other's."""
+
+    def __init__(self, probe: Probe, run: Run, limit: int | None) -> None:
+        self.probe, self.limit = probe, limit
+        self.failure: Failure | None = None
+        self._observer = self._guard(probe.start, run)
+
+    def takes(self, prompt: int) -> bool:
+        """Return whether the probe measures a prompt."""
+        return self.limit is None or prompt < self.limit
+
+    def call(self, event: str, *given: object) -> Any:
+        """Call a method of the observer, unless it has failed."""
+        return None if self.failure is not None else self._guard(getattr(self._observer, event), *given)
+
+    def results(self) -> ProbeResults | Failure:
+        results = self.call("finish")
+        return results if self.failure is None else self.failure
+
+    def _guard(self, work: Callable[..., Any], *given: object) -> Any:
+        try:
+            return work(*given)
+        except SealError:
+            raise
+        except Exception as error:
+            self.failure = Failure.of(self.probe.name, error)
 
 
 def _groups(rows: Sequence[bytes], labels: Sequence[Hashable] | None) -> Int64[np.ndarray, " prompt"]:

@@ -7,17 +7,14 @@ pooled, and a few heads weight by weight. The marks of the keys are filled in af
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.pairs import PairScores, pair_scores
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import NAMES
 from ln_probe.analyses.probes.base import Marks
@@ -26,17 +23,11 @@ from ln_probe.exhibits import (
     VERDICTS,
     Exhibits,
     PromptAttention,
-    ScoreSums,
-    SiteSample,
     bin_edges,
     pooled,
     to_bytes,
 )
 from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
-from ln_probe.hooks.model import HookedModel, evaluating
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.products import fast_products
-from ln_probe.hooks.sites import ModelFacts
 from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.passes import Passes
 
@@ -47,14 +38,8 @@ BUDGET = 2_900_000
 # evenly spaced layers are kept.
 FIRST_PROMPT = 8_500_000
 FULL_HEADS = 12  # patterns kept weight by weight, per prompt
-PAIRS = 2  # of a head that are explained, beside its mean attention to position 0
-COMPONENTS = 6  # of either side that are named
-# Scores are explained on the beginning of the first prompt (exact in causal models, where later tokens change nothing),
-# on fewer tokens where that would take more arithmetic than this (some ten seconds), but not on less than the least.
-EXPLAINED, LEAST_EXPLAINED, EXPLAINED_WORK = 128, 24, 1e11
 MARKS = 9  # bytes per key: verdicts 2, margin 2, attainable 4, received 1
-SAMPLE = 120  # tokens drawn around a norm: more would hide one another
-SAMPLED_PROMPTS = 8  # prompts they come from
+SHOWN_PROMPTS = 8  # prompts whose attention may be kept
 
 _CODES = np.array([VERDICTS.index(name) for name in NAMES], np.uint8)  # verdicts as the geometry counts them
 
@@ -65,7 +50,7 @@ def record(
     tokens: Sequence[Sequence[str]],
     calibration: Calibration,
 ) -> Exhibits:
-    """Record attention patterns and samples of norm inputs of the first prompts; `marked` adds the keys' marks.
+    """Record the attention patterns of the first prompts; `marked` adds the keys' marks.
 
     Returns empty exhibits if no probe needs attention: the pass would cost as much as the statistics of the norms.
 
@@ -74,73 +59,17 @@ def record(
         prompts, tokens: ids and strings of all prompts.
         calibration: of the first pass.
     """
-    if not any(p.needs.attention for p in passes.probes):
+    if not passes.wants_heads:
         return Exhibits()
     heads = tuple(range(passes.shape["heads"]) if passes.heads is None else passes.heads)
     layers, kept, notes = plan([len(row) for row in prompts], passes.layers, len(heads), len(prompts))
-    wanted = passes.settings.layers
-    samples = _Samples(tokens[:SAMPLED_PROMPTS], {s.name for s in passes.sites if wanted is None or s.layer in wanted})
     attention = []
-    for number, row in enumerate(prompts[:SAMPLED_PROMPTS]):
-        patterns = _Patterns(passes, calibration, number, layers, heads, kept.get(number, False))
-        with fast_products(passes.model):
-            stream(
-                passes.model,
-                row,
-                passes.found.read,
-                layers=layers,
-                on_norm=partial(samples.add, number),
-                on_attention=patterns.add if passes.wants_heads and number in kept else None,
-            )
+    for number, whole in kept.items():
+        patterns = _Patterns(passes, calibration, number, layers, heads, whole)
+        stream(passes.model, prompts[number], passes.found.read, layers=layers, on_attention=patterns.add)
         if patterns.kept:
             attention.append(patterns.of_prompt(tokens[number]))
-    found = Exhibits(samples=tuple(samples.of_site(name) for name in samples.vectors))
-    if not attention:
-        return found
-    with fast_products(passes.model):
-        scores, on_scores = explained(passes.model, passes.found, prompts[0], attention[0])
-    return replace(found, attention=tuple(attention), scores=scores, notes=(*notes, *on_scores))
-
-
-def explained(
-    model: HookedModel, facts: ModelFacts, tokens: Int[Tensor, " _"], shown: PromptAttention
-) -> tuple[tuple[ScoreSums, ...], list[str]]:
-    """Explain the strongest pairs of every head that is shown, on the beginning of a prompt.
-
-    Returns:
-        the sums (none if they cannot be had), and notes on omissions.
-    """
-    width, heads, layers = facts.read[0].d, shown.heads, shown.layers
-    readings = 2 * len(heads) * (1 + PAIRS)
-    work = 2.0 * readings * width * sum(layer * (len(heads) + 3) + 2 for layer in layers)
-    room = int(EXPLAINED_WORK / work)
-    length = min(len(tokens), EXPLAINED, room)
-    if length < 2 or (length < len(tokens) and (length < LEAST_EXPLAINED or not shown.causal)):
-        return (), [] if len(tokens) < 2 else ["scores are not explained: it would take too long; use attribute_scores"]
-    with evaluating(model):
-        found = pair_scores(model, facts, tokens[:length], layers, heads, PAIRS)
-    made = [(layer, scores) for layer, scores in found.items() if isinstance(scores, PairScores)]
-    failed = {layer: error for layer, error in found.items() if isinstance(error, Exception)}
-    notes = [f"layer {layer}: scores are not explained ({error})" for layer, error in failed.items()]
-    if not made:
-        return (), notes[:1]
-    names = list(dict.fromkeys(p.name for _, m in made for p in m.parts))
-    number = {name: i for i, name in enumerate(names)}
-    columns: dict[str, list[np.ndarray]] = {}
-    for layer, m in made:
-        top = np.argsort(-np.abs(m.sides), axis=2, kind="stable")[:, :, :COMPONENTS]
-        top = np.pad(top, ((0, 0), (0, 0), (0, COMPONENTS - top.shape[2])))  # repeats are cut below
-        part = np.array([number[p.name] for p in m.parts], np.int32)[top]
-        value = np.take_along_axis(m.sides, top, 2)
-        value[:, :, m.sides.shape[2] :] = 0.0
-        for name, values in {
-            "layer": np.full(len(m.head), layer, np.int32), "head": m.head, "query": m.query, "key": m.key,
-            "weight": m.weight, "uniform": m.uniform, "score": m.score, "part": part, "contribution": value,
-            "terms": m.terms,
-        }.items():  # fmt: skip
-            columns.setdefault(name, []).append(values.astype(np.int32 if values.dtype.kind == "i" else np.float32))
-    joined = {name: np.concatenate(values) for name, values in columns.items()}
-    return (ScoreSums(prompt=shown.prompt, length=length, parts=tuple(names), **joined),), notes
+    return Exhibits(tuple(attention), tuple(notes) if attention else ())
 
 
 def marked(exhibits: Exhibits, marks: Sequence[Marks]) -> Exhibits:
@@ -164,7 +93,7 @@ def _marked_prompt(shown: PromptAttention, marks: Sequence[Marks]) -> PromptAtte
         measures = {name: values[: len(shown.heads), keys] for name, values in found.measures.items()}
         ending = _ENDINGS[found.variant]
         arrays[f"verdict{ending}"][place] = _CODES[measures["verdict"]]
-        arrays[f"attainable{ending}"][place] = measures["attainable_last"]
+        arrays[f"attainable{ending}"][place] = measures["attainable"]
         if not ending:
             middle = (measures["margin_lower"] + measures["margin_upper"]) / 2
             arrays["margin"][place] = np.clip(middle, None, np.finfo(np.float16).max)
@@ -240,63 +169,6 @@ class _Patterns:
         )
 
 
-class _Samples:
-    """Collects vectors around the norms that attention or the unembedding reads."""
-
-    def __init__(self, tokens: Sequence[Sequence[str]], drawn: Collection[str]) -> None:
-        """`tokens`: strings of the prompts; `drawn`: names of the norms of which vectors may be kept."""
-        self.tokens, self.drawn = tokens, drawn
-        self.vectors: dict[str, list[Tensor]] = {}
-        self.sites: dict[str, Site] = {}
-        share = math.ceil(SAMPLE / max(1, len(tokens)))
-        # Position 0 is among them: sinks live there.
-        self.positions = [np.unique(np.linspace(0, len(t) - 1, min(share, len(t))).astype(int)) for t in tokens]
-
-    def add(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], _y: Tensor) -> None:
-        """Keep some of a norm's inputs for one prompt."""
-        read = {"attention", "unembed"} & set(site.reads.split("+"))
-        if not read or site.name not in self.drawn or len(x) != len(self.tokens[prompt]):
-            return
-        self.sites[site.name] = site
-        rows = x[torch.from_numpy(self.positions[prompt]).to(x.device)]
-        self.vectors.setdefault(site.name, []).append(rows.float().cpu())
-
-    def of_site(self, name: str) -> SiteSample:
-        """Return the vectors of a norm, along the all-ones direction and two principal axes."""
-        site, rows = self.sites[name], self.vectors[name]
-        x = torch.cat(rows).double()
-        counts = [len(r) for r in rows]
-        positions = np.concatenate(self.positions[: len(counts)])
-        prompts = np.repeat(np.arange(len(counts)), counts)
-        mean = x.mean(-1, keepdim=True)
-        kept = x - mean
-        length = kept.norm(dim=-1)
-        unit = kept / length[:, None].clamp_min(1e-300)
-        typical = unit[torch.from_numpy(positions > 0)] if (positions > 0).any() else unit
-        axes = torch.linalg.svd(typical, full_matrices=False).Vh[:2]
-        axes = torch.cat([axes, torch.zeros(2 - len(axes), site.d, dtype=axes.dtype)])
-        along = kept @ axes.T
-        ones, axis1, axis2, size, sigma = (
-            v.numpy().astype(np.float32)
-            for v in (mean[:, 0] * math.sqrt(site.d), along[:, 0], along[:, 1], length, site.sigma(x)[:, 0])
-        )
-        return SiteSample(
-            site=site.name,
-            layer=site.layer,
-            kind=site.kind,
-            d=site.d,
-            ones=ones,
-            axis1=axis1,
-            axis2=axis2,
-            length=size,
-            sigma=sigma,
-            axes_share=float(((unit @ axes.T) ** 2).sum(-1).mean()),
-            prompt=prompts.astype(np.int32),
-            position=positions.astype(np.int32),
-            tokens=tuple(self.tokens[int(p)][i] for p, i in zip(prompts, positions, strict=True)),
-        )
-
-
 def _received(pattern: Float[np.ndarray, "head query key"], seen: AttentionInput) -> Float[np.ndarray, "head key"]:
     """Return each key's mean weight from the queries after position 0 that see it (all of them if not causal)."""
     length = pattern.shape[1]
@@ -335,7 +207,7 @@ def plan(
         notes.append(f"attention is shown for {len(kept)} of {len(layers)} layers: all would not fit on a page")
     chosen = {0: True}
     used = size(first, len(kept)) + whole(first)
-    for prompt, length in list(enumerate(lengths))[1:SAMPLED_PROMPTS]:
+    for prompt, length in list(enumerate(lengths))[1:SHOWN_PROMPTS]:
         needed = size(length, len(kept))
         if used + needed > BUDGET:
             break

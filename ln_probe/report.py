@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -16,62 +17,24 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ln_probe import __version__
-from ln_probe.analyses.arguments import check_text, path_of, received
+from ln_probe.analyses.arguments import check_text, path_of
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.files import (
-    FileError,
-    checksums,
-    listed,
-    open_regular,
-    read_json,
-    remove_listed,
-    replacing,
-    sha256_of_file,
-    to_be_written,
-    verify,
-    with_checksum,
-    write_atomically,
-    write_text,
-)
+from ln_probe.analyses.files import replacing, to_be_written, write_text
 from ln_probe.analyses.probes import columns as declared_here
-from ln_probe.analyses.probes.base import Failure, Finding, Probe, ProbeError
-from ln_probe.analyses.probes.causal import family, with_today_statistics
-from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
-from ln_probe.analyses.schema import Column, Table, TableError
+from ln_probe.analyses.probes.base import Failure, Finding, Probe
+from ln_probe.analyses.probes.registry import DEFAULT, chosen
+from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import counted, disarmed, encodable
-from ln_probe.exhibits import EXHIBITS_FILE, Exhibits
-from ln_probe.hooks.variants import RENAMED, frozen_scaling, present_name
+from ln_probe.exhibits import EXHIBITS_FILE, Exhibits, by_token
 
 if TYPE_CHECKING:
     from ln_probe.page.attention import AttentionView
 
-REPORT_FILE = "report.json"  # the manifest of a report's folder
+REPORT_FILE = "report.json"  # written last: a folder without it holds no whole report
 PAGE_FILE = "report.html"
-FORMAT = 4
-_LONGEST_SLUG = 200  # file systems take 255 bytes, and a training step and a number may follow
-# Tables of reports that do not say which they have.
-_OF_0_1_0 = {"layernorms", "heads", "keys", "causal", "unembedding"}
-# 2, of ln_probe 0.1.0: the built-in tables, without their descriptions. 3: with them, without hashes of the files.
-READ = (2, 3, 4)
-_FORMAT_OF_0_1_0 = 2
-# Rows per byte of a parquet file, at most: our tables take some bytes per row, constant columns almost none.
-_ROWS_PER_BYTE = 100
-_FEW_ROWS = 1_000_000  # tables of fewer rows are read regardless of the file's size
-_MEANT_0_1_0 = (
-    "made by ln_probe 0.1.0, which put one constant in the place of every sigma (its differences of losses are here "
-    "`delta_loss_uniform`, what else `causal` says without scaling is left out; `heads` and `keys` without scaling are "
-    "of that constant, too) and gave intervals that covered less than they said (left out): make the report again"
-)
-_STATISTICS_OF_TODAY = (
-    "causal: this report is of an earlier ln_probe: its constants come from other text than its prompts, and intervals "
-    "do not include their choice; intervals, p-values and families were computed from `causal_prompts` on loading"
-)
-_AT_THE_LAST_POSITION = (
-    "heads, keys: this report is of an earlier ln_probe, whose attainable attention was of queries at the last "
-    "position; it is `attainable_last` here. What keys can receive at any position, and whether a head's own queries "
-    "reach them, is not known"
-)
+FORMAT = 5
 NO_NORMS = "the model has no normalization"  # beginning of the note on such models
+_LONGEST_SLUG = 200  # file systems take 255 bytes, and a training step and a number may follow
 _OPTIONAL = ("numba", "circuitsvis", "gguf", "python-flint", "ray")
 PRINTED, _WIDTH = 6, 100  # findings that `print` shows, and characters a line
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
@@ -85,8 +48,8 @@ class TableNamed(property):
         self.__doc__ = about or f"The table `{name}`."
 
     def __get__(self, owner: Any, kind: type | None = None, /) -> pd.DataFrame:  # type: ignore[override]
-        found: pd.DataFrame = super().__get__(owner, kind)
-        return found
+        table: pd.DataFrame = super().__get__(owner, kind)
+        return table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,20 +57,20 @@ class Report:
     """What LayerNorm does in one model on some prompts.
 
     Attributes:
-        tables: every table by name: those of the built-in probes (empty where one did not run), then those of other
-            packages' probes. `describe` says what their columns mean.
+        tables: every table by name: those of the built-in probes (empty where one did not run), then those of the
+            user's probes.
         provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
         notes: caveats on the model, the prompts and the tables.
         exhibits: data for pictures: attention patterns, marks of keys, vectors around the norms.
-        declared: descriptions of the tables, by name.
-        probes: probes of other packages that ran and are installed here.
+        declared: what each table's columns mean, by the table's name.
+        probes: the user's probes that ran; a loaded report has their tables alone.
         failures: probes that failed, and why.
 
     Example:
         >>> print(report)  # model, prompts and the first findings
         >>> report.findings()
         >>> report.by_head(sort="delta_loss").head(3)
-        >>> report.describe("heads")
+        >>> report.declared["heads"].column("margin_median").meaning
     """
 
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -135,43 +98,18 @@ class Report:
     head_effects = TableNamed("head_effects")
     sinks = TableNamed("sinks")
     sink_heads = TableNamed("sink_heads")
-    token_sizes = TableNamed("token_sizes")
     outlier_dimensions = TableNamed("outlier_dimensions")
-    unembedding = TableNamed("unembedding", "A row per token that is hard to predict.")
 
     @property
     def constants(self) -> Constants:
-        """The constants that replaced each norm's sigma: `.of(i)` on prompt i, `.pooled`, `.observed`.
-
-        Raises:
-            ValueError: the report is of a version that did not keep them.
-        """
-        table, about = self.tables["scale_sums"], self.provenance.get("calibration", {})
-        if "constants" not in about:
-            raise ValueError("this report is of an ln_probe that did not keep the sums of sigma: make it again")
+        """The constants that replaced each norm's sigma: `.of(i)` on prompt i, `.pooled`, `.observed`."""
+        about = self.provenance["calibration"]
         given = self.provenance["constants"] if about["given"] else None
-        return Constants.of_table(table, str(about["constants"]), given)
+        return Constants.of_table(self.tables["scale_sums"], str(about["constants"]), given)
 
     @property
     def name(self) -> str:
         return str(self.provenance.get("model", {}).get("name", "model"))
-
-    @property
-    def deviations(self) -> tuple[str, ...]:
-        """Sentences on parts of the model or of the prompts that were requested but could not be used."""
-        model, prompts = (self.provenance.get(part, {}) for part in ("model", "prompts"))
-        return (*model.get("deviations", ()), *([prompts["skipped"]] if prompts.get("skipped") else []))
-
-    def describe(self, table: str) -> pd.DataFrame:
-        """Describe a table, or "by_head": a row per column with `column`, `dtype`, `unit`, `meaning`.
-
-        Raises:
-            ValueError: the report has no such table (says which there are).
-        """
-        known = {**self.declared, declared_here.BY_HEAD.name: declared_here.BY_HEAD}
-        if not isinstance(table, str) or table not in known:
-            raise ValueError(f"this report has no table {table!r}: there are {', '.join(known)}")
-        return known[table].describe()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))
@@ -209,25 +147,7 @@ class Report:
             self.declared[name].check(table)
         return replace(self, tables={**self.tables, **tables})
 
-    def with_notes(self, *notes: str) -> Report:
-        """The same report with more notes.
-
-        Raises:
-            TypeError: something that is no text.
-        """
-        for note in notes:
-            check_text("a note", note)
-        return replace(self, notes=(*self.notes, *notes))
-
-    def attention(
-        self,
-        layer: int | None = None,
-        prompt: int = 0,
-        head: int | None = None,
-        *,
-        text: str | None = None,
-        model: object = None,
-    ) -> AttentionView:
+    def attention(self, layer: int | None = None, head: int | None = None, prompt: int = 0) -> AttentionView:
         """Return an interactive map of heads and the attention of one, intact and with scaling frozen for its keys.
 
         circuitsvis draws the patterns, offline; keys are marked by how hard they are to select.
@@ -236,34 +156,26 @@ class Report:
             layer, head: shown first; the others can be chosen in the picture. None: the most affected head, by the
                 first measure of the map.
             prompt: the prompt shown first.
-            text: show this text instead of the report's prompts. The model is loaded again by its name, and its
-                weights are compared with those of the report.
-            model: the report's model, for `text`; needed where it was in memory.
 
         Raises:
-            ValueError: no attention was kept for that layer, head or prompt (the message lists those that were); a
-                text on which the model cannot be run, or a model that cannot be loaded again.
+            ValueError: the report holds no attention for that layer, head or prompt (the message lists those it holds).
 
         Example:
-            >>> report.attention(layer=2, head=5, text="In the beginning")
+            >>> report.attention(layer=2, head=5)
         """
-        if text is not None:
-            from ln_probe.measure import on_text
-
-            shape = self.provenance.get("shape", {})
-            if prompt != 0:
-                raise ValueError(f"no prompt {received(prompt)}: text is prompt 0, and there is no other")
-            for what, given in (("layer", layer), ("head", head)):
-                count = shape.get(f"{what}s")
-                if given is not None and count is not None and given not in range(count):
-                    raise ValueError(f"no {what} {received(given)}: the model has {what}s 0 … {count - 1}")
-            return on_text(self, text, model).attention(layer, prompt, head)
-        if model is not None:
-            raise ValueError("model is what text is run on: give text as well")
         from ln_probe.page.attention import AttentionView
         from ln_probe.page.heads import HeadMap
 
-        return AttentionView(self.exhibits, layer, prompt, head, HeadMap.of(self))
+        return AttentionView(self.exhibits, layer, head, prompt, HeadMap.of(self))
+
+    def tokens(self) -> pd.DataFrame:
+        """Return a table of tokens: how hard their keys are to select, and how much attention they receive.
+
+        Returns:
+            A row per token and place (position 0, sink, elsewhere); `ln_probe.analyses.probes.columns.TOKENS` says
+            what the columns mean. `attainable_change` is the change of the median when scaling is frozen.
+        """
+        return by_token(self.exhibits, self.sinks)
 
     def by_head(self, sort: str | None = None) -> pd.DataFrame:
         """Return a table of heads: effect on the loss, entropy, attainable and received attention, margins.
@@ -294,10 +206,12 @@ class Report:
     def save(self, folder: str | Path, *, index: str = "") -> Path:
         """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
 
-        `index`: where the page that lists this report stands, relative to the folder; report.html then links to it.
+        Files are written aside and renamed, report.json last: a folder that has it holds a whole report. Other files
+        of the folder are left alone.
 
-        Files are written aside and renamed; report.json comes last, so a folder that has it is complete. Tables of a
-        report saved there before are deleted if report.json lists them; other files of the folder are left alone.
+        Args:
+            folder: where to write.
+            index: address of the page that lists this report, relative to the folder; report.html then links to it.
 
         Raises:
             TypeError, ValueError: `folder` is no path or empty, `index` no text, or a table holds what parquet cannot.
@@ -314,208 +228,64 @@ class Report:
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
             "tables": {name: self.declared[name].plain() for name in self.tables},
-            "probes": {p.name: package_of(p) for p in self.probes},
             "failures": [asdict(f) for f in self.failures],
         }
-        with_checksum(content)  # raises for what is no JSON
-        files = files_of(self)
-        if taken := [name for name in (*files, REPORT_FILE) if (folder / name).is_dir()]:
-            raise IsADirectoryError(f"{folder / taken[0]} is a folder, but a file of the report: choose another folder")
+        manifest = json.dumps(content, indent=1, allow_nan=False)
         to_be_written(folder / PAGE_FILE)
-        with ExitStack() as written:  # a report saved here before stays whole until all of this one is written
-            page = written.enter_context(replacing(folder / PAGE_FILE))
+        with ExitStack() as stack:  # an earlier report stays whole until all files of this one are written
+            page = stack.enter_context(replacing(folder / PAGE_FILE))
             page.write_bytes(encodable(report_page(self, index)).encode())
             for name, table in self.tables.items():
-                aside = written.enter_context(replacing(folder / f"{name}.parquet"))
-                with aside.open("wb") as file:  # pyarrow wants UTF-8 paths
-                    table.to_parquet(file, index=False)
-            self.exhibits.save(written.enter_context(replacing(folder / EXHIBITS_FILE)))
-            earlier = listed(folder / REPORT_FILE)
+                table.to_parquet(stack.enter_context(replacing(folder / f"{name}.parquet")), index=False)
+            self.exhibits.save(stack.enter_context(replacing(folder / EXHIBITS_FILE)))
             (folder / REPORT_FILE).unlink(missing_ok=True)
-        remove_listed(folder, earlier.keys() - set(files))
-        write_atomically(folder / REPORT_FILE, with_checksum({**content, "files": checksums(folder, files)}))
+        write_text(folder / REPORT_FILE, manifest)
         return folder
 
 
-def files_of(report: Report) -> list[str]:
-    """The files that `Report.save` writes beside report.json, which lists them with their checksums."""
-    return [*(f"{name}.parquet" for name in report.tables), EXHIBITS_FILE, PAGE_FILE]
-
-
 def load_report(folder: str | Path) -> Report:
-    """A report that `Report.save` wrote, of this version or an earlier one.
+    """Load a report that `Report.save` wrote.
 
-    Tables of probes that are not installed here are kept, with what the report says their columns mean.
+    Tables of the user's probes are loaded with the meanings of their columns, without the probes.
 
     Raises:
         FileNotFoundError: no such folder, no report.json (unfinished, or not a report), or a table is missing.
-        ValueError: a file is damaged, of another format, or a table is not what the report says it is.
-
-    Warns:
-        DeprecationWarning: it has names of variants that are others today.
+        ValueError: a file is damaged or of another format, or a table is not what report.json says it is.
 
     Example:
         >>> from tempfile import mkdtemp
-        >>> folder = mkdtemp()
-        >>> page = report.save(folder)
+        >>> folder = report.save(mkdtemp())
         >>> ln_probe.load_report(folder).causal
     """
     folder = path_of(folder, "folder")
     path = folder / REPORT_FILE
-    if not folder.is_dir():
-        why = "is a file" if folder.exists() else "does not exist"
-        raise FileNotFoundError(f"{folder} {why}: give the folder that Report.save wrote")
-    if not path.exists():
-        raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: not a finished report's folder")
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: give the folder that Report.save wrote")
     try:
-        content = read_json(path)
-        if content["format"] == FORMAT or "files" in content:
-            content = verify(content, str(path))
-        files = {str(k): str(v) for k, v in content.get("files", {}).items()}
-        form, notes = content["format"], tuple(content["notes"])
-        provenance = dict(content["provenance"])
-        failures = tuple(Failure(**f) for f in content.get("failures", ()))
-        described = {n: Table.of_plain(t) for n, t in content.get("tables", {}).items()}
-        makers = dict(content.get("probes", {}))
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        said = f"no {error} in it" if isinstance(error, KeyError) else str(error).removeprefix(f"{path}: ")
-        raise ValueError(f"{path} is damaged ({said}): make the report again") from error
-    if form not in READ:
-        known = ", ".join(map(str, READ))
-        raise ValueError(f"{path} has format {form!r}, this ln_probe reads {known}: make the report again")
-    own = {t.name: t for t in declared_here.BUILT_IN}
-    beside = () if files else sorted(p.stem for p in folder.glob("[!.]*.parquet"))
-    names = dict.fromkeys((*own, *described, *beside))
-    tables, declared = dict[str, pd.DataFrame](), dict[str, Table]()
-    expected = set(described) or _OF_0_1_0
-    for name in names:
-        file = folder / f"{name}.parquet"
-        there = file.name in files if files else name in expected or name not in own or file.exists()
-        if not there and name in own:
-            tables[name], declared[name] = own[name].empty(), own[name]  # a table that came later
-            continue
-        _check_file(file, files.get(file.name))
-        tables[name], declared[name] = _read(file, described.get(name), own.get(name))
-    if any(t["variant"].isin(RENAMED).any() for t in tables.values() if "variant" in t):
-        for name, table in tables.items():
-            if "variant" in table:
-                tables[name] = table.assign(variant=table["variant"].replace(RENAMED))
-        for name in RENAMED:
-            present_name(name, f"in {folder}, read under its name of today")
-    earlier = [
-        name
-        for name in ("heads", "keys")
-        if len(tables[name]) and not (name in described and any("attainable_last" in c for c in described[name].names))
-    ]
-    tables |= {name: _at_the_last_position(tables[name]) for name in earlier}
-    notes = (*notes, _AT_THE_LAST_POSITION) if earlier else notes
-    if form == _FORMAT_OF_0_1_0:
-        tables["causal"] = _as_meant_today(tables["causal"])
-        notes = (*(note for note in notes if not note.startswith("causal: intervals come from")), _MEANT_0_1_0)
-    elif len(tables["causal"]) and "causal" in described and "family" not in described["causal"].names:
-        seed = int(provenance.get("arguments", {}).get("seed", 0))
-        tables["causal"] = with_today_statistics(tables["causal"], tables["causal_prompts"], seed=seed)
-        notes = (*notes, _STATISTICS_OF_TODAY) if len(tables["causal_prompts"]) else notes
-    kept = folder / EXHIBITS_FILE
-    _check_file(kept, files.get(EXHIBITS_FILE))
-    probes, missing = _installed(makers)
-    strange = sorted(p.name for p in folder.glob("[!.]*.parquet") if files and p.name not in files)
-    missing += [f"{name} is not part of this report and was left out" for name in strange]
-    return Report(
-        tables, provenance, tuple(dict.fromkeys((*notes, *missing))), Exhibits.load(kept), declared, probes, failures
-    )
+        content = json.loads(path.read_text(encoding="utf-8"))
+        form = content["format"]
+        if form == FORMAT:
+            provenance, notes = dict(content["provenance"]), tuple(content["notes"])
+            failures = tuple(Failure(**f) for f in content["failures"])
+            declared = {name: Table.of_plain(plain) for name, plain in content["tables"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): analyze the model again") from error
+    if form != FORMAT:
+        raise ValueError(f"{path} has format {form!r}, this ln_probe reads format {FORMAT}: analyze the model again")
+    files = {name: folder / f"{name}.parquet" for name in declared}
+    if missing := [file for file in (*files.values(), folder / EXHIBITS_FILE) if not file.is_file()]:
+        raise FileNotFoundError(f"{missing[0]} is missing: analyze the model again")
+    tables = {name: _read(files[name], table) for name, table in declared.items()}
+    return Report(tables, provenance, notes, Exhibits.load(folder / EXHIBITS_FILE), declared, failures=failures)
 
 
-# Columns of ln_probe's own tables in reports of 0.2 and earlier: their names of today.
-_COLUMNS_RENAMED = {"p_adjusted": "p_sign"}
-
-
-def _at_the_last_position(table: pd.DataFrame) -> pd.DataFrame:
-    """Rename the columns of a version that measured attainable attention at the last position only."""
-    names = [name for name in map(str, table) if re.match(r"attainable(?!_(last|reach))", name)]
-    moved = {name.replace("attainable", "attainable_last", 1): table[name] for name in names}
-    return table.assign(**moved, **dict.fromkeys(names, float("nan")))
-
-
-def _as_meant_today(causal: pd.DataFrame) -> pd.DataFrame:
-    """Rename the effects of 0.1.0, which used one constant for all positions, and drop its too short intervals."""
-    scaled = pd.Series(frozen_scaling(causal["variant"]), index=causal.index, dtype=bool)
-    nothing: dict[str, Any] = dict.fromkeys(("delta_loss_low", "delta_loss_high"), float("nan"))
-    nothing |= {c: causal[c].where(~scaled) for c in ("loss", "kl", "top1_agreement", "entropy_change") if c in causal}
-    return causal.assign(
-        delta_loss_uniform=causal["delta_loss"].where(scaled),
-        delta_loss=causal["delta_loss"].where(~scaled),
-        family=[family(*pair) for pair in zip(causal["sites"], causal["variant"], strict=True)],
-        **nothing,
-    )
-
-
-def _read(file: Path, described: Table | None, known: Table | None) -> tuple[pd.DataFrame, Table]:
-    """Read a table with its description, and add the columns that only this version of ln_probe has."""
+def _read(file: Path, table: Table) -> pd.DataFrame:
+    """Read a table and check that it is what its declaration says."""
     try:
-        frame = _read_frame(file)
-        if known is not None and (lost := [k for k in known.key if k not in frame]):
-            raise TableError(f"table {known.name!r} lacks the column {lost[0]!r}")
-        table = described or Table.of_frame(file.stem, frame)
-        if described is None and known is not None:  # an earlier version may lack columns, a later one have more
-            table = replace(known, columns=tuple(known.column(c.name) or c for c in table.columns))
-        frame = table.check(frame)
+        with file.open("rb") as stream:  # pyarrow takes only paths that are UTF-8
+            return table.check(pd.read_parquet(stream))
     except (OSError, ValueError) as error:  # pyarrow raises ArrowInvalid, a ValueError
-        raise ValueError(f"{file} is damaged ({error}): make the report again") from error
-    if known is None:
-        return frame, table
-    frame = frame.rename(columns=_COLUMNS_RENAMED)
-    more = tuple(c for c in table.columns if _COLUMNS_RENAMED.get(c.name, c.name) not in known.names)
-    absent = {c.name: _unknown(c, len(frame)) for c in known.columns if c.name not in frame}
-    whole = replace(known, columns=(*known.columns, *more))
-    return (frame.assign(**absent)[whole.names] if len(frame) else whole.empty()), whole
-
-
-def _check_file(file: Path, digest: str | None) -> None:
-    """Raise FileNotFoundError or ValueError if a file is missing, no file, or (where its checksum is known) altered."""
-    try:
-        if digest is None:
-            open_regular(file).close()
-        elif sha256_of_file(file) != digest:
-            raise FileError("its content is not what was written")
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{file} is missing: make the report again") from error
-    except (OSError, FileError) as error:
-        why = str(error).removeprefix(f"{file}: ")
-        raise ValueError(f"{file} is damaged ({why}): make the report again") from error
-
-
-def _read_frame(file: Path) -> pd.DataFrame:
-    """A parquet file of a plausible number of rows; OSError or ValueError if it is damaged or says that it has more."""
-    from pyarrow import parquet
-
-    with open_regular(file) as stream:  # not its path: pyarrow takes only those that are UTF-8
-        rows, size = parquet.read_metadata(stream).num_rows, file.stat().st_size
-        if rows > max(_FEW_ROWS, _ROWS_PER_BYTE * size):
-            raise ValueError(f"it says {rows} rows, in {size} bytes")
-        stream.seek(0)
-        return pd.read_parquet(stream)
-
-
-def _unknown(column: Column, rows: int) -> Any:
-    """Return missing values for a column that a report lacks."""
-    if column.kind == "bool":
-        return pd.array([pd.NA] * rows, dtype="boolean")
-    return "" if column.kind == "text" else float("nan")
-
-
-def _installed(makers: Mapping[str, Any]) -> tuple[tuple[Probe, ...], list[str]]:
-    """The probes that made a report's tables, and notes on those that are not here."""
-    found, missing = [], []
-    for name, package in makers.items():
-        try:
-            found.append(find(name))
-        except ProbeError:
-            missing.append(
-                f"the probe {name!r} of {package} is not installed here: its tables are kept, what it says of them and "
-                "draws is left out"
-            )
-    return tuple(found), missing
+        raise ValueError(f"{file} is damaged ({error}): analyze the model again") from error
 
 
 def slug(name: str) -> str:
@@ -526,19 +296,18 @@ def slug(name: str) -> str:
 
 def ranked_findings(report: Report) -> list[Finding]:
     """Return the findings of all probes, the most important ones for attention first."""
-    found: list[Finding] = []
-    for probe in (*chosen(DEFAULT), *report.probes):
+    findings = [f for probe in chosen(DEFAULT) for f in probe.findings(report.tables, report.provenance)]
+    for probe in report.probes:
         try:
-            found += probe.findings(report.tables, report.provenance)
+            findings += probe.findings(report.tables, report.provenance)
         except Exception as error:
-            if probe not in report.probes:
-                raise
-            found.append(Finding(str(Failure.of(probe.name, package_of(probe), error))))
+            failure = f"{type(error).__name__}: {error}"
+            findings.append(Finding(f"The findings of the probe {probe.name!r} failed: {failure}"))
     if any(n.startswith(NO_NORMS) for n in report.notes):
-        found.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
+        findings.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
     elif not any(len(table) for table in report.tables.values()):
-        found.append(Finding("Nothing was measured: no table holds a row.", rank=0))
-    return sorted(found, key=lambda f: (f.rank, -f.size))
+        findings.append(Finding("Nothing was measured: no table holds a row.", rank=0))
+    return sorted(findings, key=lambda f: (f.rank, -f.size))
 
 
 def environment() -> dict[str, str]:

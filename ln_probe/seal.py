@@ -2,7 +2,7 @@
 
     with Seal(model, hooks="refuse") as seal:
         seal.compare(tokens)            # do foreign hooks change anything?
-        ...                             # seal.rest() between passes, seal.watching(probe) around a foreign probe
+        ...                             # seal.rest() between passes
     report.with_notes(*seal.notes)
 
 Hooks, weights, modules and settings of torch can change what a model computes without a trace in the tables. They are
@@ -11,8 +11,8 @@ inspected before, during and after a measurement: what changes nothing is noted,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ln_probe.hooks import components, interventions, sites
 from ln_probe.hooks.edits import LinearEdit, suspended
 from ln_probe.hooks.in_memory import is_hugging_face
-from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, exclusive, run
-from ln_probe.hooks.sealing import Cover, Fingerprint, Foreign, checksum, edits_under_way, foreign_hooks, running
+from ln_probe.hooks.model import HookedModel, check_model, check_weights, device_of, evaluating, run
+from ln_probe.hooks.sealing import Cover, Fingerprint, Foreign, checksum, edits_under_way, foreign_hooks
 from ln_probe.hooks.sites import site_modules
 from ln_probe.loading.verify import bridged
 
@@ -40,10 +40,6 @@ _TRIED = (
 
 class SealError(RuntimeError):
     """The model cannot be measured as it is given, or it changed while it was measured."""
-
-
-class LeftBehindError(RuntimeError):
-    """A probe left something on the model that would change what other probes measure; it has been taken away."""
 
 
 class Seal:
@@ -95,7 +91,6 @@ class Seal:
                 was left.
         """
         with ExitStack() as stack:
-            stack.enter_context(exclusive(self.model))
             stack.enter_context(torch.inference_mode(False))
             linear = _refuse_edited(self.model)
             refuse_autocast(device_of(self.model))
@@ -104,11 +99,6 @@ class Seal:
                 raise SealError(
                     f"{made.replace('_original_component.', '')} was made in torch.inference_mode, which neither "
                     "gradients nor counts of edits work with: load the model outside that block (analyze may be inside)"
-                )
-            if other := running(cast(nn.Module, self.model)):
-                raise SealError(
-                    f"thread {other!r} is running this model, so its activations and hooks would mix with what is "
-                    "measured: wait until it has finished, or measure a copy of the model (copy.deepcopy)"
                 )
             self._foreign = foreign_hooks(self.model)
             fixed = [f for f in self._foreign if not f.removable]
@@ -192,37 +182,6 @@ class Seal:
         if left := cover.left():
             cover.undo()
             raise SealError(_added(left))
-
-    @contextmanager
-    def watching(self, probe: str, *, thorough: bool) -> Iterator[None]:
-        """Check what a probe of another package does with the model.
-
-        Args:
-            probe: its name.
-            thorough: compare checksums even if no tensor counts an edit (edits through `.data` are not counted).
-
-        Raises:
-            LeftBehindError: it left a hook, training mode or another setting; that is undone.
-            SealError: it changed a weight, which cannot be undone.
-        """
-        cover, fingerprint = self._inside()
-        with cover.noting() as left:
-            try:
-                yield
-            finally:
-                touched = fingerprint.touched()
-                if changed := fingerprint.changed() if touched or thorough else "":
-                    raise SealError(
-                        f"the probe {probe!r} changed {changed} of the model that is measured, so no table is made: "
-                        "load the model again, and measure it without this probe"
-                    )
-                if touched:
-                    fingerprint.renew()
-        if left:
-            raise LeftBehindError(
-                f"it left {'; '.join(left)} on the model, which was removed: a probe must undo what it does to the "
-                "model before it returns"
-            )
 
     def _inside(self) -> tuple[Cover, Fingerprint]:
         if self._cover is None or self._fingerprint is None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ln_probe.analyses.arguments import LARGEST_SEED, check_flags, received
-from ln_probe.analyses.files import read_text, sha256_of_file
-from ln_probe.analyses.probes.registry import DEFAULT, entries
+from ln_probe.analyses.files import read_text
+from ln_probe.analyses.probes.registry import DEFAULT
 from ln_probe.hooks.model import HookedModel, n_layers, whole_number
-
-KEYS = ("hardest", "all")
 
 
 def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
-    """A list of layers or heads.
+    """Return a list of layers or heads as a tuple.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is no list of whole numbers.
     """
     try:
         if not isinstance(values, str | bytes):
@@ -30,47 +28,43 @@ def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
 
 
 def from_the_end(layers: Iterable[int], count: int) -> tuple[int, ...]:
-    """Indices of layers, negative ones counted from the end; what is out of range stays as it was given."""
+    """Return indices of layers, negative ones counted from the end; what is out of range stays as it was given."""
     return tuple(i + count if -count <= i < 0 else i for i in whole_numbers(layers, "layers"))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: probes, layers and heads (None: all), rows of the `keys` table, the seed of samples, a file of
-    token strings, how many keys of a head are measured (0: all; None: all unless that would take too long), how many
-    prompts go through the model together (None: as many as pay), text that constants come from and a file of group
-    labels (with the hash of what they held; None: leave-one-out means, and equal prompts form groups), a loss as
-    `module:function` (None: of the next token), and whether loss-optimal constants are fitted."""
+    """What to measure.
+
+    Attributes:
+        probes: their names.
+        layers, heads: that are measured; None: all.
+        max_tokens: of a prompt; longer ones are cut.
+        seed: of samples and resamples.
+        tokenizer: a file of token strings, for a model without a tokenizer.
+        batch_size: how many prompts go through the model together; None: as many as pay.
+        loss: as `module:function`; None: of the next token.
+        optimal: whether loss-optimal constants are fitted.
+    """
 
     probes: tuple[str, ...] = DEFAULT
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
-    keys: str = "hardest"
     max_tokens: int = 512
     seed: int = 0
-    vocab: str | None = None
-    keys_sample: int | None = None
+    tokenizer: str | None = None
     batch_size: int | None = None
-    calibration: str | None = None
-    calibration_sha256: str | None = None
-    groups: str | None = None
-    groups_sha256: str | None = None
     loss: str | None = None
     optimal: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.probes, str) or not self.probes:
-            raise ValueError(f"unknown probes {self.probes!r}: give a list of {', '.join(entries())}")
-        if self.keys not in KEYS:
-            raise ValueError(f"keys must be one of {', '.join(KEYS)}, got {self.keys!r}")
         for name, least, what in (
             ("max_tokens", 2, "a number of tokens, 2 or more (one token alone predicts nothing)"),
             ("seed", 0, "a whole number, 0 or more and at most 10^18"),
             ("batch_size", 1, "a number of prompts, 1 or more"),
-            ("keys_sample", 0, "a number of keys per head (0: all of them)"),
         ):
             given = getattr(self, name)
-            if given is None and name in ("batch_size", "keys_sample"):
+            if given is None and name == "batch_size":
                 continue
             try:
                 object.__setattr__(self, name, whole_number(given, name, least))
@@ -83,15 +77,8 @@ class Settings:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The settings as plain JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
-
-    @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Settings:
-        """The settings that `plain` was made from; further entries are ignored."""
-        values: dict[str, Any] = {f.name: plain[f.name] for f in fields(cls) if f.name in plain}
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**values)
 
     def check(self, model: HookedModel) -> None:
         """Raise ValueError if the model lacks a layer or a head that is asked for."""
@@ -107,7 +94,7 @@ class Settings:
 
 
 def read_groups(path: str | Path) -> list[str]:
-    """The group labels of a file, a line for each prompt.
+    """Return the group labels of a file, a line for each prompt.
 
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it holds no label.
@@ -120,9 +107,3 @@ def read_groups(path: str | Path) -> list[str]:
         empty = next((n for n, label in enumerate(labels, start=1) if not label.strip()), 1)
         raise ValueError(f"{path}: line {empty} holds no label; write one label a line, a line for each prompt")
     return labels
-
-
-def check_unchanged(path: str, sha256: str | None) -> None:
-    """Raise ValueError if a file is not what it was when the run was planned."""
-    if sha256_of_file(Path(path)) != sha256:
-        raise ValueError(f"{path} changed after the run began: start the run again")

@@ -1,4 +1,4 @@
-"""List the public names, which keep their meaning between versions (docs/stability.md).
+"""List the public names.
 
     python tests/public_names.py > tests/face/public_names.txt
 
@@ -18,12 +18,11 @@ MODULES = (
     "ln_probe",
     "ln_probe.hooks",
     "ln_probe.analyses.attribution",
-    "ln_probe.analyses.probes.protocol",
+    "ln_probe.analyses.probes.base",
     "ln_probe.analyses.schema",
     "ln_probe.prompts",
     "ln_probe.page.figures",
     "ln_probe.page.heads",
-    "ln_probe.exhibits",
 )
 
 

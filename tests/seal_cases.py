@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import ln_probe
 from ln_probe import measure, passes
-from ln_probe.analyses.probes.base import Needs, Observer, Piece, Probe, ProbeResults
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.schema import Column, Table
 from ln_probe.hooks.sealing import edits_under_way, foreign_hooks
 from ln_probe.loading.convert import has_hooked_transformer
@@ -179,7 +179,7 @@ def at(stage: str, work: Callable[[], None]) -> Iterator[None]:
 
 
 class Doing(Probe):
-    """A probe of another package that does something at one of its moments."""
+    """A probe of the user that does something at one of its moments."""
 
     name, summary = "doing", "does something to the model"
     tables = (Table("doing", "Doing", "A row per number.", ("number",), (Column("number", "int", "a number"),)),)
@@ -188,13 +188,8 @@ class Doing(Probe):
     def __init__(self, work: Callable[[Any], object], moment: str = "prompt") -> None:
         self.work, self.moment = work, moment
 
-    def start(self, view: Any) -> Observer:
-        return _Doing(self, view.model)
-
-    def finish(self, pieces: Any, context: Any) -> ProbeResults:
-        if self.moment == "finish":
-            self.work(None)
-        return ProbeResults({})
+    def start(self, run: Run) -> Observer:
+        return _Doing(self, run.model)
 
 
 class _Doing(Observer):
@@ -213,9 +208,9 @@ class _Doing(Observer):
     def prompt(self, prompt: int, tokens: Tensor) -> None:
         self._at("prompt")
 
-    def piece(self) -> Piece:
-        self._at("piece")
-        return Piece()
+    def finish(self) -> ProbeResults:
+        self._at("finish")
+        return ProbeResults()
 
 
 # The cases.
@@ -284,13 +279,6 @@ def _looping(model: Any, _happened: Happened) -> Report:
     finally:
         stop.set()
         thread.join()
-
-
-def _in_thread_of_probe(model: Any) -> None:
-    happened = Happened()
-    in_thread(lambda: model.run_with_hooks(TOKENS, fwd_hooks=[(POINT, halve)]), happened)
-    if happened.errors:
-        raise RuntimeError(happened.errors[0])
 
 
 def _compiled(model: Any, _happened: Happened) -> Report:
@@ -370,18 +358,6 @@ def _replaced(model: Any) -> Any:
     return mock.patch.dict(module.__dict__, {"forward": forward})
 
 
-def _own_hooks(model: Any) -> None:
-    """What a probe may do: hooks that it removes, a pass of its own."""
-    model.run_with_hooks(TOKENS, fwd_hooks=[(POINT, halve)])
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        model(TOKENS)
-    weight = a_weight(model)
-    kept = weight.detach().clone()
-    edit(model, data=False)
-    with torch.no_grad():
-        weight.copy_(kept)
-
-
 CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
     # name: (the case, outcomes that are right)
     "nothing": (_around(lambda m: nullcontext()), (IDENTICAL,)),
@@ -432,23 +408,6 @@ CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
     "accelerate": (_around(accelerated), (IDENTICAL,)),
     "inside without": (_around(lambda m: ln_probe.hooks.without(m, "scaling", tokens=TOKENS)), (REFUSED,)),
     "inside linearized": (_around(lambda m: ln_probe.hooks.linearized(m)), (NOTED,)),
-    "probe: undoes what it does": (_probe(_own_hooks), (IDENTICAL,)),
-    "probe: read-only hook": (_probe(lambda m: m.hook_dict[POINT].add_hook(read)), (REFUSED,)),
-    "probe: editing hook": (_probe(lambda m: m.hook_dict[POINT].add_hook(halve), "start"), (REFUSED,)),
-    "probe: forward pre-hook": (_probe(lambda m: _norm(m).register_forward_pre_hook(halve_input), "norm"), (REFUSED,)),
-    "probe: backward hook": (_probe(lambda m: m.hook_dict[POINT].add_hook(gradient, dir="bwd")), (REFUSED,)),
-    "probe: global hook": (
-        _probe(lambda m: nn.modules.module.register_module_forward_hook(halve_output)), (REFUSED,)
-    ),
-    "probe: run_with_hooks in a thread": (_probe(_in_thread_of_probe), (REFUSED,)),
-    "probe: autocast, bfloat16": (_probe(lambda m: torch.set_autocast_enabled("cpu", True)), (REFUSED,)),
-    "probe: torch.compile": (_probe(lambda m: torch.compile(m, backend="eager")(TOKENS)), (IDENTICAL,)),
-    "probe: module.compile()": (_probe(lambda m: m.compile(backend="eager")), (REFUSED,)),
-    "probe: train mode": (_probe(lambda m: m.train()), (REFUSED,)),
-    "probe: inference mode": (_probe(lambda m: _forward(m, torch.inference_mode())), (IDENTICAL,)),
-    "probe: default dtype float64": (_probe(lambda m: torch.set_default_dtype(torch.float64)), (REFUSED,)),
-    "probe: gradients off": (_probe(lambda m: torch.set_grad_enabled(False)), (REFUSED,)),
-    "probe: accelerate": (_probe(accelerate), (REFUSED,)),
 }  # fmt: skip
 
 

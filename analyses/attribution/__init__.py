@@ -1,18 +1,15 @@
 """Exact attribution through norms: of logits and of attention scores, to every part of the model and every LN term."""
 
 from ln_probe.analyses.attribution.features import Features
-from ln_probe.analyses.attribution.layers import LayersAttribution, attribute_through_layers
 from ln_probe.analyses.attribution.logits import LogitAttribution, LogitAttributions, attribute_logits
 from ln_probe.analyses.attribution.scores import ScoreAttribution, ScoreAttributions, attribute_scores
 
 __all__ = [
     "Features",
-    "LayersAttribution",
     "LogitAttribution",
     "LogitAttributions",
     "ScoreAttribution",
     "ScoreAttributions",
     "attribute_logits",
     "attribute_scores",
-    "attribute_through_layers",
 ]

@@ -1,6 +1,6 @@
 """Which keys of a set can a query select, by how much, and how much attention can they get?
 
-docs/geometry.md defines verdicts, margins, positions and attention, and says how each is proved. A key is *selectable*
+docs/geometry.md defines verdicts, margins and attention, and says how each is proved. A key is *selectable*
 iff it is a vertex of the convex hull of the keys (Demeter, Kimmel & Downey 2020; Brody, Alon & Yahav 2023, theorem 1).
 A verdict cannot be both selectable and unselectable, since gap <= distance to the hull <= residual of the weights.
 Nothing is given out that the checker (`checker`) did not prove of the given float64 numbers.
@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 
-from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.geometry.checker import Checker
 from ln_probe.analyses.geometry.compiled import in_threads
 from ln_probe.analyses.geometry.coordinates import TAU, coordinates
@@ -25,22 +23,8 @@ from ln_probe.analyses.geometry.decide import NAMES, UNDECIDED, decide
 from ln_probe.analyses.geometry.inputs import Array, GivenSet, QuerySet, key_sets, query_sets
 from ln_probe.analyses.geometry.margins import EXACT_GAP, RELATIVE_GAP
 from ln_probe.analyses.geometry.newton import WEIGHT_GAP, Attainable, attainable
-from ln_probe.analyses.geometry.positions import first_unselectable
-from ln_probe.analyses.geometry.prove import (
-    Conditioning,
-    close_positions,
-    prove_attention,
-    prove_margins,
-    prove_positions,
-    prove_verdicts,
-    reached,
-)
-from ln_probe.analyses.geometry.witnesses import (
-    STRICT_SECONDS,
-    SetGeometry,
-    decide_positions_strictly,
-    decide_strictly,
-)
+from ln_probe.analyses.geometry.prove import prove_attention, prove_margins, prove_verdicts, reached
+from ln_probe.analyses.geometry.witnesses import SetGeometry
 from ln_probe.analyses.geometry.wolfe import BUDGET as PER_SECOND
 
 # Seconds that a key may take before it is given up, on a processor of PER_SECOND multiply-adds per second. They are
@@ -71,8 +55,6 @@ class KeyGeometry:
         reachable: whether a query of the set gives the key strictly the highest score: `margin_lower` is above tau
             times the RMS norm, in nats, of the keys as the set sees them. A single key is reachable, a key with an
             exact copy never. None without a set of queries, and where margins were not asked for.
-        first_unselectable_at: the smallest t at which a key is inside the hull of the others among keys 0..t, -1 if
-            never; None unless asked for with `causal`.
         representative: index of the first key that does not differ from each key.
         margin_unit: "nats" with a query set, else "rms" (the RMS norm of the centred keys).
         tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys (less the directions that the
@@ -80,8 +62,6 @@ class KeyGeometry:
         repaired: how many keys had a proposed verdict or bound that the checker refused, or found too wide, and another
             solver could prove.
         undecided: how many keys have no verdict.
-        open_positions: how many of `first_unselectable_at` are proved from above only.
-        strict: whether verdicts are those of exact arithmetic.
     """
 
     verdict: Shaped[np.ndarray, "*batch key"]
@@ -91,27 +71,12 @@ class KeyGeometry:
     attainable_upper: Float64[np.ndarray, "*batch key"]
     attainable_at: Float64[np.ndarray, "*batch key r"] | None
     reachable: Bool[np.ndarray, "*batch key"] | None
-    first_unselectable_at: Int64[np.ndarray, "*batch key"] | None
     representative: Int64[np.ndarray, "*batch key"]
     margin_unit: Literal["nats", "rms"]
     tau: float
     repaired: int
     undecided: int
-    open_positions: int
-    strict: bool
     _found: list[SetGeometry] = field(repr=False)
-
-    @property
-    def conditioning(self) -> Conditioning | list[Conditioning]:
-        """Figures on the numerical conditioning of the keys; a list of them for a batch."""
-        found = [one.conditioning for one in self._found]
-        return found if self.verdict.ndim > 1 else found[0]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences on critical conditioning; empty if there is none."""
-        number = self.verdict.shape[-1]
-        return tuple(dict.fromkeys(text for one in self._found for text in one.conditioning.warnings(number)))
 
     def __repr__(self) -> str:
         names, counts = np.unique(self.verdict, return_counts=True)
@@ -119,11 +84,7 @@ class KeyGeometry:
         shape = " × ".join(str(size) for size in self.verdict.shape)
         return f"KeyGeometry({shape} keys of dimension {self._found[0].given.keys.shape[1]}: {what}; tau {self.tau:g})"
 
-    @overload
-    def witness(self, *index: Any, exact: Literal[False] = False) -> Float64[np.ndarray, " d"]: ...
-    @overload
-    def witness(self, *index: Any, exact: Literal[True]) -> tuple[Fraction, ...]: ...
-    def witness(self, *index: Any, exact: bool = False) -> Float64[np.ndarray, " d"] | tuple[Fraction, ...]:
+    def witness(self, *index: Any) -> Float64[np.ndarray, " d"]:
         """A query that selects key `i` (of a batch: `witness(b, i)`): it scores every other key lower.
 
         That is proved of the numbers returned. Of a duplicate: every key that is not its copy. Unit length without a
@@ -131,13 +92,10 @@ class KeyGeometry:
 
         Args:
             index: of the key.
-            exact: a query in fractions, of any length, with `strict=True` only. It exists for every key that can be
-                selected; in float64 there is none where a key wins by less than rounding, or where the units of keys
-                and bias are too far apart.
 
         Raises:
-            ValueError: the key is unselectable or undecided; no float64 query is known to select it; `exact` without
-                `strict=True`.
+            ValueError: the key is unselectable or undecided; no float64 query is known to select it (where a key wins
+                by less than rounding).
             IndexError: no such key.
         """
         found, i, name = self._key(index)
@@ -146,35 +104,21 @@ class KeyGeometry:
                 f"key {i} is {name}: it has no witness query"
                 + (f", weights({i}) gives the convex weights that reproduce it" if name == "unselectable" else "")
             )
-        if exact:
-            self._only_strictly("witness", i)
-            return found.exact_witness(i)
         query = found.witness(i)
         if query is None:
-            first = "" if self.strict else "decide with strict=True, then "
-            raise ValueError(
-                f"key {i} is {name}, but no query in float64 is known to select it: {first}witness({i}, exact=True) "
-                "gives one in fractions"
-            )
+            raise ValueError(f"key {i} is {name}, but no query in float64 is known to select it")
         return query
 
-    @overload
-    def weights(self, *index: Any, exact: Literal[False] = False) -> Float64[np.ndarray, " key"]: ...
-    @overload
-    def weights(self, *index: Any, exact: Literal[True]) -> tuple[Fraction, ...]: ...
-    def weights(self, *index: Any, exact: bool = False) -> Float64[np.ndarray, " key"] | tuple[Fraction, ...]:
+    def weights(self, *index: Any) -> Float64[np.ndarray, " key"]:
         """Convex weights of the other keys that reproduce key `i` (of a batch: `weights(b, i)`), zero at `i`.
 
-        Of a duplicate: all weight on one of its copies. With `causal`, only keys up to
-        `first_unselectable_at` are used.
+        Of a duplicate: all weight on one of its copies.
 
         Args:
             index: of the key.
-            exact: weights in fractions that sum to 1 and reproduce the key exactly (with a bias: with at least its
-                bias), with `strict=True` only. In float64 they are rounded.
 
         Raises:
-            ValueError: the key is selectable or undecided; `exact` without `strict=True`.
+            ValueError: the key is selectable or undecided.
             IndexError: no such key.
         """
         found, i, name = self._key(index)
@@ -183,12 +127,6 @@ class KeyGeometry:
                 f"key {i} is {name}: no convex weights of the other keys reproduce it"
                 + (f", witness({i}) gives the query that selects it" if name == "selectable" else " as far as is known")
             )
-        if exact:
-            self._only_strictly("weights", i)
-            proof = found.exact_weights(i)
-            assert proof is not None
-            share = dict(zip(proof.index, proof.weights, strict=True))
-            return tuple(share.get(j, Fraction(0)) for j in range(self.verdict.shape[-1]))
         where, value = found.weights(i)
         weights = np.zeros(self.verdict.shape[-1])
         weights[where] = value
@@ -196,20 +134,14 @@ class KeyGeometry:
 
     def certify(self) -> None:
         """Check every certificate again, with code that shares nothing with the solvers: verdicts, witnesses and
-        weights as they are given out, positions and bounds.
+        weights as they are given out, and bounds.
 
         Raises:
-            CertificateError: a certificate does not prove its verdict, position or bound; rounding is allowed for.
+            CertificateError: a certificate does not prove its verdict or bound; rounding is allowed for.
         """
         for b, found in enumerate(self._found):
             name = f" of set {b}" if self.verdict.ndim > 1 else ""
             found.certify(self.tau, name)
-
-    def _only_strictly(self, what: str, i: int) -> None:
-        if not self.strict:
-            raise ValueError(
-                f"{what}({i}, exact=True) needs verdicts of exact arithmetic: ask for key_geometry(…, strict=True)"
-            )
 
     def _key(self, index: tuple[Any, ...]) -> tuple[SetGeometry, int, str]:
         """The set that a key belongs to, the key's place there, and its verdict."""
@@ -234,28 +166,22 @@ def key_geometry(
     keys: Float[Array, "*batch key d"],
     bias: Float[Array, "*batch key"] | None = None,
     query_set: float | tuple[Float[Array, "*batch d"], Float[Array, "*batch d r"]] | None = None,
-    causal: bool = False,
     margins: bool | Literal["exact"] = True,
     *,
-    strict: bool = False,
     budget: float = SECONDS,
     threads: int | None = None,
 ) -> KeyGeometry:
     """Decide for every key whether some query can select it, by what margin, and how much attention it can receive.
 
     Args:
-        keys: the keys of a head (or the rows of an unembedding), or a batch of such sets, decided in
-            parallel.
+        keys: the keys of a head, or a batch of such sets, decided in parallel.
         bias: added to the score of each key; a key is then unselectable iff convex weights of the others
             reproduce it with at least its bias.
         query_set: a radius (queries no longer than that), or the ellipsoid `center + axes @ u`, `|u| <= 1`
             (axes may be fewer than d, or dependent: a lower-dimensional set). Margins are then over this set, in nats,
             and `reachable` and `attainable` are computed. Verdicts still ask for a query of any length, without the
             directions that the axes do not span.
-        causal: also find the position from which on each key is unselectable, if position t sees keys 0..t.
         margins: whether to bracket margins (to 1 %), or "exact" (to about six digits).
-        strict: decide unselectable keys, copies and undecided keys in exact rational arithmetic on the given numbers
-            instead of within the tolerance; slow (see `geometry.exact`).
         budget: seconds that a key may take before it stays undecided or its bracket wide, on a nominal processor of 1e9
             multiplications and additions per second; counted in these, so no result depends on the clock.
         threads: how many sets to work on at a time, by default as many as there are processors; changes no
@@ -265,10 +191,9 @@ def key_geometry(
         A `KeyGeometry`; for a batch all its arrays lead with the batch axis.
 
     Raises:
-        TypeError: keys, bias or query set are not of a floating-point type, or sparse, or without values; causal or
-            strict is not a bool.
-        ValueError: no keys, no dimensions, NaN or infinite values, shapes that do not fit, a radius that is not
-            positive or of unusable size, a budget that is not positive and finite, scores that overflow.
+        TypeError: keys, bias or query set are not of a floating-point type, or sparse, or without values.
+        ValueError: no keys, no dimensions, NaN or infinite values, numbers outside 1e±60, shapes that do not fit, a
+            radius that is not positive, a budget that is not positive and finite.
 
     Example:
         >>> keys = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0]])
@@ -282,7 +207,6 @@ def key_geometry(
         raise TypeError(f"budget must be a positive number of seconds per key, got {budget!r}")
     if not 0.0 < budget < math.inf:
         raise ValueError(f"budget must be a positive, finite number of seconds per key, got {budget!r}")
-    check_flags(causal=causal, strict=strict)
     values, lift, batched = key_sets(keys, bias)
     ellipsoids = None if query_set is None else query_sets(query_set, len(values), values.shape[2])
     gap = EXACT_GAP if margins == "exact" else RELATIVE_GAP if margins else None
@@ -290,9 +214,7 @@ def key_geometry(
     def one(b: int) -> SetGeometry:
         queries = None if ellipsoids is None else ellipsoids[b]
         inner = threads if len(values) == 1 else 1
-        return set_geometry(
-            values[b], None if lift is None else lift[b], queries, causal, gap, inner, budget * PER_SECOND, strict
-        )
+        return set_geometry(values[b], None if lift is None else lift[b], queries, gap, inner, budget * PER_SECOND)
 
     found = in_threads(one, range(len(values)), threads)
     nothing = np.full(values.shape[1], np.nan)
@@ -311,7 +233,6 @@ def key_geometry(
         attainable_upper=shaped([upper for _, upper in shares]),
         attainable_at=shaped([f.attainable.point for f in found if f.attainable is not None]) if ellipsoids else None,
         reachable=shaped([f.reachable for f in found]) if ellipsoids is not None and gap is not None else None,
-        first_unselectable_at=shaped([f.first.at for f in found if f.first is not None]) if causal else None,
         representative=shaped([f.representative for f in found]),
         margin_unit="rms" if ellipsoids is None else "nats",
         tau=TAU,
@@ -319,8 +240,6 @@ def key_geometry(
             int((f.proved.repaired | (False if f.margins is None else f.margins.repaired)).sum()) for f in found
         ),
         undecided=sum(int((code == UNDECIDED).sum()) for code in codes),
-        open_positions=sum(f.open_positions for f in found),
-        strict=strict,
         _found=found,
     )
 
@@ -329,11 +248,9 @@ def set_geometry(
     keys: Float64[np.ndarray, "key d"],
     bias: Float64[np.ndarray, " key"] | None = None,
     queries: QuerySet | None = None,
-    causal: bool = False,
     gap: float | None = RELATIVE_GAP,
     threads: int | None = 1,
     budget: float = SECONDS * PER_SECOND,
-    strict: bool = False,
     only: Int64[np.ndarray, " some"] | None = None,
 ) -> SetGeometry:
     """The geometry of one set of valid float64 keys.
@@ -346,12 +263,10 @@ def set_geometry(
     """
     given = GivenSet(keys, bias, queries)
     where, sets = given.measured, coordinates(given.own.points, given.own.lift)
-    checker = Checker(keys, bias, queries, TAU, given=given)
+    checker = Checker(given.keys, given.bias, queries, TAU)
     prove = checker.leads if only is None else None
     verdicts = decide(sets, threads, only, budget, prove)
     proved = prove_verdicts(checker, sets, verdicts, seek=only is None, budget=budget)
-    if strict:
-        proved = decide_strictly(given, sets, proved, STRICT_SECONDS)
     through = queries is not None
     bracket = None
     if gap is not None:
@@ -362,14 +277,7 @@ def set_geometry(
         # The query of the best margin is a good one to start from.
         starts = None if bracket is None else bracket.point
         reach = prove_attention(checker, attainable(where, starts, WEIGHT_GAP, only, budget), only)
-    first, open_positions = None, 0
-    if causal:
-        first, open_positions = prove_positions(checker, proved.verdicts, first_unselectable(sets, proved.verdicts))
-        if strict:
-            first, open_positions = decide_positions_strictly(given, proved, first, STRICT_SECONDS)
-        elif open_positions:
-            first, open_positions = close_positions(checker, sets, proved.verdicts, first, budget)
-    return SetGeometry(given, sets, proved, bracket, first, open_positions, reach, sets.first, reachable)
+    return SetGeometry(given, sets, proved, bracket, reach, sets.first, reachable)
 
 
 def set_attention(
@@ -389,5 +297,5 @@ def set_attention(
         gap: how far apart weight and upper bound may be (absolute).
     """
     given = GivenSet(keys, bias, queries)
-    checker = Checker(keys, bias, queries, TAU, given=given)
+    checker = Checker(given.keys, given.bias, queries, TAU)
     return prove_attention(checker, attainable(given.measured, starts, gap, only), only)

@@ -1,14 +1,14 @@
 """Prove certificates: nothing leaves the geometry that this module did not prove first.
 
-This is plain array arithmetic on the given float64 numbers. It shares the compiler and the accurate products with the
-solvers, and nothing else: not the merging of equal keys, nor their coordinates, nor representatives in place of keys.
+This is plain array arithmetic on the given float64 numbers. It shares the compiler with the solvers, and nothing else:
+not the merging of equal keys, nor their coordinates, nor representatives in place of keys.
 
 A sum of m products, in any order and with or without fused multiplication, is off by at most m·eps times the sum of
 their magnitudes (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, §3.1). So every score carries a bound
 of its error (`noise`), which is taken off lower bounds and added to upper ones; this bound is itself computed with the
 factor `AMPLE`, which covers its own rounding and that of the few operations that follow. Centring is harmless: a
-difference rounds to within eps/2 of *itself*, and any shift common to all keys cancels. Keys are first brought to their
-own units (`GivenSet`), which rounds nothing; there all that underflows is below `UNDERFLOW`.
+difference rounds to within eps/2 of *itself*, and any shift common to all keys cancels. What underflows is below
+`UNDERFLOW`.
 
 The claims, for key i among points z (verdicts: the keys over their RMS norm; margins and attention: `Aᵀk`; a bias over
 its own RMS is one more coordinate, in which a query looks upwards only):
@@ -24,7 +24,7 @@ its own RMS is one more coordinate, in which a query looks upwards only):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -33,20 +33,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from ln_probe.analyses.geometry.compiled import compiled
-from ln_probe.analyses.geometry.inputs import (
-    AMPLE,
-    EPS,
-    LEFT_OUT,
-    UNDERFLOW,
-    GivenSet,
-    Powers,
-    QuerySet,
-    at_unit,
-    blocks,
-    mean_key,
-    of_unit_size,
-    seen_from,
-)
+from ln_probe.analyses.geometry.inputs import AMPLE, EPS, UNDERFLOW, QuerySet, blocks, mean_key
 
 # Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
 SLACK = 1e-6
@@ -54,8 +41,6 @@ SLACK = 1e-6
 _LONGEST_UNIT = 1.0 + 1e-12
 # Heights that differ by less than this much of what they may be off are taken for equal.
 _UNSEEN = 2.0
-# Products whose own rounding may exceed this share of the RMS norm are made without cancellation.
-_LOST = 1e-9
 
 Floats = Float64[np.ndarray, " _"]
 Ints = Int64[np.ndarray, " _"]
@@ -126,38 +111,32 @@ class Rows:
 
 @dataclass(frozen=True)
 class Heights:
-    """One number for each key, over `2**power`, and how far it may be off."""
+    """One number for each key, and how far it may be off."""
 
     value: Floats
     noise: Floats
-    power: int
 
     @classmethod
-    def of(cls, bias: Floats, power: int) -> Heights:
+    def of(cls, bias: Floats) -> Heights:
         """A bias less its mean: any shift is harmless, and each difference is off by half an ulp of itself."""
         high = bias - bias.mean()
-        return cls(high, EPS * np.abs(high), power)
+        return cls(high, EPS * np.abs(high))
 
-    def plus(self, other: Heights | None, power: int) -> Heights:
-        """The sum of both, over `2**power`."""
-        value, noise = (at_unit(part, self.power, power) for part in (self.value, self.noise))
-        if other is not None:
-            value = value + at_unit(other.value, other.power, power)
-            noise = noise + at_unit(other.noise, other.power, power) + EPS * np.abs(value)
-        return Heights(value, noise, power)
+    def plus(self, other: Heights | None) -> Heights:
+        """The sum of both."""
+        if other is None:
+            return self
+        value = self.value + other.value
+        return Heights(value, self.noise + other.noise + EPS * np.abs(value))
 
     def over_rms(self) -> Heights:
         """The heights less their mean, over their RMS; 0 if they are the same for all keys, as far as is known."""
-        largest = float(np.abs(self.value).max())
-        exponent = int(np.frexp(largest)[1])  # (squares of what is far below 1 underflow)
-        high = np.ldexp(self.value, -exponent)
-        alike = (high == high[0]).all()
-        high = high - high.mean()
+        alike = (self.value == self.value[0]).all()
+        high = self.value - self.value.mean()
         rms = float(np.linalg.norm(high)) / len(high) ** 0.5
-        noise = np.ldexp(self.noise, -exponent)
-        if alike or rms <= _UNSEEN * float(noise.max()):
-            return Heights(np.zeros(len(high)), np.zeros(len(high)), 0)
-        return Heights(high / rms, 4 * EPS * np.abs(high / rms) + AMPLE * noise / rms, 0)
+        if alike or rms <= _UNSEEN * float(self.noise.max()):
+            return Heights(np.zeros(len(high)), np.zeros(len(high)))
+        return Heights(high / rms, 4 * EPS * np.abs(high / rms) + AMPLE * self.noise / rms)
 
 
 @dataclass(frozen=True)
@@ -201,9 +180,6 @@ class Checker:
         queries: the set of queries, if there is one.
         tau: tolerance of verdicts.
         name: of the set, for messages.
-        given: the set, if its units are known already.
-
-    Bounds of margins are in nats over `2**powers.score`.
     """
 
     def __init__(
@@ -213,67 +189,41 @@ class Checker:
         queries: QuerySet | None,
         tau: float,
         name: str = "",
-        given: GivenSet | None = None,
     ) -> None:
         self.tau, self.name, self.number = tau, name, len(keys)
-        self._queries, self._given = queries, given or GivenSet(keys, bias, queries)
+        self._keys, self._queries = keys, queries
+        self._bias = None if bias is None else Heights.of(bias)
         # Without a query set margins are relative to the size, which is itself rounded.
         self.doubt = 0.0 if queries is not None else AMPLE * (sum(keys.shape) + 8) * EPS
 
     @cached_property
     def judged(self) -> Space:
         """The keys in their own coordinates over their RMS norm, less the directions that the set of queries lacks."""
-        own = self._given.plain
-        mean = _middle(own.keys)
-        centred = own.keys - mean
+        mean = _middle(self._keys)
+        centred = self._keys - mean
         # Far from zero the mean is off by its own rounding, and R (the size, below) with it: once more, near zero.
         left = mean_key(centred)
         points = centred - left
         noise = 2 * EPS * np.linalg.norm(points, axis=1) + EPS * float(np.linalg.norm(left))
-        if np.linalg.norm(centred) <= 16 * EPS * self.number**0.5 and (own.keys == own.keys[0]).all():
+        if (self._keys == self._keys[0]).all():
             points, noise = points * 0.0, noise * 0.0
-        high = None if own.bias is None else Heights.of(own.bias, own.powers.bias)
+        high = self._bias
         if self._queries is not None and self._queries.missing.shape[1]:
-            high = with_center([own.keys], mean, self._queries, int(own.key_power[0]), high)
+            high = with_center(self._keys, mean, self._queries, high)
             noise = noise + self._queries.projection_noise(points)
             points = self._queries.keys_in_span(points)
-        size = float(np.linalg.norm(points)) / self.number**0.5  # R; points are of ordinary size
+        size = float(np.linalg.norm(points)) / self.number**0.5  # R
         return self._judged(points, noise, high, size if size > 0.0 else 1.0)
 
     @cached_property
     def measured(self) -> Space:
-        """The keys as the queries of the set see them, in nats over `2**powers.score`; without a set what is judged."""
+        """The keys as the queries of the set see them, in nats; without a set what is judged."""
         if self._queries is None:
             return self.judged
-        own = self._given.scaled
-        assert own.queries is not None
-        points, noise, slack, seen = through(own.keys, _middle(own.keys), own.queries)
-        high = None if own.bias is None else Heights.of(own.bias, self.powers.bias)
-        return self._measured(points, noise + slack, Heights(*seen, self.powers.center), high)
-
-    @cached_property
-    def powers(self) -> Powers:
-        """The units of the measured space."""
-        return self._given.scaled.powers
-
-    @cached_property
-    def nats(self) -> Space:
-        """The measured space in nats: attention is not the same in another unit."""
-        space, power = self.measured, self.powers.score
-        if power == 0:
-            return space
-        rows, noise = np.ldexp(space.rows, power), np.ldexp(space.noise, power)
-        return Space.of(rows, None if space.offset is None else np.ldexp(space.offset, power), noise)
-
-    def _measured(
-        self, points: Float64[np.ndarray, "key dim"], noise: Floats, seen: Heights, bias: Heights | None
-    ) -> Space:
-        """Where margins are measured, in the unit of all terms of a score together."""
-        unit = self.powers.score
-        heights = seen.plus(bias, unit)
+        points, noise, slack, seen = through(self._keys, _middle(self._keys), self._queries)
+        heights = Heights(*seen).plus(self._bias)
         level = np.ptp(heights.value) > 0.0
-        own = at_unit(noise, self.powers.axes, unit) + heights.noise
-        return Space.of(at_unit(points, self.powers.axes, unit), heights.value if level else None, own)
+        return Space.of(points, heights.value if level else None, noise + slack + heights.noise)
 
     def _judged(
         self, points: Float64[np.ndarray, "key dim"], noise: Floats, lift: Heights | None, size: float
@@ -287,7 +237,7 @@ class Checker:
     # Verdicts
 
     def selects(
-        self, targets: Ints, queries: Float64[np.ndarray, "target dim"], until: Ints | None = None
+        self, targets: Ints, queries: Float64[np.ndarray, "target dim"]
     ) -> tuple[Between, Bool[np.ndarray, " target"]]:
         """The smallest gap of each unit query over keys that differ (up to position `until`), and whether some do not.
 
@@ -304,8 +254,6 @@ class Checker:
         error = space.error
         for block, own, scores in self._against_others(space, targets, unit):
             some = targets[block]
-            if until is not None:
-                scores[np.arange(self.number) > until[block][:, None]] = -np.inf
             gap = own - scores.max(axis=1)
             for k in np.flatnonzero(gap <= self.tau):  # who is so close? What is within tau does not count.
                 rivals = np.flatnonzero(scores[k] >= own[k] - self.tau)
@@ -317,8 +265,7 @@ class Checker:
             lower[block] = gap
         lower[~usable] = -np.inf
         for k in np.flatnonzero(length == 0.0):  # nothing to compete with?
-            seen = slice(None) if until is None else slice(int(until[k]) + 1)
-            apart = np.linalg.norm(space.rows[seen] - space.rows[targets[k]], axis=1)
+            apart = np.linalg.norm(space.rows - space.rows[targets[k]], axis=1)
             if (apart <= self.tau * (1 + SLACK)).all():
                 lower[k], near[k] = np.inf, len(apart) > 1
         return Between(lower, lower + 2 * (error[targets] + error.max())), near
@@ -331,15 +278,13 @@ class Checker:
             gaps[block] = own - scores[np.arange(len(own)), rivals[block]]
         return gaps / _LONGEST_UNIT, rivals
 
-    def reproduces(self, targets: Ints, weights: Rows, until: Ints | None = None) -> Between:
+    def reproduces(self, targets: Ints, weights: Rows) -> Between:
         """How far the mean of each row of weights is from its target; infinite if the weights are not allowed.
 
-        They must be convex, and on keys further than tau from the target (and not after position `until`).
+        They must be convex, and on keys further than tau from the target.
         """
         miss, found = self._miss(self.judged, targets, weights)
         wrong = ~(found.nearest > self.tau * (1 - SLACK))
-        if until is not None:
-            wrong |= found.last > until
         miss.lower[wrong], miss.upper[wrong] = np.inf, np.inf
         return miss
 
@@ -395,7 +340,7 @@ class Checker:
         return found, bound
 
     def _attention(self, targets: Ints, points: Float64[np.ndarray, "target r"]) -> tuple[Between, Between]:
-        space = self.nats
+        space = self.measured
         usable = np.isfinite(points).all(axis=1)
         inside = _into_ball(np.where(usable[:, None], points, 0.0), False)
         error, most = space.error, float(space.error.max())
@@ -461,7 +406,6 @@ class Means(NamedTuple):
     size: Floats  # Σ w_j |z_j - z_i|
     noise: Floats  # Σ w_j (noise_j + noise_i)
     nearest: Floats  # the smallest |z_j - z_i| of a positive weight
-    last: Ints  # the largest index of a positive weight
     own: Bool[np.ndarray, " row"]  # whether a key has a weight in its own row
 
 
@@ -478,7 +422,6 @@ def _means(
     number, dim = targets.shape[0], rows.shape[1]
     convex, own = np.ones(number, np.bool_), np.zeros(number, np.bool_)
     length, size, doubt, nearest = np.zeros(number), np.zeros(number), np.zeros(number), np.full(number, np.inf)
-    last = np.full(number, -1)
     mean = np.empty(dim)
     for k in range(number):
         i, total = targets[k], 0.0
@@ -500,7 +443,6 @@ def _means(
             size[k] += share * far
             doubt[k] += share * (noise[j] + noise[i])
             nearest[k] = min(nearest[k], far)
-            last[k] = max(last[k], j)
             own[k] = own[k] or j == i
         if not total > 0.0:
             convex[k] = False
@@ -512,7 +454,7 @@ def _means(
                 part = min(part, 0.0)
             square += part * part
         length[k], size[k], doubt[k] = np.sqrt(square), size[k] / total, doubt[k] / total
-    return Means(convex, length, size, doubt, nearest, last, own)
+    return Means(convex, length, size, doubt, nearest, own)
 
 
 def through(
@@ -528,18 +470,8 @@ def through(
     far = np.abs(centred)
     sizes, beside = far @ np.sqrt(np.einsum("ij,ij->i", queries.axes, queries.axes)), far @ np.abs(queries.center)
     share = AMPLE * (sum(moving.shape) + 4) * EPS
-    noise, own = share * sizes, share * beside
     seen = centred @ moving
-    extent = float(np.linalg.norm(seen[:, :-1])) / len(centred) ** 0.5
-    if max(noise.max(initial=0.0), own.max(initial=0.0)) > _LOST * extent:
-        seen = seen_from(keys, mean, moving)
-        most = far.max(axis=0)
-        part = (far / np.maximum(most, np.finfo(np.float64).tiny)).max(axis=1) * (8 * LEFT_OUT * moving.shape[0])
-        largest = np.abs(most[:, None] * moving).max(axis=0)
-        noise = 8 * EPS * np.sqrt(np.einsum("ij,ij->i", seen[:, :-1], seen[:, :-1]))
-        noise += part * (moving.shape[1] ** 0.5 * largest[:-1].max(initial=0.0))
-        own = 8 * EPS * np.abs(seen[:, -1]) + part * largest[-1]
-    return np.ascontiguousarray(seen[:, :-1]), noise, queries.slack * sizes, (seen[:, -1], own)
+    return np.ascontiguousarray(seen[:, :-1]), share * sizes, queries.slack * sizes, (seen[:, -1], share * beside)
 
 
 def _middle(keys: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " d"]:
@@ -548,37 +480,17 @@ def _middle(keys: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " d"]:
     return np.asarray(mean + mean_key(keys - mean))
 
 
-def outside(queries: QuerySet, key_power: int) -> tuple[Floats, Floats, int] | None:
-    """The part of the center outside the span of the axes, for keys over `2**key_power`: its coordinates over a power
-    of two, how far each may be off, and that power; None if there is no such part."""
-    direction, power = of_unit_size(queries.outside, key_power)
-    if power is None:
-        return None
+def with_center(
+    keys: Float64[np.ndarray, "key d"], mean: Float64[np.ndarray, " d"], queries: QuerySet, bias: Heights | None
+) -> Heights | None:
+    """A bias, and what the center's part outside the axes' span adds to the scores of keys."""
+    if not queries.outside.any():
+        return bias
     # Two products of length d with orthonormal columns: each coordinate is off by rounding of |center|, per column.
     d, columns = queries.missing.shape
-    center = float(np.linalg.norm(np.ldexp(queries.center, key_power - power)))
-    return direction, np.full(d, AMPLE * (3 * d + 8) * EPS * columns**0.5 * center), power
-
-
-def with_center(
-    parts: Iterable[Float64[np.ndarray, "some d"]],
-    mean: Float64[np.ndarray, " d"],
-    queries: QuerySet,
-    key_power: int,
-    bias: Heights | None,
-) -> Heights | None:
-    """A bias, and what the center's part outside the axes' span adds to the scores of keys (in parts)."""
-    direction = outside(queries, key_power)
-    if direction is None:
-        return bias
-    along, lost, power = direction
-    values, noises = [], []
-    for keys in parts:
-        value, _, _, (_, noise) = through(keys, mean, QuerySet(along, along[:, None]))
-        values.append(value[:, 0])
-        noises.append(noise + AMPLE * (np.abs(keys - mean) @ lost))
-    beyond = Heights(np.concatenate(values), np.concatenate(noises), power)
-    return beyond.plus(bias, max(power, bias.power)) if bias is not None and bias.value.any() else beyond
+    lost = AMPLE * (3 * d + 8) * EPS * columns**0.5 * float(np.linalg.norm(queries.center))
+    value, _, _, (_, noise) = through(keys, mean, QuerySet(queries.outside, queries.outside[:, None]))
+    return Heights(value[:, 0], noise + AMPLE * lost * np.abs(keys - mean).sum(axis=1)).plus(bias)
 
 
 def _into_ball(points: Float64[np.ndarray, "target r"], upwards: bool) -> Float64[np.ndarray, "target r"]:

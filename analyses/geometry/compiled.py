@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -17,7 +15,6 @@ import numpy as np
 from numba.core import event
 from numpy.typing import NDArray
 
-from ln_probe.analyses.files import MARKER, is_marked, mark
 from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import tell_delay
 
@@ -40,8 +37,6 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline"
 # scalar path if that is less, which rounds otherwise: without the distance, the same keys gave weights that differed in
 # the tenth digit from call to call, with the addresses that the allocator happened to give.
 _APART = 64
-
-_WEEK = 7 * 24 * 3600.0
 
 
 class _Compiling(event.Listener):
@@ -106,27 +101,12 @@ def _place(folder: Path, stamp: str) -> Path | None:
     for home in [Path(chosen)] if chosen else [folder / "__pycache__", user]:
         place = home / name
         try:
-            if not place.is_dir():
-                place.mkdir(parents=True, exist_ok=True)
-                mark(place)
-                _forget(home, place)
+            place.mkdir(parents=True, exist_ok=True)
             if os.access(place, os.W_OK):
                 return place
         except OSError:
             continue
     return None
-
-
-def _forget(home: Path, kept: Path) -> None:
-    """Delete numba's files of earlier states that no one has written to for a week, in folders that we made."""
-    for other in home.glob("numba-*"):
-        if other == kept or not is_marked(other) or time.time() - other.stat().st_mtime < _WEEK:
-            continue
-        for path in [*other.glob("*/*.nb[ic]*"), other / MARKER]:  # what else is in there is not ours
-            path.unlink(missing_ok=True)
-        for folder in [*other.iterdir(), other]:
-            with suppress(OSError):  # it is no folder, or not empty
-                folder.rmdir()
 
 
 @cache

@@ -1,31 +1,20 @@
-"""What a user may give (keys, a bias, a set of queries), checked, and brought to the units in which it is computed.
+"""What a user may give (keys, a bias, a set of queries), checked, and the coordinates in which it is measured.
 
-Arrays and tensors of any floating-point type become float64. Keys, bias and queries are multiplied by powers of two
-until their largest entries are about 1, which rounds nothing (entries 300 decades below the largest of their kind may
-underflow; the checker allows for that), so no result depends on the scale of the keys. docs/geometry.md says what is
-computed in which coordinates, and why: verdicts in the keys' own (`GivenSet.own`), margins and attention in `Aᵀk`, in
-nats (`score_space`). The center acts as a bias per key, `c·k`.
-
-Seen through the axes, keys of an ill-conditioned basis are small differences of large terms, and a plain product leaves
-nothing of them. `accurate_product` cuts both factors into slices of so few bits that the product of any two slices is
-exact in float64 in any order of its sums (K. Ozaki, T. Ogita, S. Oishi, S. M. Rump, "Error-free transformations
-of matrix multiplication by using fast routines of matrix multiplication and its applications", Numerical Algorithms 59
-(2012) 95-118).
+Arrays and tensors of any floating-point type become float64. docs/geometry.md says what is computed in which
+coordinates, and why: verdicts in the keys' own (`GivenSet.own`), margins and attention in `Aᵀk`, in nats
+(`score_space`). The center acts as a bias per key, `c·k`.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int32
+from jaxtyping import Float64
 from numpy.typing import NDArray
-
-from ln_probe.analyses.geometry.exact import ExactSet
 
 Array = np.ndarray | torch.Tensor
 
@@ -98,10 +87,25 @@ def _finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None:
         what = "NaN" if np.isnan(value).any() else "an infinite value"
         where = f"{name} {place[-1]}" + (f" of set {place[0]}" if len(place) > 1 else "")
         raise ValueError(f"{where} contains {what} ({bad.sum()} of {bad.size} do): remove or repair it first")
+    check_size(name, values)
 
 
-# Radii and axes beyond this make scores whose squares leave float64's range for any keys.
-_LARGEST = 1e150
+# Squares of numbers between these, and products of several of them, stay far within float64's range.
+_SMALLEST, _LARGEST = 1e-60, 1e60
+
+
+def check_size(name: str, values: Float64[np.ndarray, "*shape"]) -> None:
+    """Check that the largest number of an array is 0 or of a size that float64's products can hold.
+
+    Raises:
+        ValueError: it is not.
+    """
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest != 0.0 and not _SMALLEST <= largest <= _LARGEST:
+        raise ValueError(
+            f"the largest {name} is {largest:.3g}: scale it to between {_SMALLEST:g} and {_LARGEST:g} first"
+        )
+
 
 # A direction along which the axes are shorter than this share of the longest is not part of the set's span: queries do
 # not differ along it, and neither do the keys that they see. In float64 the span is then known to about 1e-7, the
@@ -114,18 +118,17 @@ class QuerySet:
     """All queries `center + axes @ u` with `|u| <= 1`; scores are plain products with keys, in nats.
 
     `slack`: how far, relative to the length of each row of the axes, a query of the set that was given may lie from one
-    of this (not 0 only where axes were reduced in number, from those `given`).
+    of this (not 0 only where axes were reduced in number).
     """
 
     center: Float64[np.ndarray, " d"]
     axes: Float64[np.ndarray, "d r"]
     slack: float = 0.0
-    given: Float64[np.ndarray, "d more"] | None = None
 
     @cached_property
     def missing(self) -> Float64[np.ndarray, "d m"]:
         """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
-        d, axes = len(self.axes), of_unit_size(self.axes)[0]
+        d, axes = len(self.axes), self.axes
         values = np.linalg.svd(axes, compute_uv=False)
         rank = int(((values >= SPAN_TOLERANCE * values[0]) & (values > 0.0)).sum())
         if rank == d:
@@ -135,11 +138,10 @@ class QuerySet:
     @cached_property
     def outside(self) -> Float64[np.ndarray, " d"]:
         """The part of the center along the missing directions: every query of the span has it."""
-        center, power = of_unit_size(self.center)
-        along = self.missing.T @ center
-        if np.linalg.norm(along) <= SPAN_TOLERANCE * np.linalg.norm(center):
-            return np.zeros_like(center)
-        return np.asarray(np.ldexp(self.missing @ along, power or 0))
+        along = self.missing.T @ self.center
+        if np.linalg.norm(along) <= SPAN_TOLERANCE * np.linalg.norm(self.center):
+            return np.zeros_like(self.center)
+        return np.asarray(self.missing @ along)
 
     def in_span(self, rows: Float64[np.ndarray, "row d"]) -> Float64[np.ndarray, "row d"]:
         """Each row without its part along the missing directions; the rows themselves if none is missing."""
@@ -171,7 +173,7 @@ class QuerySet:
         if r <= d:
             return self
         fewer = np.ascontiguousarray(np.asarray(np.linalg.qr(self.axes.T, mode="r")).T)
-        return QuerySet(self.center, fewer, 4.0 * r * d * EPS, self.axes)
+        return QuerySet(self.center, fewer, 4.0 * r * d * EPS)
 
 
 def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
@@ -189,11 +191,7 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
                 f"the radius of a query set must be positive and finite, got {radius}: give the length of the "
                 "longest query"
             )
-        if not 1.0 / _LARGEST <= radius <= _LARGEST:
-            raise ValueError(
-                f"the radius of a query set is {radius:g}: scores would leave the range of float64 (between "
-                f"{1.0 / _LARGEST:g} and {_LARGEST:g} can be used); scale keys and radius against each other"
-            )
+        check_size("radius of the query set", np.array(radius))
         return [QuerySet(np.zeros(d), radius * np.eye(d))] * number
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         what = f"{type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else type(given).__name__
@@ -204,11 +202,7 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
     for name, values in (("center", center), ("axes", axes)):
         if not np.isfinite(values).all():
             raise ValueError(f"the {name} of the query set contains NaN or infinite values: repair it first")
-        if np.abs(values).max(initial=0.0) > _LARGEST:
-            raise ValueError(
-                f"the {name} of the query set has an entry of {np.abs(values).max():g}: scores would overflow (up to "
-                f"{_LARGEST:g} can be used); scale keys and queries against each other"
-            )
+        check_size(f"entry of the {name} of the query set", values)
     if center.shape not in ((d,), (number, d)):
         raise ValueError(
             f"the center of the query set must have the shape ({d},) or ({number}, {d}), got {center.shape}"
@@ -232,71 +226,6 @@ AMPLE = 2.0
 # digits, so that lengths below 2^-511 are not known.
 UNDERFLOW = 1e-150
 
-
-@dataclass(frozen=True)
-class Powers:
-    """The units of a set as exponents of two.
-
-    The score of a key under the query `center + axes @ u` is, in nats,
-    `2**axes * (u @ axes.T @ key) + 2**center * (center @ key) + 2**bias * bias`.
-    """
-
-    axes: int = 0
-    center: int = 0
-    bias: int = 0
-
-    @property
-    def offset(self) -> int:
-        """The unit of what is added to the scores of the axes: of center and bias together."""
-        return max(self.center, self.bias)
-
-    @property
-    def score(self) -> int:
-        """The unit of all terms of a score together."""
-        return max(self.axes, self.offset)
-
-
-@dataclass(frozen=True)
-class ScaledSet:
-    """One set of keys in its own units.
-
-    Attributes:
-        keys: as given, times `2**-key_power` (one for each coordinate).
-        bias: as given, times `2**-powers.bias`; 0 if it is the same for all keys.
-        queries: center and axes as given, times `2**key_power`, over `2**powers.center` and `2**powers.axes`.
-        key_power, powers: the units.
-    """
-
-    keys: Float64[np.ndarray, "key d"]
-    bias: Float64[np.ndarray, " key"] | None
-    queries: QuerySet | None
-    key_power: Int32[np.ndarray, " d"]
-    powers: Powers
-
-
-def _scaled(
-    keys: Float64[np.ndarray, "key d"],
-    bias: Float64[np.ndarray, " key"] | None,
-    bias_power: int | None,
-    queries: QuerySet | None,
-) -> ScaledSet:
-    """Keys and queries in their own units, and a bias that is (None: it has no spread, and no unit)."""
-    if queries is None:
-        unit, power = math.frexp(float(np.abs(keys).max(initial=0.0)))[1], bias_power or 0
-        return ScaledSet(
-            np.ldexp(keys, -unit), bias, None, np.full(keys.shape[1], unit, np.int32), Powers(power, power, power)
-        )
-    key_power = np.frexp(np.abs(keys).max(axis=0, initial=0.0))[1].astype(np.int32)
-    center, center_power = of_unit_size(queries.center, key_power)
-    axes, axes_power = of_unit_size(queries.axes, key_power[:, None])
-    queries = replace(queries, center=center, axes=axes)
-    # An array of zeros has no unit.
-    found = axes_power, center_power, bias_power
-    least = min((power for power in found if power is not None), default=0)
-    powers = Powers(*(least if power is None else power for power in found))
-    return ScaledSet(np.ldexp(keys, -key_power), bias, queries, key_power, powers)
-
-
 # Entries of one block of scores: 8 MB.
 _BLOCK = 1_000_000
 
@@ -312,195 +241,41 @@ def mean_key(keys: Float64[np.ndarray, "key d"]) -> Float64[np.ndarray, " d"]:
     return np.asarray(np.add.reduce(keys, axis=0) / len(keys))
 
 
-def at_unit(values: Float64[np.ndarray, "*shape"], power: int, to: int) -> Float64[np.ndarray, "*shape"]:
-    """Values in the unit `2**power` as values in the unit `2**to`; the same array where the units are."""
-    return values if power == to else np.asarray(np.ldexp(values, power - to))
-
-
-def outwards(values: Float64[np.ndarray, " _"], power: int, up: bool) -> Float64[np.ndarray, " _"]:
-    """Bounds in the unit `2**power` as plain numbers that are still bounds where float64 ends."""
-    if power == 0:
-        return values
-    with np.errstate(over="ignore", under="ignore"):
-        found = np.ldexp(values, power)
-        back = np.ldexp(found, -power)
-    off = back < values if up else back > values
-    return np.asarray(np.where(off, np.nextafter(found, np.inf if up else -np.inf), found))
-
-
-def by_spread(bias: Float64[np.ndarray, " key"]) -> tuple[Float64[np.ndarray, " key"], int | None]:
-    """A bias over a power of two that makes its spread about 1, and that power; None if there is no spread."""
-    if (bias == bias[0]).all():
-        return np.zeros_like(bias), None
-    small, power = of_unit_size(bias)
-    _, own = of_unit_size(small - small.mean())
-    assert power is not None
-    assert own is not None
-    return np.ldexp(bias, -(power + own)), power + own
-
-
-def of_unit_size(
-    values: Float64[np.ndarray, "*shape"], power: Int32[np.ndarray, "*power"] | int = 0
-) -> tuple[Float64[np.ndarray, "*shape"], int | None]:
-    """Return `values * 2**power` over a power of two, at most 1, and that power; None if all are 0."""
-    if not values.any():
-        return values, None
-    exponent = np.where(values != 0.0, np.frexp(values)[1] + power, np.iinfo(np.int32).min)
-    own = int(exponent.max())
-    return np.ldexp(values, power - own), own
-
-
-_BITS = 53
-# Slices of each factor. Three hold at least 63 bits of inner products of up to 2048 terms (21 bits each): ten more than
-# float64 has.
-_SLICES = 3
-# What the product of the slices leaves out, relative to the largest entry of the row times that of the column.
-LEFT_OUT = 2.0**-60
-
-
-def accurate_product(left: Float64[np.ndarray, "n k"], right: Float64[np.ndarray, "k m"]) -> Float64[np.ndarray, "n m"]:
-    """`left @ right` with an error of at most 4 ulp of the result plus `k · LEFT_OUT · max|row| · max|column|`.
-
-    Args:
-        left, right: finite, of moderate size (no product may overflow).
-    """
-    terms = max(left.shape[1], 2)
-    bits = int((_BITS - np.ceil(np.log2(terms))) // 2)
-    ours, theirs = _slices(left, bits, axis=1), _slices(right, bits, axis=0)
-    pairs = [(p, q) for p in range(_SLICES) for q in range(_SLICES) if p + q < _SLICES + 1]
-    total = np.zeros((left.shape[0], right.shape[1]))
-    carried = np.zeros_like(total)
-    for p, q in sorted(pairs, key=sum, reverse=True):  # small ones first; each sum's own rounding is carried along
-        part = ours[p] @ theirs[q]
-        grown = total + part
-        back = grown - total
-        carried += (total - (grown - back)) + (part - back)
-        total = grown
-    return np.asarray(total + carried)
-
-
-def seen_from(
-    keys: Float64[np.ndarray, "key d"], shift: Float64[np.ndarray, " d"], moving: Float64[np.ndarray, "d r"]
-) -> Float64[np.ndarray, "key r"]:
-    """`(keys - shift) @ moving`, as accurately: what a difference loses to rounding is multiplied too.
-
-    Each coordinate of the keys is first brought to about 1 by a power of two, which is exact.
-    """
-    near = keys - shift
-    back = near - keys
-    lost = (keys - (near - back)) - (shift + back)
-    exponent = np.frexp(np.abs(near).max(axis=0))[1]
-    near, lost, moving = np.ldexp(near, -exponent), np.ldexp(lost, -exponent), np.ldexp(moving, exponent[:, None])
-    return np.asarray(accurate_product(near, moving) + lost @ moving)
-
-
-def _slices(values: Float64[np.ndarray, "a b"], bits: int, axis: int) -> list[Float64[np.ndarray, "a b"]]:
-    """Values as a sum of slices: multiples of a unit that `bits` bits reach from the largest entry along the axis."""
-    largest = np.abs(values).max(axis=axis, keepdims=True, initial=0.0)
-    exponent = np.frexp(largest)[1]
-    found, rest = [], values.copy()
-    for number in range(_SLICES):
-        # Adding and taking off this much rounds to multiples of 2^(exponent - bits·(number+1)).
-        anchor = np.ldexp(0.75, exponent - bits * (number + 1) + _BITS)
-        part = (rest + anchor) - anchor
-        found.append(part)
-        rest -= part
-    return found
-
-
-# A product that loses more than this share of the keys' spread to rounding is recomputed without cancellation: a
-# hundredth of the tolerance of verdicts.
-_LOST = 1e-9
-# Scores beyond this have squares that leave float64's range.
-_LARGEST_SCORE = 1e153
-
-
 @dataclass(frozen=True)
 class ScoreSpace:
     """One set of keys where it is measured.
 
     Attributes:
-        rows: the keys, or Aᵀk of the centred keys, in nats over `2**powers.axes`.
-        offset: what is added to `rows @ u` to make a score, in nats over `2**powers.offset`; None: nothing (or no query
-            set).
-        offset_over_spread: length of the mean key over the RMS norm of the centred keys.
-        largest_score: largest |score| of a centred key under a query of the set, before cancellation, in nats; NaN
-            without one.
-        powers: the units of the set.
+        rows: the keys, or Aᵀk of the centred keys, in nats.
+        offset: what is added to `rows @ u` to make a score, in nats; None: nothing (or no query set).
     """
 
     rows: Float64[np.ndarray, "key r"]
     offset: Float64[np.ndarray, " key"] | None
-    offset_over_spread: float
-    largest_score: float
-    powers: Powers = Powers()
-
-    def at(self, power: int) -> tuple[Float64[np.ndarray, "key r"], Float64[np.ndarray, " key"] | None]:
-        """Rows and offset, both in nats over `2**power`."""
-        offset = None if self.offset is None else at_unit(self.offset, self.powers.offset, power)
-        return at_unit(self.rows, self.powers.axes, power), offset
 
 
 def score_space(
-    keys: Float64[np.ndarray, "key d"],
-    bias: Float64[np.ndarray, " key"] | None,
-    queries: QuerySet | None,
-    powers: Powers = Powers(),
+    keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None, queries: QuerySet | None
 ) -> ScoreSpace:
-    """Keys, through a set of queries if there is one; `powers` are the units they are in.
-
-    Raises:
-        ValueError: scores that overflow.
-    """
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        mean = mean_key(keys)
-        centred = keys - mean
-        spread = float(np.linalg.norm(centred)) / len(keys) ** 0.5
-        aside = float(np.linalg.norm(mean)) / spread if spread > 0.0 else (np.inf if mean.any() else 0.0)
+    """Keys through a set of queries if there is one."""
     if queries is None:
-        return ScoreSpace(keys, None, aside, np.nan, powers)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        moving = np.column_stack([queries.axes, queries.center])
-        seen = centred @ moving
-        far = np.abs(centred)
-        sizes = far @ np.linalg.norm(queries.axes, axis=1)
-        sizes = sizes + at_unit(far @ np.abs(queries.center), powers.center, powers.axes)
-        extent = float(np.linalg.norm(seen[:, :-1])) / len(keys) ** 0.5
-        terms = sum(moving.shape)
-        level = bias if bias is None else bias - bias.mean()
-        added = 0.0 if level is None else float(np.ldexp(np.ptp(level), powers.bias))
-        largest = float(np.ldexp(sizes.max(initial=0.0), powers.axes)) + added
-        reached = float(np.ldexp(extent, powers.axes))
-    if not (np.isfinite(seen).all() and reached <= _LARGEST_SCORE and np.isfinite(largest)):
-        raise ValueError(
-            f"the scores of the keys over the query set overflow float64 (they reach {largest:.3g} nats, and up to "
-            f"{_LARGEST_SCORE:g} can be used): scale keys or queries down"
-        )
-    if terms * EPS * sizes.max(initial=0.0) > _LOST * extent:
-        seen = np.where(np.isfinite(again := seen_from(keys, mean, moving)), again, seen)
-    offset = at_unit(np.ascontiguousarray(seen[:, -1]), powers.center, powers.offset)
-    if level is not None:
-        offset = offset + at_unit(level, powers.bias, powers.offset)
-    return ScoreSpace(
-        rows=np.ascontiguousarray(seen[:, :-1]),
-        offset=offset if np.ptp(offset) > 0.0 else None,
-        offset_over_spread=aside,
-        largest_score=largest,
-        powers=powers,
-    )
+        return ScoreSpace(keys, None)
+    seen = (keys - mean_key(keys)) @ np.column_stack([queries.axes, queries.center])
+    offset = np.ascontiguousarray(seen[:, -1])
+    if bias is not None:
+        offset = offset + (bias - bias.mean())
+    return ScoreSpace(np.ascontiguousarray(seen[:, :-1]), offset if np.ptp(offset) > 0.0 else None)
 
 
 class OwnKeys(NamedTuple):
     """One set of keys in their own coordinates, where verdicts are given."""
 
-    # The keys over a power of two; if the set of queries lacks directions: centred, and less these directions.
-    points: Float64[np.ndarray, "key d"]
-    lift: Float64[np.ndarray, " key"] | None  # bias that verdicts count, in nats over a power of two; None: none
-    exponent: int  # of the power of two of the bias over that of the keys
+    points: Float64[np.ndarray, "key d"]  # if the set of queries lacks directions: centred, and less these directions
+    lift: Float64[np.ndarray, " key"] | None  # the bias that verdicts count; None: none
 
 
 class GivenSet:
-    """One set of keys as it was given: in its own units, in the coordinates of verdicts, as its queries measure it.
+    """One set of keys as it was given: in the coordinates of verdicts, and as its queries measure it.
 
     Args:
         keys, bias, queries: as given, in float64.
@@ -509,64 +284,23 @@ class GivenSet:
     def __init__(
         self, keys: Float64[np.ndarray, "key d"], bias: Float64[np.ndarray, " key"] | None, queries: QuerySet | None
     ) -> None:
+        if bias is not None and (bias == bias[0]).all():
+            bias = np.zeros_like(bias)
         self.keys, self.bias, self.queries = keys, bias, queries
-
-    @cached_property
-    def _level(self) -> tuple[Float64[np.ndarray, " key"] | None, int | None]:
-        return (None, None) if self.bias is None else by_spread(self.bias)
-
-    @cached_property
-    def plain(self) -> ScaledSet:
-        """Without the queries: all coordinates have the same unit."""
-        return _scaled(self.keys, *self._level, None)
-
-    @cached_property
-    def scaled(self) -> ScaledSet:
-        """With the queries, if there are any: each coordinate has its own unit."""
-        return self.plain if self.queries is None else _scaled(self.keys, *self._level, self.queries)
 
     @cached_property
     def measured(self) -> ScoreSpace:
         """The keys as the queries see them; without queries the keys themselves."""
-        own = self.scaled
-        return score_space(own.keys, own.bias, own.queries, own.powers)
+        return score_space(self.keys, self.bias, self.queries)
 
     @cached_property
     def own(self) -> OwnKeys:
         """The points that verdicts are about, and the bias that they count."""
-        plain, queries = self.plain, self.queries
-        power, lift, lift_power = int(plain.key_power[0]), plain.bias, plain.powers.bias
+        lift, queries = self.bias, self.queries
         if queries is None or queries.missing.shape[1] == 0:
-            return OwnKeys(plain.keys, lift, lift_power - power)
-        mean = plain.keys.mean(axis=0)
-        outside, unit = of_unit_size(queries.outside, power)
-        if unit is not None:  # every query has this part of the center, so it acts as a bias
-            level = seen_from(plain.keys, mean, outside[:, None])[:, 0]
-            if lift is None or not lift.any():
-                lift, lift_power = level, unit
-            else:
-                both = max(unit, lift_power)
-                lift, lift_power = at_unit(lift, lift_power, both) + at_unit(level, unit, both), both
-        return OwnKeys(queries.keys_in_span(plain.keys - mean), lift, lift_power - power)
-
-    @cached_property
-    def exact_span(self) -> tuple[Float64[np.ndarray, "d r"] | None, Float64[np.ndarray, " d"] | None]:
-        """Axes and center of the queries that exact verdicts ask for; None where they are all queries.
-
-        Axes that span everything change no exact verdict.
-        """
-        queries = self.queries
-        if queries is None or queries.missing.shape[1] == 0:
-            return None, None
-        return (queries.axes if queries.given is None else queries.given), queries.center
-
-    @cached_property
-    def exact(self) -> ExactSet:
-        """The set for exact verdicts."""
-        axes, center = self.exact_span
-        return ExactSet(self.keys, self.bias, axes=axes, center=center)
-
-    @cached_property
-    def exact_keys(self) -> ExactSet:
-        """The set for queries over the keys themselves."""
-        return self.exact if self.exact_span[0] is None else ExactSet(self.keys, self.bias)
+            return OwnKeys(self.keys, lift)
+        centred = self.keys - mean_key(self.keys)
+        if queries.outside.any():  # every query has this part of the center, so it acts as a bias
+            level = centred @ queries.outside
+            lift = level if lift is None else lift + level
+        return OwnKeys(queries.keys_in_span(centred), lift)

@@ -39,7 +39,6 @@ from ln_probe.analyses.geometry.compiled import compiled, room, table
 from ln_probe.analyses.geometry.coordinates import TAU, Floats, Ints, KeyCoordinates, scores_of, unit_rows
 from ln_probe.analyses.geometry.decide import UNSELECTABLE, Verdicts
 from ln_probe.analyses.geometry.inputs import ScoreSpace
-from ln_probe.analyses.geometry.newton import largest_weights
 from ln_probe.analyses.geometry.wolfe import nearest_points
 
 # A hull whose slope is this near to 1 has its minimizer too far out for float64 to tell it from none.
@@ -342,10 +341,6 @@ ZERO = 0.01 * TAU
 EXACT_GAP = 1e-6
 # An offset is that of a center among the axes if no key is further off than this, relative to the RMS norm.
 _AFFINE = 1e-12
-# What one key may cost here at most, of its budget: it is one of many, and its bracket holds as it is.
-_SHARE = 0.05
-# The last resort halves a bracket about once a round, and Newton's method takes a few dozen steps in each.
-_ROUNDS, _STEPS = 12, 60
 
 
 @dataclass(frozen=True)
@@ -376,7 +371,7 @@ def measured(sets: KeyCoordinates, where: ScoreSpace, through_queries: bool) -> 
     """Where margins are measured."""
     d = len(sets.basis)
     if through_queries:
-        (rows, offset), upwards = where.at(where.powers.score), False
+        rows, offset, upwards = where.rows, where.offset, False
     else:
         upwards = sets.bias_scale > 0.0
         rows, offset = np.ascontiguousarray(sets.normalized[:, : d + upwards]), None
@@ -397,9 +392,16 @@ def measured(sets: KeyCoordinates, where: ScoreSpace, through_queries: bool) -> 
 
 
 def propose(
-    space: Measured, verdicts: Verdicts, gap: float, only: Int64[np.ndarray, " some"], budget: float
+    space: Measured,
+    verdicts: Verdicts,
+    gap: float,
+    only: Int64[np.ndarray, " some"],
+    budget: float,
+    *,
+    every: bool = False,
 ) -> tuple[Float64[np.ndarray, "some r"], Rows]:
-    """What may prove the margins of the keys `only` among all keys of the set.
+    """What may prove the margins of the keys `only` among all keys of the set; `every`: unselectable ones are solved
+    for, too.
 
     Returns:
         a query u of each, |u| ≤ 1 (without a set of queries a unit query over normalized keys), and convex weights of
@@ -408,7 +410,9 @@ def propose(
     point = np.zeros((len(only), space.rows.shape[1]))
     pieces = []
     inside = np.zeros(len(only), bool)
-    if space.level is not None:  # what cannot be selected has a margin of 0: the level query and its weights prove it
+    if (
+        space.level is not None and not every
+    ):  # what cannot be selected has a margin of 0: the level query and its weights prove it
         inside = verdicts.code[only] == UNSELECTABLE
         if inside.any():
             rows = verdicts.weights.some(verdicts.source[only[inside]])
@@ -440,69 +444,6 @@ def _solved(
     columns, offset = np.ascontiguousarray(here.T), space.offset[names]
     _, _, query, sizes, values, indices = best_gaps(here, columns, offset, places, gap, floor, budget)
     return query, Rows.sized(sizes, indices, values)
-
-
-def again(
-    space: Measured, i: int, gap: float, lower: float, upper: float, point: Float64[np.ndarray, " r"], budget: float
-) -> tuple[Float64[np.ndarray, " r"], Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-    """Another query and other weights for one key, by a method that shares nothing with the first.
-
-    The smallest gap is smoothed, `-T log Σ_j exp(-gap_j / T)`, which is off by at most T·log n, and maximized by
-    Newton's method; T follows the bracket down.
-    """
-    rows = space.rows
-    offset = np.zeros(len(rows)) if space.offset is None else space.offset
-    others = np.flatnonzero(np.arange(len(rows)) != i)
-    steps = np.ascontiguousarray(np.concatenate([rows[others] - rows[i], np.zeros((1, rows.shape[1]))]))
-    lead = np.append(offset[others] - offset[i], 0.0)
-    best = point, np.empty(0, np.int64), np.empty(0)
-    if not np.isfinite(lower):
-        lower = -float(lead[:-1].max()) if space.offset is not None else 0.0
-    if not np.isfinite(upper):
-        apart = np.linalg.norm(steps[:-1], axis=1) - lead[:-1]
-        upper, nearest = float(apart.min()), int(apart.argmin())
-        best = point, others[nearest : nearest + 1], np.ones(1)
-    target, most = np.array([len(others)]), np.log(len(others)) + 1.0
-    floor, spent = ZERO * space.size, 0.0
-    for _ in range(_ROUNDS):
-        width = upper - lower
-        if width <= max(gap * max(abs(lower), abs(upper)), floor) or spent > _SHARE * budget:
-            break
-        heat = width / (4.0 * most)
-        own = lead.copy()
-        own[-1] = -lower
-        scaled = steps / heat
-        weight, _, found, _, taken = largest_weights(
-            scaled,
-            np.ascontiguousarray(scaled.T),
-            own / heat,
-            target,
-            target + 1,
-            best[0][None, None],
-            1e-3,
-            _STEPS,
-            _SHARE * budget,
-        )
-        spent += float(taken.sum() + 1) * (4.0 + rows.shape[1]) * steps.size  # a step forms and solves a d × d system
-        u = found[0]
-        gaps = -(lead[:-1] + steps[:-1] @ u)
-        share = np.exp(-(gaps - gaps.min()) / heat)
-        share /= share.sum()
-        mean = share @ steps[:-1]
-        if space.upwards:
-            mean[-1] = min(mean[-1], 0.0)
-        top = float(np.linalg.norm(mean) - share @ lead[:-1])
-        kept = share > 0.0
-        better_low, better_up = gaps.min() > lower, top < upper
-        best = (
-            u if better_low else best[0],
-            others[kept] if better_up else best[1],
-            share[kept] if better_up else best[2],
-        )
-        lower, upper = max(lower, float(gaps.min())), min(upper, top)
-        if not (better_low or better_up) or weight[0] == 0.0:
-            break
-    return best
 
 
 def _level(

@@ -332,7 +332,7 @@ def attainable(
         only: of these keys (among all of them): the result and `starts` have a row for each.
         budget: multiply-adds per key, after which its bracket stays as wide as it is.
     """
-    (rows, offset), gap = where.at(0), gap * _PROOF
+    rows, offset, gap = where.rows, where.offset, gap * _PROOF
     if offset is None:
         offset = np.zeros(len(rows))
     targets = np.arange(len(rows)) if only is None else only

@@ -37,7 +37,6 @@ from ln_probe.analyses.geometry.active_set import (
     append,
     contains,
     gram_column,
-    polish,
     rebuild,
     refine,
     remove,
@@ -390,7 +389,7 @@ def nearest_points(
         starts: of each target, the first active key; None or negative: the closest key.
         stretch, slope: as in `Search`; None: the coordinates are the normalized ones.
         columns: of the first keys, "dim key", if they are known.
-        careful: polish runs that end without an answer.
+        careful: start again, with differences scaled otherwise, where a run ends without an answer.
         scaled: seek among differences of length one; by default where verdicts are asked for and not distances, that is
             without `gap`.
         budget: multiply-adds per target after which it ends EXHAUSTED with what was found so far.
@@ -455,13 +454,6 @@ def _nearest_points(
             spent += used_up
             if shorten:
                 unscale(active, scale, m)
-            if careful and ended[k] in (STALLED, CONVERGED) and m > 0:
-                low, kept = lower[k], best.copy()
-                ended[k], m, lower[k], upper[k], used_up = polish(search, active, m, x, best, scores, budget - spent)
-                spent += used_up
-                if ended[k] != SEPARATED and low > lower[k]:
-                    lower[k] = low
-                    best[:] = kept
             if ended[k] in (STALLED, EXHAUSTED):  # it may have stopped between two points
                 upper[k] = _distance(search, active, m, x)
             if ended[k] == SEPARATED or ended[k] == INSIDE or ended[k] == EXHAUSTED:

@@ -21,12 +21,11 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from ln_probe.analyses.files import read_bytes, write_atomically
+from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.run_folder import TEXT_BOUNDARY
 from ln_probe.analyses.lab.train import Task, step_generator, with_gradients
 from ln_probe.analyses.lab.transformer import LabTransformer
 
-LARGEST_TEXT = 2**30  # bytes of a text file
 VALID_SHARE = 0.05  # the end of every text is held out
 # From this size on, logits are made piece by piece: those of one window of 1024 tokens over GPT-2's vocabulary are
 # 206 MB, and a batch of 16 would need some 10 GB with its gradients. Processor time per window, forward and backward:
@@ -66,7 +65,7 @@ class TextTask:
         for file in map(Path, files):
             if not file.exists():
                 raise FileNotFoundError(f"no text file {file}")
-            raw = read_bytes(file, LARGEST_TEXT)
+            raw = file.read_bytes()
             try:
                 texts.append(raw.decode("utf-8"))
             except UnicodeDecodeError as error:

@@ -42,7 +42,7 @@ from ln_probe.analyses.files import PARTIAL, replacing, write_atomically
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.processes import follow_parent, starting_workers
+from ln_probe.analyses.processes import follow_parent
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.text import step_named
 
@@ -591,8 +591,7 @@ def _side_by_side(runs: Sequence[Run], request: Request, until: int | None) -> N
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(request.jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
-        with starting_workers():
-            waiting = [pool.submit(_one, run, until, False, request.device) for run in runs]
+        waiting = [pool.submit(_one, run, until, False, request.device) for run in runs]
         with ProgressLine() if request.progress else nullcontext():
             for count, done in enumerate(as_completed(waiting), 1):
                 done.result()

@@ -7,12 +7,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.analyses.constants import Calibration
-from ln_probe.analyses.geometry.positions import QuerySets
 from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.capture import AttentionInput
 from ln_probe.hooks.norm import Site
@@ -114,12 +112,6 @@ class AttentionLayer:
         ends = range(self.length, 0, -window)
         return [slice(max(0, end - window), end) for end in reversed(ends)]
 
-    @property
-    def grows(self) -> bool:
-        """Whether what a query sees only grows with its position, so that there is a first position at which a key can
-        no longer be selected: with a causal mask, and no window that keys fall out of."""
-        return self.seen.causal and self.seen.window is None
-
     def ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
         """Center and axes of all heads' reachable queries at a position; None if they are unbounded."""
         return self.once("ellipsoid", position, lambda: self.maps.query_ellipsoid(self.site, position))
@@ -133,43 +125,8 @@ class AttentionLayer:
         """Center and directions of the chosen heads' queries at a position, regardless of their length."""
         return self.once("any", position, lambda: self._of_chosen(*self.maps.query_directions(self.site, position)))
 
-    def empirical(self, position: int) -> Ellipsoids | None:
-        """Center and axes of the chosen heads' queries that occurred, as they are at a position; None if calibration
-        saw none."""
-        if self.heads is None or self.layer not in self.calibration.empirical:
-            return None
-        center, axes = (torch.from_numpy(part) for part in self.calibration.empirical[self.layer])
-        return self.once("empirical", position, lambda: self._of_chosen(*self.maps.turned(center, axes, position)))
-
     def _of_chosen(self, center: Tensor, axes: Tensor) -> Ellipsoids:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()
-
-    def observed(self, row: int) -> QuerySets | None:
-        """The observed queries of a chosen head (by its place among them), as a function of positions.
-
-        The reachable set shrunk about its center by rho; where nothing bounds queries the empirical set. None if
-        calibration saw none. Without rotary positions there is one set for all positions.
-        """
-        heads, head = self.maps, self.chosen[row]
-        reached = heads.reached(self.site)
-        if reached is not None and self.layer in self.calibration.radii:
-            shrunk = float(self.calibration.radii[self.layer][head]) / heads.divisor
-            center, axes = reached.center[head] / heads.divisor, reached.axes[head] * shrunk
-        elif reached is None and self.layer in self.calibration.empirical:
-            center, axes = (torch.from_numpy(part[head]) for part in self.calibration.empirical[self.layer])
-        else:
-            return None
-
-        def at(positions: Int64[np.ndarray, " set"]) -> tuple[np.ndarray, np.ndarray]:
-            turned = heads.turned_to(center, axes, torch.from_numpy(positions))
-            return turned[0].numpy(), turned[1].numpy()
-
-        return at
-
-    def drawn(self, head: int) -> Int64[np.ndarray, " drawn"] | None:
-        """The keys of a head (-1: at the norm's output) that are measured; None: all."""
-        sample = self.calibration.sample
-        return None if sample is None else sample.positions(self.prompt, self.layer, head, self.length)
 
     @cached_property
     def key_bias(self) -> Float[np.ndarray, "head key"] | None:

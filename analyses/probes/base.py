@@ -1,15 +1,13 @@
 """What a probe is.
 
-A probe declares its tables and what it needs to see; `start` gives an observer that watches prompts and makes a *piece*
-of them; `finish` makes tables of the pieces of all prompts, which it gets in their order. Pieces can be written to disk
-and read back, so that prompts can be divided among processes: a probe never learns where it runs. `protocol` has an
-example.
+A probe declares its tables and what it has to see. `Probe.start` returns an observer, which watches prompts and makes
+the tables when all of them have been seen. `Probe` has an example.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
-from ln_probe.analyses.schema import Part, Table
+from ln_probe.analyses.schema import Table
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.norm import Site
 from ln_probe.hooks.objective import Objective
@@ -30,141 +28,114 @@ from ln_probe.hooks.variants import SCALING_FROZEN
 # without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
 EFFECT, DESCRIBED, NO_EFFECT, LAST = 10, 50, 90, 100
 
-
 __all__ = [
-    "Context",
-    "Cost",
     "Failure",
     "Finding",
     "Marks",
     "Needs",
     "Observer",
     "Picture",
-    "Piece",
     "Probe",
     "ProbeError",
     "ProbeResults",
-    "Shape",
-    "View",
-    "whole",
+    "Run",
 ]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a probe has to see; without anything but the calibration it sees no prompt.
+    """What a probe has to see; without any of it, it sees no prompt.
 
     Attributes:
         norms: inputs and outputs of every norm (`Observer.norm`).
         attention: every attention layer that reads a norm (`Observer.attention`).
-        variants: that it makes keys and attention under every variant: much memory, given back after each layer.
-        output: every prompt itself, to run the model on it as it likes (`Observer.prompt`).
-        calibration: constants, query radii and the norms' statistics; observers of prompts have it too.
+        output: every prompt itself, to run the model on it (`Observer.prompt`).
     """
 
     norms: bool = False
     attention: bool = False
-    variants: bool = False
     output: bool = False
-    calibration: bool = False
-
-    @property
-    def prompts(self) -> bool:
-        return self.norms or self.attention or self.output
-
-    @property
-    def nothing(self) -> bool:
-        """The model's weights are enough: measured once, independent of the prompts."""
-        return not (self.prompts or self.calibration)
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class Run:
     """What a probe may look at.
 
     Attributes:
         model: in evaluation mode.
-        sites: its norms; calibrated: those of them that belong to the measured layers.
+        sites: its norms.
         layers: measured; heads: likewise, None: all.
-        calibration: of the first pass; None for a probe that needs nothing but weights.
-        name_of: the string of a token id.
+        calibration: constants, query radii and the norms' statistics, from the first pass.
+        token: the string at (prompt, position).
         meaningless: why nothing that is computed from the model's outputs or its head means anything; empty if it does.
         objective: the loss: of the next token, or the user's.
+        seed: of resamples and samples.
     """
 
     model: HookedModel
     sites: Sequence[Site]
     layers: Sequence[int]
     heads: Sequence[int] | None
-    calibration: Calibration | None
-    name_of: Callable[[int], str]
+    calibration: Calibration
+    token: Callable[[int, int], str]
     meaningless: str = ""
     objective: Objective = field(default_factory=Objective)
+    seed: int = 0
 
     @property
     def calibrated(self) -> list[Site]:
-        return [s for s in self.sites if self.calibration is not None and s.name in self.calibration.constants.sites]
+        """The norms of the measured layers."""
+        return [s for s in self.sites if s.name in self.calibration.constants.sites]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """What a probe keeps of some prompts: arrays and tables by name, plain JSON, and what a reader has to know."""
+class Marks:
+    """Measures of every key of some prompts at one layer under one variant, for pictures of attention."""
 
-    arrays: Mapping[str, Shaped[np.ndarray, " ..."]] = field(default_factory=dict)
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
-    info: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-class Observer:
-    """Watches prompts and makes a piece of them. Only what the probe needs is called.
-
-    Prompts come in their order, but several may be under way at once (`batch_size`): a layer of each, then the next.
-    With a model on a GPU an observer that looks at attention does so in another thread, one call after the other,
-    while the model goes on; what it is given stays as it is.
-    """
-
-    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-        """A norm's input and output (norms inside attention: flattened over heads)."""
-
-    def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        """An attention layer that reads a norm."""
-
-    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
-        """A prompt, when its forward pass is over."""
-
-    def end(self, prompt: int) -> None:
-        """All of this prompt has been seen."""
-
-    def piece(self) -> Piece:
-        """The record of all prompts that were watched."""
-        return Piece()
-
-
-@dataclass(frozen=True, eq=False)
-class Context:
-    """What `finish` knows in addition to the pieces.
-
-    Attributes:
-        calibration: of the model.
-        layers: measured; None: all.
-        token: the string at (prompt, position).
-        keys: "hardest" or "all" rows of tables about keys; seed: of samples.
-    """
-
-    calibration: Calibration
-    layers: Sequence[int] | None
-    token: Callable[[int, int], str]
-    keys: str = "hardest"
-    seed: int = 0
+    layer: int
+    variant: str
+    prompts: Int[np.ndarray, " prompt"]
+    lengths: Int[np.ndarray, " prompt"]
+    measures: Mapping[str, Shaped[np.ndarray, "head key"]]
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeResults:
-    """The result of all pieces: frames by table name, and sentences that a reader has to know."""
+    """What a probe measured.
 
-    tables: Mapping[str, Any]  # frames; whether they are is asked, with everything else, when they are checked
-    notes: tuple[str, ...] = ()
+    Attributes:
+        tables: frames by table name; where several probes fill one table, a frame has the table's key and some of its
+            columns.
+        notes: sentences that a reader has to know.
+        marks: of keys, in pictures of attention.
+    """
+
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    marks: Sequence[Marks] = ()
+
+
+class Observer:
+    """Watches prompts and makes a probe's tables. Only what the probe needs is called.
+
+    Prompts come in their order, but several may be under way at once (`batch_size`): a layer of each, then the next.
+    """
+
+    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+        """Take in a norm's input and output (norms inside attention: flattened over heads)."""
+
+    def attention(self, prompt: int, attended: AttentionLayer) -> None:
+        """Take in an attention layer that reads a norm."""
+
+    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
+        """Take in a prompt, when its forward pass is over."""
+
+    def end(self, prompt: int) -> None:
+        """Finish a prompt: all of it has been seen."""
+
+    def finish(self) -> ProbeResults:
+        """Return the tables of all prompts that were watched."""
+        return ProbeResults()
 
 
 @dataclass(frozen=True)
@@ -172,7 +143,7 @@ class Finding:
     """A sentence computed from tables, and the picture of the page that shows it.
 
     The smallest `rank` is first, and of the same rank the largest `size`: the effect in share of its baseline (the
-    unedited loss, the whole of attention, the greatest entropy).
+    intact loss, the whole of attention, the greatest entropy).
     """
 
     text: str
@@ -195,118 +166,68 @@ class Picture:
     column: str
 
 
-@dataclass(frozen=True, eq=False)
-class Marks:
-    """What was found about every key of some prompts at one layer under one variant, for pictures of attention."""
-
-    layer: int
-    variant: str
-    prompts: Int[np.ndarray, " prompt"]
-    lengths: Int[np.ndarray, " prompt"]
-    measures: Mapping[str, Shaped[np.ndarray, "head key"]]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model and its prompts before the model is loaded; NaN where they are not known.
-
-    Attributes:
-        layers, heads: that are measured, and of each layer.
-        lengths: of the prompts, in tokens.
-        vocabulary, width: number of tokens, and d_model.
-        sampled: whether the model has no tokenizer, so that other prompts than the user's are sampled from it.
-    """
-
-    layers: float
-    heads: float
-    lengths: tuple[float, ...]
-    vocabulary: float = math.nan
-    width: float = math.nan
-    sampled: bool = False
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one probe on one model: seconds of one core beside forward passes, forward passes, bytes of its pieces, and
-    bytes of memory in addition to the model's weights."""
-
-    seconds: float = 0.0
-    passes: float = 0.0
-    disk_bytes: float = 0.0
-    memory_bytes: float = 0.0
-
-
 class Probe:
-    """One thing to find out about a model.
+    """One question about a model: give an object of a subclass to `analyze(probes=[…])`.
 
     Attributes:
-        name: how it is asked for; a word of letters, digits and _.
+        name: letters, digits and _.
         summary: one line.
-        tables: what it fills: whole tables, or parts of a table that it shares with another probe.
+        tables: what it fills.
         needs: what it has to see.
         prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
         thresholds: constants that its tables depend on, for the provenance.
-        samples_keys: whether it measures the keys that `Calibration.sample` names, where that is not all; its cost
-            then decides whether they are.
         interleaved: whether its observers bear several prompts under way at once; if one of them does not, prompts go
             one after another unless the user gives a batch size.
-        absent: what a page says was not found out where the probe did not run; empty: nothing.
+        absent: what a page names as not measured where the probe did not run; empty: nothing.
+
+    Example:
+        >>> from ln_probe.analyses.probes.base import Finding, Needs, Observer, Probe, ProbeResults
+        >>> from ln_probe.analyses.schema import declare
+        >>> LENGTHS = declare("lengths", "Lengths", "A row per norm.", ("site",), '''
+        ...     site (text): the norm
+        ...     longest (float, L2 norm): length of the longest input
+        ... ''')
+        >>> class Watching(Observer):
+        ...     def __init__(self):
+        ...         self.longest = {}
+        ...     def norm(self, prompt, site, x, y):  # x, y: the norm's input and output [pos d]
+        ...         self.longest[site.name] = max(float(x.norm(dim=-1).max()), self.longest.get(site.name, 0.0))
+        ...     def finish(self):
+        ...         rows = [{"site": site, "longest": length} for site, length in self.longest.items()]
+        ...         return ProbeResults({"lengths": LENGTHS.frame(rows)})
+        >>> class Lengths(Probe):
+        ...     name, summary, tables, needs = "lengths", "how long vectors are", (LENGTHS,), Needs(norms=True)
+        ...     def start(self, run):
+        ...         return Watching()
+        ...     def findings(self, tables, provenance):
+        ...         return [Finding(f"The longest vector has length {tables['lengths']['longest'].max():.3g}.")]
+        >>> ln_probe.analyze(model, tokens, probes=[Lengths()]).tables["lengths"]
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    tables: ClassVar[tuple[Table | Part, ...]]
+    tables: ClassVar[tuple[Table, ...]]
     needs: ClassVar[Needs] = Needs()
     prompts: ClassVar[int | None] = None
     thresholds: ClassVar[Mapping[str, float]] = {}
-    samples_keys: ClassVar[bool] = False
     interleaved: ClassVar[bool] = False
     absent: ClassVar[str] = ""
 
-    def start(self, view: View) -> Observer:
-        """An observer of the prompts; called once for every part of them, and once for weights alone."""
+    def start(self, run: Run) -> Observer:
+        """Return an observer of the prompts of one model."""
         return Observer()
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        """The tables. By default those of the pieces, one below the other."""
-        frames = tables_of(pieces)
-        return ProbeResults({t.name: frames[t.name] for t in whole(self.tables) if t.name in frames}, notes_of(pieces))
-
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> Sequence[Finding]:
-        """What the tables say, in plain sentences; `tables` are the report's, any of which can be empty."""
+        """Return plain sentences computed from a report's tables, any of which can be empty."""
         return ()
 
     def pictures(self) -> Sequence[Picture]:
-        """Pictures of the page that are about its tables."""
+        """Return pictures of the page that are about the probe's tables."""
         return ()
-
-    def marks(self, pieces: Sequence[Piece]) -> Iterable[Marks]:
-        """Of keys, in pictures of attention."""
-        return ()
-
-    def cost(self, shape: Shape) -> Cost:
-        """A rough estimate."""
-        return Cost()
-
-
-def tables_of(pieces: Sequence[Piece]) -> dict[str, pd.DataFrame]:
-    """The tables of all pieces by name, one below the other."""
-    names = dict.fromkeys(name for p in pieces for name in p.tables)
-    return {n: pd.concat([p.tables[n] for p in pieces if n in p.tables], ignore_index=True) for n in names}
-
-
-def notes_of(pieces: Sequence[Piece]) -> tuple[str, ...]:
-    """The notes of all pieces, each once."""
-    return tuple(dict.fromkeys(note for p in pieces for note in p.notes))
-
-
-def whole(declared: Iterable[Table | Part]) -> list[Table]:
-    """The tables that are declared, or of which parts are."""
-    return [t.table if isinstance(t, Part) else t for t in declared]
 
 
 class ProbeError(ValueError):
-    """Something is wrong with a probe: names it and the package it comes from."""
+    """A probe cannot be used: names it."""
 
 
 @dataclass(frozen=True)
@@ -314,15 +235,14 @@ class Failure:
     """Why a probe has no results in this report."""
 
     probe: str
-    package: str
     error: str
 
     @classmethod
-    def of(cls, probe: str, package: str, error: BaseException) -> Failure:
-        return cls(probe, package, f"{type(error).__name__}: {error}")
+    def of(cls, probe: str, error: BaseException) -> Failure:
+        return cls(probe, f"{type(error).__name__}: {error}")
 
     def __str__(self) -> str:
-        return f"the probe {self.probe!r} of {self.package} failed: {self.error}"
+        return f"the probe {self.probe!r} failed: {self.error}"
 
 
 # ------------------------------------------------------------------------------------------- findings of several probes
@@ -355,9 +275,11 @@ def among_heads(provenance: Mapping[str, Any]) -> str:
 
 
 def even_share(heads: pd.DataFrame) -> float:
-    """Attention that each key of a prompt of average length would get if all got the same, by a `heads` table: of the
-    prompts that its keys come from. NaN if it does not say how many."""
-    if not {"prompts", "keys_all"} <= set(heads) or not (keys := heads["keys_all"].sum()) > 0:
+    """Return uniform attention over a prompt of average length: 1 over the mean number of keys in a `heads` table.
+
+    NaN if the table does not say how many keys there are.
+    """
+    if not {"prompts", "keys"} <= set(heads) or not (keys := heads["keys"].sum()) > 0:
         return math.nan
     return float(heads["prompts"].sum(min_count=1) / keys)
 

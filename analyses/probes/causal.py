@@ -17,47 +17,33 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
 
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import (
-    Context,
-    Cost,
     Finding,
     Needs,
     Observer,
-    Piece,
     Probe,
     ProbeResults,
-    Shape,
-    View,
+    Run,
     in_layers,
-    notes_of,
-    tables_of,
 )
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, PRIMARY, SINK_FACTOR, sentences, testable
 from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.analyses.probes.edited_runs import (
     LEADING_NORMS,
     MEASURES,
-    PASSES,
     PRIMARY_SITES,
     SINGLE_NORM_PROMPTS,
     EditedRuns,
 )
-from ln_probe.analyses.probes.leading import EXACT_WORK, agreement, every_one_would_be_run
+from ln_probe.analyses.probes.leading import EXACT_WORK, agreement
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, edits_of_norms, frozen_scaling
-
-# Forward passes a prompt: a forward and backward pass (about three passes) for each of the two primary contrasts that
-# freeze scaling; under each variant three groups that begin in the first block, with one constant too where it freezes
-# scaling, and the final norm, of which the blocks are not computed again; and on the first prompts estimates for every
-# norm, and those that are run alone under each variant, from their block on.
-_PASSES_OF_GRADIENTS, _PASSES_OF_GROUPS, _PASSES_OF_FINAL, _PASSES_PER_NORM = 6.0, 3.0, 2 / 3, 0.5
-# Where d_model is not known, up to so many norms are run alone: those of twelve blocks.
-_EXACT_NORMS = 25
+from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, frozen_scaling
 
 
 class Causal(Probe):
@@ -66,7 +52,7 @@ class Causal(Probe):
     Args:
         single_norm_prompts: on how many of the first prompts norms are taken one by one; 0: groups alone.
         every_norm: whether each of them is run exactly however large the model is.
-        uniform: whether groups are also run with one constant for all positions.
+        uniform: whether primary contrasts that freeze scaling are also run with one constant for all positions.
         primary_only: whether nothing but the primary contrasts is measured, and of them the loss alone.
     """
 
@@ -83,7 +69,7 @@ class Causal(Probe):
     name = "causal"
     summary = "how the loss changes when a term is removed"
     tables = (CAUSAL, CAUSAL_PROMPTS)
-    needs = Needs(output=True, calibration=True)
+    needs = Needs(output=True)
     interleaved = True
     thresholds = {  # noqa: RUF012 - a constant
         "causal_resamples": statistics.RESAMPLES,
@@ -98,58 +84,50 @@ class Causal(Probe):
     }
     absent = "how the loss changes when a term is removed in the running model"
 
-    def start(self, view: View) -> Observer:
-        calibration, members = view.calibration, view.calibrated
-        assert calibration is not None
+    def start(self, run: Run) -> Observer:
+        calibration, members = run.calibration, run.calibrated
         if not members:
             return Observer()
-        layers = ", ".join(map(str, view.layers))
+        layers = ", ".join(map(str, run.layers))
         runs = EditedRuns(
-            view.model,
+            run.model,
             members,
             calibration.constants.of,
             optimal=calibration.optimal_of,
-            meaningless=view.meaningless,
+            meaningless=run.meaningless,
             single_norm_prompts=self.single_norm_prompts,
             first=calibration.first,
-            exact=[s.name for s in members] if self.every_norm else calibration.chosen.get(self.name),
+            exact=[s.name for s in members] if self.every_norm else None,
             uniform=self.uniform,
             primary_only=self.primary_only,
             errors=calibration.constants.standard_errors if calibration.constants.given is None else None,
-            objective=view.objective,
+            objective=run.objective,
             note=f"groups of the causal table hold the norms of layers {layers} alone"
-            if len(members) < len(view.sites)
+            if len(members) < len(run.sites)
             else "",
         )
-        if not (self.every_norm or self.primary_only):
-            calibration.chosen[self.name] = runs.exact
-        return runs
-
-    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        constants, found = context.calibration.constants, tables_of(pieces)
-        measured = [found["effects"]] if "effects" in found else []
-        moved = shifts(constants, found.get("gradients", pd.DataFrame()))
-        made = table(measured, constants, moved, seed=context.seed)
-        frames = {CAUSAL.name: made, CAUSAL_PROMPTS.name: by_prompt(measured, constants, moved)}
-        compared = [f"causal: second-order estimates and exact effects of {t}" for t in agreement(made, "norms")]
-        return ProbeResults(frames, (*notes_of(pieces), *notes_on(measured, constants), *compared))
+        return _Watching(runs, calibration.constants, run.seed)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         source = str(provenance.get("prompts", {}).get("source", ""))
         unit = str(provenance.get("loss", {}).get("unit", "nats/token"))
         return sentences(tables[CAUSAL.name], source, in_layers(provenance), unit)
 
-    def cost(self, shape: Shape) -> Cost:
-        single = min(1.0, self.single_norm_prompts / max(1, len(shape.lengths)))
-        variants = edits_of_norms()
-        groups = _PASSES_OF_GROUPS * (len(variants) + sum(v.freezes_scaling for v in variants))
-        groups += _PASSES_OF_GRADIENTS + _PASSES_OF_FINAL * len(variants)
-        norms = 2 * shape.layers + 1
-        every = self.every_norm or norms <= LEADING_NORMS
-        every = every or every_one_would_be_run(shape.layers, shape.width, norms, _EXACT_NORMS)
-        estimates = PASSES if every else 2 * PASSES  # once to choose
-        alone = estimates + _PASSES_PER_NORM * len(variants) * (norms if every else LEADING_NORMS)
-        return Cost(passes=groups + single * alone)
+
+class _Watching(Observer):
+    def __init__(self, runs: EditedRuns, constants: Constants, seed: int) -> None:
+        self.runs, self.constants, self.seed = runs, constants, seed
+        self.sums: list[pd.DataFrame] = []  # of each prompt
+
+    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
+        self.sums.append(self.runs.measure(prompt, tokens))
+
+    def finish(self) -> ProbeResults:
+        moved = shifts(self.constants, pd.DataFrame(self.runs.gradients))
+        effects = table(self.sums, self.constants, moved, seed=self.seed)
+        tables = {CAUSAL.name: effects, CAUSAL_PROMPTS.name: by_prompt(self.sums, self.constants, moved)}
+        compared = [f"causal: second-order estimates and exact effects of {t}" for t in agreement(effects, "norms")]
+        return ProbeResults(tables, [*self.runs.notes(), *notes_on(self.sums, self.constants), *compared])
 
 
 Shifts = Mapping[str, Float[np.ndarray, " prompt"]]  # by group of norms
@@ -158,10 +136,10 @@ Shifts = Mapping[str, Float[np.ndarray, " prompt"]]  # by group of norms
 def table(
     measured: Sequence[pd.DataFrame], constants: Constants, moved: Shifts | None = None, *, seed: int = 0
 ) -> pd.DataFrame:
-    """The `causal` table from what `EditedRuns.measure` gave for each prompt, in any order.
+    """Return the `causal` table.
 
     Args:
-        measured: a frame per part of the prompts.
+        measured: what `EditedRuns.measure` gave for each prompt.
         constants: of every prompt; its groups are what intervals resample.
         moved: `shifts`; with them the intervals of the primary contrasts include the choice of constants.
         seed: of resamples.
@@ -229,10 +207,7 @@ def family(sites: str, variant: str) -> str:
         return ""
     if sites not in GROUPS:
         return f"exploratory: single norms, {variant}"
-    known = VARIANTS.get(variant)
-    if known is not None and known.primary and sites in PRIMARY_SITES:
-        return PRIMARY
-    return "exploratory: groups" if known is not None and known.standard else f"exploratory: groups, {variant}"
+    return PRIMARY if VARIANTS[variant].primary and sites in PRIMARY_SITES else "exploratory: groups"
 
 
 def holm_by_family(frame: pd.DataFrame, column: str) -> pd.Series:
@@ -287,35 +262,6 @@ def shifts(constants: Constants, gradients: pd.DataFrame) -> dict[str, Float[np.
             total += centered @ slopes
         found[str(sites)] = total
     return found
-
-
-def with_today_statistics(effects: pd.DataFrame, kept: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
-    """A `causal` table of an earlier version with intervals, p and families as this version computes them.
-
-    Args:
-        effects: the table.
-        kept: its `causal_prompts`; rows that it says nothing of stay as they are. Every prompt counts as a group, and
-            the intervals do not include the choice of constants, which earlier versions did not keep.
-        seed: that the report was made with.
-    """
-    by_row = dict(list(kept.groupby(["sites", "variant"])))
-    columns = ["delta_loss_low", "delta_loss_high", "p_mean", "equivalence_bound", "delta_loss_median"]
-    made = effects.reindex(columns=list(dict.fromkeys([*CAUSAL.names, *effects.columns])))
-    made[columns] = made[columns].astype(float)
-    made["family"] = [family(*pair) for pair in zip(made["sites"], made["variant"], strict=True)]
-    made["groups"] = made["prompts"]
-    for index, row in zip(made.index, made.to_dict("records"), strict=True):
-        mine = by_row.get((row["sites"], row["variant"]))
-        if mine is not None:
-            predicted = mine["predicted"].to_numpy(float)
-            change = np.where(predicted > 0, mine["delta_loss"].to_numpy(float) * predicted, 0.0)
-            found = over_groups(change, predicted, np.arange(len(mine)), seed)
-            found["delta_loss_median"] = statistics.median(change, predicted)
-            made.loc[index, columns] = [found[c] for c in columns]
-        elif row["variant"] == "intact":
-            made.loc[index, "delta_loss_median"] = row["delta_loss"]
-            made.loc[index, "equivalence_bound"] = abs(row["delta_loss_low"])
-    return made.assign(p_mean=holm_by_family(made, "p_mean"))
 
 
 def by_prompt(measured: Sequence[pd.DataFrame], constants: Constants, moved: Shifts | None = None) -> pd.DataFrame:

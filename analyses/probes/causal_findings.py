@@ -131,24 +131,20 @@ def _primary(
             what = f"it is not applicable ({reason})"
         text += f" {places['attention'].capitalize()} alone {what}."
     known = [r for r in (every, attention) if r is not None and not r["no_op"]]
-    if source == "sampled" and any(map(is_significant, known)):
-        text += " The prompts are the model's own samples: a loss change on them estimates a KL divergence."
     rank = EFFECT if any(map(is_effect, known)) else DESCRIBED if any(map(is_direction, known)) else NO_EFFECT
     return Finding(text, "causal", rank, size=_share(first))
 
 
 def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: str) -> list[Finding]:
-    """Significant changes of the other groups; every variant that was added has its own sentence, after the others."""
+    """Return the significant changes of the other groups."""
     groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
     groups.sort(key=lambda r: -abs(r["delta_loss"]))
-    findings = []
-    for some in (edits_of_norms(standard=True), *([v] for v in edits_of_norms(standard=False))):
-        words = {v.name: v.wording[0].lower() + v.wording[1:] for v in some if not v.is_combined}
-        if rows := [r for r in groups if r["variant"] in words]:
-            told = "; ".join(f"{words[r['variant']]} {places[r['sites']]} {change(r, unit)}{_sink(r)}" for r in rows)
-            size = _share(rows[0]) / 2 if some[0].standard else 0.0
-            findings.append(Finding(f"Exploratory: {told}.", "causal", EFFECT, size=size))
-    return findings
+    words = {v.name: v.wording[0].lower() + v.wording[1:] for v in edits_of_norms() if not v.is_combined}
+    rows = [r for r in groups if r["variant"] in words]
+    if not rows:
+        return []
+    text = "; ".join(f"{words[r['variant']]} {places[r['sites']]} {change(r, unit)}{_sink(r)}" for r in rows)
+    return [Finding(f"Exploratory: {text}.", "causal", EFFECT, size=_share(rows[0]) / 2)]
 
 
 def _frozen_alone(effects: pd.DataFrame) -> pd.Series:
@@ -223,7 +219,7 @@ def _sink(row: Any) -> str:
     """The change with one constant for all positions, where it is much larger."""
     uniform, delta = float(row["delta_loss_uniform"]), float(row["delta_loss"])
     variant = VARIANTS.get(row["variant"], INTACT)
-    known = variant.standard and variant.freezes_scaling and not math.isnan(uniform)
+    known = variant.freezes_scaling and not math.isnan(uniform)
     if not known or uniform - delta < SINK_FACTOR * max(LEAST_CHANGE, abs(delta)):
         return ""
     return f"; with one constant for all positions {signed(uniform)}, because position 0 then becomes too long"

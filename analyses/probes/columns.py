@@ -71,31 +71,8 @@ _PLACE = columns(
     head (int): head; -1: the whole layer, at the norm's output
     space (text): normalized: the norm's output before gain and bias; head: keys as attention sees them (gain, bias,
         W_K, b_K, QK-norm, rotary)
-    variant (text): intact, no_scaling, no_projection, both_removed, or a registered one
+    variant (text): intact, no_scaling, no_projection, both_removed
     """
-)
-
-# Estimates over keys that have an interval where keys were sampled, with their units.
-INTERVALS = {
-    "unselectable_fraction": "share",
-    "unreachable_fraction": "share",
-    "margin_median": "nats; normalized: relative",
-    "margin_p05": "nats; normalized: relative",
-    "attainable_median": "share",
-    "attainable_p05": "share",
-    "attainable_last_median": "share",
-    "attainable_last_p05": "share",
-}
-_INTERVALS = tuple(
-    Column(
-        f"{name}_{end}",
-        "float",
-        f"{side} end of the 95 % interval of {name}; NaN where all keys were measured, or the sample is too small",
-        unit,
-        shown=False,
-    )
-    for name, unit in INTERVALS.items()
-    for end, side in (("low", "lower"), ("high", "upper"))
 )
 
 HEADS = declare(
@@ -110,30 +87,24 @@ HEADS = declare(
     duplicate (int): keys on the hull that occur more than once
     undecided (int): keys whose verdict could not be proved within the tolerance
     unselectable_fraction (float, share): unselectable / keys
-    unreachable_fraction (float, share): share of keys that no query of the set that `queries` names gives strictly
-        the highest score (`reachable` in the keys table); includes unselectable keys and exact copies; NaN in
-        normalized space
+    unreachable_fraction (float, share): share of keys that no query of the head gives strictly the highest score
+        (`reachable` in the keys table); includes unselectable keys and exact copies; NaN in normalized space, and
+        without a bound on queries
     margin_median (float, nats; normalized: relative): median over keys of the best score gap over all others: in head
-        space by any query of the set that `queries` names, biases included, negative if none puts the key on top (the
-        same in every basis of the head); in normalized space by a query of unit length, over the RMS norm of the
-        centred keys
+        space by any query that the head can make, biases included, negative if none puts the key on top (the same in
+        every basis of the head), NaN without a bound on queries; in normalized space by a query of unit length, over
+        the RMS norm of the centred keys
     margin_p05 (float, nats; normalized: relative): 5th percentile of the same
     attainable_median (float, share): median over keys of `attainable` in the keys table: the largest softmax weight
-        at any position that sees the key
+        at the last position, which sees all keys, from queries of the size that occur
     attainable_p05 (float, share): 5th percentile of the same
-    attainable_last_median (float, share): median over keys of `attainable_last` in the keys table: the largest
-        softmax weight at the last position, which sees all keys, from queries of the size that occur
-    attainable_last_p05 (float, share): 5th percentile of the same
     attainable_reachable_median (float, share): the median at the last position over every query the head can make
         from any residual vector (reachable set); NaN without a bound on queries
     pattern_max_median (float, share): median over keys of the largest weight they receive from any query that
-        sees them and another key: compare it with attainable_median; attainable_last_median is about the last
-        position, which sees more keys
+        sees them and another key: early queries see few keys, the last position, which attainable_median is about,
+        sees all
     query_radius (float): rho: how far into the reachable set (0–1) the observed queries go, 95 % quantile; NaN
         without a bound
-    queries (text): the set of queries of margins: reachable, all that the head can make; empirical, where nothing
-        bounds them: the ellipsoid of mean and covariance of those that occurred, holding 95 % of them; empty in
-        normalized space
     entropy_ratio (float): attention entropy over log(visible keys), mean over queries; NaN where uniformity was not
         measured
     uniform_angle_deg (float, degrees): mean angle of gain·(W_K q) to the all-ones direction: 0 would attend uniformly
@@ -142,11 +113,7 @@ HEADS = declare(
     score_spread (float, nats): mean standard deviation of a query's scores over the keys it sees
     score_spread_floor (float, nats): least spread that a query at the end of the reachable set could have (those
         inside it can spread less); NaN without a bound on queries, or with ALiBi
-    keys_all (int): keys there are, of all prompts: more than `keys` where only a sample was measured
     prompts (int): prompts that they come from
-    """,
-    _INTERVALS,
-    """
     by_theorem (text): why no key can be unselectable here for any weights (at most d + 1 affinely independent keys,
         a sphere); empty if one could be or is
     no_op (text): why the variant changes nothing here by construction; empty if it does change something
@@ -168,30 +135,20 @@ KEYS = declare(
         are judged in their own coordinates, less the directions that W_Q removes (relative singular value below
         1e-9), as `key_geometry` judges them
     margin_lower (float, nats; normalized: relative): proven lower bound of the best score gap over all other keys
-        that a query of the head's set gives (`queries` in the heads table), negative if none puts the key on top;
+        that a query of the head gives, negative if none puts the key on top, NaN without a bound on queries;
         normalized: distance to the hull of the others over the keys' RMS norm; NaN for a single key
     margin_upper (float, nats; normalized: relative): upper bound of the same
-    reachable (bool): whether some query of the head's set (`queries` in the heads table) gives it strictly the
-        highest score: its margin is above tau (1e-7) times the RMS norm, in nats, of the keys as the set sees them. A
-        selectable key that is not reachable is selected only by queries that the head cannot produce. False for an
-        exact copy; missing in normalized space
-    attainable (float, share): largest softmax weight found at any position that sees it and another key, from queries
-        of the observed set (of the empirical one where nothing bounds queries) and those that occurred: a proven
-        lower bound of the maximum
-    attainable_upper (float, share): what no query of that set at any of these positions, and none that occurred,
-        exceeds (proven). At most 0.01 above the maximum (absolute) without rotary positions and windows. Else looser:
-        with rotary positions the bound of one convex combination of the keys before it at every position, with a
-        window of the keys that all positions of half a window see
-    attainable_last (float, share): the same as `attainable` for queries of that set at the position `judged_at`
-        alone: the last one, where all keys compete
-    attainable_last_upper (float, share): what no query of that set at that position exceeds (proven): at most 0.01
+    reachable (bool): whether some query that the head can make gives it strictly the highest score: its margin is
+        above tau (1e-7) times the RMS norm, in nats, of the keys as these queries see them. A selectable key that is
+        not reachable is selected only by queries that the head cannot produce. False for an exact copy; missing in
+        normalized space, and without a bound on queries
+    attainable (float, share): largest softmax weight at the position `judged_at`, where all its keys compete, from
+        queries of the observed set: a proven lower bound of the maximum; NaN without a bound on queries
+    attainable_upper (float, share): what no query of that set at that position exceeds (proven): at most 0.01
         more (absolute), so a small weight is known less well relative to itself
     attainable_reachable (float, share): largest softmax weight found at that position from queries of the reachable
         set; NaN if unbounded
-    pattern_max (float, share): the largest weight it receives from any query that sees it and another key; at
-        most `attainable_upper`
-    first_unselectable_at (int, position): first position at which a causal query can no longer select it; -1 if
-        never, NaN if attention is not causal, or a window hides keys
+    pattern_max (float, share): the largest weight it receives from any query that sees it and another key
     judged_at (int, position): position of the query whose visible keys it was judged among: the last one; with a
         window the last one or one whole windows before it
     """,
@@ -204,7 +161,7 @@ CAUSAL = declare(
     ("sites", "variant"),
     """
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): which terms remain: intact, no_scaling, no_projection, both_removed, or a registered one
+    variant (text): which terms remain: intact, no_scaling, no_projection, both_removed
     family (text): which rows its p-values are Holm-adjusted with: primary ({attention, all} × {scaling frozen,
         projection removed}), or an exploratory family; empty for intact
     loss (float, nats per token, or the user's loss): mean loss; NaN where it is not applicable
@@ -220,8 +177,8 @@ CAUSAL = declare(
     delta_loss_median (float, as loss): median over prompts of the prompt's mean change; delta_loss is the mean over
         all their tokens
     delta_loss_uniform (float, as loss): delta_loss with one constant for all positions, that of the positions after
-        0: an attention sink's vectors become longer by as much as its sigma is larger; of groups, where scaling is
-        frozen
+        0: an attention sink's vectors become longer by as much as its sigma is larger; of primary contrasts
+        that freeze scaling
     delta_loss_optimal (float, as loss): delta_loss with loss-optimal constants, fitted on the other half of the
         prompt groups; of primary contrasts that freeze scaling; NaN where they were not fitted
     delta_loss_optimal_low (float, as loss): lower end of its 95 % CI over prompt groups
@@ -266,7 +223,7 @@ CAUSAL_PROMPTS = declare(
     prompt (int): number of the prompt, from 0
     group (int): its prompt group
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): which terms remain: no_scaling, no_projection, both_removed, or a registered one
+    variant (text): which terms remain: no_scaling, no_projection, both_removed
     predicted (int): tokens that are predicted: all but the first; 1 under a loss of the user's
     loss (float, nats per token, or the user's loss): mean loss of the intact model on this prompt
     delta_loss (float, as loss): its change
@@ -280,75 +237,6 @@ CAUSAL_PROMPTS = declare(
     """,
 )
 
-UNEMBEDDING = declare(
-    "unembedding",
-    "Unembedding",
-    "Tokens that are hard to predict, over all outputs of the final norm.",
-    ("token_id",),
-    """
-    token_id (int): the token
-    token (text): as it is written
-    verdict (text): whether some output of the final norm makes it the most likely one; undecided if not solved for
-    margin_lower (float, nats): proven lower bound of the best lead over all other logits that an output of the final
-        norm gives; negative if none puts the token on top
-    margin_upper (float, nats): upper bound of the same
-    attainable (float, share): largest probability found from any residual vector; NaN where the final norm does not
-        scale
-    attainable_upper (float, share): upper bound of that probability
-    """,
-)
-
-_PART = columns(
-    """
-    part (text): embed, pos_embed, L3H5 (a head), L3 mlp, L3 b_O and L3 b_out (biases), or a norm's bias
-    kind (text): embedding, position, head, mlp, bias, norm bias or unembedding bias
-    part_layer (int): its block; -1 for embeddings
-    index (int): its head; -1 for others
-    tokens (int): positions seen
-    """
-)
-
-_OF_SIGMA = columns(
-    """
-    share (float, share): mean over tokens of <P x_p, P x> / |P x|²: the part's share of sigma² − eps, negative where
-        it shrinks the vector; shares of a norm add up to 1
-    sigma_change (float, share): mean over tokens of the relative change of sigma if this norm read its input without
-        the part (exact); NaN where the norm does not scale
-    mu (float): mean over tokens of mean(x_p): what the part writes on the all-ones direction, which projection removes
-    mu_share (float, share): mean over tokens of |mu_p| / Σ|mu_p|
-    """
-)
-
-WRITERS = declare(
-    "writers",
-    "Writers",
-    "A row per norm and part of the model that writes to its input: what sets sigma, what writes on the "
-    "all-ones direction. Columns ending in _tail leave position 0 out.",
-    ("site", "part"),
-    """
-    site (text): the norm's name in the model
-    layer (int): block it belongs to
-    """,
-    _PART,
-    _OF_SIGMA,
-    _tail(_OF_SIGMA),
-)
-
-ATTRIBUTION = declare(
-    "attribution",
-    "Attribution",
-    "A row per part of the model: its contribution to the next token's logit minus the mean logit, through"
-    " the final norm, exact; rows add up to the mean of that difference.",
-    ("part",),
-    _PART,
-    """
-    contribution (float, nats): mean over positions of its contribution
-    magnitude (float, nats): mean over positions of the absolute value of that
-    without_projection (float, nats): mean of its contribution if the final norm did not project
-    projection (float, nats): mean of what projection removes; the rest of a bias's contribution is constant
-    """,
-)
-
 HEAD_EFFECTS = declare(
     "head_effects",
     "Heads without a term",
@@ -358,7 +246,7 @@ HEAD_EFFECTS = declare(
     """
     layer (int): block whose attention it is
     head (int): head
-    variant (text): which terms remain for this head: no_scaling, no_projection, both_removed, or a registered one
+    variant (text): which terms remain for this head: no_scaling, no_projection, both_removed
     delta_loss (float, nats per token): change of the mean next-token loss, by running the edited model; NaN where
         only estimated
     delta_loss_low (float, nats per token): lower end of its 95 % interval over prompt groups (bootstrap-t); NaN with
@@ -431,24 +319,6 @@ SINK_HEADS = declare(
     first_attention (float, share): mean attention that they give it
     first_uniform (float, share): the same if attention were uniform, to compare with
     seen_by (int): queries that see the token that most see, in the prompt where they are most
-    """,
-)
-
-TOKEN_SIZES = declare(
-    "token_sizes",
-    "Sizes by position",
-    "A row per norm and range of positions: how long vectors are there.",
-    ("site", "first"),
-    """
-    site (text): the norm's name in the model
-    layer (int): block it belongs to
-    first (int): first position of the stretch
-    last (int): its last position
-    tokens (int): vectors seen
-    sigma_mean (float): mean divisor
-    length_before_mean (float, L2 norm): mean |x|
-    length_after_mean (float, L2 norm): mean length of the norm's output
-    outliers (int): of them, longer than 10 times their prompt's median
     """,
 )
 
@@ -538,7 +408,7 @@ SUMMARY = declare(
     mean_share (float): median over norms of layernorms.mean_share
     unselectable (float, share): share of keys that no query can select, head space
     unselectable_no_scaling (float, share): the same with scaling frozen
-    attainable (float, share): median over heads of heads.attainable_last_median
+    attainable (float, share): median over heads of heads.attainable_median
     attainable_no_scaling (float, share): the same with scaling frozen
     margin (float, nats): median over heads of heads.margin_median
     margin_no_scaling (float, nats): the same with scaling frozen
@@ -557,7 +427,7 @@ PAIRED = declare(
     model (text): what the report is called
     against (text): the first report
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): which terms remain: no_scaling, no_projection, both_removed, or a registered one
+    variant (text): which terms remain: no_scaling, no_projection, both_removed
     difference (float, nats per token): delta_loss of this model minus that of the first
     low (float, nats per token): lower end of its 95 % interval over prompt groups (bootstrap-t of paired differences,
         the choice of both models' constants included as in `causal`); NaN as there
@@ -577,22 +447,18 @@ BUILT_IN = (
     KEYS,
     CAUSAL,
     CAUSAL_PROMPTS,
-    UNEMBEDDING,
     HEAD_EFFECTS,
     SINKS,
     SINK_HEADS,
-    TOKEN_SIZES,
     OUTLIER_DIMENSIONS,
     SCALE_SUMS,
 )
-# Of probes that run when they are asked for: in reports where they did.
-ON_REQUEST = (WRITERS, ATTRIBUTION)
 
 
 def document() -> str:
     """`docs/columns.md`."""
     made = "Made by `python -m ln_probe.analyses.probes.columns > docs/columns.md`."
-    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, *ON_REQUEST, TOKENS, SUMMARY, PAIRED, BY_HEAD))}"
+    return f"# Columns\n\n{made}\n\n{reference((*BUILT_IN, TOKENS, SUMMARY, PAIRED, BY_HEAD))}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from them. Statistics are running sums in float64, so a corpus costs no more mem
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
 from ln_probe.analyses.geometry.compiled import compiled, room
-from ln_probe.analyses.probes.base import DESCRIBED, Context, Finding, Needs, Piece, Probe, ProbeResults, largest
+from ln_probe.analyses.probes.base import DESCRIBED, Finding, Observer, Probe, ProbeResults, Run, largest
 from ln_probe.analyses.probes.columns import LAYERNORMS
 from ln_probe.analyses.text import percent
+from ln_probe.hooks.model import n_layers
 from ln_probe.hooks.norm import Site, bias_of, gain_of
 
 
@@ -33,13 +34,10 @@ class Decomposition(Probe):
     name = "decomposition"
     summary = "every norm, term by term"
     tables = (LAYERNORMS,)
-    needs = Needs(calibration=True)
+    interleaved = True
 
-    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        norms = context.calibration.norms
-        # A norm that attention reads can stand in the block before (post-norm): calibrated, but not asked for.
-        wanted = norms if context.layers is None else norms[norms["layer"].isin(list(context.layers))]
-        return ProbeResults({LAYERNORMS.name: wanted.reset_index(drop=True)})
+    def start(self, run: Run) -> Observer:
+        return _Calibrated(run)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         norms = tables[LAYERNORMS.name]
@@ -47,6 +45,19 @@ class Decomposition(Probe):
             *(Finding(text, "projection", DESCRIBED) for text in _projection(norms)),
             *(Finding(text, "norms", DESCRIBED) for text in _scaling(norms)),
         ]
+
+
+class _Calibrated(Observer):
+    """Takes the table from the first pass."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def finish(self) -> ProbeResults:
+        norms = self.run.calibration.norms
+        # A norm that attention reads can stand in the block before (post-norm): calibrated, but not asked for.
+        wanted = norms["layer"].isin([*self.run.layers, n_layers(self.run.model)])
+        return ProbeResults({LAYERNORMS.name: norms[wanted].reset_index(drop=True)})
 
 
 def _projection(norms: pd.DataFrame) -> list[str]:

@@ -2,12 +2,12 @@
 
 Every norm alone, and every group of norms (those that attention reads, those that MLPs read, the final norm, all), is
 run under every variant, and compared with the intact model. Frozen scaling divides by two constants a norm, one at
-position 0 and one elsewhere: the prompt's own (`ln_probe.analyses.constants`). Groups are also run with one constant
-for all positions: an attention sink's vectors become longer by as much as its sigma is larger (SmolLM2-135M, layer 16:
-+32.1 nats; with two constants +0.003), and the primary contrasts with loss-optimal constants, where there are some.
+position 0 and one elsewhere: the prompt's own (`ln_probe.analyses.constants`).
 
-Of the primary contrasts that freeze scaling, the derivatives of the loss by the constants are kept: the interval of
-`causal` includes the choice of constants by them. Single norms are measured on the first prompts alone
+The primary contrasts that freeze scaling are also run with one constant for all positions (an attention sink's vectors
+become longer by as much as its sigma is larger: SmolLM2-135M, layer 16, +32.1 nats; with two constants +0.003), and
+with loss-optimal constants, where there are some. The derivatives of their loss by the constants are kept: the interval
+of `causal` includes the choice of constants. Single norms are measured on the first prompts alone
 (SINGLE_NORM_PROMPTS), all of them to second order (`norm_estimates`), and exactly those that `leading` says.
 
 A prompt is held at a time, with the logits of the unedited model alone; what edited passes have in common is computed
@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.analyses.probes.base import Observer, Piece
 from ln_probe.analyses.probes.leading import every_one_is_run, with_largest
 from ln_probe.analyses.probes.shared_passes import Job, SharedPasses, Sums
 from ln_probe.hooks.edits import Edit, Positions, installed
@@ -98,7 +97,7 @@ class _Row:
         return tuple((s.name, effect) for s in self.members if (effect := self.variant.effect(s)))
 
 
-class EditedRuns(Observer):
+class EditedRuns:
     """What the causal table of one model is made of: `measure` a prompt at a time.
 
     Args:
@@ -111,7 +110,7 @@ class EditedRuns(Observer):
         single_norm_prompts: on how many of the first prompts norms are taken one by one.
         first: the first prompts that will be measured, on which leading norms are chosen; none: every norm is run.
         exact: names of the norms that are run exactly; None: as `leading` says. Empty: estimates alone.
-        uniform: whether groups are run with one constant for all positions too.
+        uniform: whether primary contrasts that freeze scaling are run with one constant for all positions too.
         primary_only: whether nothing but the primary contrasts is run, and of them the loss alone.
         errors: standard errors of the constants, by site, at position 0 and elsewhere: derivatives of the primary
             contrasts are kept, as they hold over steps of this size; None: no derivatives.
@@ -143,7 +142,6 @@ class EditedRuns(Observer):
         self.constants_of = constants if callable(constants) else lambda _prompt: same
         self.optimal, self.single_norm_prompts, self.uniform = optimal, single_norm_prompts, uniform
         self.errors = errors
-        self.effects: list[pd.DataFrame] = []  # of the prompts that were observed
         self.no_gradient = ""  # why there is no gradient by the constants; known after the first prompt
         self.gradients: list[dict[str, Any]] = []
         self.too_steep: list[str] = []  # the primary contrasts with a derivative that holds over smaller steps alone
@@ -171,34 +169,18 @@ class EditedRuns(Observer):
             return ""
         return BIDIRECTIONAL if self.causal is False else too_few_outputs(self.outputs, wanted)
 
-    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
-        self.effects.append(self.measure(prompt, tokens))
-
-    def piece(self) -> Piece:
-        tables = {"effects": pd.concat(self.effects, ignore_index=True)} if self.effects else {}
-        if self.gradients:
-            tables["gradients"] = pd.DataFrame(self.gradients)
-        return Piece(tables=tables, notes=tuple(self.notes()))
-
     def measure(self, prompt: int, tokens: Int[Tensor, " pos"]) -> pd.DataFrame:
-        """Sums over one prompt, a row per (sites, variant); columns PROMPT_COLUMNS. NaN where nothing can be said.
-
-        What it gives depends on the prompt alone, so that prompts can be measured in any order, or elsewhere.
-        """
+        """Return sums over one prompt, a row per (sites, variant); columns PROMPT_COLUMNS. NaN where unknown."""
         with evaluating(self.model), torch.no_grad():
             passes = SharedPasses(self.model, self.objective, tokens, self.causal)
             self.causal, self.outputs = passes.causal, passes.vocabulary
             constants, intact = self.constants_of(prompt), passes.sums
             wanted = self.rows if prompt < self.single_norm_prompts else [r for r in self.rows if r.is_group]
-            effects: dict[tuple[_Signature, str], Sums] = {}
-            for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
-                jobs: dict[tuple[_Signature, str], Job] = {}
-                for row in wanted:
-                    if row.variant.standard == standard and self._is_run(row):
-                        jobs |= {
-                            (row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt, constants)
-                        }
-                effects |= passes.effects({key: job for key, job in jobs.items() if key not in effects})
+            jobs: dict[tuple[_Signature, str], Job] = {}
+            for row in wanted:
+                if self._is_run(row):
+                    jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt, constants)}
+            effects = passes.effects(jobs)
         self._differentiate(prompt, tokens, effects, intact["nll"])
         estimates = self._estimates(wanted, tokens, constants)
         rows = [
@@ -319,13 +301,13 @@ class EditedRuns(Observer):
     def _jobs(
         self, row: _Row, length: int, prompt: int, constants: Mapping[str, Constant]
     ) -> Iterator[tuple[str, Job]]:
-        """The ways in which a row is run: of groups whose scaling is frozen, more than one."""
+        """Yield the ways in which a row is run: more than one of primary contrasts that freeze scaling."""
         yield FROZEN, Job(self._edits(row, constants, length), whole=self.whole)
-        if row.is_group and row.frozen and not self.no_loss:
+        if row.is_frozen_primary and row.frozen and not self.no_loss:
             if self.uniform:
                 one = {name: Constant.of(c).uniform for name, c in constants.items()}
                 yield UNIFORM, Job(self._edits(row, one, length), whole=False)
-            if self.optimal is not None and row.is_frozen_primary:
+            if self.optimal is not None:
                 best = self.optimal(row.sites, prompt)
                 if all(s.name in best for s in row.frozen):
                     yield OPTIMAL, Job(self._edits(row, best, length), whole=False)
@@ -353,7 +335,7 @@ class EditedRuns(Observer):
             return unknown | {"predicted": predicted}
         found = effects[row.signature, FROZEN] if row.signature else intact
         losses = {"nll": found["nll"]} | dict.fromkeys(_OF_GROUPS, math.nan)
-        if row.is_group:
+        if row.is_frozen_primary:
             ways = {m: effects.get((row.signature, way)) if row.frozen else found for m, way in _OF_GROUPS.items()}
             losses |= {m: sums["nll"] for m, sums in ways.items() if sums is not None}
         overflowed = math.isnan(found["kl"]) and not math.isnan(intact["kl"])
@@ -403,8 +385,6 @@ class EditedRuns(Observer):
 
 
 # --------------------------------------------------------------------------------------------- second-order estimates
-
-PASSES = 3.0  # forward, and twice backward to the norms alone
 
 _Key = TypeVar("_Key", bound=Hashable)
 

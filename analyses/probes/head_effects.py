@@ -27,32 +27,24 @@ from torch import Tensor, nn
 from ln_probe.analyses.probes.base import (
     EFFECT,
     NO_EFFECT,
-    Context,
-    Cost,
     Finding,
     Needs,
     Observer,
-    Piece,
     Probe,
     ProbeResults,
-    Shape,
-    View,
-    notes_of,
-    tables_of,
+    Run,
 )
 from ln_probe.analyses.probes.columns import HEAD_EFFECTS
 from ln_probe.analyses.probes.leading import (
     EXACT_WORK,
     agreement,
     every_one_is_run,
-    every_one_would_be_run,
     other_prompts,
     with_largest,
 )
 from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE, mapped, passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, interval, sign_test
 from ln_probe.analyses.text import counted, with_interval
-from ln_probe.hooks.default_tokens import CALIBRATION, SAMPLED_SEQUENCES, SAMPLED_TOKENS
 from ln_probe.hooks.edits import LostEditError
 from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
 from ln_probe.hooks.interventions import lost_edits, why_nothing
@@ -83,7 +75,7 @@ class _First:
     nll: float = math.nan
 
 
-class HeadRuns(Observer):
+class HeadRuns:
     """Effects of single heads in one model: `measure` a prompt at a time.
 
     Args:
@@ -129,8 +121,6 @@ class HeadRuns(Observer):
         self.lost: dict[str, str] = {}
         self.silent = meaningless or (self.objective.obstacle(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()
-        self.asked_for = exact is not None
-        self.sums: list[pd.DataFrame] = []  # of the prompts that were observed
         if self.sites and not self.silent:
             by_site: dict[str, dict[int, list[int]]] = {}
             for layer, site in self.sites.items():
@@ -157,32 +147,22 @@ class HeadRuns(Observer):
 
         return with_largest(map(estimates, other_prompts(self.model, CHOOSING)), LEADING)
 
-    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
-        if len(sums := self.measure(prompt, tokens)):
-            self.sums.append(sums)
-
-    def piece(self) -> Piece:
-        tables = {"sums": pd.concat(self.sums, ignore_index=True)} if self.sums else {}
-        return Piece(tables=tables, notes=tuple(self.notes()))
-
     def notes(self) -> list[str]:
         """What a reader has to know about this model."""
         if self.silent:
             return [f"head_effects: nothing was measured: {self.silent}"]
         said = [f"head_effects: {reason}" for reason in self.lost.values()]
         if 0 < len(self.exact) < len(self.every):
-            which = f"those with the largest estimates on {CHOOSING} calibration prompts"
             said.append(
-                f"head_effects: {len(self.exact)} of {len(self.every)} heads were run exactly, "
-                f"{'those asked for' if self.asked_for else which}; the others are estimated"
+                f"head_effects: {len(self.exact)} of {len(self.every)} heads were run exactly, those with the largest "
+                f"estimates on {CHOOSING} calibration prompts; the others are estimated"
             )
         return said
 
     def measure(self, prompt: int, tokens: Int[Tensor, " pos"]) -> pd.DataFrame:
-        """Sums over one prompt, a row per (layer, head, variant); columns COLUMNS.
+        """Return sums over one prompt, a row per (layer, head, variant); columns COLUMNS.
 
-        `nll` and `intact`: of the edited and the unedited model; `estimate`: of their difference. What it gives depends
-        on the prompt and the constants alone.
+        `nll` and `intact`: of the edited and the unedited model; `estimate`: of their difference.
         """
         self.constants = self.constants_of(prompt)
         if self.silent or len(tokens) < 2 or not self.sites:
@@ -273,13 +253,12 @@ class HeadRuns(Observer):
         found: dict[tuple[int, int, str], float] = {}
         at_once = max(1, min(_LOGITS // vocabulary_size(self.model), TOKENS_AT_ONCE) // len(tokens))
         for layer in self.sites:
-            for standard in (True, False):  # apart, because a row's rounding depends on the batch that it is in
-                variants = [v.name for v in edits_of_norms(standard=standard) if (layer, v.name) in first.edited]
-                wanted = [(h, v) for h in self.heads[layer] if (layer, h) in self.exact for v in variants]
-                for at in range(0, len(wanted), at_once):
-                    some = wanted[at : at + at_once]
-                    for (head, variant), nll in zip(some, self._losses(tokens, first, layer, some), strict=True):
-                        found[layer, head, variant] = nll
+            variants = [v.name for v in edits_of_norms() if (layer, v.name) in first.edited]
+            wanted = [(h, v) for h in self.heads[layer] if (layer, h) in self.exact for v in variants]
+            for at in range(0, len(wanted), at_once):
+                some = wanted[at : at + at_once]
+                for (head, variant), nll in zip(some, self._losses(tokens, first, layer, some), strict=True):
+                    found[layer, head, variant] = nll
         return found
 
     def _losses(
@@ -310,18 +289,13 @@ class HeadRuns(Observer):
 # survives Holm's correction over the 72 heads that are run at most, under one term.
 PROMPTS = 12
 MATTERS = 0.001  # nats per token: a smaller effect of one head is not reported
-# Where d_model is not known, up to so many heads are run exactly; passes of a prompt for estimates alone.
-_EXACT_HEADS, _ESTIMATING = 72, 5.0
-# Tokens of a prompt that chooses heads, and how much longer a token takes that is sampled than one of a pass (3 to 5
-# measured).
-_CHOOSING_TOKENS, _SAMPLING = 110, 4.0
 
 
 class HeadEffects(Probe):
     name = "head_effects"
     summary = "how the loss changes when one head reads its norm without a term"
     tables = (HEAD_EFFECTS,)
-    needs = Needs(output=True, calibration=True)
+    needs = Needs(output=True)
     interleaved = True
     prompts = PROMPTS
     thresholds = {  # noqa: RUF012 - constants
@@ -331,47 +305,46 @@ class HeadEffects(Probe):
     }
     absent = "which heads depend on their norm"
 
-    def start(self, view: View) -> Observer:
-        assert view.calibration is not None
+    def start(self, run: Run) -> Observer:
+        constants = run.calibration.constants
         runs = HeadRuns(
-            view.model,
-            view.sites,
-            view.calibration.constants.pooled,
-            constants_of=view.calibration.constants.of,
-            layers=view.layers,
-            heads=view.heads,
-            exact=view.calibration.chosen.get(self.name),
-            objective=view.objective,
-            meaningless=view.meaningless,
+            run.model,
+            run.sites,
+            constants.pooled,
+            constants_of=constants.of,
+            layers=run.layers,
+            heads=run.heads,
+            objective=run.objective,
+            meaningless=run.meaningless,
         )
-        runs.asked_for = False
-        view.calibration.chosen[self.name] = runs.exact
-        return runs
-
-    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        measured = list(tables_of(pieces).values())
-        made = table(measured, context.calibration.constants.groups, seed=context.seed)
-        compared = [f"head_effects: first-order estimates and exact effects of {t}" for t in agreement(made, "heads")]
-        return ProbeResults({HEAD_EFFECTS.name: made}, (*notes_of(pieces), *compared))
+        return _Watching(runs, constants.groups, run.seed)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         return _leading(tables.get(HEAD_EFFECTS.name), provenance.get("calibration", {}).get("groups", math.inf))
 
-    def cost(self, shape: Shape) -> Cost:
-        heads = shape.layers * shape.heads
-        passes, tokens = _ESTIMATING, sum(shape.lengths)
-        every = every_one_would_be_run(shape.layers, shape.width, heads, _EXACT_HEADS)
-        if not every and tokens:
-            sampled = SAMPLED_SEQUENCES[CALIBRATION] * SAMPLED_TOKENS if shape.sampled else 0
-            passes += (CHOOSING * _ESTIMATING * _CHOOSING_TOKENS + _SAMPLING * sampled) / tokens
-        return Cost(passes=passes + len(edits_of_norms()) * (heads if every else LEADING) / 2)
+
+class _Watching(Observer):
+    def __init__(self, runs: HeadRuns, groups: Int64[np.ndarray, " prompt"], seed: int) -> None:
+        self.runs, self.groups, self.seed = runs, groups, seed
+        self.sums: list[pd.DataFrame] = []  # of each prompt
+
+    def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
+        if len(sums := self.runs.measure(prompt, tokens)):
+            self.sums.append(sums)
+
+    def finish(self) -> ProbeResults:
+        effects = table(self.sums, self.groups, seed=self.seed)
+        notes = [f"head_effects: first-order estimates and exact effects of {t}" for t in agreement(effects, "heads")]
+        return ProbeResults({HEAD_EFFECTS.name: effects}, [*self.runs.notes(), *notes])
 
 
 def table(
     measured: Sequence[pd.DataFrame], groups: Int64[np.ndarray, " prompt"] | None = None, *, seed: int = 0
 ) -> pd.DataFrame:
-    """The `head_effects` table from what `HeadRuns.measure` gave for each prompt, in any order; `groups`: of prompts by
-    their number, each its own where it is None."""
+    """Return the `head_effects` table from what `HeadRuns.measure` gave for each prompt.
+
+    `groups`: of prompts by their number, each its own where it is None.
+    """
     if not measured:
         return HEAD_EFFECTS.empty()
     sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")

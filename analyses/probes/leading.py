@@ -8,7 +8,6 @@ there, and every norm counts as a test, whether it is run or not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,16 +17,14 @@ from jaxtyping import Int
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
 from ln_probe.hooks.model import HookedModel, blocks
-from ln_probe.hooks.variants import edits_of_norms
+from ln_probe.hooks.text import CALIBRATION, bundled_prompts, default_tokens, tokenizer_of
 
 # Up to this many (weights of the blocks × heads, or × norms) every one is run; beyond, the leading ones. A unit of it
 # costs some 40 multiplications a token (half a pass for each of three terms, and what lies around it): 64 heads of
 # lm-layernorm are 5e7 and take 1.3 s of one core for a prompt of 128 tokens, MGM's 64 are 4e8, GPT-2 small's 144 are
 # 1.2e10, its 25 norms 2.1e9.
 EXACT_WORK = 1e9
-_BLOCK = 12  # weights of a block over d_model², as in GPT-2, where a model's are not known yet
 
 _Part = TypeVar("_Part", bound=Hashable)
 
@@ -37,21 +34,15 @@ def every_one_is_run(model: HookedModel, parts: int) -> bool:
     return parts * sum(p.numel() for block in blocks(model) for p in block.parameters()) <= EXACT_WORK
 
 
-def every_one_would_be_run(layers: float, width: float, parts: float, few: int) -> bool:
-    """The same of a model that is not loaded; without its d_model, whether `parts` are no more than `few`."""
-    return parts <= few if math.isnan(width) else parts * layers * _BLOCK * width**2 <= EXACT_WORK
-
-
 def other_prompts(model: HookedModel, count: int) -> list[Int[Tensor, " _"]]:
     """Some calibration prompts; none if the model has no prompts but the measured ones."""
-    try:
-        return default_tokens(model, CALIBRATION)[:count]
-    except UnsampledError:
+    if bundled_prompts(model) is None and tokenizer_of(model) is None:
         return []
+    return default_tokens(model, CALIBRATION)[:count]
 
 
 def with_largest(estimates: Iterable[Mapping[tuple[_Part, str], Sequence[float]]], count: int) -> list[_Part]:
-    """The heads or norms with the largest estimates under any standard variant, the largest first.
+    """The heads or norms with the largest estimates under any variant, the largest first.
 
     Args:
         estimates: of each prompt that chooses, the terms of the estimate by (head or norm, variant). The size is the
@@ -62,10 +53,9 @@ def with_largest(estimates: Iterable[Mapping[tuple[_Part, str], Sequence[float]]
     for found in estimates:
         for key, terms in found.items():
             sums[key] = sums.get(key, 0.0) + np.asarray(terms)
-    standard = {v.name for v in edits_of_norms(standard=True)}
     sizes: dict[_Part, float] = {}
-    for (part, variant), summed in sums.items():
-        sizes[part] = max(sizes.get(part, 0.0), float(np.abs(summed).sum()) if variant in standard else 0.0)
+    for (part, _), summed in sums.items():
+        sizes[part] = max(sizes.get(part, 0.0), float(np.abs(summed).sum()))
     return sorted(sizes, key=lambda part: -sizes[part])[:count]
 
 

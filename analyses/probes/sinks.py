@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,16 @@ from torch import Tensor
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
-    Context,
-    Cost,
     Finding,
     Needs,
     Observer,
-    Piece,
     Probe,
     ProbeResults,
-    Shape,
-    View,
+    Run,
     among_heads,
     in_layers,
-    tables_of,
 )
-from ln_probe.analyses.probes.columns import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS, TOKEN_SIZES
+from ln_probe.analyses.probes.columns import OUTLIER_DIMENSIONS, SINK_HEADS, SINKS
 from ln_probe.analyses.probes.outliers import LEAST_TOKENS, OUTLIER_RATIO, Outlier, PromptOutliers
 from ln_probe.analyses.text import counted, percent, visible
 from ln_probe.hooks.attention import Heads
@@ -53,9 +47,6 @@ MUCH = 0.3  # of a query's attention: Gu et al.'s epsilon
 SINK_SHARE = 0.3
 LEAST_QUERIES = 10  # that see a position: the few that see the last tokens often have nothing better
 _NAMED = 3  # tokens named in a finding
-
-
-_SIZES = ("sigma", "before", "after")
 
 
 def counting_queries(length: int, *, causal: bool, window: int | None = None) -> Bool[Tensor, "query key"]:
@@ -105,21 +96,10 @@ class _Prompt:
         self.layers: dict[int, _Layer] = {}
         # Attention to one token, as it is and with its own key unscaled, summed over heads and queries; their number.
         self.alone: dict[int, Float64[np.ndarray, " sum"]] = {}
-        self.sizes: list[dict[str, Any]] = []
 
     def norm(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-        sizes = self.outliers.add(site, x, y)
-        if sizes is None:
-            return
-        self.length = len(x)
-        starts = [0, *(2**i for i in range((len(x) - 1).bit_length()))]  # sizes are summed over 0, 1, 2-3, 4-7, 8-15, …
-        stacked = torch.stack([sizes.outlier.double(), *(getattr(sizes, n).double() for n in _SIZES)])
-        sums = np.add.reduceat(stacked.cpu().numpy(), starts, axis=1)
-        for (first, end), (outliers, *means) in zip(pairwise([*starts, len(x)]), sums.T.tolist(), strict=True):
-            row = {"prompt": self.number, "site": site.name, "layer": site.layer, "first": first}
-            self.sizes.append(
-                row | {"tokens": end - first, "outliers": int(outliers)} | dict(zip(_SIZES, means, strict=True))
-            )
+        if self.outliers.add(site, x, y) is not None:
+            self.length = len(x)
 
     def attention(self, attended: AttentionLayer) -> None:
         pattern, seen = attended.seen.pattern, attended.seen
@@ -201,7 +181,7 @@ class _Prompt:
             for (site, dimension), ratio in self.outliers.dimensions.items()
         ]
         heads = [row for number, layer in layers.items() for row in self._heads(number, layer, marked)]
-        return {"sinks": found, "heads": heads, "sizes": self.sizes, "dimensions": dimensions}
+        return {"sinks": found, "heads": heads, "dimensions": dimensions}
 
     def _about(self, at: int) -> dict[str, Any]:
         longest, massive = self.outliers.longest, self.outliers.massive
@@ -259,8 +239,8 @@ def _scores(
 class Sinks(Probe):
     name = "sinks"
     summary = "where attention falls, which tokens are outliers, and where they come from"
-    tables = (SINKS, SINK_HEADS, TOKEN_SIZES, OUTLIER_DIMENSIONS)
-    needs = Needs(norms=True, attention=True, calibration=True)
+    tables = (SINKS, SINK_HEADS, OUTLIER_DIMENSIONS)
+    needs = Needs(norms=True, attention=True)
     interleaved = True
     thresholds = {  # noqa: RUF012 - constants
         "sink_attention": MUCH,
@@ -271,65 +251,30 @@ class Sinks(Probe):
     }
     absent = "attention sinks and outlier tokens"
 
-    def start(self, view: View) -> Observer:
-        return _Watching(view)
-
-    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        frames = tables_of(pieces)
-        made = {t.name: t.empty() for t in (SINKS, SINK_HEADS, TOKEN_SIZES, OUTLIER_DIMENSIONS)}
-        if "sinks" in frames:
-            sinks = frames["sinks"].sort_values(["prompt", "position"])
-            sinks["token"] = [context.token(int(p), int(i)) for p, i in sinks[["prompt", "position"]].to_numpy()]
-            for column in ("emerges_in", "sink_layer"):
-                if sinks[column].notna().all():
-                    sinks[column] = sinks[column].astype(np.int64)
-            made["sinks"] = sinks[SINKS.names].reset_index(drop=True)
-        if "heads" in frames:
-            made["sink_heads"] = _by_head(frames["heads"])
-        if "sizes" in frames:
-            made["token_sizes"] = _by_position(frames["sizes"])
-        if "dimensions" in frames:
-            layers = frames["sizes"].drop_duplicates("site").set_index("site")["layer"]
-            grouped = frames["dimensions"].sort_values("prompt").groupby(["site", "dimension"], sort=False)["ratio"]
-            table = grouped.agg(ratio="mean", prompts="size").reset_index()
-            made["outlier_dimensions"] = table.assign(layer=table["site"].map(layers))[OUTLIER_DIMENSIONS.names]
-        notes = []
-        if short := sum(int(p.info.get("short", 0)) for p in pieces):
-            notes.append(
-                f"sinks: {short} prompts of fewer than {LEAST_TOKENS} tokens were not searched for outlier tokens"
-            )
-        if few := sum(int(p.info.get("few", 0)) for p in pieces):
-            notes.append(
-                f"sinks: in {counted(few, 'prompt')} no token is seen by {LEAST_QUERIES} queries that see another one: "
-                "no sink can be detected there"
-            )
-        return ProbeResults(made, tuple(notes))
+    def start(self, run: Run) -> Observer:
+        return _Watching(run)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        sizes = tables.get("token_sizes")
-        if sizes is None or not len(sizes):
+        heads = tables["sink_heads"]
+        if not len(heads) and not len(tables["sinks"]):
             return []
         longest = int(provenance.get("prompts", {}).get("longest", LEAST_TOKENS))
-        heads = tables.get("sink_heads", SINK_HEADS.empty())
         seen = len(heads) == 0 or not bool((heads["seen_by"] < LEAST_QUERIES).all())
         where = (in_layers(provenance), among_heads(provenance))
         said = _sentences(tables["sinks"], tables["outlier_dimensions"], longest, seen, where)
         return [Finding(text, "by-head", DESCRIBED) for text in said]
 
-    def cost(self, shape: Shape) -> Cost:
-        return Cost(passes=1.3)
-
 
 class _Watching(Observer):
-    def __init__(self, view: View) -> None:
-        self.sites = view.sites
-        self.kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.short, self.few = 0, 0
         self.under_way: dict[int, _Prompt] = {}
 
     def _of(self, number: int) -> _Prompt:
         if number not in self.under_way:
-            self.under_way[number] = _Prompt(number, self.sites)
+            self.under_way[number] = _Prompt(number, self.run.sites)
         return self.under_way[number]
 
     def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
@@ -342,14 +287,39 @@ class _Watching(Observer):
         seen = self.under_way.pop(prompt, None)
         if seen is not None and seen.outliers.longest is not None:
             self.short += seen.length < LEAST_TOKENS
-            made = seen.rows()
-            self.few += bool(made["heads"]) and all(row["seen_by"] < LEAST_QUERIES for row in made["heads"])
-            for name, rows in made.items():
-                self.kept[name] += rows
+            of_prompt = seen.rows()
+            self.few += bool(of_prompt["heads"]) and all(row["seen_by"] < LEAST_QUERIES for row in of_prompt["heads"])
+            for name, rows in of_prompt.items():
+                self.rows[name] += rows
 
-    def piece(self) -> Piece:
-        frames = {name: pd.DataFrame(rows) for name, rows in self.kept.items() if rows}
-        return Piece(tables=frames, info={"short": self.short, "few": self.few})
+    def finish(self) -> ProbeResults:
+        frames = {name: pd.DataFrame(rows) for name, rows in self.rows.items() if rows}
+        tables = {}
+        if "sinks" in frames:
+            sinks = frames["sinks"].sort_values(["prompt", "position"])
+            sinks["token"] = [self.run.token(int(p), int(i)) for p, i in sinks[["prompt", "position"]].to_numpy()]
+            for column in ("emerges_in", "sink_layer"):
+                if sinks[column].notna().all():
+                    sinks[column] = sinks[column].astype(np.int64)
+            tables["sinks"] = sinks[SINKS.names].reset_index(drop=True)
+        if "heads" in frames:
+            tables["sink_heads"] = _by_head(frames["heads"])
+        if "dimensions" in frames:
+            layers = {site.name: site.layer for site in self.run.sites}
+            grouped = frames["dimensions"].sort_values("prompt").groupby(["site", "dimension"], sort=False)["ratio"]
+            table = grouped.agg(ratio="mean", prompts="size").reset_index()
+            tables["outlier_dimensions"] = table.assign(layer=table["site"].map(layers))[OUTLIER_DIMENSIONS.names]
+        notes = []
+        if self.short:
+            notes.append(
+                f"sinks: {self.short} prompts of fewer than {LEAST_TOKENS} tokens were not searched for outlier tokens"
+            )
+        if self.few:
+            notes.append(
+                f"sinks: in {counted(self.few, 'prompt')} no token is seen by {LEAST_QUERIES} queries that see another "
+                "one: no sink can be detected there"
+            )
+        return ProbeResults(tables, notes)
 
 
 def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
@@ -366,21 +336,6 @@ def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
         first_uniform=total["first_uniform"] / later,
     )
     return made.astype({"queries": np.int64, "seen_by": np.int64})[SINK_HEADS.names]
-
-
-def _by_position(rows: pd.DataFrame) -> pd.DataFrame:
-    order = {site: i for i, site in enumerate(dict.fromkeys(rows["site"]))}
-    rows = rows.sort_values("prompt", kind="stable")
-    names = ["tokens", "outliers", "sigma", "before", "after"]
-    total = rows.groupby(["site", "layer", "first"])[names].sum().reset_index()
-    total = total.iloc[np.lexsort((total["first"], total["site"].map(order)))].reset_index(drop=True)
-    made = total.assign(
-        last=np.maximum(2 * total["first"], 1) - 1,
-        sigma_mean=total["sigma"] / total["tokens"],
-        length_before_mean=total["before"] / total["tokens"],
-        length_after_mean=total["after"] / total["tokens"],
-    )
-    return made[TOKEN_SIZES.names]
 
 
 # --------------------------------------------------------------------------------------------------------- findings

@@ -8,7 +8,7 @@ the angle of gain * (W_K q) to 1, the entropy of attention over log(visible keys
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,58 +22,38 @@ from ln_probe.analyses.probes.base import (
     DESCRIBED,
     LONGER_OUTPUT,
     NOTEWORTHY,
-    Context,
-    Cost,
     Finding,
     Needs,
     Observer,
-    Piece,
     Probe,
     ProbeResults,
-    Shape,
-    View,
+    Run,
     by_layer,
     largest,
     of_variant,
 )
 from ln_probe.analyses.probes.columns import HEADS
-from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, Collected, KeyRows, blocks
-from ln_probe.analyses.schema import Part
+from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, KeyObserver, KeyRows
 from ln_probe.analyses.text import percent
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
 from ln_probe.hooks.capture import visible_keys
 from ln_probe.hooks.norm import Site
-from ln_probe.hooks.variants import VARIANTS
 
 # Of one head on one prompt, means over the queries that see more than one key (columns of the `heads` table).
 MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")
 _QUERIES = "queries"  # kept with them: how many these are
-# Seconds of one core per score (query × key, layer, head and variant): 3.3e-8 and 3.8e-8 measured on lm-layernorm with
-# prompts of 128 and 256 tokens.
-_SECONDS_PER_SCORE = 3.5e-8
 
 
 class UniformityProbe(Probe):
     name = "uniformity"
     summary = "how uniformly heads attend"
-    tables = (Part(HEADS, (*HEADS.key, "query_radius", *MEASURES, "no_op")),)
-    needs = Needs(attention=True, variants=True, calibration=True)
+    tables = (HEADS,)
+    needs = Needs(attention=True)
     interleaved = True
     prompts = GEOMETRY_PROMPTS
 
-    def start(self, view: View) -> Observer:
-        return _Watching()
-
-    def finish(self, pieces: Sequence[Piece], context: Context) -> ProbeResults:
-        radius = context.calibration.radius
-        rows = [
-            {**r.place, "head": head, "query_radius": radius(r.layer, head), **_summary(r, row), "no_op": r.no_op}
-            for block in blocks(pieces)
-            for r in block.values()
-            for row, head in enumerate(r.heads)
-        ]
-        frames = {HEADS.name: pd.DataFrame(rows, columns=list(self.tables[0].columns))}
-        return ProbeResults(frames, (LONGER_OUTPUT,) * (bool(rows) and context.calibration.projection_matters))
+    def start(self, run: Run) -> Observer:
+        return _Watching(run)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
@@ -83,13 +63,12 @@ class UniformityProbe(Probe):
             *(Finding(text, "angle", DESCRIBED) for text in _most_uniform(heads, random_angle)),
         ]
 
-    def cost(self, shape: Shape) -> Cost:
-        scores = sum(n * n for n in shape.lengths) * shape.layers * shape.heads * len(VARIANTS)
-        rows = len(shape.lengths) * shape.layers * shape.heads * len(VARIANTS)
-        return Cost(scores * _SECONDS_PER_SCORE, disk_bytes=8.0 * len(MEASURES) * rows)
 
+class _Watching(KeyObserver):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
 
-class _Watching(Collected):
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         if attended.heads is None:
             return
@@ -101,6 +80,19 @@ class _Watching(Collected):
             return {m: uniform[m][attended.chosen].numpy()[:, None] for m in MEASURES} | {_QUERIES: queries}
 
         self.add(attended, HEAD, measure)
+
+    def finish(self) -> ProbeResults:
+        calibration = self.run.calibration
+        rows = [
+            {**r.place, "head": head, "query_radius": calibration.radius(r.layer, head)}
+            | {**_summary(r, row), "no_op": r.no_op}
+            for block in self.blocks()
+            for r in block.values()
+            for row, head in enumerate(r.heads)
+        ]
+        if not rows:
+            return ProbeResults()
+        return ProbeResults({HEADS.name: pd.DataFrame(rows)}, (LONGER_OUTPUT,) * calibration.projection_matters)
 
 
 def _summary(rows: KeyRows, row: int) -> dict[str, float]:

@@ -29,6 +29,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from uniform_direction import directions
 
 import ln_probe
+from ln_probe.analyses.probes.selectability import Selectability
 
 TABLES = HERE / "tables"
 PROMPTS, TOKENS = 8, 64
@@ -114,9 +115,8 @@ def measured(name: str, model: Any = None) -> tuple[pd.DataFrame, pd.DataFrame]:
     if len({tuple(row) for row in chosen}) < len(chosen):
         raise SystemExit(f"{name}: equal prompts form one group, and intervals would be too narrow")
     (TABLES / "tokens" / f"geometry-{name}.json").write_text(json.dumps([list(map(int, row)) for row in chosen]))
-    report = ln_probe.analyze(
-        model, chosen, probes=["selectability", "uniformity", "sinks"], keys="all", progress=False
-    )
+    probes = [Selectability(every_key=True), "uniformity", "sinks"]
+    report = ln_probe.analyze(model, chosen, probes=probes, progress=False)
     heads = _with_sinks(report)[[*ABOUT, *HEADS, "by_theorem", "no_op", "first_rate"]]
     of_head = zip(heads["layer"], heads["head"], strict=True)
     angles = {} if heads["uniform_angle_deg"].isna().all() else random_angles(model)

@@ -14,15 +14,59 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 import ln_probe
 from ln_probe.hooks.variants import VARIANTS
-from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, PINK, Figure, norm_geometry
-from ln_probe.report import Report
+from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, PINK, Figure
 
 DPI = 110
+
+
+def projection_and_scaling(model: Any, layer: int = 1) -> Figure:
+    """Tokens before a norm, after its projection and after its scaling, as in Brody, Alon & Yahav 2023, figure 1.
+
+    Height is the coordinate along the all-ones direction. The plane represents everything orthogonal to it: a token's
+    direction there comes from two principal axes, its distance from the centre is its true length.
+    """
+    rows = [
+        model.run_with_cache(prompt[None, :64])[1]["resid_pre", layer][0]
+        for prompt in model.bundled_prompts.measured[:2]
+    ]
+    x = torch.cat(rows).double().cpu()
+    ones = x.mean(-1) * x.shape[-1] ** 0.5
+    projected = x - x.mean(-1, keepdim=True)
+    length = projected.norm(dim=-1)
+    sigma = length / x.shape[-1] ** 0.5
+    axis1, axis2 = (projected @ torch.linalg.svd(projected / length[:, None], full_matrices=False).Vh[:2].T).T
+    angle = torch.atan2(axis2, axis1)
+    figure = Figure(figsize=(9.3, 3.7))
+    turn = np.linspace(0, 2 * np.pi, 97)
+    zero = torch.zeros_like(ones)
+    steps = [
+        ("1. input x", ones, length),
+        ("2. projected: Px", zero, length),
+        ("3. scaled: Px / sigma", zero, length / sigma),
+    ]
+    for place, (title, height, distance) in enumerate(steps, start=1):
+        axes: Any = figure.add_subplot(1, 3, place, projection="3d", computed_zorder=False)
+        radius = float(distance.quantile(0.95))
+        axes.plot(radius * np.cos(turn), radius * np.sin(turn), 0 * turn, color=GRID, lw=1.2)
+        axes.plot([0, 0], [0, 0], [-radius, radius], color=GREEN, lw=1.5)
+        axes.text(0, 0, 1.04 * radius, "ones", color=GREEN, fontsize=9, ha="center")
+        shown = distance <= 1.15 * radius
+        at = (distance * angle.cos(), distance * angle.sin(), height)
+        axes.scatter(*(values[shown].numpy() for values in at), s=9, color=BLUE, alpha=0.8, depthshade=False)
+        axes.set(xlim=(-radius, radius), ylim=(-radius, radius), zlim=(-radius, radius))
+        axes.set_box_aspect((1, 1, 0.9), zoom=1.35)
+        axes.set_axis_off()
+        axes.view_init(elev=18, azim=-60)
+        axes.set_title(f"{title}\ncircle: length {radius:.3g}", fontsize=9)
+    figure.subplots_adjust(left=0, right=1, bottom=0, top=0.84, wspace=0)
+    return figure
 
 
 def selectable() -> Figure:
@@ -138,10 +182,10 @@ def _bare(axes: object) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.02))  # type: ignore[attr-defined]
 
 
-def concepts(report: Report) -> dict[str, Callable[[], Figure]]:
+def concepts(model: Any) -> dict[str, Callable[[], Figure]]:
     """The four drawings, by file name."""
     return {
-        "projection_and_scaling": lambda: norm_geometry(report, "blocks.1.ln1"),
+        "projection_and_scaling": lambda: projection_and_scaling(model),
         "selectable": selectable,
         "reachable": reachable,
         "uniform": uniform,
@@ -174,11 +218,10 @@ def screenshots(page: Path, folder: Path) -> None:
 def main(folder: Path, made: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
+        model = ln_probe.load_model("lm-layernorm")
         if made is None:
-            model = ln_probe.load_model("lm-layernorm")
             made = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
-        report = ln_probe.load_report(made)
-        for name, draw in concepts(report).items():
+        for name, draw in concepts(model).items():
             draw().savefig(folder / f"{name}.png", dpi=DPI)
         estimates().savefig(folder / "estimates.png", dpi=DPI)
         screenshots(made / "report.html", folder)

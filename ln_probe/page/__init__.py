@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 import math
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -104,16 +103,9 @@ def own_script(*names: str) -> str:
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
-# SHA-256 of the bundles that attention was drawn with in tests: that of circuitsvis 1.41 to 1.43.3, which is one file.
-TESTED_BUNDLES = frozenset({"1ea7bcd5dcd28ffdb23f4dea9c60db3606dac627fddce1a3b5141b7dfb490763"})
-
-
 @cache
 def circuitsvis_script() -> str:
     """The JavaScript bundle of the installed circuitsvis, as it may stand inside a script element.
-
-    Warns:
-        UserWarning: the bundle is none of those that were tested.
 
     Raises:
         FileNotFoundError: circuitsvis comes without its bundle.
@@ -125,14 +117,7 @@ def circuitsvis_script() -> str:
         raise FileNotFoundError(
             "circuitsvis has no dist/cdn/iife.js, which attention is drawn with: pip install 'circuitsvis>=1.43'"
         )
-    content = path.read_bytes()
-    if (found := hashlib.sha256(content).hexdigest()) not in TESTED_BUNDLES:
-        warnings.warn(
-            f"{path} (SHA-256 {found}) is not a bundle that ln_probe was tested with: look at a picture of "
-            "attention, or pip install circuitsvis==1.43.3",
-            stacklevel=2,
-        )
-    text = content.decode().split("\n//# sourceMappingURL=")[0]
+    text = path.read_text(encoding="utf-8").split("\n//# sourceMappingURL=")[0]
     # Inside its string literals, where alone they occur, these mean the same and end no script element.
     return text.replace("</script", "<\\/script").replace("<script", "<\\x73cript").replace("<!--", "<\\!--")
 

@@ -12,25 +12,16 @@ const size = () => shown.tokens.length;
 // Where the numbers of the chosen layer and head begin in an array [layer head …] with `each` numbers per head.
 const begin = (each, head = headAt) => (layerAt * shown.heads.length + head) * each;
 
-// React and its elements are inside the bundle and not exported. An element of the bundle's own is taken as a pattern
-// for others, and one component is kept whose tree is replaced, so that each chart is taken down before the next.
-const stages = {};
+// Each chart gets an element of its own, which the next one replaces.
+let charts = 0;
 
 function draw(place, props) {
-  const one = (stages[place] ??= { turn: 0, element: CircuitsVis.Hello({ name: "" }) });
-  one.next = props;
-  one.turn++;
-  if (one.shown) return one.shown.updater.enqueueForceUpdate(one.shown);
-  class Stage {
-    constructor(given) { this.props = given; one.shown = this; }
-    render() { return { ...one.element, type: CircuitsVis.AttentionPattern, key: String(one.turn), props: one.next }; }
-  }
-  Stage.prototype.isReactComponent = {};
-  CircuitsVis.render(place, Stage, {});
+  const element = Object.assign(document.createElement("div"), { id: `${place}-${++charts}` });
+  element.style.minHeight = `${at(place).clientHeight}px`; // until the chart is there, so that the page does not jump
+  at(place).replaceChildren(element);
+  CircuitsVis.render(element.id, CircuitsVis.AttentionPattern, props);
 }
 
-// circuitsvis writes `token.replace(…)` on the axes and the token itself into the text that appears on hovering.
-const label = (short, long) => ({ replace: () => short, toString: () => long });
 const clip = (text, n = LABEL) => { const c = [...text]; return c.length > n ? c.slice(0, n - 1).join("") + "…" : text; };
 
 // What a key would get from the average query that sees it if attention were even; 0 where a window may hide keys, which
@@ -55,25 +46,22 @@ function key(i) {
   return { mark: shown.marks[k], text: parts.join("; ") };
 }
 
+// Labels of the axes: a cell's first token, with the sign of the key that is hardest to select.
 function bin(b) {
-  const from = shown.edges[b], to = shown.edges[b + 1] - 1;
-  if (from === to) return single(from);
-  const found = [0, 0, 0, 0];
-  for (let i = from; i <= to; i++) found[shown.marks[begin(size()) + i]]++;
-  const worst = found[2] ? 2 : found[1] ? 1 : found[3] ? 3 : 0;
-  const said = found.map((n, m) => (n && m ? `${n} ${data.marks[m]}` : "")).filter(Boolean).join(", ") || "all selectable";
-  return label(`${SIGNS[worst]}${clip(shown.tokens[from])}…`, `positions ${from}–${to}, ${clip(shown.tokens[from], 20)} … ${clip(shown.tokens[to], 20)}: ${said}`);
+  const from = shown.edges[b], to = shown.edges[b + 1], marks = shown.marks.subarray(begin(size()) + from, begin(size()) + to);
+  const worst = [2, 1, 3].find((mark) => marks.includes(mark)) ?? 0;
+  return `${SIGNS[worst]}${clip(shown.tokens[from])}${to - from > 1 ? "…" : ""}`;
 }
 
-function single(i) {
-  const { mark, text } = key(i);
-  return label(`${SIGNS[mark]}${clip(shown.tokens[i])}`, `${clip(shown.tokens[i], 30)} at ${i}: ${text}`);
-}
+const single = (i) => `${SIGNS[key(i).mark]}${clip(shown.tokens[i])}`;
 
 // circuitsvis makes a canvas that is an image without a name, some time after it was asked for one.
 function nameCharts() {
   for (const [place, what] of [["pattern", "intact"], ["frozen", "with scaling frozen for keys"], ["difference", "frozen minus intact"]])
-    for (const canvas of at(place).querySelectorAll("canvas")) canvas.setAttribute("aria-label", `Attention of ${at("title").textContent}, ${what}`);
+    for (const canvas of at(place).querySelectorAll("canvas")) {
+      canvas.setAttribute("aria-label", `Attention of ${at("title").textContent}, ${what}`);
+      at(place).firstElementChild.style.minHeight = "";
+    }
 }
 
 // Rows of weights around a corner of a pattern, and the weights by which the scale is chosen.
@@ -176,7 +164,7 @@ function choosePrompt(i, layer, head) {
   headAt = Math.max(0, shown.heads.indexOf(head));
   corner = null;
   fill(at("layer"), shown.layers, layerAt, String);
-  heads(); pattern(); keys(); drawMap(); reasons();
+  heads(); pattern(); keys(); drawMap();
 }
 
 // Another head of the same prompt, chosen by the reader.
@@ -187,7 +175,7 @@ function show(layer, head) {
   corner = null;
   at("layer").selectedIndex = layerAt;
   if (other) heads();
-  pressed(); pattern(); keys(); mark(); reasons(); told();
+  pressed(); pattern(); keys(); mark(); told();
 }
 
 function read(event) {

@@ -7,7 +7,7 @@ writes tokens into a script unescaped and needs 64 MB for a layer at 512 tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from ln_probe.analyses.attribution.pairs import TERMS
 from ln_probe.analyses.files import to_be_written, write_text
 from ln_probe.analyses.text import shortened, visible
 from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
@@ -49,8 +48,8 @@ class AttentionView:
 
     exhibits: Exhibits = field(repr=False)
     layer: int | None = None
-    prompt: int = 0
     head: int | None = None
+    prompt: int = 0
     heads: HeadMap = field(default_factory=HeadMap, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class AttentionView:
 
     def document(self) -> str:
         """Return the picture as a whole HTML document that opens offline."""
-        return attention_document(self.exhibits, self.heads, self.layer, self.prompt, self.head)
+        return attention_document(self.exhibits, self.heads, self.layer, self.head, self.prompt)
 
     def _repr_html_(self) -> str:
         return frame(self.document(), height=FRAME_HEIGHT, fits=True)
@@ -84,7 +83,7 @@ class AttentionView:
 
 def scripts() -> tuple[str, str]:
     """Return the scripts that run inside the frame: our own and circuitsvis's bundle."""
-    return own_script("unpack.js", "shades.js", "explorer.js", "reasons.js", "attention.js"), circuitsvis_script()
+    return own_script("unpack.js", "shades.js", "explorer.js", "attention.js"), circuitsvis_script()
 
 
 def frame(document: str, *, height: int, fits: bool = False) -> Markup:
@@ -103,14 +102,14 @@ def attention_document(
     exhibits: Exhibits,
     heads: HeadMap | None = None,
     layer: int | None = None,
-    prompt: int | None = None,
     head: int | None = None,
+    prompt: int | None = None,
 ) -> str:
     """Return the whole document: a map of heads, and the attention of one head.
 
     Args:
         heads: measures of the map; None: no map.
-        layer, prompt, head: shown first; None: the first prompt kept, the most affected head.
+        layer, head, prompt: shown first; None: the most affected head, the first prompt.
 
     Raises:
         FileNotFoundError: circuitsvis comes without its bundle.
@@ -129,8 +128,6 @@ def attention_document(
         "prompt": prompt,
         "map": heads.plain(),
         "notes": exhibits.notes,
-        "scores": [{f.name: getattr(sums, f.name) for f in fields(sums)} for sums in exhibits.scores],
-        "terms": TERMS,
     }
     return render(
         "attention.html",

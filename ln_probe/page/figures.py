@@ -2,12 +2,10 @@
 
 Example:
     >>> from ln_probe.page import figures
-    >>> figures.norm_geometry(report, "blocks.1.ln1").savefig("norm.svg")
-    >>> figures.heat_maps(report, "entropy_ratio", "entropy / log n")
     >>> for draw in (
     ...     figures.causal_effects, figures.norms_over_depth, figures.projection_over_depth,
-    ...     figures.margins_over_depth, figures.margins_by_head, figures.unselectable_by_head,
-    ...     figures.attainable_over_depth, figures.entropy_by_layer, figures.uniform_angle_by_layer,
+    ...     figures.margins_over_depth, figures.attainable_over_depth, figures.entropy_by_layer,
+    ...     figures.uniform_angle_by_layer,
     ... ):
     ...     figure: figures.Figure = draw(report)
 """
@@ -28,15 +26,11 @@ import numpy as np
 import pandas as pd
 from markupsafe import escape
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-from mpl_toolkits.mplot3d.art3d import Line3DCollection  # type: ignore[import-untyped]
 
-from ln_probe.analyses.probes.base import even_share
+from ln_probe.analyses.probes.base import Picture, even_share
 from ln_probe.analyses.text import disarmed, percent
-from ln_probe.exhibits import SiteSample
-from ln_probe.hooks.deprecation import renamed
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.variants import INTACT, VARIANTS, Variant
-from ln_probe.page.titles import entitle, picture
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
@@ -46,16 +40,11 @@ __all__ = [
     "attainable_over_depth",
     "causal_effects",
     "entropy_by_layer",
-    "heat_maps",
-    "margins_by_head",
     "margins_over_depth",
-    "norm_geometry",
     "norms_over_depth",
     "projection_over_depth",
     "uniform_angle_by_layer",
-    "unselectable_by_head",
 ]
-__getattr__ = renamed(__name__, {"geometry": "norm_geometry"}, "1.0", "2.0")
 
 # Okabe and Ito's colours, which are safe for colour-blind readers; a variant has the same colour in every picture.
 # On a page they are CSS variables, with lighter shades on a dark background. Heat maps keep their colours in both
@@ -91,7 +80,6 @@ class Figure(matplotlib.figure.Figure):
         return buffer.getvalue(), {"width": width, "height": height}
 
 
-@picture("norms", "Lengths before and after each norm", "layernorms", "norm_before_mean")
 def norms_over_depth(report: Report) -> Figure:
     """Mean length of vectors before and after each norm (± one standard deviation before it), without position 0."""
     figure, axes = _figure("length (L2 norm)", log=True)
@@ -108,7 +96,6 @@ def norms_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("projection", "Projection: the component along the all-ones direction", "layernorms", "mean_share")
 def projection_over_depth(report: Report) -> Figure:
     """What projection removes: the share of squared length along the all-ones direction, and the angle to it."""
     figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
@@ -133,7 +120,6 @@ def projection_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("margins", "Margins over depth", "heads", "margin_median")
 def margins_over_depth(report: Report) -> Figure:
     """Best score gap of a key over all others: the median head's median key, and its 5th-percentile key (dashes)."""
     heads = report.heads
@@ -144,10 +130,9 @@ def margins_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("attainable", "Attainable attention", "heads", "attainable_last_median")
 def attainable_over_depth(report: Report) -> Figure:
     """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
-    figure = _over_depth(report, "attainable_last_median", "attainable_last_p05", "share of attention", log=False)
+    figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
     axes, even = figure.axes[0], even_share(report.heads)
     if not math.isnan(even):
         axes.axhline(even, color="black", ls=":", lw=1.2, label=f"uniform attention, 1/n = {percent(even)}")
@@ -156,58 +141,6 @@ def attainable_over_depth(report: Report) -> Figure:
     return figure
 
 
-@picture("unselectable", "Keys no query can select", "heads", "unselectable_fraction")
-def unselectable_by_head(report: Report) -> Figure:
-    """Share of keys that no query can select, layer × head, for each variant."""
-    return _heat_maps(report, "unselectable_fraction", "share of keys", least=0.1)
-
-
-@picture("margin-map", "Margins by head", "heads", "margin_median")
-def margins_by_head(report: Report) -> Figure:
-    """Median margin of each head's keys, layer × head, for each variant."""
-    return _heat_maps(report, "margin_median", "margin, nats")
-
-
-def heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -> Figure:
-    """Any column of the `heads` table (head space), layer × head, a panel per variant; grey where data is missing.
-
-    The colour scale ends at `least` or higher, so that tiny values do not look large.
-
-    Raises:
-        KeyError: no such column.
-    """
-    if column not in report.heads:
-        raise KeyError(f"heads has no column {column!r}: there are {', '.join(map(str, report.heads))}")
-    column_of = report.declared["heads"].column(column)
-    meaning = label if column_of is None else column_of.meaning
-    return entitle(_heat_maps(report, column, label, least=least), report, f"{meaning[:1].upper()}{meaning[1:]}.")
-
-
-def _heat_maps(report: Report, column: str, label: str, *, least: float = 1e-3) -> Figure:
-    found = [(v, r) for v, r in by_variant(report).items() if not r[column].isna().all()]
-    columns = min(2, len(found)) or 1
-    lines = -(-len(found) // columns) or 1
-    figure = Figure(figsize=(SIZE[0], 0.5 + 1.75 * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    values = np.concatenate([[0.0], *(r[column].to_numpy(float) for _, r in found)])
-    top = max(float(values[np.isfinite(values)].max()), least)
-    image = None
-    for axes, (variant, rows) in zip(panels.flat, found, strict=False):
-        grid = rows.pivot(index="layer", columns="head", values=column)
-        image = draw_grid(axes, grid, 0, top, ticks=8)
-        axes.set_title(variant.label, fontsize=10)
-    for axes in panels.flat[len(found) :]:
-        axes.set_visible(False)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("layer")
-    for axes in panels[-1]:
-        axes.set_xlabel("head")
-    if image is not None:
-        figure.colorbar(image, ax=panels, label=label)
-    return figure
-
-
-@picture("angle", "Queries and the uniform direction", "heads", "uniform_angle_deg")
 def uniform_angle_by_layer(report: Report) -> Figure:
     """Angle of each head's queries to the direction that attends uniformly; the dashed line is a random direction."""
     figure, axes = _figure("angle, degrees")
@@ -221,7 +154,6 @@ def uniform_angle_by_layer(report: Report) -> Figure:
     return figure
 
 
-@picture("entropy", "How uniform attention is", "heads", "entropy_ratio")
 def entropy_by_layer(report: Report) -> Figure:
     """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
     figure, axes = _figure("entropy / log(visible keys)")
@@ -369,7 +301,6 @@ def legend(axes: mpl.axes.Axes) -> None:
 WIDE = 30.0
 
 
-@picture("causal", "Change of the loss", "causal", "delta_loss")
 def causal_effects(report: Report) -> Figure:
     """Change of the loss when a term is removed (95 % CI), for groups of norms and each norm alone (open: estimated).
 
@@ -445,121 +376,25 @@ def widened(set_scale: Callable[..., None], changes: pd.Series) -> bool:
     return wide
 
 
-EDGE = 1.15  # times the circle's radius; tokens farther out are drawn there, hollow
-_VIEW = {"elev": 18, "azim": -60}
-
-
-def norm_geometry(report: Report, site: str | None = None) -> Figure:
-    """Tokens before a norm, after its projection and after its scaling, drawn as in Brody, Alon & Yahav 2023, figure 1.
-
-    Height is the coordinate along the all-ones direction, and the plane represents everything orthogonal to it. A
-    token's direction in the plane comes from two principal axes. Its distance from the centre is its true length there,
-    so that one can see whether all tokens are on one sphere.
-
-    Args:
-        report: one that keeps samples of norm inputs.
-        site: the norm; None means the one whose input lengths vary most.
-
-    Raises:
-        ValueError: no sample was kept of that site (says of which there are).
-    """
-    samples = report.exhibits.samples
-    found = next((s for s in samples if s.site == site), None) if site is not None else most_spread(report)
-    if found is None:
-        raise ValueError(f"no vectors were kept of {site!r}: there are some of {[s.site for s in samples]}")
-    return entitle(draw_geometry(found), report, geometry_caption(found))
-
-
-def most_spread(report: Report) -> SiteSample | None:
-    """Return the sample whose lengths vary most without position 0: there scaling changes most."""
-
-    def spread(sample: SiteSample) -> float:
-        lengths = sample.length[sample.position > 0] if (sample.position > 0).any() else sample.length
-        return float(np.std(lengths) / max(float(np.mean(lengths)), 1e-300))
-
-    return max(report.exhibits.samples, key=spread, default=None)
-
-
-def geometry_steps(sample: SiteSample) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return the norm's steps: a title, heights along the all-ones direction, lengths in the plane."""
-    ones, length = sample.ones.astype(float), sample.length.astype(float)
-    found = [("input x", ones, length)]
-    if sample.kind in ("layernorm", "projection_only"):
-        ones = np.zeros_like(ones)
-        found.append(("projected: Px", ones, length))
-    if sample.kind in ("layernorm", "rmsnorm", "scaling_only"):
-        symbol = "Px" if sample.kind == "layernorm" else "x"
-        found.append((f"scaled: {symbol} / sigma", ones / sample.sigma, length / sample.sigma))
-    return found
-
-
-def draw_geometry(sample: SiteSample, step: int | None = None) -> Figure:
-    """Draw one sample: every step of the norm next to each other, or one of them (counted from 0)."""
-    every = list(enumerate(geometry_steps(sample), start=1))
-    drawn = every if step is None else every[step : step + 1]
-    figure = Figure(figsize=(3.1 * len(drawn), 3.7))
-    angle = np.arctan2(sample.axis2.astype(float), sample.axis1.astype(float))
-    first = sample.position == 0
-    for place, (number, (title, height, length)) in enumerate(drawn, start=1):
-        axes: Any = figure.add_subplot(1, len(drawn), place, projection="3d", computed_zorder=False)
-        x, y = length * np.cos(angle), length * np.sin(angle)
-        on_sphere = title.startswith("scaled")
-        typical = np.hypot(length, height)[~first] if (~first).any() else np.hypot(length, height)
-        radius = math.sqrt(sample.d) if on_sphere else float(np.quantile(typical, 0.95)) if len(typical) else 1.0
-        radius = max(radius, 1e-12)
-        reach = EDGE * radius
-        size = np.hypot(length, height)
-        outside = size > EDGE * radius  # sinks; at the edge, so that the other tokens remain visible
-        shrink = np.where(outside, EDGE * radius / np.maximum(size, 1e-300), 1.0)
-        x, y, z = x * shrink, y * shrink, height * shrink
-        _plane(axes, radius, on_sphere)
-        axes.plot([0, 0], [0, 0], [-reach, reach], color=GREEN, lw=1.5, zorder=2)
-        axes.text(0, 0, 1.04 * reach, "ones", color=GREEN, fontsize=SMALLEST, ha="center", va="bottom")
-        if number == 1:
-            stems = [[(a, b, c), (a, b, 0.0)] for a, b, c in zip(x, y, z, strict=True)]
-            axes.add_collection3d(Line3DCollection(stems, colors=GRID, linewidths=0.6, alpha=0.6, zorder=3))
-        for those, which, far in (
-            ({"s": 9, "color": BLUE, "alpha": 0.8}, ~first, False),
-            ({"s": 34, "color": ORANGE, "marker": "^"}, first, False),
-            ({"s": 12, "color": BLUE, "facecolors": "none"}, ~first, True),
-            ({"s": 34, "color": ORANGE, "facecolors": "none", "marker": "^"}, first, True),
-        ):
-            mine = which & (outside == far)
-            if mine.any():
-                axes.scatter(x[mine], y[mine], z[mine], lw=0.9 if far else 0, depthshade=False, zorder=5, **those)
-        axes.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
-        axes.set_box_aspect((1, 1, 0.9), zoom=1.35)
-        axes.set_axis_off()
-        axes.view_init(**_VIEW)
-        longest = "radius √d" if on_sphere else "circle: length"
-        axes.set_title(f"{number}. {title}\n{longest} = {radius:.3g}", fontsize=SMALLEST, y=1.0)
-    figure.subplots_adjust(left=0, right=1, bottom=0, top=0.84, wspace=0)
-    return figure
-
-
-def _plane(axes: Any, radius: float, sphere: bool) -> None:
-    turn = np.linspace(0, 2 * math.pi, 97)
-    edge_x, edge_y = radius * np.cos(turn), radius * np.sin(turn)
-    axes.plot(edge_x, edge_y, 0 * turn, color=GRID, lw=1.2, zorder=1)
-    for scale in (1 / 3, 2 / 3):
-        axes.plot(scale * edge_x, scale * edge_y, 0 * turn, color=GRID, lw=0.4, alpha=0.7, zorder=1)
-    for around in (0.0, math.pi / 2):
-        way_x, way_y = radius * math.cos(around), radius * math.sin(around)
-        axes.plot([-way_x, way_x], [-way_y, way_y], [0, 0], color=GRID, lw=0.6, zorder=1)
-        if sphere:
-            style: dict[str, Any] = {"color": GRID, "lw": 0.7, "alpha": 0.8, "zorder": 1}
-            axes.plot(way_x * np.cos(turn), way_y * np.cos(turn), radius * np.sin(turn), **style)
-
-
-def geometry_caption(sample: SiteSample) -> str:
-    """Describe how to read the picture."""
-    before = "" if (sample.position > 0).all() else " Triangles: position 0. Hollow: farther away than drawn."
-    return (
-        f"{len(sample.tokens)} tokens at {sample.site} (d = {sample.d}). "
-        "Height: coordinate along the all-ones direction. "
-        f"Direction in the plane: two principal axes, which hold {100 * sample.axes_share:.0f} % of the squared length "
-        f"there; distance from the centre: true length.{before}"
+# The pictures of a page by id; the first line of each function's docstring is the caption.
+PICTURES = {
+    picture.id: picture
+    for picture in (
+        Picture("norms", "Lengths before and after each norm", norms_over_depth, "layernorms", "norm_before_mean"),
+        Picture(
+            "projection",
+            "Projection: the component along the all-ones direction",
+            projection_over_depth,
+            "layernorms",
+            "mean_share",
+        ),
+        Picture("margins", "Margins over depth", margins_over_depth, "heads", "margin_median"),
+        Picture("attainable", "Attainable attention", attainable_over_depth, "heads", "attainable_median"),
+        Picture("angle", "Queries and the uniform direction", uniform_angle_by_layer, "heads", "uniform_angle_deg"),
+        Picture("entropy", "How uniform attention is", entropy_by_layer, "heads", "entropy_ratio"),
+        Picture("causal", "Change of the loss", causal_effects, "causal", "delta_loss"),
     )
+}
 
 
 def svg(figure: matplotlib.figure.Figure, name: str, title: str = "") -> str:

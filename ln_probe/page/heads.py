@@ -18,24 +18,20 @@ from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE
 from ln_probe.analyses.probes.columns import BY_HEAD
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.schema import Column
-from ln_probe.analyses.text import disarmed, signed
+from ln_probe.analyses.text import disarmed
 from ln_probe.exhibits import Exhibits
 from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN
 from ln_probe.page.figures import SIZE, Figure, draw_grid, in_head_space
-from ln_probe.page.titles import entitle
 from ln_probe.report import Report
 
-__all__ = [
-    "heads_map",
-    "measures_of",
-]
+__all__ = ["heads_map"]
 
 _TICKS = 16  # labels on an axis of the map
 _KEY = ["layer", "head"]
 # Columns of the `heads` table: the name of the intact value here, and of its change with scaling frozen for the keys.
 _OF_HEADS = {
     "entropy_ratio": ("entropy_ratio", "entropy_change"),
-    "attainable_last_median": ("attainable", "attainable_change"),
+    "attainable_median": ("attainable", "attainable_change"),
     "pattern_max_median": ("received", None),
     "margin_median": ("margin", "margin_change"),
 }
@@ -132,25 +128,9 @@ MEASURES = {
 }
 
 
-def measures_of(report: Report) -> list[str]:
-    """Return the names of the measures that this report has values of.
-
-    Example:
-        >>> from ln_probe.page.heads import measures_of
-        >>> measures_of(report)
-    """
-    return known_measures(by_head(report))
-
-
 def known_measures(table: pd.DataFrame) -> list[str]:
     """Return the measures of which a table by head has values."""
     return [name for name in MEASURES if len(table) and table[name].notna().any() and (table[name] != 0).any()]
-
-
-def largest(report: Report, measure: str, count: int = 8) -> str:
-    """Return the heads with the largest values of a measure (in size), as text."""
-    table = by_head(report, measure).dropna(subset=measure).head(count)
-    return ", ".join(f"L{row.layer}H{row.head} {signed(getattr(row, measure))}" for row in table.itertuples())
 
 
 def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
@@ -165,8 +145,7 @@ def heads_map(report: Report, measure: str = "delta_loss") -> Figure:
     """
     if measure not in MEASURES:
         raise ValueError(f"unknown measure {measure!r}: there are {', '.join(MEASURES)}")
-    text = f"{MEASURES[measure].title}: {MEASURES[measure].column.meaning}."
-    return entitle(draw_heads_map(by_head(report), measure), report, text)
+    return draw_heads_map(by_head(report), measure)
 
 
 def draw_heads_map(table: pd.DataFrame, measure: str) -> Figure:

@@ -1,4 +1,4 @@
-// The page around the pictures: tables that sort, filter and download; one picture of several chosen; the frame's height.
+// The page around the pictures: tables that sort and download; the frame's height.
 const PAGE = 100; // rows added at a time
 
 function csvCell(value, text) {
@@ -18,32 +18,6 @@ function save(content, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // a busy browser may take seconds to begin reading
 }
 
-// A test of rows for each word: layer=2 or margin > 0.5 compares a column, L2H3 is a head, a number matches a whole cell.
-// What cannot be meant here says so in `wrong`, and no row passes it.
-function wanted(words, { columns, data, isText }) {
-  const never = (wrong) => Object.assign(() => false, { wrong });
-  const cell = (c, i) => (isText.has(c) ? String(data[c][i]) : figure(data[c][i])).toLowerCase();
-  const named = (name) => columns.find((c) => c.toLowerCase() === name);
-  const plain = words.toLowerCase().replace(/\s*([<>]=?|!=|=)\s*/g, "$1").replace(/\bl(\d+)h(\d+)\b/g, "layer=$1 head=$2");
-  return plain.split(/\s+/).filter(Boolean).map((word) => {
-    const [, name, sign, value] = /^([^<>=!]*)(=|!=|<=|>=|<|>)(.*)$/.exec(word) ?? [];
-    if (sign) {
-      const column = named(name), number = Number(value);
-      if (column === undefined) return never(`No column is named "${name}": there are ${columns.join(", ")}`);
-      if (value === "") return never(`"${word}" lacks a value`);
-      if (isText.has(column) || (Number.isNaN(number) && value !== "nan")) {
-        if (sign === "=") return (i) => cell(column, i) === value;
-        if (sign === "!=") return (i) => cell(column, i) !== value;
-        return never(isText.has(column) ? `${column} holds text: use = or !=` : `"${value}" is no number, and ${column} holds numbers`);
-      }
-      const holds = { "=": (v) => v === number, "!=": (v) => v !== number, "<": (v) => v < number, ">": (v) => v > number, "<=": (v) => v <= number, ">=": (v) => v >= number }[sign];
-      return (i) => data[column][i] !== null && holds(data[column][i]);
-    }
-    if (!Number.isNaN(Number(word))) return (i) => columns.some((c) => cell(c, i) === word);
-    return (i) => columns.some((c) => cell(c, i).includes(word));
-  });
-}
-
 class Table {
   constructor(section, content) {
     Object.assign(this, content, { section, body: section.querySelector("tbody"), shown: PAGE, sorted: null, upward: true });
@@ -59,25 +33,17 @@ class Table {
       head.replaceChildren(button);
     });
     const tools = section.querySelector(".tools");
-    const filter = Object.assign(document.createElement("input"), { type: "search", placeholder: "Filter: word, L2H3, layer=2, delta_loss>0.01", ariaLabel: "Filter rows" });
-    filter.addEventListener("input", () => { this.tests = wanted(filter.value, this); this.shown = PAGE; this.fill(); });
     const saves = Object.assign(document.createElement("button"), { textContent: "Download CSV" });
     saves.addEventListener("click", () => this.download());
     this.more = Object.assign(document.createElement("button"), { textContent: "Show more rows" });
     this.more.addEventListener("click", () => { this.shown += PAGE; this.fill(); });
-    tools.append(filter, saves);
+    tools.append(saves);
     section.append(this.more);
-    this.tests = [];
     this.fill();
   }
 
-  matching() {
-    return this.tests.length ? this.order.filter((i) => this.tests.every((test) => test(i))) : this.order;
-  }
-
   fill() {
-    const found = this.matching();
-    this.body.replaceChildren(...found.slice(0, this.shown).map((i) => {
+    this.body.replaceChildren(...this.order.slice(0, this.shown).map((i) => {
       const row = document.createElement("tr");
       for (const c of this.columns) {
         const cell = document.createElement("td");
@@ -92,9 +58,8 @@ class Table {
       }
       return row;
     }));
-    this.more.hidden = found.length <= this.shown;
-    const wrong = this.tests.find((test) => test.wrong)?.wrong;
-    this.count.textContent = (wrong ? `${wrong}. ` : "") + `${Math.min(found.length, this.shown)} of ${found.length} rows shown` + (found.length < this.rows ? ` (${this.rows} in all)` : "") + ".";
+    this.more.hidden = this.rows <= this.shown;
+    this.count.textContent = `${Math.min(this.rows, this.shown)} of ${this.rows} rows shown.`;
   }
 
   sort(c, head) {
@@ -113,7 +78,7 @@ class Table {
 
   download() {
     const lines = [this.columns.map((c) => csvCell(c, true)).join(",")];
-    for (const i of this.matching()) lines.push(this.columns.map((c) => csvCell(this.data[c][i], this.isText.has(c))).join(","));
+    for (const i of this.order) lines.push(this.columns.map((c) => csvCell(this.data[c][i], this.isText.has(c))).join(","));
     save(new Blob(["\ufeff" + lines.join("\r\n") + "\r\n"], { type: "text/csv" }), `${this.section.dataset.file}.csv`);
   }
 }
@@ -126,31 +91,26 @@ for (const section of document.querySelectorAll("section.table")) {
     .catch((error) => { section.querySelector(".count").textContent = `Only the first rows are shown: ${error.message}.`; });
 }
 
-// A picture as a separate file: its drawings next to each other, title above and caption below, ink on white.
+// A picture as a separate file: title above and caption below, ink on white.
 const MARGIN = 8, LINE = 14, LETTER = 5.4; // units of the drawing: around it, a line of the caption, a letter of it
 function standalone(figure) {
-  const shown = [...figure.querySelectorAll(".drawing")].find((d) => !d.hidden), every = [...shown.querySelectorAll("svg")];
-  const boxes = every.map((svg) => svg.viewBox.baseVal), wide = boxes.reduce((w, b) => w + b.width, 0), high = Math.max(...boxes.map((b) => b.height));
+  const svg = figure.querySelector(".drawing svg"), { width, height } = svg.viewBox.baseVal;
   const make = (tag, attributes, text = "") => {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
     node.textContent = text;
     return node;
   };
-  const words = shown.querySelector("figcaption, p").textContent.split(/\s+/), lines = [""];
-  for (const word of words) lines.push(`${lines.at(-1).length + word.length < (wide - MARGIN) / LETTER ? lines.pop() : ""} ${word}`.trim());
-  const height = high + LINE * (lines.length + 2) + 2 * MARGIN;
-  const root = make("svg", { viewBox: `0 0 ${wide + 2 * MARGIN} ${height}`, width: wide + 2 * MARGIN, height, color: "#1a1d21", fill: "#1a1d21", "font-family": "sans-serif" });
+  const words = figure.querySelector("figcaption").textContent.split(/\s+/), lines = [""];
+  for (const word of words) lines.push(`${lines.at(-1).length + word.length < (width - MARGIN) / LETTER ? lines.pop() : ""} ${word}`.trim());
+  const size = { width: width + 2 * MARGIN, height: height + LINE * (lines.length + 2) + 2 * MARGIN };
+  const root = make("svg", { viewBox: `0 0 ${size.width} ${size.height}`, ...size, color: "#1a1d21", fill: "#1a1d21", "font-family": "sans-serif" });
   root.append(make("rect", { width: "100%", height: "100%", fill: "#fff" }), make("text", { x: MARGIN, y: MARGIN + LINE, "font-size": 12, "font-weight": "bold" }, figure.querySelector("h3").textContent));
-  let x = MARGIN;
-  every.forEach((svg, i) => {
-    const copy = svg.cloneNode(true);
-    for (const [name, value] of Object.entries({ x, y: MARGIN + 1.5 * LINE, width: boxes[i].width, height: boxes[i].height })) copy.setAttribute(name, value);
-    copy.removeAttribute("style");
-    root.append(copy);
-    x += boxes[i].width;
-  });
-  lines.forEach((line, i) => root.append(make("text", { x: MARGIN, y: MARGIN + 3 * LINE + high + i * LINE, "font-size": 10 }, line)));
+  const copy = svg.cloneNode(true);
+  for (const [name, value] of Object.entries({ x: MARGIN, y: MARGIN + 1.5 * LINE, width, height })) copy.setAttribute(name, value);
+  copy.removeAttribute("style");
+  root.append(copy);
+  lines.forEach((line, i) => root.append(make("text", { x: MARGIN, y: MARGIN + 3 * LINE + height + i * LINE, "font-size": 10 }, line)));
   return root;
 }
 
@@ -187,16 +147,6 @@ for (const part of document.querySelectorAll("h2[id], figure[id], section.table[
   link.className = "anchor";
   link.setAttribute("aria-label", `Link to ${heading.textContent}`);
   heading.append(link);
-}
-
-// Of several drawings of the same thing one is shown.
-for (const choice of document.querySelectorAll("select.drawings")) {
-  const drawings = [...choice.closest("figure").querySelectorAll(".drawing")];
-  const show = () => drawings.forEach((d, i) => { d.hidden = i !== choice.selectedIndex; });
-  choice.hidden = false;
-  choice.closest("label").hidden = false;
-  choice.addEventListener("change", show);
-  show();
 }
 
 // The frame of attention patterns says how tall it is, that it is ready, and which head it shows; nothing else is listened

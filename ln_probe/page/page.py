@@ -6,26 +6,22 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from inspect import unwrap
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from ln_probe.analyses.probes.base import Failure, Picture
+from ln_probe.analyses.probes.base import Picture
 from ln_probe.analyses.probes.columns import CAUSAL, TOKENS
-from ln_probe.analyses.probes.registry import DEFAULT, chosen, find, package_of
-from ln_probe.analyses.text import disarmed, percent, shortened, visible
-from ln_probe.exhibits import by_token
+from ln_probe.analyses.probes.registry import DEFAULT, chosen, find
+from ln_probe.analyses.text import disarmed, percent, shortened
 from ln_probe.hooks.variants import INTACT
 from ln_probe.page import figures, own_script, policy, render
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
-from ln_probe.page.figures import by_variant, in_head_space, svg
-from ln_probe.page.heads import MEASURES, HeadMap, by_head, draw_heads_map, known_measures, largest, linked, measures_of
+from ln_probe.page.figures import PICTURES, in_head_space, svg
+from ln_probe.page.heads import MEASURES, HeadMap, by_head, draw_heads_map, known_measures, linked
 from ln_probe.page.tables import Table, figure_text, table
-from ln_probe.page.titles import PICTURES, caption
 from ln_probe.page.verdict import intact_loss, verdict
 from ln_probe.report import Report, ranked_findings
 
@@ -38,35 +34,27 @@ QUESTIONS = {
     "head_effects": "Which heads depend on scaling?",
     "sinks": "Is there an attention sink, and do the norms make it?",
     "selectability": "Which keys can no query select?",
-    "unembedding": "Which tokens can never be predicted?",
 }
 _SENTENCE = re.compile(r"(?<=[a-z0-9)\]%])\. (?=[A-Z0-9])")
-GEOMETRIES = 5  # norms whose geometry a page shows, about 95 kB each
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """One SVG and its caption; of several, the one marked `first` is shown first."""
+    """A figure as SVG, and its caption."""
 
     name: str
     svg: Markup
     caption: str
-    first: bool = True
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture of the page: findings link to `id`, and `choice` names what distinguishes its drawings.
-
-    `said` is a sentence that replaces a picture which would show nothing.
-    """
+    """A picture of the page, to whose `id` findings link."""
 
     id: str
     title: str
-    drawings: tuple[Drawing, ...]
+    drawing: Drawing
     wide: bool = False
-    choice: str = "Norm"
-    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,8 +109,7 @@ def report_page(report: Report, index: str = "") -> str:
         groups=[g for g in drawn_groups if g is not of_heads],
         absent=[p for p in chosen(DEFAULT) if p.absent and p.name not in _run(report) and p.name != CAUSAL.name],
         attention=attention,
-        by_head=of_heads.pictures[0].drawings[0] if of_heads else None,
-        largest=largest(report, measures_of(report)[0]) if of_heads else "",
+        by_head=of_heads.pictures[0].drawing if of_heads else None,
         tables=tables,
         provenance=[row for row in flat(report.provenance) if not row[0].startswith(_IN_PROMPTS)],
         prompts=prompts,
@@ -183,7 +170,7 @@ def notebook_cell(report: Report) -> str:
     """Return a small summary without scripts and with at most one picture (some tens of kilobytes)."""
     heads, tables = in_head_space(report), []
     if len(heads):
-        numbers = ["unselectable_fraction", "attainable_last_median", "margin_median", "entropy_ratio", "score_spread"]
+        numbers = ["unselectable_fraction", "attainable_median", "margin_median", "entropy_ratio", "score_spread"]
         median = heads.groupby("variant", sort=False)[numbers].median().reset_index()
         tables.append(table(report.declared["heads"], median, interactive=False, about="Median head, by variant:"))
     elif len(report.layernorms):
@@ -215,7 +202,7 @@ def hardest_first(keys: pd.DataFrame) -> pd.DataFrame:
         return keys
     rank = keys["verdict"].map({"unselectable": 0, "duplicate": 1, "undecided": 2}).fillna(3)
     order = keys.assign(rank=rank, first=keys["variant"] != "intact", other=keys["space"] != "head")
-    return order.sort_values(["other", "first", "rank", "attainable_last", "margin_upper"], kind="stable").drop(
+    return order.sort_values(["other", "first", "rank", "attainable", "margin_upper"], kind="stable").drop(
         columns=["rank", "first", "other"]
     )
 
@@ -230,14 +217,9 @@ def _unmeasured(report: Report) -> str:
     """Explain why there is no card about the loss."""
     if CAUSAL.name not in _run(report):
         return "Not run: how the loss changes when a term is removed from the running model (the causal probe)."
-    if not len(report.causal):
-        return (
-            "No term was removed from the running model: the causal probe failed, or the model has no norm that it "
-            "could change (see the notes)."
-        )
     return (
-        "The change of the loss is unknown, because this model or these prompts give no next-token loss. The table of "
-        "interventions has the changes of output distributions and attention."
+        "How the loss changes when a term is removed is unknown: the causal probe failed, or the model or its prompts "
+        "give no next-token loss (see the notes)."
     )
 
 
@@ -246,7 +228,7 @@ def _tables(report: Report) -> Iterator[Table]:
     for name, rows in report.tables.items():
         shown = [(report.declared[name], hardest_first(rows) if name == "keys" else rows)]
         if name == "heads":
-            shown.append((TOKENS, by_token(report.exhibits, report.sinks)))
+            shown.append((TOKENS, report.tokens()))
         for declared, table_rows in shown:
             if len(table_rows) and name != "causal_prompts":
                 yield table(declared, table_rows.loc[:, table_rows.notna().any()])
@@ -303,7 +285,7 @@ GROUPS = (
         "keys-pictures",
         "Which keys a query can select",
         "Per head, as attention sees the keys, under each variant.",
-        ("attainable", "margins", "unselectable", "margin-map"),
+        ("attainable", "margins"),
         "Keys",
     ),
     (
@@ -320,7 +302,7 @@ GROUPS = (
         ("causal",),
         "Interventions",
     ),
-    ("heads-pictures", "Head by head", "One measure of every head, layer × head; choose the measure.", (), "Heads"),
+    ("heads-pictures", "Head by head", "One measure of every head, layer × head.", (), "Heads"),
 )
 
 CELL = GROUPS[1][3]  # candidates for a notebook's cell, which shows the first that has data
@@ -329,34 +311,32 @@ CELL = GROUPS[1][3]  # candidates for a notebook's cell, which shows the first t
 def has(report: Report, picture: Picture) -> bool:
     """Whether the picture has data; pictures of heads need rows in head space."""
     frame = in_head_space(report) if picture.table == "heads" else report.tables.get(picture.table)
+    if picture.id == "causal":
+        frame = report.causal[(report.causal["variant"] != INTACT.name) & (report.causal["no_op"].fillna("") == "")]
     return frame is not None and picture.column in frame and not frame[picture.column].isna().all()
 
 
-def drawing(name: str, title: str, figure: figures.Figure, text: str, *, first: bool = True) -> Drawing:
+def drawing(name: str, title: str, figure: figures.Figure, text: str) -> Drawing:
     """Draw a figure as SVG with its caption; `name` is unique on the page."""
-    return Drawing(title, Markup(svg(figure, name, f"{title}. {text}")), shortened(disarmed(text), 600), first=first)
+    return Drawing(title, Markup(svg(figure, name, f"{title}. {text}")), shortened(disarmed(text), 600))
 
 
 def drawn(report: Report, picture: Picture, prefix: str = "") -> Drawing:
     """Draw a picture as SVG, with its caption."""
-    text = caption(picture.draw)
+    text = (picture.draw.__doc__ or "").strip().partition("\n")[0]
     if picture.id == "projection" and not report.layernorms["kind"].isin(["layernorm", "projection_only"]).any():
         text = (
             "No norm of this model projects. Shown is what projection would remove: the share of squared length along "
             "the all-ones direction."
         )
-    return drawing(f"{prefix}{picture.id}", picture.title, unwrap(picture.draw)(report), text)
+    return drawing(f"{prefix}{picture.id}", picture.title, picture.draw(report), text)
 
 
 def groups(report: Report) -> Iterator[Group]:
     """Yield the pictures of the built-in tables under their headings."""
     for name, title, about, plans, short in GROUPS:
-        shown = []
-        for picture in (PICTURES[p] for p in plans if has(report, PICTURES[p])):
-            said = _nothing(report, picture.id)
-            shown.append(Shown(picture.id, picture.title, () if said else (drawn(report, picture),), said=said))
-        if name == "norms-pictures":
-            shown += _geometry(report)
+        pictures = [PICTURES[p] for p in plans if has(report, PICTURES[p])]
+        shown = [Shown(picture.id, picture.title, drawn(report, picture)) for picture in pictures]
         if name == "heads-pictures":
             shown += _by_head(report)
         if shown:
@@ -364,69 +344,26 @@ def groups(report: Report) -> Iterator[Group]:
 
 
 def others(report: Report) -> tuple[list[Group], list[str]]:
-    """Return the pictures of other packages' probes, and why some of them could not be drawn."""
-    found, failed = [], []
+    """Return the pictures of the user's probes, and why some of them could not be drawn."""
+    drawn_groups, failed = [], []
     for probe in report.probes:
         try:
-            shown = [Shown(p.id, p.title, (drawn(report, p),)) for p in probe.pictures() if has(report, p)]
+            shown = [Shown(p.id, p.title, drawn(report, p)) for p in probe.pictures() if has(report, p)]
         except Exception as error:
-            failed.append(str(Failure.of(probe.name, package_of(probe), error)))
+            failed.append(f"the pictures of the probe {probe.name!r} failed: {type(error).__name__}: {error}")
             continue
         if shown:
             title = probe.summary[:1].upper() + probe.summary[1:]
-            found.append(Group(f"{probe.name}-pictures", title, f"From {package_of(probe)}.", tuple(shown), probe.name))
-    return found, failed
+            about = f"The probe {probe.name}."
+            drawn_groups.append(Group(f"{probe.name}-pictures", title, about, tuple(shown), probe.name))
+    return drawn_groups, failed
 
 
 def _by_head(report: Report) -> list[Shown]:
     table = by_head(report)
-    known, drawings = known_measures(table), []
-    for measure in known:
-        meaning = MEASURES[measure].column.meaning
-        text = f"{meaning[:1].upper()}{meaning[1:]}."
-        drawn = Markup(svg(draw_heads_map(table, measure), f"by-head-{measure}", text))
-        drawings.append(Drawing(MEASURES[measure].title, drawn, text, first=measure == known[0]))
-    return [Shown("by-head", "Every head", tuple(drawings), wide=True, choice="Measure")] if drawings else []
-
-
-def _geometry(report: Report) -> list[Shown]:
-    samples = report.exhibits.samples
-    if not samples:
+    measure = next(iter(known_measures(table)), None)
+    if measure is None:
         return []
-    first = figures.most_spread(report)
-    spaced = {samples[i].site for i in np.linspace(0, len(samples) - 1, min(GEOMETRIES, len(samples))).astype(int)}
-    drawings = []
-    for number, sample in enumerate(samples):
-        if sample is not first and sample.site not in spaced:
-            continue
-        text = figures.geometry_caption(sample)
-        steps = len(figures.geometry_steps(sample))  # one picture each, which a narrow screen shows below each other
-        drawn = Markup("").join(
-            Markup(svg(figures.draw_geometry(sample, step), f"geometry-{number}-{step}", f"Geometry. {text}"))
-            for step in range(steps)
-        )
-        drawings.append(Drawing(shortened(visible(sample.site)), drawn, text, first=sample is first))
-    return [Shown("geometry", "Tokens before and after a norm: projection and scaling", tuple(drawings), wide=True)]
-
-
-# Shares of squared length below this are rounding errors (float32: 1e-7 of the length, squared).
-_NO_SHARE = 1e-12
-
-
-def _nothing(report: Report, picture: str) -> str:
-    """Return the sentence that replaces a picture which would show nothing; empty if it shows something."""
-    if picture == "projection" and (report.layernorms["mean_share"].fillna(0) <= _NO_SHARE).all():
-        return (
-            f"The inputs of all {len(report.layernorms)} norms are orthogonal to the all-ones direction (share of "
-            "squared length 0, angle 90°), so projection changes nothing."
-        )
-    heads = by_variant(report)
-    if picture == "unselectable" and not any((r["unselectable_fraction"] > 0).any() for r in heads.values()):
-        count = len(next(iter(heads.values())))
-        return f"Every key can be selected by some query, in all {count} heads and under every variant."
-    if picture == "angle" and INTACT in heads and (heads[INTACT]["uniform_angle_deg"].dropna().round() == 90).all():
-        return f"In all {len(heads[INTACT])} heads, queries are orthogonal to the direction that attends uniformly."
-    edits = report.causal[report.causal["variant"] != INTACT.name]
-    if picture == "causal" and not (edits["delta_loss"].notna() & (edits["no_op"].fillna("") == "")).any():
-        return "Removing either term changes nothing by construction, at every norm."
-    return ""
+    about = MEASURES[measure]
+    text = f"{about.column.meaning[:1].upper()}{about.column.meaning[1:]}."
+    return [Shown("by-head", about.title, drawing("by-head", about.title, draw_heads_map(table, measure), text), True)]

@@ -1,4 +1,4 @@
-"""Tables of a page: the first rows as HTML, all rows as data for sorting, filtering and downloading."""
+"""Tables of a page: the first rows as HTML, all rows as data for sorting and downloading."""
 
 from __future__ import annotations
 

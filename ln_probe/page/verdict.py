@@ -1,7 +1,6 @@
-"""The verdict card: how freezing scaling and removing projection change the loss, in sentences and bars.
+"""The verdict card: how freezing scaling and removing projection change the loss, in bars.
 
-The card uses the primary contrasts of the report's `causal` table and the sentences of
-`ln_probe.analyses.probes.causal_findings`, so that card and findings agree.
+The card shows the primary contrasts of the report's `causal` table.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from ln_probe.analyses.probes.base import in_layers
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, change, is_effect, is_significant
+from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, is_effect, is_significant
 from ln_probe.analyses.text import counted, number, signed_percent, with_interval
 from ln_probe.hooks.variants import Variant, primary_variants
 from ln_probe.report import Report
@@ -58,9 +57,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The card: `band` is the range too small to report, `ticks` are positions and labels, `zero` the position of 0."""
+    """The card: `band` is the range too small to report, `ticks` are positions and labels, `zero` the position of 0.
 
-    sentences: tuple[str, ...]
+    `reason` says why there are no bars.
+    """
+
+    reason: str = ""
     bars: tuple[Bar, ...] = ()
     notes: tuple[str, ...] = ()
     unit: str = _UNIT
@@ -76,7 +78,7 @@ def verdict(report: Report) -> Verdict | None:
     rows = _rows(report.causal)
     if not rows or not all(math.isfinite(base_loss(r)) for r in rows.values()):
         reason = next((n.removeprefix(_NOT_APPLICABLE) for n in report.notes if n.startswith(_NOT_APPLICABLE)), "")
-        return Verdict((f"Not applicable: {reason}.",)) if reason else None
+        return Verdict(f"Not applicable: {reason}.") if reason else None
     known = [r for r in rows.values() if not _idle(r)]
     low, high = _scale(known)
 
@@ -86,7 +88,7 @@ def verdict(report: Report) -> Verdict | None:
     layers, unit = in_layers(report.provenance), str(report.provenance.get("loss", {}).get("unit", _UNIT))
     ticks = [t for t in MaxNLocator(_TICKS, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= t <= high]
     return Verdict(
-        tuple(_sentence(variant, rows, layers, unit) for variant in dict.fromkeys(variant for variant, _ in rows)),
+        "",
         tuple(bar for (variant, sites), row in rows.items() for bar in _bars(variant, sites, row, layers, place)),
         tuple(_notes(report, rows, unit)),
         unit,
@@ -113,12 +115,12 @@ def in_one_line(report: Report) -> str:
     parts, unit = [f"intact loss {base_loss(known[0]):#.3g}"], report.provenance.get("loss", {}).get("unit", _UNIT)
     for variant, row in rows.items():
         if why := _idle(row):
-            parts.append(f"{variant.state}: not applicable ({why})")
+            parts.append(f"{variant.label}: not applicable ({why})")
             continue
         size, ends = with_interval(*(float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high")))
         sure = [f"95 % CI {ends}"] if ends else []
         sure += [] if is_effect(row) else [f"below {LEAST_CHANGE:g}" if is_significant(row) else "not significant"]
-        parts.append(f"{variant.state} {size} {unit} ({', '.join(sure)})")
+        parts.append(f"{variant.label} {size} {unit} ({', '.join(sure)})")
     return f"{'; '.join(parts)}{in_layers(report.provenance)}"
 
 
@@ -145,10 +147,6 @@ def _notes(report: Report, rows: _Rows, unit: str) -> Iterator[str]:
         )
     else:
         yield "There are no confidence intervals: too few prompt groups, or a few prompts that carry the mean."
-    scaling = [r for (variant, _), r in rows.items() if variant.freezes_scaling and not _idle(r)]
-    if scaling and all(math.isnan(float(r["delta_loss_optimal"])) for r in scaling) and "optimal_minutes" in about:
-        minutes = max(1, round(about["optimal_minutes"]))
-        yield f"Loss-optimal constants: not computed (--optimal or optimal=True, about {counted(minutes, 'minute')})."
 
 
 def _rows(causal: pd.DataFrame) -> _Rows:
@@ -183,7 +181,7 @@ def _bars(
     variant: Variant, sites: str, row: dict[str, Any], layers: str, place: Callable[[float], float]
 ) -> Iterator[Bar]:
     """Yield the bar of a contrast, and a second one for loss-optimal constants where they were fitted."""
-    term, done = variant.state.rsplit(" ", 1)
+    term, done = variant.label.rsplit(" ", 1)
     what = f"{term.capitalize()} {done} {_PLACES[sites]}{layers}"
     if why := _idle(row):
         yield Bar(term, what, f"not applicable ({why})")
@@ -208,24 +206,6 @@ def _bars(
             sure and abs(delta) >= LEAST_CHANGE,
             sure,
         )
-
-
-def _sentence(variant: Variant, rows: _Rows, layers: str, unit: str) -> str:
-    """Return one or two sentences about a term: at every norm, and at attention alone."""
-    verb, term = variant.wording.split(" ", 1)
-    everywhere, attention = rows.get((variant, "all")), rows.get((variant, "attention"))
-    if everywhere is None:
-        assert attention is not None
-        return f"{verb} the {term} of the norms that attention reads{layers} {change(attention, unit)}."
-    if why := _idle(everywhere):
-        return f"{term.capitalize()} is not applicable ({why})."
-    whose = f"the {term} of every norm{layers}" if layers else f"every norm’s {term}"
-    text = f"{verb} {whose} {change(everywhere, unit, of_the_whole=True)}."
-    if attention is None:
-        return text
-    if why := _idle(attention):
-        return f"{text} At attention it is not applicable ({why})."
-    return f"{text} At attention alone it {change(attention, unit)}."
 
 
 def _share(delta: float, row: dict[str, Any]) -> str:

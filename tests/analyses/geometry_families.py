@@ -9,13 +9,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
-from math import lcm
 from pathlib import Path
 
 import numpy as np
-
-from ln_probe.analyses.geometry.exact import ExactSet
 
 _BENCH = Path(__file__).parents[2] / "bench" / "families.py"
 _spec = importlib.util.spec_from_file_location("bench_families", _BENCH)
@@ -23,16 +19,6 @@ bench = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(bench)
 
 TAU = 1e-7
-
-
-def aligned(exact: ExactSet) -> tuple[np.ndarray, np.ndarray, Fraction, Fraction]:
-    """Keys as an exact set measures them and their bias, in whole numbers, and the units of both."""
-    rows, units, count = exact.whole, exact.units, len(exact.units) - exact.biased
-    unit = Fraction(1, lcm(*(own.denominator for own in units[:count])))
-    z = rows[:, :count] * np.array([int(own / unit) for own in units[:count]], object)
-    return (
-        (z, rows[:, -1], unit, units[-1]) if exact.biased else (z, np.zeros(len(rows), int).astype(object), unit, unit)
-    )
 
 
 Keys = np.ndarray

@@ -12,7 +12,7 @@ import torch
 from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
-from ln_probe.analyses.lab.run_folder import read_metrics
+from ln_probe.analyses.lab.train import read_metrics
 from ln_probe.analyses.lab.train import Run, TrainConfig
 
 

@@ -14,10 +14,6 @@ from small_models import lab
 
 import ln_probe
 from ln_probe.analyses.attribution import LogitAttributions, ScoreAttributions, attribute_logits, attribute_scores
-from ln_probe.analyses.attribution.pairs import AVERAGE, PairScores, pair_scores
-from ln_probe.analyses.attribution.pairs import TERMS as PAIR_TERMS
-from ln_probe.hooks.model import check_model, evaluating
-from ln_probe.hooks.sites import facts_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
 
@@ -166,41 +162,3 @@ def test_pattern_is_the_softmax_of_capped_scores_and_a_sink() -> None:
             sink = model.blocks[1].attn.original_component.sinks[2].detach().double()
             scores = torch.cat([scores, sink[None]])
         assert torch.allclose(scores.softmax(0)[:6], found.weight[0, :6], atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["gpt2 folded", "gpt-oss", "gemma2", "bloom", "hooked qk-norm", "lab post-norm"])
-def test_pairs_of_a_layer_are_what_each_is_alone(name: str, form: Callable[[str, torch.dtype], Any]) -> None:
-    """What pages show of every head is what `attribute_scores` says of each of its pairs."""
-    model, row = form(name, FLOAT32), RAGGED[0]
-    with evaluating(check_model(model)):
-        facts = facts_of(check_model(model), checksums=False)
-        found = pair_scores(check_model(model), facts, row, [0, 1], [0, 2], 2)[1]
-    assert isinstance(found, PairScores), found
-    assert (found.query == AVERAGE).sum() == 2
-    assert len(found.head) > 4
-    for i, (head, query, key) in enumerate(zip(found.head, found.query, found.key, strict=True)):
-        averaged = query == AVERAGE
-        assert not averaged or key == 0
-        every = attribute_scores(model, row, 1, int(head), against="mean").check()
-        rows = slice(1, None) if averaged else slice(int(query), int(query) + 1)
-        scale = float(every.scale.nan_to_num(0).max())
-        assert found.score[i] == pytest.approx(float(every.total[0, rows, key].mean()), abs=1e-5 * scale)
-        assert found.weight[i] == pytest.approx(float(every.weight[0, rows, key].mean()), rel=1e-5)
-        sides = dict(zip(("query", "key"), found.sides[i], strict=True))
-        for values in sides.values():
-            assert values.sum() == pytest.approx(found.score[i], abs=1e-5 * scale)
-        mine = {p.name: v for p, v in zip(found.parts, sides["key"], strict=True)}
-        for part, values in zip(every.components, every.values[:, 0, rows, key], strict=True):
-            assert mine[part.name] == pytest.approx(float(values.mean()), abs=1e-5 * scale), part
-        singles = [attribute_scores(model, row, 1, int(head), q, int(key), "mean") for q in range(len(row))[rows]]
-        mine = {p.name: v for p, v in zip(found.parts, sides["query"], strict=True)}
-        for part in singles[0].table.query("side == 'query'")["part"]:
-            each = [
-                float(s.table.query("side == 'query'").set_index("part").loc[part, "contribution"]) for s in singles
-            ]
-            assert mine[part] == pytest.approx(sum(each) / len(each), abs=1e-5 * scale), part
-        for s, side in enumerate(("query", "key")):
-            for t, term in enumerate(PAIR_TERMS):
-                if not averaged or term != "sigma":  # of many queries its median is over the prompt
-                    each = [s.terms.set_index(["side", "term"]).loc[(side, term), "contribution"] for s in singles]
-                    assert found.terms[i, s, t] == pytest.approx(sum(each) / len(each), abs=1e-4 * scale), term

@@ -237,3 +237,23 @@ def test_mgm_against_an_edit_of_the_hugging_face_model(mgm: Path) -> None:
             edited.append(float(original(tokens[prompt : prompt + 1], labels=tokens[prompt : prompt + 1]).loss))
     assert rows.loc[("attention", "intact"), "loss"] == pytest.approx(intact, rel=1e-5)
     assert rows.loc[("attention", "no_scaling"), "loss"] == pytest.approx(np.mean(edited), rel=1e-4)
+
+
+def test_sums_of_prompts_become_rates_per_token() -> None:
+    def sums(variant: str, **more: float) -> dict[str, Any]:
+        row: dict[str, Any] = {"prompt": 3, "sites": "all", "variant": variant, "predicted": 8, "positions": 4}
+        row |= {"queries": 2, "nll": 16.0, "nll_uniform": 18.0, "nll_optimal": 20.0, "kl": 0.0, "agree": 4.0}
+        return row | {"entropy": 3.0} | more
+
+    nothing = np.zeros((4, 0, 2))
+    constants = Constants((), np.array([0, 1, 0, 2]), nothing, nothing)
+    (row,) = causal_table.by_prompt([
+        pd.DataFrame([sums("intact"), sums("both_removed", nll=24.0, kl=6.0, agree=3.0, entropy=4.0)])
+    ], constants).to_dict("records")  # fmt: skip
+    assert row == {
+        "prompt": 3, "group": 2, "sites": "all", "variant": "both_removed", "predicted": 8, "loss": 2.0,
+        "delta_loss": 1.0, "shift": 0.0, "delta_loss_uniform": 0.25, "delta_loss_optimal": 0.5,
+        "kl": 1.5, "top1_agreement": 0.75, "entropy_change": 0.5,
+    }  # fmt: skip
+    one = causal_table.by_prompt([pd.DataFrame([sums("intact"), sums("no_projection", predicted=0)])], constants)
+    assert one[["loss", "delta_loss_uniform", "delta_loss_optimal"]].isna().all(axis=None)

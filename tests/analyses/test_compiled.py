@@ -121,7 +121,7 @@ def test_code_from_the_cache_gives_the_bytes_of_code_just_compiled(tmp_path):
         "from ln_probe.analyses.geometry.api import key_geometry\n"
         "rng = np.random.default_rng(0)\n"
         "keys = rng.normal(size=(4, 48, 8)) * np.exp(rng.normal(size=(4, 48, 1)))\n"
-        "found = key_geometry(keys, query_set=(rng.normal(size=(4, 8)), rng.normal(size=(4, 8, 16))), causal=True)\n"
+        "found = key_geometry(keys, query_set=(rng.normal(size=(4, 8)), rng.normal(size=(4, 8, 16))))\n"
         "arrays = (found.margin_lower, found.margin_upper, found.attainable, found.attainable_upper)\n"
         "print(hashlib.sha256(b''.join(a.tobytes() for a in arrays)).hexdigest())\n"
     )

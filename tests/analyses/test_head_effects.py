@@ -95,7 +95,7 @@ def test_large_models_have_only_the_leading_heads_run(monkeypatch: pytest.Monkey
     run = every.set_index(["layer", "head"])["nll"].notna().groupby(level=[0, 1]).all()
     assert set(run[run].index) == set(runs.exact)
     assert every["estimate"].notna().all()
-    standard = [v.name for v in edits_of_norms(standard=True)]
+    standard = [v.name for v in edits_of_norms()]
     both = pd.concat([every, runs.measure(1, PROMPTS[1])])
     summed = both[both["variant"].isin(standard)].groupby(["layer", "head", "variant"])["estimate"].sum().abs()
     assert set(summed.groupby(["layer", "head"]).max().nlargest(3).index) == set(runs.exact)

@@ -18,7 +18,7 @@ from torch import nn
 import ln_probe
 from ln_probe.analyses.lab.language_model.bundled_seeds import bundle
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
-from ln_probe.analyses.lab.run_folder import checkpoint_steps, load_run, read_metrics
+from ln_probe.analyses.lab.train import checkpoint_steps, load_run, read_metrics
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import DivergedError, TrainConfig, train
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, alibi_slopes, sinusoidal_table

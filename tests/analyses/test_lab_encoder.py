@@ -37,7 +37,7 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     unselectable_keys,
 )
 from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.run_folder import save_model
+from ln_probe.analyses.lab.train import save_model
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask, masked
 from ln_probe.analyses.lab.train import TrainConfig, train
 

@@ -40,7 +40,7 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     unselectable_keys,
 )
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, calibrate
-from ln_probe.analyses.lab.run_folder import load_run
+from ln_probe.analyses.lab.train import load_run
 from ln_probe.analyses.lab.text_task import TextTask, piecewise_loss, read_tokenizer, train_tokenizer
 from ln_probe.analyses.lab.transformer import LabConfig
 

@@ -17,7 +17,7 @@ from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.majority import majority_in_space, majority_task
 from ln_probe.analyses.lab.majority.majority import findings, start_angles
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
-from ln_probe.analyses.lab.run_folder import load_run
+from ln_probe.analyses.lab.train import load_run
 from ln_probe.analyses.lab.train import curves, diverged, train_all
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 

@@ -13,7 +13,7 @@ import torch
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model import fresh_seeds, remove_norm
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.run_folder import load_run
+from ln_probe.analyses.lab.train import load_run
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, train, train_all
 from ln_probe.analyses.lab.transformer import LabConfig

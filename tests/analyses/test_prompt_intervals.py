@@ -19,7 +19,6 @@ from small_models import lab
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.analyses.probes.edited_runs import EditedRuns
 from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.scales import mean_sigmas
@@ -39,11 +38,11 @@ def bench() -> ModuleType:
 @pytest.mark.parametrize("kind", cases("lognormal", slow=["normal", "outliers"]))
 def test_coverage(kind: str) -> None:
     """400 sets here (standard error 0.011); the documentation's tables are of 4000, and are checked below."""
-    held, given = statistics.coverage(kind, statistics.PROMPTS_NEEDED, sets=400)
-    assert held >= LEAST - 0.011
-    assert given >= 0.99
+    row = bench().worth(kind, statistics.PROMPTS_NEEDED, sets=400)
+    assert row["coverage"] >= LEAST - 0.011
+    assert row["given"] >= 0.99
     for few in (4, 8, 16):
-        assert math.isnan(statistics.coverage(kind, few, sets=1)[0])
+        assert math.isnan(bench().worth(kind, few, sets=1)["coverage"])
 
 
 def test_the_page_shows_what_was_simulated() -> None:
@@ -72,7 +71,7 @@ def test_what_was_simulated(kind: str, prompts: int) -> None:
 def test_p_is_below_005_exactly_where_the_interval_excludes_0(kind: str) -> None:
     generator, both = np.random.default_rng(1), set()
     for shift in np.linspace(-1.5, 1.5, 120):
-        x, truth = statistics.effects(kind, statistics.PROMPTS_NEEDED, generator)
+        x, truth = bench().effects(kind, statistics.PROMPTS_NEEDED, generator)
         found = statistics.infer_mean(x - truth + shift, np.ones(statistics.PROMPTS_NEEDED))
         if not math.isnan(found.low):
             assert (found.p < statistics.SIGNIFICANCE) == (found.low > 0 or found.high < 0)
@@ -241,19 +240,6 @@ def test_the_equivalence_bound_is_the_farther_end_of_the_90_percent_interval() -
     ends = change.mean() + error * np.array([-1.67, 1.67])  # t with 63 degrees of freedom, 5 % beyond each end
     assert interval.bound == pytest.approx(np.abs(ends).max(), rel=0.06)
     assert interval.low < change.mean() - interval.bound + 2 * change.mean() < interval.high
-
-
-def test_tables_of_earlier_versions_get_the_statistics_of_this_one() -> None:
-    """Committed tables and reports of earlier versions have no families; their prompts' values give them."""
-    table, kept = causal_table.table(frames := many(40), EACH), causal_table.by_prompt(frames, EACH)
-    columns = ["p_mean", "delta_loss_median", "family", "equivalence_bound", "groups"]
-    again = causal_table.with_today_statistics(table.drop(columns=columns), kept)
-    pd.testing.assert_frame_equal(again, table, rtol=1e-9, atol=1e-9)
-    assert list(causal_table.with_today_statistics(table.assign(extra=1), kept).columns) == [*CAUSAL.names, "extra"]
-    few = causal_table.with_today_statistics(table, kept[kept["prompt"] < 20])
-    edited = few["variant"] != "intact"
-    assert few.loc[edited, ["p_mean", "delta_loss_low"]].isna().all(axis=None)
-    assert few["delta_loss_median"].notna().all()
 
 
 def test_a_row_without_an_interval_counts_among_the_tests() -> None:

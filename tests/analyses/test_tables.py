@@ -1,4 +1,4 @@
-"""Declarations of tables: what they refuse, how parts are joined, and that the column reference is theirs."""
+"""Declarations of tables: what they refuse, how frames are completed, and that the column reference is theirs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ from architectures import make_bridge
 
 import ln_probe
 from ln_probe.analyses.probes import columns
-from ln_probe.analyses.probes.columns import BY_HEAD
-from ln_probe.analyses.probes.registry import DEFAULT, chosen, entries
-from ln_probe.analyses.schema import Column, Part, Table, TableError, joined, reference
+from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT, chosen
+from ln_probe.analyses.schema import Column, Table, TableError, declare, reference
 
-EVERY = (*columns.BUILT_IN, *columns.ON_REQUEST, columns.TOKENS, columns.SUMMARY, BY_HEAD)
-PAIRS = Table(
+EVERY = (*columns.BUILT_IN, columns.TOKENS, columns.SUMMARY, columns.PAIRED, columns.BY_HEAD)
+PAIRS = declare(
     "pairs",
     "Pairs",
     "A row per pair.",
     ("a", "b"),
-    (
-        Column("a", "int", "one"),
-        Column("b", "text", "other"),
-        Column("x", "float", "first"),
-        Column("n", "int", "count"),
-        Column("why", "text", "reason"),
-    ),
+    """
+    a (int): one
+    b (text): other
+    x (float, nats): first,
+        on two lines
+    n (int): count
+    why (text, hidden): reason
+    """,
 )
 
 
 @pytest.mark.parametrize("table", EVERY, ids=lambda t: t.name)
 def test_every_column_is_described(table: Table) -> None:
-    said = table.describe()
-    assert list(said.columns) == ["column", "dtype", "unit", "meaning"]
-    assert (said["meaning"].str.len() > 3).all()
-    assert said["column"].is_unique
+    about = table.describe()
+    assert list(about.columns) == ["column", "dtype", "unit", "meaning"]
+    assert (about["meaning"].str.len() > 3).all()
+    assert about["column"].is_unique
     assert list(table.empty().columns) == table.names
     assert table.check(table.empty()).empty
     assert Table.of_plain(json.loads(json.dumps(table.plain()))) == table
+
+
+def test_columns_declared_as_text() -> None:
+    assert PAIRS.column("x") == Column("x", "float", "first, on two lines", "nats")
+    assert PAIRS.column("why") == Column("why", "text", "reason", shown=False)
 
 
 def test_the_column_reference_is_made_of_the_declarations() -> None:
@@ -61,58 +66,48 @@ def test_every_table_of_a_real_report_is_as_declared() -> None:
     for table in columns.BUILT_IN:
         assert len(report.tables[table.name])
         assert table.check(report.tables[table.name]) is report.tables[table.name]
-        assert report.describe(table.name).equals(table.describe())
-    with pytest.raises(ValueError, match="this report has no table 'head': there are layernorms, heads, keys, causal"):
-        report.describe("head")
 
 
-def test_every_column_is_filled_by_a_probe() -> None:
-    """Two probes share `heads`; together they fill all of it. The first pass fills `scale_sums`, whatever was asked."""
-    filled: dict[str, set[str]] = {}
-    for probe in chosen(DEFAULT):
-        for declared in probe.tables:
-            if isinstance(declared, Part):
-                filled.setdefault(declared.table.name, set()).update(declared.columns)
-            else:
-                filled.setdefault(declared.name, set()).update(declared.names)
-    assert filled == {t.name: set(t.names) for t in columns.BUILT_IN if t is not columns.SCALE_SUMS}
+def test_every_table_has_a_probe() -> None:
+    """The first pass fills `scale_sums`, whatever was asked."""
+    declared = {table.name for probe in chosen(DEFAULT) for table in probe.tables}
+    assert declared == {t.name for t in columns.BUILT_IN if t is not columns.SCALE_SUMS}
 
 
-def test_the_registry_says_what_the_probes_say() -> None:
-    """It does without loading them."""
-    known = entries()
-    assert [(p.name, p.summary) for p in chosen(DEFAULT)] == [(n, known[n].summary) for n in DEFAULT]
+def test_the_registry_agrees_with_the_probes() -> None:
+    assert [(p.name, p.summary) for p in chosen(DEFAULT)] == [(n, s) for n, (_, _, s) in BUILT_IN.items()]
 
 
-@pytest.mark.parametrize(("make", "said"), [
-    (lambda: Column("x", "number", "it"), "column 'x': kind must be one of int, float, text, bool, got 'number'"),  # type: ignore[arg-type]
-    (lambda: Column("x", "int", ""), "column 'x' needs a name and a meaning"),
-    (lambda: Table("a/b", "t", "a", (), ()), "a table's name must be letters, digits and _, got 'a/b'"),
-    (lambda: Table("t", "t", "a", (), (PAIRS.columns[0],) * 2), "table 't' declares the column 'a' twice"),
-    (lambda: Table("t", "t", "a", ("z",), PAIRS.columns), "table 't': 'z' of its row key is not among its columns"),
-    (lambda: Part(PAIRS, ("a", "x")), "a part of table 'pairs' cannot have or leave out 'b'"),
-    (lambda: Part(PAIRS, ("a", "b", "z")), "a part of table 'pairs' cannot have or leave out 'z'"),
-    (lambda: Table.of_plain({"name": "t"}), "this describes no table"),
+@pytest.mark.parametrize("make", [
+    lambda: Column("x", "number", "it"),  # type: ignore[arg-type]
+    lambda: Column("x", "int", ""),
+    lambda: columns.columns("x: no kind"),
+    lambda: Table("a/b", "t", "a", (), ()),
+    lambda: Table("t", "t", "a", (), (PAIRS.columns[0],) * 2),
+    lambda: Table("t", "t", "a", ("z",), PAIRS.columns),
+    lambda: Table.of_plain({"name": "t"}),
+    lambda: PAIRS.frame([{"a": 1, "z": 2}]),
+    lambda: PAIRS.complete(pd.DataFrame({"a": [1]})),
+    lambda: PAIRS.complete(pd.DataFrame({"a": [1], "b": ["x"], "z": [1]})),
+    lambda: PAIRS.check(PAIRS.frame([{"a": 1, "b": "x", "x": 1.0, "n": 1, "why": ""}] * 2)),
+    lambda: PAIRS.check(pd.DataFrame({"a": [1]})),
+    lambda: PAIRS.check([1]),
 ])  # fmt: skip
-def test_bad_declarations(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(TableError, match=said):
+def test_bad_declarations_and_frames(make: Callable[[], object]) -> None:
+    with pytest.raises(TableError):
         make()
 
 
-def test_parts_are_joined_by_their_rows() -> None:
+def test_frames_are_completed_row_by_row() -> None:
     one = pd.DataFrame({"a": [2, 1, 1], "b": ["x", "x", "y"], "n": [5, 6, 7]})
     two = pd.DataFrame({"a": [1, 2], "b": ["y", "x"], "x": [0.5, 0.25], "why": ["k", "l"]})
-    made = PAIRS.check(joined(PAIRS, [one, two]))
-    assert made.to_dict("list") | {"x": 0} == {
+    whole = PAIRS.check(PAIRS.complete(one, two))
+    assert whole.to_dict("list") | {"x": 0} == {
         "a": [2, 1, 1], "b": ["x", "x", "y"], "x": 0, "n": [5, 6, 7], "why": ["l", "", "k"],
     }  # fmt: skip
-    np.testing.assert_array_equal(made["x"], [0.25, np.nan, 0.5])
-    assert made["n"].dtype == np.int64, "whole numbers stay whole where none is missing"
-    other = joined(PAIRS, [two, one])
+    np.testing.assert_array_equal(whole["x"], [0.25, np.nan, 0.5])
+    assert whole["n"].dtype == np.int64, "whole numbers stay whole where none is missing"
+    other = PAIRS.complete(two, one)
     assert list(zip(other["a"], other["b"], strict=True)) == [(1, "y"), (2, "x"), (1, "x")]
-    assert joined(PAIRS, []).equals(PAIRS.empty())
-    np.testing.assert_array_equal(joined(PAIRS, [one, two.head(0).astype(object)])["n"], one["n"])
-    with pytest.raises(TableError, match=r"two probes fill pairs\.n and do not agree"):
-        joined(PAIRS, [one, one.assign(n=[5, 6, 8])])
-    with pytest.raises(TableError, match="a part of table 'pairs' has two rows about the same thing"):
-        joined(PAIRS, [pd.concat([one, one])])
+    assert PAIRS.complete().equals(PAIRS.empty())
+    np.testing.assert_array_equal(PAIRS.complete(one, two.head(0).astype(object))["n"], one["n"])

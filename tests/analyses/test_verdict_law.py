@@ -18,7 +18,8 @@ from jaxtyping import Float
 import ln_probe
 from ln_probe.analyses.geometry.coordinates import TAU
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
-from ln_probe.analyses.probes.base import Needs, Observer, Probe, View
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, Run
+from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.analyses.schema import Column, Table
 
 TOKENS = torch.randint(2, 50, (1, 22), generator=torch.Generator().manual_seed(5))
@@ -32,7 +33,6 @@ class KeySet:
 
     place: tuple[int, int, str, int]  # layer, head, variant, prompt
     seen: slice
-    grows: bool
     keys: Float[np.ndarray, "key d_head"]
     bias: Float[np.ndarray, " key"] | None
     center: Float[np.ndarray, " d_head"]
@@ -56,12 +56,12 @@ class Recorder(Probe):
     name = "recorder"
     summary = "the keys that are judged together"
     tables = (Table("recorded", "Recorded", "Nothing.", (), (Column("nothing", "int", "nothing"),)),)
-    needs = Needs(attention=True, variants=True, calibration=True)
+    needs = Needs(attention=True)
 
     def __init__(self) -> None:
         self.sets: list[KeySet] = []
 
-    def start(self, view: View) -> Observer:
+    def start(self, run: Run) -> Observer:
         return _Recording(self.sets)
 
 
@@ -81,7 +81,6 @@ class _Recording(Observer):
                         KeySet(
                             (attended.layer, head, variant, prompt),
                             seen,
-                            attended.grows,
                             keys[row, seen].copy(),
                             None if bias is None else bias[row, seen].copy(),
                             queries[0][row].copy(),
@@ -93,19 +92,19 @@ class _Recording(Observer):
 def check(model: Any, tokens: torch.Tensor = TOKENS, **options: Any) -> tuple[Any, list[KeySet]]:
     """Every verdict of head space against `key_geometry` of the same keys; the table, and the sets of keys."""
     recorder = Recorder()
-    report = ln_probe.analyze(model, tokens, probes=["selectability", recorder], keys="all", progress=False, **options)
+    report = ln_probe.analyze(
+        model, tokens, probes=[Selectability(every_key=True), recorder], progress=False, **options
+    )
     table = report.keys.query("space == 'head'").set_index(["layer", "head", "variant", "prompt"]).sort_index()
     compared = 0
     for each in recorder.sets:
         rows = table.loc[[each.place]].sort_values("position")
         rows = rows[(rows["position"] >= each.seen.start) & (rows["position"] < each.seen.stop)]
         keys, bias = each.in_span()
-        geometry = ln_probe.key_geometry(keys, bias, causal=each.grows, margins=False)
+        geometry = ln_probe.key_geometry(keys, bias, margins=False)
         geometry.certify()
         wrong = rows["verdict"].to_numpy() != geometry.verdict
         assert not wrong.any(), (each.place, rows[wrong], geometry.verdict[wrong])
-        if each.grows:
-            assert (rows["first_unselectable_at"].to_numpy() == geometry.first_unselectable_at).all(), each.place
         prove(keys, bias, geometry)
         compared += len(rows)
     assert compared == len(table) > 0
@@ -182,7 +181,7 @@ def test_tiny_models_of_several_architectures(arch: str) -> None:
 
 def test_queries_without_a_bound() -> None:
     table, _ = check(squeezed(make_hooked(**SMALL, normalization_type=None), 0.0), TOKENS)
-    assert table["reachable"].notna().all()
+    assert table["reachable"].isna().all()
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """What the tests of commands share: tiny models, tokenizers and prompts on disk, the command line in this process and
-in one of its own, what a report left, and disturbances between two work units."""
+in one of its own, and the tables that it wrote."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from ln_probe.batch.worker import Worker
 from ln_probe.cli import app
 
-PROBES = "decomposition,uniformity"
 ROWS = [[1, 5, 7, 3], [2, 2, 9, 11, 4], [8, 1, 6, 13, 0, 12]]
 
 
@@ -35,13 +32,9 @@ def command(*args: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def report(*args: object) -> tuple[int, str, str]:
-    return command("report", "--workers", 0, "--quiet", "--probes", PROBES, *args)
-
-
-def ends(status: int, run: Callable[..., tuple[int, str, str]], *args: object) -> tuple[str, str]:
-    """Output and errors of a command (`run` is `command` or `report`), which has to end with this status."""
-    code, printed, said = run(*args)
+def ends(status: int, *args: object) -> tuple[str, str]:
+    """Output and errors of a command, which has to end with this status."""
+    code, printed, said = command(*args)
     assert code == status, said or printed
     return printed, said
 
@@ -117,23 +110,14 @@ def write_prompts(path: Path, prompts: Sequence[str | list[Any]] = ROWS) -> Path
 
 def lab_model(folder: Path, seed: int = 0) -> Path:
     """A lab run's folder with a model that was never trained."""
-    from ln_probe.analyses.lab.run_folder import save_model
+    from ln_probe.analyses.lab.train import hashes_beside, save_model
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)
     config = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=20, n_ctx=12)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lab.json").write_text(json.dumps({"model": config.to_dict()}))
-    save_model(LabTransformer(config), folder / "model.safetensors")
-    return folder
-
-
-def plain_model(folder: Path, seed: int = 0) -> Path:
-    """The same without any checksum inside: every change of its weights is another model, not damage."""
-    from ln_probe.analyses.lab.run_folder import load_tensors
-
-    tensors = load_tensors(lab_model(folder, seed) / "model.safetensors")
-    save_file(tensors, folder / "model.safetensors")
+    save_model(LabTransformer(config), folder / "model.safetensors", about={"beside": hashes_beside(folder)})
     return folder
 
 
@@ -143,39 +127,9 @@ def tables(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(found)}
 
 
-def hash_in(report: Path) -> str:
-    """The model that a report says was measured."""
-    return str(json.loads((report / "report.json").read_text())["provenance"]["model"]["inputs_sha256"])
-
-
-def disturb(monkeypatch: Any, after: int, act: Callable[[Worker], None]) -> None:
-    """Have `act` happen when `after` units have been done; it gets the worker, which it may make forget its model."""
-    done = 0
-    original = Worker.do
-
-    def do(self: Worker, *job: Any) -> Any:
-        nonlocal done
-        outcome = original(self, *job)
-        done += 1
-        if done == after:
-            act(self)
-        return outcome
-
-    monkeypatch.setattr(Worker, "do", do)
-
-
 def without_pages(monkeypatch: Any) -> None:
     """Reports without their pages, which cost ten times what the tables of a tiny model do."""
     monkeypatch.setattr("ln_probe.page.page.report_page", lambda *_: "a page")
     monkeypatch.setattr(
         "ln_probe.page.index.index_page", lambda entries, *_: "\n".join(e.name + e.error for e in entries)
     )
-
-
-def interrupt(monkeypatch: Any, after: int) -> None:
-    """Have Ctrl-C come when `after` units have been done."""
-
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
-
-    disturb(monkeypatch, after, stop)

@@ -12,16 +12,15 @@ from ln_probe.analyses.geometry.coordinates import TAU
 from ln_probe.analyses.geometry.newton import WEIGHT_GAP
 from ln_probe.analyses.probes.columns import CAUSAL, LAYERNORMS
 
-TABLES = ("layernorms", "heads", "keys", "causal", "unembedding")
+TABLES = ("layernorms", "heads", "keys", "causal")
 # Must be the same in both, letter by letter and number by number.
 SAME = {
     "layernorms": ["site", "layer", "kind", "reads", "state", "tokens"],
     "heads": ["layer", "head", "space", "variant", "keys", "unselectable", "duplicate", "undecided", "by_theorem",
-              "no_op", "unselectable_fraction", "unreachable_fraction", "queries", "keys_all", "prompts"],
+              "no_op", "unselectable_fraction", "unreachable_fraction", "prompts"],
     "keys": ["layer", "head", "space", "variant", "prompt", "position", "token", "judged_at", "reachable"],
     # (Not `prompts_worse`: where nothing changes but rounding, a loss may rise in one world and fall in the other.)
     "causal": ["sites", "variant", "family", "prompts", "groups", "no_op", "top1_agreement"],
-    "unembedding": [],
 }  # fmt: skip
 # Formulas of activations and weights: as near as the arithmetic allows.
 CLOSED_FORM = {
@@ -30,14 +29,12 @@ CLOSED_FORM = {
               "score_spread_floor"],
     "keys": ["pattern_max"],
     "causal": [c for c in CAUSAL.names if c not in (*SAME["causal"], "prompts_worse", "p_sign", "p_mean")],
-    "unembedding": [],
 }  # fmt: skip
 # Found by search to a stated gap: both ends are lower bounds of the same number, at most this far below it.
 BRACKETED = {
-    "heads": ["attainable_median", "attainable_p05", "attainable_last_median", "attainable_last_p05",
+    "heads": ["attainable_median", "attainable_p05",
               "attainable_reachable_median"],
-    "keys": ["attainable", "attainable_upper", "attainable_last", "attainable_last_upper", "attainable_reachable"],
-    "unembedding": ["attainable"],
+    "keys": ["attainable", "attainable_upper", "attainable_reachable"],
 }  # fmt: skip
 # What a projection removes from a centred stream is rounding, by construction: nothing to agree about.
 ROUNDING_IF_CENTRED = ("mean_share", "mean_share_tail")
@@ -63,7 +60,7 @@ def assert_same_findings(
 def differences(one: dict[str, pd.DataFrame], two: dict[str, pd.DataFrame], tolerance: float) -> Iterator[str]:
     for table in TABLES:
         a, b = one[table], two[table]
-        if not len(a) and not len(b) and table in ("causal", "unembedding"):  # not asked for
+        if not len(a) and not len(b) and table == "causal":  # not asked for
             continue
         if list(a.columns) != list(b.columns) or len(a) != len(b) or not len(a):
             yield f"{table}: {len(a)} rows of {list(a.columns)} and {len(b)} of {list(b.columns)}"
@@ -113,10 +110,6 @@ def differences(one: dict[str, pd.DataFrame], two: dict[str, pd.DataFrame], tole
             for low, high in ((a, b), (b, a)):
                 if (low["margin_lower"].to_numpy(float) > high["margin_upper"].to_numpy(float) + slack).any():
                     yield f"{table}: margins whose brackets do not overlap"
-        if table == "keys":
-            x, y = (t["first_unselectable_at"].to_numpy(float) for t in (a, b))
-            if (unlike := ~np.isnan(x) & (x != y)).any():
-                yield f"{table}.first_unselectable_at: {int(unlike.sum())} differ"
 
 
 def _largest(table: str, rows: pd.DataFrame, values: Any) -> np.ndarray:

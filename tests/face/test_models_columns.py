@@ -16,6 +16,7 @@ from architectures import cases, hugging_face, make_bridge, make_hooked, norm_fr
 from small_models import DyT
 
 import ln_probe
+from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.loading.convert import has_hooked_transformer
 
 LENGTH = 23
@@ -75,7 +76,6 @@ def check(report: ln_probe.Report, patterns: list[np.ndarray], windows: list[int
         judged = keys["judged_at"].to_numpy()
         assert (judged - keys["position"] < (window or LENGTH)).all()
         assert (judged >= keys["position"]).all() or not causal
-        assert keys["first_unselectable_at"].isna().all() == (window is not None or not causal)
 
 
 EVERY = [(case, world) for case, (*_, hooked) in CASES.items() for world in (WORLDS if hooked else ["bridge"])]
@@ -90,7 +90,7 @@ def test_columns_are_those_of_hugging_face(case: str, world: str, tmp_path: Path
     original = norm_free(torch.float64) if free else hugging_face(arch, torch.float64, **options)
     original.save_pretrained(tmp_path)
     model = ln_probe.load_model(tmp_path, dtype="float64", device="cpu", world=world)  # type: ignore[arg-type]
-    report = ln_probe.analyze(model, TOKENS, progress=False, keys="all", probes=("selectability", "uniformity"))
+    report = ln_probe.analyze(model, TOKENS, progress=False, probes=(Selectability(every_key=True), "uniformity"))
     assert not [n for n in report.notes if "head space was not measured" in n]
     check(report, attentions(original), windows, causal=arch != "bert")
 
@@ -104,12 +104,12 @@ def test_dyt_in_place_of_every_norm() -> None:
     model.gpt_neox.final_layer_norm = DyT(model.gpt_neox.final_layer_norm, 0.6)
     patterns = attentions(model)
     report = ln_probe.analyze(
-        model, TOKENS, progress=False, keys="all", probes=("decomposition", "selectability", "uniformity")
+        model, TOKENS, progress=False, probes=("decomposition", Selectability(every_key=True), "uniformity")
     )
     check(report, patterns, [None, None])
     assert set(report.layernorms["kind"]) == {"unknown"}
     assert len(report.layernorms) == 5
-    assert set(report.heads.query("space == 'head'")["queries"]) == {"empirical"}
+    assert report.heads.query("space == 'head'")["margin_median"].isna().all()
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer")
@@ -123,7 +123,7 @@ def test_columns_are_those_of_hooked_transformers(options: dict[str, Any]) -> No
     model = make_hooked(**options, dtype=torch.float64)
     _, cache = model.run_with_cache(TOKENS)
     patterns = [cache[f"blocks.{i}.attn.hook_pattern"][0].double().numpy() for i in range(2)]
-    report = ln_probe.analyze(model, TOKENS, progress=False, keys="all", probes=("selectability", "uniformity"))
+    report = ln_probe.analyze(model, TOKENS, progress=False, probes=(Selectability(every_key=True), "uniformity"))
     check(report, patterns, [None, 6] if "window_size" in options else [None, None])
 
 
@@ -131,7 +131,7 @@ def test_columns_are_those_of_hooked_transformers(options: dict[str, Any]) -> No
 def test_a_prompt_of_one_token_tells_nothing_about_scores() -> None:
     """To one token any divisor fits (GPT-Neo divides by 1): a longer prompt's figures do not depend on its company."""
     model, long = make_bridge("neo"), TOKENS[0].tolist()
-    asked: dict[str, Any] = {"probes": ("selectability", "uniformity"), "keys": "all", "progress": False}
+    asked: dict[str, Any] = {"probes": (Selectability(every_key=True), "uniformity"), "progress": False}
     asked["calibration"] = [list(range(5, 25))]  # the constants of a prompt would come from its company
     alone, before, after = (ln_probe.analyze(model, p, **asked) for p in ([long], [[5], long], [long, [5]]))
     rows = ["layer", "head", "space", "variant", "position"]

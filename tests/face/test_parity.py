@@ -21,9 +21,12 @@ from architectures import hugging_face, make_bridge
 from same_findings import BRACKETED, CLOSED_FORM, SAME, TABLES, assert_same_findings, differences
 
 import ln_probe
-from ln_probe.analyses.probes.columns import CAUSAL, HEADS, INTERVALS, KEYS, LAYERNORMS
+from ln_probe.analyses.probes.columns import CAUSAL, HEADS, KEYS, LAYERNORMS
+from ln_probe.analyses.probes.registry import DEFAULT
+from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.loading.convert import World, has_hooked_transformer
 
+EVERY_KEY = (Selectability(every_key=True), *(name for name in DEFAULT if name != "selectability"))
 TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))
 
 
@@ -67,7 +70,7 @@ def worlds() -> list[World]:
 
 def report_in(world: World, folder: Path, case: Case) -> Any:
     model = ln_probe.load_model(folder, world=world, dtype=case.dtype, device="cpu", **case.processing)  # type: ignore[arg-type]
-    return ln_probe.analyze(model, TOKENS, progress=False, keys="all")
+    return ln_probe.analyze(model, TOKENS, progress=False, probes=EVERY_KEY)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,6 @@ def test_worlds_agree(case: Case, kept: Path, tmp_path: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         assert {"selectable", "unselectable"} <= set(report.keys["verdict"])
         assert len(report.causal)
-        assert len(report.unembedding)
         for table in TABLES:
             getattr(report, table).to_parquet(out / f"{table}.parquet")
     found = sorted(here.iterdir())
@@ -122,14 +124,13 @@ def test_the_same_folded_weights_agree_in_float64(tmp_path: Path) -> None:
                 for name in names.split():
                     value = getattr(getattr(theirs, part), name)
                     getattr(getattr(ours, part), name).copy_(value.reshape(getattr(getattr(ours, part), name).shape))
-    reports = [ln_probe.analyze(m, TOKENS, progress=False, keys="all") for m in (hooked, bridge)]
+    reports = [ln_probe.analyze(m, TOKENS, progress=False, probes=EVERY_KEY) for m in (hooked, bridge)]
     assert_same_findings(*({t: getattr(r, t) for t in TABLES} for r in reports), 1e-9)
 
 
 def test_every_column_is_compared() -> None:
     """A new column has to be put in one of the lists above."""
-    searched = {"verdict", "margin_lower", "margin_upper", "first_unselectable_at", "margin_median", "margin_p05"}
-    searched |= {f"{name}_{end}" for name in INTERVALS for end in ("low", "high")}  # of samples: NaN in both here
+    searched = {"verdict", "margin_lower", "margin_upper", "margin_median", "margin_p05"}
     for table, columns in (
         ("layernorms", LAYERNORMS.names),
         ("heads", HEADS.names),
@@ -144,7 +145,7 @@ def test_every_column_is_compared() -> None:
 
 @pytest.mark.slow
 def test_the_comparison_sees_differences() -> None:
-    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[:1], progress=False, keys="all")
+    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[:1], progress=False, probes=EVERY_KEY)
     tables = {t: getattr(report, t) for t in TABLES}
     assert not list(differences(tables, tables, 1e-9))
 
@@ -170,7 +171,7 @@ def test_the_comparison_sees_differences() -> None:
     ("mgm", (4, 9669, 1, 128), 17, {}),
     # RMSNorm, grouped queries, rotary keys, and a sink whose sigma is a hundred times the rest
     ("smollm2", (20, 40_000, 1, 48), 6,
-     {"layers": [0, 15, 29], "probes": ("decomposition", "selectability", "uniformity")}),
+     {"layers": [0, 15, 29], "probes": ("decomposition", EVERY_KEY[0], "uniformity")}),
 ])  # fmt: skip
 def test_real_checkpoints_in_both_worlds(
     checkpoint: str, tokens: tuple[int, ...], sites: int, how: dict[str, Any], request: pytest.FixtureRequest
@@ -182,7 +183,7 @@ def test_real_checkpoints_in_both_worlds(
     reports = []
     for world in worlds():
         model = ln_probe.load_model(path, world=world, allow_pickle=checkpoint == "mgm", device="cpu")
-        reports.append(ln_probe.analyze(model, drawn, progress=False, keys="all", **how))
+        reports.append(ln_probe.analyze(model, drawn, progress=False, **({"probes": EVERY_KEY} | how)))
         del model
     for report in reports:
         assert report.layernorms["reconstruction_error"].max() < 1e-5

@@ -1,11 +1,10 @@
-"""What is public stays, and what goes says so."""
+"""What is public: its names are written down, and its examples run."""
 
 from __future__ import annotations
 
 import doctest
 import inspect
 import re
-import runpy
 import sys
 import types
 from importlib import import_module
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 import ln_probe
-from ln_probe import hooks
 
 KEPT = Path(__file__).with_name("public_names.txt")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -28,9 +26,7 @@ def test_public_names_are_those_that_were_written_down() -> None:
     gone, new = [n for n in before if n not in now], [n for n in now if n not in before]
     assert before == now, (
         f"public names or parameters changed.\n  not any more: {gone}\n  new: {new}\n"
-        "If that is meant: python tests/public_names.py > tests/face/public_names.txt, with a line in the CHANGELOG. A "
-        "name or parameter that is 'not any more' must first work for a minor version with a DeprecationWarning "
-        "(docs/stability.md, hooks/deprecation.py)."
+        "If that is meant: python tests/public_names.py > tests/face/public_names.txt, with a line in the CHANGELOG."
     )
 
 
@@ -55,9 +51,7 @@ EXAMPLES = {
     for name in [*PUBLIC, *public.MODULES]
     if (found := examples_of(PUBLIC.get(name) or import_module(name)))
 }
-LONG = re.compile(
-    r"analyze\(|freezing_cost|constants\(|explore|apply\(|without\("
-)  # some seconds: whole default prompts
+LONG = re.compile(r"analyze\(|freezing_cost|constants\(|without\(")  # some seconds: whole default prompts
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
@@ -115,59 +109,3 @@ def test_a_changed_signature_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         "    .size",
         "ln_probe.made_up.make(a, b=2.5)",
     ]
-
-
-def test_a_deprecated_argument_warns_at_the_line_that_uses_it() -> None:
-    # As users have it: here the checks of types stand between a function and its caller.
-    deprecated = runpy.run_path(str(Path(hooks.__file__).with_name("deprecation.py")))["deprecated"]
-
-    def halved(x: int, half: bool = True) -> int:
-        if half:
-            deprecated("halved(half=True)", "x // 2", "1.0", "2.0")
-        return x // 2
-
-    with pytest.warns(DeprecationWarning, match="since ln_probe 1.0 and will be gone in 2.0: use x // 2") as heard:
-        assert halved(4) == 2
-    assert heard[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("prompting.prompts", "prompts"),
-        ("render.drawing", "page.figures"),
-        ("render.effects", "page.figures"),
-        ("render.figures", "page.figures"),
-        ("render.norm_geometry", "page.figures"),
-        ("render.heads", "page.heads"),
-        ("reporting.token_places", "exhibits"),
-    ],
-)
-def test_a_moved_module_loads_under_its_old_name_and_warns(old: str, new: str) -> None:
-    sys.modules.pop(f"ln_probe.{old}", None)
-    with pytest.warns(DeprecationWarning, match=rf"^ln_probe\.{old} is deprecated .*: use ln_probe\.{new}$"):
-        assert import_module(f"ln_probe.{old}") is import_module(f"ln_probe.{new}")
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        ("ln_probe", "constants", "norm_constants"),
-        ("ln_probe", "sampled", "sampled_prompts"),
-        ("ln_probe.hooks", "apply", "make_permanent"),
-        ("ln_probe.hooks", "Applied", "PermanentEdit"),
-        ("ln_probe.page.figures", "geometry", "norm_geometry"),
-        ("ln_probe.analyses.probes.protocol", "Found", "ProbeResults"),
-    ],
-)
-def test_a_renamed_object_has_its_old_name_too_and_warns(module: str, old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"{module}\.{old} is deprecated .*: use {module}\.{new}$"):
-        found = getattr(import_module(module), old)
-    assert found is getattr(import_module(module), new)
-    with pytest.raises(AttributeError, match="no attribute 'absent'"):
-        import_module(module).absent  # noqa: B018
-
-
-def test_a_module_that_never_was_is_not_found() -> None:
-    with pytest.raises(ModuleNotFoundError):
-        import_module("ln_probe.render.absent")

@@ -14,7 +14,7 @@ import torch
 from architectures import cases
 
 import ln_probe
-from ln_probe.hooks import check_equivalent, find_sites, linearized, without
+from ln_probe.hooks import find_sites, linearized, without
 
 FAST = {
     "hooked": ("scaling", "linearized", "linearized, given", "linearized in scaling"),
@@ -170,7 +170,6 @@ def test_short_passes_over_tokens_of_ours_run_without_hooks_of_the_user(name: st
         (lambda m: ln_probe.attribute_scores(m, tokens, 1, 0, -1, 0).check(), 1),
         (lambda m: linearized.sigmas(m, tokens), 1),
         (linearized.fwd_hooks, 0),
-        (lambda m: check_equivalent(m, m), 0),
     ):
         with torch.no_grad():
             next(model.parameters()).mul_(0.99)  # what is known of a model is kept until its weights change

@@ -1,0 +1,397 @@
+"""Reports on many checkpoints: one checkpoint is one piece of work, for a process of this machine or a Ray task.
+
+`report_one` loads a checkpoint, measures it and saves its report in a folder named after it. Processes and Ray tasks
+share nothing but the folder of reports. A report that is there, of the same weights and settings, is skipped, so the
+same command resumes a batch that was stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import re
+import socket
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ln_probe import __version__
+from ln_probe.analyses.files import read_json, sha256_of_file
+from ln_probe.analyses.probes.registry import DEFAULT
+from ln_probe.analyses.processes import follow_parent
+from ln_probe.analyses.progress import tell
+from ln_probe.analyses.text import step_named, whole_number
+
+MAX_WORKERS = 4  # by default: each holds a model and about 1 GB beside it, and they compete for memory bandwidth
+KILLED = "its process was killed twice; if memory was short, use fewer --workers or a smaller --max-tokens"
+_LOCKS = ".locks"  # in the folder of reports; a Ray worker that does not see them does not see that folder
+_FOLDER_LENGTH = 200  # file systems take names of 255 bytes
+
+
+class BatchError(ValueError):
+    """The batch cannot start, or cannot go on: the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A checkpoint as `load_model` takes it: a name or path, and a training step or revision of it."""
+
+    name: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Return the target of NAME or NAME@REVISION; a path that exists is a name, whatever it contains.
+
+        Raises:
+            BatchError: the name or the revision is empty.
+        """
+        name, separator, revision = text.rpartition("@")
+        if not separator or os.path.lexists(os.path.expanduser(text)):
+            name, revision = text, ""
+        if not name.strip() or (separator and name != text and not revision):
+            raise BatchError(f"{text!r} is no model: write NAME or NAME@REVISION")
+        return cls(name, revision or None)
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+    @property
+    def folder(self) -> str:
+        """The folder of its report: the target as typed, with "-" for what is not safe in a file name."""
+        return re.sub(r"[^A-Za-z0-9._@-]+", "-", str(self)).strip("-.")[-_FOLDER_LENGTH:] or "model"
+
+    def at_steps(self, steps: str) -> list[Target]:
+        """Return its training checkpoints: "all", or steps separated by commas.
+
+        Raises:
+            BatchError: not a list of steps, a step that a folder lacks, or a model without training steps.
+            ConnectionError: all steps of a model on the hub, and no network.
+        """
+        from ln_probe.analyses.lab.train import checkpoint_steps
+        from ln_probe.loading import hub
+        from ln_probe.models import kind_of
+
+        parsed = [] if steps == "all" else [whole_number(step, 18) for step in steps.split(",")]
+        numbers = [number for number in parsed if number is not None]
+        if self.revision is not None or len(numbers) < len(parsed):
+            raise BatchError(f"--checkpoints takes 'all' or training steps such as 0,1000 of a NAME, got {steps!r:.60}")
+        path = Path(self.name).expanduser()
+        subfolders = {
+            step: config.parent
+            for config in path.glob("*/config.json")
+            if (step := step_named(config.parent.name)) is not None
+        }
+        if subfolders and not (path / "config.json").is_file():
+            if missing := [number for number in numbers if number not in subfolders]:
+                raise BatchError(f"{self} has no checkpoint of step {missing[0]}")
+            return [Target(str(subfolders[step])) for step in numbers or sorted(subfolders)]
+        kind = kind_of(self.name, path)
+        if kind not in ("hub", "lab"):
+            raise BatchError(f"{self} has no training steps: leave out --checkpoints")
+        if numbers:
+            return [Target(self.name, str(step)) for step in numbers]
+        names = hub.checkpoints(hub.official_name(self.name)) if kind == "hub" else checkpoint_steps(path)
+        return [Target(self.name, str(name)) for name in names]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How checkpoints are loaded and what is measured, as for `load_model` and `analyze`; files are absolute paths.
+
+    Attributes:
+        overwrite: replace a report of other weights or settings.
+        progress: show what is being measured.
+    """
+
+    prompts: Path | None = None
+    max_prompts: int | None = None
+    max_tokens: int = 512
+    groups: Path | None = None
+    loss: str | None = None
+    probes: tuple[str, ...] = DEFAULT
+    layers: tuple[int, ...] | None = None
+    tokenizer: Path | None = None
+    dtype: str | None = None
+    device: str | None = None
+    allow_pickle: bool = False
+    overwrite: bool = False
+    progress: bool = False
+
+    def digest(self, weights_sha256: str) -> str:
+        """Return the SHA-256 of what decides the tables: weights, settings, contents of files, version of ln_probe."""
+        content = asdict(self) | {"weights": weights_sha256, "ln_probe": __version__}
+        for name in ("device", "allow_pickle", "overwrite", "progress"):
+            del content[name]
+        for name in ("prompts", "groups", "tokenizer"):
+            if (path := content[name]) is not None:
+                files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+                content[name] = [sha256_of_file(file) for file in files]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(folder: Path) -> str | None:
+    """Return the digest of the report in a folder: None without a report, "" where a probe failed."""
+    try:
+        return str(read_json(folder / "report.json")["provenance"].get("digest", "unknown"))
+    except FileNotFoundError:
+        return None
+
+
+def report_one(target: Target, settings: Settings, out: Path) -> Path:
+    """Load a checkpoint, measure it and save its report; a report of the same weights and settings is left as it is.
+
+    Returns:
+        The report's folder in `out`.
+
+    Raises:
+        BatchError: the folder holds a report of other weights or settings, and `overwrite` is off.
+        ProbeError: a probe failed. The others' tables are saved, and the same command measures all again.
+        Exception: whatever `load_model`, `analyze` and `Report.save` raise.
+    """
+    from ln_probe.analyses.probes.base import ProbeError
+    from ln_probe.measure import analyze
+    from ln_probe.models import load_model, source_of
+    from ln_probe.settings import read_groups
+
+    folder = out / target.folder
+    model: Any = load_model(
+        target.name,
+        revision=target.revision,
+        device=settings.device,
+        dtype=settings.dtype,
+        allow_pickle=settings.allow_pickle,
+    )
+    digest = settings.digest(str(source_of(model).weights_sha256))
+    existing = digest_of(folder)
+    if existing == digest:
+        return folder
+    if existing and not settings.overwrite:
+        raise BatchError(f"{folder} holds a report of other weights or settings: --overwrite replaces it")
+    vocabulary = settings.tokenizer
+    if vocabulary is not None and vocabulary.is_dir():
+        from transformers import AutoTokenizer
+
+        model.tokenizer = AutoTokenizer.from_pretrained(vocabulary, local_files_only=True)
+        vocabulary = None
+    if line := memory_shortage(model, settings.max_tokens):
+        print(f"{target}: {line}", file=sys.stderr)
+    report = analyze(
+        model,
+        settings.prompts,
+        max_prompts=settings.max_prompts,
+        max_tokens=settings.max_tokens,
+        groups=None if settings.groups is None else read_groups(settings.groups)[: settings.max_prompts],
+        loss=settings.loss,
+        probes=settings.probes,
+        layers=settings.layers,
+        tokenizer=vocabulary,
+        progress=settings.progress,
+    )
+    failed = "; ".join(map(str, report.failures))
+    report = replace(report, provenance={**report.provenance, "digest": "" if failed else digest})
+    report.save(folder, index="../index.html")
+    if failed:
+        raise ProbeError(failed)
+    return folder
+
+
+def memory_shortage(model: Any, max_tokens: int) -> str:
+    """Return a line if a report is expected to need more memory than is free, else ""."""
+    config = model.cfg
+    tokens = min(max_tokens, config.n_ctx)
+    logits = 4 * tokens * config.d_vocab  # of one prompt, in float32; four of them: intact, two edits, their losses
+    patterns = 4 * tokens**2 * config.n_heads * config.n_layers  # kept for the page, and intact beside edited
+    needed, free = 4 * logits + 2 * patterns, free_memory()
+    if needed <= free:
+        return ""
+    return f"about {needed / 2**30:.1f} GB needed, {free / 2**30:.1f} GB free: use a smaller --max-tokens or --workers"
+
+
+def free_memory() -> float:
+    """Return the bytes of memory that are free, on this machine and in its container; infinite where unknown."""
+    free, container = math.inf, Path("/sys/fs/cgroup")
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError):  # "max": no limit
+        limit, current = (int((container / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - current)
+    return free
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the work on a checkpoint ended: `error` says why it has no report; `skipped` if its report was there."""
+
+    target: Target
+    error: str = ""
+    skipped: bool = False
+
+
+def attempt(target: Target, settings: Settings, out: Path) -> Outcome:
+    """Make a report; an error is in the outcome, so that it costs this checkpoint alone."""
+    try:
+        existing = digest_of(out / target.folder)
+        skipped = digest_of(report_one(target, settings, out)) == existing
+    except Exception as error:
+        return Outcome(target, f"{type(error).__name__}: {error}")
+    return Outcome(target, skipped=skipped)
+
+
+@contextmanager
+def locked(targets: Sequence[Target], out: Path) -> Iterator[None]:
+    """Hold the locks of these reports; those of other targets may be written to the same folder by other commands.
+
+    Raises:
+        BatchError: another command writes one of them, or two targets have one folder.
+        OSError: `out` cannot be written.
+    """
+    with ExitStack() as stack:
+        for target in targets:
+            _lock_file(target, out).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(FileLock(_lock_file(target, out), timeout=0))
+            except Timeout:
+                raise BatchError(f"{out / target.folder} is being written by another command or target") from None
+        yield
+
+
+def _lock_file(target: Target, out: Path) -> Path:
+    return out / _LOCKS / f"{target.folder}.lock"
+
+
+def processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_workers(targets: Sequence[Target], device: str | None) -> int:
+    """Return how many checkpoints are measured side by side: one on a GPU, else up to MAX_WORKERS."""
+    import torch
+
+    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    return 1 if on_gpu else min(len(targets), processors(), MAX_WORKERS)
+
+
+def local_outcomes(targets: Sequence[Target], settings: Settings, out: Path, workers: int) -> Iterator[Outcome]:
+    """Measure the checkpoints in processes of this machine, and yield how each ended, in the order of their ends.
+
+    A worker is a process pool of its own: one that is killed costs its own checkpoint alone, which is tried once more.
+    """
+    if len(targets) == 1:
+        yield attempt(targets[0], settings, out)  # needs no second process
+        return
+    threads = max(1, processors() // workers)
+    waiting = deque((target, 0) for target in targets)  # with how many processes died of it
+    idle = [_worker(threads) for _ in range(min(workers, len(targets)))]
+    running: dict[Future[Outcome], tuple[Target, int, ProcessPoolExecutor]] = {}
+    try:
+        while waiting or running:
+            while waiting and idle:
+                (target, deaths), worker = waiting.popleft(), idle.pop()
+                try:
+                    running[worker.submit(attempt, target, settings, out)] = target, deaths, worker
+                except BrokenProcessPool:  # killed while it was idle
+                    waiting.appendleft((target, deaths))
+                    idle.append(_worker(threads))
+            tell(
+                ", ".join(str(target) for target, _, _ in running.values()),
+                len(targets) - len(waiting) - len(running),
+                len(targets),
+                "reports",
+            )
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                target, deaths, worker = running.pop(future)
+                try:
+                    outcome = future.result()
+                except BrokenProcessPool:
+                    worker = _worker(threads)
+                    if not deaths:
+                        waiting.appendleft((target, 1))
+                        idle.append(worker)
+                        continue
+                    outcome = Outcome(target, KILLED)
+                idle.append(worker)
+                yield outcome
+    finally:
+        for process in multiprocessing.active_children():
+            process.kill()
+
+
+def _worker(threads: int) -> ProcessPoolExecutor:
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, mp_context=spawn, initializer=_start_worker, initargs=(threads,))
+
+
+def _start_worker(threads: int) -> None:
+    follow_parent()
+    use_threads(threads)
+
+
+def use_threads(count: int) -> None:
+    """Let torch and the geometry use at most so many threads in this process."""
+    import torch
+
+    from ln_probe.analyses.geometry.compiled import use_processors
+
+    torch.set_num_threads(min(count, torch.get_num_threads()))
+    use_processors(count)
+
+
+def ray_outcomes(targets: Sequence[Target], settings: Settings, out: Path, workers: int | None) -> Iterator[Outcome]:
+    """Measure the checkpoints as tasks of a Ray cluster, at most `workers` at a time, and yield how each ended.
+
+    The cluster is that of RAY_ADDRESS, else one that runs on this machine, else one that is started for the command.
+
+    Raises:
+        BatchError: Ray is missing, cannot be reached, or its workers do not see the folder `out`.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise BatchError("--engine ray needs the package ray: pip install 'ln-probe[ray]'") from None
+    try:
+        ray.init(log_to_driver=False, configure_logging=False, include_dashboard=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise BatchError(f"no Ray cluster can be reached ({error}): check RAY_ADDRESS") from error
+    on_gpu = settings.device is not None and settings.device.startswith("cuda")
+    task = ray.remote(_ray_task).options(num_cpus=1, num_gpus=int(on_gpu), max_retries=1)
+    waiting = deque(targets)
+    running: dict[Any, Target] = {}
+    try:
+        while waiting or running:
+            while waiting and (workers is None or len(running) < workers):
+                target = waiting.popleft()
+                running[task.remote(target, settings, out.absolute(), Path.cwd())] = target
+            (reference, *_), _ = ray.wait(list(running), num_returns=1)
+            target = running.pop(reference)
+            try:
+                yield ray.get(reference)
+            except ray.exceptions.RayTaskError as error:  # `attempt` raises nothing
+                raise BatchError(str(error.cause)) from error
+            except ray.exceptions.RayError:
+                yield Outcome(target, KILLED)
+    finally:
+        ray.shutdown()
+
+
+def _ray_task(target: Target, settings: Settings, out: Path, folder: Path) -> Outcome:
+    """Make a report on a node of the cluster."""
+    if not _lock_file(target, out).is_file():
+        raise BatchError(f"{out} is not there on node {socket.gethostname()}: --out must be a folder all nodes share")
+    with suppress(OSError):
+        os.chdir(folder)  # relative names of models mean what they mean to the driver
+    use_threads(1)
+    return attempt(target, settings, out)

@@ -1,1 +1,0 @@
-"""Reports over checkpoint suites: work units that survive being killed, on one machine or many."""
