@@ -79,11 +79,12 @@ EXPERIMENTS = {
         duration=("3 hours", "1 minute"),
     ),
     "majority_in_space": Experiment(
-        "ln_probe.analyses.lab.majority.majority_in_space",
+        "ln_probe.analyses.lab.majority.majority",
         "majority in 3 dimensions: keys and queries before and after each term, as points to look at from all sides",
         "Brody, Alon & Yahav 2023, figures 1a and 1b",
         seeds=5,
         duration=("15 minutes", "1 minute"),
+        function="run_in_space",
     ),
     "random_keys": Experiment(
         "ln_probe.analyses.lab.majority.random_keys",
@@ -93,7 +94,7 @@ EXPERIMENTS = {
         duration=("5 minutes", "1 minute"),
     ),
     "language_model": Experiment(
-        "ln_probe.analyses.lab.language_model.published_language_model",
+        "ln_probe.analyses.lab.language_model.published",
         "unselectable keys of language models trained with and without scaling, at a size a CPU trains",
         "Brody, Alon & Yahav 2023, section 4.2",
         quick_seeds=2,
@@ -108,14 +109,15 @@ EXPERIMENTS = {
         needs_text=True,
     ),
     "encoder_passages": Experiment(
-        "ln_probe.analyses.lab.language_model.encoder_passages",
+        "ln_probe.analyses.lab.language_model.sentences",
         "these encoders fine-tuned to tell which of the texts a passage is from: what leaving out a term costs",
         "Brody, Alon & Yahav 2023, in place of SST-2",
         duration=("about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)", "2 minutes"),
         needs_text=True,
+        function="run_passages",
     ),
     "language_model_full": Experiment(
-        "ln_probe.analyses.lab.language_model.published_language_model",
+        "ln_probe.analyses.lab.language_model.published",
         "the same with GPT-2's vocabulary and windows of 1024 (--tokenizer: GPT-2's)",
         "Brody, Alon & Yahav 2023, section 4.2",
         seeds=1,
@@ -124,22 +126,23 @@ EXPERIMENTS = {
         function="run_full",
     ),
     "language_model_bundled": Experiment(
-        "ln_probe.analyses.lab.language_model.bundled_seeds",
+        "ln_probe.analyses.lab.language_model.two_by_two",
         "the models that ship with ln_probe, with more seeds: held-out loss and unselectable keys",
         "the shape and schedule of the bundled models",
         duration=("about 4 hours (8 runs of half an hour)", "2 minutes"),
         needs_text=True,
     ),
     "fresh_seeds": Experiment(
-        "ln_probe.analyses.lab.language_model.fresh_seeds",
+        "ln_probe.analyses.lab.language_model.two_by_two",
         "pre-registered 2 x 2 over seeds 10 to 19: scaling and projection before attention, loss and unselectable keys",
         "the shape and schedule of the bundled models, smaller",
         seeds=10,
         duration=("about 40 minutes (40 runs of 1 minute)", "2 minutes"),
         needs_text=True,
+        function="run_fresh",
     ),
     "fresh_seeds_long": Experiment(
-        "ln_probe.analyses.lab.language_model.fresh_seeds",
+        "ln_probe.analyses.lab.language_model.two_by_two",
         "the same over seeds 20 to 29, trained as long as the bundled models",
         "the shape and schedule of the bundled models, smaller",
         seeds=10,
@@ -167,23 +170,25 @@ EXPERIMENTS = {
         duration=("about 50 minutes with --jobs 2 (402 runs of 15 seconds)", "2 minutes"),
     ),
     "approximation_text": Experiment(
-        "ln_probe.analyses.lab.approximation.approximation_text",
+        "ln_probe.analyses.lab.approximation.text_models",
         "layers against heads, and attention with the dot product or without, on text",
         "Wang & E 2024, section 6 (1a and 3b)",
         duration=("15 minutes (54 runs of 5-40 seconds)", "1 minute"),
         needs_text=True,
     ),
     "longer_inputs": Experiment(
-        "ln_probe.analyses.lab.approximation.longer_inputs",
+        "ln_probe.analyses.lab.approximation.memory",
         "logarithmic, linear and T5 positions fitted to 1000 inputs and put on up to 8000, trained and least squares",
         "Wang & E 2024, section 6 (4a and 4b)",
         duration=("2 minutes (36 runs of 3 seconds)", "20 seconds"),
+        function="run_longer",
     ),
     "adaptive_memory": Experiment(
-        "ln_probe.analyses.lab.approximation.adaptive_memory",
+        "ln_probe.analyses.lab.approximation.memory",
         "a memory whose place the last input chooses: heads, FFN and dot product, and the least possible error",
         "Wang & E 2024, adaptive memory (no experiment of it alone)",
         duration=("10 minutes (36 runs of 15 seconds)", "1 minute"),
+        function="run_adaptive",
     ),
     "compiler": Experiment(
         "ln_probe.analyses.lab.crasp.compiler",
@@ -199,7 +204,7 @@ EXPERIMENTS = {
         duration=("about 80 minutes with --jobs 2 (189 runs, 15 s to 4 min)", "2 minutes"),
     ),
     "counting_traces": Experiment(
-        "ln_probe.analyses.lab.counting.counting_traces",
+        "ln_probe.analyses.lab.counting.traces",
         "cell states over a^n b^n (c^n): the dimension that counts, and where a norm in the cell ends the count",
         "Weiss, Goldberg & Yahav 2018",
         duration=("about 90 minutes (45 runs of 1-5 minutes)", "1 minute"),
@@ -233,10 +238,11 @@ EXPERIMENTS = {
         duration=("3 minutes", "15 seconds"),
     ),
     "counting_budget": Experiment(
-        "ln_probe.analyses.lab.counting.qrnn_budget",
+        "ln_probe.analyses.lab.counting.counting",
         "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",
         "Merrill et al. 2020, section 5",
         duration=("about 2.5 hours (24 runs of 6 minutes)", "1 minute"),
+        function="run_budget",
     ),
     "sentences": Experiment(
         "ln_probe.analyses.lab.language_model.sentences",
@@ -246,10 +252,11 @@ EXPERIMENTS = {
         needs_text=True,
     ),
     "anbk": Experiment(
-        "ln_probe.analyses.lab.counting.anbk",
+        "ln_probe.analyses.lab.counting.counting",
         "an LSTM that tags a^n b^2n by an absolute value or a threshold of its count, tested on longer words",
         "code released with Merrill et al. 2020",
         duration=("about 10 minutes (12 runs)", "1 minute"),
+        function="run_anbk",
     ),
 }
 

@@ -22,8 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.lab.run_folder import TEXT_BOUNDARY
-from ln_probe.analyses.lab.train import Task, step_generator, with_gradients
+from ln_probe.analyses.lab.train import TEXT_BOUNDARY, Task, step_generator
 from ln_probe.analyses.lab.transformer import LabTransformer
 
 VALID_SHARE = 0.05  # the end of every text is held out
@@ -139,7 +138,9 @@ def piecewise_loss(model: LabTransformer, tokens: Int[Tensor, "batch pos"]) -> F
     b_U = model.W_U.new_zeros(model.cfg.d_vocab) if model.b_U is None else model.b_U
     inputs = (x, model.W_U, b_U)
     total, gradients = _cross_entropy(x.detach(), model.W_U.detach(), b_U.detach(), tokens[:, 1:].flatten())
-    return with_gradients(total / len(x), inputs, [gradient / len(x) for gradient in gradients])
+    # A scalar with this value and these gradients: each term is 0.
+    terms = [(g / len(x) * (i - i.detach())).sum() for i, g in zip(inputs, gradients, strict=True)]
+    return total / len(x) + torch.stack(terms).sum()
 
 
 def _cross_entropy(x: Tensor, W_U: Tensor, b_U: Tensor, wanted: Tensor) -> tuple[float, tuple[Tensor, Tensor, Tensor]]:

@@ -1,24 +1,30 @@
 """What relative attention approximates: trained errors and the least-squares optimum of the same model.
 
 After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
-6: dot-product-free attention with logarithmic, linear or tabulated positions (`relative_transformer`) on the targets of
-`approximation_targets`. Where a trained error lies far above the optimum, optimization failed and not expressivity; two
-learning rates show how much that is worth. The published model has no norm: here one is put before or after its
-sublayers. A norm before them leaves the residual as it is and can express all that the plain model can; a norm after
-them that scales puts the output on a sphere, which a sum of many inputs does not lie on.
+6: dot-product-free attention with logarithmic, linear, T5 or tabulated positions on the targets of `relative`. Where a
+trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show how much
+that is worth. The published model has no norm: here one is put before or after its sublayers. A norm before them leaves
+the residual as it is and can express all that the plain model can; a norm after them that scales puts the output on a
+sphere, which a sum of many inputs does not lie on.
 
 Hypotheses, written down before their runs: on 1b and 2b 64 heads with T5's positions leave most of the variance, as
 with logarithmic and linear ones; on 1b 32 heads with an FFN of 256 and a learned bias per lag are no better than 8.
 
-Attainable errors: `python -m ln_probe.analyses.lab.approximation.approximation` makes the kept table anew (minutes).
+Rates. The source's theorems bound the error by a power of the number of heads. `rates_trained` has a least-squares line
+of log error against log H per seed; `rates_attainable` which of three laws the solutions in `optima.csv` follow (made
+by `python -m ln_probe.analyses.lab.approximation.approximation`, in minutes). Up to four heads slopes are searched for,
+from five on they are laid out: a law is laid through points of one kind. Solutions that are no better than one of fewer
+heads add no information. T5's positions weigh all lags from 128 on alike, so their error has a known limit
+(`constant_tail_floor`): what is fitted is the excess over it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,16 +32,17 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from matplotlib.figure import Figure
+from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.lab.approximation import rates
-from ln_probe.analyses.lab.approximation.approximation_targets import (
+from ln_probe.analyses.lab.approximation.relative import (
     AFFINE_TARGETS,
     DIGITS,
     LENGTH,
     SEARCHED,
     SLOPE_RANGE,
+    T5_LARGEST,
     RelativeConfig,
     RelativeTransformer,
     affine,
@@ -43,6 +50,7 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     evaluate,
     extended_solution,
     linear_optimum,
+    linear_weights,
     plain,
     sampling_error,
     table_optimum,
@@ -50,15 +58,18 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import (
+    LEVEL,
     Results,
     as_factors,
+    contrasted,
     effects,
-    folder,
     heat_map,
+    minus_reference,
     panels,
+    select,
     summarize,
 )
-from ln_probe.analyses.lab.train import Run, Task, TrainConfig, carry_out, curves, planned, step_generator
+from ln_probe.analyses.lab.train import Task, TrainConfig, carry_out, curves, planned, step_generator
 from ln_probe.analyses.probes.statistics import holm
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
@@ -68,21 +79,14 @@ RATES = (1e-2, 1e-3)
 EVALUATION_SEED = 10_000  # apart from every training seed
 EVALUATION_INPUTS = 4096
 EXACT = 0  # inputs of an evaluation that is a sum over lags
-OPTIMA = folder("approximation") / "optima.csv"  # kept: making it takes minutes
+OPTIMA = Path(__file__).with_name("optima.csv")
 KEYS = ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")
 
 # Squared errors as reported; bounds ("< 1e-5") as their bound. 2a and 2b were reported over m and H, not which.
 PUBLISHED = pd.DataFrame(
     [("4a", "log", 1, 1e-5), ("4a", "linear", 64, 0.19), ("4b", "linear", 1, 1e-7), ("4b", "log", 64, 5.3e-4)],
     columns=["target", "kernel", "heads", "published"],
-).assign(norm="none", norm_order="pre", width=0)  # 4a and 4b were published without an FFN
-PUBLISHED_BOUNDS = (("4a", "log", 1), ("4b", "linear", 1))  # the others are figures
-PUBLISHED_RANGES = {
-    "1b": "H = 32, m = 256 adequate",
-    "2a": "m raised: 0.49 to 0.002; H no help",
-    "2b": "H raised: 1.16 to 1e-6; m no help",
-    "3a": "dot product marginal",
-}
+).assign(norm="none", norm_order="pre", width=0, measure="mse")  # 4a and 4b were published without an FFN
 
 
 @dataclass(frozen=True)
@@ -100,21 +104,6 @@ class Cell:
 
     def spec(self) -> RelativeConfig:
         return RelativeConfig(LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order)
-
-    def optima(self) -> tuple[float, float]:
-        """The least squared error known to be attainable with this parametrization, and the error of the same solution
-        on the inputs that models are measured on (a table's: the same); NaN where they are unknown.
-
-        With a slope per head they are read from the kept table of `optima`, in extended precision: the coefficients of
-        many heads are larger than float64 can tell apart (`mse` there is of those it holds). It bounds the optimum from
-        above, for the slopes were searched from several starts (up to four heads) or laid out evenly (more), and proves
-        no limit of what can be expressed. An FFN, whose output may be 0, does not raise it.
-        """
-        if self.norm_order == "post" and self.norm != "none":
-            return np.nan, np.nan
-        if self.kernel == "table":
-            return (table_optimum(self.target, self.heads, self.width),) * 2
-        return kept_optima().get((self.target, self.kernel, self.heads), (np.nan, np.nan))
 
 
 class ApproximationTask(Task):
@@ -144,14 +133,14 @@ class ApproximationTask(Task):
         return self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        if isinstance(model, RelativeTransformer) and plain(model.cfg) and self.target in AFFINE_TARGETS:
-            mse, _ = error(self.target, *affine(model, LENGTH))
-            return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": EXACT}
-        mse = float(self.loss(model, self._evaluation))
-        return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": EVALUATION_INPUTS}
+        exact = isinstance(model, RelativeTransformer) and plain(model.cfg) and self.target in AFFINE_TARGETS
+        mse = error(self.target, *affine(model, LENGTH))[0] if exact else float(self.loss(model, self._evaluation))
+        inputs = EXACT if exact else EVALUATION_INPUTS
+        return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": inputs}
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
+    """What is trained."""
     heads, lrs = (HEADS_QUICK, RATES[:1]) if quick else (HEADS, RATES)
     long_memory = [
         Cell(target, kernel, h, lr=lr)
@@ -168,11 +157,11 @@ def grid(quick: bool) -> tuple[Cell, ...]:
         return (*long_memory, Cell("2b", "table", 4), Cell("1b", "table", 4), *normed[:6])
     sparse = [Cell(t, "table", h, m) for t in ("1b", "2b") for h in (1, 2, 4, 8) for m in (4, 32, 256)]
     sparse.append(Cell("1b", "table", 32, 256))  # published as adequate
-    affine = [Cell("2a", "table", h, m) for h in (1, 8) for m in (1, 4, 16, 64)]
+    affine_target = [Cell("2a", "table", h, m) for h in (1, 8) for m in (1, 4, 16, 64)]
     dot_product = [Cell("1b", "table", h, dot_product=True) for h in (1, 4)]
     slopes = [Cell(t, kernel, 64) for t in ("1b", "2b") for kernel in ("log", "linear", "t5")]
     t5 = [Cell(target, "t5", h, FFN_FREE) for target in ("4a", "4b") for h in HEADS]
-    return (*long_memory, *t5, *sparse, *normed, *affine, *dot_product, *slopes)
+    return (*long_memory, *t5, *sparse, *normed, *affine_target, *dot_product, *slopes)
 
 
 def training(quick: bool, seed: int, lr: float) -> TrainConfig:
@@ -192,200 +181,259 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
     )
 
 
-def make_runs(request: Request) -> list[Run]:
-    return planned(
+def run(request: Request) -> Results:
+    """Train the missing runs of the grid and put every error beside its optimum."""
+    runs = planned(
         grid(request.quick),
         request,
         name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
         task=lambda cell, _: ApproximationTask(cell.target),
         training=lambda cell, seed: training(request.quick, seed, cell.lr),
     )
-
-
-def run(request: Request) -> Results:
-    """Train the missing runs of the grid and put every error beside its optimum."""
-    runs = make_runs(request)
     lost = carry_out(runs, request)
-    table = with_inputs(curves(runs))
-    return replace(findings(table, request.quick), diverged=lost)
+    tables = analyse(with_inputs(curves(runs)))
+    settings = {"training": vars(training(request.quick, 0, RATES[0])), "seeds": list(request.seeds)}
+    return Results(tables, plot(tables), settings, lost)
 
 
 def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
     """Errors of `curves` with the column `evaluated_on`: how many inputs each was measured on, EXACT if on none."""
     run = [*KEYS, "seed", "step"]
     inputs = table[table["measure"] == "evaluated_on"].set_index(run)["value"]
-    errors = table[table["measure"].isin(["mse", "relative_mse"])]
-    found = errors.join(inputs.rename("evaluated_on"), on=run)
-    return found.fillna({"evaluated_on": EVALUATION_INPUTS}).astype({"evaluated_on": int})  # older runs do not say
+    errors = select(table, measure=["mse", "relative_mse"])
+    return errors.join(inputs.rename("evaluated_on"), on=run).astype({"evaluated_on": int})
 
 
-def findings(table: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and figures from the errors of every run: as `with_inputs` makes them.
+def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Make the tables of the errors of every run (as `with_inputs`).
 
-    Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms.
+    Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms. Holm's
+    p is over `norm_factors`, `rates_trained` and `dot_product` together.
     """
-    values = table.drop(columns=["step", "evaluated_on"])
-    summary = summarize(values, [*KEYS, "measure"], PUBLISHED.assign(measure="mse"), kind="log")
-    laws = rates.attainable_laws(pd.read_csv(OPTIMA))
-    factors, exponents, products = adjusted_together(
-        norm_factors(table), rates.trained_exponents(table), rates.dot_product_factors(table)
-    )
-    cells = [Cell(**{key: row[key] for key in KEYS}) for row in summary.to_dict("records")]
-    scale = [1.0 if m == "mse" else variance(t) for m, t in zip(summary["measure"], summary["target"], strict=True)]
-    optima = np.array([cell.optima() for cell in cells], dtype=float).reshape(-1, 2)
+    summary = summarize(frame.drop(columns=["step", "evaluated_on"]), [*KEYS, "measure"], PUBLISHED, kind="log")
+    optima = pd.read_csv(OPTIMA)
+    known = {
+        (r["target"], r["kernel"], r["heads"]): (r["mse_extended"], r["mse_sampled"]) for r in optima.to_dict("records")
+    }
+    best = np.array([_optima(row, known) for row in summary.to_dict("records")], dtype=float).reshape(-1, 2)
+    relative = (summary["measure"] != "mse").to_numpy()
+    scale = np.where(relative, summary["target"].map(variance), 1.0)
     for place, name in enumerate(("optimum", "optimum_sampled")):
-        summary.insert(len(KEYS) + 1 + place, name, optima[:, place] / np.asarray(scale, dtype=float))
-    most = table.groupby([*KEYS, "measure"], sort=False, as_index=False)["evaluated_on"].max()
-    summary = summary.merge(most, on=[*KEYS, "measure"], validate="1:1")
-    return Results(
-        summary,
-        tables={
-            "errors": table,
-            "norm_factors": factors,
-            "optima": pd.read_csv(OPTIMA),
-            "rates_trained": exponents,
-            "rates_attainable": laws,
-            "dot_product": products,
-        },
-        figures={} if table.empty else dict(draw(summary)),
-        settings={
-            "training": vars(training(quick, 0, RATES[0])),
-            "seeds": sorted({int(seed) for seed in table["seed"]}),
-            "published_ranges": PUBLISHED_RANGES,
-            "published_bounds": PUBLISHED_BOUNDS,
-            "variance": {t: variance(t) for t in ("1b", "2a", "2b", "4a", "4b")},
-        },
-    )
-
-
-def adjusted_together(*tables: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """The tables with Holm's p over the rows of all of them: they are one family."""
-    p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tables]))
-    for table, part in zip(tables, np.split(p_holm, np.cumsum([len(table) for table in tables])[:-1]), strict=True):
-        yield table.assign(p_holm=part)
-
-
-@cache
-def kept_optima() -> dict[tuple[str, str, int], tuple[float, float]]:
-    """Of the kept table of `optima`: errors in extended precision and on the evaluation's inputs, by target … heads."""
-    table = pd.read_csv(OPTIMA)
+        summary.insert(len(KEYS) + 1 + place, name, best[:, place] / scale)
+    most = frame.groupby([*KEYS, "measure"], sort=False, as_index=False)["evaluated_on"].max()
+    tested = [norm_factors(frame), trained_exponents(frame), dot_product_factors(frame)]
+    p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tested]))
+    parts = np.split(p_holm, np.cumsum([len(table) for table in tested])[:-1])
+    factors, exponents, products = (t.assign(p_holm=p) for t, p in zip(tested, parts, strict=True))
     return {
-        (r["target"], r["kernel"], r["heads"]): (r["mse_extended"], r["mse_sampled"]) for r in table.to_dict("records")
+        "summary": summary.merge(most, on=[*KEYS, "measure"], validate="1:1"),
+        "errors": frame,
+        "norm_factors": factors,
+        "rates_trained": exponents,
+        "rates_attainable": attainable_laws(optima),
+        "dot_product": products,
     }
 
 
-def _attainable(row: dict[Hashable, Any]) -> str:
-    """The optimum, and on which inputs a trained error that was sampled is to be compared with what."""
-    best = row["optimum"]
-    if np.isnan(best):
-        return "not computed"
-    if best == 0:
-        return f"below {np.finfo(float).tiny:.0e}"
-    same = f" ({row['optimum_sampled']:.2g} on the inputs of the trained models' errors)"
-    return f"{best:.2g}" + ("" if row["evaluated_on"] == EXACT else same)
+def _optima(row: Mapping[Any, Any], known: Mapping[tuple[str, str, int], tuple[float, float]]) -> tuple[float, float]:
+    """The least squared error known to be attainable, and that of the same solution on the inputs of the evaluation.
 
-
-def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
-    """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches.
-
-    Returns:
-        KEYS of the runs with a norm, `factor`, `low`, `high` (95 %), `seeds`, `p`, `p_holm` (over all rows).
+    With a slope per head they are read from OPTIMA. An FFN, whose output may be 0, does not raise them.
     """
-    errors = table[table["measure"] == "mse"].assign(value=lambda t: np.log(t["value"].astype(float)))
+    if row["norm_order"] == "post" and row["norm"] != "none":
+        return np.nan, np.nan
+    if row["kernel"] == "table":
+        return (table_optimum(row["target"], row["heads"], row["width"]),) * 2
+    return known.get((row["target"], row["kernel"], row["heads"]), (np.nan, np.nan))
+
+
+def norm_factors(frame: pd.DataFrame) -> pd.DataFrame:
+    """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches."""
+    errors = select(frame, measure="mse").assign(value=lambda t: np.log(t["value"].astype(float)))
     return as_factors(effects(errors, KEYS, ["norm", "norm_order"]), KEYS)
 
 
-def draw(summary: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """Every picture by name, of what there is."""
-    errors = summary[summary["measure"] == "mse"]
-    plain = errors[(errors["norm"] == "none") & ~errors["dot_product"].astype(bool)]
-    if len(memory := plain[plain["target"].isin(["4a", "4b"])]):
-        free = memory[memory["width"] == 0]  # as published, as soon as there are any
-        yield "heads", _against_heads(free if len(free) else memory)
-    if len(table := plain[plain["target"].isin(["1b", "2b"]) & (plain["kernel"] == "table")]) > 2:
-        yield "table", _heads_by_width(table)
+def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
+    """By what factor the dot product changes the squared error (3a): geometric means over seeds.
+
+    Returns:
+        `target, kernel, heads, width, factor, low, high` (95 %), `seeds, p, p_holm`.
+    """
+    errors = select(frame, measure="mse", norm="none")
+    logs = errors.assign(value=np.log(errors["value"].astype(float)))
+    keys = ["target", "kernel", "heads", "width"]
+    pairs = minus_reference(logs, ~logs["dot_product"].astype(bool), [*keys, "norm_order", "lr", "seed"])
+    return as_factors(contrasted(pairs, keys), keys)
 
 
-def _against_heads(part: pd.DataFrame) -> Figure:
-    """Trained error over heads, a line per learning rate, with the optimum and the published figure."""
-    figure = Figure(figsize=(8, 5.6), layout="constrained")
-    squares = [(t, k) for t in ("4a", "4b") for k in ("log", "linear")]
-    for (target, kernel), ax in zip(squares, figure.subplots(2, 2, sharex=True).flat, strict=True):
-        cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
-        for number, lr in enumerate(sorted(set(part["lr"]), reverse=True)):
-            line = cell[cell["lr"] == lr].sort_values("heads")
-            ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
-        if cell.empty:
-            ax.set_axis_off()
-            continue
-        best = cell.drop_duplicates("heads")
-        ax.plot(best["heads"], best["optimum"].clip(1e-16), "k--", marker="_", label="least squares")
-        ax.plot(best["heads"], best["published"], "r*", label="published")
-        ax.set(
-            title=f"{target}, {kernel} positions", xscale="log", yscale="log", xlabel="heads", ylabel="squared error"
-        )
-        ax.set_xticks(list(best["heads"]), labels=list(best["heads"]))
-        ax.minorticks_off()
-    figure.axes[0].legend(fontsize=7)
-    return figure
+# ----------------------------------------------------------------------------------------------------------- rates
+
+FEWEST = 3  # numbers of heads; a line through two points is no fit
+# Errors relative to the best constant's. Searched slopes are float64: off by 1e-16 of themselves they leave 1e-32 times
+# the squared coefficients (about 10 each, where errors are that small). What leaves less than this is exact.
+ROUNDED = 1e-28
+STALLED = 0.5  # a factor from the fewest to the most heads: an error that falls by less than half follows no rate here
+TELLING = 4  # numbers of heads: with three, a law of two constants has one point to be wrong at
+APART = 4.0  # times the residual of the law that is reported: what the next law must be off by, at least
+FOLLOWS = 0.5  # decades, root mean square: points within a factor of about 3 of a line follow its law
+SEARCHED_FOR, LAID_OUT = "searched", "laid out"  # how the slopes of a solution were found
+LAWS: dict[str, Callable[[Float[np.ndarray, " point"]], Float[np.ndarray, " point"]]] = {
+    "H^-c": np.log,
+    "exp(-c sqrt H)": np.sqrt,
+    "exp(-c H)": np.asarray,
+}
+NO_RATE = ("none", np.nan, np.nan, np.nan, np.nan, "none", np.nan, False)
+LAW_COLUMNS = [
+    "target", "kernel", "found", "points", "heads", "first", "last", "limit", "exact_from", "law", "c", "c_low",
+    "c_high", "residual", "second", "residual_second", "told",
+]  # fmt: skip
 
 
-def _heads_by_width(part: pd.DataFrame) -> Figure:
-    """Trained error of 1b and 2b with a table of positions, heads against hidden units."""
+def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
+    """The exponents of error against heads: a line per seed, an interval over seeds.
+
+    Returns:
+        `target, kernel, width, lr, heads` ("1, 4, 16, 64"), what `contrasted` gives of a, where error ~ H^-a, and
+        `residual` (root mean square of the log10 error about the lines, the mean over seeds); of models without a norm
+        and without the dot product, with at least FEWEST numbers of heads.
+    """
+    keys = ["target", "kernel", "width", "lr"]
+    errors = select(frame, measure="mse", norm="none", dot_product=False)
+    rows = []
+    for key, part in errors.groupby([*keys, "seed"], sort=False):
+        if part["heads"].nunique() >= FEWEST:
+            part = part.sort_values("heads")
+            a, *_, residual = _line(np.log(part["heads"].to_numpy(float)), np.log(part["value"].to_numpy(float)))
+            rows.append((*key, ", ".join(map(str, part["heads"])), a, residual))
+    table = pd.DataFrame(rows, columns=[*keys, "seed", "heads", "value", "residual"])
+    keys.append("heads")
+    residuals = table.groupby(keys, sort=False, as_index=False)["residual"].mean()
+    return contrasted(table, keys).merge(residuals, on=keys)
+
+
+def attainable_laws(optima: pd.DataFrame) -> pd.DataFrame:
+    """Which law the least-squares errors follow, for slopes that were searched for and for those laid out.
+
+    Returns:
+        LAW_COLUMNS: `points` (numbers of heads that improve on all fewer, before a searched solution is exact), `heads`
+        (of these), `first, last` (errors relative to the best constant's, at the fewest and the most of these),
+        `limit` (the same of T5's limit, else 0), `exact_from` (heads from which on a searched solution leaves less than
+        ROUNDED), `law` of the excess that lies nearest ("none" where the error stalls or points are too few), its `c`
+        with the interval of the fit alone, `residual` (root mean square of the log10 error), the same of the next law,
+        and `told`: whether TELLING points or more lie near the law (FOLLOWS), fall for certain, and lie much nearer
+        than to the next one (APART).
+    """
+    rows = []
+    for (target, kernel), part in optima.groupby(["target", "kernel"], sort=False):
+        part = part.sort_values("heads")
+        whole = variance(str(target))
+        limit = constant_tail_floor(str(target)) / whole if kernel == "t5" else 0.0
+        relative, excess = (part[c].to_numpy(float) / whole for c in ("mse_extended", "excess"))
+        searched, heads = (part["found"] == SEARCHED_FOR).to_numpy(), part["heads"].to_numpy(float)
+        exact = heads[searched & (relative <= ROUNDED)].min(initial=np.inf)
+        seen = (heads < exact) & (np.diff(np.minimum.accumulate(relative), prepend=np.inf) < 0) & (excess > 0)
+        for way in dict.fromkeys(part["found"]):
+            of_way = seen & (part["found"] == way).to_numpy()
+            ends = tuple(relative[of_way][[0, -1]]) if of_way.any() else (np.nan, np.nan)
+            shown = ", ".join(f"{h:.0f}" for h in heads[of_way]) or "none"
+            about = (target, kernel, way, int(of_way.sum()), shown, *ends, limit, exact)
+            rows.append((*about, *_law(heads[of_way], excess[of_way], ends)))
+    return pd.DataFrame(rows, columns=LAW_COLUMNS).replace({"exact_from": np.inf}, np.nan)
+
+
+def _law(
+    heads: Float[np.ndarray, " point"], excess: Float[np.ndarray, " point"], ends: tuple[float, float]
+) -> tuple[str, float, float, float, float, str, float, bool]:
+    """The last columns of `attainable_laws`."""
+    if len(heads) < FEWEST or ends[1] >= STALLED * ends[0]:
+        return NO_RATE
+    fits = {name: _line(of(heads), np.log(excess)) for name, of in LAWS.items()}
+    law, second = sorted(fits, key=lambda name: fits[name][3])[:2]
+    _, low, _, residual = fits[law]
+    told = len(heads) >= TELLING and residual < FOLLOWS and fits[second][3] >= APART * residual and low > 0
+    return law, *fits[law], second, fits[second][3], told
+
+
+def _line(x: Float[np.ndarray, " point"], y: Float[np.ndarray, " point"]) -> tuple[float, float, float, float]:
+    """Minus the slope of a least-squares line with its interval, and the residual in log10."""
+    line = stats.linregress(x, y)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 2)) * float(line.stderr)
+    residual = y - line.intercept - line.slope * x
+    c = -float(line.slope)
+    return c, c - half, c + half, float(np.sqrt((residual**2).mean()) / np.log(10))
+
+
+def constant_tail_floor(target: str) -> float:
+    """The least squared error of anything that weighs all lags from T5_LARGEST on alike, on LENGTH inputs: T5's limit.
+
+    The best common weight is the mean of the target's, so the remaining error is their spread.
+    """
+    tail = linear_weights(target)[T5_LARGEST:LENGTH]
+    return float(((tail - tail.mean()) ** 2).sum())
+
+
+# --------------------------------------------------------------------------------------------------------- figures
+
+
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Errors of 4a and 4b over heads beside the optimum; of 1b and 2b with a table of positions, heads against FFN."""
     from matplotlib.colors import LogNorm
 
-    figure, axes = panels(2, 3.8, 3.2)
-    for target, ax in zip(("1b", "2b"), axes, strict=True):
-        square = part[part["target"] == target].pivot(index="heads", columns="width", values="mean")
-        if square.empty:
-            ax.set_axis_off()
-            continue
-        image = heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
+    errors = select(tables["summary"], measure="mse", norm="none", dot_product=False)
+    memory = select(errors, target=["4a", "4b"], kernel=["log", "linear"], width=FFN_FREE)
+    figure, axes = panels(4, 4, 2.8, columns=2)
+    for ((target, kernel), cell), ax in zip(memory.groupby(["target", "kernel"], sort=False), axes, strict=False):
+        for number, (lr, line) in enumerate(cell.groupby("lr", sort=False)):
+            ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
+        ax.plot(cell["heads"], cell["optimum"].clip(1e-16), "k_", label="least squares")
+        ax.plot(cell["heads"], cell["published"], "r*", label="published")
+        ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="heads", ylabel="squared error")
+    axes[0].legend(fontsize=7)
+    squares = select(errors, target=["1b", "2b"], kernel="table")
+    table, axes = panels(2, 3.8, 3.2)
+    for (target, part), ax in zip(squares.groupby("target"), axes, strict=False):
+        square = part.pivot(index="heads", columns="width", values="mean")
+        heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
         ax.set(title=f"{target}, table of positions", xlabel="m", ylabel="heads")
-    figure.colorbar(image, ax=figure.axes, label="squared error")
-    return figure
+    return {"heads": figure, "table": table}
 
 
 SOLVED_HEADS = (1, 2, 4, 8, 16, 32, 64)  # more than are trained, for their rate
-COLUMNS = (
-    "target", "kernel", "heads", "found", "mse", "largest_coefficient", "mse_extended", "largest_extended", "digits",
-    "excess", "mse_sampled", "sampling_error",
-)  # fmt: skip
 
 
-def optimum_table(cells: Sequence[tuple[str, str, int]] | None = None) -> pd.DataFrame:
+def optimum_table() -> pd.DataFrame:
     """Errors that the linear targets can be approximated to, by least squares over the heads' coefficients.
 
-    Args:
-        cells: target, kernel and number of heads; None: all that are kept (64 heads take 15 seconds each).
-
-    Columns: `target, kernel, heads`; `found`: how the slopes were, "searched" for from several starts or "laid out"
-    evenly; `mse`, `largest_coefficient`: of float64's coefficients of least norm, their error summed in extended
-    precision; `mse_extended`, `largest_extended`: of coefficients solved for with `digits` digits, for the same slopes.
-    Where the two part, the columns are dependent to within float64's rounding. `excess`: of `mse_extended` over the
-    limit of T5's positions (`constant_tail_floor`), of others over 0. `mse_sampled`: of the same solution on the inputs
-    that trained models are measured on; `sampling_error`: the standard error of that, relative to it.
+    Columns: `target, kernel, heads`; `found`: how the slopes were; `mse`, `largest_coefficient`: of float64's
+    coefficients of least norm, their error summed in extended precision; `mse_extended`, `largest_extended`: of
+    coefficients solved for with `digits` digits, for the same slopes. `excess`: of `mse_extended` over the limit of
+    T5's positions, of others over 0. `mse_sampled`: of the same solution on the inputs that trained models are measured
+    on; `sampling_error`: the standard error of that, relative to it.
     """
-    task = ApproximationTask("4a")
-    by_lag = task.batch(0, EVALUATION_INPUTS, EVALUATION_SEED).flip(1).double().numpy()
+    by_lag = ApproximationTask("4a").batch(0, EVALUATION_INPUTS, EVALUATION_SEED).flip(1).double().numpy()
     rows = []
-    every = [(t, k, h) for t in ("2b", "4a", "4b") for k in SLOPE_RANGE for h in SOLVED_HEADS]
-    for target, kernel, heads in cells or every:
+    for target, kernel, heads in itertools.product(("2b", "4a", "4b"), SLOPE_RANGE, SOLVED_HEADS):
         optimum = linear_optimum(target, kernel, heads)
-        held = extended_solution(target, kernel, optimum.slopes, optimum.coefficients)
+        float64 = extended_solution(target, kernel, optimum.slopes, optimum.coefficients)
         solved = extended_solution(target, kernel, optimum.slopes)
-        sampled = float(((by_lag @ solved.left) ** 2).mean())
-        found = rates.SEARCHED_FOR if heads <= SEARCHED else rates.LAID_OUT
-        excess = solved.mse - (rates.constant_tail_floor(target) if kernel == "t5" else 0.0)
-        about = (solved.mse, solved.largest, DIGITS, excess, sampled, sampling_error(solved.left, EVALUATION_INPUTS))
-        rows.append((target, kernel, heads, found, held.mse, held.largest, *about))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def main() -> None:
-    """Write `published/approximation/optima.csv`."""
-    write_atomically(OPTIMA, optimum_table().to_csv(index=False, float_format="%.6g").encode())
+        rows.append(
+            {
+                "target": target,
+                "kernel": kernel,
+                "heads": heads,
+                "found": SEARCHED_FOR if heads <= SEARCHED else LAID_OUT,
+                "mse": float64.mse,
+                "largest_coefficient": float64.largest,
+                "mse_extended": solved.mse,
+                "largest_extended": solved.largest,
+                "digits": DIGITS,
+                "excess": solved.mse - (constant_tail_floor(target) if kernel == "t5" else 0.0),
+                "mse_sampled": float(((by_lag @ solved.left) ** 2).mean()),
+                "sampling_error": sampling_error(solved.left, EVALUATION_INPUTS),
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":
-    main()
+    write_atomically(OPTIMA, optimum_table().to_csv(index=False, float_format="%.6g").encode())

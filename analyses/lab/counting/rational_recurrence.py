@@ -32,7 +32,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.lab.counting.counting_tasks import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.counting.recurrent import QRNNLayer, RecurrentConfig
 from ln_probe.analyses.lab.counting.saturated_states import (
     LETTERS,
@@ -43,6 +42,7 @@ from ln_probe.analyses.lab.counting.saturated_states import (
     drawn,
     start,
 )
+from ln_probe.analyses.lab.counting.tasks import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
 
@@ -156,27 +156,16 @@ def run(request: Request) -> Results:
                     ranks.append((cell, layers, hidden, f"rank, {name}", block, seed, float(value)))
             enough = max(map(states_enough, nets))  # infinite: none is known
             ranks.append((cell, layers, hidden, "enough, largest", 0, seed, enough))
-    return findings(
+    tables = analyse(
         pd.DataFrame(ranks, columns=[*KEYS, "seed", "value"]),
         pd.DataFrame(errors, columns=["pooling", "seed", "value"]),
-        request.quick,
     )
+    return Results(tables, {}, {"draws": DRAWS_QUICK if request.quick else DRAWS, "words": f"{WORDS} of {LENGTH}"})
 
 
-def findings(ranks: pd.DataFrame, errors: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables from the ranks (KEYS, `seed`, `value`) and the largest errors (`pooling`, …) of seeds."""
-    summary = summarize(ranks[np.isfinite(ranks["value"])], list(KEYS))
-    return Results(
-        summary,
-        tables={"values": ranks, "errors": errors},
-        settings={
-            "draws": DRAWS_QUICK if quick else DRAWS,
-            "networks": NETWORKS_QUICK if quick else NETWORKS,
-            "words": f"{WORDS} of {LENGTH} letters",
-            "seeds": sorted({int(s) for s in ranks["seed"]}),
-            "published": "theorems, no figures: QRNNs are rationally recurrent, LSTMs are not (Merrill et al. 2020)",
-        },
-    )
+def analyse(ranks: pd.DataFrame, errors: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of the ranks (KEYS, `seed`, `value`), beside the largest errors (`pooling`, `seed`, `value`)."""
+    return {"summary": summarize(ranks[np.isfinite(ranks["value"])], list(KEYS)), "values": ranks, "errors": errors}
 
 
 def states_enough(net: list[SaturatedLayer]) -> float:

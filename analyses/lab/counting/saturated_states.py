@@ -34,17 +34,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Shaped
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, panels, summarize, summarize_kinds
+from ln_probe.analyses.lab.results import Results, lines, panels, select, summarize, summarize_kinds
 
 LETTERS = 2
 CAP = 50_000  # states; more of them take minutes, and have grown beyond doubt
@@ -299,7 +299,8 @@ def run(request: Request) -> Results:
             (*named, COUNTING, seed, float((known > GROWING).mean()) if len(known) else np.nan),
         ]
     values = pd.DataFrame(counts, columns=[*KEYS, "length", "seed", "value"])
-    return findings(values, pd.DataFrame(growth, columns=[*KEYS, "seed", "value"]), request.quick)
+    tables = analyse(values, pd.DataFrame(growth, columns=[*KEYS, "seed", "value"]))
+    return Results(tables, plot(tables), {"draws": DRAWS_QUICK if request.quick else DRAWS, "cap": CAP})
 
 
 def _draw(cell: Cell, rng: np.random.Generator, quick: bool) -> tuple[dict[tuple[str, int], float], float, bool]:
@@ -313,38 +314,22 @@ def _draw(cell: Cell, rng: np.random.Generator, quick: bool) -> tuple[dict[tuple
     return found, exponent(reached.counts, reached.settled), reached.settled
 
 
-def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and a figure from counts (with `length`; geometric means over seeds) and exponents."""
-    summary = summarize(values, [*KEYS, "length"], kind="log")
+def analyse(values: pd.DataFrame, growth: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of counts (with `length`; geometric means over seeds), and the exponents."""
     powers = growth["measure"].str.startswith(EXPONENT).astype(bool)
-    grown = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")
-    return Results(
-        summary,
-        tables={"values": values, "growth": growth, "exponents": grown},
-        figures={"states": draw(summary)},
-        settings={
-            "draws": DRAWS_QUICK if quick else DRAWS,
-            "cap": CAP,
-            "seeds": sorted({int(s) for s in values["seed"]}),
-            "published": "theorems, no figures: O(1) states but for LSTM and ifo-pooling (Merrill et al., section 3)",
-        },
-    )
+    exponents = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")
+    summary = summarize(values, [*KEYS, "length"], kind="log")
+    return {"summary": summary, "values": values, "growth": growth, "exponents": exponents}
 
 
-def draw(summary: pd.DataFrame) -> Figure:
-    """Distinct states over length, the largest draw of every cell; dotted: constant in theory."""
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Distinct states over length, the largest draw of every cell."""
     figure, axes = panels(2, 5.5, 4.6)
-    colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    styles = {CONSTANT: ":", GROWS: "-", UNSATURATED: "--"}
+    summary = tables["summary"]
+    named = summary.assign(line=summary["cell"] + summary["layers"].map(", {} × ".format) + summary["hidden"].map(str))
     for kind, ax in zip(("states", "visited"), axes, strict=True):
-        part = summary[summary["measure"] == f"{kind}, largest"]
-        for number, (key, line) in enumerate(part.groupby(["cell", "layers", "hidden", "theory"], sort=False)):
-            cell, layers, hidden, theory = key
-            look = {"color": colors[number % len(colors)], "linestyle": styles[str(theory)]}
-            ax.plot(
-                line["length"], line["mean"], marker="o", markersize=3, label=f"{cell}, {layers} × {hidden}", **look
-            )
+        lines(ax, select(named, measure=f"{kind}, largest"), "length", "line", published=False)
         where = "along a random word" if kind == "visited" else "after all words"
-        ax.set(xscale="log", yscale="log", xlabel="length", ylabel=f"distinct states {where}")
+        ax.set(xscale="log", yscale="log", ylabel=f"distinct states {where}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, title="layers × units")
-    return figure
+    return {"states": figure}

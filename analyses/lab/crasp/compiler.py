@@ -8,7 +8,7 @@ compared with the interpreter on all short words and on random long ones, under 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +16,12 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.crasp import depth_task
+from ln_probe.analyses.lab.crasp import programs
 from ln_probe.analyses.lab.crasp.crasp import Program, parse
-from ln_probe.analyses.lab.crasp.depth_task import gate_program
+from ln_probe.analyses.lab.crasp.programs import gate_program
 from ln_probe.analyses.lab.crasp.weights import TINY_EPS, compile_program
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.results import Results, panels, summarize
+from ln_probe.analyses.lab.results import Results, lines, panels, summarize
 from ln_probe.analyses.lab.train import step_generator
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ CASES = "x := Q_a ? min(#[Q_a], 3) : (#[Q_b] > 2 ? max(#[Q_a] - #[Q_b], -1) : 2 
 # Every program of the laboratory and of its interpreter's tests that ends in a Boolean, but the deepest (198 levels),
 # and the symbols of its words.
 PROGRAMS: dict[str, tuple[str, Sequence[str]]] = {
-    "majority": (depth_task.MAJORITY, "ab"),
-    "Dyck-1": (depth_task.DYCK_1, "()"),
-    "a^n b^n": (depth_task.A_N_B_N, "ab"),
-    "a^n b^n c^n": (depth_task.A_N_B_N_C_N, "abc"),
-    "within 5": (depth_task.L_5, "ab"),
-    **{f"last block of L{k}": (depth_task.last_block(k), "ab") for k in range(1, 9)},
-    **{f"member of L{k}": (depth_task.blocks(k), "ab") for k in range(1, 6)},
+    "majority": (programs.MAJORITY, "ab"),
+    "Dyck-1": (programs.DYCK_1, "()"),
+    "a^n b^n": (programs.A_N_B_N, "ab"),
+    "a^n b^n c^n": (programs.A_N_B_N_C_N, "abc"),
+    "within 5": (programs.L_5, "ab"),
+    **{f"last block of L{k}": (programs.last_block(k), "ab") for k in range(1, 9)},
+    **{f"member of L{k}": (programs.blocks(k), "ab") for k in range(1, 6)},
     **{f"majority of majorities, depth {k}": (gate_program(k), "ab") for k in range(1, 4)},
     "names": ("x := #[Q_a] > 0  y := #[x] > 1  z := y and x", "ab"),
     "unused depth": ("x := #[#[Q_a] > 0] > 0  y := Q_b", "ab"),
@@ -161,32 +161,21 @@ def run(request: Request) -> Results:
         every_word_to = QUICK_EVERY_WORD_TO if request.quick and len(alphabet) > 2 else EVERY_WORD_TO
         rows += agreement(name, seed, QUICK_WORDS if request.quick else WORDS, every_word_to)
     lengths = lengths_table(QUICK_LENGTHS if request.quick else LENGTHS)
-    return findings(pd.DataFrame(rows), operations_table(), lengths)
+    tables = analyse(pd.DataFrame(rows), operations_table(), lengths)
+    settings = {"every_word_to": EVERY_WORD_TO, "letters": LETTERS, "few_words": FEW_WORDS, "arithmetic": "float64"}
+    return Results(tables, plot(tables), settings)
 
 
-def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame) -> Results:
-    """Make the summary and the figure from the rows of `agreement`, `operations_table` and `lengths_table`."""
-    return Results(
-        summarize(table, [*KEYS, "measure"]),
-        tables={"agreement": table, "operations": operations, "lengths": lengths},
-        figures={"lengths": length_curves(lengths)},
-        settings={
-            "every_word_to": EVERY_WORD_TO,
-            "letters": LETTERS,
-            "words": int(table.loc[table["measure"] == "random_words", "words"].max()),
-            "few_words": FEW_WORDS,
-            "lengths_program": LENGTHS_PROGRAM,
-            "arithmetic": "float64",
-            "published": "the equivalence at every depth and the construction with LayerNorm are theorems, not figures",
-        },
-    )
+def analyse(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of the rows of `agreement`, beside the other two tables."""
+    summary = summarize(table, [*KEYS, "measure"])
+    return {"summary": summary, "agreement": table, "operations": operations, "lengths": lengths}
 
 
-def length_curves(lengths: pd.DataFrame) -> Figure:
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Draw the share of right answers over length."""
     figure, (ax,) = panels(1, 6, 3.6)
-    for name, line in lengths.groupby("means", sort=False):
-        ax.plot(line["letters"], line["value"], marker="o", markersize=4, label=str(name))
-    ax.set(xscale="log", xlabel="letters", ylabel="answers right", title="A majority of majorities, compiled")
+    lines(ax, tables["lengths"], "letters", "means", "value")
+    ax.set(xscale="log", ylabel="answers right", title="A majority of majorities, compiled")
     ax.legend(fontsize=7)
-    return figure
+    return {"lengths": figure}

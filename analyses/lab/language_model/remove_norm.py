@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published_language_model import (
+from ln_probe.analyses.lab.language_model.published import (
     HEAD,
     LOSS,
     NORMALIZED,
@@ -48,9 +48,22 @@ from ln_probe.analyses.lab.results import (
     select,
     summarize,
 )
-from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, kept_beside, load_run, save_model, weights_of
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned, text_training
+from ln_probe.analyses.lab.train import (
+    LAB_FILE,
+    MODEL_FILE,
+    Run,
+    TrainConfig,
+    carry_out,
+    curves,
+    finished,
+    load_run,
+    measured_once,
+    planned,
+    save_model,
+    text_training,
+    weights_of,
+)
 from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 
@@ -223,7 +236,6 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
 START = "lm-layernorm"
 BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
 KEYS = ["model", "measure"]
-MEASURED = 1  # version of what `measures` measures
 TESTED = (LOSS, "entropy_ratio", "sink_rate", "attention_on_first", "unselectable_head", "unselectable_normalized")
 
 
@@ -327,19 +339,21 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
             loss = task.evaluate(at_once(start, task, size, seed, stage))[LOSS]
             rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
     trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
+    trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
+    norms = len(replaceable_norms(Start(start).build()))
     settings = {
-        "text_is_that_of_the_start": task.text.identity["files"] == trained_on,
         "start": START if start == start_folder() else str(start),
-        "norms": len(replaceable_norms(Start(start).build())),
+        "text_is_that_of_the_start": task.text.identity["files"] == trained_on,
+        "norms": norms,
         "training": vars(training(size, 0)) | {"seed": None},
         "schedule": asdict(size.schedule),
         "contexts": size.contexts,
         "data": task.text.identity,
-        "seeds": seeds,
         "finished": [each.name for each in done],
     }
     values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
-    return replace(findings(values, curves(runs), settings), diverged=lost)
+    tables = analyse(values, curves(runs))
+    return Results(tables, plot(tables, size.schedule, norms), settings, lost)
 
 
 def write_plain(run: Run, out: Path) -> None:
@@ -375,37 +389,27 @@ def measured(run: Run, size: Size) -> pd.DataFrame:
         model = plain(cast(LabTransformer, run.model()))
         return pd.DataFrame(measures(model, text, size.contexts), columns=["measure", "value"])
 
-    table = kept_beside(run.folder, "measures", weights_of(run.folder), MEASURED, made)
+    table = measured_once(run.folder, "measures", weights_of(run.folder), made)
     return table.assign(model=run.keys["model"], seed=run.seed)
 
 
-def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables and plots from the values of every seed and the curves, as they are kept."""
-    one = values["model"].eq(BEFORE) & values["seed"].ne(values["seed"].min())  # it is one model for every seed
-    compared, summary = paired(values), summarize(values[~one], KEYS)
-    return Results(
-        summary=summary,
-        tables={"effects": compared, "seeds": values, "curves": losses},
-        figures={"losses": _plot(losses, Schedule(**settings["schedule"]), int(settings["norms"]))},
-        settings=dict(settings),
-    )
+def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary, and differences of the same seed: removed compared with kept, and each with the start.
 
-
-def paired(values: pd.DataFrame) -> pd.DataFrame:
-    """Differences of the same seed: removed compared with kept (`removed - kept`), and each with the start.
-
-    Tested, with Holm's p, are those of TESTED.
+    Holm's p is over the measures TESTED of `removed - kept`.
     """
-    wide = values.pivot(index=["measure", "seed"], columns="model", values="value")
+    one = frame["model"].eq(BEFORE) & frame["seed"].ne(frame["seed"].min())  # it is one model for every seed
+    wide = frame.pivot(index=["measure", "seed"], columns="model", values="value")
     pairs = {f"{left} - {right}": (left, right) for left, right in ((REMOVED, KEPT), (REMOVED, BEFORE), (KEPT, BEFORE))}
     tested = {"difference": f"{REMOVED} - {KEPT}", "measure": [*TESTED]}
-    return contrasted(differences(wide, pairs, "difference"), ["difference", "measure"], tested=tested)
+    effects = contrasted(differences(wide, pairs, "difference"), ["difference", "measure"], tested=tested)
+    return {"summary": summarize(frame[~one], KEYS), "effects": effects, "seeds": frame, "curves": losses}
 
 
-def _plot(losses: pd.DataFrame, schedule: Schedule, norms: int) -> Figure:
+def plot(tables: Mapping[str, pd.DataFrame], schedule: Schedule, norms: int) -> dict[str, Figure]:
     """Held-out loss over fine-tuning, a line per seed: norms removed and kept."""
     figure, (ax,) = panels(1, 7, 4.2)
-    rows = select(losses, measure=LOSS)
+    rows = select(tables["curves"], measure=LOSS)
     for (model, seed), one in rows.groupby(["model", "seed"]):
         label = str(model) if seed == rows["seed"].min() else None
         ax.plot(one["step"], one["value"], color="C0" if model == KEPT else "C1", label=label)
@@ -413,4 +417,4 @@ def _plot(losses: pd.DataFrame, schedule: Schedule, norms: int) -> Figure:
     ax.axvspan(schedule.replaced(norms), schedule.over(norms), color="0.95", label="position 0 joins")
     ax.set(xlabel="step", ylabel="held-out loss, nats per token")
     ax.legend()
-    return figure
+    return {"losses": figure}

@@ -547,4 +547,6 @@ def analyse_in_space(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
     contrasts = contrasted(minus_reference(trained, whole, ["seed", "step", "measure"]), KEYS)
     most = contrasts["measure"].map({ANGLE: 90.0, ACCURACY: 1.0})
     contrasts[["ci_low", "ci_high"]] = contrasts[["ci_low", "ci_high"]].clip(-most, most, axis=0)
-    return {"summary": summarized(scores), "scores": scores, "contrasts": contrasts}
+    summary = summarized(scores)
+    summary["ci_low"] = summary["ci_low"].clip(lower=0.0)  # of losses
+    return {"summary": summary, "scores": scores, "contrasts": contrasts}

@@ -21,8 +21,8 @@ Three looks at the same counter that share nothing with the fit:
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -33,12 +33,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.counting import counting
-from ln_probe.analyses.lab.counting.counting_tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, CountingTask, bos
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
+from ln_probe.analyses.lab.counting.tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, CountingTask, bos
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, panels, summarize
-from ln_probe.analyses.lab.run_folder import read_metrics
-from ln_probe.analyses.lab.train import Run, carry_out
+from ln_probe.analyses.lab.results import Results, lines, panels, summarize
+from ln_probe.analyses.lab.train import Run, carry_out, read_metrics
 
 # R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
 # what bends by several letters, and is asked for beside READABLE, not in its place.
@@ -256,73 +255,6 @@ def carried(
     return slope, pd.DataFrame({"moved": by, "read": read})
 
 
-DRAWN_NETWORK = ("task", "model", "norm", "norm_site", "phase")
-FIGURE_COLUMNS = 4  # panels side by side
-TRAINED, BEYOND = "C0", "C1"
-
-
-def draw(networks: pd.DataFrame, traces: pd.DataFrame, readings: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """Every picture by name, of what there is."""
-    if len(networks):
-        yield "traces", _traces(networks, traces)
-        yield "readings", _readings(networks, readings)
-
-
-def _panels(networks: pd.DataFrame, height: float) -> tuple[Figure, list[tuple[tuple[Any, ...], pd.DataFrame, Any]]]:
-    """A panel per network and phase, with its title."""
-    groups: list[tuple[Any, pd.DataFrame]] = list(networks.groupby(list(DRAWN_NETWORK), sort=False))
-    figure, axes = panels(len(groups), 3.3, height, columns=FIGURE_COLUMNS)
-    for ((task, model, norm, site, phase), _), ax in zip(groups, axes, strict=True):
-        name = f"{task} ({phase}): {model}" + ("" if norm == "none" else f"\n{norm} on its {site}")
-        ax.set_title(name, fontsize=8)
-        ax.tick_params(labelsize=7)
-    return figure, [(key, part, ax) for (key, part), ax in zip(groups, axes, strict=True)]
-
-
-def _of(table: pd.DataFrame, key: tuple[Any, ...]) -> pd.DataFrame:
-    return table[(table[list(DRAWN_NETWORK)] == list(key)).all(axis=1)]
-
-
-def _traces(networks: pd.DataFrame, traces: pd.DataFrame) -> Figure:
-    """The dimension that counts, or comes nearest, over the letters of the longest trained word and of one beyond."""
-    figure, panels = _panels(networks, 2.3)
-    for key, part, ax in panels:
-        mine = _of(traces, key)
-        for style, row in zip(("-", "--", ":", "-."), part.to_dict("records"), strict=False):
-            one = mine[mine["seed"] == row["seed"]]
-            for n, color in ((row["tested_n"], BEYOND), (row["trained_n"], TRAINED)):
-                word = one[one["n"] == n]
-                ax.plot(word["letter"], word["value"], color=color, linestyle=style, linewidth=1)
-        word_phases = PHASES[: 2 if key[0] == "anbn" else 3]
-        for number in range(1, len(word_phases)):
-            for n, color in ((row["trained_n"], TRAINED), (row["tested_n"], BEYOND)):
-                ax.axvline(number * n, color=color, linewidth=0.5, linestyle=":")
-        counts = [f"{r['dimension']}{'' if r['counts'] else ' (no counter)'}" for r in part.to_dict("records")]
-        ax.set_ylabel(f"dimension {', '.join(counts)}", fontsize=6)
-    figure.supxlabel(
-        "letters of the word; blue: the longest trained n, orange: three times as long; dotted: where the letter "
-        "changes; a line style per seed",
-        fontsize=8,
-    )
-    return figure
-
-
-def _readings(networks: pd.DataFrame, readings: pd.DataFrame) -> Figure:
-    """After how many letters of a phase each network takes the word to be complete, over n."""
-    figure, panels = _panels(networks, 2.3)
-    for key, part, ax in panels:
-        mine = _of(readings, key)
-        top = int(part["tested_n"].iloc[0])
-        ax.plot([0, top], [0, top], "k", linewidth=0.6, linestyle=":")
-        for style, (_, line) in zip(("-", "--", ":", "-."), mine.groupby("seed"), strict=False):
-            ax.plot(line["n"], line["read"], "C0", linestyle=style, linewidth=1)
-        ax.axvline(part["trained_n"].iloc[0], color="C0", linewidth=0.5, linestyle=":")
-        ax.set_ylim(0, 1.15 * top)
-    figure.supxlabel("n of the word", fontsize=8)
-    figure.supylabel("letters after which the network lets it end", fontsize=8)
-    return figure
-
-
 KEYS = counting.KEYS
 SITES = ("state", "readout", "gates")
 NETWORK = (*KEYS, "seed", "phase")
@@ -343,10 +275,6 @@ COLUMNS = {
     "readings": (*NETWORK, "n", "read"),
     "moves": (*NETWORK, "moved", "read"),
 }
-PUBLISHED = (
-    "claimed of LSTM and ReLU-RNN, shown of an LSTM: a dimension of its cell that counts up and down (Weiss et al. "
-    "2018; their figures could not be read here)"
-)
 
 
 def grid(quick: bool) -> tuple[counting.Cell, ...]:
@@ -362,12 +290,16 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid and follow every cell."""
     runs = counting.make_runs(request, grid(request.quick))
     lost = carry_out(runs, request)
-    found = [followed(r) for r in runs if r.finished]
-    tables = [
-        pd.concat([f[name] for f in found], ignore_index=True) if found else pd.DataFrame(columns=columns)
-        for name, columns in COLUMNS.items()
-    ]
-    return replace(findings(*tables), diverged=lost)
+    followed_runs = [followed(r) for r in runs if r.finished]
+    tables = analyse(
+        *(
+            pd.concat([f[name] for f in followed_runs], ignore_index=True)
+            if followed_runs
+            else pd.DataFrame(columns=columns)
+            for name, columns in COLUMNS.items()
+        )
+    )
+    return Results(tables, plot(tables), {"straight": STRAIGHT, "readable": READABLE, "settling": SETTLING}, lost)
 
 
 def followed(run: Run) -> dict[str, pd.DataFrame]:
@@ -425,26 +357,29 @@ def _longest_run(right: np.ndarray) -> int:
     return int(last[np.argmax(last - first)])
 
 
-def findings(*found: pd.DataFrame) -> Results:
-    """Summary and pictures from the tables of COLUMNS, in their order."""
-    tables = dict(zip(COLUMNS, found, strict=True))
-    networks = in_order(with_verdicts(tables["networks"], tables["traces"]))
+def analyse(*frames: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Make the summary of the tables of COLUMNS, in their order, with verdicts and other thresholds."""
+    tables = dict(zip(COLUMNS, frames, strict=True))
+    networks = with_verdicts(tables["networks"].drop(columns=[*OF_TRACE], errors="ignore"), tables["traces"])
     values = networks.melt([*NETWORK], [*MEASURES, *OF_TRACE], "measure", "value")
     values["value"] = values["value"].astype(float)
-    return Results(
-        summarize(values, [*KEYS, "phase", "measure"]),
-        tables={**tables, "networks": networks, "thresholds": thresholds(networks)},
-        figures=dict(draw(networks, tables["traces"], tables["readings"])),
-        settings={
-            "straight": STRAIGHT,
-            "readable": READABLE,
-            "settling": SETTLING,
-            "moved": MOVED,
-            "accepted": ACCEPTED,
-            "seeds": sorted({int(seed) for seed in networks["seed"]}),
-            "published": PUBLISHED,
-        },
-    )
+    summary = summarize(values, [*KEYS, "phase", "measure"])
+    return {"summary": summary, **tables, "networks": networks, "thresholds": thresholds(networks)}
+
+
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """The dimension that counts, or comes nearest, over letters; and after how many letters a phase ends, over n."""
+    figures = {}
+    key = [*KEYS, "phase"]
+    for name, x, y, by in (("traces", "letter", "value", "n"), ("readings", "n", "read", "seed")):
+        groups = list(tables[name].groupby(key, sort=False))
+        figure, axes = panels(max(1, len(groups)), 3.3, 2.3, columns=4)
+        for (network, part), ax in zip(groups, axes, strict=False):
+            first = part[part["seed"] == part["seed"].min()] if name == "traces" else part
+            lines(ax, first, x, by, y, published=False)
+            ax.set_title(", ".join(map(str, cast("tuple[Any, ...]", network))), fontsize=7)
+        figures[name] = figure
+    return figures
 
 
 def with_verdicts(networks: pd.DataFrame, traces: pd.DataFrame) -> pd.DataFrame:
@@ -481,17 +416,3 @@ def thresholds(networks: pd.DataFrame) -> pd.DataFrame:
                 passes = r2[part.index] >= threshold if criterion == "r2" else off[part.index] <= threshold
                 rows.append((*key, criterion, threshold, int((mine & passes).sum()), len(part)))
     return pd.DataFrame(rows, columns=[*KEYS, "phase", "criterion", "threshold", "networks", "of"])
-
-
-def in_order(networks: pd.DataFrame) -> pd.DataFrame:
-    """As in the grid, task by task, whenever they were trained; those outside it last."""
-    cells = [tuple(vars(cell).values()) for cell in sorted(grid(quick=False), key=lambda cell: cell.task)]
-    place = [cells.index(key) if key in cells else len(cells) for key in networks[list(KEYS)].itertuples(index=False)]
-    ordered = networks.assign(place=place).sort_values(["place", "seed", "phase"], kind="stable")
-    return ordered.drop(columns="place").reset_index(drop=True)
-
-
-def title(row: dict[Hashable, Any]) -> str:
-    """What a network is, in the words of the tables."""
-    norm = "" if row["norm"] == "none" else f", {row['norm']} on its {row['norm_site']}"
-    return f"{row['task']}, {row['model']}{norm}"

@@ -8,6 +8,8 @@ Every prefix of a random word gets a label (Merrill et al. 2020, "A Formal Hiera
 
 Words of a^n b^n and a^n b^n c^n between BOS and EOS, for prediction of the next token (Weiss, Goldberg & Yahav 2018,
 "On the Practical Computational Power of Finite Precision RNNs", section 5).
+
+Words a^n b^2n with a tag at every letter (`AnbkTask`): code released with Merrill et al. 2020, not in the publication.
 """
 
 from __future__ import annotations
@@ -218,3 +220,50 @@ def farthest(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of the longest words and of the largest exact n."""
     lengths = [int(m.removeprefix("accuracy_")) for m in table["measure"].unique() if m.startswith("accuracy_")]
     return table[table["measure"].isin([*([f"accuracy_{max(lengths)}"] if lengths else []), "exact_to"])]
+
+
+# ------------------------------------------------------------------------------------------------------ a^n b^2n
+
+ABSOLUTE, THRESHOLD = "absolute value", "threshold"
+ANBK_TRAINED, ANBK_TESTED = torch.arange(2, 300, 2), torch.arange(310, 320, 2)  # as released
+TAGS, WORDS_RIGHT, TRAINED_TAGS = "tags right, n 310 to 318", "words right, n 310 to 318", "tags right, n 2 to 298"
+
+
+def tagged_words(n: Int[Tensor, " word"], form: str) -> Words:
+    """The words a^n b^2n (a is 0, b is 1) and their tags, padded on the right (tags PAD).
+
+    Every a is tagged 0, of the 2n b's the n in the middle 1: the tag is 1 while the difference between the numbers of
+    a's and b's is at most n/2 either way, an absolute value. The threshold form keeps 1 to the end.
+    """
+    n = n[:, None]
+    place = torch.arange(3 * int(n.max()))
+    tags = place >= n + n // 2
+    if form == ABSOLUTE:
+        tags &= place < 2 * n + n // 2
+    return (place >= n).long(), tags.long().masked_fill(place >= 3 * n, PAD)
+
+
+class AnbkTask(WordsTask):
+    """Tag every letter of a^n b^2n in one of its forms."""
+
+    name = "anbk"
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"form": self.form, "trained": ANBK_TRAINED.tolist(), "tested": ANBK_TESTED.tolist()}
+
+    def batch(self, step: int, size: int, seed: int) -> Words:
+        """Words of neighboring n."""
+        first = int(torch.randint(len(ANBK_TRAINED) - size + 1, (), generator=step_generator(seed, step)))
+        return tagged_words(ANBK_TRAINED[first : first + size], self.form)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        shares = {}
+        for name, n in ((TRAINED_TAGS, ANBK_TRAINED[::8]), (TAGS, ANBK_TESTED)):
+            tokens, tags = tagged_words(n, self.form)
+            right, inside = model(tokens).argmax(-1) == tags, tags != PAD
+            shares[name] = float(right[inside].double().mean())
+        return shares | {WORDS_RIGHT: float((right | ~inside).all(1).double().mean())}

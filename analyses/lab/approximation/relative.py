@@ -41,6 +41,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+import mpmath
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -162,12 +163,6 @@ class RelativeTransformer(nn.Module):
         stream = stream if pre else self.norm_ffn(stream)
         output: Tensor = self.out(stream).squeeze(-1)
         return output
-
-
-try:
-    import mpmath
-except ImportError as missing:
-    raise ImportError("Solving exactly needs the package mpmath: pip install 'ln-probe[lab]'.") from missing
 
 
 LENGTH = 1000
