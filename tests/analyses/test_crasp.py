@@ -9,9 +9,9 @@ from crasp_reference import ALPHABET, BOOLEANS, COUNTS, Expression, words_up_to
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.crasp import depth_task
+from ln_probe.analyses.lab.crasp import programs
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
-from ln_probe.analyses.lab.crasp.depth_task import gate_program
+from ln_probe.analyses.lab.crasp.programs import gate_program
 
 
 @settings(max_examples=80, deadline=None)
@@ -48,7 +48,7 @@ def test_depth_goes_through_names_and_counts_only_what_the_output_needs() -> Non
 
 def test_a_name_may_be_symbol_and_programs_may_be_long() -> None:
     assert parse("symbol := Q_a").trace("ab")["symbol"].tolist() == [True, False]
-    assert parse(depth_task.last_block(200)).run("ab").tolist() == [False, False]
+    assert parse(programs.last_block(200)).run("ab").tolist() == [False, False]
     assert parse("A := 2147483647 * #[Q_a]").run("aaa")[-1] == 3 * 2147483647
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_asked() -> None:
         parse("A := #[Q_a]").accepts("a")
     with pytest.raises(ValueError, match="the empty word has no last position"):
         parse("A := Q_a").accepts("")
-    for make in (depth_task.blocks, depth_task.last_block):
+    for make in (programs.blocks, programs.last_block):
         with pytest.raises(ValueError, match="k must be at least 1 block, got 0"):
             make(0)
     with pytest.raises(ValueError, match="depth must be at least 1 level, got 0"):
@@ -144,16 +144,16 @@ def test_what_cannot_be_asked() -> None:
 
 
 LANGUAGES = {
-    "majority": (depth_task.MAJORITY, 1, ALPHABET, lambda w: w.count("a") > w.count("b")),
-    "a^n b^n": (depth_task.A_N_B_N, 2, ALPHABET, lambda w: w == "a" * (len(w) // 2) + "b" * (len(w) // 2)),
+    "majority": (programs.MAJORITY, 1, ALPHABET, lambda w: w.count("a") > w.count("b")),
+    "a^n b^n": (programs.A_N_B_N, 2, ALPHABET, lambda w: w == "a" * (len(w) // 2) + "b" * (len(w) // 2)),
     "a^n b^n c^n": (
-        depth_task.A_N_B_N_C_N, 2, "abc", lambda w: w == "".join(x * (len(w) // 3) for x in "abc"),
+        programs.A_N_B_N_C_N, 2, "abc", lambda w: w == "".join(x * (len(w) // 3) for x in "abc"),
     ),
     "Dyck-1": (
-        depth_task.DYCK_1, 2, "()",
+        programs.DYCK_1, 2, "()",
         lambda w: not re.sub(r"\(\)", "", re.sub(r"\(\)", "", re.sub(r"\(\)", "", re.sub(r"\(\)", "", w)))),
     ),
-    "L5": (depth_task.L_5, 1, ALPHABET, lambda w: abs(w.count("a") - w.count("b")) < 5),
+    "L5": (programs.L_5, 1, ALPHABET, lambda w: abs(w.count("a") - w.count("b")) < 5),
 }  # fmt: skip
 
 
@@ -168,10 +168,10 @@ def test_programs_accept_their_language(name: str) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_block_programs(k: int) -> None:
-    member, last = parse(depth_task.blocks(k)), parse(depth_task.last_block(k))
+    member, last = parse(programs.blocks(k)), parse(programs.last_block(k))
     assert member.depth == max(2, k)
     assert last.depth == max(0, k - 2)
-    pattern = re.compile("".join(f"{depth_task.block_symbol(block)}+" for block in range(1, k + 1)))
+    pattern = re.compile("".join(f"{programs.block_symbol(block)}+" for block in range(1, k + 1)))
     for word in words_up_to(8):
         belongs = pattern.fullmatch(word) is not None
         assert member.accepts(word) == belongs, word

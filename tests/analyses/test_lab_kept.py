@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.lab.approximation import approximation, memory, text_models
+from ln_probe.analyses.lab.approximation import approximation, longer_inputs, text_models
 from ln_probe.analyses.lab.counting import counters, counting, rational_recurrence, saturated_states, traces
 from ln_probe.analyses.lab.crasp import compiler, depth
 from ln_probe.analyses.lab.experiments import Request
@@ -42,11 +42,11 @@ EVALUATED: dict[str, tuple[Callable[..., dict[str, pd.DataFrame]], tuple[str, ..
     "compiler": (compiler.analyse, ("agreement", "operations", "lengths")),
     "approximation": (approximation.analyse, ("errors",)),
     "approximation_text": (text_models.analyse, ("losses",)),
-    "longer_inputs": (memory.analyse_longer, ("errors", "solved")),
-    "adaptive_memory": (memory.analyse_adaptive, ("errors",)),
+    "longer_inputs": (longer_inputs.analyse, ("errors", "solved")),
+    "adaptive_memory": (approximation.analyse, ("errors",)),
     "counting": (counting.analyse, ("values",)),
     "anbk": (counting.analyse_anbk, ("values",)),
-    "counting_traces": (traces.analyse, ("networks", "dimensions", "traces", "readings", "moves")),
+    "counting_traces": (traces.analyse, ("networks", "traces", "readings")),
     "counters": (counters.analyse, ("values",)),
     "saturated_states": (saturated_states.analyse, ("values", "growth")),
     "rational_recurrence": (rational_recurrence.analyse, ("values", "errors")),
@@ -69,7 +69,11 @@ def test_tables_are_made_of_the_values_of_every_seed(experiment: str) -> None:
     else:
         analyse, names = EVALUATED[experiment]
         tables = analyse(*(table_at(where, name) for name in names))
-    assert {path.stem for path in where.iterdir() if path.suffix in (".csv", ".parquet")} <= {*tables, "bases"}
+    assert {path.stem for path in where.iterdir() if path.suffix in (".csv", ".parquet")} <= {
+        *tables,
+        "bases",
+        "steps_to",
+    }
     for name, table in tables.items():
         pd.testing.assert_frame_equal(
             table_at(where, name), table.reset_index(drop=True), check_dtype=False, rtol=1e-5, atol=1e-9

@@ -1,27 +1,15 @@
 """What relative attention approximates: trained errors and the least-squares optimum of the same model.
 
 After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
-6: dot-product-free attention with logarithmic, linear, T5 or tabulated positions on the targets of `relative`. Where a
-trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show how much
-that is worth. The published model has no norm: here one is put before or after its sublayers. A norm before them leaves
-the residual as it is and can express all that the plain model can; a norm after them that scales puts the output on a
-sphere, which a sum of many inputs does not lie on.
-
-Hypotheses, written down before their runs: on 1b and 2b 64 heads with T5's positions leave most of the variance, as
-with logarithmic and linear ones; on 1b 32 heads with an FFN of 256 and a learned bias per lag are no better than 8.
-
-Rates. The source's theorems bound the error by a power of the number of heads. `rates_trained` has a least-squares line
-of log error against log H per seed; `rates_attainable` which of three laws the solutions in `optima.csv` follow (made
-by `python -m ln_probe.analyses.lab.approximation.approximation`, in minutes). Up to four heads slopes are searched for,
-from five on they are laid out: a law is laid through points of one kind. Solutions that are no better than one of fewer
-heads add no information. T5's positions weigh all lags from 128 on alike, so their error has a known limit
-(`constant_tail_floor`): what is fitted is the excess over it.
+6. Where a trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show
+how much that is worth. The published model has no norm: here one is put before or after its sublayers. The optima are
+in `optima.csv` (made by `python -m ln_probe.analyses.lab.approximation.approximation`, in minutes).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,8 +25,11 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.approximation.relative import (
+    ADAPTIVE,
     AFFINE_TARGETS,
     DIGITS,
+    IF_MINUS,
+    IF_PLUS,
     LENGTH,
     SEARCHED,
     SLOPE_RANGE,
@@ -52,8 +43,6 @@ from ln_probe.analyses.lab.approximation.relative import (
     linear_optimum,
     linear_weights,
     plain,
-    sampling_error,
-    table_optimum,
     variance,
 )
 from ln_probe.analyses.lab.experiments import Request
@@ -130,7 +119,11 @@ class ApproximationTask(Task):
 
     @cached_property
     def _evaluation(self) -> Float[Tensor, "batch pos"]:
-        return self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
+        x = self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
+        if self.target == ADAPTIVE:  # each of the eight combinations equally often, so that the bound holds on them
+            signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=3)))
+            x[:, [LENGTH - 1, IF_PLUS - 1, IF_MINUS - 1]] = signs.repeat(EVALUATION_INPUTS // len(signs), 1)
+        return x
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         exact = isinstance(model, RelativeTransformer) and plain(model.cfg) and self.target in AFFINE_TARGETS
@@ -183,8 +176,12 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
 
 def run(request: Request) -> Results:
     """Train the missing runs of the grid and put every error beside its optimum."""
+    return _run(request, grid(request.quick))
+
+
+def _run(request: Request, cells: Sequence[Cell]) -> Results:
     runs = planned(
-        grid(request.quick),
+        cells,
         request,
         name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
         task=lambda cell, _: ApproximationTask(cell.target),
@@ -194,6 +191,14 @@ def run(request: Request) -> Results:
     tables = analyse(with_inputs(curves(runs)))
     settings = {"training": vars(training(request.quick, 0, RATES[0])), "seeds": list(request.seeds)}
     return Results(tables, plot(tables), settings, lost)
+
+
+def run_adaptive(request: Request) -> Results:
+    """Models of the adaptive target: heads, with an FFN and without, with the dot product and without."""
+    heads = (2,) if request.quick else (1, 2, 4)
+    dots = (False, True)
+    cells = [Cell(ADAPTIVE, "table", h, width, dot) for width in (FFN_FREE, WIDTH) for dot in dots for h in heads]
+    return _run(request, cells)
 
 
 def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
@@ -211,15 +216,10 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     p is over `norm_factors`, `rates_trained` and `dot_product` together.
     """
     summary = summarize(frame.drop(columns=["step", "evaluated_on"]), [*KEYS, "measure"], PUBLISHED, kind="log")
-    optima = pd.read_csv(OPTIMA)
-    known = {
-        (r["target"], r["kernel"], r["heads"]): (r["mse_extended"], r["mse_sampled"]) for r in optima.to_dict("records")
-    }
-    best = np.array([_optima(row, known) for row in summary.to_dict("records")], dtype=float).reshape(-1, 2)
-    relative = (summary["measure"] != "mse").to_numpy()
-    scale = np.where(relative, summary["target"].map(variance), 1.0)
-    for place, name in enumerate(("optimum", "optimum_sampled")):
-        summary.insert(len(KEYS) + 1 + place, name, best[:, place] / scale)
+    optima = pd.read_csv(OPTIMA).set_index(["target", "kernel", "heads"])["mse_extended"].to_dict()
+    best = [attainable(row, optima) for row in summary.to_dict("records")]
+    scale = summary["target"].map(variance).where(summary["measure"] != "mse", 1.0)
+    summary.insert(len(KEYS) + 1, "optimum", np.array(best, dtype=float) / scale)
     most = frame.groupby([*KEYS, "measure"], sort=False, as_index=False)["evaluated_on"].max()
     tested = [norm_factors(frame), trained_exponents(frame), dot_product_factors(frame)]
     p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tested]))
@@ -230,21 +230,24 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
         "errors": frame,
         "norm_factors": factors,
         "rates_trained": exponents,
-        "rates_attainable": attainable_laws(optima),
         "dot_product": products,
     }
 
 
-def _optima(row: Mapping[Any, Any], known: Mapping[tuple[str, str, int], tuple[float, float]]) -> tuple[float, float]:
-    """The least squared error known to be attainable, and that of the same solution on the inputs of the evaluation.
+def attainable(row: Mapping[Any, Any], optima: Mapping[tuple[str, str, int], float]) -> float:
+    """Return the least squared error known to be attainable with a parametrization; NaN where it is unknown.
 
-    With a slope per head they are read from OPTIMA. An FFN, whose output may be 0, does not raise them.
+    With a slope per head it is that of OPTIMA. An FFN, whose output may be 0, does not raise it. The adaptive target is
+    (a + b) / 2 + e (a - b) / 2 with e = x_1000, a = x_99 and b = x_48: without an FFN and the dot product any output is
+    affine in the inputs and leaves 1/2; with the dot product two heads can have 0 (`adaptive_by_hand`).
     """
     if row["norm_order"] == "post" and row["norm"] != "none":
-        return np.nan, np.nan
-    if row["kernel"] == "table":
-        return (table_optimum(row["target"], row["heads"], row["width"]),) * 2
-    return known.get((row["target"], row["kernel"], row["heads"]), (np.nan, np.nan))
+        return np.nan
+    if row["target"] == ADAPTIVE:
+        return (
+            0.0 if row["width"] or (row["dot_product"] and row["heads"] > 1) else np.nan if row["dot_product"] else 0.5
+        )
+    return optima.get((row["target"], row["kernel"], row["heads"]), np.nan)
 
 
 def norm_factors(frame: pd.DataFrame) -> pd.DataFrame:
@@ -269,24 +272,7 @@ def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
 # ----------------------------------------------------------------------------------------------------------- rates
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
-# Errors relative to the best constant's. Searched slopes are float64: off by 1e-16 of themselves they leave 1e-32 times
-# the squared coefficients (about 10 each, where errors are that small). What leaves less than this is exact.
-ROUNDED = 1e-28
-STALLED = 0.5  # a factor from the fewest to the most heads: an error that falls by less than half follows no rate here
-TELLING = 4  # numbers of heads: with three, a law of two constants has one point to be wrong at
-APART = 4.0  # times the residual of the law that is reported: what the next law must be off by, at least
-FOLLOWS = 0.5  # decades, root mean square: points within a factor of about 3 of a line follow its law
 SEARCHED_FOR, LAID_OUT = "searched", "laid out"  # how the slopes of a solution were found
-LAWS: dict[str, Callable[[Float[np.ndarray, " point"]], Float[np.ndarray, " point"]]] = {
-    "H^-c": np.log,
-    "exp(-c sqrt H)": np.sqrt,
-    "exp(-c H)": np.asarray,
-}
-NO_RATE = ("none", np.nan, np.nan, np.nan, np.nan, "none", np.nan, False)
-LAW_COLUMNS = [
-    "target", "kernel", "found", "points", "heads", "first", "last", "limit", "exact_from", "law", "c", "c_low",
-    "c_high", "residual", "second", "residual_second", "told",
-]  # fmt: skip
 
 
 def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
@@ -298,7 +284,7 @@ def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
         and without the dot product, with at least FEWEST numbers of heads.
     """
     keys = ["target", "kernel", "width", "lr"]
-    errors = select(frame, measure="mse", norm="none", dot_product=False)
+    errors = select(frame[frame["target"] != ADAPTIVE], measure="mse", norm="none", dot_product=False)
     rows = []
     for key, part in errors.groupby([*keys, "seed"], sort=False):
         if part["heads"].nunique() >= FEWEST:
@@ -309,49 +295,6 @@ def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
     keys.append("heads")
     residuals = table.groupby(keys, sort=False, as_index=False)["residual"].mean()
     return contrasted(table, keys).merge(residuals, on=keys)
-
-
-def attainable_laws(optima: pd.DataFrame) -> pd.DataFrame:
-    """Which law the least-squares errors follow, for slopes that were searched for and for those laid out.
-
-    Returns:
-        LAW_COLUMNS: `points` (numbers of heads that improve on all fewer, before a searched solution is exact), `heads`
-        (of these), `first, last` (errors relative to the best constant's, at the fewest and the most of these),
-        `limit` (the same of T5's limit, else 0), `exact_from` (heads from which on a searched solution leaves less than
-        ROUNDED), `law` of the excess that lies nearest ("none" where the error stalls or points are too few), its `c`
-        with the interval of the fit alone, `residual` (root mean square of the log10 error), the same of the next law,
-        and `told`: whether TELLING points or more lie near the law (FOLLOWS), fall for certain, and lie much nearer
-        than to the next one (APART).
-    """
-    rows = []
-    for (target, kernel), part in optima.groupby(["target", "kernel"], sort=False):
-        part = part.sort_values("heads")
-        whole = variance(str(target))
-        limit = constant_tail_floor(str(target)) / whole if kernel == "t5" else 0.0
-        relative, excess = (part[c].to_numpy(float) / whole for c in ("mse_extended", "excess"))
-        searched, heads = (part["found"] == SEARCHED_FOR).to_numpy(), part["heads"].to_numpy(float)
-        exact = heads[searched & (relative <= ROUNDED)].min(initial=np.inf)
-        seen = (heads < exact) & (np.diff(np.minimum.accumulate(relative), prepend=np.inf) < 0) & (excess > 0)
-        for way in dict.fromkeys(part["found"]):
-            of_way = seen & (part["found"] == way).to_numpy()
-            ends = tuple(relative[of_way][[0, -1]]) if of_way.any() else (np.nan, np.nan)
-            shown = ", ".join(f"{h:.0f}" for h in heads[of_way]) or "none"
-            about = (target, kernel, way, int(of_way.sum()), shown, *ends, limit, exact)
-            rows.append((*about, *_law(heads[of_way], excess[of_way], ends)))
-    return pd.DataFrame(rows, columns=LAW_COLUMNS).replace({"exact_from": np.inf}, np.nan)
-
-
-def _law(
-    heads: Float[np.ndarray, " point"], excess: Float[np.ndarray, " point"], ends: tuple[float, float]
-) -> tuple[str, float, float, float, float, str, float, bool]:
-    """The last columns of `attainable_laws`."""
-    if len(heads) < FEWEST or ends[1] >= STALLED * ends[0]:
-        return NO_RATE
-    fits = {name: _line(of(heads), np.log(excess)) for name, of in LAWS.items()}
-    law, second = sorted(fits, key=lambda name: fits[name][3])[:2]
-    _, low, _, residual = fits[law]
-    told = len(heads) >= TELLING and residual < FOLLOWS and fits[second][3] >= APART * residual and low > 0
-    return law, *fits[law], second, fits[second][3], told
 
 
 def _line(x: Float[np.ndarray, " point"], y: Float[np.ndarray, " point"]) -> tuple[float, float, float, float]:
@@ -407,10 +350,8 @@ def optimum_table() -> pd.DataFrame:
     Columns: `target, kernel, heads`; `found`: how the slopes were; `mse`, `largest_coefficient`: of float64's
     coefficients of least norm, their error summed in extended precision; `mse_extended`, `largest_extended`: of
     coefficients solved for with `digits` digits, for the same slopes. `excess`: of `mse_extended` over the limit of
-    T5's positions, of others over 0. `mse_sampled`: of the same solution on the inputs that trained models are measured
-    on; `sampling_error`: the standard error of that, relative to it.
+    T5's positions, of others over 0.
     """
-    by_lag = ApproximationTask("4a").batch(0, EVALUATION_INPUTS, EVALUATION_SEED).flip(1).double().numpy()
     rows = []
     for target, kernel, heads in itertools.product(("2b", "4a", "4b"), SLOPE_RANGE, SOLVED_HEADS):
         optimum = linear_optimum(target, kernel, heads)
@@ -428,8 +369,6 @@ def optimum_table() -> pd.DataFrame:
                 "largest_extended": solved.largest,
                 "digits": DIGITS,
                 "excess": solved.mse - (constant_tail_floor(target) if kernel == "t5" else 0.0),
-                "mse_sampled": float(((by_lag @ solved.left) ** 2).mean()),
-                "sampling_error": sampling_error(solved.left, EVALUATION_INPUTS),
             }
         )
     return pd.DataFrame(rows)

@@ -1,35 +1,20 @@
-"""One attention layer with relative positions, with or without the dot product, on sequences of +1 and -1.
+"""One attention layer with relative positions on sequences of +1 and -1, its targets, and their least-squares optimum.
 
 Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), equation 1:
 
     X <- X + Attn(X),  X <- X + FFN(X),  Attn_h(X)_t = W_O W_V softmax_s(<W_Q x_t, W_K x_s> + p_h phi(t - s)) x_s
 
 with phi(z) = -log z (z >= 1) or -z (z >= 0), minus infinity elsewhere, and p_h > 0 trained. T5's encoding (their Table
-1) is linear below a lag B, logarithmic from there to D, and constant beyond: here minus its bucket, without rounding it
-to a whole number, with T5's B = 16 and D = 128 (Raffel et al. 2020, section 2.1). A fourth choice here is a learned
-bias per head and lag ("table"). Published without a norm; here one can stand before or after each sublayer.
-
-Only the output at the last position is wanted and a token has two values, so attention needs the weight of the +1s and
-of the -1s alone: exactly the same numbers as the whole matrix, 1000 times cheaper.
-
-Targets of the approximation experiment and the least-squares optimum of what is to learn them.
-
-Inputs are independent +1s and -1s, x_1 … x_1000; the output is wanted at position 1000 (Wang & E 2024, section 6):
+1) is linear below a lag B, logarithmic from there to D, and constant beyond. A fourth choice here is a learned bias per
+head and lag ("table"). Published without a norm. Only the output at the last position is wanted and a token has two
+values, so attention needs the weight of the +1s and of the -1s alone. Targets on inputs x_1 … x_1000 (section 6):
 
     1b   sum over 64 units of ReLU(<w_k, (x_48, x_56, x_99)>)         2a   sum over 64 units of ReLU(w_k x_99)
     2b   x_48 + x_56 + x_99                                          4a   sum over s < 1000 of x_s (1000 - s)^-0.5
-    4b   sum over s of x_s e^(-5 (1000 - s))
+    4b   sum over s of x_s e^(-5 (1000 - s))                   adaptive   x_99 if x_1000 = +1, else x_48
 
-4a begins at lag 1: as written it is infinite at s = 1000. 2a has one input of +1 or -1, so it is affine in x_99. How
-the w_k were drawn is not published: here from a normal distribution with variance 1/64.
-
-For a linear target and fixed slopes the best output is a least-squares problem in the coefficients of the heads and of
-the residual. The inputs are uncorrelated with variance 1, so its squared error is a squared distance of coefficients.
-
-Relative attention that is affine in its inputs: its squared error as a sum over lags, and what a sample is off by.
-
-Without an FFN, the dot product and a norm, the output is a constant and a weight per lag. Inputs are independent +1s
-and -1s, so the squared error is a sum over lags, and so is the variance of a squared error over inputs.
+4a begins at lag 1: as written it is infinite at s = 1000. 2a is affine in x_99. How the w_k were drawn is not
+published: here from a normal distribution with variance 1/64. `adaptive` is no experiment of the source.
 """
 
 from __future__ import annotations
@@ -169,7 +154,9 @@ LENGTH = 1000
 SPARSE = (48, 56, 99)  # positions, from 1, that 1b and 2b look at
 SPARSE_ONE = 99  # that 2a looks at
 UNITS = 64
-TARGETS = ("1b", "2a", "2b", "4a", "4b")
+ADAPTIVE = "adaptive"
+IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions that `adaptive` reads, by what the last input is
+TARGETS = ("1b", "2a", "2b", "4a", "4b", ADAPTIVE)
 # Slopes from one that spreads over the whole sequence to one that sees the nearest lag alone, in the logarithm.
 SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0), "t5": (1e-4, 30.0)}
 DIGITS = 400  # of the extended precision; with 64 heads the normal equations' least pivots are below 1e-150
@@ -210,6 +197,8 @@ def evaluate(target: str, x: Float[Tensor, "batch pos"]) -> Float[Tensor, " batc
         raise ValueError(f"unknown target {target!r}: known ones are {', '.join(TARGETS)}")
     if x.shape[-1] != LENGTH:
         raise ValueError(f"inputs must have {LENGTH} positions, got {x.shape[-1]}")
+    if target == ADAPTIVE:
+        return torch.where(x[..., -1] > 0, x[..., IF_PLUS - 1], x[..., IF_MINUS - 1])
     weights = lag_weights(target)
     if weights is not None:
         return x.flip(-1) @ torch.from_numpy(weights).to(x)
@@ -223,15 +212,11 @@ def variance(target: str) -> float:
     weights = lag_weights(target)
     if weights is not None:
         return float((weights**2).sum())
-    values, _ = _truth_table(target)
-    return float(values.var())
-
-
-def _truth_table(target: str) -> tuple[Float[np.ndarray, " row"], Float[np.ndarray, "row input"]]:
-    """The values of 1b or 2a on all inputs that matter, and those inputs."""
+    if target == ADAPTIVE:
+        return 1.0
     units = _units(target).numpy()
     inputs = np.array(list(itertools.product((-1.0, 1.0), repeat=units.shape[1])))
-    return np.maximum(inputs @ units.T, 0).sum(1), inputs
+    return float(np.maximum(inputs @ units.T, 0).sum(1).var())
 
 
 @dataclass(frozen=True)
@@ -375,48 +360,6 @@ def linear_weights(target: str) -> Float[np.ndarray, " lag"]:
     return weights
 
 
-@cache
-def table_optimum(target: str, heads: int, width: int) -> float:
-    """The least squared error found for a learned bias per lag, `heads` heads and `width` ReLUs.
-
-    A table can put any positive weights on any lags (one alone in the limit): so a sum is one head, and three heads
-    hand the FFN the three inputs. One or two heads pack several inputs into one number by weights 1 : 2 (: 4), which
-    ReLUs between its values take apart; 1b needs 3 ReLUs behind three heads, 6 behind one.
-    """
-    if lag_weights(target) is not None:
-        return 0.0  # positive weights: one head's attention, times a coefficient
-    values, inputs = _truth_table(target)
-    if inputs.shape[1] == 1:
-        return _affine_error(values, inputs)
-    best = np.inf
-    for order in itertools.permutations(range(3)):
-        a, b, c = inputs[:, order].T
-        packed = {1: [(a + 2 * b + 4 * c) / 7], 2: [a, (b + 2 * c) / 3]}.get(heads, [a, b, c])
-        best = min(best, _packed_error(values, np.stack(packed, axis=1), width))
-    return best
-
-
-def _affine_error(values: Float[np.ndarray, " row"], features: Float[np.ndarray, "row feature"]) -> float:
-    columns = np.column_stack([np.ones(len(values)), features])
-    error = values - columns @ np.linalg.lstsq(columns, values, rcond=None)[0]
-    return float((error**2).mean())
-
-
-def _packed_error(values: Float[np.ndarray, " row"], seen: Float[np.ndarray, "row head"], width: int) -> float:
-    """The best affine function of what the heads see and of at most `width` ReLUs that bend between its values."""
-    bends = []
-    for column in seen.T:
-        levels = np.unique(column)
-        bends += [np.maximum(column - level, 0) for level in levels[1:-1]]
-    if seen.shape[1] == 3:
-        bends += [np.maximum(seen @ signs, 0) for signs in ((1, 1, 1), (1, 1, -1), (1, -1, 1), (-1, 1, 1))]
-    if seen.shape[1] == 2:
-        sums = seen @ np.array([1.0, 3.0])
-        bends += [np.maximum(sums - level, 0) for level in np.unique(sums)[1:-1]]
-    chosen = itertools.combinations(bends, min(width, len(bends)))
-    return min(_affine_error(values, np.column_stack([seen, *some])) for some in chosen)
-
-
 AFFINE_TARGETS = ("4a", "4b")  # have a weight for every lag, however long the inputs are
 
 
@@ -468,15 +411,25 @@ def error(target: str, constant: float, weights: Float[np.ndarray, " lag"]) -> t
     return found, found / float((wanted**2).sum())
 
 
-def sampling_error(left: Float[np.ndarray, " lag"], inputs: int) -> float:
-    """The standard error of a mean squared error over so many random inputs, relative to it; NaN where it is 0.
+def adaptive_by_hand(grain: float = 1e-7) -> RelativeTransformer:
+    """Two heads with the dot product and no FFN whose error is near 0, in float64.
 
-    Of an affine function off by `left` on +1s and -1s: (sum left x)² has the mean sum left² and the variance
-    2 (sum left²)² - 2 sum left⁴. So it is sqrt(2 / inputs) at most, and less where few lags are off; a constant that is
-    off as well makes it less, too.
+    Args:
+        grain: of a head's weight on all lags but its own together.
     """
-    scale = float(np.abs(left).max())
-    if scale == 0:
-        return float("nan")
-    squares = (left / scale) ** 2  # whose squares would be too small for float64
-    return float(np.sqrt(2 * max(0.0, 1 - float((squares**2).sum() / squares.sum() ** 2)) / inputs))
+    model = RelativeConfig(LENGTH, 2, 0, "table", True).build().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embed[0, 0], model.embed[1, 0] = -1.0, 1.0  # the input itself, in one dimension of the stream
+        model.embed[:, 1] = 1.0
+        for head, (place, used_for) in enumerate(((IF_PLUS, 1.0), (IF_MINUS, -1.0))):
+            model.bias[head] = np.log(grain / LENGTH)
+            model.bias[head, LENGTH - place] = 0.0
+            # The score of a token: 0 where the head is used, else large for +1s and as small for -1s.
+            model.W_Q[head, 0, 0], model.W_Q[head, 1, 0] = -used_for, 1.0
+            model.W_K[head, 0, 0] = -np.log(grain) * np.sqrt(D_HEAD)
+            model.W_V[head, 0, 0] = model.W_O[head, 0, 2] = 1.0
+        model.out.weight[0, 2] = 1.0  # the sum of both: one of them is 1
+        model.out.bias[0] = -1.0
+    return model

@@ -1,27 +1,10 @@
 """Which recurrent networks count, and what a LayerNorm term inside the cell does to the counter.
 
-Three parts of `counting`:
-
-* tagging of prefixes (L5, a^n b^n S*), trained at length 64 and tested up to 1024, recurrent networks without a norm
-  up to 2048 as in the source (Merrill et al. 2020, section 5);
-* next-token prediction of a^n b^n and a^n b^n c^n: to which n is the network exact? (Weiss et al. 2018, section 5);
-* a majority gate without training: uniform attention over a prefix of length t gives (#a / t, #b / t). Projecting out
-  the all-ones direction takes half the difference, (d, -d) / (2t) with d = #a - #b; scaling divides by its size and
-  leaves sign(d) (1, -1) for every t.
-
-QRNNs differ in their pooling, too (f, fo as published, ifo). Hypothesis, written down before the runs with f and ifo,
-after section 3 of the source: with ifo-pooling, which can count, the accuracy on L5 is higher than with f and with fo.
-The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in a one-layer transformer.
-
-`counting_budget`: `counting` trains every network with 10,000 updates, after which a QRNN is points short of its
-published accuracy where it was trained (up to 100 epochs of 100,000 words). So QRNN and QRNN+ are trained ten times as
-long, at two learning rates, and accuracy at longer words is read where they first reach the published one at 64
-letters, and at the end.
-
-`anbk`: does an LSTM tag a^n b^2n by an absolute value of its count, or by a threshold, and go on to longer words? As
-released: batches of 16 words of similar length, Adam at 1e-3, 1000 updates; a second rate is that of `counting`.
-Hypotheses, written down before the runs: at 1e-3 no word of the test is tagged right at every letter in either form; at
-1e-2 the share of right tags on the test is higher for the threshold than for the absolute value.
+`counting`: tagging of prefixes, trained at 64 letters (Merrill et al. 2020, section 5); next-token prediction of a^n
+b^n and a^n b^n c^n (Weiss et al. 2018, section 5); and a majority gate without training: uniform attention over a
+prefix of length t gives (#a / t, #b / t), of which LayerNorm makes sign(#a - #b) (1, -1). `counting_budget`: QRNN and
+QRNN+ with ten times the updates, read where they first reach the published accuracy. `anbk`: an LSTM that tags a^n b^2n
+by an absolute value of its count, or by a threshold (released code of Merrill et al.).
 """
 
 from __future__ import annotations

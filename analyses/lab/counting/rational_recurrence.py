@@ -1,23 +1,10 @@
 """Which recurrent cells are weighted finite automata? What of that can be stated exactly.
 
 Merrill et al. (2020) call a cell rationally recurrent if each of its units computes what a weighted finite automaton
-computes, and prove that a QRNN is and an LSTM is not. A theorem is not measured; two related things are:
-
-    automaton   a QRNN layer with f-, fo- or ifo-pooling and weights as the laboratory starts them is written down as an
-                automaton of 14 states a unit (two letters): its weights of random words against the layer's states
-    rank        of a block of the Hankel matrix of the last layer's units of saturated cells (`saturated_states`; words
-                of up to `block` letters before and after), in exact arithmetic: no automaton with fewer states gives
-                the same numbers. A rank that stops growing excludes nothing; one that grows does
-    enough      states of an automaton that there is: a single QRNN layer's 14, or a state for each of a finite cell's
-
-Weighted finite automata: the one that a quasi-recurrent unit is, and how many states a unit's would need.
-
-An automaton gives a word the weight `start · A_1 · … · A_n · final`, a matrix for each letter. What some automaton
-gives is a rational series; a cell whose units are such series is rationally recurrent (Merrill et al. 2020). A unit
-with pooling c_t = keep_t c_(t-1) + added_t whose gates see the last two letters alone is one for all weights:
-`of_pooling` writes its automaton down. The smallest automaton of a series has as many states as the rank of its Hankel
-matrix, H[u, v] = series(u v) (Carlyle & Paz 1971, "Realizations by stochastic finite automata"; Fliess 1974, "Matrices
-de Hankel"), so the rank of any block of it is a lower bound of the number of states.
+computes (`start · A_1 · … · A_n · final`, a matrix for each letter), and prove that a QRNN is and an LSTM is not. Two
+related things are measured: a QRNN layer written down as an automaton (`of_pooling`) against the layer's states, and
+the rank of a block of the Hankel matrix H[u, v] = series(u v) of saturated cells, in exact arithmetic: no automaton
+with fewer states gives the same numbers (Carlyle & Paz 1971; Fliess 1974). A rank that stops growing excludes nothing.
 """
 
 from __future__ import annotations

@@ -1,24 +1,13 @@
 """Recurrent taggers: LSTM, GRU, tanh- and ReLU-RNN, QRNN and QRNN+, with a LayerNorm term inside the cell.
 
-Where the norm stands (`norm_site`):
+Where the norm stands (`norm_site`): on W_ih x and W_hh h before the gates' nonlinearities ("gates"; Ba, Kiros & Hinton
+2016, equations 20-22), on the LSTM's cell state as the output sees it ("readout"), or on the recurrent state, which is
+replaced by its norm at every step ("state"). Inside a recurrence nothing may shrink or grow the state a little at each
+step, so `projection_only` divides by 1, and a norm on the state has no gain or bias.
 
-    gates     on W_ih x and on W_hh h, before the gates' nonlinearities (Ba, Kiros & Hinton 2016, equations 20-22)
-    readout   on the LSTM's cell state as the output sees it, h = o tanh(Norm(c)); the state itself stays (ibid.)
-    state     on the recurrent state, which is replaced by its norm at every step
-
-`norm="none"` is the plain cell. Inside a recurrence nothing may shrink or grow the state a little at each step, so
-`projection_only` divides by 1 here and not by a calibrated constant, and a norm on the state has no gain or bias.
-
-A recurrent layer, with or without a norm inside, there and back in compiled loops.
-
-Torch's fused recurrences have no place for a norm, and step by step autograd spends its time between kernels. Here all
-steps of a batch run in one loop, in float64, with the derivatives written out:
-
-    n = u x', x' = x or Px, u = 1/sqrt(mean(x'²) + eps)       dx' = u (dn - n mean(n dn)),  dx = dx' or P dx'
-    n = u x' with a constant u                                dx' = u dn,                   dx = dx' or P dx'
-
-Arrays are [step, row, example], so that the innermost loops run over the examples. Sums over steps and examples (the
-gradients of weights) are left to numpy.
+Torch's fused recurrences have no place for a norm, and step by step autograd is five to ten times slower than compiled
+loops. So all steps of a batch run in one loop, in float64, with the derivatives written out; a test compares them with
+autograd (`unfused`). Arrays are [step, row, example], so that the innermost loops run over the examples.
 """
 
 from __future__ import annotations

@@ -1,33 +1,19 @@
 """How many states can a saturated recurrent cell be in after n letters?
 
-Merrill et al. (2020, "A Formal Hierarchy of RNN Architectures", sections 2 and 3) look at the limit of large weights:
-what a cell can then tell apart is its space complexity. Theory: a saturated Elman RNN, GRU and
-QRNN with f- or fo-pooling have a number of states that no length changes; an LSTM, and a QRNN with ifo-pooling, add to
-their state and have polynomially many, at most as length to the power of their counters (hidden units times layers):
-one counter grows linearly. A ReLU-RNN does not saturate and is drawn with small whole weights; of that no theorem is
-quoted. No training: weights are drawn, and every state that a word over {a, b} reaches is found.
-
-    states      distinct states after all words of a length (breadth first, given up beyond CAP)
-    visited     distinct states along one random word of a length
-    exponent    of a draw: the power of the length with which `states` grows, over the last two doublings below CAP
-    settled     draws whose set of states came back, so that their number at every length is known
-
-Every recurrent cell of the laboratory in the limit of large weights, its state a row of whole numbers.
-
-In that limit (Merrill et al. 2020, "A Formal Hierarchy of RNN Architectures", section 2) a sigmoid is 0 or 1 and a
-tanh -1, 0 or 1:
+Merrill et al. (2020, "A Formal Hierarchy of RNN Architectures", sections 2 and 3) look at the limit of large weights,
+in which a sigmoid is 0 or 1 and a tanh -1, 0 or 1. A saturated Elman RNN, GRU and QRNN with f- or fo-pooling have a
+number of states that no length changes; an LSTM, and a QRNN with ifo-pooling, have polynomially many, at most as length
+to the power of their counters. A ReLU-RNN does not saturate: its weights are drawn from -1, 0 and 1. No training:
+weights are drawn, and every state that a word over {a, b} reaches is found.
 
     rnn_tanh    h = sign(W x + U h + b)
     gru         h = z h + (1 - z) sign(W x + U (r h) + b), r and z 0 or 1
     lstm        c = f c + i sign(…), h = o tanh(c): c is no product of weights, so its tanh does not saturate
     qrnn f      c = f c + (1 - f) z, out = c          gates of the last two inputs (Bradbury et al. 2017)
-    qrnn fo     the same, out = o c                   the laboratory's
+    qrnn fo     the same, out = o c
     qrnn ifo    c = f c + i z, out = o c
     qrnn+       qrnn fo under a layer of sigmoids, 0 or 1, which has no state
     rnn_relu    h = max(0, W x + U h + b)
-
-ReLU has no such limit: with weights λ times as large an output is λ times as large, not saturated. A ReLU-RNN is taken
-as it is instead, with weights drawn from -1, 0 and 1, so that its state is whole numbers too, of any size.
 """
 
 from __future__ import annotations

@@ -1,23 +1,10 @@
 """Does depth decide which L_k a transformer learns, and does the norm move the boundary?
 
 After Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"): transformers of depth d should length-generalize on L_k for
-k <= d + 2 and not beyond. Theirs is post-norm LayerNorm at d_model 256 or 512; here a small model (d_model 64, MLP 256,
-one head, no positions, words of 51 to 100 letters in training) with the norm as a switch: every norm of the model is of
-the same kind, in post- and in pre-norm order. The theory's prediction is the depth of a C-RASP program.
-
-What the depth runs show: where the boundary lies and at which threshold, and what each norm term costs beyond it.
-
-The outcome is continuous: the share of words exactly right, at each length and over all lengths beyond the training's
-(`REACH`). Whether a run "generalizes" needs a threshold, so it is swept. What scaling or projection changes is tested
-over all depths of a side at once, from pairs of runs of one seed that differ in it alone: as many as there are seeds.
-Runs of one seed at several depths are no independent trials either: shares of runs have intervals over seeds.
-
-That scaling costs reach beyond the boundary was seen in the first seeds, and more were trained for it: what they tell
-by themselves is tested apart (`fresh_terms`).
-
-`depth_deep` asks under LayerNorm alone whether the boundary goes on at depths 4 to 10 (L6 to L12), and what rotary or
-ALiBi positions change within it. Hypothesis for depths 7 to 10, written down before their runs (those of 4 to 6 had
-been seen): with one block more than the theory allows the reach is lower, at every depth.
+k <= d + 2 and not beyond. Theirs is post-norm LayerNorm at d_model 256 or 512; here a small model with the norm as a
+switch. The outcome is continuous: the share of words exactly right, over all lengths beyond the training's (`REACH`).
+That scaling costs reach beyond the boundary was seen in the first seeds, and more were trained for it: what they show
+by themselves is tested apart (`fresh_terms`). `depth_deep` goes on to depths 10 under LayerNorm, and to positions.
 """
 
 from __future__ import annotations
@@ -203,7 +190,6 @@ class Cell:
 
 
 HIT = 0.99  # the threshold of a hit; `sweep` shows what the others would say
-THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 REACH = "reach"  # mean exact match over the bins beyond the training lengths
 WITHIN, BEYOND = "within", "beyond"  # of what the theory says this depth suffices for
 ALL_DEPTHS, BOTH = "all", "both"
@@ -237,7 +223,6 @@ def analyse(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str
         "summary": summarized(values),
         "exact_match": frame,
         "hits": hit_rates(frame, failed),
-        "sweep": sweep(frame),
         "terms": term_effects(values),
         "terms_fresh": fresh_terms(values),
         "effects": effects(values, [*KEYS, "measure"], ["norm"]),
@@ -288,33 +273,8 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
 
-def share_over_seeds(right: pd.Series, seeds: pd.Series) -> tuple[float, float]:
-    """95 % interval of the share of runs that are right, each seed's runs one observation."""
-    _, low, high = interval(right.groupby(seeds.to_numpy()).mean().to_numpy(float), "share")
-    return low, high
-
-
 def _side(frame: pd.DataFrame) -> pd.Series:
     return frame["k"].map(predicted_depth).le(frame["depth"]).map({True: WITHIN, False: BEYOND})
-
-
-def sweep(table: pd.DataFrame) -> pd.DataFrame:
-    """How many runs clear a threshold in every bin, for every threshold, on either side of the theory's boundary.
-
-    Returns:
-        `norm, norm_order, positions, side, threshold, hits, runs, low, high` (95 % over seeds), `worst`, `best`: the
-        least and the largest value that any of these runs has in its worst bin. A threshold between the best run beyond
-        and the worst run within tells the sides apart.
-    """
-    rows = []
-    for key, part in worst_bins(table).groupby(["norm", "norm_order", "positions", "side"], sort=False):
-        x = part["value"]
-        for threshold in THRESHOLDS:
-            right = x >= threshold
-            found = (threshold, int(right.sum()), len(x), *share_over_seeds(right, part["seed"]), x.min(), x.max())
-            rows.append((*cast("tuple[Any, ...]", key), *found))
-    columns = ["norm", "norm_order", "positions", "side", "threshold", "hits", "runs", "low", "high", "worst", "best"]
-    return pd.DataFrame(rows, columns=columns)
 
 
 def outcomes(values: pd.DataFrame) -> pd.DataFrame:

@@ -1,14 +1,9 @@
 """Encoders of BERT's shape on masked text, without scaling or without projection: their loss and their keys.
 
 After the comparison of Brody, Alon & Yahav 2023, section 4.2, made there with decoders: the norm that attention reads
-differs, and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, the published decoders', and
-d 64 with four heads of 16, in which few keys are out of reach anyway. Norms without scaling divide by a constant
-measured at initialization, so that all start at the same size. Every query of an encoder sees all keys of its context.
-
-An encoder is bidirectional and post-norm, with learned positions and a norm on the embeddings (Devlin et al. 2019). The
-norms that attention reads have no gain and bias: the one on the embeddings, and the one that ends every block but the
-last. MLPs read `norm`, the unembedding `norm_mlp`. Left out of BERT: segment embeddings (one segment), dropout, and the
-dense layer before the unembedding.
+differs, and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, and d 64 with four heads of
+16. An encoder is bidirectional and post-norm, with learned positions and a norm on the embeddings (Devlin et al. 2019);
+left out of BERT are segment embeddings, dropout, and the dense layer before the unembedding.
 """
 
 from __future__ import annotations

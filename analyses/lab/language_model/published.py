@@ -1,11 +1,9 @@
 """The published language models: d 8, four layers, four heads, and only the norm before attention varies.
 
 After Brody, Alon & Yahav 2023, section 4.2: a GPT-2 with `ln_1` either LayerNorm or its projection alone (nothing
-divides there, so `divisor` is 1), both without gain and bias, and attention without input bias. Which share of the keys
-of a context can no query select? The published table looks at the vectors before and after the norm; a head sees them
-through W_K in two dimensions, where nearly all keys are unselectable with or without scaling. A third model divides
-the projected vectors by a constant measured at initialization, so that scaling is taken away at equal size. Two sizes:
-one that a CPU trains in minutes, and the published one (GPT-2's vocabulary, windows of 1024).
+divides there, so `divisor` is 1), both without gain and bias. A third model divides the projected vectors by a constant
+measured at initialization. Which share of the keys of a context can no query select: before the norm, after it, and as
+a head sees them? Two sizes: one that a CPU trains in minutes, and the published one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What happens in a language model whose norms are removed: fine-tuned without them, next to the same with them.
 
-The bundled lm-layernorm is trained on while its norms are replaced one by one by constants, their own mean sigmas
-(position 0 apart at first: `ReplaceableNorm`), after Heimersheim 2024, "You can remove GPT2's LayerNorm by
-fine-tuning", and Baroni et al. 2025. The same batches with norms kept are the control: what differs between the two is
-the norms, what both have in common is the training. Each seed draws its own batches. A norm computes
+The bundled lm-layernorm is trained on while its norms are replaced one by one by constants, after Heimersheim 2024,
+"You can remove GPT2's LayerNorm by fine-tuning", and Baroni et al. 2025. The same batches with norms kept are the
+control. A norm computes
 
     LAYERNORM      Px / sigma
     TWO_CONSTANTS  Px / c0 at position 0, Px / c elsewhere: the mean sigmas that the norm had before it was replaced

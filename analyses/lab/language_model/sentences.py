@@ -1,17 +1,9 @@
 """Models of `published` and `encoder` read on shorter texts: sentences, and passages whose book is to be told.
 
-`sentences` (Brody, Alon & Yahav 2023, tables 3, 4): the decoder without scaling, and an encoder of BERT's shape (d 8,
-four heads, four layers, 3072 hidden units) whose norms are all the identity, each next to the same with LayerNorm, read
-on sentences of at most 128 tokens, each a context of its own. What differs from the source: the text given (wikitext-2)
-stands for SST-2 and for the Wikipedia of the published decoders; the encoder learns to fill in masked tokens; training
-is far shorter; no dropout (published: 0.1). Hypotheses, written down before the runs, of shares of unselectable keys
-(means over layers): in the decoder without scaling, what attention reads has fewer in sentences than in windows of 256
-tokens; as heads see them, the decoder without scaling and the encoder without norms have more than with LayerNorm;
-without norms the encoder's held-out masked loss is higher.
-
-`encoder_passages`, in place of SST-2: encoders fine-tuned to tell which of the given books a short passage is from.
-What would give a book away without reading is taken out: letters and apostrophes alone are left, in lower case, on one
-line. Each encoder keeps the norm that it was trained with, and its accuracy is compared with LayerNorm's of the seed.
+`sentences` (Brody, Alon & Yahav 2023, tables 3 and 4): the decoder without scaling, and an encoder (d 8, four heads,
+four layers, 3072 hidden units) whose norms are all the identity, each next to the same with LayerNorm, read on
+sentences of at most 128 tokens. `encoder_passages`, in place of SST-2: encoders fine-tuned to tell which of the given
+books a passage is from, without capitals, digits, punctuation and names of speakers.
 """
 
 from __future__ import annotations

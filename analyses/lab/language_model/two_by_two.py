@@ -1,31 +1,14 @@
 """What scaling and projection before attention do to a language model: all four norms, over seeds.
 
-`language_model_bundled`: the models that ship with ln_probe, with more seeds: the same shape, text and schedule. Seed 0
-is the checkpoint that ships; the others are trained here. Measured are the held-out loss; what it rises by without the
-scaling, or the projection, of every norm (on every other held-out window, with constants from those between); and, on
-the keys of held-out windows, the share that no query of a head can select: as the model is, and with each norm's
-scaling replaced by a constant (its mean sigma over the other tokens than those at position 0, which keep a separate
-constant).
+`language_model_bundled`: the models that ship with ln_probe, with more seeds; seed 0 is the checkpoint that ships.
+`fresh_seeds` and `fresh_seeds_long` were registered before their models were trained (commits fa50528 and 3c27a15): 2
+layers, d 64, 8 heads; seeds 10 to 19 for 400 steps of 8 windows, and 20 to 29 with the bundled schedule. Outcomes:
+held-out loss in nats/token; share of keys that no query of their head can select, mean over heads, layers and 8
+windows. Primary contrasts, and no others: the main effects of scaling and of projection on both, paired t tests over
+seeds after Holm's adjustment over these four. Hypotheses: scaling raises the loss and lowers the share; projection
+changes neither, claimed only where the 90 % CI lies within the margin. A seed counts if its four models are finished.
 
-`fresh_seeds`, pre-registered (commit fa50528, before any of its models was trained). LayerNorm everywhere but before
-attention; 2 layers, d 64, 8 heads of 8 dimensions; text, tokenizer, windows and schedule of the bundled models, with
-400 steps of 8 windows in place of 2000 of 16 and a warm-up of the same share. Seeds 10 to 19, which no other experiment
-here has used. The runs of a seed share their batches.
-
-`fresh_seeds_long` (registered in 3c27a15) asks once more whether scaling before attention changes the loss, since 400
-steps are early training: the bundled models' whole schedule, and seeds 20 to 29. Hypothesis, two-sided, after 400 steps
-had shown a loss lower by 0.025 nats with scaling and three bundled seeds a higher one: scaling raises the loss.
-
-Registered outcomes: held-out loss in nats/token; share of keys that no query of their head can select, in points, mean
-over heads, layers and 8 held-out windows of 256 tokens. Primary contrasts, and no others: the main effects of scaling
-and of projection on both outcomes, two-sided paired t tests over seeds at 5 % after Holm's adjustment over these four.
-Hypotheses, from three seeds of the bundled models: scaling raises the loss, and lowers the share of unselectable keys;
-projection changes neither. The last is claimed only where two one-sided tests at 5 % exclude effects beyond the margin
-(the 90 % CI lies within it). The number of seeds is fixed; a seed counts if its four models are finished.
-
-Run as a module, it trains one model of the size that ships with ln_probe:
-
-    python -m ln_probe.analyses.lab.language_model.two_by_two --norm layernorm --out runs/lm-layernorm TEXT [TEXT…]
+`python -m ln_probe.analyses.lab.language_model.two_by_two --norm layernorm --out FOLDER TEXT…` trains a bundled model.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Majority: what projection and scaling buy a transformer that has to attend uniformly.
 
 Every position of a sequence predicts the class that occurs most often in it (Brody, Alon & Yahav 2023, section 4.1).
-Attending uniformly solves it, and LayerNorm's projection makes that easy: a query along the all-ones direction scores
-every projected key alike. The published comparison confounds projection with size, for its layer without projection
-scales to norm 1/√d instead of √d, which makes the scores d² times smaller. So both are varied here: {layernorm,
-scaling_only} × {radius √d, 1/√d}, with the two norms that do not scale, and with queries and keys or values alone made
-small (`PartShrunk`). `majority_in_space` is the same task as figures 1a and 1b have it: d 3, 10 classes, sequences of
-30.
-
-The data, as in the published set-up: counts of classes, which are partitions of the length in the order of a random
-depth-first search, ten examples for each with classes drawn at random. Without positions equal tokens of a sequence
-have equal outputs, so the loss is computed exactly from one row per distinct token (`bag_logits`).
+The published comparison confounds projection with size, for its layer without projection scales to norm 1/√d instead of
+√d. So both are varied: {layernorm, scaling_only} × {radius √d, 1/√d}, with the norms that do not scale, and with
+queries and keys or values alone made small. `majority_in_space` is the task of figures 1a and 1b: d 3, 10 classes,
+sequences of 30. Data as published: partitions of the length in the order of a random depth-first search, ten examples
+for each. Equal tokens of a sequence have equal outputs, so the loss is computed from one row per distinct token
+(`bag_logits`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Do relative encodings go on beyond the length they were fitted to?
+
+After Wang & E (2024), section 6, targets 4a and 4b, whose weights go on at any lag: dot-product-free attention without
+an FFN (as published), trained on 1000 inputs, or solved by least squares for them, and put on up to 8000. Such a model
+is affine in its inputs, so its squared error on any length is a sum over lags and nothing is sampled. A softmax over
+more inputs gives weight to new lags, which all others lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from ln_probe.analyses.lab.approximation import approximation
+from ln_probe.analyses.lab.approximation.approximation import (
+    FFN_FREE,
+    RATES,
+    ApproximationTask,
+)
+from ln_probe.analyses.lab.approximation.relative import (
+    AFFINE_TARGETS,
+    LENGTH,
+    RelativeConfig,
+    RelativeTransformer,
+    affine,
+    design,
+    error,
+    linear_optimum,
+)
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.results import Results, panels, select, summarize
+from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
+
+LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
+STEPS, QUICK_STEPS = 600, 100  # published: 10,000
+KEYS = ["target", "kernel", "heads", "length", "measure"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model: what it learns, its kernel and its heads."""
+
+    target: str
+    kernel: str
+    heads: int
+
+    def spec(self) -> RelativeConfig:
+        return RelativeConfig(LENGTH, self.heads, FFN_FREE, self.kernel)
+
+
+def training(quick: bool, seed: int) -> TrainConfig:
+    """The approximation experiment's schedule with fewer steps."""
+    steps = QUICK_STEPS if quick else STEPS
+    return replace(approximation.training(quick, seed, RATES[0]), steps=steps, evaluate_every=steps)
+
+
+def solved_errors(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Errors of the least-squares solutions for 1000 inputs on every length: KEYS, `value`."""
+    rows = []
+    for cell in cells:
+        solution = linear_optimum(cell.target, cell.kernel, cell.heads)
+        weights = [design(cell.kernel, solution.slopes, n) @ np.asarray(solution.coefficients) for n in LENGTHS]
+        rows += _errors(vars(cell), [(0.0, some) for some in weights])
+    return pd.DataFrame(rows, columns=[*KEYS, "value"])
+
+
+def trained_errors(runs: Sequence[Run]) -> pd.DataFrame:
+    """Errors of the trained models on every length: KEYS, `seed`, `value`; those that are finished."""
+    rows = []
+    for run in (run for run in runs if run.finished):
+        model = cast("RelativeTransformer", run.model())
+        rows += _errors({**run.keys, "seed": run.seed}, [affine(model, n) for n in LENGTHS])
+    return pd.DataFrame(rows, columns=[*KEYS, "seed", "value"])
+
+
+def _errors(about: Mapping[str, Any], outputs: Sequence[tuple[float, np.ndarray]]) -> list[dict[str, Any]]:
+    """Rows of affine outputs, a constant and the weight of each lag for each of LENGTHS."""
+    rows = []
+    for length, output in zip(LENGTHS, outputs, strict=True):
+        for measure, value in zip(("mse", "relative_mse"), error(about["target"], *output), strict=True):
+            rows.append({**about, "length": length, "measure": measure, "value": value})
+    return rows
+
+
+def run(request: Request) -> Results:
+    """Train what is not trained, and put every model and every solution on longer inputs."""
+    heads = (1,) if request.quick else (1, 16)
+    cells = [Cell(t, k, h) for t in AFFINE_TARGETS for k in ("log", "linear", "t5") for h in heads]
+    runs = planned(
+        cells,
+        request,
+        name=lambda cell: f"{cell.target}-{cell.kernel}-{cell.heads}",
+        task=lambda cell, _: ApproximationTask(cell.target),
+        training=lambda _, seed: training(request.quick, seed),
+    )
+    lost = carry_out(runs, request)
+    tables = analyse(trained_errors(runs), solved_errors(cells))
+    return Results(tables, plot(tables), {"lengths": LENGTHS, "training": vars(runs[0].training)}, lost)
+
+
+def analyse(trained: pd.DataFrame, solved: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Errors over length, trained beside solved (`trained_errors`, `solved_errors`)."""
+    summary = summarize(trained, KEYS, kind="log").drop(columns="published")
+    solutions = solved.rename(columns={"value": "solved"})
+    return {
+        "summary": solutions.merge(summary, on=KEYS, how="left", validate="1:1"),
+        "errors": trained,
+        "solved": solved,
+    }
+
+
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Error relative to the best constant over length; dashed: least squares."""
+    part = select(tables["summary"], measure="relative_mse")
+    groups = list(part.groupby(["target", "kernel"], sort=False))
+    figure, axes = panels(len(groups), 3, 2.5, columns=3, shared=True)
+    for ((target, kernel), cell), ax in zip(groups, axes, strict=True):
+        for number, (heads, line) in enumerate(cell.groupby("heads")):
+            ax.plot(line["length"], line["mean"], f"C{number}o-", markersize=3, label=f"{heads} heads")
+            ax.plot(line["length"], line["solved"].clip(lower=1e-16), f"C{number}--")
+        ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="inputs")
+    axes[0].set_ylabel("error / best constant's")
+    axes[0].legend(fontsize=7)
+    return {"longer": figure}
