@@ -57,7 +57,6 @@ class Request:
         quick: the size that takes minutes instead of the published one.
         texts, tokenizer: text files, and a tokenizer's folder, for experiments on text.
         jobs: processes that train side by side.
-        collect: train nothing: make tables of what runs have reached so far.
         progress: show progress bars.
         device: to train on; measurements are made on the CPU.
     """
@@ -68,7 +67,6 @@ class Request:
     texts: tuple[Path, ...] = ()
     tokenizer: Path | None = None
     jobs: int = 1
-    collect: bool = False
     progress: bool = True
     device: str = "cpu"
 

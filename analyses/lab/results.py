@@ -231,10 +231,7 @@ def contrasted(
 
 
 def effects(
-    values: pd.DataFrame,
-    keys: Sequence[str],
-    switch: Sequence[str],
-    bounds: tuple[float, float] = (-np.inf, np.inf),
+    values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str], bounds: tuple[float, float] = (-np.inf, np.inf)
 ) -> pd.DataFrame:
     """Return what a norm changes: each value minus the one of the same seed without a norm, as `contrasted`.
 

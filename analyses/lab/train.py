@@ -297,14 +297,14 @@ def measured_once(run: Path, name: str, weights: Path, measure: Callable[[], pd.
     return pd.read_csv(file)
 
 
-def _claim(out: Path, identity: dict[str, Any], create: bool = True) -> None:
+def _claim(out: Path, identity: dict[str, Any]) -> None:
     """Make `out` this run's folder; FileExistsError if it holds something else."""
     path = out / LAB_FILE
     if path.exists():
         existing = json.loads(path.read_text(encoding="utf-8"))
         if wrong := sorted(k for k in {*identity, *existing} if existing.get(k) != identity.get(k)):
             raise FileExistsError(f"{out} holds another run (not the same: {', '.join(wrong)}): choose another folder")
-    elif create:
+    else:
         if out.exists() and any(p.suffix != PARTIAL for p in out.iterdir()):  # half a file is what a kill can leave
             raise FileExistsError(f"{out} is not empty and holds no lab run: choose another folder")
         write_atomically(path, (json.dumps(identity, indent=1) + "\n").encode())
@@ -558,22 +558,17 @@ def planned(
 def carry_out(runs: Sequence[Run], request: Request, until: int | None = None) -> tuple[str, ...]:
     """Train the unfinished runs, `request.jobs` at a time in separate processes.
 
-    With `request.collect` it only checks that the folders belong to these runs. With `until`, every run stops after
-    that step. Ctrl-C, or a run that cannot go on, stops all: what they have saved stays.
+    With `until`, every run stops after that step. Ctrl-C, or a run that cannot go on, stops all: what they have saved
+    stays.
 
     Returns:
         A message for each run that diverged.
 
     Raises:
         FileExistsError: a run's folder holds another run.
-        ValueError: as `train`; jobs below 1; or there is nothing to collect.
+        ValueError: as `train`, or jobs below 1.
     """
-    if request.collect:
-        if runs and not any(run.folder.exists() for run in runs):
-            raise ValueError(f"{request.out} holds none of these {len(runs)} runs: leave out --collect to train them")
-        for run in runs:
-            _claim(run.folder, _identity(run.task, run.spec, run.training), create=False)
-    elif request.jobs < 1:
+    if request.jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {request.jobs}")
     elif request.jobs == 1:
         for i, run in enumerate(runs):
@@ -622,7 +617,7 @@ def finished(runs: Iterable[Run], *, checkpoints: bool = False) -> list[Run]:
     """
     done = [run for run in runs if (checkpoint_steps(run.folder) if checkpoints else run.finished)]
     if not done:
-        raise ValueError("no run is finished yet: leave out --collect to train")
+        raise ValueError("no run is finished")
     return done
 
 

@@ -9,9 +9,9 @@ from crasp_reference import ALPHABET, BOOLEANS, COUNTS, Expression, words_up_to
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.crasp import programs
+from ln_probe.analyses.lab.crasp import compiler as programs
+from ln_probe.analyses.lab.crasp.compiler import gate_program
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
-from ln_probe.analyses.lab.crasp.programs import gate_program
 
 
 @settings(max_examples=80, deadline=None)

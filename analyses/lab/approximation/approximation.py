@@ -3,7 +3,8 @@
 After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
 6. Where a trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show
 how much that is worth. The published model has no norm: here one is put before or after its sublayers. The optima are
-in `optima.csv` (made by `python -m ln_probe.analyses.lab.approximation.approximation`, in minutes).
+in `optima.csv`: least squares over the heads' coefficients with 400 digits, for slopes that were searched for (up to
+four heads) or laid out evenly; upper bounds of the least error.
 """
 
 from __future__ import annotations
@@ -23,25 +24,17 @@ from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.approximation.relative import (
     ADAPTIVE,
     AFFINE_TARGETS,
-    DIGITS,
     IF_MINUS,
     IF_PLUS,
     LENGTH,
-    SEARCHED,
-    SLOPE_RANGE,
-    T5_LARGEST,
     RelativeConfig,
     RelativeTransformer,
     affine,
     error,
     evaluate,
-    extended_solution,
-    linear_optimum,
-    linear_weights,
     plain,
     variance,
 )
@@ -272,7 +265,6 @@ def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
 # ----------------------------------------------------------------------------------------------------------- rates
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
-SEARCHED_FOR, LAID_OUT = "searched", "laid out"  # how the slopes of a solution were found
 
 
 def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
@@ -306,13 +298,6 @@ def _line(x: Float[np.ndarray, " point"], y: Float[np.ndarray, " point"]) -> tup
     return c, c - half, c + half, float(np.sqrt((residual**2).mean()) / np.log(10))
 
 
-def constant_tail_floor(target: str) -> float:
-    """The least squared error of anything that weighs all lags from T5_LARGEST on alike, on LENGTH inputs: T5's limit.
-
-    The best common weight is the mean of the target's, so the remaining error is their spread.
-    """
-    tail = linear_weights(target)[T5_LARGEST:LENGTH]
-    return float(((tail - tail.mean()) ** 2).sum())
 
 
 # --------------------------------------------------------------------------------------------------------- figures
@@ -339,40 +324,3 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
         heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
         ax.set(title=f"{target}, table of positions", xlabel="m", ylabel="heads")
     return {"heads": figure, "table": table}
-
-
-SOLVED_HEADS = (1, 2, 4, 8, 16, 32, 64)  # more than are trained, for their rate
-
-
-def optimum_table() -> pd.DataFrame:
-    """Errors that the linear targets can be approximated to, by least squares over the heads' coefficients.
-
-    Columns: `target, kernel, heads`; `found`: how the slopes were; `mse`, `largest_coefficient`: of float64's
-    coefficients of least norm, their error summed in extended precision; `mse_extended`, `largest_extended`: of
-    coefficients solved for with `digits` digits, for the same slopes. `excess`: of `mse_extended` over the limit of
-    T5's positions, of others over 0.
-    """
-    rows = []
-    for target, kernel, heads in itertools.product(("2b", "4a", "4b"), SLOPE_RANGE, SOLVED_HEADS):
-        optimum = linear_optimum(target, kernel, heads)
-        float64 = extended_solution(target, kernel, optimum.slopes, optimum.coefficients)
-        solved = extended_solution(target, kernel, optimum.slopes)
-        rows.append(
-            {
-                "target": target,
-                "kernel": kernel,
-                "heads": heads,
-                "found": SEARCHED_FOR if heads <= SEARCHED else LAID_OUT,
-                "mse": float64.mse,
-                "largest_coefficient": float64.largest,
-                "mse_extended": solved.mse,
-                "largest_extended": solved.largest,
-                "digits": DIGITS,
-                "excess": solved.mse - (constant_tail_floor(target) if kernel == "t5" else 0.0),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-if __name__ == "__main__":
-    write_atomically(OPTIMA, optimum_table().to_csv(index=False, float_format="%.6g").encode())

@@ -17,11 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.approximation import approximation
-from ln_probe.analyses.lab.approximation.approximation import (
-    FFN_FREE,
-    RATES,
-    ApproximationTask,
-)
+from ln_probe.analyses.lab.approximation.approximation import FFN_FREE, RATES, ApproximationTask
 from ln_probe.analyses.lab.approximation.relative import (
     AFFINE_TARGETS,
     LENGTH,

@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-import mpmath
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -159,7 +158,6 @@ IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions that `adaptive` reads, by
 TARGETS = ("1b", "2a", "2b", "4a", "4b", ADAPTIVE)
 # Slopes from one that spreads over the whole sequence to one that sees the nearest lag alone, in the logarithm.
 SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0), "t5": (1e-4, 30.0)}
-DIGITS = 400  # of the extended precision; with 64 heads the normal equations' least pivots are below 1e-150
 SEARCHED = 4  # heads up to which slopes are searched for; with more they are laid out evenly
 STARTS = 8  # of the search over slopes, from 1, 2, … 8 parts of that range; more found nothing better
 
@@ -283,73 +281,12 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
     return min(found, key=lambda one: one.mse)
 
 
-@dataclass(frozen=True)
-class Extended:
-    """An output in extended precision, told in float64.
-
-    Attributes:
-        mse: its squared error. largest: the largest of its coefficients.
-        left: what it leaves of the target's weight of each lag.
-    """
-
-    mse: float
-    largest: float
-    left: Float[np.ndarray, " lag"]
 
 
-def extended_solution(
-    target: str,
-    kernel: str,
-    slopes: Sequence[float],
-    coefficients: Sequence[float] | None = None,
-) -> Extended:
-    """What some coefficients, or the best, leave of a target, with DIGITS digits.
-
-    Columns of many heads are so nearly dependent that float64 solves another problem than the one asked: the best
-    coefficients are then too large for it, and it finds smaller ones that leave more.
-
-    Args:
-        coefficients: of the heads and, last, of the residual; None: the best, by normal equations.
-
-    Raises:
-        ValueError: a target that is not linear, or heads whose columns are dependent even with so many digits.
-    """
-    with mpmath.workdps(DIGITS):
-        columns = [_extended_attention(kernel, slope) for slope in slopes]
-        columns.append([mpmath.mpf(lag == 0) for lag in range(LENGTH)])
-        wanted = _extended_weights(target)
-        solved = [mpmath.mpf(x) for x in coefficients or ()]
-        if coefficients is None:
-            gram = mpmath.matrix([[mpmath.fdot(a, b) for b in columns] for a in columns])
-            right = mpmath.matrix([mpmath.fdot(a, wanted) for a in columns])
-            try:
-                solved = list(mpmath.cholesky_solve(gram, right))
-            except ValueError as error:
-                raise ValueError(f"{len(slopes)} heads are linearly dependent to {DIGITS} digits") from error
-        rows = zip(wanted, zip(*columns, strict=True), strict=True)
-        left = [weight - mpmath.fdot(solved, row) for weight, row in rows]
-        mse = float(mpmath.fsum(x**2 for x in left))
-        return Extended(mse, float(max(map(abs, solved))), np.array([float(x) for x in left]))
 
 
-def _extended_attention(kernel: str, slope: float) -> list[Any]:
-    p = mpmath.mpf(slope)
-    if kernel == "log":
-        raw = [mpmath.mpf(0), *(mpmath.mpf(z) ** -p for z in range(1, LENGTH))]
-    elif kernel == "linear":
-        raw = [mpmath.exp(-p * z) for z in range(LENGTH)]
-    else:
-        raw = [mpmath.exp(p * mpmath.mpf(x)) for x in lag_features(kernel, LENGTH).tolist()]
-    total = mpmath.fsum(raw)
-    return [x / total for x in raw]
 
 
-def _extended_weights(target: str) -> list[Any]:
-    if target == "4a":
-        return [mpmath.mpf(0), *(1 / mpmath.sqrt(z) for z in range(1, LENGTH))]
-    if target == "4b":
-        return [mpmath.exp(-5 * z) for z in range(LENGTH)]
-    return [mpmath.mpf(x) for x in linear_weights(target).tolist()]
 
 
 def linear_weights(target: str) -> Float[np.ndarray, " lag"]:

@@ -128,14 +128,7 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 def training(quick: bool, seed: int) -> TrainConfig:
     steps = QUICK_STEPS if quick else STEPS
     return TrainConfig(
-        steps=steps,
-        batch=16,
-        lr=3e-3,
-        lr_end=1e-4,
-        warmup=steps // 4,
-        clip=1.0,
-        seed=seed,
-        evaluate_every=steps,
+        steps=steps, batch=16, lr=3e-3, lr_end=1e-4, warmup=steps // 4, clip=1.0, seed=seed, evaluate_every=steps
     )
 
 

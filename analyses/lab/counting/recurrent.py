@@ -424,10 +424,7 @@ class NormedLayer(nn.Module):
         return torch.stack(outputs, dim=1)
 
     def step(
-        self,
-        i: Float[Tensor, "batch gate"],
-        h: Float[Tensor, "batch hidden"],
-        c: Float[Tensor, "batch hidden"],
+        self, i: Float[Tensor, "batch gate"], h: Float[Tensor, "batch hidden"], c: Float[Tensor, "batch hidden"]
     ) -> tuple[Float[Tensor, "batch hidden"], Float[Tensor, "batch hidden"]]:
         """h and c (an LSTM's; others leave it alone) after one more letter, of which the gates get `i`."""
         _, w_hh, _, b_hh = self._tensors()

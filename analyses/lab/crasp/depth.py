@@ -21,8 +21,8 @@ from jaxtyping import Bool, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab.crasp.compiler import last_block
 from ln_probe.analyses.lab.crasp.crasp import parse
-from ln_probe.analyses.lab.crasp.programs import last_block
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import (
@@ -383,15 +383,7 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 def training(quick: bool) -> TrainConfig:
     """The schedule of every run."""
     steps = 300 if quick else 2000
-    return TrainConfig(
-        steps=steps,
-        batch=32,
-        lr=1e-3,
-        lr_end=1e-5,
-        warmup=100,
-        clip=1.0,
-        evaluate_every=steps,
-    )
+    return TrainConfig(steps=steps, batch=32, lr=1e-3, lr_end=1e-5, warmup=100, clip=1.0, evaluate_every=steps)
 
 
 def exact_matches(

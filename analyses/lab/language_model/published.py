@@ -155,9 +155,7 @@ def _run(request: Request, size: Size) -> Results:
     return Results(tables, plot(tables), settings, lost)
 
 
-def unselectable_share(
-    keys: Float[Tensor, "batch pos d_model"] | Float[Tensor, "batch pos head d_head"],
-) -> float:
+def unselectable_share(keys: Float[Tensor, "batch pos d_model"] | Float[Tensor, "batch pos head d_head"]) -> float:
     """Share of keys that no query can select among those of their context, or of their context and head."""
     sets = keys.transpose(1, 2).flatten(0, 1) if keys.ndim == 4 else keys
     verdict = key_geometry(sets.detach().double().numpy(), margins=False).verdict

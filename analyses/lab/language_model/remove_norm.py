@@ -31,22 +31,9 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published import (
-    HEAD,
-    LOSS,
-    NORMALIZED,
-    key_places,
-    unselectable_keys,
-)
+from ln_probe.analyses.lab.language_model.published import HEAD, LOSS, NORMALIZED, key_places, unselectable_keys
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import (
-    Results,
-    contrasted,
-    differences,
-    panels,
-    select,
-    summarize,
-)
+from ln_probe.analyses.lab.results import Results, contrasted, differences, panels, select, summarize
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import (
     LAB_FILE,

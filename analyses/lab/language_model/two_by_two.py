@@ -66,10 +66,7 @@ CONTRASTS = {  # the norm that has the term, and the one that lacks it
     "projection, without scaling": ("projection_only", "none"),
 }
 # Of a registered outcome: what it is called, its unit, the factor from the tables to that unit, the equivalence margin.
-OUTCOMES = {
-    LOSS: ("Held-out loss", "nats", 1.0, 0.01),
-    FRACTION: ("Unselectable keys", "points", 100.0, 1.0),
-}
+OUTCOMES = {LOSS: ("Held-out loss", "nats", 1.0, 0.01), FRACTION: ("Unselectable keys", "points", 100.0, 1.0)}
 KEYS = ["norm", "layer", "measure"]
 ALL_LAYERS = -1  # the `layer` of means over layers and of what is not measured layer by layer
 

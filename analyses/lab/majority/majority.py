@@ -398,8 +398,7 @@ def majority_runs(request: Request) -> list[Run]:
 def run(request: Request) -> Results:
     """Train all cells (to 5K steps first, then to the end) and compare them."""
     runs = majority_runs(request)
-    if not request.collect:
-        carry_out(runs, request, until=MILESTONE)
+    carry_out(runs, request, until=MILESTONE)
     lost = carry_out(runs, request)
     tables = analyse(curves(runs), start_angles(runs))
     return Results(tables, plot(tables), shared_settings(runs[0], KEYS), lost)
