@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ln_probe.analyses.lab.majority import majority
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
