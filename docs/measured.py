@@ -89,7 +89,8 @@ def claims_table(source: str) -> str:
     ]
     for row in claims(source):
         how = row["how"] + (f". Could have refuted: {row['refutable']}" if row["refutable"] else "")
-        shown = [f"{row['version']}, {row['place']}", *(row[k] for k in ("claim", "status", "published", "here", "agrees"))]
+        columns = ("claim", "status", "published", "here", "agrees")
+        shown = [f"{row['version']}, {row['place']}", *(row[k] for k in columns)]
         cells = [*("–" if cell == "-" else cell for cell in shown), how]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -298,8 +298,6 @@ def _line(x: Float[np.ndarray, " point"], y: Float[np.ndarray, " point"]) -> tup
     return c, c - half, c + half, float(np.sqrt((residual**2).mean()) / np.log(10))
 
 
-
-
 # --------------------------------------------------------------------------------------------------------- figures
 
 

@@ -281,14 +281,6 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
     return min(found, key=lambda one: one.mse)
 
 
-
-
-
-
-
-
-
-
 def linear_weights(target: str) -> Float[np.ndarray, " lag"]:
     """`lag_weights` of a linear target; ValueError if it is another."""
     weights = lag_weights(target)
