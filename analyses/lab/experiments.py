@@ -211,13 +211,9 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
 
     results = experiment.run(request)
     write_results(
-        results,
-        request.out,
-        experiment=name,
-        command=command,
-        ln_probe_version=ln_probe_version,
+        results, request.out, experiment=name, command=command, ln_probe_version=ln_probe_version,
         seconds=time.perf_counter() - began,
-    )
+    )  # fmt: skip
     return results
 
 

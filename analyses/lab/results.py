@@ -46,22 +46,12 @@ MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")  # colum
 
 
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:
-    """Return the center over seeds (of "log" the geometric mean) and its 95 % interval, NaN for a single seed.
-
-    Raises:
-        ValueError: no values, a share outside 0 to 1, a logarithm of what is not positive, an unknown kind.
-    """
-    if not len(values):
-        raise ValueError("no values to take an interval over")
+    """Return the center over seeds (of "log" the geometric mean) and its 95 % interval, NaN for a single seed."""
     if kind == "share":
         return share_interval(values)
     if kind == "log":
-        if not (values > 0).all():
-            raise ValueError(f"the logarithm needs positive values, the least is {values.min():g}")
         center, low, high = np.exp(interval(np.log(values)))
         return float(center), float(low), float(high)
-    if kind != "mean":
-        raise ValueError(f"unknown kind of interval {kind!r}: known are mean, share, log")
     center = float(values.mean())
     if len(values) == 1:
         return center, np.nan, np.nan
@@ -75,12 +65,7 @@ def share_interval(shares: Float[np.ndarray, " seed"]) -> tuple[float, float, fl
     The effective number of trials is p (1 - p) over the variance of the mean, times (z / t)² for estimating that
     variance from few seeds. Where all seeds agree, variance says nothing: then each seed counts as one trial, so three
     seeds of three at 1 give [0.29, 1].
-
-    Raises:
-        ValueError: a share outside 0 to 1.
     """
-    if not ((shares >= 0) & (shares <= 1)).all():
-        raise ValueError(f"shares lie between 0 and 1, got {shares.min():g} to {shares.max():g}")
     p = float(shares.mean())
     return p, *share_interval_of(p, float(shares.std(ddof=1)) if len(shares) > 1 else np.nan, len(shares))
 
@@ -97,13 +82,7 @@ def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]
 
 
 def binomial_interval(hits: float, trials: float) -> tuple[float, float]:
-    """Return the exact (Clopper-Pearson) 95 % interval of a share; hits and trials need not be whole numbers.
-
-    Raises:
-        ValueError: hits below 0 or above trials.
-    """
-    if not 0 <= hits <= trials or trials <= 0:
-        raise ValueError(f"hits must lie between 0 and trials > 0, got {hits:g} of {trials:g}")
+    """Return the exact (Clopper-Pearson) 95 % interval of a share; hits and trials need not be whole numbers."""
     tail = (1 - LEVEL) / 2
     low = 0.0 if hits < _NO_HITS else float(stats.beta.ppf(tail, hits, trials - hits + 1))
     high = 1.0 if hits == trials else float(stats.beta.ppf(1 - tail, hits + 1, trials - hits))
@@ -143,9 +122,6 @@ def summarize(
     Returns:
         keys, then `mean` (geometric if `kind` is "log"), `ci_low`, `ci_high` (NaN with one seed), `median`, `sd`,
         `seeds`, `published`.
-
-    Raises:
-        ValueError: a seed occurs twice under the same keys.
     """
     keys = list(keys)
     repeated = values.duplicated([*keys, "seed"])
@@ -329,28 +305,12 @@ def write_results(
         figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
         write_atomically(out / f"{name}.png", buffer.getvalue())
     about = {
-        "experiment": experiment,
-        "command": command,
+        "experiment": experiment, "command": command,
         "versions": {"ln-probe": ln_probe_version} | {n: version(n) for n in ("torch", "transformer-lens", "numpy")},
-        "seconds": round(seconds, 1),
-        "settings": dict(results.settings),
-        "diverged": list(results.diverged),
-        "tables": list(files),
-        "figures": [f"{name}.png" for name in results.figures],
-    }
+        "seconds": round(seconds, 1), "settings": dict(results.settings), "diverged": list(results.diverged),
+        "tables": list(files), "figures": [f"{name}.png" for name in results.figures],
+    }  # fmt: skip
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
-
-
-def table_at(where: Path, name: str) -> pd.DataFrame:
-    """Read a table of a results folder, whichever way it was written.
-
-    Raises:
-        FileNotFoundError: the folder has none of that name.
-    """
-    for suffix, read in ((".parquet", pd.read_parquet), (".csv", pd.read_csv)):
-        if (file := where / f"{name}{suffix}").exists():
-            return read(file)
-    raise FileNotFoundError(f"{where} holds no table {name!r} (.csv or .parquet)")
 
 
 # --------------------------------------------------------------------------------------------------------- figures

@@ -41,10 +41,6 @@ class TextTask:
         n_ctx: length of a window in tokens.
         tokenizer: a folder to read a tokenizer from instead (GPT-2's, say), with `<|endoftext|>` in its vocabulary.
         valid_windows: windows that the held-out loss is measured on, spread evenly.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: too little text for one held-out window, or a tokenizer of another size or without a boundary.
     """
 
     name = "language_model"
@@ -91,13 +87,10 @@ class TextTask:
     @property
     def identity(self) -> dict[str, Any]:
         return {
-            "files": self._files,
-            "d_vocab": self.d_vocab,
-            "n_ctx": self.n_ctx,
-            "train_tokens": len(self.train_tokens),
+            "files": self._files, "d_vocab": self.d_vocab, "n_ctx": self.n_ctx, "train_tokens": len(self.train_tokens),
             "valid_tokens": len(self.valid_tokens),
             "tokenizer_sha256": hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest(),
-        }
+        }  # fmt: skip
 
     def windows(
         self, tokens: Int[Tensor, " tokens"], starts: Int[Tensor, " batch"], length: int
@@ -144,12 +137,7 @@ def piecewise_loss(model: LabTransformer, tokens: Int[Tensor, "batch pos"]) -> F
 
 
 def read_tokenizer(folder: Path, d_vocab: int) -> Tokenizer:
-    """The fast tokenizer of a Hugging Face folder.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        ValueError: no tokenizer in it, one of another size than d_vocab, or without `<|endoftext|>`.
-    """
+    """The fast tokenizer of a Hugging Face folder."""
     from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():

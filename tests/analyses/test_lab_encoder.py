@@ -10,22 +10,9 @@ import pytest
 import torch
 from lab_models import is_interior, write_words
 
-from ln_probe.analyses.lab.language_model.encoder import (
-    Encoder,
-    Size,
-    encoder_config,
-    key_places,
-)
-from ln_probe.analyses.lab.language_model.published import (
-    BEFORE,
-    HEAD,
-    NORMALIZED,
-    unselectable_keys,
-)
-from ln_probe.analyses.lab.language_model.sentences import (
-    PassagesTask,
-    plain_words,
-)
+from ln_probe.analyses.lab.language_model.encoder import Encoder, Size, encoder_config, key_places
+from ln_probe.analyses.lab.language_model.published import BEFORE, HEAD, NORMALIZED, unselectable_keys
+from ln_probe.analyses.lab.language_model.sentences import PassagesTask, plain_words
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.text_task import TextTask, masked
 

@@ -19,11 +19,7 @@ from ln_probe.analyses.lab.language_model.published import (
     published_model,
     unselectable_keys,
 )
-from ln_probe.analyses.lab.language_model.two_by_two import (
-    ALL_LAYERS,
-    COSTS,
-    costs,
-)
+from ln_probe.analyses.lab.language_model.two_by_two import ALL_LAYERS, COSTS, costs
 from ln_probe.analyses.lab.text_task import piecewise_loss
 from ln_probe.analyses.lab.transformer import LabConfig
 

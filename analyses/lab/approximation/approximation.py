@@ -154,17 +154,9 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
     """The published batch and number of steps; the rest is ours, for it was not published."""
     steps = 1000 if quick else 10_000
     return TrainConfig(
-        steps=steps,
-        batch=100,
-        lr=lr,
-        lr_end=1e-6,
-        warmup=100,
-        weight_decay=0.0,
-        clip=0.0,
-        seed=seed,
-        evaluate_every=steps,
-        state_every=1000,
-    )
+        steps=steps, batch=100, lr=lr, lr_end=1e-6, warmup=100, weight_decay=0.0, clip=0.0, seed=seed,
+        evaluate_every=steps, state_every=1000,
+    )  # fmt: skip
 
 
 def run(request: Request) -> Results:
@@ -219,12 +211,9 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     parts = np.split(p_holm, np.cumsum([len(table) for table in tested])[:-1])
     factors, exponents, products = (t.assign(p_holm=p) for t, p in zip(tested, parts, strict=True))
     return {
-        "summary": summary.merge(most, on=[*KEYS, "measure"], validate="1:1"),
-        "errors": frame,
-        "norm_factors": factors,
-        "rates_trained": exponents,
-        "dot_product": products,
-    }
+        "summary": summary.merge(most, on=[*KEYS, "measure"], validate="1:1"), "errors": frame, "norm_factors": factors,
+        "rates_trained": exponents, "dot_product": products,
+    }  # fmt: skip
 
 
 def attainable(row: Mapping[Any, Any], optima: Mapping[tuple[str, str, int], float]) -> float:

@@ -50,16 +50,9 @@ class RelativeTextConfig:
     def build(self) -> LabTransformer:
         """A model of this shape, initialized from torch's global generator."""
         cfg = LabConfig(
-            n_layers=self.layers,
-            d_model=self.d_model,
-            n_heads=self.heads,
-            d_vocab=self.d_vocab,
-            n_ctx=self.n_ctx,
-            norm=self.norm,
-            norm_mlp=self.norm,
-            norm_final=self.norm,
-            positions="alibi",
-        )
+            n_layers=self.layers, d_model=self.d_model, n_heads=self.heads, d_vocab=self.d_vocab, n_ctx=self.n_ctx,
+            norm=self.norm, norm_mlp=self.norm, norm_final=self.norm, positions="alibi",
+        )  # fmt: skip
         model = LabTransformer(cfg)
         for block in model.blocks:
             attention = RelativeAttention(cfg, self.dot_product)
@@ -136,12 +129,9 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid and compare held-out losses."""
     task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
     runs = planned(
-        grid(request.quick),
-        request,
-        name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
-        task=lambda *_: task,
-        training=lambda _, seed: training(request.quick, seed),
-    )
+        grid(request.quick), request, name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
+        task=lambda *_: task, training=lambda _, seed: training(request.quick, seed),
+    )  # fmt: skip
     lost = carry_out(runs, request)
     settings = {"training": vars(training(request.quick, 0)), "text": task.identity, "published": PUBLISHED}
     return Results(analyse(select(curves(runs), measure="valid_loss")), {}, settings, lost)

@@ -66,16 +66,11 @@ def gate_table(lengths: Sequence[int] = GATE_LENGTHS, eps: float = 1e-5) -> pd.D
 
     Columns: `norm, length, output`: half the difference between the two cases in the first coordinate, so 1 is a full
     gate and what is near 0 is hard to read. `eps` is torch's default.
-
-    Raises:
-        ValueError: a length that is not odd and positive.
     """
     rows = []
     for norm in NORM_KINDS:
         gate = Norm(norm, 2, eps=eps, divisor=None if norm in SCALES else 1.0, gain=False, bias=False).double()
         for length in lengths:
-            if length < 1 or length % 2 == 0:
-                raise ValueError(f"lengths must be odd and positive, got {length}: of an even one no half is one more")
             more, less = (length + 1) / (2 * length), (length - 1) / (2 * length)
             with torch.no_grad():
                 out = gate(torch.tensor([[more, less], [less, more]], dtype=torch.float64))
@@ -87,15 +82,12 @@ KEYS = ("task", "model", "norm", "norm_site")
 
 # Accuracy in % at PUBLISHED_LENGTHS (Merrill et al. 2020, section 5, table of the two languages).
 PUBLISHED = {
-    ("L5", "lstm"): (100, 100, 99.6, 97.9, 94.1, 89.5),
-    ("L5", "qrnn"): (90.2, 78.3, 67.0, 61.3, 58.6, 57.7),
-    ("L5", "qrnn+"): (99.6, 87.3, 81.5, 82.1, 84.1, 87.0),
-    ("L5", "qrnn x2"): (100, 99.3, 90.7, 65.8, 58.1, 59.2),
-    ("anbnaS", "lstm"): (100, 100, 99, 95.5, 92.7, 88.6),
-    ("anbnaS", "qrnn"): (80.0, 82, 79, 80.4, 79.5, 76.5),
+    ("L5", "lstm"): (100, 100, 99.6, 97.9, 94.1, 89.5), ("L5", "qrnn"): (90.2, 78.3, 67.0, 61.3, 58.6, 57.7),
+    ("L5", "qrnn+"): (99.6, 87.3, 81.5, 82.1, 84.1, 87.0), ("L5", "qrnn x2"): (100, 99.3, 90.7, 65.8, 58.1, 59.2),
+    ("anbnaS", "lstm"): (100, 100, 99, 95.5, 92.7, 88.6), ("anbnaS", "qrnn"): (80.0, 82, 79, 80.4, 79.5, 76.5),
     ("anbnaS", "qrnn+"): (82.0, 82.7, 78.8, 80.2, 77.8, 76.3),
     ("anbnaS", "qrnn x2"): (100, 98.1, 91.6, 89.6, 84.9, 78.7),
-}
+}  # fmt: skip
 PUBLISHED_BUDGET = "up to 100 epochs of 100,000 words, until 10 epochs bring nothing (Merrill et al.)"
 # A model whose accuracy at the training length is this far below the published one is not compared at longer words.
 # One whose accuracy is not this far above that of a constant answer counts as equal to it.
@@ -130,18 +122,9 @@ class TransformerSpec:
 
     def build(self) -> TransformerTagger:
         cfg = LabConfig(
-            n_layers=1,
-            d_model=16,
-            n_heads=1,
-            d_vocab=max(self.d_vocab, self.d_out) + 1,
-            n_ctx=self.n_ctx,
-            norm=self.norm,
-            norm_mlp=self.norm,
-            norm_final=self.norm,
-            positions="none",
-            tied=False,
-            init="torch",
-        )
+            n_layers=1, d_model=16, n_heads=1, d_vocab=max(self.d_vocab, self.d_out) + 1, n_ctx=self.n_ctx,
+            norm=self.norm, norm_mlp=self.norm, norm_final=self.norm, positions="none", tied=False, init="torch",
+        )  # fmt: skip
         return TransformerTagger(cfg, self.d_out)
 
     def to_dict(self) -> dict[str, Any]:
@@ -210,17 +193,9 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     steps, quick_steps = (100_000 if slow else 30_000, 1500) if counting else (10_000, 1000)
     steps = quick_steps if quick else steps
     return TrainConfig(
-        steps=steps,
-        batch=10 if counting else 16,
-        lr=3e-3 if slow else 1e-2,
-        lr_end=1e-4,
-        warmup=100,
-        clip=1.0,
-        seed=seed,
-        evaluate_every=steps,
-        state_every=1000,
-        **ADAM,
-    )
+        steps=steps, batch=10 if counting else 16, lr=3e-3 if slow else 1e-2, lr_end=1e-4, warmup=100, clip=1.0,
+        seed=seed, evaluate_every=steps, state_every=1000, **ADAM,
+    )  # fmt: skip
 
 
 def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run]:
@@ -263,12 +238,8 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
     fresh = _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
     return {
-        "summary": summary,
-        "values": frame,
-        "effects": _tested(values),
-        "effects_fresh": fresh,
-        "gate": gate_table(),
-    }
+        "summary": summary, "values": frame, "effects": _tested(values), "effects_fresh": fresh, "gate": gate_table(),
+    }  # fmt: skip
 
 
 def _tested(values: pd.DataFrame) -> pd.DataFrame:

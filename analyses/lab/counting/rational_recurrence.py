@@ -69,15 +69,8 @@ def of_pooling(
 
     Args:
         keep, added, out: at a letter, by the letter before; the last row: there is none.
-
-    Raises:
-        ValueError: arrays of other or unequal shapes.
     """
     befores, letters = keep.shape
-    if not keep.shape == added.shape == out.shape or befores != letters + 1:
-        raise ValueError(
-            f"keep, added and out must all be [letters + 1, letters], got {keep.shape}, {added.shape}, {out.shape}"
-        )
     contexts = befores * letters + 1  # (before, letter), then the empty word
     start, final = np.zeros(2 * contexts), np.zeros(2 * contexts)
     moves = np.zeros((letters, 2 * contexts, 2 * contexts))
@@ -182,13 +175,7 @@ def largest_error(pooling: str, seed: int, networks: int) -> float:
 
 
 def drawn_layer(pooling: str) -> tuple[Tensor, QRNNLayer]:
-    """A QRNN's embedding [letter width] and first layer, in float64, with SPREAD times the weights that it starts with.
-
-    Raises:
-        ValueError: an unknown pooling.
-    """
-    if pooling not in POOLINGS:
-        raise ValueError(f"unknown pooling {pooling!r}: known are {', '.join(POOLINGS)}")
+    """A QRNN's embedding [letter width] and first layer, in float64, with SPREAD times the weights it starts with."""
     model = RecurrentConfig("qrnn" if pooling == "fo" else f"qrnn {pooling}", PREFIX_VOCABULARY, 2).build().double()
     layer = cast("QRNNLayer", model.layers[0])
     with torch.no_grad():

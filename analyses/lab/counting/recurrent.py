@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.geometry.compiled import compiled_in_order
-from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
+from ln_probe.analyses.lab.norms import SCALES, Norm
 
 LSTM, GRU, TANH, RELU = range(4)
 CELL_NUMBERS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}
@@ -270,17 +270,12 @@ def _backward(cell: int, norm: NormSwitch, W: Any, gain: Any, kept: Any, d_out: 
 
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+")
-NORM_SITES = ("gates", "readout", "state")
 QRNN_WINDOW = 2  # of the first layer, 1 above: the default of the library that the published QRNNs came from
 
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Shape of a recurrent tagger.
-
-    Raises (on construction):
-        ValueError: a size below 1; an unknown cell, norm or norm_site; a norm that this cell has no place for.
-    """
+    """Shape of a recurrent tagger."""
 
     cell: str
     d_vocab: int
@@ -291,19 +286,6 @@ class RecurrentConfig:
     norm: str = "none"
     norm_site: str = "gates"
     eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        for name in ("d_vocab", "d_out", "d_embed", "hidden", "n_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, known in (("cell", CELLS), ("norm", NORM_KINDS), ("norm_site", NORM_SITES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: known are {', '.join(known)}")
-        if self.norm != "none":
-            if self.cell.startswith("qrnn"):
-                raise ValueError(f"a {self.cell} has no recurrent product to normalize: use norm='none'")
-            if self.norm_site == "readout" and self.cell != "lstm":
-                raise ValueError(f"a {self.cell} has no readout of its state: norm_site must be 'gates' or 'state'")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

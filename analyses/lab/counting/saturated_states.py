@@ -38,7 +38,6 @@ POOLED = ("qrnn f", "qrnn fo", "qrnn ifo")
 PLUS = "plus"  # the stateless layer above a QRNN that makes it a QRNN+
 _GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "qrnn f": 2, "qrnn fo": 3, "qrnn ifo": 4, PLUS: 1, "lstm": 4}
 _STACKS = {"qrnn+": ("qrnn fo", PLUS)}  # cells that are layers of several kinds
-KNOWN = (*(cell for cell in _GATES if cell != PLUS), *_STACKS)
 States = Shaped[np.ndarray, "state number"]
 
 
@@ -108,15 +107,7 @@ class SaturatedLayer:
 
 
 def drawn(cell: str, layers: int, rng: np.random.Generator, hidden: int) -> list[SaturatedLayer]:
-    """Layers with normal weights (a ReLU-RNN's: -1, 0 or 1).
-
-    Raises:
-        ValueError: an unknown cell, sizes below 1.
-    """
-    if cell not in KNOWN:
-        raise ValueError(f"unknown cell {cell!r}: known are {', '.join(KNOWN)}")
-    if layers < 1 or hidden < 1:
-        raise ValueError(f"layers and hidden must be at least 1, got {layers} and {hidden}")
+    """Layers with normal weights (a ReLU-RNN's: -1, 0 or 1)."""
     below, *above = _STACKS.get(cell, (cell,))
     made: list[SaturatedLayer] = []
     for kind in (*(below,) * layers, *above):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.counting import counting
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
-from ln_probe.analyses.lab.counting.tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, CountingTask, bos
+from ln_probe.analyses.lab.counting.tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, bos
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, lines, panels, summarize
 from ln_probe.analyses.lab.train import Run, carry_out, read_metrics
@@ -62,11 +62,7 @@ class State:
 
 
 class LetterByLetter:
-    """A trained tagger of one layer that reads a^n b^n (2 letters) or a^n b^n c^n letter by letter, in float64.
-
-    Raises:
-        ValueError: more than one layer, or a QRNN, whose gates do not depend on its state.
-    """
+    """A trained tagger of one layer that reads a^n b^n (2 letters) or a^n b^n c^n letter by letter, in float64."""
 
     def __init__(self, model: nn.Module, letters: int) -> None:
         if not isinstance(model, RecurrentTagger) or model.cfg.n_layers != 1 or model.cfg.cell.startswith("qrnn"):
@@ -142,13 +138,7 @@ class Line:
 
 
 def line_through(trace: Float[np.ndarray, " letter"]) -> Line:
-    """Lay the least-squares line through all letters but the first SETTLING.
-
-    Raises:
-        ValueError: fewer than three letters are left.
-    """
-    if len(trace) < SETTLING + 3:
-        raise ValueError(f"a line takes {SETTLING + 3} letters or more, got {len(trace)}")
+    """Lay the least-squares line through all letters but the first SETTLING."""
     letter, settled = np.arange(1, len(trace) + 1)[SETTLING:], trace[SETTLING:]
     slope, start = (float(x) for x in np.polyfit(letter, settled, 1))
     rest = settled - start - slope * letter
@@ -209,8 +199,6 @@ def run(request: Request) -> Results:
 def followed(run: Run) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """The rows of a finished run: `networks`, `traces` (of the dimension that counts), `readings`."""
     task = run.task
-    if not isinstance(task, CountingTask):
-        raise ValueError(f"traces are of a^n b^n and a^n b^n c^n, got a run on {task.name}")
     reader, trained, tested = LetterByLetter(run.model(), task.letters), task.max_n, MAX_TESTED_N * task.max_n
     short, long = reader.phases(trained), reader.phases(tested)
     evaluated = read_metrics(run.folder).iloc[-1]

@@ -56,11 +56,6 @@ def block_symbol(number: int) -> str:
     return SYMBOLS[(number - 1) % 2]
 
 
-def _check_blocks(k: int) -> None:
-    if k < 1:
-        raise ValueError(f"k must be at least 1 block, got {k}")
-
-
 def _reached(last: int) -> list[str]:
     """Definitions `in_j`: the position lies in block j or later of a word that begins with a (depth j - 1)."""
     lines = ["in_1 := true"]
@@ -73,35 +68,20 @@ def last_block(k: int) -> str:
     """A program that holds exactly on the last block of a word of L_k; its depth is max(0, k - 2).
 
     A position is in the last block if an earlier one was in block k - 1 and it carries the last letter.
-
-    Raises:
-        ValueError: k below 1.
     """
-    _check_blocks(k)
     if k == 1:
         return "last := true"
     return "\n".join([*_reached(k - 1), f"last := in_{k - 1} and Q_{block_symbol(k)}"])
 
 
 def blocks(k: int) -> str:
-    """A program that accepts L_k (k blocks, beginning with a) among words over {a, b}; its depth is max(2, k).
-
-    Raises:
-        ValueError: k below 1.
-    """
-    _check_blocks(k)
+    """A program that accepts L_k (k blocks, beginning with a) among words over {a, b}; its depth is max(2, k)."""
     begins = "begins_with_a := #[Q_b and #[Q_a] == 0] == 0"
     return "\n".join([begins, *_reached(k + 1), f"member := begins_with_a and in_{k} and not in_{k + 1}"])
 
 
 def gate_program(depth: int) -> str:
-    """A program whose every level asks for the majority of the one below: comparisons of counts of comparisons.
-
-    Raises:
-        ValueError: depth below 1.
-    """
-    if depth < 1:
-        raise ValueError(f"depth must be at least 1 level, got {depth}")
+    """A program whose every level asks for the majority of the one below: comparisons of counts of comparisons."""
     lines = ["level_1 := #[Q_a] > #[Q_b]"]
     lines += [f"level_{i} := 2 * #[level_{i - 1}] > #[true]" for i in range(2, depth + 1)]
     return "\n".join(lines)
@@ -194,16 +174,10 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
             shares[measure] = float(right.all(1).mean()), len(right)
             shares[f"{measure}_answers"] = float(right.mean()), len(right)
         about = {
-            "program": name,
-            "norm": norm,
-            "suffices": enough,
-            "depth": program.depth,
-            "layers": compiled.layers,
-            "attending": compiled.attending,
-            "d_model": compiled.model.cfg.d_model,
-            "every_word_to": every_word_to,
+            "program": name, "norm": norm, "suffices": enough, "depth": program.depth, "layers": compiled.layers,
+            "attending": compiled.attending, "d_model": compiled.model.cfg.d_model, "every_word_to": every_word_to,
             "seed": seed,
-        }
+        }  # fmt: skip
         rows += [{**about, "words": n, "measure": measure, "value": value} for measure, (value, n) in shares.items()]
     return rows
 

@@ -115,38 +115,19 @@ class CRaspError(ValueError):
 
 # What each rule of the grammar takes and is.
 _KINDS: dict[str, tuple[tuple[Kind, ...], Kind]] = {
-    "symbol": ((), "Boolean"),
-    "constant": ((), "Boolean"),
-    "integer": ((), "count"),
-    "negate": (("Boolean",), "Boolean"),
-    "logic": (("Boolean", "Boolean"), "Boolean"),
-    "compare": (("count", "count"), "Boolean"),
-    "count": (("Boolean",), "count"),
-    "arithmetic": (("count", "count"), "count"),
-    "multiple": (("count",), "count"),
-    "minus": (("count",), "count"),
-    "extreme": (("count", "count"), "count"),
-    "conditional": (("Boolean", "count", "count"), "count"),
-}
+    "symbol": ((), "Boolean"), "constant": ((), "Boolean"), "integer": ((), "count"),
+    "negate": (("Boolean",), "Boolean"), "logic": (("Boolean", "Boolean"), "Boolean"),
+    "compare": (("count", "count"), "Boolean"), "count": (("Boolean",), "count"),
+    "arithmetic": (("count", "count"), "count"), "multiple": (("count",), "count"), "minus": (("count",), "count"),
+    "extreme": (("count", "count"), "count"), "conditional": (("Boolean", "count", "count"), "count"),
+}  # fmt: skip
 # What it computes of its parts' values, by its operator or, where it has but one, by its rule.
 _COMPUTE: dict[str, Callable[..., Any]] = {
-    "negate": np.logical_not,
-    "or": np.logical_or,
-    "and": np.logical_and,
-    "<": np.less,
-    "<=": np.less_equal,
-    "==": np.equal,
-    "!=": np.not_equal,
-    ">=": np.greater_equal,
-    ">": np.greater,
-    "count": partial(np.cumsum, axis=0, dtype=np.int64),
-    "+": np.add,
-    "-": np.subtract,
-    "minus": np.negative,
-    "min": np.minimum,
-    "max": np.maximum,
-    "conditional": np.where,
-}
+    "negate": np.logical_not, "or": np.logical_or, "and": np.logical_and, "<": np.less, "<=": np.less_equal,
+    "==": np.equal, "!=": np.not_equal, ">=": np.greater_equal, ">": np.greater,
+    "count": partial(np.cumsum, axis=0, dtype=np.int64), "+": np.add, "-": np.subtract, "minus": np.negative,
+    "min": np.minimum, "max": np.maximum, "conditional": np.where,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

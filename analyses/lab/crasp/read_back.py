@@ -43,12 +43,7 @@ class _Answer:
 
 
 def read_back(compiled: CompiledProgram) -> Program:
-    """Read a compiled model's weights as a program, with at most a level of counts per block.
-
-    Raises:
-        ValueError: attention that is not uniform, norms that do not scale, more than MOST_STATES vectors, or a stream
-            that is not one of finitely many vectors.
-    """
+    """Read a compiled model's weights as a program, with at most a level of counts per block."""
     model = compiled.model
     uniform = all(not bool(W.any()) for block in model.blocks for W in (block.attn.W_Q, block.attn.W_K))
     if not uniform or model.cfg.positions != "none":

@@ -92,11 +92,7 @@ class Formula:
         return known[self]
 
     def __str__(self) -> str:
-        """The formula as text, in the syntax of this module.
-
-        Raises:
-            ValueError: it would be longer than MOST_LETTERS (a graph can be small whose text is not).
-        """
+        """The formula as text, in the syntax of this module."""
         known: dict[Formula, str] = {}
         for node in self.nodes():
             known[node] = _written(node, [known[part] for part in node.parts])
@@ -304,12 +300,7 @@ class _Translation:
 
 
 def formula_of(program: Program) -> Formula:
-    """The formula that holds where a C-RASP program's output does; as deep as the program, or less deep.
-
-    Raises:
-        CRaspError: the output is a count; counts nested deeper than MOST_DEPTH, a count of more than MOST_CASES cases,
-            a formula of more than MOST_NODES parts. Says the line and the column.
-    """
+    """The formula that holds where a C-RASP program's output does; as deep as the program, or less deep."""
     output = program.output
     if output.kind == "count":
         raise program.error(output, "the output is a count, and a formula is true or false", "a Boolean")
@@ -322,11 +313,7 @@ def formula_of(program: Program) -> Formula:
 
 
 def program_of(formula: Formula) -> Program:
-    """A C-RASP program, exactly as deep, whose output holds where a formula does: a definition per part.
-
-    Raises:
-        CRaspError: a sum that may leave 64 bits.
-    """
+    """A C-RASP program, exactly as deep, whose output holds where a formula does: a definition per part."""
     nodes = formula.nodes()
     names = {node: f"p{place}" for place, node in enumerate(nodes)}
     lines = [f"{names[node]} := {_written(node, [names[part] for part in node.parts])}" for node in nodes]
@@ -334,12 +321,7 @@ def program_of(formula: Formula) -> Program:
 
 
 def parse_formula(source: str) -> Formula:
-    """Parse a formula of Kₜ[#].
-
-    Raises:
-        CRaspError: it is malformed, a count, or has what only C-RASP has; too deep or too wide (as `formula_of`). Says
-            the line, the column and what was expected.
-    """
+    """Parse a formula of Kₜ[#]."""
     parsed = parse_expression(source)
     for part in parsed.walk():
         if part.operation in ("conditional", "extreme"):

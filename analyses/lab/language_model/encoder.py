@@ -27,7 +27,6 @@ from ln_probe.analyses.lab.language_model.published import (
     NORMALIZED,
     unselectable_at_checkpoints,
 )
-from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, contrasted, lines, minus_reference, panels, select, summarize_kinds
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
 from ln_probe.analyses.lab.train import Run, carry_out, curves, finished, planned, shared_settings, text_training
@@ -40,21 +39,9 @@ class EncoderConfig(LabConfig):
 
     Attributes:
         norm_read: kind of the norm on the embeddings and at the end of every block but the last; None leaves it out.
-
-    Raises (on construction):
-        ValueError: an unknown norm, a causal or pre-norm shape, a final norm, or what `LabConfig` refuses.
     """
 
     norm_read: str | None = "layernorm"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.norm_read not in (*NORM_KINDS, None):
-            raise ValueError(f"unknown norm_read {self.norm_read!r}: known norms are {', '.join(NORM_KINDS)}")
-        needs = {"causal": False, "norm_order": "post", "norm_final": None}
-        for name, wanted in needs.items():
-            if getattr(self, name) != wanted:
-                raise ValueError(f"an encoder has {name}={wanted!r}, got {getattr(self, name)!r}")
 
     def build(self) -> Encoder:
         """A model of this shape, initialized from torch's global generator: the same weights under every norm."""
@@ -157,18 +144,9 @@ def encoder_config(shape: str, norm: str, size: Size) -> EncoderConfig:
     """An encoder of one of SHAPES and NORMS."""
     read, others = NORMS[norm]
     return EncoderConfig(
-        n_layers=LAYERS,
-        d_model=SHAPES[shape],
-        n_heads=HEADS,
-        d_vocab=size.d_vocab + 1,
-        n_ctx=size.n_ctx,
-        causal=False,
-        norm_order="post",
-        norm=others,
-        norm_mlp=others,
-        norm_final=None,
-        norm_read=read,
-    )
+        n_layers=LAYERS, d_model=SHAPES[shape], n_heads=HEADS, d_vocab=size.d_vocab + 1, n_ctx=size.n_ctx, causal=False,
+        norm_order="post", norm=others, norm_mlp=others, norm_final=None, norm_read=read,
+    )  # fmt: skip
 
 
 def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | None = None) -> list[Run]:

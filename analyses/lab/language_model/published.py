@@ -91,19 +91,9 @@ FULL_TINY = Size(GPT2_VOCABULARY, GPT2_CONTEXT, batch=1, steps=40, valid_windows
 def published_model(norm: str, divisor: float | None, size: Size) -> LabConfig:
     """The published shape at a size of vocabulary and window."""
     return LabConfig(
-        n_layers=LAYERS,
-        d_model=D_MODEL,
-        n_heads=HEADS,
-        d_vocab=size.d_vocab,
-        n_ctx=size.n_ctx,
-        norm=norm,
-        divisor=divisor,
-        affine=False,
-        bias_qkv=False,
-        bias_unembed=False,
-        act_fn="gelu_new",
-        embed_std=size.embed_std,
-    )
+        n_layers=LAYERS, d_model=D_MODEL, n_heads=HEADS, d_vocab=size.d_vocab, n_ctx=size.n_ctx, norm=norm,
+        divisor=divisor, affine=False, bias_qkv=False, bias_unembed=False, act_fn="gelu_new", embed_std=size.embed_std,
+    )  # fmt: skip
 
 
 def make_runs(request: Request, size: Size) -> list[Run]:

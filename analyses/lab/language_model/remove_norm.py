@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
@@ -68,14 +67,8 @@ class ReplaceableNorm(nn.Module):
     seen: Tensor
 
     def __init__(self, norm: Norm) -> None:
-        """Take over gain and bias of a LayerNorm with both, at the usual radius.
-
-        Raises:
-            ValueError: another norm.
-        """
+        """Take over gain and bias of a LayerNorm with both, at the usual radius."""
         super().__init__()
-        if norm.kind != "layernorm" or norm.w is None or norm.b is None or norm.radius != math.sqrt(norm.d_model):
-            raise ValueError(f"only a LayerNorm with gain and bias can be replaced here, not {norm.extra_repr()}")
         self.d_model, self.eps = norm.d_model, norm.eps
         self.w, self.b = norm.w, norm.b
         for name in ("first", "rest"):
@@ -112,11 +105,7 @@ def replaceable_norms(model: LabTransformer) -> list[ReplaceableNorm]:
 
 
 def plain(model: LabTransformer) -> LabTransformer:
-    """The same function as an ordinary lab model, which `analyze` takes: LayerNorm everywhere or one constant a norm.
-
-    Raises:
-        ValueError: some norms are replaced and others are not, or position 0 still has separate constants.
-    """
+    """The same function as an ordinary lab model, for `analyze`: LayerNorm everywhere or one constant a norm."""
     stages = {int(norm.stage) for norm in replaceable_norms(model)}
     kinds = {LAYERNORM: "layernorm", ONE_CONSTANT: "projection_only"}
     if len(stages) > 1 or not stages <= set(kinds):
@@ -281,24 +270,16 @@ def training(size: Size, seed: int) -> TrainConfig:
 
 
 def make_runs(request: Request, size: Size, start: Path) -> list[Run]:
-    """A run with norms removed and one with norms kept for each seed.
-
-    Raises:
-        ValueError: a tokenizer is given: the model has its own.
-    """
+    """A run with norms removed and one with norms kept for each seed."""
     if request.tokenizer is not None:
         raise ValueError(f"{START} reads text with its own tokenizer: leave out --tokenizer {request.tokenizer}")
     shape = Start(start).build().cfg
     text = TextTask(request.texts, shape.d_vocab, shape.n_ctx, tokenizer=start, valid_windows=size.valid_windows)
     return planned(
-        (REMOVED, KEPT),
-        request,
-        keys=lambda cell: {"model": cell},
-        name=lambda cell: cell,
-        task=lambda cell, _: Removal(text, size.schedule if cell == REMOVED else None),
-        spec=lambda _: Start(start),
+        (REMOVED, KEPT), request, keys=lambda cell: {"model": cell}, name=lambda cell: cell,
+        task=lambda cell, _: Removal(text, size.schedule if cell == REMOVED else None), spec=lambda _: Start(start),
         training=lambda _, seed: training(size, seed),
-    )
+    )  # fmt: skip
 
 
 def run(request: Request, size: Size | None = None, start: Path | None = None) -> Results:
@@ -329,14 +310,10 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
     norms = len(replaceable_norms(Start(start).build()))
     settings = {
         "start": START if start == start_folder() else str(start),
-        "text_is_that_of_the_start": task.text.identity["files"] == trained_on,
-        "norms": norms,
-        "training": vars(training(size, 0)) | {"seed": None},
-        "schedule": asdict(size.schedule),
-        "contexts": size.contexts,
-        "data": task.text.identity,
-        "finished": [each.name for each in done],
-    }
+        "text_is_that_of_the_start": task.text.identity["files"] == trained_on, "norms": norms,
+        "training": vars(training(size, 0)) | {"seed": None}, "schedule": asdict(size.schedule),
+        "contexts": size.contexts, "data": task.text.identity, "finished": [each.name for each in done],
+    }  # fmt: skip
     values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
     tables = analyse(values, curves(runs))
     return Results(tables, plot(tables, size.schedule, norms), settings, lost)

@@ -74,9 +74,6 @@ def sentences(text: TextTask, count: int) -> list[Int[Tensor, " pos"]]:
     """Return the first sentences of a text's held-out part, a boundary token and at most LONGEST - 1 tokens each.
 
     What does not end in a full stop, a question mark or an exclamation mark is left out.
-
-    Raises:
-        ValueError: there are not as many (says how many).
     """
     parts = [part.strip() for part in ENDS.split(text.tokenizer.decode(text.valid_tokens.tolist()))]
     whole = [part for part in parts[1:] if part.endswith((".", "?", "!"))]  # the first may have begun before
@@ -198,9 +195,6 @@ class PassagesTask(TaskOnText):
         text: whose tokenizer is used.
         length: tokens of a passage, besides the boundary.
         held_out: passages that are held out, of each book, spread evenly.
-
-    Raises:
-        ValueError: fewer than two books, or a book too short for one held-out passage.
     """
 
     name = "passages"
@@ -297,11 +291,7 @@ class Classifier(nn.Module):
 
 
 def run_passages(request: Request) -> Results:
-    """Train encoders, fine-tune them (or resume), and compare.
-
-    Raises:
-        ValueError: fewer than two texts.
-    """
+    """Train encoders, fine-tune them (or resume), and compare."""
     size = encoder.TINY if request.quick else encoder.SMALL
     # Tokens of a passage (SST-2's sentences have about 20 words), passages a step, steps, held out of each book.
     length, batch, steps, held_out = (32, 16, 40, 100) if request.quick else (32, 32, 150, 700)
@@ -312,17 +302,9 @@ def run_passages(request: Request) -> Results:
     runs = []
     for one in (run for run in encoders if run.finished):
         training = TrainConfig(
-            steps=steps,
-            batch=batch,
-            lr=one.training.lr * RATE_SHARE,
-            lr_end=0.0,
-            warmup=steps // 10,
-            schedule="linear",
-            clip=1.0,
-            seed=one.seed,
-            evaluate_every=steps,
-            state_every=steps,
-        )
+            steps=steps, batch=batch, lr=one.training.lr * RATE_SHARE, lr_end=0.0, warmup=steps // 10,
+            schedule="linear", clip=1.0, seed=one.seed, evaluate_every=steps, state_every=steps,
+        )  # fmt: skip
         spec = ClassifierSpec(cast(EncoderConfig, one.spec), one.folder / MODEL_FILE, len(request.texts))
         runs.append(Run(one.keys, task, spec, training, request.out / "passages" / one.folder.name))
     lost += carry_out(runs, request)

@@ -103,11 +103,7 @@ LONG = replace(SHORT, first_seed=20, steps=STEPS, batch=BATCH, warmup=200)
 
 
 def text(request: Request) -> TextTask:
-    """The text of the request, which must be the one that the shipped checkpoints were trained on.
-
-    Raises:
-        ValueError: it is another, and the run is not a quick one.
-    """
+    """The text of the request, which must be the one that the shipped checkpoints were trained on."""
     task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
     shipped = files("ln_probe.data") / "checkpoints" / "lm-layernorm" / "lab.json"
     wanted = json.loads(shipped.read_text(encoding="utf-8"))["data"]
@@ -139,14 +135,10 @@ def _run(request: Request, design: Design, analyse: Callable[[pd.DataFrame], dic
     """Train the four models of each seed and measure the seeds whose four are finished."""
     task, bundled = text(request), design is BUNDLED
     runs = planned(
-        NORM_KINDS,
-        replace(request, seeds=tuple(design.first_seed + seed for seed in request.seeds)),
-        keys=lambda norm: {"norm": norm},
-        name=lambda norm: norm,
-        task=lambda *_: task,
-        spec=design.spec,
+        NORM_KINDS, replace(request, seeds=tuple(design.first_seed + seed for seed in request.seeds)),
+        keys=lambda norm: {"norm": norm}, name=lambda norm: norm, task=lambda *_: task, spec=design.spec,
         training=lambda _, seed: design.training(request.quick, seed),
-    )
+    )  # fmt: skip
     shipped = bundled and not request.quick and SHIPPED_SEED in request.seeds
     runs = [run for run in runs if not (shipped and run.seed == SHIPPED_SEED)]
     lost = carry_out(runs, request)
@@ -289,12 +281,9 @@ def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
         (out / name).write_bytes((run / name).read_bytes())
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     recipe = {
-        "command": command,
-        "stored_as": "float16",
-        "train_loss": last["train_loss"],
-        **task.evaluate(load_run(out)),
+        "command": command, "stored_as": "float16", "train_loss": last["train_loss"], **task.evaluate(load_run(out)),
         "training_seconds": last["seconds"],
-    }
+    }  # fmt: skip
     (out / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n")
 
 
