@@ -24,7 +24,6 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
 
 import argparse
-import inspect
 import json
 import subprocess
 import sys
@@ -104,10 +103,10 @@ def rows_of(name: str) -> list[list[int]]:
 def report(name: str, rows: list[list[int]], probes: list[str]) -> Tables:
     """Every table of a report; of `keys`, the rows of the first prompt and of two heads."""
     import ln_probe
+    from ln_probe.analyses.probes.selectability import Selectability
 
-    takes = inspect.signature(ln_probe.analyze).parameters
-    options = {k: v for k, v in {"keys": "all", "progress": False}.items() if k in takes}
-    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=probes, **options).tables)
+    every_key = [Selectability(every_key=True) if probe == "selectability" else probe for probe in probes]
+    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=every_key, progress=False).tables)
     if {"prompt", "head"} <= set(tables.get("keys", ())):
         tables["keys"] = tables["keys"].query("prompt == 0 and head in (0, 3)")
     return tables
@@ -302,7 +301,10 @@ def laboratory(name: str, text: bool) -> Tables:
             raise RuntimeError(f"exit status {done.returncode}: {' '.join(lines[-3:])[-250:]}")
         tables = {p.stem: pd.read_csv(p) for p in sorted(out.glob("*.csv"))}
         tables |= {p.stem: pd.read_parquet(p) for p in sorted(out.glob("*.parquet"))}
-    return {k: t[[c for c in t if not str(c).startswith("seconds")]] for k, t in tables.items()}
+    for key, table in tables.items():
+        timed = table.get("measure", pd.Series("", table.index)).astype(str).str.startswith("seconds")
+        tables[key] = table.loc[~timed, [c for c in table if not str(c).startswith("seconds")]]
+    return tables
 
 
 REPORTS = ("lm-layernorm", "lm-none", "lm-scaling_only", "mgm", "minilm", *TINY)
@@ -370,10 +372,18 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(np.asarray(value).tolist())
 
 
+def renamed(old: pd.DataFrame) -> pd.DataFrame:
+    """A committed table with the names of today: attention at the last position is what is attainable."""
+    names = [name for name in old if str(name).startswith("attainable_last")]
+    today = {name: str(name).replace("attainable_last", "attainable") for name in names}
+    return old.drop(columns=[name for name in today.values() if name in old]).rename(columns=today)
+
+
 def compare(name: str, old: pd.DataFrame, new: pd.DataFrame | None) -> str:
     """One line (and a line for each column that differs) on a table beside the committed one."""
     if new is None:
         return "table gone"
+    old = renamed(old)
     notes = []
     for what, columns in (("gone", [c for c in old if c not in new]), ("new", [c for c in new if c not in old])):
         if columns:

@@ -85,11 +85,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     _compile_once()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of hooks, which need no kernels, begin the second half: the second of two processes starts there, while the
     first compiles."""
     hooks = [item for item in items if item.path.parent.name == "hooks"]
+    for item in hooks:
+        item.add_marker("lens")
     others = [item for item in items if item.path.parent.name != "hooks"]
     half = min(len(items) // 2, len(others))
     items[:] = [*others[:half], *hooks, *others[half:]]

@@ -16,7 +16,7 @@ from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import SplitError
 
-pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")]
 
 
 def test_targets() -> None:
@@ -48,8 +48,7 @@ def test_neurons_are_their_mlp() -> None:
         assert list(neurons["index"]) == list(range(len(neurons)))
         for term in ("contribution", "without_projection", "projection"):
             assert neurons[term].sum() == pytest.approx(whole.loc["L1 mlp", term], abs=2e-6)
-        assert "L0 mlp" in set(fine["part"])
-        assert "L1 mlp" not in set(fine["part"])
+        assert not {"L0 mlp", "L1 mlp"} & set(fine["part"])
 
 
 def test_caches() -> None:

@@ -3,13 +3,10 @@
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import numba
 import pytest
 
-from ln_probe.analyses.files import mark
 from ln_probe.analyses.geometry.compiled import compiled
 
 
@@ -51,40 +48,6 @@ def test_the_cache_of_others_stays_where_it_was(monkeypatch, tmp_path):
     (place,) = tmp_path.iterdir()
     assert place.name.startswith("numba-")
     assert list(place.rglob("*.nbi"))
-
-
-def test_b01_importing_deletes_no_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`numba-*` folders older than a week were removed, whoever had made them; now only those that are marked are."""
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    theirs, ours, both = tmp_path / "numba-thesis", tmp_path / "numba-old", tmp_path / "numba-both"
-    recent, other = tmp_path / "numba-recent", tmp_path / "other"
-    long_ago = time.time() - 30 * 24 * 3600
-
-    def cache(folder: Path) -> None:
-        (folder / "geometry_1").mkdir(parents=True)
-        for name in ("hull.f-1.py311.nbi", "hull.f-1.py311.1.nbc"):
-            (folder / "geometry_1" / name).write_text("code")
-
-    for folder in (theirs, ours, both, recent, other):
-        cache(folder)
-    (theirs / "thesis.tex").write_text("mine")
-    for folder in (ours, both, recent):
-        mark(folder)
-    (both / "notes.md").write_text("mine")
-    for folder in (theirs, ours, both, other):
-        os.utime(folder, (long_ago, long_ago))
-
-    @compiled
-    def fifth(x: float) -> float:
-        return x / 5
-
-    assert fifth(10.0) == 2
-    assert (theirs / "thesis.tex").exists()
-    assert (theirs / "geometry_1" / "hull.f-1.py311.nbi").exists()
-    assert not ours.exists()
-    assert recent.exists()
-    assert other.exists()
-    assert [p.name for p in both.iterdir()] == ["notes.md"]
 
 
 def test_the_package_does_not_import_the_compiler():

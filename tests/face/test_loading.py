@@ -29,7 +29,7 @@ from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.provenance import sha256_of_files
 from ln_probe.models import bundled_models, load_model, source_of
 
-pytestmark = pytest.mark.usefixtures("no_network")
+pytestmark = [pytest.mark.lens, pytest.mark.usefixtures("no_network")]
 
 HAS_HOOKED = has_hooked_transformer()
 needs_hooked = pytest.mark.skipif(not HAS_HOOKED, reason="this TransformerLens has no HookedTransformer")
@@ -280,7 +280,7 @@ NO_MODEL = "do not make a GPT2LMHeadModel"
     (renamed("tf_model.h5"), FileNotFoundError, "weights"),
     (file("pytorch_model.bin.index.json", "{}"), None, ""),  # safetensors go first
     (lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"), ValueError, "JSON"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_broken_folder_is_one_clear_error(folder: Path, change: Change, error: Any, word: str) -> None:
     change(folder)
     if error is None:

@@ -32,6 +32,8 @@ from ln_probe.page.page import report_page
 from ln_probe.report import Report
 from ln_probe.seal import SealError
 
+pytestmark = pytest.mark.lens
+
 # Read-only, editing and backward hooks have tests of their own below.
 FAST = (
     "nothing", "forward pre-hook", "global hook, editing", "weight edit in the first pass",

@@ -17,7 +17,6 @@ from architectures import make_bridge, make_hooked
 from small_models import lab
 
 from ln_probe.hooks import optimal_constants, without
-from ln_probe.hooks.default_tokens import bundled_prompts
 from ln_probe.hooks.edits import InterventionError
 from ln_probe.hooks.interventions import members
 from ln_probe.hooks.norm import Site
@@ -36,6 +35,7 @@ from ln_probe.hooks.optimal_constants import (
 )
 from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.text import bundled_prompts
 from ln_probe.models import bundled_folder, bundled_models, load_model, shipped_constants
 from ln_probe.prompts import summary
 
