@@ -49,25 +49,12 @@ from ln_probe.analyses.text import step_named
 LAB_FILE, METRICS_FILE, MODEL_FILE = "lab.json", "metrics.jsonl", "model.safetensors"
 STATE_FILE, DIVERGED_FILE, LOCK_FILE = "state.pt", "diverged.json", ".lock"
 TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
-_CHOICES = {"optimizer": ("adamw", "adam"), "schedule": ("cosine", "linear", "constant")}
-
-# ------------------------------------------------------------------------------------------------- what is trained
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Schedule and sizes of a run. `lr` warms up linearly, then goes to `lr_end` as `schedule` says.
-
-    Attributes:
-        steps: updates in the run. batch: examples per update.
-        decay_steps: updates after which `lr_end` would be reached; None means `steps`.
-        clip: largest gradient norm; 0 means none.
-        evaluate_every: updates between lines of `metrics.jsonl`. evaluate_at: more steps to evaluate at.
-        save_at: steps whose model is kept; the last always is.
-        state_every: updates between resumable states.
-
-    Raises (on construction):
-        ValueError: a size below 1, an unknown optimizer or schedule.
+    """Schedule and sizes of a run. `lr` warms up linearly, then goes to `lr_end` as `schedule` says, in `decay_steps`
+    updates (None: `steps`). `clip` 0 means none. `save_at`: steps whose model is kept, beside the last.
     """
 
     steps: int
@@ -86,14 +73,6 @@ class TrainConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     decay_steps: int | None = None
     evaluate_at: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "evaluate_every", "state_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(known)}")
 
     def lr_at(self, step: int) -> float:
         """The rate of an update, counted from 0."""
@@ -122,11 +101,7 @@ def text_training(size: Any, seed: int, lr: float, **others: Any) -> TrainConfig
 
 @runtime_checkable
 class ModelSpec(Protocol):
-    """What describes a model: `LabConfig`, or a frozen dataclass of a task's own.
-
-    `build` makes the module from torch's global generator (the trainer seeds it); `to_dict` is plain JSON and all that
-    decides what is built.
-    """
+    """What describes a model; `build` draws from torch's global generator, `to_dict` is plain JSON that decides it."""
 
     def build(self) -> nn.Module: ...
     def to_dict(self) -> dict[str, Any]: ...
@@ -134,10 +109,7 @@ class ModelSpec(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """What a run trains on. `identity` is everything that decides its batches, as plain JSON.
-
-    `batch` is the input of `loss`, and depends on its arguments alone. `evaluate` runs without gradients.
-    """
+    """What a run trains on. `identity`, plain JSON, decides its batches; `batch` depends on its arguments alone."""
 
     name: str
 
@@ -157,13 +129,9 @@ Words = tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]  # tokens and la
 
 
 class WordsTask(Task):
-    """Label every letter of words; the loss is the mean over letters that are not PAD.
+    """Label every letter of words; the loss is the mean over letters that are not PAD."""
 
-    Attributes:
-        answers: how many of a model's logits are answers, the first; None: all.
-    """
-
-    answers: int | None = None
+    answers: int | None = None  # how many of a model's logits are answers, the first; None: all
 
     def logits(self, model: nn.Module, tokens: Int[Tensor, "word pos"]) -> Float[Tensor, "word pos answer"]:
         """The logits that are answers."""
@@ -180,9 +148,6 @@ def step_generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-# ------------------------------------------------------------------------------------------------- the run's folder
-
-
 def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a model's weights as safetensors."""
     tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()}
@@ -190,12 +155,7 @@ def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32)
 
 
 def load_weights(model: nn.Module, weights: Path) -> None:
-    """Put a saved model's weights into a module of the same shape, as float32.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file is damaged, of another shape, or holds NaN or infinite numbers.
-    """
+    """Put a saved model's weights into a module, as float32; ValueError if damaged, of another shape or not finite."""
     if not weights.is_file():
         raise FileNotFoundError(f"{weights} is missing")
     try:
@@ -217,9 +177,7 @@ def load_weights(model: nn.Module, weights: Path) -> None:
 
 
 def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
-    """Load the model of a lab run's folder: the final one, or the one kept at `step`, in float32.
-
-    The tokenizer is attached where the folder has one.
+    """Load the model of a lab run's folder, the final one or that of `step`, in float32, with the folder's tokenizer.
 
     Raises:
         FileNotFoundError: the folder holds no lab run, is unfinished, or has no such step (says which it has).
@@ -254,13 +212,10 @@ def _tokenizer(path: Path) -> Any:
 
 
 def read_metrics(run: Path) -> pd.DataFrame:
-    """Return a row per evaluation: `step`, `train_loss` (mean since the row before), the task's own, `seconds`.
-
-    Half a line at the end (a run that was killed) is left out.
-    """
+    """Return a row per evaluation: `step`, `train_loss` (mean since the row before), the task's own, `seconds`."""
     file = run / METRICS_FILE
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    table = pd.DataFrame([json.loads(line) for line in lines if line.endswith("\n")])
+    table = pd.DataFrame([json.loads(line) for line in lines if line.endswith("\n")])  # not half a line of a kill
     return table.drop(columns="check", errors="ignore")  # bundled runs have a checksum in every line
 
 
@@ -276,11 +231,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def weights_of(run: Path, step: int | None = None) -> Path:
-    """Return the file of the model kept at `step`, or of the final one.
-
-    Raises:
-        FileNotFoundError: it is not there (says which steps are).
-    """
+    """Return the file of the model kept at `step`, or of the final one; FileNotFoundError lists the steps."""
     weights = run / MODEL_FILE if step is None else checkpoint_path(run, step)
     if not weights.exists():
         steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
@@ -310,15 +261,6 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
         write_atomically(path, (json.dumps(identity, indent=1) + "\n").encode())
 
 
-def _identity(task: Task, model: ModelSpec, training: TrainConfig) -> dict[str, Any]:
-    about = {"task": task.name, "model": model.to_dict(), "training": asdict(training), "data": task.identity}
-    plain: dict[str, Any] = json.loads(json.dumps(about))  # to be compared with what a file holds
-    return plain
-
-
-# ------------------------------------------------------------------------------------------------------- training
-
-
 class DivergedError(RuntimeError):
     """The loss of a run is no longer a number."""
 
@@ -329,15 +271,13 @@ def train(
     training: TrainConfig,
     out: str | Path,
     *,
-    until: int | None = None,
     progress: bool = True,
     device: str = "cpu",
 ) -> nn.Module:
     """Train a model, resuming where an earlier call stopped; it comes back on the CPU.
 
-    Divisors that were not given are measured on the first batch, in a pass through `task.loss`. With `until`, it stops
-    after that step, ready to go on. On another device than the CPU batches are moved there and evaluations are made
-    on the CPU.
+    Divisors that were not given are measured on the first batch, in a pass through `task.loss`. Evaluations are made on
+    the CPU.
 
     Raises:
         FileExistsError: `out` holds something that is not this run, or another process trains it now.
@@ -345,18 +285,17 @@ def train(
         DivergedError: the loss became NaN or infinite, now or in an earlier call (what was saved before stays).
     """
     out = Path(out)
-    _claim(out, _identity(task, spec, training))
+    about = {"task": task.name, "model": spec.to_dict(), "training": asdict(training), "data": task.identity}
+    _claim(out, json.loads(json.dumps(about)))  # as a file would hold it
     try:
         lock = nullcontext() if (out / MODEL_FILE).exists() else FileLock(out / LOCK_FILE, timeout=0)
         with lock, _deterministic(device), ProgressLine() if progress else nullcontext():
-            return _train(task, spec, training, out, until, torch.device(device)).cpu()
+            return _train(task, spec, training, out, torch.device(device)).cpu()
     except Timeout:
         raise FileExistsError(f"{out} is being trained by another process: wait for it") from None
 
 
-def _train(
-    task: Task, spec: ModelSpec, training: TrainConfig, out: Path, until: int | None, device: torch.device
-) -> nn.Module:
+def _train(task: Task, spec: ModelSpec, training: TrainConfig, out: Path, device: torch.device) -> nn.Module:
     if (out / DIVERGED_FILE).exists():
         raise DivergedError(_why_diverged(out))
     torch.manual_seed(training.seed)
@@ -376,8 +315,7 @@ def _train(
     lines = [json.dumps(row) + "\n" for row in rows.to_dict("records") if row["step"] <= start]
     write_atomically(metrics, "".join(lines).encode())
     began = time.perf_counter() - state["seconds"]
-    stop = training.steps if until is None else max(start, min(until, training.steps))
-    for step in range(start, stop):
+    for step in range(start, training.steps):
         tell(out.name, step, training.steps, "steps")
         if step in training.save_at:
             save_model(model, checkpoint_path(out, step))
@@ -402,16 +340,15 @@ def _train(
             with metrics.open("a") as file:
                 file.write(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}) + "\n")
             total, counted = 0.0, 0
-        if done % training.state_every == 0 or done == stop:
+        if done % training.state_every == 0 or done == training.steps:
             if not all(bool(w.isfinite().all()) for w in model.parameters()):  # what was saved before stays
                 raise _diverged(out, training, done, "a weight is not finite")
             numbers = {"step": done, "loss": total, "counted": counted, "seconds": time.perf_counter() - began}
             with replacing(out / STATE_FILE) as aside:
                 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **numbers}, aside)
-    if stop == training.steps:
-        save_model(model, checkpoint_path(out, training.steps))
-        save_model(model, out / MODEL_FILE)
-        (out / STATE_FILE).unlink(missing_ok=True)
+    save_model(model, checkpoint_path(out, training.steps))
+    save_model(model, out / MODEL_FILE)
+    (out / STATE_FILE).unlink(missing_ok=True)
     return model
 
 
@@ -475,15 +412,9 @@ def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer
     return kind([group for group in groups if group["params"]], betas=training.betas)
 
 
-# --------------------------------------------------------------------------------------------------- many runs
-
-
 @dataclass(frozen=True)
 class Run:
-    """One model to train.
-
-    `keys` set it apart from the others but for the seed, column by column ("norm": "layernorm", …).
-    """
+    """One model to train; `keys` set it apart but for the seed, column by column ("norm": "layernorm", …)."""
 
     keys: Mapping[str, str | int | float]
     task: Task
@@ -504,11 +435,7 @@ class Run:
         return (self.folder / MODEL_FILE).exists()
 
     def model(self, step: int | None = None) -> nn.Module:
-        """Load the trained model, the final one or that of a saved step.
-
-        Raises:
-            FileNotFoundError: it is not there (lists the steps that are).
-        """
+        """Load the trained model, the final one or that of a saved step."""
         model = self.spec.build()
         load_weights(model, weights_of(self.folder, step))
         return model.eval()
@@ -527,16 +454,9 @@ def planned(
     spec: Callable[[Cell], ModelSpec] | None = None,
     keys: Callable[[Cell], Mapping[str, str | int | float]] = vars,
 ) -> list[Run]:
-    """List every run: all cells with the first seed, then all with the next, so that a part is already a result.
+    """List every run: all cells with the first seed, then all with the next, in folders `runs/{name}-seed{seed}`.
 
-    Args:
-        name: of a cell; a run's folder is `runs/{name}-seed{seed}`.
-        task, training: of a cell and a seed.
-        spec: of a cell; None: its method `spec`.
-        keys: a cell's columns in the tables; by default its fields.
-
-    Raises:
-        ValueError: two cells have the same name, so that their runs would share a folder.
+    `spec` is by default a cell's method `spec`, `keys` (its columns in the tables) its fields.
     """
     cells = list(cells)
     names = [name(cell) for cell in cells]
@@ -555,38 +475,28 @@ def planned(
     ]
 
 
-def carry_out(runs: Sequence[Run], request: Request, until: int | None = None) -> tuple[str, ...]:
-    """Train the unfinished runs, `request.jobs` at a time in separate processes.
+def carry_out(runs: Sequence[Run], request: Request) -> tuple[str, ...]:
+    """Train the unfinished runs, `request.jobs` processes at a time; return a message for each that diverged.
 
-    With `until`, every run stops after that step. Ctrl-C, or a run that cannot go on, stops all: what they have saved
-    stays.
-
-    Returns:
-        A message for each run that diverged.
-
-    Raises:
-        FileExistsError: a run's folder holds another run.
-        ValueError: as `train`, or jobs below 1.
+    Ctrl-C, or a run that cannot go on (as `train`), stops all: what they have saved stays.
     """
-    if request.jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {request.jobs}")
-    elif request.jobs == 1:
+    if request.jobs == 1:
         for i, run in enumerate(runs):
             if request.progress:
                 print(f"[{i + 1}/{len(runs)}] {run.name}", file=sys.stderr)
-            _one(run, until, request.progress, request.device)
+            _one(run, request.progress, request.device)
     else:
-        _side_by_side(runs, request, until)
+        _side_by_side(runs, request)
     return tuple(diverged(runs).values())
 
 
-def _side_by_side(runs: Sequence[Run], request: Request, until: int | None) -> None:
+def _side_by_side(runs: Sequence[Run], request: Request) -> None:
     threads = max(1, (os.cpu_count() or 1) // request.jobs)
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(request.jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
-        waiting = [pool.submit(_one, run, until, False, request.device) for run in runs]
+        waiting = [pool.submit(_one, run, False, request.device) for run in runs]
         with ProgressLine() if request.progress else nullcontext():
             for count, done in enumerate(as_completed(waiting), 1):
                 done.result()
@@ -604,17 +514,13 @@ def _begin(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _one(run: Run, until: int | None, progress: bool, device: str) -> None:
+def _one(run: Run, progress: bool, device: str) -> None:
     with suppress(DivergedError):  # which has left its mark
-        train(run.task, run.spec, run.training, run.folder, until=until, progress=progress, device=device)
+        train(run.task, run.spec, run.training, run.folder, progress=progress, device=device)
 
 
 def finished(runs: Iterable[Run], *, checkpoints: bool = False) -> list[Run]:
-    """Return the runs that have their final model, or with `checkpoints` those that have any.
-
-    Raises:
-        ValueError: none has.
-    """
+    """Return the runs that have their final model, or with `checkpoints` those that have any; ValueError if none."""
     done = [run for run in runs if (checkpoint_steps(run.folder) if checkpoints else run.finished)]
     if not done:
         raise ValueError("no run is finished")

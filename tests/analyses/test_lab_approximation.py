@@ -24,10 +24,10 @@ def random_inputs(size: int, length: int = targets.LENGTH, seed: int = 0) -> tor
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kernel=st.sampled_from(targets.KERNELS),
+    kernel=st.sampled_from(("log", "linear", "t5", "table")),
     dot_product=st.booleans(),
     norm=st.sampled_from(NORM_KINDS),
-    order=st.sampled_from(targets.NORM_ORDERS),
+    order=st.sampled_from(("pre", "post")),
     heads=st.integers(1, 4),
     width=st.integers(0, 5),
     seed=st.integers(0, 99),

@@ -18,7 +18,7 @@ from ln_probe.analyses.lab.crasp import compiler, depth
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, sentences, two_by_two
 from ln_probe.analyses.lab.majority import majority, random_keys
-from ln_probe.analyses.lab.results import interval, table_at
+from ln_probe.analyses.lab.results import interval
 
 PUBLISHED_FOLDER = Path(__file__).parents[2] / "analyses" / "lab" / "published"
 PAGE = Path(__file__).parents[2] / "docs" / "laboratory.md"
@@ -51,6 +51,12 @@ EVALUATED: dict[str, tuple[Callable[..., dict[str, pd.DataFrame]], tuple[str, ..
     "saturated_states": (saturated_states.analyse, ("values", "growth")),
     "rational_recurrence": (rational_recurrence.analyse, ("values", "errors")),
 }
+
+
+def table_at(where: Path, name: str) -> pd.DataFrame:
+    """A committed table, whichever way it was written."""
+    file = where / f"{name}.parquet"
+    return pd.read_parquet(file) if file.exists() else pd.read_csv(file.with_suffix(".csv"))
 
 
 def start_of_majority() -> pd.DataFrame:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -119,8 +119,9 @@ class ApproximationTask(Task):
         return x
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        exact = isinstance(model, RelativeTransformer) and plain(model.cfg) and self.target in AFFINE_TARGETS
-        mse = error(self.target, *affine(model, LENGTH))[0] if exact else float(self.loss(model, self._evaluation))
+        relative = cast("RelativeTransformer", model)
+        exact = self.target in AFFINE_TARGETS and plain(relative.cfg)
+        mse = error(self.target, *affine(relative, LENGTH))[0] if exact else float(self.loss(model, self._evaluation))
         inputs = EXACT if exact else EVALUATION_INPUTS
         return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": inputs}
 
@@ -202,7 +203,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """
     summary = summarize(frame.drop(columns=["step", "evaluated_on"]), [*KEYS, "measure"], PUBLISHED, kind="log")
     optima = pd.read_csv(OPTIMA).set_index(["target", "kernel", "heads"])["mse_extended"].to_dict()
-    best = [attainable(row, optima) for row in summary.to_dict("records")]
+    best = [attainable(row, cast("Any", optima)) for row in summary.to_dict("records")]
     scale = summary["target"].map(variance).where(summary["measure"] != "mse", 1.0)
     summary.insert(len(KEYS) + 1, "optimum", np.array(best, dtype=float) / scale)
     most = frame.groupby([*KEYS, "measure"], sort=False, as_index=False)["evaluated_on"].max()
@@ -309,5 +310,5 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     for (target, part), ax in zip(squares.groupby("target"), axes, strict=False):
         square = part.pivot(index="heads", columns="width", values="mean")
         heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
-        ax.set(title=f"{target}, table of positions", xlabel="m", ylabel="heads")
+        ax.set(title=f"{target!s}, table of positions", xlabel="m", ylabel="heads")
     return {"heads": figure, "table": table}

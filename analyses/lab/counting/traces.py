@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.counting import counting
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
-from ln_probe.analyses.lab.counting.tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, bos
+from ln_probe.analyses.lab.counting.tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, CountingTask, bos
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, lines, panels, summarize
 from ln_probe.analyses.lab.train import Run, carry_out, read_metrics
@@ -198,7 +198,7 @@ def run(request: Request) -> Results:
 
 def followed(run: Run) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """The rows of a finished run: `networks`, `traces` (of the dimension that counts), `readings`."""
-    task = run.task
+    task = cast("CountingTask", run.task)
     reader, trained, tested = LetterByLetter(run.model(), task.letters), task.max_n, MAX_TESTED_N * task.max_n
     short, long = reader.phases(trained), reader.phases(tested)
     evaluated = read_metrics(run.folder).iloc[-1]

@@ -296,6 +296,7 @@ def _parser() -> Lark:
 
 
 def _syntax_error(source: str, error: UnexpectedInput, start: str) -> CRaspError:
+    terminals: Any
     line, column = error.line, error.column
     if isinstance(error, UnexpectedCharacters):
         problem, terminals = f"unexpected {error.char!r}", error.allowed or ()

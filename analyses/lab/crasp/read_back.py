@@ -114,7 +114,7 @@ def _answers(
 
     `values` are of BOS and of every vector, `seen` the weight with which each hidden unit reads a coordinate.
     """
-    constant = ~values[1:].any(axis=0)
+    constant = np.asarray(~values[1:].any(axis=0))
     fixed = values[0] * constant @ seen  # what units read of the coordinates that BOS alone brings
     answers = []
     for column, weights in enumerate(seen):

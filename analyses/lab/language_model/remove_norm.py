@@ -70,7 +70,7 @@ class ReplaceableNorm(nn.Module):
         """Take over gain and bias of a LayerNorm with both, at the usual radius."""
         super().__init__()
         self.d_model, self.eps = norm.d_model, norm.eps
-        self.w, self.b = norm.w, norm.b
+        self.w, self.b = cast("nn.Parameter", norm.w), cast("nn.Parameter", norm.b)
         for name in ("first", "rest"):
             self.register_buffer(name, torch.zeros(()))
         for name in ("stage", "seen"):
@@ -305,7 +305,6 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
         for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
             loss = task.evaluate(at_once(start, task, size, seed, stage))[LOSS]
             rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
-    trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
     trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
     norms = len(replaceable_norms(Start(start).build()))
     settings = {

@@ -130,6 +130,6 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     for ((measure, space), part), axis in zip(groups, axes, strict=True):
         grid = part.pivot(index="n", columns="d", values="mean")
         axis.pcolormesh(grid.columns, grid.index, grid.to_numpy(), vmin=0, vmax=1, cmap="magma_r", shading="nearest")
-        axis.set_title(f"{measure.replace('_', ' ')}\n{space}", fontsize=9)
+        axis.set_title(f"{str(measure).replace('_', ' ')}\n{space}", fontsize=9)
         axis.set(xlabel="d", ylabel="n")
     return {"maps": figure}
