@@ -9,9 +9,9 @@ import torch
 from architectures import cases, make_bridge, make_hooked
 
 import ln_probe
-from ln_probe.analyses.geometry.api import set_attention
+from ln_probe.analyses.geometry.key_geometry import set_attention
 from ln_probe.analyses.geometry.inputs import QuerySet, query_sets
-from ln_probe.analyses.geometry.newton import WEIGHT_GAP
+from ln_probe.analyses.geometry.decide import WEIGHT_GAP
 
 
 def weights(keys, queries):

@@ -118,7 +118,7 @@ def test_code_of_other_files_is_not_taken_from_a_stale_cache(tmp_path):
 def test_code_from_the_cache_gives_the_bytes_of_code_just_compiled(tmp_path):
     code = (
         "import hashlib, numpy as np\n"
-        "from ln_probe.analyses.geometry.api import key_geometry\n"
+        "from ln_probe.analyses.geometry.key_geometry import key_geometry\n"
         "rng = np.random.default_rng(0)\n"
         "keys = rng.normal(size=(4, 48, 8)) * np.exp(rng.normal(size=(4, 48, 1)))\n"
         "found = key_geometry(keys, query_set=(rng.normal(size=(4, 8)), rng.normal(size=(4, 8, 16))))\n"

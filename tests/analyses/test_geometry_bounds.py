@@ -11,7 +11,7 @@ from geometry_families import FAMILIES, TAU, Case, layernormed32, rms, unit
 from geometry_reference import attention, cone_program, margin, measured
 
 import ln_probe
-from ln_probe.analyses.geometry.api import KeyGeometry
+from ln_probe.analyses.geometry.key_geometry import KeyGeometry
 
 # What the references may lose to rounding, relative to the largest score.
 ROUNDING = 1e-9

@@ -6,7 +6,7 @@ import torch
 from architectures import cases
 
 import ln_probe
-from ln_probe.analyses.geometry.checker import CertificateError
+from ln_probe.analyses.geometry.check import CertificateError
 
 
 def normalized(x):

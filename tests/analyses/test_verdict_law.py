@@ -16,7 +16,7 @@ from architectures import cases, make_bridge, make_hooked
 from jaxtyping import Float
 
 import ln_probe
-from ln_probe.analyses.geometry.coordinates import TAU
+from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, Run
 from ln_probe.analyses.probes.selectability import Selectability
