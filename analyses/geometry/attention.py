@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ln_probe.analyses.geometry.compiled import inner
+from ln_probe.analyses.geometry.compiled import compiled_part
 from ln_probe.analyses.geometry.nearest import Floats, Ints, combine
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never
@@ -68,7 +68,7 @@ class Room(NamedTuple):
     across: Floats  # "dim key": the same
 
 
-@inner
+@compiled_part
 def attention_room(count: int, dim: int) -> Room:
     """Return room for `count` keys of `dim` dimensions."""
     power = np.empty(count)
@@ -92,7 +92,7 @@ def attention_room(count: int, dim: int) -> Room:
     )
 
 
-@inner
+@compiled_part
 def exponentials(values: Floats, shift: float, power: Floats, bits: Ints, out: Floats) -> float:
     """Set `out = exp(values - shift)`, to about one ulp where that is above 1e-304, else 0; return the sum."""
     count = values.shape[0]
@@ -124,7 +124,7 @@ def exponentials(values: Floats, shift: float, power: Floats, bits: Ints, out: F
     return total
 
 
-@inner
+@compiled_part
 def softmax(values: Floats, power: Floats, bits: Ints, out: Floats) -> float:
     """Set `out` to the softmax of the values; return the logarithm of the sum of their exponentials."""
     largest = -np.inf
@@ -137,7 +137,7 @@ def softmax(values: Floats, power: Floats, bits: Ints, out: Floats) -> float:
     return float(largest + np.log(total))
 
 
-@inner
+@compiled_part
 def curvature(room: Room, many: int, x: Floats, out: Floats) -> None:
     """Set `out = spreadᵀ spread x`, the second derivative of f along x."""
     dim = x.shape[0]
@@ -145,7 +145,7 @@ def curvature(room: Room, many: int, x: Floats, out: Floats) -> None:
     combine(room.spread, room.short, many, dim, out)
 
 
-@inner
+@compiled_part
 def model_minimum(room: Room, many: int, u: Floats) -> None:
     """Set `v` nearly to the minimum of `g·(v-u) + |spread (v-u)|²/2` over the unit ball."""
     gradient, v, rest, along, curved = room.gradient, room.v, room.rest, room.along, room.curved
@@ -194,7 +194,7 @@ def model_minimum(room: Room, many: int, u: Floats) -> None:
         v[t] *= factor
 
 
-@inner
+@compiled_part
 def set_gradient(rows: Floats, i: int, u: Floats, room: Room) -> tuple[float, float]:
     """Set the gradient of f at u and the mean key; return how much lower f can be in the ball, and |gradient|."""
     weight, gradient, mean = room.weight, room.gradient, room.mean
@@ -209,7 +209,7 @@ def set_gradient(rows: Floats, i: int, u: Floats, room: Room) -> tuple[float, fl
     return max(inner + length, 0.0), length
 
 
-@inner
+@compiled_part
 def set_spread(rows: Floats, i: int, model: float, room: Room) -> int:
     """Set the rows whose products sum to the second derivative of f; return how many there are."""
     weight, mean = room.weight, room.mean
@@ -230,7 +230,7 @@ def set_spread(rows: Floats, i: int, model: float, room: Room) -> int:
     return many
 
 
-@inner
+@compiled_part
 def line_search(room: Room, i: int, value: float, slope: float) -> tuple[float, float]:
     """Return the share of a step (at most 1) at which f has nearly stopped falling, and f there; weights in `trial`."""
     scores, change, trial, sums = room.scores, room.change, room.trial, room.short
@@ -259,7 +259,7 @@ def line_search(room: Room, i: int, value: float, slope: float) -> tuple[float, 
     return share, lower
 
 
-@inner
+@compiled_part
 def largest_weight(
     rows: Floats,
     columns: Floats,

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled, inner
+from ln_probe.analyses.geometry.compiled import compiled, compiled_part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -84,7 +84,7 @@ def make_space(rows: Floats, offset: Floats, noise: Floats) -> Space:
     return Space(rows, columns, offset, length, stored, error)
 
 
-@inner
+@compiled_part
 def scores_under(space: Space, query: Floats, out: Floats) -> None:
     """Compute the score of every point under a query."""
     dim, count = space.columns.shape
@@ -160,7 +160,7 @@ def weights_miss(
     return np.sqrt(square) + (noise + (used + dim + 8) * AMPLE * EPS * size) / total, nearest
 
 
-@inner
+@compiled_part
 def into_ball(u: Floats, dim: int) -> None:
     """Shorten a point until its length is at most 1, rounding included; what is not finite becomes 0."""
     square = 0.0
@@ -202,14 +202,18 @@ def gap_at_most(space: Space, i: int, member: Ints, value: Floats, used: int, ou
 
 
 @compiled
-def attention_bounds(space: Space, i: int, u: Floats, radius: float, out: Floats, mean: Floats) -> tuple[float, float]:
+def attention_bounds(
+    space: Space, i: int, u: Floats, radius: float, scratch: Floats, mean: Floats
+) -> tuple[float, float]:
     """Return the softmax weight that u gives key i, and what its weights prove that no query exceeds.
 
     Args:
         u: a point no further than `radius` from the middle of the ball.
         radius: of the ball of queries, at most 1.
+        scratch, mean: "2 key" and "r", are written to.
     """
     count, dim = space.rows.shape
+    out, odds = scratch[0], scratch[1]
     scores_under(space, u, out)
     largest, error = -np.inf, 0.0
     for j in range(count):
@@ -218,7 +222,8 @@ def attention_bounds(space: Space, i: int, u: Floats, radius: float, out: Floats
     total = 0.0
     for j in range(count):
         out[j] -= largest
-        total += np.exp(out[j])
+        odds[j] = np.exp(out[j])
+        total += odds[j]
     few = (count + 16) * AMPLE * EPS
     logarithm = np.log(total)
     weight = np.exp(out[i] - logarithm - (space.error[i] + error + few)) * (1.0 - few)
@@ -227,7 +232,7 @@ def attention_bounds(space: Space, i: int, u: Floats, radius: float, out: Floats
     for t in range(dim):
         mean[t] = -space.rows[i, t]
     for j in range(count):
-        share = np.exp(out[j]) / total
+        share = odds[j] / total
         if share > 0.0:
             entropy -= share * (out[j] - logarithm)
             lead += share * (space.offset[j] - space.offset[i])

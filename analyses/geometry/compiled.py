@@ -49,7 +49,7 @@ def compiled(function: Callable[_Args, _Result], **options: Any) -> Callable[_Ar
         settings.CACHE_DIR = before
 
 
-def inner(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+def compiled_part(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Compile `function` for compiled functions to call; it cannot be called from elsewhere, and has no cache."""
     made = numba.njit(function, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
     return cast("Callable[_Args, _Result]", made)
@@ -60,7 +60,8 @@ def cache_folder(sources: Path) -> Path | None:
     """Make the folder for the machine code of the Python files of a folder; None where none can be made."""
     digest = hashlib.sha256(f"{numba.__version__} {binding.get_host_cpu_name()} {_features()}".encode())
     for path in sorted({*sources.glob("*.py"), *Path(__file__).resolve().parent.glob("*.py")}):
-        digest.update(path.name.encode() + path.read_bytes())
+        if b"@compiled" in (content := path.read_bytes()):
+            digest.update(path.name.encode() + content)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ln_probe"
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or user) / f"kernels-{digest.hexdigest()[:16]}"
     try:

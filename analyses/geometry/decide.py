@@ -19,13 +19,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int64
+import torch
+from jaxtyping import Float64
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
+from ln_probe.analyses.geometry import gpu
 from ln_probe.analyses.geometry.attention import attention_room, largest_weight
 from ln_probe.analyses.geometry.check import (
+    AMPLE,
+    EPS,
     SLACK,
     TAU,
+    Space,
     attention_bounds,
     gap_at_least,
     gap_at_most,
@@ -34,8 +39,8 @@ from ln_probe.analyses.geometry.check import (
     query_lead,
     weights_miss,
 )
-from ln_probe.analyses.geometry.compiled import Compilation, compiled, in_threads, inner
-from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, judge, see, whiten
+from ln_probe.analyses.geometry.compiled import Compilation, compiled, compiled_part, in_threads
+from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, White, judge, see, whiten
 from ln_probe.analyses.geometry.nearest import (
     KEPT,
     QUERY,
@@ -66,43 +71,52 @@ PROOF = 1 - 1e-4
 BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
-# Pairs closer than this, relative to their squared lengths, have products that say too little of their difference.
-CLOSE_PAIR = 1e-9
 # Above this number of keys, linear programs for undecided keys cost too much.
 LARGE = 4096
 
 
-class Answers(NamedTuple):
-    """What is proved of the keys of one set, a row each.
-
-    Weights of a key are `member[i, :used[i]]` and `value[i, :used[i]]`. Attention is NaN without a set of queries,
-    margins where they were not asked for.
-    """
+class Verdicts(NamedTuple):
+    """Verdicts of the keys of one set, a row each, and what proves them."""
 
     code: Ints  # index into NAMES
     first: Ints  # the first key that does not differ from each
     query: Floats  # "key D": proves selectable
-    used: Ints  # weights that prove unselectable
+    used: Ints  # how many weights prove unselectable: `member[i, :used[i]]` and `value[i, :used[i]]`
     member: Ints
     value: Floats
-    margin_lower: Floats
-    margin_upper: Floats
-    margin_at: Floats  # "key r": u of the query that proves margin_lower
-    margin_used: Ints
-    margin_member: Ints
-    margin_value: Floats
-    weight: Floats  # attention that a query of the set gives
-    weight_upper: Floats
-    weight_at: Floats  # u of that query, and the u that proves the bound
-    bound_at: Floats
-    inner_weight: Floats  # the same of the queries with |u| <= inner
-    inner_upper: Floats
-    inner_at: Floats
-    inner_bound_at: Floats
-    repaired: Bools  # whose verdict took more than one search
+    repaired: Bools  # whether it took more than one search
 
 
-def empty_answers(count: int, wide: int, seen: int) -> Answers:
+class Margins(NamedTuple):
+    """Bounds of the margins; NaN if they were not asked for."""
+
+    lower: Floats
+    upper: Floats
+    at: Floats  # "key r": u of the query that proves the lower bound
+    used: Ints  # of the weights that prove the upper bound
+    member: Ints
+    value: Floats
+
+
+class Attention(NamedTuple):
+    """Bounds of the largest attention weights; NaN without a set of queries."""
+
+    lower: Floats
+    upper: Floats
+    at: Floats  # "key r": u of the query that gives the lower bound
+    bound_at: Floats  # u whose weights prove the upper bound
+
+
+class Answers(NamedTuple):
+    """What is proved of the keys of one set; `inner`: attention over the queries with |u| no more than asked."""
+
+    verdicts: Verdicts
+    margins: Margins
+    attention: Attention
+    inner: Attention
+
+
+def no_answers(count: int, wide: int, seen: int) -> Answers:
     """Return answers that say nothing, for keys of `wide` dimensions that queries see in `seen`."""
 
     def numbers(*shape: int) -> Floats:
@@ -111,19 +125,33 @@ def empty_answers(count: int, wide: int, seen: int) -> Answers:
     def whole(*shape: int) -> Ints:
         return np.zeros(shape, np.int64)
 
-    return Answers(
-        whole(count), np.arange(count), np.zeros((count, wide)), whole(count), whole(count, wide + 2),
-        np.zeros((count, wide + 2)), numbers(count), numbers(count), np.zeros((count, seen)), whole(count),
-        whole(count, seen + 2), np.zeros((count, seen + 2)), numbers(count), numbers(count), np.zeros((count, seen)),
-        np.zeros((count, seen)), numbers(count), numbers(count), np.zeros((count, seen)), np.zeros((count, seen)),
+    verdicts = Verdicts(
+        whole(count),
+        np.arange(count),
+        np.zeros((count, wide)),
+        whole(count),
+        whole(count, wide + 2),
+        np.zeros((count, wide + 2)),
         np.zeros(count, np.bool_),
-    )  # fmt: skip
+    )
+    margins = Margins(
+        numbers(count),
+        numbers(count),
+        np.zeros((count, seen)),
+        whole(count),
+        whole(count, seen + 2),
+        np.zeros((count, seen + 2)),
+    )
+    attention, inner = (
+        Attention(numbers(count), numbers(count), np.zeros((count, seen)), np.zeros((count, seen))) for _ in range(2)
+    )
+    return Answers(verdicts, margins, attention, inner)
 
 
 # ------------------------------------------------------------------------------------------------------ verdicts
 
 
-@inner
+@compiled_part
 def gram_matrix(rows: Floats, columns: Floats) -> Floats:
     """Return the products of all rows with each other."""
     count, dim = rows.shape
@@ -133,7 +161,7 @@ def gram_matrix(rows: Floats, columns: Floats) -> Floats:
     return products
 
 
-@inner
+@compiled_part
 def transposed(rows: Floats) -> Floats:
     """Return a transposed copy."""
     columns = np.empty((rows.shape[1], rows.shape[0]))
@@ -161,7 +189,7 @@ def find_copies(rows: Floats, first: Ints, copies: Ints) -> None:
                 first[j] = min(first[j], i)
 
 
-@inner
+@compiled_part
 def squared_distance(rows: Floats, i: int, j: int) -> float:
     """Return the squared distance of two keys."""
     square = 0.0
@@ -180,7 +208,7 @@ def set_absent(rows: Floats, i: int, copies: Ints, absent: Bools) -> None:
         )
 
 
-@inner
+@compiled_part
 def equal_key(rows: Floats, first: Ints, copies: Ints, i: int) -> int:
     """Return the first key whose row is the same to the last bit, itself if there is none before it."""
     if copies[i] == 0:
@@ -191,63 +219,27 @@ def equal_key(rows: Floats, first: Ints, copies: Ints, i: int) -> int:
     return i
 
 
-@inner
-def count_bias(query: Floats, lead: float, spread: float) -> None:
-    """Give a query that does not count the bias a small positive weight of it, as one added to biased scores must.
-
-    It gives up a ten-thousandth of its lead for it: the solvers stay further from tau than that.
-    """
-    last = query.shape[0] - 1
-    if query[last] <= 0.0:
-        length = 0.0
-        for t in range(last):
-            length += query[t] * query[t]
-        query[last] = np.sqrt(length) * max(lead, TAU) / (1e4 * max(spread, 1.0))
-
-
 @compiled
-def decide_set(
-    rows: Floats,
-    noise: Floats,
-    biased: bool,
-    own_queries: bool,
-    budget: float,
-    code: Ints,
-    first: Ints,
-    query: Floats,
-    used: Ints,
-    member: Ints,
-    value: Floats,
-    repaired: Bools,
-) -> None:
-    """Set the verdict of every key of a set, with what proves it."""
+def decide_set(rows: Floats, noise: Floats, biased: bool, own_queries: bool, budget: float, verdicts: Verdicts) -> None:
+    """Set the verdicts of a set that are not known yet.
+
+    Args:
+        own_queries: whether every key is tried under itself first.
+    """
     count, dim = rows.shape
-    copies = np.zeros(count, np.int64)
-    find_copies(rows, first, copies)
+    code, copies = verdicts.code, np.zeros(count, np.int64)
+    find_copies(rows, verdicts.first, copies)
     space = make_space(rows, np.zeros(count), noise)
     absent, scores, trial = np.zeros(count, np.bool_), np.empty(count), np.zeros(dim)
-    spread, low, high = 0.0, np.inf, -np.inf
-    if biased:
-        for j in range(count):
-            low, high = min(low, rows[j, dim - 1]), max(high, rows[j, dim - 1])
-        spread = high - low
     start = np.full(count, -1, np.int64)
     left = 0
     for i in range(count):
-        code[i] = UNDECIDED
-        if copies[i] == count - 1:  # nothing to compete with
+        if code[i] == UNDECIDED and copies[i] == count - 1:  # nothing to compete with
             code[i] = DUPLICATE if copies[i] > 0 else SELECTABLE
-            for t in range(dim):
-                query[i, t] = 0.0
-        elif own_queries and not biased:
+        elif code[i] == UNDECIDED and own_queries and not biased:
             set_absent(rows, i, copies, absent)
-            lead, _ = query_lead(space, i, rows[i], absent, biased, scores)
-            if lead > TAU * (1.0 + SLACK):
-                code[i] = DUPLICATE if copies[i] > 0 else SELECTABLE
-                for t in range(dim):
-                    query[i, t] = rows[i, t]
-        if code[i] == UNDECIDED:
-            left += 1
+            prove_query(space, i, rows[i], absent, biased, copies, verdicts, scores)
+        left += code[i] == UNDECIDED
     if left == 0:
         return
     white = whiten(rows, biased)
@@ -260,103 +252,105 @@ def decide_set(
         set_absent(rows, i, copies, absent)
         lowered = white.lifted and white.rows[i, rank - 1] < 0.0
         lead = 1.0
-        if count <= MOST_PRODUCTS and not lowered:
+        if products.shape[0] > 0 and not lowered:
             best = -np.inf
             for j in range(count):
                 if not absent[j] and products[i, j] > best:
                     best, start[i] = products[i, j], j
             lead = products[i, i] - best
-        if lead <= 0.0:
-            continue
-        for s in range(dim):
-            trial[s] = 0.0
-            for t in range(rank - 1 if lowered else rank):
-                trial[s] += white.to_query[s, t] * white.rows[i, t]
-        prove_query(space, i, trial, absent, biased, spread, scores, copies, code, query)
-    left = 0
-    for i in range(count):
-        left += code[i] == UNDECIDED
+        if lead > 0.0:
+            for s in range(dim):
+                trial[s] = 0.0
+                for t in range(rank - 1 if lowered else rank):
+                    trial[s] += white.to_query[s, t] * white.rows[i, t]
+            prove_query(space, i, trial, absent, biased, copies, verdicts, scores)
+        left -= code[i] != UNDECIDED
     if left > 0:
-        search_set(
-            space, white, columns, products, biased, spread, budget, copies, start, code, first, query, used, member,
-            value, repaired,
-        )  # fmt: skip
+        search_set(space, white, columns, products, biased, budget, copies, start, verdicts)
 
 
 @compiled
-def prove_query(space, i, trial, absent, biased, spread, scores, copies, code, query):  # type: ignore[no-untyped-def]
+def prove_query(
+    space: Space, i: int, trial: Floats, absent: Bools, biased: bool, copies: Ints, verdicts: Verdicts, scores: Floats
+) -> None:
     """Give key i a verdict if a query proves it."""
-    if biased and trial[trial.shape[0] - 1] <= 0.0:
-        trial[trial.shape[0] - 1] = 0.0
+    count, last = space.rows.shape[0], trial.shape[0] - 1
+    lead, _ = query_lead(space, i, trial, absent, False, scores)
+    if biased and trial[last] <= 0.0:
+        # One that is added to biased scores must count the bias: a little, which a ten-thousandth of its lead pays.
+        length, low, high = 0.0, np.inf, -np.inf
+        for t in range(last):
+            length += trial[t] * trial[t]
+        for j in range(count):
+            low, high = min(low, space.rows[j, last]), max(high, space.rows[j, last])
+        trial[last] = np.sqrt(length) * max(lead, TAU) / (1e4 * max(high - low, 1.0))
         lead, _ = query_lead(space, i, trial, absent, biased, scores)
-        count_bias(trial, lead, spread)
-    lead, _ = query_lead(space, i, trial, absent, biased, scores)
     if lead > TAU * (1.0 - SLACK):
-        code[i] = DUPLICATE if copies[i] > 0 else SELECTABLE
-        for t in range(trial.shape[0]):
-            query[i, t] = trial[t]
+        verdicts.code[i] = DUPLICATE if copies[i] > 0 else SELECTABLE
+        for t in range(last + 1):
+            verdicts.query[i, t] = trial[t]
 
 
-@inner
+@compiled
+def prove_weights(
+    space: Space, i: int, member: Ints, value: Floats, used: int, biased: bool, verdicts: Verdicts, scores: Floats
+) -> None:
+    """Give key i a verdict if weights prove it."""
+    miss, nearest = weights_miss(space, i, member, value, used, biased, scores)
+    if miss <= TAU * (1.0 + SLACK) and nearest > TAU * (1.0 - SLACK):
+        verdicts.code[i], verdicts.used[i] = UNSELECTABLE, used
+        for a in range(used):
+            verdicts.member[i, a], verdicts.value[i, a] = member[a], value[a]
+
+
+@compiled_part
 def search_set(
-    space, white, columns, products, biased, spread, budget, copies, start, code, first, query, used, member, value,
-    repaired,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Search for the verdicts that are left."""
-    rows, (count, dim), rank = space.rows, space.rows.shape, white.rows.shape[1]
-    absent, scores, trial = np.zeros(count, np.bool_), np.empty(max(count, dim)), np.zeros(dim)
-    zeros, identity, closest = np.zeros(count), np.zeros((dim, dim)), np.int64(-1)
-    for t in range(dim):
-        identity[t, t] = 1.0
-    room = search_room(count, max(rank, 1), dim)
-    plain_room = room
-    if rank != dim:
-        plain_room = search_room(count, dim, dim)
-    found = Verdict(rows, white.to_query, 100.0 * TAU / white.thinnest, TAU)
-    plain = Verdict(rows, identity, 100.0 * TAU, TAU)
+    space: Space,
+    white: White,
+    columns: Floats,
+    products: Floats,
+    biased: bool,
+    budget: float,
+    copies: Ints,
+    start: Ints,
+    verdicts: Verdicts,
+) -> None:
+    """Search for the verdicts that are left: by products, carefully, then where verdicts are given."""
+    rows, count, dim, rank = space.rows, space.rows.shape[0], space.rows.shape[1], white.rows.shape[1]
+    absent, scores = np.zeros(count, np.bool_), np.empty(max(count, dim))
+    zeros, identity, closest = np.zeros(count), np.eye(dim), np.int64(-1)
+    room, plain_room = search_room(count, max(rank, 1), dim), search_room(count, dim, dim)
+    in_white = Verdict(rows, white.to_query, 100.0 * TAU / white.thinnest, TAU)
+    in_plain = Verdict(rows, identity, 100.0 * TAU, TAU)
     for i in range(count):
-        if code[i] != UNDECIDED:
+        if verdicts.code[i] != UNDECIDED:
             continue
-        same = equal_key(rows, first, copies, i)
-        if same != i:
-            code[i], used[i] = code[same], used[same]
-            for t in range(dim):
-                query[i, t] = query[same, t]
-            for a in range(used[i]):
-                member[i, a], value[i, a] = member[same, a], value[same, a]
-            continue
+        same = equal_key(rows, verdicts.first, copies, i)
+        if same != i and verdicts.code[same] == UNSELECTABLE:
+            prove_weights(space, i, verdicts.member[same], verdicts.value[same], verdicts.used[same], biased, verdicts,
+                          scores)  # fmt: skip
         set_absent(rows, i, copies, absent)
         for attempt in range(4):
             careful = attempt > 0 or products.shape[0] == 0
-            if attempt == 0 and careful:
+            if verdicts.code[i] != UNDECIDED or (attempt == 0 and careful):
                 continue
-            here = plain_room if attempt > 1 else room
+            here, verdict, ray = room, in_white, white.lifted
+            keys = Keys(white.rows, columns, products, zeros)
             if attempt > 1:
+                here, verdict, ray = plain_room, in_plain, biased
                 keys = Keys(rows, space.columns, products, zeros)
-                search = Search(True, True, attempt == 3, biased, 0.0, 0.0, budget)
-                _, size = find_verdict(keys, plain, search, here, i, absent, closest)
-            else:
-                keys = Keys(white.rows, columns, products, zeros)
-                search = Search(True, careful, True, white.lifted, 0.0, 0.0, budget)
-                _, size = find_verdict(keys, found, search, here, i, absent, start[i] if attempt == 0 else closest)
-            miss, nearest = weights_miss(space, i, here.members[KEPT], here.vectors[VALUE], size, biased, scores)
-            if miss <= TAU * (1.0 + SLACK) and nearest > TAU * (1.0 - SLACK):
-                code[i], used[i] = UNSELECTABLE, size
-                for a in range(size):
-                    member[i, a], value[i, a] = here.members[KEPT, a], here.vectors[VALUE, a]
-            else:
-                for t in range(dim):
-                    trial[t] = here.points[QUERY, t]
-                prove_query(space, i, trial, absent, biased, spread, scores, copies, code, query)
-            if code[i] != UNDECIDED:
-                repaired[i] = attempt > 0 and products.shape[0] > 0
-                break
+            search = Search(attempt >= 0, careful, attempt != 2, ray, 0.0, 0.0, budget)
+            size = find_verdict(keys, verdict, search, here, i, absent, start[i] if attempt == 0 else closest)
+            prove_weights(space, i, here.members[KEPT], here.vectors[VALUE], size, biased, verdicts, scores)
+            if verdicts.code[i] == UNDECIDED:
+                prove_query(space, i, here.points[QUERY, :dim], absent, biased, copies, verdicts, scores)
+            verdicts.repaired[i] = attempt > 0 and products.shape[0] > 0
 
 
 # ------------------------------------------------------------------------------------------ margins and attention
 
 
-@inner
+@compiled_part
 def is_narrow(lower: float, upper: float, gap: float, floor: float) -> bool:
     """Whether a bracket is as narrow as was asked for, but for rounding."""
     return upper < np.inf and upper - lower <= max(gap * max(abs(lower), abs(upper)) * 1.001, floor)
@@ -369,32 +363,20 @@ def bound_margins(
     noise: Floats,
     level: Floats,
     levelled: bool,
-    doubt: float,
     gap: float,
     budget: float,
-    code: Ints,
-    first: Ints,
-    used: Ints,
-    member: Ints,
-    value: Floats,
-    lower: Floats,
-    upper: Floats,
-    at: Floats,
-    margin_used: Ints,
-    margin_member: Ints,
-    margin_value: Floats,
+    verdicts: Verdicts,
+    margins: Margins,
 ) -> None:
-    """Bracket the margin of every key.
+    """Bracket the margins of a set that are not known as narrowly as is asked for yet.
 
     Args:
         level: a u under which all keys score alike, if `levelled`: it proves that no margin is below 0, and the weights
             that reproduce an unselectable key prove that its margin is about 0.
-        doubt: how far the unit of the margins may be off, relative to them.
     """
     count, dim = rows.shape
     space = make_space(rows, offset, noise)
-    columns = space.columns
-    middle, size = np.zeros(dim), 0.0
+    lower, upper, middle, size = margins.lower, margins.upper, np.zeros(dim), 0.0
     for j in range(count):
         for t in range(dim):
             middle[t] += rows[j, t] / count
@@ -402,63 +384,72 @@ def bound_margins(
         for t in range(dim):
             size += (rows[j, t] - middle[t]) ** 2
     size = np.sqrt(size / count)
-    floor = ZERO * size
-    products = gram_matrix(rows, columns) if count <= MOST_PRODUCTS else np.empty((0, 0))
+    floor, products, left = ZERO * size, np.empty((0, 0)), 0
+    for i in range(count):
+        left += not is_narrow(lower[i], upper[i], gap, 2.0 * floor)
+    if left > 0 and count <= MOST_PRODUCTS:
+        products = gram_matrix(rows, space.columns)
     room = search_room(count, dim, dim)
     absent, scores, u = np.zeros(count, np.bool_), np.empty(max(count, dim)), np.empty(dim)
-    keys = Keys(rows, columns, products, offset)
-    flat = levelled
-    for j in range(count):
-        flat = flat and offset[j] == 0.0
+    keys = Keys(rows, space.columns, products, offset)
     for i in range(count):
-        lower[i], upper[i], margin_used[i] = -np.inf, np.inf, 0
-        copy, close = -1, 0
-        for j in range(count):
-            absent[j] = j == i
-            if (first[j] == first[i] and j != i) or ((first[i] == j or first[j] == i) and j != i):
-                if offset[j] == offset[i] and squared_distance(rows, i, j) == 0.0:
-                    absent[j] = True
-                    copy = j
-                close += 1
+        enough = 2.0 * floor
+        if is_narrow(lower[i], upper[i], gap, enough):
+            continue
+        copy, close = mark_copies(rows, offset, verdicts.first, i, absent)
         if levelled:
-            lower[i] = gap_at_least(space, i, level, scores)
-            for t in range(dim):
-                at[i, t] = level[t]
+            keep_query(space, i, level, margins, scores)
         if copy >= 0:
-            margin_used[i], margin_member[i, 0], margin_value[i, 0] = 1, copy, 1.0
-            upper[i] = gap_at_most(space, i, margin_member[i], margin_value[i], margin_used[i], scores)
-        elif levelled and code[i] == UNSELECTABLE and used[i] <= margin_member.shape[1]:
-            margin_used[i] = used[i]
-            for a in range(used[i]):
-                margin_member[i, a], margin_value[i, a] = member[i, a], value[i, a]
-            upper[i] = gap_at_most(space, i, member[i], value[i], used[i], scores)
-        enough = 2.0 * floor if copy >= 0 or code[i] != UNSELECTABLE else max(2.0 * floor, 1.01 * TAU * size)
+            margins.used[i], margins.member[i, 0], margins.value[i, 0] = 1, copy, 1.0
+            upper[i] = gap_at_most(space, i, margins.member[i], margins.value[i], margins.used[i], scores)
+        elif levelled and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
+            enough = max(enough, 1.01 * TAU * size)
+            keep_bound(space, i, verdicts.member[i], verdicts.value[i], verdicts.used[i], margins, scores)
         for attempt in range(2):
-            if is_narrow(lower[i], upper[i], gap, enough):
-                break
-            careful = attempt == 1 or products.shape[0] == 0 or close > 0
-            if careful and attempt == 0:
+            careful = attempt == 1 or products.shape[0] == 0 or close
+            if is_narrow(lower[i], upper[i], gap, enough) or (careful and attempt == 0):
                 continue
             enough = 2.0 * floor
-            search = Search(False, careful, False, False, gap, floor, budget)
-            kept = find_margin(keys, search, room, i, absent)
+            search = Search(attempt < 0, careful, attempt < 0, attempt < 0, gap, floor, budget)
+            used = find_margin(keys, search, room, i, absent)
             for t in range(dim):
                 u[t] = room.points[QUERY, t]
             into_ball(u, dim)
-            least = gap_at_least(space, i, u, scores)
-            if least > lower[i]:
-                lower[i] = least
-                for t in range(dim):
-                    at[i, t] = u[t]
-            most = gap_at_most(space, i, room.members[KEPT], room.vectors[VALUE], kept, scores)
-            if most < upper[i]:
-                upper[i], margin_used[i] = most, kept
-                for a in range(kept):
-                    margin_member[i, a], margin_value[i, a] = room.members[KEPT, a], room.vectors[VALUE, a]
-        if flat:
-            lower[i] = max(lower[i], 0.0)
-        lower[i] -= doubt * abs(lower[i])
-        upper[i] += doubt * abs(upper[i])
+            keep_query(space, i, u, margins, scores)
+            keep_bound(space, i, room.members[KEPT], room.vectors[VALUE], used, margins, scores)
+
+
+@compiled_part
+def mark_copies(rows: Floats, offset: Floats, first: Ints, i: int, absent: Bools) -> tuple[int, bool]:
+    """Mark key i and what is equal to it; return an equal key (-1: none), and whether keys within tau may be near."""
+    copy, close = np.int64(-1), False
+    for j in range(rows.shape[0]):
+        absent[j] = j == i
+        if j != i and (first[j] == first[i] or first[i] == j or first[j] == i):
+            close = True
+            if offset[j] == offset[i] and squared_distance(rows, i, j) == 0.0:
+                absent[j], copy = True, j
+    return copy, close
+
+
+@compiled_part
+def keep_query(space: Space, i: int, u: Floats, margins: Margins, scores: Floats) -> None:
+    """Keep a query of the unit ball if it proves a better lower bound."""
+    least = gap_at_least(space, i, u, scores)
+    if not least <= margins.lower[i]:
+        margins.lower[i] = least
+        for t in range(u.shape[0]):
+            margins.at[i, t] = u[t]
+
+
+@compiled_part
+def keep_bound(space: Space, i: int, member: Ints, value: Floats, used: int, margins: Margins, scores: Floats) -> None:
+    """Keep weights if they prove a better upper bound."""
+    most = gap_at_most(space, i, member, value, used, scores)
+    if not most >= margins.upper[i]:
+        margins.upper[i], margins.used[i] = most, used
+        for a in range(used):
+            margins.member[i, a], margins.value[i, a] = member[a], value[a]
 
 
 @compiled
@@ -470,33 +461,30 @@ def bound_attention(
     starts: Floats,
     first: Ints,
     budget: float,
-    weight: Floats,
-    upper: Floats,
-    at: Floats,
-    bound_at: Floats,
+    attention: Attention,
 ) -> None:
-    """Bracket the largest attention weight of every key over the queries with |u| <= radius.
+    """Bracket the largest attention weights over the queries with |u| <= radius that are not known yet.
 
     Args:
         starts: directions of u in which good queries are expected, a row for each key.
     """
     count, dim = rows.shape
+    lower, upper, gap = attention.lower, attention.upper, WEIGHT_GAP * PROOF
     space = make_space(rows, offset, noise)
     scaled, columns = rows * radius, space.columns * radius
     room = attention_room(count, dim)
     tries, middle = np.zeros((2, dim)), np.zeros((1, dim))
-    u, proof, scores, mean = np.zeros(dim), np.zeros(dim), np.empty(count), np.empty(dim)
-    gap = WEIGHT_GAP * PROOF
+    u, proof, scores, mean = np.zeros(dim), np.zeros(dim), np.empty((2, count)), np.empty(dim)
     for i in range(count):
+        if upper[i] - lower[i] <= WEIGHT_GAP:
+            continue
         same = i
-        if first[i] != i:
-            for j in range(first[i], i):
-                if same == i and offset[j] == offset[i] and squared_distance(rows, i, j) == 0.0:
-                    same = j
-        weight[i], upper[i] = 0.0, 1.0
+        for j in range(first[i], i):
+            if same == i and offset[j] == offset[i] and squared_distance(rows, i, j) == 0.0:
+                same = j
         if same != i:
             for t in range(dim):
-                u[t], proof[t] = at[same, t] / radius, bound_at[same, t] / radius
+                u[t], proof[t] = attention.at[same, t] / radius, attention.bound_at[same, t] / radius
         else:
             length, start = 0.0, 0.0
             for t in range(dim):
@@ -507,34 +495,34 @@ def bound_attention(
                 tries[1, t] = starts[i, t] / np.sqrt(start) if start > 0.0 else 0.0
             low, high = largest_weight(scaled, columns, offset, i, tries, gap, budget, room, u, proof)
             if high - low > gap:  # once more, from the middle
-                prove_attention(space, i, u, proof, radius, scores, mean, weight, upper, at, bound_at)
+                keep_attention(space, i, u, proof, radius, scores, mean, attention)
                 largest_weight(scaled, columns, offset, i, middle, gap, budget, room, u, proof)
-        prove_attention(space, i, u, proof, radius, scores, mean, weight, upper, at, bound_at)
+        keep_attention(space, i, u, proof, radius, scores, mean, attention)
 
 
-@inner
-def prove_attention(space, i, u, proof, radius, scores, mean, weight, upper, at, bound_at):  # type: ignore[no-untyped-def]
-    """Keep what two points prove, where it is better than what is known; both are brought to the ball's radius."""
-    dim = u.shape[0]
-    alike = True
+@compiled_part
+def keep_attention(
+    space: Space, i: int, u: Floats, proof: Floats, radius: float, scores: Floats, mean: Floats, attention: Attention
+) -> None:
+    """Keep what two points of the unit ball, brought to a radius, prove, where it is better than what is known."""
+    dim, alike = u.shape[0], True
     into_ball(u, dim)
-    for t in range(dim):
-        alike = alike and u[t] == proof[t]
     into_ball(proof, dim)
     for t in range(dim):
         u[t] *= radius
         proof[t] *= radius
+        alike = alike and u[t] == proof[t]
     low, high = attention_bounds(space, i, u, radius, scores, mean)
-    if low >= weight[i]:
-        weight[i] = low
-        for t in range(dim):
-            at[i, t] = u[t]
     if not alike:
         _, high = attention_bounds(space, i, proof, radius, scores, mean)
-    if high <= upper[i]:
-        upper[i] = high
+    if not low <= attention.lower[i]:
+        attention.lower[i] = low
         for t in range(dim):
-            bound_at[i, t] = u[t] if alike else proof[t]
+            attention.at[i, t] = u[t]
+    if not high >= attention.upper[i]:
+        attention.upper[i] = high
+        for t in range(dim):
+            attention.bound_at[i, t] = proof[t]
 
 
 # ------------------------------------------------------------------------------------------------ sets of keys
@@ -567,59 +555,51 @@ class Solved:
 
 
 def solve_set(
-    keys: Floats, bias: Floats | None, queries: QuerySet | None, request: Request, inner: float | None = None
+    keys: Floats,
+    bias: Floats | None,
+    queries: QuerySet | None,
+    request: Request,
+    inner: float | None = None,
+    known: Answers | None = None,
 ) -> Solved:
     """Solve one set of valid float64 keys.
 
     Args:
         inner: also bracket attention over the queries with |u| no more than this.
+        known: answers that are known already.
     """
     if bias is not None and (bias == bias[0]).all():
         bias = None
     judged = judge(keys, bias, queries)
     seen = None if queries is None else see(keys, bias, queries)
-    count, wide = judged.rows.shape
-    dim = wide if seen is None else seen.rows.shape[1]
-    answers = empty_answers(count, wide, dim)
+    (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
+    answers = known or no_answers(count, wide, dim)
+    verdicts, margins = answers.verdicts, answers.margins
     own = request.own_queries or wide >= count
-    decide_set(
-        judged.rows, judged.noise, judged.biased, own, request.budget, answers.code, answers.first, answers.query,
-        answers.used, answers.member, answers.value, answers.repaired,
-    )  # fmt: skip
-    open_keys = np.flatnonzero(answers.code == UNDECIDED)
-    if len(open_keys) > 0 and count <= LARGE:
-        solve_programs(judged, answers, open_keys, request.budget)
-    if count == 1:
-        if seen is not None and request.attention:
-            answers.weight[:], answers.weight_upper[:] = 1.0, 1.0
-            if inner is not None:
-                answers.inner_weight[:], answers.inner_upper[:] = 1.0, 1.0
-        return Solved(judged, seen, answers)
-    if request.gap is not None and (seen is not None or not judged.biased):
+    decide_set(judged.rows, judged.noise, judged.biased, own, request.budget, verdicts)
+    if count <= LARGE and (verdicts.code == UNDECIDED).any():
+        solve_programs(judged, verdicts, request.budget)
+    if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
         level = np.zeros(dim) if queries is None else (None if bias is not None else queries.level)
-        doubt = AMPLE_UNIT * sum(keys.shape) if seen is None else 0.0
-        space = Seen(judged.rows, np.zeros(count), judged.noise) if seen is None else seen
+        space = seen or Seen(judged.rows, np.zeros(count), judged.noise)
+        levelled = level is not None
         bound_margins(
-            *space, np.zeros(dim) if level is None else level, level is not None, doubt, request.gap, request.budget,
-            answers.code, answers.first, answers.used, answers.member, answers.value, answers.margin_lower,
-            answers.margin_upper, answers.margin_at, answers.margin_used, answers.margin_member, answers.margin_value,
-        )  # fmt: skip
+            *space, level if levelled else np.zeros(dim), levelled, request.gap, request.budget, verdicts, margins
+        )
+        if seen is None:
+            # The zero query proves 0, and margins are relative to a size that is itself rounded.
+            doubt = AMPLE * EPS * (count + wide)
+            np.maximum(margins.lower * (1.0 - doubt), 0.0, out=margins.lower)
+            margins.upper[:] *= 1.0 + doubt
     if seen is not None and request.attention:
-        bound_attention(
-            *seen, 1.0, answers.margin_at, answers.first, request.budget, answers.weight, answers.weight_upper,
-            answers.weight_at, answers.bound_at,
-        )  # fmt: skip
-        if inner is not None and inner > 0.0:
-            bound_attention(
-                *seen, float(inner), answers.weight_at, answers.first, request.budget, answers.inner_weight,
-                answers.inner_upper, answers.inner_at, answers.inner_bound_at,
-            )  # fmt: skip
-            np.fmax(answers.weight, answers.inner_weight, out=answers.weight)
+        for radius, attention, starts in (
+            (1.0, answers.attention, margins.at),
+            (inner, answers.inner, answers.attention.at),
+        ):
+            if radius is not None and radius > 0.0:
+                bound_attention(*seen, float(radius), starts, verdicts.first, request.budget, attention)
+        np.fmax(answers.attention.lower, answers.inner.lower, out=answers.attention.lower)
     return Solved(judged, seen, answers)
-
-
-# Without a query set margins are relative to the size, which is itself rounded: by this for each key and dimension.
-AMPLE_UNIT = 2.0 * float(np.finfo(np.float64).eps)
 
 
 def solve_sets(
@@ -629,6 +609,7 @@ def solve_sets(
     inner: Float64[np.ndarray, " set"] | None = None,
     request: Request = Request(),
     threads: int | None = None,
+    device: torch.device | None = None,
 ) -> list[Solved]:
     """Solve sets of valid float64 keys, `threads` at a time (default: as many as there are processors).
 
@@ -638,8 +619,10 @@ def solve_sets(
         bias: added to the scores of each key.
         queries: a set of queries for each set of keys.
         inner: also bracket attention over this share of each set of queries (of `u`, about the center).
+        device: where white queries and projected ascent are tried first, on all sets together (`gpu`).
     """
     compilation.wait()
+    known = None if device is None else known_answers(keys, bias, queries, inner, request, device)
 
     def one(b: int) -> Solved:
         return solve_set(
@@ -648,9 +631,39 @@ def solve_sets(
             None if queries is None else queries[b],
             request,
             None if inner is None else float(inner[b]),
+            None if known is None else known[b],
         )
 
     return in_threads(one, range(len(keys)), threads)
+
+
+def known_answers(
+    keys: Float64[np.ndarray, "set key d"],
+    bias: Float64[np.ndarray, "set key"] | None,
+    queries: Sequence[QuerySet] | None,
+    inner: Float64[np.ndarray, " set"] | None,
+    request: Request,
+    device: torch.device,
+) -> list[Answers] | None:
+    """Return what a device finds out and proves about sets of keys; None if they are not suited for it."""
+    if bias is not None or not gpu.is_suited(keys, queries):
+        return None
+    known = gpu.solve(
+        torch.from_numpy(keys).to(device), queries, inner, request.gap, WEIGHT_GAP if request.attention else None
+    )
+    every = []
+    for b in range(len(keys)):
+        answers = no_answers(keys.shape[1], keys.shape[2], keys.shape[2])
+        answers.verdicts.code[known.selected[b]] = SELECTABLE
+        answers.verdicts.query[:] = known.query[b]
+        for bounds, values in zip((answers.attention, answers.inner), known.attention, strict=False):
+            for array, value in zip(bounds, values, strict=True):
+                array[:] = value[b]
+        if known.margins is not None:
+            for array, value in zip(answers.margins[:3], known.margins, strict=True):
+                array[:] = value[b]
+        every.append(answers)
+    return every
 
 
 # Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms. The limit on iterations comes
@@ -697,30 +710,23 @@ def separate(
     return np.asarray(solved.x[:dim]), weights / total if total > 0.0 else weights
 
 
-def solve_programs(judged: Judged, answers: Answers, keys: Int64[np.ndarray, " some"], budget: float) -> None:
-    """Decide keys by linear programs, one after the other; what these do not prove stays undecided."""
+def solve_programs(judged: Judged, verdicts: Verdicts, budget: float) -> None:
+    """Decide what is undecided by linear programs, one key after the other; what these do not prove stays so."""
     rows = judged.rows
     space = make_space(rows, np.zeros(len(rows)), judged.noise)
-    scores, copies = np.empty(max(rows.shape)), np.zeros(len(rows), np.int64)
-    find_copies(rows, np.empty(len(rows), np.int64), copies)
-    spread = float(np.ptp(rows[:, -1])) if judged.biased else 0.0
-    absent = np.zeros(len(rows), np.bool_)
-    for i in map(int, keys):
+    first, copies = np.empty(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    find_copies(rows, first, copies)
+    absent, scores = np.zeros(len(rows), np.bool_), np.empty(max(rows.shape))
+    for i in map(int, np.flatnonzero(verdicts.code == UNDECIDED)):
         set_absent(rows, i, copies, absent)
         others = np.flatnonzero(~absent)
         query, weights = separate(rows[others], rows[i], judged.biased, budget)
-        prove_query(
-            space, i, query.copy(), absent, judged.biased, spread, scores[: len(rows)], copies, answers.code,
-            answers.query,
-        )  # fmt: skip
+        prove_query(space, i, np.array(query), absent, judged.biased, copies, verdicts, scores)
         support = np.flatnonzero(weights)
-        if answers.code[i] == UNDECIDED and 0 < len(support) <= answers.member.shape[1]:
-            used = len(support)
-            answers.member[i, :used], answers.value[i, :used] = others[support], weights[support]
-            miss, nearest = weights_miss(space, i, answers.member[i], answers.value[i], used, judged.biased, scores)
-            if miss <= TAU * (1 + SLACK) and nearest > TAU * (1 - SLACK):
-                answers.code[i], answers.used[i] = UNSELECTABLE, used
-        answers.repaired[i] = answers.code[i] != UNDECIDED
+        if verdicts.code[i] == UNDECIDED and 0 < len(support) <= verdicts.member.shape[1]:
+            member, value = others[support], weights[support]
+            prove_weights(space, i, member, value, len(support), judged.biased, verdicts, scores)
+        verdicts.repaired[i] = verdicts.code[i] != UNDECIDED
 
 
 def _compile_kernels() -> None:

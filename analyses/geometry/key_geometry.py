@@ -31,7 +31,6 @@ from ln_probe.analyses.geometry.check import (
     weights_miss,
 )
 from ln_probe.analyses.geometry.decide import (
-    AMPLE_UNIT,
     BUDGET,
     DUPLICATE,
     EXACT_GAP,
@@ -60,8 +59,7 @@ class SetGeometry:
 
     def witness(self, i: int) -> Float64[np.ndarray, " d"] | None:
         """Return a float64 query that is proved to select key i; None if none is known."""
-        judged, answers = self.solved.judged, self.solved.answers
-        wide, query = self.keys.shape[1], answers.query[i]
+        judged, query, wide = self.solved.judged, self.solved.answers.verdicts.query[i], self.keys.shape[1]
         plain = query[:wide]
         if self.queries is not None:
             plain = self.queries.in_span(plain)
@@ -77,21 +75,21 @@ class SetGeometry:
 
     def weights(self, i: int) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
         """Return convex weights of other keys that reproduce key i; of a duplicate: a copy with all weight."""
-        answers = self.solved.answers
-        if answers.code[i] == DUPLICATE:
+        verdicts = self.solved.answers.verdicts
+        if verdicts.code[i] == DUPLICATE:
             rows = self.solved.judged.rows
             apart = np.linalg.norm(rows - rows[i], axis=1)
             apart[i] = np.inf
             return np.array([apart.argmin()]), np.ones(1)
-        used = answers.used[i]
-        value = answers.value[i, :used]
-        return answers.member[i, :used], value / math.fsum(value)
+        used = verdicts.used[i]
+        value = verdicts.value[i, :used]
+        return verdicts.member[i, :used], value / math.fsum(value)
 
     def _selects(self, i: int, query: Float64[np.ndarray, " d"]) -> bool:
         """Whether float64 proves that a query, bias added, scores key i above all that do not count as its copies."""
         rows = self.solved.judged.rows
         rivals = np.arange(len(self.keys)) != i
-        if self.solved.answers.code[i] == DUPLICATE:
+        if self.solved.answers.verdicts.code[i] == DUPLICATE:
             rivals &= np.linalg.norm(rows - rows[i], axis=1) > TAU * (1 + SLACK)
         if not rivals.any():
             return True
@@ -109,7 +107,7 @@ class SetGeometry:
         Raises:
             CertificateError: one is not proved; says of which key.
         """
-        judged, seen, answers = self.solved.judged, self.solved.seen, self.solved.answers
+        judged, seen, (verdicts, margins, attention, _) = self.solved.judged, self.solved.seen, self.solved.answers
         number = len(self.keys)
         space = make_space(judged.rows, np.zeros(number), judged.noise)
         scores, absent = np.empty(max(judged.rows.shape)), np.zeros(number, np.bool_)
@@ -117,16 +115,16 @@ class SetGeometry:
         find_copies(judged.rows, first, copies)
         for i in range(number):
             key = f"key {i}{name}"
-            if answers.first[i] != first[i]:
+            if verdicts.first[i] != first[i]:
                 raise CertificateError(f"{key}: the first key that does not differ from it is {first[i]}")
-            if answers.code[i] in (SELECTABLE, DUPLICATE):
-                if (copies[i] > 0) != (answers.code[i] == DUPLICATE):
-                    raise CertificateError(f"{key} is {NAMES[answers.code[i]]}, and {copies[i]} keys are its copies")
+            if verdicts.code[i] in (SELECTABLE, DUPLICATE):
+                if (copies[i] > 0) != (verdicts.code[i] == DUPLICATE):
+                    raise CertificateError(f"{key} is {NAMES[verdicts.code[i]]}, and {copies[i]} keys are its copies")
                 set_absent(judged.rows, i, copies, absent)
-                lead, _ = query_lead(space, i, answers.query[i], absent, judged.biased, scores[:number])
+                lead, _ = query_lead(space, i, verdicts.query[i], absent, judged.biased, scores[:number])
                 if not absent.all() and not lead > TAU * (1 - SLACK):
                     raise CertificateError(f"{key}: its query leads by {lead:.3g} only (tau {TAU:g})")
-            if answers.code[i] == UNSELECTABLE:
+            if verdicts.code[i] == UNSELECTABLE:
                 member, value = self.weights(i)
                 miss, nearest = weights_miss(space, i, member, value, len(member), judged.biased, scores)
                 if not (miss <= TAU * (1 + 2 * SLACK) and nearest > TAU * (1 - SLACK)):
@@ -134,21 +132,21 @@ class SetGeometry:
         if number == 1:
             return
         seen_space = space if seen is None else make_space(*seen)
-        doubt = AMPLE_UNIT * sum(self.keys.shape) if seen is None else 0.0
-        for i in range(number) if not np.isnan(answers.margin_lower).any() else ():
-            least = gap_at_least(seen_space, i, answers.margin_at[i], scores)
+        doubt = AMPLE * EPS * sum(judged.rows.shape) if seen is None else 0.0
+        for i in range(number) if not np.isnan(margins.lower).any() else ():
+            least = gap_at_least(seen_space, i, margins.at[i], scores)
             least = max(least, 0.0) if not seen_space.offset.any() else least
-            if not answers.margin_lower[i] <= least + abs(least) * doubt:
-                raise CertificateError(f"key {i}{name}: margin_lower is {answers.margin_lower[i]:.6g}, not {least:.6g}")
-            used = answers.margin_used[i]
-            most = gap_at_most(seen_space, i, answers.margin_member[i], answers.margin_value[i], used, scores)
-            if not answers.margin_upper[i] >= most:
-                raise CertificateError(f"key {i}{name}: margin_upper is {answers.margin_upper[i]:.6g}, not {most:.6g}")
-        mean = np.empty(seen_space.rows.shape[1])
-        for i in range(number) if not np.isnan(answers.weight).any() else ():
-            weight, _ = attention_bounds(seen_space, i, answers.weight_at[i], 1.0, scores[:number], mean)
-            _, upper = attention_bounds(seen_space, i, answers.bound_at[i], 1.0, scores[:number], mean)
-            if not (answers.weight[i] <= weight and answers.weight_upper[i] >= upper):
+            if not margins.lower[i] <= least + abs(least) * doubt:
+                raise CertificateError(f"key {i}{name}: margin_lower is {margins.lower[i]:.6g}, not {least:.6g}")
+            used = margins.used[i]
+            most = gap_at_most(seen_space, i, margins.member[i], margins.value[i], used, scores)
+            if not margins.upper[i] >= most:
+                raise CertificateError(f"key {i}{name}: margin_upper is {margins.upper[i]:.6g}, not {most:.6g}")
+        mean, scratch = np.empty(seen_space.rows.shape[1]), np.empty((2, number))
+        for i in range(number) if not np.isnan(attention.lower).any() else ():
+            weight, _ = attention_bounds(seen_space, i, attention.at[i], 1.0, scratch, mean)
+            _, upper = attention_bounds(seen_space, i, attention.bound_at[i], 1.0, scratch, mean)
+            if not (attention.lower[i] <= weight and attention.upper[i] >= upper):
                 raise CertificateError(f"key {i}{name}: attainable attention is between {weight:.6g} and {upper:.6g}")
 
 
@@ -275,7 +273,7 @@ class KeyGeometry:
                 raise IndexError(f"index {tuple(index)} is out of range: there are {size} along axis {k}")
             place[k] = value % size
         one, i = self._sets[place[0] if len(place) == 2 else 0], place[-1]
-        return one, i, str(NAMES[one.solved.answers.code[i]])
+        return one, i, str(NAMES[one.solved.answers.verdicts.code[i]])
 
 
 def key_geometry(
@@ -337,18 +335,18 @@ def key_geometry(
 
     answers = [one.answers for one in solved]
     return KeyGeometry(
-        verdict=shaped([NAMES[a.code] for a in answers]),
-        margin_lower=shaped([a.margin_lower for a in answers]),
-        margin_upper=shaped([a.margin_upper for a in answers]),
-        attainable=shaped([a.weight for a in answers]),
-        attainable_upper=shaped([a.weight_upper for a in answers]),
-        attainable_at=shaped([a.weight_at for a in answers]) if ellipsoids is not None else None,
+        verdict=shaped([NAMES[a.verdicts.code] for a in answers]),
+        margin_lower=shaped([a.margins.lower for a in answers]),
+        margin_upper=shaped([a.margins.upper for a in answers]),
+        attainable=shaped([a.attention.lower for a in answers]),
+        attainable_upper=shaped([a.attention.upper for a in answers]),
+        attainable_at=shaped([a.attention.at for a in answers]) if ellipsoids is not None else None,
         reachable=shaped([reachable(one) for one in solved]) if ellipsoids is not None and gap is not None else None,
-        representative=shaped([a.first for a in answers]),
+        representative=shaped([a.verdicts.first for a in answers]),
         margin_unit="rms" if ellipsoids is None else "nats",
         tau=TAU,
-        repaired=sum(int(a.repaired.sum()) for a in answers),
-        undecided=sum(int((a.code == UNDECIDED).sum()) for a in answers),
+        repaired=sum(int(a.verdicts.repaired.sum()) for a in answers),
+        undecided=sum(int((a.verdicts.code == UNDECIDED).sum()) for a in answers),
         _sets=sets,
     )
 
@@ -356,7 +354,7 @@ def key_geometry(
 def reachable(solved: Solved) -> Bool[np.ndarray, " key"]:
     """Return whether a query of the set puts each key on top, by more than tau of what the set sees of the keys."""
     assert solved.seen is not None
-    rows, lower = solved.seen.rows, solved.answers.margin_lower
+    rows, lower = solved.seen.rows, solved.answers.margins.lower
     if len(lower) == 1:
         return np.ones(1, bool)
     return np.asarray(lower > TAU * float(np.sqrt((rows * rows).sum(axis=1).mean())))

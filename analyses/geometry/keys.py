@@ -1,9 +1,9 @@
 """What a user may give (keys, a bias, a set of queries), checked, and the coordinates in which it is measured.
 
 Arrays and tensors of any floating-point type become float64. Verdicts are about the keys themselves (`Judged`):
-centred, over their RMS norm, a bias over its own RMS as one more coordinate. If the set of queries lacks directions, so do these
-points, and the center's part along them is a bias. Margins and attention are about the keys as the queries see them
-(`Seen`): `z = Aᵀk`, in nats, with `c·k` and the bias added to the scores. docs/geometry.md says why.
+centred, over their RMS norm, a bias over its own RMS as one more coordinate. If the set of queries lacks directions, so
+do these points, and the center's part along them is a bias. Margins and attention are about the keys as the queries see
+them (`Seen`): `z = Aᵀk`, in nats, with `c·k` and the bias added to the scores. docs/geometry.md says why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.check import AMPLE, EPS
-from ln_probe.analyses.geometry.compiled import compiled, inner
+from ln_probe.analyses.geometry.compiled import compiled, compiled_part
 from ln_probe.analyses.geometry.nearest import Floats
 
 Array = np.ndarray | torch.Tensor
@@ -433,7 +433,7 @@ class White(NamedTuple):
     lifted: bool  # the last coordinate is what of the bias is not an affine function of the key
 
 
-@inner
+@compiled_part
 def whiten(rows: Floats, biased: bool) -> White:
     """Return white coordinates of the keys where verdicts are given."""
     count, dim = rows.shape
@@ -458,7 +458,7 @@ def whiten(rows: Floats, biased: bool) -> White:
     return whiten_carefully(rows, biased)
 
 
-@inner
+@compiled_part
 def cholesky(upper: Floats, count: int) -> float:
     """Factorize `upper / count = Rᵀ R` in place; return the least diagonal entry, or 0 if it is not well determined."""
     dim, least = upper.shape[0], np.inf
@@ -484,7 +484,7 @@ def cholesky(upper: Floats, count: int) -> float:
     return float(least)
 
 
-@inner
+@compiled_part
 def invert_upper(upper: Floats, size: int, inverse: Floats) -> None:
     """Set the inverse of an upper triangular matrix, in the first `size` rows and columns of zeros."""
     for s in range(size - 1, -1, -1):
@@ -497,7 +497,7 @@ def invert_upper(upper: Floats, size: int, inverse: Floats) -> None:
             inverse[s, t] /= upper[s, s]
 
 
-@inner
+@compiled_part
 def whiten_carefully(rows: Floats, biased: bool) -> White:
     """Whiten keys that may lie in a subspace, or nearly: orthogonalize their coordinates, the longest rest first."""
     count, dim = rows.shape
@@ -558,7 +558,7 @@ def whiten_carefully(rows: Floats, biased: bool) -> White:
     return White(white, to_query, thinnest, lifted)
 
 
-@inner
+@compiled_part
 def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.int64], rank: int, dim: int) -> float:
     """Make the next column the next row of the basis, of RMS one, and take it out of the columns after it; return the
     RMS that it had."""
@@ -590,7 +590,7 @@ def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.
     return float(root)
 
 
-@inner
+@compiled_part
 def into_span(to_query: Floats, upper: Floats, rank: int, plain: int) -> None:
     """Take out of queries what has no product with any key: their part outside the span of the rows of `upper`."""
     unit = np.zeros((rank, plain))

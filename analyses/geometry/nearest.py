@@ -35,18 +35,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import inner
+from ln_probe.analyses.geometry.compiled import compiled_part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-# How a search ended.
-SEPARATED = 1  # the query selects the key by more than tau
-INSIDE = 2  # the weights reproduce the key within tau
-BRACKETED = 3  # both bounds of the margin agree within the asked gap
-CONVERGED = 4  # optimal to rounding, and none of the above
-STALLED = 5  # rounding, the step limit or the budget stopped it
 
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
@@ -105,7 +98,7 @@ class Room(NamedTuple):
     points: Floats  # "2 dim"
 
 
-@inner
+@compiled_part
 def search_room(count: int, dim: int, judged: int) -> Room:
     """Return room for searches among `count` keys of `dim` dimensions, `judged` where verdicts are given."""
     capacity = dim + 3
@@ -121,7 +114,7 @@ def search_room(count: int, dim: int, judged: int) -> Room:
     )
 
 
-@inner
+@compiled_part
 def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -> None:
     """Compute `out[j] = Σ_t weight[t] table[t, j]` over the first `rows` rows for the first `count` columns."""
     for j in range(count):
@@ -139,7 +132,7 @@ def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -
         t += 1
 
 
-@inner
+@compiled_part
 def append(room: Room, m: int) -> bool:
     """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent."""
     inverse, vectors = room.inverse, room.vectors
@@ -166,7 +159,7 @@ def append(room: Room, m: int) -> bool:
     return True
 
 
-@inner
+@compiled_part
 def take_out(room: Room, k: int, m: int) -> None:
     """Take point `k` of `m` out: the last one moves to its place, the inverse loses one rank."""
     last, inverse, gram, vectors = m - 1, room.inverse, room.gram, room.vectors
@@ -194,7 +187,7 @@ def take_out(room: Room, k: int, m: int) -> None:
         vectors[SOLUTION, a] -= scaled * vectors[SOLUTION, last]
 
 
-@inner
+@compiled_part
 def rebuild(room: Room, m: int, bordering: float) -> bool:
     """Invert from scratch, to get rid of accumulated rounding; False if the points have become dependent."""
     vectors = room.vectors
@@ -206,7 +199,7 @@ def rebuild(room: Room, m: int, bordering: float) -> bool:
     return True
 
 
-@inner
+@compiled_part
 def refine(room: Room, right: Floats, values: Floats, m: int, bordering: float) -> None:
     """Refine the solution `values` of `G values = right` by one step."""
     border, work, e = room.vectors[BORDER], room.vectors[WORK], room.vectors[E]
@@ -221,7 +214,7 @@ def refine(room: Room, right: Floats, values: Floats, m: int, bordering: float) 
         values[a] += work[a]
 
 
-@inner
+@compiled_part
 def squared_norm(room: Room, weight: Floats, m: int) -> float:
     """Return the squared length of the combination of the active points with some weights."""
     work, square = room.vectors[WORK], 0.0
@@ -231,7 +224,7 @@ def squared_norm(room: Room, weight: Floats, m: int) -> float:
     return max(square, 0.0)
 
 
-@inner
+@compiled_part
 def affine_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bool) -> float:
     """Set BASE and ALONG: the minimizer's weights are `base + s·along`; return s, or -1 if there is none."""
     vectors = room.vectors
@@ -257,7 +250,7 @@ def affine_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped
     return -1.0 if steep >= STEEP else float(np.sqrt(square / (1.0 - steep)))
 
 
-@inner
+@compiled_part
 def to_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bool) -> tuple[int, bool]:
     """Go to the affine minimizer as far as the weights stay convex, without the points that block.
 
@@ -330,7 +323,7 @@ class Search(NamedTuple):
     budget: float  # multiplications and additions, after which the search ends
 
 
-@inner
+@compiled_part
 def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
     """Set squared distances of all keys from key i, and the factors of their differences."""
     count, dim = keys.rows.shape
@@ -352,7 +345,7 @@ def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
         room.keyed[SCALE, j] = 1.0 / np.sqrt(max(square[j], 1e-300)) if scaled else 1.0
 
 
-@inner
+@compiled_part
 def put(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> bool:
     """Let a key (-1: the ray) in as point `m`, without weight; False if it depends on the others."""
     count, dim = keys.rows.shape
@@ -392,7 +385,7 @@ def put(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, border
     return append(room, m)
 
 
-@inner
+@compiled_part
 def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> int:
     """Let a key in, for another of the active set if it depends on that.
 
@@ -421,7 +414,7 @@ def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bor
     return 1 - m
 
 
-@inner
+@compiled_part
 def is_inside(verdict: Verdict, room: Room, i: int, m: int, ray: bool) -> bool:
     """Whether the active weights reproduce key i within tau where verdicts are given."""
     judged, out, members = verdict.judged, room.points[QUERY], room.members
@@ -443,7 +436,7 @@ def is_inside(verdict: Verdict, room: Room, i: int, m: int, ray: bool) -> bool:
     return total > 0.0 and np.sqrt(square) <= verdict.tau * (1.0 - CLEAR) * total
 
 
-@inner
+@compiled_part
 def make_query(keys: Keys, verdict: Verdict, room: Room, i: int, m: int, ray: bool) -> float:
     """Set the query against x where verdicts are given; return its length."""
     x, query, members = room.points[X], room.points[QUERY], room.members
@@ -470,7 +463,7 @@ def make_query(keys: Keys, verdict: Verdict, room: Room, i: int, m: int, ray: bo
     return float(np.sqrt(square))
 
 
-@inner
+@compiled_part
 def keep_weights(room: Room, m: int) -> int:
     """Copy the active weights as weights of keys, which sum to one; return how many there are."""
     vectors, kept, total = room.vectors, 0, 0.0
@@ -485,18 +478,15 @@ def keep_weights(room: Room, m: int) -> int:
     return kept
 
 
-@inner
-def find_verdict(
-    keys: Keys, verdict: Verdict, search: Search, room: Room, i: int, absent: Bools, start: int
-) -> tuple[int, int]:
+@compiled_part
+def find_verdict(keys: Keys, verdict: Verdict, search: Search, room: Room, i: int, absent: Bools, start: int) -> int:
     """Search for a query that selects key i among the keys that are not absent, or for weights that reproduce it.
 
     Args:
         start: the first active key; negative: the closest one.
 
     Returns:
-        how it ended and how many weights there are; the query and the weights are in `room`, candidates for both where
-        it ended otherwise than SEPARATED or INSIDE.
+        how many weights there are; the query and the weights are in `room`, either a candidate.
     """
     count, dim = keys.rows.shape
     vectors, scores, ray, m, ray_key = room.vectors, room.keyed[SCORE], search.ray, np.int64(0), np.int64(-1)
@@ -512,7 +502,7 @@ def find_verdict(
     vectors[WEIGHT, 0] = 1.0
     rebuild(room, m, bordering)
     largest, shortest, idle, spent = np.sqrt(room.gram[0, 0]), np.inf, 0, 0.0
-    fresh, careful, ended = True, search.careful, STALLED
+    fresh, careful, separated = True, search.careful, False
     for _ in range(STEPS * (dim + 10)):
         combine(room.products, vectors[WEIGHT], m, count, scores)
         square, total, lowest = squared_norm(room, vectors[WEIGHT], m), 0.0, 0.0
@@ -530,7 +520,6 @@ def find_verdict(
         idle = 0 if length < shortest else idle + 1
         shortest = min(shortest, length)
         if length <= verdict.close * total and is_inside(verdict, room, i, m, ray):
-            ended = INSIDE
             break
         spent += 2.0 * m * (count + 3.0 * m)
         if spent > search.budget:
@@ -545,10 +534,9 @@ def find_verdict(
                     if product < value:
                         value, new = product, j
             if least > 0.0 and least > verdict.tau * (1.0 + CLEAR) * make_query(keys, verdict, room, i, m, ray):
-                ended = SEPARATED
+                separated = True
                 break
             if value >= square * (1.0 - 1e-10) - NOISE * length * largest:
-                ended = CONVERGED
                 break
         size = -m
         if idle < IDLE and m < dim + 2:
@@ -563,13 +551,13 @@ def find_verdict(
         m, removed = to_minimizer(room, m, bordering, careful, not search.verdict)
         fresh = fresh and not removed
         if m == 0:
-            return STALLED, 0
-    if ended != SEPARATED:
+            return 0
+    if not separated:
         make_query(keys, verdict, room, i, m, ray)
-    return ended, keep_weights(room, m)
+    return keep_weights(room, m)
 
 
-@inner
+@compiled_part
 def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -> int:
     """Bracket the margin of key i among the keys that are not absent.
 

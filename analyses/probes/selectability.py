@@ -200,18 +200,18 @@ def _query_sets(ellipsoids: tuple[np.ndarray, np.ndarray]) -> list[QuerySet]:
 
 def _measures(solved: Solved, seen: slice) -> Measures:
     """Return the record of every key: `verdict` as an index into NAMES, the others as in the `keys` table."""
-    answers, count = solved.answers, len(solved.answers.code)
-    known = solved.seen is not None and not np.isnan(answers.margin_lower).all()
+    answers, count = solved.answers, len(solved.answers.verdicts.code)
+    known = solved.seen is not None and not np.isnan(answers.margins.lower).all()
     nothing = np.full(count, np.nan)
     return {
-        "verdict": answers.code.astype(np.int8),
-        "margin_lower": answers.margin_lower,
-        "margin_upper": answers.margin_upper,
+        "verdict": answers.verdicts.code.astype(np.int8),
+        "margin_lower": answers.margins.lower,
+        "margin_upper": answers.margins.upper,
         # -1 where there is no set of queries, or margins were not measured
         "reachable": reachable(solved).astype(np.int8) if known else np.full(count, -1, np.int8),
-        "attainable": answers.inner_weight,
-        "attainable_upper": answers.inner_upper,
-        "attainable_reachable": answers.weight,
+        "attainable": answers.inner.lower,
+        "attainable_upper": answers.inner.upper,
+        "attainable_reachable": answers.attention.lower,
         "pattern_max": nothing,
         "judged_at": np.full(count, seen.stop - 1, np.int32),
     }
