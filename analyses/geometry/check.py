@@ -90,10 +90,17 @@ def scores_under(space: Space, query: Floats, out: Floats) -> None:
     dim, count = space.columns.shape
     for j in range(count):
         out[j] = space.offset[j]
-    for t in range(dim):
+    t, columns = 0, space.columns
+    while t + 4 <= dim:
+        a, b, c, d = query[t], query[t + 1], query[t + 2], query[t + 3]
+        for j in range(count):
+            out[j] += a * columns[t, j] + b * columns[t + 1, j] + c * columns[t + 2, j] + d * columns[t + 3, j]
+        t += 4
+    while t < dim:
         a = query[t]
         for j in range(count):
-            out[j] += a * space.columns[t, j]
+            out[j] += a * columns[t, j]
+        t += 1
 
 
 @compiled
@@ -189,7 +196,7 @@ def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
 @compiled
 def gap_at_most(space: Space, i: int, member: Ints, value: Floats, used: int, out: Floats) -> float:
     """Return what convex weights of other keys allow the best gap to be; infinite if they are not such weights."""
-    miss, _ = weights_miss(space, i, member, value, used, False, out)
+    miss, _ = weights_miss(space, i, member, value, used, used < 0, out)
     if miss == np.inf:
         return np.inf
     total, mean, size = 0.0, 0.0, 0.0
@@ -239,8 +246,9 @@ def attention_bounds(
             high += share * abs(space.offset[j])
             far += share * space.length[j]
             doubt += share * space.noise[j]
-            for t in range(dim):
-                mean[t] += share * space.rows[j, t]
+            if share * space.length[j] > 1e-30:  # less is far below what `doubt` allows for
+                for t in range(dim):
+                    mean[t] += share * space.rows[j, t]
     square = 0.0
     for t in range(dim):
         square += mean[t] * mean[t]

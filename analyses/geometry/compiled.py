@@ -49,10 +49,17 @@ def compiled(function: Callable[_Args, _Result], **options: Any) -> Callable[_Ar
         settings.CACHE_DIR = before
 
 
+_PART: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
 def compiled_part(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Compile `function` for compiled functions to call; it cannot be called from elsewhere, and has no cache."""
-    made = numba.njit(function, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-    return cast("Callable[_Args, _Result]", made)
+    return cast("Callable[_Args, _Result]", numba.njit(function, **_PART))
+
+
+def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Compile `function` into those that call it: for short ones that are called often with many arrays."""
+    return cast("Callable[_Args, _Result]", numba.njit(function, forceinline=True, **_PART))
 
 
 @cache

@@ -175,10 +175,12 @@ def transposed(rows: Floats) -> Floats:
 def find_copies(rows: Floats, first: Ints, copies: Ints) -> None:
     """Set the first key within tau of every key, and how many other keys are."""
     count, dim = rows.shape
-    places = np.zeros(count)
+    places, direction = np.zeros(count), np.empty(dim)
+    for t in range(dim):  # a direction with nothing special: keys within tau are within tau along it
+        direction[t] = (((t + 1) * 0.6180339887498949) % 1.0 - 0.5) / np.sqrt(dim / 4.0)
     for j in range(count):
-        for t in range(dim):  # a direction with nothing special: keys within tau are within tau along it
-            places[j] += rows[j, t] * ((((t + 1) * 0.6180339887498949) % 1.0 - 0.5) / np.sqrt(dim / 12.0 + 1.0))
+        for t in range(dim):
+            places[j] += rows[j, t] * direction[t]
         first[j], copies[j] = j, 0
     reach = TAU * (1.0 + SLACK) * 2.0
     for i in range(count):
@@ -244,7 +246,7 @@ def decide_set(rows: Floats, noise: Floats, biased: bool, own_queries: bool, bud
         return
     white = whiten(rows, biased)
     rank = white.rows.shape[1]
-    columns = transposed(white.rows)
+    columns, queries = transposed(white.rows), transposed(white.to_query)
     products = gram_matrix(white.rows, columns) if count <= MOST_PRODUCTS else np.empty((0, 0))
     for i in range(count):
         if code[i] != UNDECIDED:
@@ -259,14 +261,11 @@ def decide_set(rows: Floats, noise: Floats, biased: bool, own_queries: bool, bud
                     best, start[i] = products[i, j], j
             lead = products[i, i] - best
         if lead > 0.0:
-            for s in range(dim):
-                trial[s] = 0.0
-                for t in range(rank - 1 if lowered else rank):
-                    trial[s] += white.to_query[s, t] * white.rows[i, t]
+            combine(queries, white.rows[i], rank - 1 if lowered else rank, dim, trial)
             prove_query(space, i, trial, absent, biased, copies, verdicts, scores)
         left -= code[i] != UNDECIDED
     if left > 0:
-        search_set(space, white, columns, products, biased, budget, copies, start, verdicts)
+        search_set(space, white, columns, queries, products, biased, budget, copies, start, verdicts)
 
 
 @compiled
@@ -275,7 +274,7 @@ def prove_query(
 ) -> None:
     """Give key i a verdict if a query proves it."""
     count, last = space.rows.shape[0], trial.shape[0] - 1
-    lead, _ = query_lead(space, i, trial, absent, False, scores)
+    lead, _ = query_lead(space, i, trial, absent, biased and last < 0, scores)
     if biased and trial[last] <= 0.0:
         # One that is added to biased scores must count the bias: a little, which a ten-thousandth of its lead pays.
         length, low, high = 0.0, np.inf, -np.inf
@@ -308,6 +307,7 @@ def search_set(
     space: Space,
     white: White,
     columns: Floats,
+    queries: Floats,
     products: Floats,
     biased: bool,
     budget: float,
@@ -320,7 +320,7 @@ def search_set(
     absent, scores = np.zeros(count, np.bool_), np.empty(max(count, dim))
     zeros, identity, closest = np.zeros(count), np.eye(dim), np.int64(-1)
     room, plain_room = search_room(count, max(rank, 1), dim), search_room(count, dim, dim)
-    in_white = Verdict(rows, white.to_query, 100.0 * TAU / white.thinnest, TAU)
+    in_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest, TAU)
     in_plain = Verdict(rows, identity, 100.0 * TAU, TAU)
     for i in range(count):
         if verdicts.code[i] != UNDECIDED:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled_part
+from ln_probe.analyses.geometry.compiled import compiled_inline, compiled_part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -60,6 +60,9 @@ DEPENDS = 1e-9
 LONGER = 1e3
 # Squared distances read off products are noise below this share of the keys' own squares.
 SQUARE_NOISE = 1e-13
+# Keys that enter together in the first steps of a search for a margin, and how many such steps there are: most of the
+# keys that score highest at first stay.
+TOGETHER, FIRST_STEPS = 3, 4
 # Steps without a shorter x after which the inverse has drifted, and steps per dimension at most.
 IDLE, STEPS = 3, 40
 
@@ -132,7 +135,7 @@ def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -
         t += 1
 
 
-@compiled_part
+@compiled_inline
 def append(room: Room, m: int) -> bool:
     """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent."""
     inverse, vectors = room.inverse, room.vectors
@@ -214,7 +217,7 @@ def refine(room: Room, right: Floats, values: Floats, m: int, bordering: float) 
         values[a] += work[a]
 
 
-@compiled_part
+@compiled_inline
 def squared_norm(room: Room, weight: Floats, m: int) -> float:
     """Return the squared length of the combination of the active points with some weights."""
     work, square = room.vectors[WORK], 0.0
@@ -224,7 +227,7 @@ def squared_norm(room: Room, weight: Floats, m: int) -> float:
     return max(square, 0.0)
 
 
-@compiled_part
+@compiled_inline
 def affine_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bool) -> float:
     """Set BASE and ALONG: the minimizer's weights are `base + s·along`; return s, or -1 if there is none."""
     vectors = room.vectors
@@ -250,7 +253,7 @@ def affine_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped
     return -1.0 if steep >= STEEP else float(np.sqrt(square / (1.0 - steep)))
 
 
-@compiled_part
+@compiled_inline
 def to_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bool) -> tuple[int, bool]:
     """Go to the affine minimizer as far as the weights stay convex, without the points that block.
 
@@ -261,7 +264,7 @@ def to_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bo
     removed = False
     while m > 0:
         s = affine_minimizer(room, m, bordering, careful, sloped)
-        step, blocking = 1.0, -1
+        step, blocking = 1.0, np.int64(-1)
         if s < 0.0:
             step = np.inf
             for a in range(m):
@@ -306,7 +309,7 @@ class Verdict(NamedTuple):
     """What a search for a verdict needs of the coordinates in which verdicts are given."""
 
     judged: Floats  # "key D": the keys there
-    to_query: Floats  # "D dim": a query in the coordinates of the search as one there
+    queries: Floats  # "dim D": what a query along each coordinate of the search is there
     close: float  # distances above this in the coordinates of the search are above tau there
     tau: float
 
@@ -323,7 +326,7 @@ class Search(NamedTuple):
     budget: float  # multiplications and additions, after which the search ends
 
 
-@compiled_part
+@compiled_inline
 def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
     """Set squared distances of all keys from key i, and the factors of their differences."""
     count, dim = keys.rows.shape
@@ -345,7 +348,7 @@ def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
         room.keyed[SCALE, j] = 1.0 / np.sqrt(max(square[j], 1e-300)) if scaled else 1.0
 
 
-@compiled_part
+@compiled_inline
 def put(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> bool:
     """Let a key (-1: the ray) in as point `m`, without weight; False if it depends on the others."""
     count, dim = keys.rows.shape
@@ -385,7 +388,7 @@ def put(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, border
     return append(room, m)
 
 
-@compiled_part
+@compiled_inline
 def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> int:
     """Let a key in, for another of the active set if it depends on that.
 
@@ -399,7 +402,7 @@ def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bor
     if put(keys, search, room, i, key, m, bordering, unit):
         return m + 1
     work, weight = vectors[WORK], vectors[WEIGHT]
-    share, leaving = np.inf, -1
+    share, leaving = np.inf, np.int64(-1)
     for a in range(m):
         if work[a] > DEPENDS and weight[a] / work[a] < share:
             share, leaving = weight[a] / work[a], a
@@ -440,7 +443,7 @@ def is_inside(verdict: Verdict, room: Room, i: int, m: int, ray: bool) -> bool:
 def make_query(keys: Keys, verdict: Verdict, room: Room, i: int, m: int, ray: bool) -> float:
     """Set the query against x where verdicts are given; return its length."""
     x, query, members = room.points[X], room.points[QUERY], room.members
-    dim, wide = keys.rows.shape[1], verdict.to_query.shape[0]
+    dim, wide = keys.rows.shape[1], verdict.queries.shape[1]
     for t in range(dim):
         x[t] = 0.0
     for a in range(m):
@@ -453,17 +456,15 @@ def make_query(keys: Keys, verdict: Verdict, room: Room, i: int, m: int, ray: bo
             x[dim - 1] += room.vectors[WEIGHT, a] * room.vectors[LAST, a]
     if ray:
         x[dim - 1] = min(x[dim - 1], 0.0)
+    combine(verdict.queries, x, dim, wide, query)
     square = 0.0
     for s in range(wide):
-        total = 0.0
-        for t in range(dim):
-            total -= verdict.to_query[s, t] * x[t]
-        query[s] = total
-        square += total * total
+        query[s] = -query[s]
+        square += query[s] * query[s]
     return float(np.sqrt(square))
 
 
-@compiled_part
+@compiled_inline
 def keep_weights(room: Room, m: int) -> int:
     """Copy the active weights as weights of keys, which sum to one; return how many there are."""
     vectors, kept, total = room.vectors, 0, 0.0
@@ -583,9 +584,9 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
     put(keys, search, room, i, start, m, bordering, unit)
     m += 1
     vectors[WEIGHT, 0], vectors[ALONG, 0] = 1.0 / vectors[E, 0], 0.0
-    lower, upper, used, sources, spent = -np.inf, np.inf, 0, 0, 0.0
+    lower, upper, used, sources, spent, none = -np.inf, np.inf, 0, 0, 0.0, np.int64(-1)
     fresh, careful = True, search.careful
-    for _ in range(STEPS * (dim + 10)):
+    for step in range(STEPS * (dim + 10)):
         length, ahead = np.sqrt(squared_norm(room, vectors[WEIGHT], m)), 0.0
         for a in range(m):
             ahead += vectors[WEIGHT, a] * vectors[LEAD, a]
@@ -596,12 +597,12 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
         if not length > SHORT * largest:  # no direction is left: the slope alone makes the query
             row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
         combine(room.products, vectors[row], m, count, scores)
-        value, new = np.inf, np.int64(-1)
+        value, new, scale = np.inf, np.int64(-1), 1.0 / short
         for j in range(count):
-            if not absent[j]:
-                lead = scores[j] / short - offset[j]
-                if lead < value:
-                    value, new = lead, j
+            scores[j] = scores[j] * scale - offset[j]
+        for j in range(count):
+            if scores[j] < value and not absent[j]:
+                value, new = scores[j], j
         value += offset[i]
         if value > lower:
             lower, sources = value, m
@@ -614,10 +615,17 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
             break
         if value >= level - 0.1 * NOISE * (largest + abs(ahead)):
             break
-        size = -m
-        if m < dim + 2:
-            size = let_in(keys, search, room, i, new, m, bordering, unit)
-            m = abs(size)
+        size, entering = -m, 0
+        while m < dim + 2 and new >= 0:
+            last = let_in(keys, search, room, i, new, m, bordering, unit)
+            size, m = max(size, last), abs(last)
+            entering += 1
+            if last < 0 or entering >= TOGETHER or step >= FIRST_STEPS:
+                break
+            scores[new], value, new = np.inf, level - offset[i] - search.gap * abs(level), none
+            for j in range(count):
+                if scores[j] < value and not absent[j]:
+                    value, new = scores[j], j
         if size > 0:
             fresh = False
         else:  # nothing new: rounding, put right once
