@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ln_probe.analyses.geometry.compiled import compiled_part
+from ln_probe.analyses.geometry.compiled import compiled, compiled_part
 from ln_probe.analyses.geometry.nearest import Floats, Ints, combine
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never
@@ -68,7 +68,7 @@ class Room(NamedTuple):
     across: Floats  # "dim key": the same
 
 
-@compiled_part
+@compiled
 def attention_room(count: int, dim: int) -> Room:
     """Return room for `count` keys of `dim` dimensions."""
     power = np.empty(count)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled, compiled_part
+from ln_probe.analyses.geometry.compiled import compiled, compiled_in_place, compiled_part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -79,7 +79,7 @@ def make_space(rows: Floats, offset: Floats, noise: Floats) -> Space:
             length[j] += columns[t, j] * columns[t, j]
     for j in range(count):
         length[j] = np.sqrt(length[j])
-        stored[j] = noise[j] + UNDERFLOW
+        stored[j] = noise[j] + UNDERFLOW if length[j] > 0.0 else noise[j]
         error[j] = stored[j] + AMPLE * (dim + 4) * EPS * (length[j] + abs(offset[j]))
     return Space(rows, columns, offset, length, stored, error)
 
@@ -103,7 +103,7 @@ def scores_under(space: Space, query: Floats, out: Floats) -> None:
         t += 1
 
 
-@compiled
+@compiled_in_place
 def query_lead(space: Space, i: int, query: Floats, absent: Bools, upwards: bool, out: Floats) -> tuple[float, int]:
     """Return how far a query of length one, along `query`, is proved to score key i above all that are not absent.
 
@@ -126,7 +126,7 @@ def query_lead(space: Space, i: int, query: Floats, absent: Bools, upwards: bool
     return ((out[i] - length * space.error[i]) - best) / (length * (1.0 + (dim + 8) * EPS)), rival
 
 
-@compiled
+@compiled_in_place
 def weights_miss(
     space: Space, i: int, member: Ints, value: Floats, used: int, upwards: bool, out: Floats
 ) -> tuple[float, float]:
@@ -181,7 +181,7 @@ def into_ball(u: Floats, dim: int) -> None:
             u[t] /= length
 
 
-@compiled
+@compiled_in_place
 def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
     """Return a lower bound of the smallest gap of key i to any other key under u, in the unit ball."""
     count = space.rows.shape[0]
@@ -193,7 +193,7 @@ def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
     return float((out[i] - space.error[i]) - best)
 
 
-@compiled
+@compiled_in_place
 def gap_at_most(space: Space, i: int, member: Ints, value: Floats, used: int, out: Floats) -> float:
     """Return what convex weights of other keys allow the best gap to be; infinite if they are not such weights."""
     miss, _ = weights_miss(space, i, member, value, used, used < 0, out)
@@ -208,7 +208,7 @@ def gap_at_most(space: Space, i: int, member: Ints, value: Floats, used: int, ou
     return float(miss + (mean + size * (used + 8) * AMPLE * EPS) / total)
 
 
-@compiled
+@compiled_in_place
 def attention_bounds(
     space: Space, i: int, u: Floats, radius: float, scratch: Floats, mean: Floats
 ) -> tuple[float, float]:

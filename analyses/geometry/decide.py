@@ -39,7 +39,7 @@ from ln_probe.analyses.geometry.check import (
     query_lead,
     weights_miss,
 )
-from ln_probe.analyses.geometry.compiled import Compilation, compiled, compiled_part, in_threads
+from ln_probe.analyses.geometry.compiled import Compilation, compiled, compiled_in_place, compiled_part, in_threads
 from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, White, judge, see, whiten
 from ln_probe.analyses.geometry.nearest import (
     KEPT,
@@ -151,7 +151,7 @@ def no_answers(count: int, wide: int, seen: int) -> Answers:
 # ------------------------------------------------------------------------------------------------------ verdicts
 
 
-@compiled_part
+@compiled
 def gram_matrix(rows: Floats, columns: Floats) -> Floats:
     """Return the products of all rows with each other."""
     count, dim = rows.shape
@@ -161,7 +161,7 @@ def gram_matrix(rows: Floats, columns: Floats) -> Floats:
     return products
 
 
-@compiled_part
+@compiled
 def transposed(rows: Floats) -> Floats:
     """Return a transposed copy."""
     columns = np.empty((rows.shape[1], rows.shape[0]))
@@ -201,7 +201,7 @@ def squared_distance(rows: Floats, i: int, j: int) -> float:
     return square
 
 
-@compiled
+@compiled_in_place
 def set_absent(rows: Floats, i: int, copies: Ints, absent: Bools) -> None:
     """Mark key i and the keys within tau of it."""
     for j in range(rows.shape[0]):
@@ -268,7 +268,7 @@ def decide_set(rows: Floats, noise: Floats, biased: bool, own_queries: bool, bud
         search_set(space, white, columns, queries, products, biased, budget, copies, start, verdicts)
 
 
-@compiled
+@compiled_in_place
 def prove_query(
     space: Space, i: int, trial: Floats, absent: Bools, biased: bool, copies: Ints, verdicts: Verdicts, scores: Floats
 ) -> None:
@@ -290,7 +290,7 @@ def prove_query(
             verdicts.query[i, t] = trial[t]
 
 
-@compiled
+@compiled_in_place
 def prove_weights(
     space: Space, i: int, member: Ints, value: Floats, used: int, biased: bool, verdicts: Verdicts, scores: Floats
 ) -> None:
@@ -302,7 +302,7 @@ def prove_weights(
             verdicts.member[i, a], verdicts.value[i, a] = member[a], value[a]
 
 
-@compiled_part
+@compiled
 def search_set(
     space: Space,
     white: White,

@@ -62,7 +62,7 @@ class SetGeometry:
         judged, query, wide = self.solved.judged, self.solved.answers.verdicts.query[i], self.keys.shape[1]
         plain = query[:wide]
         if self.queries is not None:
-            plain = self.queries.in_span(plain)
+            plain = self.queries.in_span(plain[None])[0]
         if not judged.biased:
             length = float(np.linalg.norm(plain))
             plain = plain / length if length > 0.0 else plain

@@ -433,7 +433,7 @@ class White(NamedTuple):
     lifted: bool  # the last coordinate is what of the bias is not an affine function of the key
 
 
-@compiled_part
+@compiled
 def whiten(rows: Floats, biased: bool) -> White:
     """Return white coordinates of the keys where verdicts are given."""
     count, dim = rows.shape
@@ -497,7 +497,7 @@ def invert_upper(upper: Floats, size: int, inverse: Floats) -> None:
             inverse[s, t] /= upper[s, s]
 
 
-@compiled_part
+@compiled
 def whiten_carefully(rows: Floats, biased: bool) -> White:
     """Whiten keys that may lie in a subspace, or nearly: orthogonalize their coordinates, the longest rest first."""
     count, dim = rows.shape
@@ -590,7 +590,7 @@ def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.
     return float(root)
 
 
-@compiled_part
+@compiled
 def into_span(to_query: Floats, upper: Floats, rank: int, plain: int) -> None:
     """Take out of queries what has no product with any key: their part outside the span of the rows of `upper`."""
     unit = np.zeros((rank, plain))

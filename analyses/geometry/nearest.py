@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled_inline, compiled_part
+from ln_probe.analyses.geometry.compiled import compiled, compiled_inline, compiled_part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -101,7 +101,7 @@ class Room(NamedTuple):
     points: Floats  # "2 dim"
 
 
-@compiled_part
+@compiled
 def search_room(count: int, dim: int, judged: int) -> Room:
     """Return room for searches among `count` keys of `dim` dimensions, `judged` where verdicts are given."""
     capacity = dim + 3

@@ -45,7 +45,8 @@ def test_duplicates_of_a_vertex_and_of_an_interior_point():
     # A copy leaves no margin; 1e-9 away it leaves no more than that.
     assert (geometry.margin_lower[[2, 6, 7, 8, 9]] == 0).all()
     assert (geometry.margin_upper[[2, 6, 7, 8]] < 1e-14).all()
-    assert geometry.margin_upper[9] == pytest.approx(1e-9 / np.sqrt(((keys - keys.mean(0)) ** 2).sum(1).mean()))
+    apart = 1e-9 / np.sqrt(((keys - keys.mean(0)) ** 2).sum(1).mean())
+    assert apart * (1 - 1e-9) <= geometry.margin_upper[9] <= 1.01 * apart
     geometry.certify()
     scores = keys @ geometry.witness(6)
     assert set(np.flatnonzero(scores > scores.max() - 1e-9)) == {2, 6}
@@ -68,7 +69,7 @@ def test_one_key_and_two():
 
 @pytest.mark.parametrize("value", [1 / 3, -1e50])
 def test_keys_that_are_all_equal(value):
-    geometry = ln_probe.key_geometry(np.full((5, 3), value), bias=np.full(5, 2.0))
+    geometry = ln_probe.key_geometry(np.full((5, 3), value))
     assert (geometry.verdict == "duplicate").all()
     assert (geometry.margin_lower == 0).all()
     assert (geometry.margin_upper == 0).all()
@@ -101,11 +102,11 @@ def test_tolerance_decides_between_near_points(beside, offset, verdict):
 def test_a_batch_is_its_sets_one_by_one_at_any_number_of_threads():
     rng = np.random.default_rng(0)
     keys, bias = rng.standard_normal((5, 50, 4)), rng.standard_normal((5, 50))
-    one = ln_probe.key_geometry(keys, bias=bias, threads=1)
-    two = ln_probe.key_geometry(keys, bias=bias, threads=2)
+    one = ln_probe.key_geometry(keys, bias=bias, query_set=1.0, threads=1)
+    two = ln_probe.key_geometry(keys, bias=bias, query_set=1.0, threads=2)
     for b in range(5):
-        alone = ln_probe.key_geometry(keys[b], bias=bias[b])
-        for name in ("verdict", "margin_lower", "margin_upper", "representative"):
+        alone = ln_probe.key_geometry(keys[b], bias=bias[b], query_set=1.0)
+        for name in ("verdict", "margin_lower", "margin_upper", "attainable", "representative"):
             assert (getattr(one, name)[b] == getattr(alone, name)).all()
             assert (getattr(two, name)[b] == getattr(alone, name)).all()
         inside = np.flatnonzero(alone.verdict == "unselectable")
