@@ -46,6 +46,13 @@ def compiled_in_place(function: Callable[_Args, _Result]) -> Callable[_Args, _Re
     return _with_cache(function, nogil=True, error_model="numpy", _nrt=False)
 
 
+def compiled_reordered(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Compile `function` with sums in any order and fused products: sums run on vector registers, and what it returns
+    may differ in its last digits with where arrays lie in memory."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": True}
+    return _with_cache(function, fastmath={"reassoc", "contract", "nsz", "arcp"}, **options)
+
+
 def _with_cache(function: Callable[_Args, _Result], **options: Any) -> Callable[_Args, _Result]:
     folder = cache_folder(Path(function.__code__.co_filename).resolve().parent)
     if folder is None:

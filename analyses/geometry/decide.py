@@ -586,11 +586,12 @@ def solve_set(
         bound_margins(
             *space, level if levelled else np.zeros(dim), levelled, request.gap, request.budget, verdicts, margins
         )
-        if seen is None:
-            # The zero query proves 0, and margins are relative to a size that is itself rounded.
+        if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
-            np.maximum(margins.lower * (1.0 - doubt), 0.0, out=margins.lower)
+            margins.lower[:] *= 1.0 - doubt
             margins.upper[:] *= 1.0 + doubt
+        if not space.offset.any():  # the zero query gives no key less than 0
+            np.maximum(margins.lower, 0.0, out=margins.lower)
     if seen is not None and request.attention:
         for radius, attention, starts in (
             (1.0, answers.attention, margins.at),

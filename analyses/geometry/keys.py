@@ -235,7 +235,7 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
     centers = np.broadcast_to(center, (number, d))
     half_axes = np.broadcast_to(axes, (number, *axes.shape[-2:]))
     return [
-        QuerySet(np.ascontiguousarray(c), np.ascontiguousarray(a)).compact()
+        QuerySet(np.array(c, order="C"), np.array(a, order="C")).compact()
         for c, a in zip(centers, half_axes, strict=True)
     ]
 

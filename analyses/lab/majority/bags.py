@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
-from ln_probe.analyses.geometry.compiled import compiled, in_threads
+from ln_probe.analyses.geometry.compiled import compiled_reordered, in_threads
 from ln_probe.analyses.lab.train import with_gradients
 
 # Rows worked on together; measured per batch of 6000 (one core): 64: 9.0 ms, 128: 7.4 (in an earlier form 16: 36, 32:
@@ -33,7 +33,7 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), n
 _LOWEST = np.float32(-87.0)  # below it, exp is 0 in float32
 
 
-@compiled
+@compiled_reordered
 def _exp(x: np.float32) -> np.float32:
     """exp(x) to 3 units in the last place, without branches: 2^n times the polynomial of Cephes' expf."""
     x = max(x, _LOWEST)
@@ -49,7 +49,7 @@ def _exp(x: np.float32) -> np.float32:
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)  # type: ignore[no-any-return]
 
 
-@compiled
+@compiled_reordered
 def _add_product(out: Any, M: Any, x: Any) -> None:
     """out[j] += Σ_k M[k, j] x[k], lane by lane."""
     for j in range(M.shape[1]):
@@ -59,7 +59,7 @@ def _add_product(out: Any, M: Any, x: Any) -> None:
                 out[j, i] += t * x[k, i]
 
 
-@compiled
+@compiled_reordered
 def _add_outer(out: Any, a: Any, b: Any) -> None:
     """out[k, j] += Σ over lanes of a[k] b[j]."""
     for k in range(out.shape[0]):
@@ -70,7 +70,7 @@ def _add_outer(out: Any, a: Any, b: Any) -> None:
             out[k, j] += t
 
 
-@compiled
+@compiled_reordered
 def _add_sum(out: Any, a: Any) -> None:
     """out[k] += Σ over lanes of a[k]."""
     for k in range(out.shape[0]):
@@ -80,7 +80,7 @@ def _add_sum(out: Any, a: Any) -> None:
         out[k] += t
 
 
-@compiled
+@compiled_reordered
 def _softmax(values: Any, weights: Any, top: Any, total: Any) -> None:
     """values[c] becomes weights[c] exp(values[c] - top), lane by lane; `top` is the largest value that has a weight."""
     top[:] = np.float32(-1e30)
@@ -95,7 +95,7 @@ def _softmax(values: Any, weights: Any, top: Any, total: Any) -> None:
             total[i] += e
 
 
-@compiled
+@compiled_reordered
 def sweep_rows(
     counts: Any, label: Any, chosen: Any, eps: Any, total: Any, tables: Any, gradients: Any
 ) -> tuple[float, float]:
