@@ -4,12 +4,14 @@ A table is declared once. Empty frames, the page's titles and tooltips, `Report.
 tests read the declaration, and no frame goes into a report that does not match it.
 
 Example:
-    >>> from ln_probe.analyses.schema import declare
+    >>> from ln_probe.analyses.schema import Column, Table, declare
     >>> lengths = declare("lengths", "Lengths", "A row per norm.", ("site",), '''
     ...     site (text): the norm
     ...     longest (float, L2 norm): length of the longest vector
     ... ''')
-    >>> lengths.check(lengths.frame([{"site": "blocks.0.ln1", "longest": 3.5}]))
+    >>> frame = lengths.check(lengths.frame([{"site": "blocks.0.ln1", "longest": 3.5}]))
+    >>> isinstance(lengths, Table), isinstance(lengths.columns[0], Column)
+    (True, True)
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ import pandas as pd
 
 Kind = Literal["int", "float", "text", "bool"]
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64, "text": object, "bool": np.bool_}
+
+
+__all__ = ["Column", "Table", "TableError", "declare"]
 
 
 class TableError(ValueError):
@@ -66,9 +71,6 @@ def columns(*parts: str | Iterable[Column]) -> tuple[Column, ...]:
 
     Raises:
         TableError: a line declares no column.
-
-    Example:
-        >>> columns("length (float, L2 norm): mean length of the norm's input")
     """
     declared: list[Column] = []
     for part in parts:
@@ -262,7 +264,13 @@ def _is_kind(values: pd.Series, kind: str) -> bool:
 
 
 def reference(tables: Iterable[Table]) -> str:
-    """The column reference of these tables, as Markdown."""
+    """Return the column reference of these tables, as Markdown.
+
+    Example:
+        >>> from ln_probe.analyses.probes.columns import BUILT_IN
+        >>> from ln_probe.analyses.schema import reference
+        >>> print(reference(BUILT_IN))
+    """
     said = []
     for table in tables:
         said += [f"## `{table.name}`", "", table.about, ""]

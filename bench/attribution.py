@@ -1,10 +1,9 @@
 """What attribution costs, in forward passes and in memory, at GPT-2 small's shape and 512 tokens.
 
 *One logit* over all heads and MLPs (`attribute_logits`, from the model to the table: finding norms, parts and wiring
-included); *one score* against another key; the *writers* and *attribution* observers on a prompt, their own pass
-included (norms and wiring are found once a model, and are not counted). Random weights, two threads; medians of repeats
+included); *one score* against another key. Random weights, two threads; medians of repeats
 that alternate with a bare forward pass, in one process, wall and processor time. Peaks of memory are of separate
-processes, compared with the forward pass's. Bounds: one logit ≤ 2 passes; `writers` ≤ 2.5 passes and 1.3 × the memory.
+processes, compared with the forward pass's. Bound: one logit ≤ 2 passes.
 
 `--beside`: 128 tokens, one thread, beside TransformerLens's direct logit attribution on the folded model and
 `run_with_cache`, all in one process, in turn. Bounds: all positions ≤ 2 × direct logit attribution and ≤ 1.5 × the
@@ -24,20 +23,15 @@ import typer
 from harness import gpt2_small, in_process, in_turn, keep, peak_mb, show, show_head, write_table
 
 import ln_probe
-from ln_probe.analyses.constants import Calibration, Constants
-from ln_probe.analyses.probes.base import View
-from ln_probe.analyses.probes.columns import LAYERNORMS
-from ln_probe.analyses.probes.registry import find
 from ln_probe.hooks.model import run
-from ln_probe.hooks.sites import find_sites
 
 TOKENS, THREADS = 512, 2
-PARTS = ("forward", "logit", "score", "writers", "attribution")
+PARTS = ("forward", "logit", "score")
 BESIDE_TOKENS = 128
 # What is measured beside TransformerLens, each with the part of TransformerLens's that its time is compared with.
 BESIDE = {"cache": "", "direct": "", "direct_layers": "", "positions": "direct", "layers": "direct_layers",
           "position": "", "keys": ""}  # fmt: skip
-BOUNDS = {"logit": "2 passes", "writers": "2.5 passes, 1.3 × memory"}
+BOUNDS = {"logit": "2 passes"}
 
 
 def direct_logit_attribution(model: Any, tokens: torch.Tensor, heads: bool) -> torch.Tensor:
@@ -48,14 +42,6 @@ def direct_logit_attribution(model: Any, tokens: torch.Tensor, heads: bool) -> t
     else:
         components = cache.decompose_resid(apply_ln=True)
     return torch.einsum("cpd,dp->cp", components[:, 0, :-1], model.W_U[:, tokens[1:]])
-
-
-def view_of(model: Any) -> View:
-    sites = find_sites(model)
-    ones = np.ones((1, len(sites), 2))  # the sums and counts of sigma of one prompt: every constant is 1
-    constants = Constants(tuple(s.name for s in sites), np.zeros(1, np.int64), ones, ones)
-    calibration = Calibration(LAYERNORMS.empty(), constants, {}, {}, ())
-    return View(model, sites, range(model.cfg.n_layers), None, calibration, str)
 
 
 def doing(part: str, model: Any, tokens: torch.Tensor) -> Callable[[], object]:
@@ -72,10 +58,7 @@ def doing(part: str, model: Any, tokens: torch.Tensor) -> Callable[[], object]:
         return lambda: ln_probe.attribute_logits(model, tokens, -1).check()
     if part == "score":
         return lambda: ln_probe.attribute_scores(model, tokens, 11, 3, -1, 0, against=5).check()
-    if part == "forward":
-        return lambda: run(model, tokens[None], return_type="logits")
-    observer = find(part).start(view_of(model))
-    return lambda: observer.prompt(0, tokens)
+    return lambda: run(model, tokens[None], return_type="logits")
 
 
 def folded(vocabulary: int) -> Any:

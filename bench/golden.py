@@ -24,7 +24,6 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
 
 import argparse
-import inspect
 import json
 import subprocess
 import sys
@@ -104,13 +103,31 @@ def rows_of(name: str) -> list[list[int]]:
 def report(name: str, rows: list[list[int]], probes: list[str]) -> Tables:
     """Every table of a report; of `keys`, the rows of the first prompt and of two heads."""
     import ln_probe
+    from ln_probe.analyses.probes.selectability import Selectability
 
-    takes = inspect.signature(ln_probe.analyze).parameters
-    options = {k: v for k, v in {"keys": "all", "progress": False}.items() if k in takes}
-    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=probes, **options).tables)
+    every_key = [Selectability(every_key=True) if probe == "selectability" else probe for probe in probes]
+    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=every_key, progress=False).tables)
     if {"prompt", "head"} <= set(tables.get("keys", ())):
         tables["keys"] = tables["keys"].query("prompt == 0 and head in (0, 3)")
     return tables
+
+
+def headline() -> Tables:
+    """What `freezing_cost` and `norm_constants` give for lm-layernorm."""
+    import ln_probe
+
+    model, rows = load("lm-layernorm"), TOKENS["lm-40"]
+    cost = ln_probe.freezing_cost(model, prompts=rows)
+    pooled = ln_probe.norm_constants(model, prompts=rows).pooled
+    numbers = [{"number": name, "value": getattr(cost, name)} for name in ("estimate", "low", "high", "loss")]
+    constants = [{"site": site, **pair_of(pooled[site])} for site in sorted(pooled)]
+    return {"causal": cost.table, "numbers": pd.DataFrame(numbers), "pooled": pd.DataFrame(constants)}
+
+
+def pair_of(constant: Any) -> dict[str, float]:
+    """The constants of a norm at position 0 and elsewhere."""
+    first, rest = (constant.first, constant.rest) if hasattr(constant, "first") else constant
+    return {"first": float(first), "rest": float(rest)}
 
 
 def edits() -> Tables:
@@ -138,8 +155,7 @@ def edits() -> Tables:
             with hooks.without(model, what, **given) as done:
                 measure(label)
             for site, pair in getattr(done, "divisors", {}).items():
-                first, rest = (pair.first, pair.rest) if hasattr(pair, "first") else pair
-                constants.append({"edit": label, "site": site, "first": float(first), "rest": float(rest)})
+                constants.append({"edit": label, "site": site, **pair_of(pair)})
         except Exception as error:
             print(f"  without {label}: not measurable: {_short(error)}")
 
@@ -276,31 +292,46 @@ def laboratory(name: str, text: bool) -> Tables:
             book = Path(os.environ["LN_PROBE_SHARED"]) / "corpora" / "moby_dick.txt"
             (path := Path(folder) / "text.txt").write_bytes(book.read_bytes()[:300_000])
             more = ["--text", str(path)]
+        if name == "majority":  # one seed takes a minute
+            more = ["--seeds", "1"]
         command = [sys.executable, "-c", _QUIET_LAB, "lab", "run", name, "--quick", "--out", str(out), *more]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError((done.stderr.strip() or done.stdout.strip())[-300:])
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            raise RuntimeError(f"exit status {done.returncode}: {' '.join(lines[-3:])[-250:]}")
         tables = {p.stem: pd.read_csv(p) for p in sorted(out.glob("*.csv"))}
         tables |= {p.stem: pd.read_parquet(p) for p in sorted(out.glob("*.parquet"))}
-    return {k: t[[c for c in t if not str(c).startswith("seconds")]] for k, t in tables.items()}
+    for key, table in tables.items():
+        timed = table.get("measure", pd.Series("", table.index)).astype(str).str.startswith("seconds")
+        tables[key] = table.loc[~timed, [c for c in table if not str(c).startswith("seconds")]]
+    return tables
 
 
 REPORTS = ("lm-layernorm", "lm-none", "lm-scaling_only", "mgm", "minilm", *TINY)
 LAB = {
-    "majority": ("random_keys", "majority", "majority_in_space"),
+    "majority": ("random_keys", "majority_in_space", "majority"),
+    "language_model": ("remove_norm", "sentences", "language_model"),
+    "crasp": ("compiler", "depth", "depth_deep"),
+    "approximation": ("longer_inputs", "adaptive_memory", "approximation_text"),
+    "counting": ("saturated_states", "rational_recurrence", "counters", "anbk"),
 }
+ON_TEXT = (*LAB["language_model"], "approximation_text")
 CASES: dict[str, Callable[[], Tables]] = {
     **{f"report-{n}": partial(report, n, rows_of(n), PROBES) for n in REPORTS},
     "report-40-prompts": partial(report, "lm-layernorm", TOKENS["lm-40"], ["causal"]),
+    "headline": headline,
     "edits": edits,
     **{f"geometry-{f}": partial(geometry, f) for f in FAMILIES},
     **{f"attribution-{n}": partial(attribution, n) for n in ("lm-layernorm", "capp-gpt", "neox")},
+    **{f"lab-{source}-{n}": partial(laboratory, n, n in ON_TEXT) for source, names in LAB.items() for n in names},
 }
 CASES |= {f"{n}-tl4": CASES[n] for n in CASES if n.startswith("report") and n != "report-40-prompts"}
 
 # ------------------------------------------------------------------------------------------------------ the comparison
 
-# What identifies a row; rows of other tables are compared in their order.
+# What identifies a row. Rows of other tables are compared in their order; where some are gone, every column that is not
+# among VALUES identifies them.
+VALUES = {"value", "mean", "ci_low", "ci_high", "median", "sd", "p", "p_holm", "low", "high", "factor", "published"}
 IDENTITY = {
     "layernorms": ("site",),
     "heads": ("layer", "head", "space", "variant"),
@@ -341,22 +372,32 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(np.asarray(value).tolist())
 
 
+def renamed(old: pd.DataFrame) -> pd.DataFrame:
+    """A committed table with the names of today: attention at the last position is what is attainable."""
+    names = [name for name in old if str(name).startswith("attainable_last")]
+    today = {name: str(name).replace("attainable_last", "attainable") for name in names}
+    return old.drop(columns=[name for name in today.values() if name in old]).rename(columns=today)
+
+
 def compare(name: str, old: pd.DataFrame, new: pd.DataFrame | None) -> str:
     """One line (and a line for each column that differs) on a table beside the committed one."""
     if new is None:
         return "table gone"
+    old = renamed(old)
     notes = []
     for what, columns in (("gone", [c for c in old if c not in new]), ("new", [c for c in new if c not in old])):
         if columns:
             notes.append(f"columns {what}: {', '.join(columns)}")
     same = [c for c in old if c in new]
     identity = [c for c in IDENTITY.get(name, ()) if c in same]
+    if name not in IDENTITY and len(old) != len(new):
+        identity = [c for c in same if c not in VALUES]
     if identity and not (old.duplicated(identity).any() or new.duplicated(identity).any()):
         left, right = (pd.MultiIndex.from_frame(t[identity].astype(str)) for t in (old, new))
         for what, mine, other, table in (("gone", left, right, old), ("new", right, left, new)):
             if (missing := ~mine.isin(other)).any():
                 values = {c: set(table[c]) - set(table.loc[~missing, c]) for c in identity}
-                which = "; ".join(f"{c}: {', '.join(sorted(map(str, v)))}" for c, v in values.items() if v)
+                which = "; ".join(f"{c}: {' | '.join(sorted(map(str, v)))}" for c, v in values.items() if v)
                 notes.append(f"{missing.sum()} of {len(mine)} rows {what}" + (f" (all of {which})" if which else ""))
         shared = left[left.isin(right)]
         old = old.iloc[left.get_indexer(shared)].reset_index(drop=True)
@@ -389,11 +430,11 @@ def _difference(old: pd.Series, new: pd.Series) -> tuple[int, str]:
     finite = np.isfinite(a) & np.isfinite(b)
     if (strange := differ & ~finite).any():
         at = int(np.flatnonzero(strange)[0])
-        return 3, f"{count} values, {strange.sum()} not finite on one side, first at {at}: {a[at]!r} is now {b[at]!r}"
+        return 3, f"{count} values, {strange.sum()} not finite on one side, first at {at}: {a[at]} is now {b[at]}"
     apart, size = np.abs(a - b)[differ], np.maximum(np.abs(a), np.abs(b))[differ]
     relative, absolute = (apart / size).max(), apart.max() / np.abs(a[finite]).max(initial=1e-300)
     at = int(np.flatnonzero(differ)[(apart / size).argmax()])
-    text = f"{count} values, by {relative:.1e} at most ({absolute:.1e} of the largest); {a[at]!r} is now {b[at]!r}"
+    text = f"{count} values, by {relative:.1e} at most ({absolute:.1e} of the largest): {a[at]} is now {b[at]}"
     return 1 if relative <= CLOSE else 2 if absolute <= CLOSE else 3, text
 
 

@@ -17,12 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
 
-from ln_probe.analyses.probes.statistics import OUTLIERS, PROMPTS_NEEDED, SIGNIFICANCE, effects, infer_mean, resamples
+from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED, SIGNIFICANCE, infer_mean, resamples
 
 TABLE = Path(__file__).with_suffix(".csv")
 OF_CONSTANTS = TABLE.with_stem("interval_coverage_constants")
 
+# Effects over prompts that are simulated: the share of prompts that are 10 standard deviations higher.
+OUTLIERS = {"outliers 3 %": 0.03, "outliers 5 %": 0.05, "outliers": 0.1}
 KINDS = ("normal", "lognormal", *reversed(OUTLIERS))
 PROMPTS = (4, 8, 16, PROMPTS_NEEDED, 2 * PROMPTS_NEEDED)
 SETS = 4000
@@ -32,6 +35,24 @@ CONTRASTS = 4  # primary ones, that Holm adjusts for together
 # Of the simulation with constants: spread of s (.05 to .3 of the mean in lm-layernorm), its correlation with
 # the effects at a fixed constant, and b and k: freezing changes the loss by as much as the effects' own spread.
 SPREAD, CORRELATIONS, SLOPE, CURVATURE = 0.3, (-0.7, 0.0, 0.7), 2.0, 2.0
+
+
+def effects(kind: str, prompts: int, generator: np.random.Generator) -> tuple[Float[np.ndarray, " prompt"], float]:
+    """Simulated effects of one set of prompts, and their true mean.
+
+    Args:
+        kind: "normal" (mean 0.3, standard deviation 1), "lognormal" (of a standard normal), or of OUTLIERS (standard
+            normal, and 10 standard deviations higher in that share of prompts).
+        prompts: how many.
+        generator: to draw from.
+    """
+    x = generator.standard_normal(prompts)
+    if kind == "normal":
+        return x + 0.3, 0.3
+    if kind == "lognormal":
+        return np.exp(x), math.exp(0.5)
+    share = OUTLIERS[kind]
+    return x + 10.0 * (generator.random(prompts) < share), 10.0 * share
 
 
 def worth(kind: str, prompts: int, *, sets: int = SETS, seed: int = 0) -> dict[str, object]:

@@ -4,7 +4,7 @@ Random weights (seed 0) in a Hugging Face folder with the real tokenizer (of LN_
 every stage in a separate process: loading, then each probe alone through `analyze`, then `ln-probe report` as a user
 types it. Memory is the largest resident set of a process (`largest`), and for the whole command also the largest sum of
 the private memory of all its processes (`sum`: proportional set sizes, twice a second), and when its page is there for
-the first time (`page`). `planned`: what `ln-probe plan` says of the same command beforehand.
+the first time (`page`).
 
     python bench/whole.py                         this checkout
     python bench/whole.py --against ../before     and another one, taking turns, for comparison
@@ -19,21 +19,19 @@ import argparse
 import json
 import math
 import os
-import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
-from harness import LN_PROBE, environment_of, measure_command, write_table
+from harness import LN_PROBE, measure_command, write_table
 
-PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks", "unembedding")
+PROBES = ("decomposition", "uniformity", "selectability", "causal", "head_effects", "sinks")
 STAGES = ("loading", *PROBES, "whole")
-COLUMNS = ("stage", "checkout", "prompts", "repeats", "wall_s", "cpu_s", "largest_gb", "page_s", "planned_s")
+COLUMNS = ("stage", "checkout", "prompts", "repeats", "wall_s", "cpu_s", "largest_gb", "page_s")
 
 _LOADING = "import ln_probe, sys; ln_probe.load_model(sys.argv[1])"
 _PROBE = (
@@ -66,17 +64,9 @@ def _memory(pid: int) -> float:
         return 0.0
 
 
-def _planned(command: list[str], checkout: Path) -> float:
-    """Seconds of the wall that `ln-probe plan` expects."""
-    env = environment_of(checkout)
-    said = subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"about ([\d.]+) (s|min|h) with", said)
-    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]] if found else math.nan
-
-
 def _some_prompts(folder: Path, count: int) -> Path:
     """The first of the bundled prompts, as a file of a user's own."""
-    from ln_probe.hooks.default_tokens import bundled_texts
+    from ln_probe.hooks.text import bundled_texts
 
     file = folder / f"prompts-{count}.jsonl"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in bundled_texts()[:count]))
@@ -85,26 +75,24 @@ def _some_prompts(folder: Path, count: int) -> Path:
 
 def _stage(name: str, model: Path, checkout: Path, out: Path, prompts: Path | None) -> dict[str, float]:
     """Seconds of the wall and of processors, memory in MB (`largest`, `sum`), and when the page is there."""
-    most, seen, planned = 0.0, math.nan, math.nan
-    page: Path | None = None
+    most, seen = 0.0, math.nan
     command = [sys.executable, "-c", _PROBE, str(model), name, *([str(prompts)] if prompts else [])]
     if name == "loading":
         command = [sys.executable, "-c", _LOADING, str(model)]
     elif name == "whole":
         shutil.rmtree(out, ignore_errors=True)
         rest = [str(model), "--out", str(out), *(["--prompts", str(prompts)] if prompts else [])]
-        planned = _planned([*LN_PROBE, "plan", *rest], checkout)
-        command, page = [*LN_PROBE, "report", *rest], out / model.name / "report.html"
+        command = [*LN_PROBE, "report", *rest]
 
     def look(pid: int) -> None:
         nonlocal most, seen
         most = max(most, _memory(pid))
-        if math.isnan(seen) and page is not None and page.exists():
+        if math.isnan(seen) and name == "whole" and any(out.glob("*/report.html")):
             seen = time.perf_counter() - began
 
     began = time.perf_counter()
     measured = measure_command(command, checkout, look)
-    return measured | {"sum": most, "page": seen, "planned": planned}
+    return measured | {"sum": most, "page": seen}
 
 
 def main() -> None:
@@ -121,8 +109,7 @@ def main() -> None:
     if asked.against:
         checkouts = {"before": asked.against.resolve()} | checkouts
     print(
-        f"{'stage':14s} {'':8s} {'wall s':>8s} {'cpu s':>8s} {'largest MB':>11s} {'sum MB':>8s} {'page s':>7s} "
-        f"{'planned':>8s}",
+        f"{'stage':14s} {'':8s} {'wall s':>8s} {'cpu s':>8s} {'largest MB':>11s} {'sum MB':>8s} {'page s':>7s}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as scratch:
@@ -137,12 +124,11 @@ def main() -> None:
                 middle = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
                 print(
                     f"{stage:14s} {name:8s} {middle['wall']:8.1f} {middle['cpu']:8.1f} {middle['largest']:11.0f} "
-                    f"{middle['sum']:8.0f} {middle['page']:7.1f} {middle['planned']:8.0f}",
+                    f"{middle['sum']:8.0f} {middle['page']:7.1f}",
                     flush=True,
                 )
-                seen, planned = middle["page"], middle["planned"]
-                last = ("" if math.isnan(s) else f"{s:.0f}" for s in (seen, planned))
-                figures = (f"{middle['wall']:.1f}", f"{middle['cpu']:.1f}", f"{middle['largest'] / 1024:.1f}", *last)
+                last = "" if math.isnan(middle["page"]) else f"{middle['page']:.0f}"
+                figures = (f"{middle['wall']:.1f}", f"{middle['cpu']:.1f}", f"{middle['largest'] / 1024:.1f}", last)
                 rows.append((stage, name, asked.prompts or "default", asked.repeats, *figures))
     write_table(asked.out, rows)
 

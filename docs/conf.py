@@ -71,11 +71,6 @@ def setup(app: object) -> None:
     from docutils.parsers.rst import Directive, directives
     from docutils.statemachine import StringList
 
-    from ln_probe.analyses.lab.results import folder, table_at
-    from ln_probe.page.lab import TABLE, space_page
-
-    (_here / "_extra" / "majority_in_space.html").write_text(space_page(table_at(folder("majority_in_space"), TABLE)))
-
     class Measured(Directive):
         """A table of committed measurements (measured.py)."""
 

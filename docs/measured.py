@@ -8,7 +8,8 @@
 
 makes a table with a column per line (its title and a format string, in which names have no dots) and a row per row of
 the file. Several files, by a pattern, are put one after the other, with the column `case`: the folder of each. The
-directive `claims` shows what `analyses/lab/published/sources.toml` says of one source, its figures read from the kept tables.
+directive `claims` shows what `analyses/lab/published/sources.toml` says of one source, its figures read from the kept
+tables.
 """
 
 from __future__ import annotations

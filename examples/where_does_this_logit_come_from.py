@@ -22,8 +22,7 @@ import pandas as pd
 import torch
 
 import ln_probe
-from ln_probe.analyses.attribution import attribute_through_layers
-from ln_probe.hooks import find_sites, linearized, without
+from ln_probe.hooks import linearized, without
 from ln_probe.prompts import make_prompts
 
 model = ln_probe.load_model("lm-layernorm")
@@ -55,23 +54,10 @@ second = int(model(tokens)[0, -1].topk(2).indices[1])
 ln_probe.attribute_logits(model, text, -1, target=target, against=second).check()
 
 # %% [markdown]
-# Neurons, if one MLP does most of it:
+# Neurons:
 
 # %%
-ln_probe.attribute_logits(model, text, -1, target=target, against=second, neurons=[-1]).check().top(6)
-
-# %% [markdown]
-# ## Through later layers
-#
-# The direct path is not all: a part is read by later heads and MLPs. With every sigma and every attention pattern held,
-# gradients follow it through; MLPs are followed to first order, and what that leaves over is stated.
-
-# %%
-layers = attribute_through_layers(model, text, target=target, against=second)
-layers
-
-# %%
-layers.remainders
+ln_probe.attribute_logits(model, text, -1, target=target, against=second, components="neurons").check().top(6)
 
 # %% [markdown]
 # ## Attribution patching, with and without linearized norms
@@ -138,11 +124,3 @@ table.reindex(table["patched"].abs().sort_values(ascending=False).index).head(6)
 # %% [markdown]
 # Both are estimates: which is nearer depends on how far a patch moves sigma. Held, the gradient times a part is exactly
 # what the part gives through each norm, and that is what adds up.
-#
-# ## Who sets sigma?
-
-# %%
-report = ln_probe.analyze(model, [text], probes=["writers"], progress=False)
-writers = report.tables["writers"]
-final = writers[writers["site"] == find_sites(model)[-1].name]
-final.sort_values("share", ascending=False)[["part", "share", "sigma_change", "mu", "mu_share"]].head(8).round(4)

@@ -42,14 +42,13 @@ written.save_pretrained(folder)
 # ## Raw: the weights as they were trained
 #
 # After loading, logits are compared with the Hugging Face model's once; the report says how closely they agreed,
-# which of TransformerLens's worlds was used, and the hash of the weights. Without a tokenizer, give token ids, or let
-# the model write its own prompts (`prompts=ln_probe.sampled_prompts()`).
+# which of TransformerLens's worlds was used, and the hash of the weights. Without a tokenizer, give token ids.
 
 # %%
 raw = ln_probe.load_model(folder)
 tokens = torch.randint(97, (2, 48), generator=torch.Generator().manual_seed(1))
 of_raw = ln_probe.analyze(raw, tokens, progress=False)
-{k: of_raw.provenance["model"][k] for k in ("world", "architecture", "logits_max_difference", "processing")}
+{k: of_raw.provenance["model"][k] for k in ("world", "architecture", "logits_max_difference")}
 
 # %%
 of_raw.layernorms[["site", "state", "mean_share", "gain_mean", "bias_norm", "reconstruction_error"]]
@@ -62,7 +61,8 @@ of_raw.layernorms[["site", "state", "mean_share", "gain_mean", "bias_norm", "rec
 # left to take off *by construction*, and a report states this instead of printing zeros as a finding.
 
 # %%
-folded = ln_probe.load_model(folder, fold_ln=True, center_writing_weights=True)
+folded = ln_probe.load_model(folder, world="bridge")
+folded.enable_compatibility_mode(center_unembed=False, fold_value_biases=False, disable_warnings=True)
 of_folded = ln_probe.analyze(folded, tokens, progress=False)
 of_folded.layernorms[["site", "state", "mean_share", "gain_mean", "bias_norm", "reconstruction_error"]]
 
@@ -93,4 +93,4 @@ variants = both.heads.xs("head", level="space")["no_op"].groupby("variant", sort
 variants
 
 # %% [markdown]
-# On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.npy`.
+# On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.jsonl`.

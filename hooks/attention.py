@@ -65,6 +65,10 @@ class Rotary:
             turned[..., :half], turned[..., half:] = -turning[..., half:], turning[..., :half]
         return turned
 
+    def cpu(self) -> Rotary:
+        """Return the same table on the CPU."""
+        return Rotary(self.cos.cpu(), self.sin.cpu(), self.adjacent)
+
     def inverse(self, x: Float[Tensor, "pos head d_head"], positions: Tensor) -> Float[Tensor, "pos head d_head"]:
         """The transpose of the rotation: R_pᵀ applied to row p."""
         return Rotary(self.cos, -self.sin, self.adjacent)(x, positions)

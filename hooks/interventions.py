@@ -26,7 +26,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.capture import ActivationError
-from ln_probe.hooks.default_tokens import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.hooks.edits import (
     PARTS,
     Change,
@@ -69,6 +68,7 @@ from ln_probe.hooks.scales import (
     some,
 )
 from ln_probe.hooks.sites import ModelFacts, class_of, facts_of_checked
+from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.hooks.variants import (
     MEAN_IGNORED,
     VARIANT_WITHOUT,
@@ -147,8 +147,8 @@ def without(
             constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (`matched`
             is then False).
         tokens: tokens that the first three are measured or fitted on, [batch pos], or a list of rows of their own
-            lengths. None: the prompts that `analyze` measures by default (a bundled model's held-out text, the bundled
-            passages, or sequences sampled from a model without a tokenizer).
+            lengths. None: the prompts that `analyze` measures by default (a bundled model's held-out text, or the
+            bundled passages; a model without a tokenizer needs them).
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
         heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
             left at "attention", and means the norms that these blocks' attention reads. `hook_q`, `hook_k`, `hook_v`

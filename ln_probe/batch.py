@@ -31,10 +31,11 @@ from ln_probe.analyses.files import read_json, sha256_of_file
 from ln_probe.analyses.probes.registry import DEFAULT
 from ln_probe.analyses.processes import follow_parent
 from ln_probe.analyses.progress import tell
-from ln_probe.analyses.text import step_named, whole_number
+from ln_probe.analyses.text import whole_number
 
 MAX_WORKERS = 4  # by default: each holds a model and about 1 GB beside it, and they compete for memory bandwidth
 KILLED = "its process was killed twice; if memory was short, use fewer --workers or a smaller --max-tokens"
+RAY_ANSWER_S = 10.0  # for a cluster's head to accept a connection
 _LOCKS = ".locks"  # in the folder of reports; a Ray worker that does not see them does not see that folder
 _FOLDER_LENGTH = 200  # file systems take names of 255 bytes
 
@@ -52,17 +53,10 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return the target of NAME or NAME@REVISION; a path that exists is a name, whatever it contains.
+        """Return the target of NAME or NAME@REVISION."""
+        from ln_probe.models import split_revision
 
-        Raises:
-            BatchError: the name or the revision is empty.
-        """
-        name, separator, revision = text.rpartition("@")
-        if not separator or os.path.lexists(os.path.expanduser(text)):
-            name, revision = text, ""
-        if not name.strip() or (separator and name != text and not revision):
-            raise BatchError(f"{text!r} is no model: write NAME or NAME@REVISION")
-        return cls(name, revision or None)
+        return cls(*split_revision(text))
 
     def __str__(self) -> str:
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
@@ -73,13 +67,12 @@ class Target:
         return re.sub(r"[^A-Za-z0-9._@-]+", "-", str(self)).strip("-.")[-_FOLDER_LENGTH:] or "model"
 
     def at_steps(self, steps: str) -> list[Target]:
-        """Return its training checkpoints: "all", or steps separated by commas.
+        """Return the training checkpoints of a model on the hub or of a lab run: "all", or steps such as "0,1000".
 
         Raises:
-            BatchError: not a list of steps, a step that a folder lacks, or a model without training steps.
+            BatchError: no list of steps, or a model without training steps.
             ConnectionError: all steps of a model on the hub, and no network.
         """
-        from ln_probe.analyses.lab.run_folder import checkpoint_steps
         from ln_probe.loading import hub
         from ln_probe.models import kind_of
 
@@ -87,22 +80,17 @@ class Target:
         if self.revision is not None or None in numbers:
             raise BatchError(f"--checkpoints takes 'all' or training steps such as 0,1000 of a NAME, got {steps!r:.60}")
         path = Path(self.name).expanduser()
-        subfolders = {
-            step: config.parent
-            for config in path.glob("*/config.json")
-            if (step := step_named(config.parent.name)) is not None
-        }
-        if subfolders and not (path / "config.json").is_file():
-            if missing := [number for number in numbers if number not in subfolders]:
-                raise BatchError(f"{self} has no checkpoint of step {missing[0]}")
-            return [Target(str(subfolders[step])) for step in numbers or sorted(subfolders)]
         kind = kind_of(self.name, path)
-        if kind not in ("hub", "lab"):
-            raise BatchError(f"{self} has no training steps: leave out --checkpoints")
-        if numbers:
-            return [Target(self.name, str(step)) for step in numbers]
-        names = hub.checkpoints(hub.official_name(self.name)) if kind == "hub" else checkpoint_steps(path)
-        return [Target(self.name, str(name)) for name in names]
+        revisions = [str(number) for number in numbers]
+        if kind == "lab" and not numbers:
+            from ln_probe.analyses.lab.run_folder import checkpoint_steps
+
+            revisions = [str(step) for step in checkpoint_steps(path)]
+        elif kind == "hub" and not numbers:
+            revisions = hub.checkpoints(hub.official_name(self.name))
+        if kind not in ("hub", "lab") or not revisions:
+            raise BatchError(f"{self} has no training steps: leave out --checkpoints, or name the folder of each step")
+        return [Target(self.name, revision) for revision in revisions]
 
 
 @dataclass(frozen=True)
@@ -178,12 +166,12 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         return folder
     if existing and not settings.overwrite:
         raise BatchError(f"{folder} holds a report of other weights or settings: --overwrite replaces it")
-    vocabulary = settings.tokenizer
-    if vocabulary is not None and vocabulary.is_dir():
+    token_strings = settings.tokenizer
+    if token_strings is not None and token_strings.is_dir():
         from transformers import AutoTokenizer
 
-        model.tokenizer = AutoTokenizer.from_pretrained(vocabulary, local_files_only=True)
-        vocabulary = None
+        model.tokenizer = AutoTokenizer.from_pretrained(token_strings, local_files_only=True)
+        token_strings = None
     if line := memory_shortage(model, settings.max_tokens):
         print(f"{target}: {line}", file=sys.stderr)
     report = analyze(
@@ -195,7 +183,7 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         loss=settings.loss,
         probes=settings.probes,
         layers=settings.layers,
-        vocab=vocabulary,
+        tokenizer=token_strings,
         progress=settings.progress,
     )
     failed = "; ".join(map(str, report.failures))
@@ -257,13 +245,16 @@ def locked(targets: Sequence[Target], out: Path) -> Iterator[None]:
         BatchError: another command writes one of them, or two targets have one folder.
         OSError: `out` cannot be written.
     """
+    folders = [target.folder for target in targets]
+    if repeated := [folder for folder in folders if folders.count(folder) > 1]:
+        raise BatchError(f"two models would have the report {out / repeated[0]}: name each once")
     with ExitStack() as stack:
         for target in targets:
             _lock_file(target, out).parent.mkdir(parents=True, exist_ok=True)
             try:
                 stack.enter_context(FileLock(_lock_file(target, out), timeout=0))
             except Timeout:
-                raise BatchError(f"{out / target.folder} is being written by another command or target") from None
+                raise BatchError(f"{out / target.folder} is being written by another command") from None
         yield
 
 
@@ -305,24 +296,21 @@ def local_outcomes(targets: Sequence[Target], settings: Settings, out: Path, wor
                 except BrokenProcessPool:  # killed while it was idle
                     waiting.appendleft((target, deaths))
                     idle.append(_worker(threads))
-            tell(
-                ", ".join(str(target) for target, _, _ in running.values()),
-                len(targets) - len(waiting) - len(running),
-                len(targets),
-                "reports",
-            )
+            done = len(targets) - len(waiting) - len(running)
+            tell(", ".join(str(target) for target, _, _ in running.values()), done, len(targets), "reports")
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 target, deaths, worker = running.pop(future)
                 try:
                     outcome = future.result()
                 except BrokenProcessPool:
                     worker = _worker(threads)
-                    outcome = Outcome(target, KILLED) if deaths else None
-                    if outcome is None:
+                    if not deaths:
                         waiting.appendleft((target, 1))
+                        idle.append(worker)
+                        continue
+                    outcome = Outcome(target, KILLED)
                 idle.append(worker)
-                if outcome is not None:
-                    yield outcome
+                yield outcome
     finally:
         for process in multiprocessing.active_children():
             process.kill()
@@ -360,9 +348,12 @@ def ray_outcomes(targets: Sequence[Target], settings: Settings, out: Path, worke
         import ray
     except ImportError:
         raise BatchError("--engine ray needs the package ray: pip install 'ln-probe[ray]'") from None
+    host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     try:
+        if port.isdigit() and "//" not in host:  # Ray would try for many minutes where nobody listens
+            socket.create_connection((host, int(port)), timeout=RAY_ANSWER_S).close()
         ray.init(log_to_driver=False, configure_logging=False, include_dashboard=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise BatchError(f"no Ray cluster can be reached ({error}): check RAY_ADDRESS") from error
     on_gpu = settings.device is not None and settings.device.startswith("cuda")
     task = ray.remote(_ray_task).options(num_cpus=1, num_gpus=int(on_gpu), max_retries=1)

@@ -160,8 +160,7 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="[TARGETS]…",
-            help="Names, NAME@REVISION, or paths. None: rebuild the index of --out if it holds reports, else measure "
-            "the bundled models.",
+            help="Names, NAME@REVISION, or paths. None: rebuild the index of the reports in --out.",
         ),
     ] = None,
     from_file: Annotated[
@@ -212,32 +211,35 @@ def report(
     from ln_probe import batch
     from ln_probe.analyses.progress import ProgressLine
 
-    try:
-        names = [*(targets or ()), *_listed(from_file)]
-        if not names and any(out.glob("*/report.json")):
-            typer.echo(f"{_index(out)} (nothing was measured: name a model for that)")
-            return
-        chosen = [batch.Target.parse(name) for name in names or bundled_models()]
-        for target in chosen:
-            _check(target)
-        if checkpoints is not None:
+    names = [*(targets or ()), *_listed(from_file)]
+    if not names:
+        if not any(out.glob("*/report.json")):
+            raise ArgumentError(f"{out} holds no reports: name a model to measure, such as lm-layernorm")
+        typer.echo(f"{_index(out, {})} (nothing was measured: name a model for that)")
+        return
+    chosen = [_target(name) for name in names]
+    if checkpoints is not None:
+        try:
             chosen = [step for target in chosen for step in target.at_steps(checkpoints)]
-        settings = batch.Settings(
-            prompts=prompts,
-            max_prompts=max_prompts,
-            max_tokens=max_tokens,
-            groups=groups,
-            loss=loss,
-            probes=probes or DEFAULT,
-            layers=layers,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            device=device,
-            allow_pickle=allow_pickle,
-            overwrite=overwrite,
-            progress=not quiet and len(chosen) == 1,
-        )
-        failures = dict[str, str]()
+        except (OSError, ValueError) as error:
+            raise ArgumentError(str(error)) from error
+    settings = batch.Settings(
+        prompts=prompts,
+        max_prompts=max_prompts,
+        max_tokens=max_tokens,
+        groups=groups,
+        loss=loss,
+        probes=probes or DEFAULT,
+        layers=layers,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=device,
+        allow_pickle=allow_pickle,
+        overwrite=overwrite,
+        progress=not quiet and len(chosen) == 1,
+    )
+    failures = dict[str, str]()
+    try:
         with batch.locked(chosen, out), ProgressLine(quiet=quiet):
             if engine == "ray":
                 outcomes = batch.ray_outcomes(chosen, settings, out, workers)
@@ -246,13 +248,14 @@ def report(
             for outcome in outcomes:
                 if outcome.error:
                     failures[str(outcome.target)] = outcome.error
-                result = outcome.error or ("already there" if outcome.skipped else "done")
-                typer.echo(f"{outcome.target}: {result}", err=True)
-            typer.echo(f"{_index(out, failures)}: {len(chosen) - len(failures)} of {len(chosen)} reports")
+                state = "already there" if outcome.skipped else "done"
+                typer.echo(f"{outcome.target}: {outcome.error or state}", err=True)
+            index = _index(out, failures)
     except batch.BatchError as error:
         raise ArgumentError(str(error)) from error
     except OSError as error:
         raise ArgumentError(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
+    typer.echo(f"{index}: {len(chosen) - len(failures)} of {len(chosen)} reports")
     if failures:
         raise typer.Exit(SOME_FAILED)
 
@@ -261,29 +264,36 @@ def _listed(path: Path | None) -> list[str]:
     """Return the targets in a file: one a line, without empty lines and comments (#)."""
     if path is None:
         return []
-    lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    from ln_probe.analyses.files import FileError, read_text
+
+    try:
+        lines = [line.partition("#")[0].strip() for line in read_text(path).splitlines()]
+    except (OSError, FileError) as error:
+        raise ArgumentError(f"--from: {error}") from error
     if not any(lines):
         raise ArgumentError(f"--from {path} names no model")
     return [line for line in lines if line]
 
 
-def _check(target: Target) -> None:
-    """Raise ArgumentError for a name that is no model's, as far as that is known without a network."""
-    from ln_probe.models import check_name, kind_of
+def _target(text: str) -> Target:
+    """Return the target that a text names; raise ArgumentError where it is no model's name, as far as can be seen."""
+    from ln_probe.batch import Target
+    from ln_probe.models import kind_of
 
     try:
-        check_name(target.name)
+        target = Target.parse(text)
         kind = kind_of(target.name, Path(target.name).expanduser())
     except (OSError, ValueError) as error:
         raise ArgumentError(str(error)) from error
     if kind == "hub" and "/" not in target.name and (close := get_close_matches(target.name, bundled_models(), n=2)):
         raise ArgumentError(f"no model is called {target.name!r}: did you mean {' or '.join(close)}?")
+    return target
 
 
-def _index(out: Path, failures: dict[str, str] | None = None) -> Path:
+def _index(out: Path, failures: dict[str, str]) -> Path:
     from ln_probe.page.index import write_index
 
-    return write_index(out, failures or {})
+    return write_index(out, failures)
 
 
 @app.command("freezing-cost")
@@ -301,13 +311,7 @@ def freezing_cost(
     quiet: Quiet = False,
 ) -> None:
     """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
-    from ln_probe import batch
-
-    try:
-        target = batch.Target.parse(model)
-        _check(target)
-    except batch.BatchError as error:
-        raise ArgumentError(str(error)) from error
+    target = _target(model)
     import ln_probe
     from ln_probe.settings import read_groups
 

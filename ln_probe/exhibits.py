@@ -151,7 +151,7 @@ class Exhibits(OneLine):
         Raises:
             KeyError, TypeError, ValueError, IndexError: they do not belong together.
         """
-        prompts = [
+        prompts: list[dict[str, Any]] = [
             {name: tuple(value) if isinstance(value, list) else value for name, value in about.items()}
             for about in index["attention"]
         ]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ln_probe import __version__
-from ln_probe.analyses.arguments import check_flags, path_of
+from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import Calibration, Constants
 from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
@@ -39,7 +39,7 @@ from ln_probe.hooks.sites import CENTRED
 from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.passes import Passes
-from ln_probe.prompts import Prompts, calibration_prompts, labels_of, make_prompts, tokens_named
+from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, read_token_names
 from ln_probe.recording import marked, record
 from ln_probe.report import Report, versions
 from ln_probe.seal import REFUSE, Seal, hooked_model
@@ -62,7 +62,6 @@ def analyze(
     heads: Sequence[int] | None = None,
     max_tokens: int = 512,
     seed: int = 0,
-    vocab: str | Path | None = None,
     batch_size: int | None = None,
     progress: bool = True,
     tokenizer: Any = None,
@@ -79,21 +78,20 @@ def analyze(
         model: HookedTransformer, TransformerBridge or lab model (see `load_model`), or a Hugging Face `PreTrainedModel`
             in memory, which is wrapped for the measurement and not changed.
         prompts: a text or a list of texts; token ids as a tensor, array or lists ([pos], [batch pos] or ragged), or a
-            tokenizer's output (padding by its attention_mask is left out); a `pathlib.Path` to a file;
-            `ln_probe.sampled_prompts(n)` for sequences that the model samples; None for the model's default prompts (64
-            windows of held-out text for a bundled model, else the bundled passages, else sampled sequences).
+            tokenizer's output (padding by its attention_mask is left out); a data set of `datasets`; a `pathlib.Path`
+            to a `.txt` or `.jsonl`; None for the model's default prompts (64 windows of held-out text for a bundled
+            model, else the bundled passages; a model without a tokenizer needs prompts).
         max_prompts: measure only the first so many prompts.
         probes: names of built-in probes ("decomposition", "selectability", "uniformity", "causal", "head_effects",
             "sinks"), or `ln_probe.analyses.probes.base.Probe` objects of your own.
         layers, heads: indices to measure; None means all. A negative layer counts from the end.
         max_tokens: longer prompts are cut, and the report says so.
-        seed: of sampled prompts and sampled keys.
-        vocab: file of token strings for a model without a tokenizer (JSON, or one token per line); names such as
-            `<EOS>` among them are end tokens, at which sampled sequences stop.
+        seed: of random draws: resamples, and the random angle.
         batch_size: how many neighbouring prompts of one length go through the model together. Numbers agree with those
             of single prompts to the rounding of matrix products. None: 1 on a CPU, on a GPU as its memory allows.
         progress: show a live progress line on a terminal or in a notebook, elsewhere a line every half minute.
-        tokenizer: of a Hugging Face model in memory; other models have one.
+        tokenizer: of a Hugging Face model in memory (other models have one); for a model without a tokenizer, its
+            token strings: a list, or a file (JSON, or one token per line).
         prepend_bos: whether prompts that are texts begin with the tokenizer's first token; None: as the model was
             trained.
         calibration: text that the constants of frozen scaling come from, in any form that `prompts` takes. None: the
@@ -134,7 +132,10 @@ def analyze(
         >>> report.findings()[0]
     """
     check_flags(progress=progress)
-    hooked, on_original = hooked_model(model, tokenizer, hooks)
+    token_names = None
+    if isinstance(tokenizer, str | Path | list | tuple):
+        token_names = read_token_names(tokenizer)
+    hooked, on_original = hooked_model(model, tokenizer if token_names is None else None, hooks)
     chosen_probes = _probes(probes)
     objective = Objective.of(loss)
     settings = Settings(
@@ -143,7 +144,7 @@ def analyze(
         heads=None if heads is None else whole_numbers(heads, "heads"),
         max_tokens=max_tokens,
         seed=seed,
-        vocab=None if vocab is None else str(path_of(vocab, "vocab")),
+        tokenizer=str(tokenizer) if isinstance(tokenizer, str | Path) else None,
         batch_size=batch_size,
         loss=None if loss is None else objective.name,
         optimal=optimal,
@@ -155,11 +156,20 @@ def analyze(
     with (
         ProgressLine(quiet=not progress),
         Seal(hooked, hooks) as seal,
-        tokens_named(hooked, settings.vocab),
         one_blas_thread(),
     ):
         passes, ready, calibrated = _first_pass(
-            seal, settings, chosen_probes, objective, prompts, calibration, groups, prepend_bos, clock, max_prompts
+            seal,
+            settings,
+            chosen_probes,
+            objective,
+            prompts,
+            calibration,
+            groups,
+            prepend_bos,
+            token_names,
+            clock,
+            max_prompts,
         )
         results = passes.measure(ready.tokens, calibrated, lambda p, i: ready.strings[p][i], default=default)
         clock.lap("second pass")
@@ -204,20 +214,21 @@ def _first_pass(
     calibration: Any,
     groups: Sequence[Hashable] | None,
     prepend_bos: bool | None = None,
+    token_names: Mapping[int, str] | None = None,
     clock: _Clock | None = None,
     max_prompts: int | None = None,
 ) -> tuple[Passes, Prompts, Calibration]:
     """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
     model, clock = cast(HookedModel, seal.model), clock or _Clock()
     tell("preparing prompts")
-    tokens, seed, default = settings.max_tokens, settings.seed, prompts is None
-    ready = make_prompts(model, prompts, max_tokens=tokens, seed=seed, prepend_bos=prepend_bos, most=max_prompts)
-    other = None if calibration is None else calibration_prompts(model, calibration, tokens, seed, prepend_bos)
+    how: dict[str, Any] = {"max_tokens": settings.max_tokens, "prepend_bos": prepend_bos}
+    ready = make_prompts(model, prompts, token_names=token_names, max_prompts=max_prompts, **how)
+    other = None if calibration is None else calibration_prompts(model, calibration, **how)
     seal.compare(ready.tokens[0])
     objective.check(model, ready.tokens[0])
     passes = Passes(model, settings, probes=probes, objective=objective, seal=seal)
     clock.lap("preparation")
-    calibrated = passes.calibrate(ready.tokens, groups=labels_of(ready, groups), calibration=other, default=default)
+    calibrated = passes.calibrate(ready.tokens, groups=groups, calibration=other, default=prompts is None)
     clock.lap("first pass")
     return passes, ready, calibrated
 

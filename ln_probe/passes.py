@@ -35,12 +35,9 @@ from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES, SINGLE_NORM_PROM
 from ln_probe.analyses.progress import tell, tell_inner
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.capture import AttentionInput, stream_together
-from ln_probe.hooks.default_tokens import CALIBRATION as CALIBRATION_PART
-from ln_probe.hooks.default_tokens import bundled_prompts, bundled_texts, encode, tokenizer_of
 from ln_probe.hooks.interventions import members
 from ln_probe.hooks.model import (
     HookedModel,
-    context_length,
     device_of,
     in_missing_head,
     missing_head,
@@ -51,7 +48,9 @@ from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
 from ln_probe.hooks.scales import mean_sigmas
 from ln_probe.hooks.sites import facts_of, layers_in_words
-from ln_probe.prompts import Prompts, naming_notes, summary
+from ln_probe.hooks.text import CALIBRATION as CALIBRATION_PART
+from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.prompts import BUNDLED, Prompts, summary
 from ln_probe.seal import Seal, SealError
 from ln_probe.settings import Settings
 
@@ -251,18 +250,15 @@ class Passes:
         elif measured.group_count > 1 or not measured.group_count or not sites:
             return measured, {}, ()
         else:
-            if (own := bundled_prompts(self.model)) is not None:
-                tokens, source = own.calibration, f"{CALIBRATION} ({own.source})"
-            elif tokenizer_of(self.model) is not None:
-                tokens = tuple(encode(self.model, text) for text in bundled_texts(CALIBRATION_PART))
-                source = f"{CALIBRATION} (bundled)"
-            else:
+            own = bundled_prompts(self.model)
+            if own is None and tokenizer_of(self.model) is None:
                 note = (
                     "there is one group of prompts and no other text, so the constants are the means of these prompts "
                     "themselves: give more prompts, or calibration="
                 )
                 return replace(measured, source=OWN_MEANS), {}, (note,)
-            tokens = tuple(row[: context_length(self.model)] for row in tokens)
+            tokens = tuple(default_tokens(self.model, CALIBRATION_PART))
+            source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
             note = "there is one group of prompts only, so the constants are"
             notes = (f"{note} {source}: give more prompts, or calibration=",)
         given = mean_sigmas(self.model, sites, tokens)
@@ -376,7 +372,7 @@ class Passes:
         bidirectional: bool,
         unbounded: Sequence[int],
     ) -> tuple[str, ...]:
-        notes = [] if self.settings.vocab is None else naming_notes(self.model)
+        notes = []
         if not self.sites and not self.found.unknown:
             notes.append(
                 "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "

@@ -1,14 +1,13 @@
-"""What a model is run on: the bundled prompts, the user's text or token ids, or sequences sampled from the model."""
+"""The prompts that a model is measured on: texts, token ids and files in any form, as rows of token ids."""
 
 from __future__ import annotations
 
 import hashlib
-import warnings
+import json
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,27 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ln_probe.analyses.arguments import check_flags
-from ln_probe.analyses.files import FileError, read_json, read_text
-from ln_probe.analyses.text import encodable, quoted
-from ln_probe.hooks.default_tokens import (
-    COMMONEST_SHARE,
+from ln_probe.analyses.text import encodable
+from ln_probe.hooks.model import HookedModel, check_model, context_length, vocabulary_size, whole_number
+from ln_probe.hooks.text import (
     MAX_TOKENS,
     bundled_prompts,
     bundled_texts,
-    commonest,
+    default_tokens,
     encode,
-    sample,
     special_tokens,
     tokenizer_of,
 )
-from ln_probe.hooks.model import HookedModel, check_model, context_length, vocabulary_size, whole_number
-from ln_probe.prompt_sources import BUNDLED, SAMPLED, Entry, Sampled, entries, token_rows
 
 # How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
 _SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
-# How many skipped prompts are named, with how much of the reason.
-_NAMED, _REASON = 5, 200
+# Prompts of which one token makes up more than this say more about that token than about the model.
+COMMONEST_SHARE = 0.3
 _FEW_TOKENS = 20  # of which a third can be the same by chance
 
+BUNDLED = "bundled"
+_TEXT_FIELD, _ID_FIELDS = "text", ("tokens", "input_ids")
+_SUFFIXES = (".txt", ".jsonl")
 
 __all__ = [
     "Prompts",
@@ -54,12 +52,9 @@ class Prompts:
     Attributes:
         tokens: one tensor [pos] per prompt.
         strings: token strings by prompt and position (the ids themselves where there is no tokenizer).
-        source: "bundled", "sampled", "tokens", "texts" or a file's name.
-        notes: what was done to them (cut, sampled), in plain sentences.
-        name_of: the string of a token id.
-        given: how many tokens each prompt had before it was cut.
-        skipped: the prompts that could not be used, by their number among all that were given, and why; the others are
-            numbered without them.
+        source: "bundled", "tokens", "texts" or a file's name.
+        notes: what was done to them (cut, unpadded), in plain sentences.
+        summary: the description of the prompts for a report's provenance.
 
     Example:
         >>> from ln_probe.prompts import make_prompts
@@ -71,89 +66,325 @@ class Prompts:
     strings: tuple[tuple[str, ...], ...]
     source: str
     notes: tuple[str, ...]
-    name_of: Callable[[int], str]
-    given: tuple[int, ...]
-    skipped: tuple[tuple[int, str], ...] = ()
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The description of the prompts for a report's provenance."""
-        return summary(self.source, self.tokens, self.name_of, skipped=self.skipped)
+    summary: dict[str, Any]
 
 
-def labels_of(prompts: Prompts, given: Any) -> Any:
-    """Return the labels of the prompts that are left from one for each that was given, skipped ones too."""
-    if isinstance(given, Tensor):  # whose entries are tensors too, none of which equals another one as a label
-        given = given.tolist()
-    left_out = {number for number, _ in prompts.skipped}
-    if not left_out or isinstance(given, str | Set | Mapping) or not isinstance(given, Collection):
-        return given
-    if len(given) != len(prompts.tokens) + len(left_out):
-        return given
-    return [label for number, label in enumerate(given) if number not in left_out]
+def make_prompts(
+    model: HookedModel,
+    prompts: Any = None,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    max_prompts: int | None = None,
+    prepend_bos: bool | None = None,
+    token_names: Mapping[int, str] | None = None,
+) -> Prompts:
+    """Return prompts for `model` from any form that a user has them in.
+
+    Args:
+        model: any hooked model.
+        prompts: None (a bundled model's own held-out windows, or the bundled passages); a text, or a list of texts; a
+            `Path` (`.txt`: a prompt a paragraph, as it stands; `.jsonl`: `{"text": …}` or `{"tokens": […]}` a line); a
+            data set of `datasets` with a column "text", "tokens" or "input_ids"; token ids as a tensor, array or lists
+            ([pos], [batch pos] or ragged), or a tokenizer's output; what this function returned.
+        max_tokens: longer prompts are cut to this, and to the model's context.
+        max_prompts: use only so many of the first prompts; None: all.
+        prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.
+        token_names: strings of tokens by id, instead of the tokenizer's (`read_token_names`).
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: a prompt that is empty or holds ids outside the vocabulary; text, or no prompts at all, for a model
+            without a tokenizer; an unknown format; the name of a file as a text.
+        TypeError: any other object; no hooked model.
+
+    Example:
+        >>> from ln_probe.prompts import make_prompts
+        >>> make_prompts(model, ["The ships came home."], max_tokens=8).tokens[0]
+    """
+    model = check_model(model)
+    max_tokens = whole_number(max_tokens, "max_tokens", 1)
+    max_prompts = None if max_prompts is None else whole_number(max_prompts, "max_prompts", 1)
+    if isinstance(prompts, Prompts):
+        return prompts
+    entries, source = _entries(model, prompts)
+    entries = entries[:max_prompts]
+    notes: tuple[str, ...] = ()
+    texts = [entry for entry in entries if isinstance(entry, str)]
+    if prepend_bos is not None:
+        check_flags(prepend_bos=prepend_bos)
+        if entries and not texts:
+            raise ValueError(f"prepend_bos={prepend_bos} is for texts: token ids are taken as they are, leave it out")
+        how = "with" if prepend_bos else "without"
+        notes = (f"texts begin {how} the tokenizer's first token (prepend_bos={prepend_bos})",)
+    if isinstance(prompts, Mapping):
+        rows, more = _unmasked(prompts)
+    elif isinstance(prompts, Tensor | np.ndarray) and prompts.ndim == 2:
+        pad = next(iter(special_tokens(model, "pad")), None)
+        ends = [*special_tokens(model, "bos"), *special_tokens(model, "eos")]
+        rows, more = _unpadded([_row(entry, n) for n, entry in enumerate(entries)], pad, ends)
+    else:
+        rows, more = [], ()
+        for number, entry in enumerate(entries):
+            try:
+                is_text = isinstance(entry, str)
+                rows.append(encode(model, entry, prepend_bos=prepend_bos) if is_text else _row(entry, number))
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}" if len(entries) > 1 and is_text else str(error)) from error
+    return _finished(model, rows[:max_prompts], source, max_tokens, (*notes, *more), token_names)
+
+
+def _entries(model: HookedModel, prompts: Any) -> tuple[Sequence[Any], str]:
+    """Return the texts or rows of token ids, and what they are called."""
+    if prompts is None:
+        if (own := bundled_prompts(model)) is not None:
+            return own.measured, own.source
+        return (bundled_texts(), BUNDLED) if tokenizer_of(model) is not None else (default_tokens(model), BUNDLED)
+    if isinstance(prompts, str):
+        _check_no_file_name(prompts)
+        return [prompts], "texts"
+    if isinstance(prompts, Path):
+        return list(read_prompts(prompts)), prompts.name
+    if hasattr(prompts, "column_names"):
+        return _of_dataset(prompts), "data set"
+    if isinstance(prompts, Mapping):
+        return [], "tokens"
+    if isinstance(prompts, Tensor | np.ndarray):
+        if prompts.ndim not in (1, 2):
+            raise ValueError(f"token ids must be [pos] or [batch pos], got {list(prompts.shape)}")
+        return ([prompts] if prompts.ndim == 1 and prompts.dtype != object else list(prompts)), "tokens"
+    if isinstance(prompts, Sequence) and not isinstance(prompts, bytes):
+        if prompts and all(isinstance(entry, str) for entry in prompts):
+            return prompts, "texts"
+        for entry in prompts:
+            if isinstance(entry, str | bytes | Mapping) or entry is None:
+                raise TypeError(f"a list of prompts holds texts alone or token ids alone, got {entry!r:.40} among them")
+        one_row = bool(prompts) and all(map(_is_number, prompts))
+        return ([prompts] if one_row else prompts), "tokens"
+    raise TypeError(
+        "prompts must be a text, a list of texts, token ids, a pathlib.Path, a data set or a tokenizer's output, got "
+        f"{type(prompts).__name__}"
+    )
+
+
+def read_prompts(path: Path) -> Iterator[str | list[int]]:
+    """Yield the prompts of a file: texts, or lists of token ids.
+
+    Args:
+        path: a `.txt`, of which every paragraph is a prompt as it stands (line breaks and indentation are kept), or a
+            `.jsonl` with a "text" or a "tokens" field in each line.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: another kind of file, not UTF-8, or a line without prompts.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"no prompts file {str(path)!r}")
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"prompts file {str(path)!r} must be a .txt (a prompt a paragraph) or a .jsonl")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    if path.suffix == ".txt":
+        yield from (part.strip("\n") for part in re.split(r"\n(?:[ \t]*\n)+", text) if part.strip())
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield _of_json(line, f"{path}, line {number}")
+
+
+def _of_json(line: str, where: str) -> str | list[int]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    entry = entry if isinstance(entry, dict) else {}
+    if isinstance(text := entry.get(_TEXT_FIELD), str):
+        return text
+    ids: list[int] | None = next((entry[name] for name in _ID_FIELDS if isinstance(entry.get(name), list)), None)
+    if ids is None:
+        raise ValueError(f'{where}: needs a "text" (a string) or "tokens" (a list of ids)')
+    return ids
+
+
+def _of_dataset(dataset: Any) -> Sequence[Any]:
+    """Return the texts (blank ones left out, of which data sets of lines are full) or token ids of a data set."""
+    columns = dataset.column_names
+    name = next((n for n in (_TEXT_FIELD, *_ID_FIELDS) if isinstance(columns, Sequence) and n in columns), None)
+    if name is None:
+        raise ValueError(f"a data set needs one split and a column text, tokens or input_ids, got {columns}")
+    entries = list(dataset[name])
+    return [entry for entry in entries if entry.strip()] if name == _TEXT_FIELD else entries
+
+
+def _check_no_file_name(text: str) -> None:
+    """Raise ValueError for a text that is the name of a file of prompts."""
+    if text.endswith(_SUFFIXES) and not any(c.isspace() for c in text):
+        raise ValueError(
+            f"{text!r} would be a text: pass pathlib.Path({text!r}) to read a file, or a list for the text"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | np.integer) or (isinstance(value, Tensor) and value.ndim == 0)
+
+
+def _array(values: Any) -> np.ndarray:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = values.float() if values.dtype == torch.bfloat16 else values
+    return np.asarray(values)
+
+
+def _row(values: Any, number: int) -> Int[Tensor, " _"]:
+    """Return the token ids of one prompt."""
+    try:
+        array = _array(values)
+    except ValueError as error:  # ragged
+        raise ValueError(f"prompt {number}: token ids must be one list of whole numbers ({error})") from error
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        what = f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"prompt {number}: token ids must be one list of whole numbers, got {what}")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Return the token ids of a tokenizer's output without what its attention_mask hides, and a note about it."""
+    if "input_ids" not in given:
+        raise ValueError(f'a tokenizer\'s output needs "input_ids", this has {", ".join(map(str, given)) or "nothing"}')
+    rows = _rows(given["input_ids"])
+    if given.get("attention_mask") is None:
+        return rows, ()
+    masks = _rows(given["attention_mask"])
+    if [len(row) for row in rows] != [len(mask) for mask in masks]:
+        raise ValueError("attention_mask does not fit input_ids: their lengths differ")
+    visible = []
+    for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        places = mask.nonzero()[:, 0]
+        if not len(places):
+            raise ValueError(f"prompt {number}: its attention_mask hides all of its tokens")
+        first, last = int(places[0]), int(places[-1])
+        if last - first + 1 != len(places):
+            raise ValueError(f"prompt {number}: its attention_mask hides tokens between others, not padding at an end")
+        visible.append(row[first : last + 1])
+    hidden = sum(len(row) > len(rest) for row, rest in zip(rows, visible, strict=True))
+    note = f"padding was left out of {hidden} of {len(rows)} prompts, as their attention_mask says"
+    return visible, (note,) * bool(hidden)
+
+
+def _rows(given: Any) -> list[Tensor]:
+    one_row = len(given) and _is_number(given[0])
+    return [_row(entry, number) for number, entry in enumerate([given] if one_row else given)]
+
+
+def _unpadded(rows: list[Tensor], pad: int | None, ends: Sequence[int]) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Return the rows of a batch without padding at either end, and a note about it.
+
+    Padding is known to be padding if some row of the batch has none, and if its token does not begin or end texts too.
+    """
+    if pad is None or len(rows) < 2:
+        return rows, ()
+    spans = [(row != pad).nonzero()[:, 0].tolist() or [0] for row in rows]
+    lengths = [span[-1] - span[0] + 1 for span in spans]
+    edges = [len(row) - length for row, length in zip(rows, lengths, strict=True)]
+    padded = sum(edge > 0 for edge in edges)
+    if not padded or padded == len(rows):
+        return rows, ()
+    if pad in ends:
+        note = f"token {pad} pads and ends texts alike, so it was kept: pass the attention_mask too if it is padding"
+        return rows, (note,) * (max(edges) > 1)
+    note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
+    return [row[span[0] : span[-1] + 1] for row, span in zip(rows, spans, strict=True)], (note,)
+
+
+def _finished(
+    model: HookedModel,
+    rows: Sequence[Tensor],
+    source: str,
+    max_tokens: int,
+    notes: tuple[str, ...],
+    token_names: Mapping[int, str] | None,
+) -> Prompts:
+    """Check and cut rows of token ids, and name their tokens."""
+    if not rows:
+        raise ValueError(f"no prompts ({source} is empty): give at least one")
+    size, context = vocabulary_size(model), context_length(model)
+    for number, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(f"prompt {number} has no tokens")
+        wrong = row[(row < 0) | (row >= size)]
+        if len(wrong):
+            raise ValueError(f"prompt {number}: token id {int(wrong[0])} is outside the vocabulary (0 … {size - 1})")
+    limit = min(max_tokens, context)
+    lengths = [len(row) for row in rows]
+    if long := sum(length > limit for length in lengths):
+        longest = f"the longest had {max(lengths)}; context {context}"
+        notes = (*notes, f"{long} of {len(rows)} prompts were cut to {limit} tokens ({longest})")
+    tokens = tuple(row[:limit] for row in rows)
+    if token_names is not None:
+        notes += _naming_notes(token_names, size)
+    tokenizer = tokenizer_of(model)
+
+    def name_of(token: int) -> str:
+        if token_names is not None:
+            return encodable(token_names.get(token, str(token)))
+        return str(token) if tokenizer is None else encodable(str(tokenizer.decode([token])))
+
+    every = torch.cat(tokens)
+    names = {i: name_of(i) for i in every.unique().tolist()}
+    token, count = Counter(every.tolist()).most_common(1)[0]
+    if count > COMMONEST_SHARE * len(every) and len(every) >= _FEW_TOKENS:  # then a report is about that token
+        notes = (
+            *notes,
+            f"the token {names[token]!r} makes up {count / len(every):.0%} of the prompts: what is measured describes "
+            "it more than anything else",
+        )
+    strings = tuple(tuple(names[i] for i in row.tolist()) for row in tokens)
+    return Prompts(tokens, strings, source, notes, summary(source, tokens, names.__getitem__))
+
+
+def calibration_prompts(
+    model: HookedModel, prompts: Any, *, max_tokens: int = MAX_TOKENS, prepend_bos: bool | None = None
+) -> Prompts:
+    """Return the user's calibration text as prompts, as `make_prompts` does; its errors begin with "calibration"."""
+    try:
+        return make_prompts(model, prompts, max_tokens=max_tokens, prepend_bos=prepend_bos)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"calibration: {error}") from error
 
 
 def summary(
-    source: str,
-    rows: Iterable[Int[Tensor, " _"]],
-    name_of: Callable[[int], str] | None = None,
-    *,
-    skipped: Sequence[tuple[int, str]] = (),
+    source: str, rows: Iterable[Int[Tensor, " _"]], name_of: Callable[[int], str] | None = None
 ) -> dict[str, Any]:
-    """Return source, counts and hash (of the token ids, prompt by prompt) of any number of prompts.
+    """Return source, counts and hash (of the token ids, prompt by prompt) of prompts.
 
-    With `skipped` also a sentence on which were skipped. With `name_of` also how the first prompts begin, the commonest
-    tokens with their shares, and how many prompts repeat an earlier one.
+    With `name_of` also how the first prompts begin, the commonest tokens with their shares, and how many prompts repeat
+    an earlier one.
     """
+    ids = [row.tolist() for row in rows]
     digest = hashlib.sha256()
-    lengths = []
-    counts = Counter[int]()
-    seen: set[tuple[int, ...]] = set()
-    begin: list[str] = []
-    for row in rows:
-        ids = row.tolist()
-        digest.update(np.asarray([len(row), *ids], np.int64).tobytes())
-        lengths.append(len(row))
-        counts.update(ids)
-        seen.add(tuple(ids))
-        if name_of is not None and len(begin) < _SHOWN_PROMPTS:
-            begin.append("".join(_spaced([name_of(i) for i in ids[:_SHOWN_TOKENS]])))
+    for row in ids:
+        digest.update(np.asarray([len(row), *row], np.int64).tobytes())
+    counts = Counter(i for row in ids for i in row)
+    total = sum(counts.values())
     shown: dict[str, Any] = {}
     if name_of is not None:
         common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_COMMONEST]
         names = Counter(name_of(i) for i, _ in common)  # bytes that are no character by themselves look all alike
         alike = {i: f" (token {i})" if names[name_of(i)] > 1 else "" for i, _ in common}
         shown = {
-            "commonest": {name_of(i) + alike[i]: round(n / sum(lengths), 4) for i, n in common},
-            "repeated": len(lengths) - len(seen),
-            "begin": begin,
+            "commonest": {name_of(i) + alike[i]: round(n / total, 4) for i, n in common},
+            "repeated": len(ids) - len(set(map(tuple, ids))),
+            "begin": ["".join(_spaced([name_of(i) for i in row[:_SHOWN_TOKENS]])) for row in ids[:_SHOWN_PROMPTS]],
         }
     return {
         "source": source,
-        "count": len(lengths),
-        "tokens": sum(lengths),
-        "longest": max(lengths, default=0),
+        "count": len(ids),
+        "tokens": total,
+        "longest": max(map(len, ids), default=0),
         "sha256": digest.hexdigest(),
         **shown,
-        **({"skipped": skip_note(skipped, len(lengths))} if skipped else {}),
     }
-
-
-def skip_note(skipped: Sequence[tuple[int, str]], kept: int) -> str:
-    """Return a note on prompts that were skipped.
-
-    Args:
-        skipped: number (from 0) and reason of each.
-        kept: how many are left.
-
-    Raises:
-        ValueError: none is left.
-    """
-    named = "; ".join(f"prompt {number}: {why[:_REASON]}" for number, why in skipped[:_NAMED])
-    more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
-    if not kept:
-        raise ValueError(f"none of {len(skipped)} prompts can be used ({named}{more})")
-    return f"{len(skipped)} of {kept + len(skipped)} prompts were skipped ({named}{more})"
 
 
 def _spaced(names: Sequence[str]) -> list[str]:
@@ -163,324 +394,51 @@ def _spaced(names: Sequence[str]) -> list[str]:
     return [n if pieces or not words else f"{n} " for n in names]
 
 
-def make_prompts(
-    model: HookedModel,
-    prompts: Any = None,
-    *,
-    max_tokens: int = MAX_TOKENS,
-    seed: int = 0,
-    prepend_bos: bool | None = None,
-    most: int | None = None,
-) -> Prompts:
-    """Return prompts for `model` from any form that a user has them in.
+def read_token_names(tokens: str | Path | Sequence[str]) -> dict[int, str]:
+    """Return token strings by id, for a model without a tokenizer.
 
     Args:
-        model: any hooked model.
-        prompts: None (a bundled model's own held-out windows; bundled texts; sampled sequences if the model has no
-            tokenizer); a text, or a list of texts; a `Path` (`.txt`: a prompt a paragraph; `.jsonl`: `{"text": …}` or
-            `{"tokens": […]}` a line; `.npy`: ids); token ids in any form (`prompt_sources.token_rows`), a tokenizer's
-            output among them; `ln_probe.sampled_prompts(n)`; what this function returned.
-        max_tokens: longer prompts are cut to this, and to the model's context.
-        seed: of sampled sequences.
-        prepend_bos: whether texts begin with the tokenizer's first token; None: as the model was trained.
-        most: use only the first so many prompts; None: all.
-
-    In a list of texts or a file, prompts that cannot be used (empty ones, for example) are skipped and named.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: no prompt that can be used, ids outside the vocabulary, text without a tokenizer, an unknown
-            format, the name of an existing file or the word "sampled" as a text.
-        TypeError: any other object; no hooked model.
-
-    Example:
-        >>> from ln_probe.prompts import make_prompts
-        >>> make_prompts(model, ["The ships came home."], max_tokens=8).tokens[0]
-    """
-    model = check_model(model)
-    max_tokens, seed = whole_number(max_tokens, "max_tokens", 1), whole_number(seed, "seed", 0)
-    most = None if most is None else whole_number(most, "most", 1)
-    if isinstance(prompts, Prompts):
-        return prompts
-    limit = min(max_tokens, context_length(model))
-    notes: tuple[str, ...] = ()
-    if prepend_bos is not None:
-        check_flags(prepend_bos=prepend_bos)
-        how = "with" if prepend_bos else "without"
-        notes = (f"texts begin {how} the tokenizer's first token (prepend_bos={prepend_bos})",)
-    if prompts is None and (own := bundled_prompts(model)) is not None:
-        return _finish(model, own.measured[:most], own.source, limit, notes)
-    if isinstance(prompts, str):
-        row = encode(model, prompts, prepend_bos=prepend_bos)
-        return _finish(model, [row], "texts", limit, (*_text_notes(prompts), *notes))
-    texts: Iterable[Entry] | None = None
-    source = "texts"
-    if isinstance(prompts, Path):
-        if not prompts.exists():
-            raise FileNotFoundError(f"no prompts file {str(prompts)!r}")
-        texts, source = islice(entries(prompts), most), prompts.name
-    elif prompts is None and tokenizer_of(model) is not None:
-        texts, source = bundled_texts()[:most], BUNDLED
-    elif isinstance(prompts, Sequence) and not isinstance(prompts, bytes) and all(isinstance(t, str) for t in prompts):
-        texts = prompts[:most]
-    if texts is not None:
-        read = of_entries(model, texts, source, max_tokens=limit, prepend_bos=prepend_bos, notes=notes)
-        if not read.skipped:
-            return read
-        note = skip_note(read.skipped, len(read.tokens))
-        warnings.warn(note, stacklevel=4)  # the line that calls `analyze`
-        return replace(read, notes=(note, *read.notes))
-    if prepend_bos is not None:
-        raise ValueError(
-            f"prepend_bos={prepend_bos} is about texts: token ids are taken as they are, so put the first token in "
-            "front of them, or leave prepend_bos out"
-        )
-    if prompts is None or isinstance(prompts, Sampled):
-        rows = sample(model, limit=limit, seed=seed, count=None if prompts is None else prompts.count)[:most]
-        why = "the model has no tokenizer, so " if prompts is None else ""
-        ends = special_tokens(model, "eos")
-        note = (
-            f"{why}prompts were sampled from the model itself: {_sample_note(rows, ends)}, temperature 1, seed {seed}"
-        )
-        return _finish(model, rows, SAMPLED, limit, (note,))
-    if type(prompts).__name__ == "ActivationCache":
-        raise TypeError(
-            "an ActivationCache holds what one pass computed, and ln_probe runs the model itself: pass the tokens it "
-            "was made from"
-        )
-    pad = next(iter(special_tokens(model, "pad")), None)
-    ends = [*special_tokens(model, "bos"), *special_tokens(model, "eos")]
-    try:
-        rows, notes = token_rows(prompts, pad=pad, ends=ends)
-    except TypeError as error:
-        raise TypeError(
-            "prompts must be a text, a list of texts, token ids, a Path, ln_probe.sampled_prompts(n) or a tokenizer's "
-            f"output, got {type(prompts).__name__} ({error})"
-        ) from error
-    return _finish(model, rows[:most], "tokens", limit, notes)
-
-
-def calibration_prompts(
-    model: HookedModel, given: Any, max_tokens: int, seed: int = 0, prepend_bos: bool | None = None
-) -> Prompts:
-    """Return the user's calibration text as prompts, in any form that `make_prompts` takes.
-
-    Raises:
-        TypeError, ValueError: as `make_prompts`; the message begins with "calibration".
-        FileNotFoundError: a file that does not exist.
-    """
-    try:
-        return make_prompts(model, given, max_tokens=max_tokens, seed=seed, prepend_bos=prepend_bos)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"calibration: {error}") from error
-
-
-def of_entries(
-    model: HookedModel,
-    found: Iterable[Entry],
-    source: str,
-    *,
-    max_tokens: int = MAX_TOKENS,
-    prepend_bos: bool | None = None,
-    notes: tuple[str, ...] = (),
-) -> Prompts:
-    """Return prompts for `model` from texts and lists of token ids.
-
-    Entries that are empty, that the tokenizer fails on or that hold ids outside the vocabulary are skipped: `skipped`
-    says why, and `tokens` is empty if none is left.
-
-    Raises:
-        ValueError: there are no entries, or texts for a model without a tokenizer.
-    """
-    rows: list[Tensor] = []
-    skipped: list[tuple[int, str]] = []
-    for number, entry in enumerate(found):
-        try:
-            row = (
-                encode(model, entry, prepend_bos=prepend_bos)
-                if isinstance(entry, str)
-                else torch.tensor(entry, dtype=torch.long)
-            )
-            _check_row(row, vocabulary_size(model))
-        except ValueError as error:
-            if isinstance(entry, str) and tokenizer_of(model) is None:
-                raise
-            skipped.append((number, str(error)))
-        else:
-            rows.append(row)
-    limit = min(max_tokens, context_length(model))
-    if skipped and not rows:
-        return Prompts((), (), source, notes, namer(model), (), tuple(skipped))
-    return replace(_finish(model, rows, source, limit, notes), skipped=tuple(skipped))
-
-
-def _text_notes(text: str) -> tuple[str, ...]:
-    """Raise if a text looks like the name of a file or "sampled"; return a note if it may be one."""
-    if text == SAMPLED:
-        raise ValueError(
-            "'sampled' would be the text \"sampled\": pass ln_probe.sampled_prompts() for sequences of the model's "
-            "own, or ['sampled'] for the text"
-        )
-    try:
-        there = Path(text).is_file()
-    except (OSError, ValueError):  # no possible path
-        there = False
-    if there:
-        raise ValueError(
-            f"{text!r} would be a text, and a file of that name exists: pass pathlib.Path({text!r}) to read it, "
-            f"or [{text!r}] for the text"
-        )
-    if Path(text).suffix in _SUFFIXES and not any(c.isspace() for c in text):
-        return (f"{text!r} was taken as a text: there is no file of that name",)
-    return ()
-
-
-_SUFFIXES = (".txt", ".jsonl", ".json", ".npy")
-
-
-def _finish(
-    model: HookedModel, rows: Sequence[Tensor], source: str, limit: int, notes: tuple[str, ...] = ()
-) -> Prompts:
-    if not rows:
-        raise ValueError(f"no prompts ({source} is empty): give at least one")
-    for number, row in enumerate(rows):
-        if not len(row):
-            raise ValueError(f"prompt {number} has no tokens")
-        try:
-            _check_row(row, vocabulary_size(model))
-        except ValueError as error:
-            raise ValueError(f"prompt {number}: {error}") from error
-    given = tuple(map(len, rows))
-    cut = tuple(row[:limit] for row in rows)
-    name_of = namer(model)
-    names = {i: name_of(i) for i in torch.cat(cut).unique().tolist()}
-    strings = tuple(tuple(names[i] for i in row.tolist()) for row in cut)
-    if long := sum(length > limit for length in given):
-        longest = f"the longest had {max(given)}; context {context_length(model)}"
-        notes = (*notes, f"{long} of {len(rows)} prompts were cut to {limit} tokens ({longest})")
-    total = sum(map(len, cut))
-    token, count = commonest(cut)
-    if count > COMMONEST_SHARE * total and total >= _FEW_TOKENS:  # then a report is about that token
-        notes = (
-            *notes,
-            f"the token {name_of(token)!r} makes up {count / total:.0%} of the prompts: what is measured describes it "
-            "more than anything else",
-        )
-    return Prompts(cut, strings, source, notes, name_of, given)
-
-
-def _check_row(row: Int[Tensor, " _"], size: int) -> None:
-    """Raise ValueError if a prompt is empty or holds an id outside the vocabulary."""
-    if not len(row):
-        raise ValueError("it has no tokens")
-    wrong = row[(row < 0) | (row >= size)]
-    if len(wrong):
-        raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
-
-
-def namer(model: HookedModel) -> Callable[[int], str]:
-    """Return a function from a token id to its string: the vocabulary file's, the tokenizer's, or the id itself."""
-    tokenizer = tokenizer_of(model)
-    if (names := vars(model).get("token_names")) is not None:
-        return lambda i: encodable(names.get(i, str(i)))
-    return str if tokenizer is None else lambda i: encodable(str(tokenizer.decode([i])))
-
-
-def _sample_note(rows: Sequence[Int[Tensor, " _"]], ends: Collection[int]) -> str:
-    lengths = sorted(map(len, rows))
-    ended = sum(int(row[-1]) in ends for row in rows)
-    how = f"{lengths[0]} to {lengths[-1]}" if lengths[0] < lengths[-1] else f"{lengths[0]}"
-    until = f"{ended} of them up to an end token" if ends else "no end token is known"
-    return f"{len(rows)} sequences of {how} tokens ({until})"
-
-
-# Where a JSON object holds the vocabulary beside other things.
-_INSIDE = ("token2id", "vocab", "model", "token_to_id", "stoi", "id2token", "itos")
-
-
-def read_vocabulary(path: str | Path) -> dict[int, str]:
-    """Read token strings by id from a file.
-
-    Args:
-        path: a `.json` ({token: id}, {id: token}, a list, or one of these inside an object, as in tokenizer.json), or a
-            text file with a token a line.
+        tokens: a list of them, or a file: JSON (a list, or an object {token: id}, also inside another object), or text
+            with a token a line.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds no vocabulary, or two tokens of one id.
+        ValueError: it holds no tokens, or two of one id.
     """
-    path = Path(path)
+    if not isinstance(tokens, str | Path):
+        return dict(enumerate(map(str, tokens)))
+    path = Path(tokens)
     try:
-        found = _names(read_json(path)) if path.suffix == ".json" else dict(enumerate(read_text(path).splitlines()))
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else text.splitlines()
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"no vocabulary file {quoted(str(path), 200)}") from error
-    except (OSError, FileError) as error:
-        why = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
-        raise ValueError(f"{path} is not a readable vocabulary: {why}") from error
-    if not found:
-        raise ValueError(
-            f"{path} holds no vocabulary: it takes JSON ({{token: id}}, {{id: token}} or a list) or a text file with a "
-            "token a line"
-        )
-    return found
+        raise FileNotFoundError(f"no tokenizer file {str(path)!r}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer file {path} cannot be read: {error}") from error
+    if isinstance(content, list) and content and all(isinstance(token, str) for token in content):
+        return dict(enumerate(content))
+    vocabulary = _vocabulary(content)
+    names = {i: token for token, i in vocabulary.items()}
+    if not names:
+        raise ValueError(f"tokenizer file {path} holds no tokens: give a JSON list, {{token: id}}, or a token a line")
+    if len(names) < len(vocabulary):
+        raise ValueError(f"tokenizer file {path} gives two tokens the same id")
+    return names
 
 
-def _names(held: Any) -> dict[int, str]:
-    if isinstance(held, list) and all(isinstance(t, str) for t in held):
-        return dict(enumerate(held))
-    if not isinstance(held, Mapping):
+def _vocabulary(content: Any) -> dict[str, int]:
+    """Return the first object {token: id} of a JSON file, which may be inside another (tokenizer.json); else none."""
+    if not isinstance(content, dict):
         return {}
-    if held and all(isinstance(i, int) and not isinstance(i, bool) for i in held.values()):
-        found = {i: str(t) for t, i in held.items()}
-        if len(found) < len(held):
-            raise ValueError("the vocabulary gives two tokens the same id")
-        return found
-    if held and all(isinstance(t, str) and str(i).isdigit() for i, t in held.items()):
-        return {int(i): t for i, t in held.items()}
-    return next((names for key in _INSIDE if key in held and (names := _names(held[key]))), {})
+    if content and all(type(i) is int for i in content.values()):
+        return content
+    return next(filter(None, map(_vocabulary, content.values())), {})
 
 
-def name_tokens(model: HookedModel, path: str | Path) -> None:
-    """Give a model's tokens the names of a file, for reports and for the end tokens that sampling stops at.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_vocabulary`; or it names tokens that the model does not have.
-    """
-    names = read_vocabulary(path)
-    beyond = [i for i in names if not 0 <= i < vocabulary_size(model)]
+def _naming_notes(names: Mapping[int, str], size: int) -> tuple[str, ...]:
+    """Return a note on tokens without a name; ValueError if there are names of tokens that the model does not have."""
+    beyond = [i for i in names if not 0 <= i < size]
     if beyond:
-        raise ValueError(
-            f"{path} names token {beyond[0]}, and the model has 0 … {vocabulary_size(model) - 1}: another model's file?"
-        )
-    vars(model)["token_names"] = names
-
-
-@contextmanager
-def tokens_named(model: HookedModel, path: str | Path | None) -> Iterator[None]:
-    """`name_tokens` while this lasts; None: the names that there are."""
-    before = vars(model).get("token_names")
-    try:
-        if path is not None:
-            name_tokens(model, path)
-        yield
-    finally:
-        vars(model).pop("token_names", None)
-        if before is not None:
-            vars(model)["token_names"] = before
-
-
-def naming_notes(model: HookedModel) -> list[str]:
-    """Return notes on names that came from a file: how many are missing, and what they replace."""
-    names, size = vars(model).get("token_names", {}), vocabulary_size(model)
-    found = []
-    if len(names) < size:
-        found.append(
-            f"the vocabulary file names {len(names)} of the model's {size} tokens: the other {size - len(names)} stand "
-            "as their ids"
-        )
-    if tokenizer_of(model) is not None:
-        found.append(
-            "tokens have the names of the vocabulary file, not of the model's tokenizer, which still cuts texts into "
-            "tokens"
-        )
-    return found
+        raise ValueError(f"tokenizer= names token {beyond[0]}, and the model has 0 … {size - 1}: another model's file?")
+    missing = size - len(names)
+    return (f"tokenizer= names {len(names)} of the model's {size} tokens: the others appear as ids",) * bool(missing)

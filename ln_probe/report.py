@@ -35,7 +35,7 @@ PAGE_FILE = "report.html"
 FORMAT = 5
 NO_NORMS = "the model has no normalization"  # beginning of the note on such models
 _LONGEST_SLUG = 200  # file systems take 255 bytes, and a training step and a number may follow
-_OPTIONAL = ("numba", "circuitsvis", "gguf", "python-flint", "ray")
+_OPTIONAL = ("numba", "circuitsvis", "gguf", "ray")
 PRINTED, _WIDTH = 6, 100  # findings that `print` shows, and characters a line
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 
@@ -110,12 +110,6 @@ class Report:
     @property
     def name(self) -> str:
         return str(self.provenance.get("model", {}).get("name", "model"))
-
-    @property
-    def deviations(self) -> tuple[str, ...]:
-        """Sentences on parts of the model or of the prompts that were requested but could not be used."""
-        model, prompts = (self.provenance.get(part, {}) for part in ("model", "prompts"))
-        return (*model.get("deviations", ()), *([prompts["skipped"]] if prompts.get("skipped") else []))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))

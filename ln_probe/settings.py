@@ -41,7 +41,7 @@ class Settings:
         layers, heads: that are measured; None: all.
         max_tokens: of a prompt; longer ones are cut.
         seed: of samples and resamples.
-        vocab: a file of token strings.
+        tokenizer: a file of token strings, for a model without a tokenizer.
         batch_size: how many prompts go through the model together; None: as many as pay.
         loss: as `module:function`; None: of the next token.
         optimal: whether loss-optimal constants are fitted.
@@ -52,7 +52,7 @@ class Settings:
     heads: tuple[int, ...] | None = None
     max_tokens: int = 512
     seed: int = 0
-    vocab: str | None = None
+    tokenizer: str | None = None
     batch_size: int | None = None
     loss: str | None = None
     optimal: bool = False

@@ -250,6 +250,13 @@ def fold(bridge: Any, *, centre: bool = False) -> Any:
     return bridge
 
 
+def folded_in_place(model: Any, *, centre: bool = False) -> Any:
+    """A HookedTransformer or a bridge, folded in place."""
+    if hasattr(model, "enable_compatibility_mode"):
+        return fold(model, centre=centre)
+    return process(model, fold_ln=True, center_writing_weights=centre)
+
+
 def make_folded(*given: Any, centre: bool = False, **more: Any) -> Any:
     """A bridge in compatibility mode."""
     return fold(make_bridge(*given, **more), centre=centre)

@@ -21,7 +21,7 @@ from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks import find_sites, linearized, without
 from ln_probe.hooks.edits import InterventionError
 from ln_probe.hooks.norm import Site
-from ln_probe.loading.convert import Processing, World, has_hooked_transformer
+from ln_probe.loading.convert import World, has_hooked_transformer
 from ln_probe.loading.lab_models import into_transformer_lens
 from ln_probe.loading.provenance import source_of
 
@@ -290,7 +290,7 @@ def lab(world: World = "bridge") -> Any:
         for name, parameter in model.named_parameters():
             noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(1 + noise if name.endswith(".w") else noise)
-    return into_transformer_lens(model, replace(source_of(model), dtype="float64"), world, Processing())
+    return into_transformer_lens(model, replace(source_of(model), dtype="float64"), world)
 
 
 def cases(site: Site) -> Iterator[tuple[str, str, str, str]]:

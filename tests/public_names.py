@@ -18,7 +18,7 @@ MODULES = (
     "ln_probe",
     "ln_probe.hooks",
     "ln_probe.analyses.attribution",
-    "ln_probe.analyses.probes.protocol",
+    "ln_probe.analyses.probes.base",
     "ln_probe.analyses.schema",
     "ln_probe.prompts",
     "ln_probe.page.figures",

@@ -10,12 +10,11 @@ share is split into what it would give without projection, w·gain·x_p / sigma,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, SupportsIndex
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float64, Int
@@ -26,17 +25,13 @@ from ln_probe.analyses.attribution.shared import (
     MEAN,
     TOP,
     AttributionError,
-    Bar,
     Prompts,
     Sums,
     SumsAtPositions,
     Tokens,
-    draw,
     ids_of_rows,
     is_index,
     is_mean,
-    largest,
-    layer_of,
     mean_columns,
     next_ids,
     part_columns,
@@ -117,14 +112,6 @@ class LogitAttribution(Sums):
     def __repr__(self) -> str:
         return f"LogitAttribution({self.label}: {self.total:.4f}, {len(self.table)} parts)"
 
-    def _repr_html_(self) -> str:
-        rows = self.table.itertuples()
-        bars = largest([Bar(r.part, r.contribution, r.without_projection + r.bias) for r in rows])  # type: ignore
-        note = "Bars add up to it, b_U included. The tick: what the part would give without projection."
-        if self.soft_cap:
-            note += f" The logit is meant before its soft cap of {self.soft_cap:g}."
-        return draw(bars, f"{self.label}: {self.total:.4f}", note)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitAttributions(SumsAtPositions):
@@ -155,7 +142,6 @@ class LogitAttributions(SumsAtPositions):
     label: str
     soft_cap: float = 0.0
     _remedy = LogitAttribution._remedy
-    _tick = "; the tick: without projection"
 
     @property
     def values(self) -> Float64[Tensor, "component batch pos"]:
@@ -173,11 +159,6 @@ class LogitAttributions(SumsAtPositions):
         prompt_number, position = divmod(at, self.at.shape[1])
         return f" at position {int(self.at[prompt_number, position])} of prompt {prompt_number}"
 
-    def _bars(self) -> list[Bar]:
-        terms = self.terms.flatten(2).nanmean(2)
-        rows = zip(self.components, terms, strict=True)
-        return [Bar(part.name, float(row.sum()), float(row[0] + row[2])) for part, row in rows]
-
 
 def attribute_logits(
     model: object,
@@ -187,8 +168,6 @@ def attribute_logits(
     against: Tokens | None = None,
     components: str = "heads",
     features: Sequence[Features] | Features | None = None,
-    *,
-    neurons: bool | Sequence[int] = False,
 ) -> LogitAttribution | LogitAttributions:
     """Write logits as exact sums over components of the residual stream and terms of the final norm.
 
@@ -204,9 +183,8 @@ def attribute_logits(
             averaged; None: the model's most likely token.
         against: the logit to subtract: given like `target`, "mean" (the mean logit of the vocabulary), or None.
         components: "heads" (heads, MLPs, embeddings, biases), "layers" (attention layers and MLPs with their biases) or
-            "neurons" (heads, and MLPs neuron by neuron).
+            "neurons" (heads, and MLPs neuron by neuron; not from a cache).
         features: dictionaries whose features replace the components that they reconstruct.
-        neurons: MLPs neuron by neuron: True for all layers, or a list of layers. (Not from a cache.)
 
     Returns:
         The attribution; `.check()` raises an error if the sum is not the model's own logit.
@@ -235,7 +213,7 @@ def attribute_logits(
         final = next((s for s in reversed(sites) if "unembed" in s.reads.split("+")), None)
         where = END if final is None else final.name
         facts.wiring.at(where)  # raises before the prompt runs
-        layers = _layers(hooked, neurons, components)
+        layers = range(n_layers(hooked)) if components == "neurons" else ()
         if layers and is_cache(tokens_or_cache):
             raise AttributionError("neurons are not read from a cache: pass tokens")
         prompts = Prompts(hooked, tokens_or_cache)
@@ -292,20 +270,6 @@ def attribute_logits(
         parts, every, every.sum((0, 1)), spread(torch.where(real, own, math.nan), math.nan), spread(scale, math.nan),
         found[0].bound, spread(p, -1), _label(hooked, target, against), found[0].soft_cap,
     )  # fmt: skip
-
-
-def _layers(model: HookedModel, neurons: bool | Sequence[int], components: str) -> list[int]:
-    """The layers whose MLPs are attributed neuron by neuron."""
-    every = list(range(n_layers(model)))
-    if isinstance(neurons, bool | np.bool_):
-        layers = every if neurons else []
-    elif isinstance(neurons, Iterable):
-        layers = [layer_of(model, layer) for layer in neurons]
-    else:
-        raise AttributionError(f"neurons must be True, False or a list of layers, got {neurons!r}")
-    if layers and (components == "layers" or (components == "neurons" and set(layers) != set(every))):
-        raise AttributionError(f"neurons={neurons!r} is for components='heads', got components={components!r}")
-    return every if components == "neurons" else layers
 
 
 def _label(model: HookedModel, target: Any, against: Any, *, single: bool = False) -> str:

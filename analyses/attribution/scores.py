@@ -28,13 +28,10 @@ from ln_probe.analyses.attribution.heads import AT_ONCE, Head, heads_of, in_chun
 from ln_probe.analyses.attribution.shared import (
     MEAN,
     AttributionError,
-    Bar,
     Prompts,
     Sums,
     SumsAtPositions,
-    draw,
     is_mean,
-    largest,
     layer_of,
     part_columns,
     place,
@@ -45,7 +42,6 @@ from ln_probe.hooks.model import check_model, evaluating, whole_number
 from ln_probe.hooks.sites import facts_of
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
-SHOWN = 8  # pairs in the picture, above the eight LN terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,18 +100,6 @@ class ScoreAttribution(Sums):
         rows, columns = self.pairs.shape
         return f"ScoreAttribution({self.label}: {self.total:.4f} nats, {rows} × {columns} parts)"
 
-    def _repr_html_(self) -> str:
-        every = [
-            Bar(f"{q} · {k}", float(v))
-            for q, row in zip(self.pairs.index, self.pairs.to_numpy(dtype=float), strict=True)
-            for k, v in zip(self.pairs.columns, row, strict=True)
-        ]
-        title = f"{self.label}: {self.total:.4f} nats (attention {self.weight:.1%})"
-        pairs = draw(largest(every, SHOWN), title, "A bar per pair: part of the query · part of the key.")
-        bars = [Bar(f"{r.term} of the {r.side}", float(r.contribution)) for r in self.terms.itertuples()]  # type: ignore
-        note = "What the score would lose without each term alone (a sigma: if it were the median of the tokens seen)."
-        return pairs + draw(bars, "What each term of the norm does to it", note)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoreAttributions(SumsAtPositions):
@@ -150,7 +134,7 @@ class ScoreAttributions(SumsAtPositions):
     bound: float
     label: str
     soft_cap: float = 0.0
-    _number, _unit = "score", " nats"
+    _number = "score"
 
     @property
     def _entries(self) -> str:  # type: ignore[override]

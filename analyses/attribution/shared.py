@@ -1,10 +1,10 @@
-"""What both attributions share: checked prompts, positions and tokens, and the picture of a sum as bars."""
+"""What both attributions share: checked prompts, positions and tokens, and what every result has."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from html import escape
 from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ln_probe.hooks.capture import CachedPrompts, is_cache
 from ln_probe.hooks.components import Part
-from ln_probe.hooks.default_tokens import encode, tokenizer_of
 from ln_probe.hooks.model import HookedModel, before_projection, device_of, n_layers, outputs, weight_of, whole_number
 from ln_probe.hooks.scales import check_ids
+from ln_probe.hooks.text import encode, tokenizer_of
 
 MEAN = "mean"
-TOP = 12  # bars before the rest, rows of `top`: what fits a notebook cell
+TOP = 12  # rows of `top`: what fits a notebook cell
 # A token by id or text, or several: their mean logit.
 Tokens = SupportsIndex | str | Sequence[SupportsIndex | str] | Tensor | np.ndarray
 
@@ -308,6 +308,13 @@ class Sums:
         """Which entry it is, as text."""
         return ""
 
+    def top(self, k: int = TOP) -> pd.DataFrame:
+        """Return the k components with the largest contributions, either way."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.top().to_html(index=False, float_format='{:+.4g}'.format)}"
+
 
 class SumsAtPositions(Sums):
     """Sums at several positions of one or several prompts.
@@ -317,21 +324,11 @@ class SumsAtPositions(Sums):
 
     components: tuple[Part, ...]
     values: Any
-    _entries, _unit, _tick = "positions", "", ""
+    _entries = "positions"
 
     def __repr__(self) -> str:
         shape = " × ".join(map(str, self.total.shape))
         return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} {self._entries})"
-
-    def _repr_html_(self) -> str:
-        count = int(self.total.isfinite().sum())
-        note = f"Means over {count} {self._entries}{self._tick}. Values: .values [component, batch, …]."
-        title = f"{self.label}: {float(self.total.nanmean()):.4f}{self._unit} on average"
-        return draw(largest(self._bars()), title, note)
-
-    def _bars(self) -> list[Bar]:
-        means = self.values.flatten(1).nanmean(1).tolist()
-        return [Bar(part.name, mean) for part, mean in zip(self.components, means, strict=True)]
 
     def _components(self) -> pd.DataFrame:
         return pd.DataFrame([part_columns(part) for part in self.components])
@@ -350,67 +347,3 @@ class SumsAtPositions(Sums):
         table, values = self._components(), self.values.flatten(1)
         table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()
         return table.sort_values("mean_abs", ascending=False, kind="stable").head(k).reset_index(drop=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- pictures
-
-_LABEL, _LONGEST, _LETTER = 190, 360, 6.4  # pixels of the narrowest and the widest label, and of a letter
-_ROOM = 570  # pixels of labels and bars; behind them are numbers
-# Colours are colour-blind safe (ColorBrewer RdBu).
-_PICTURE = """\
-{%- macro line(x, top, bottom, width, opacity) -%}
-<line x1="{{ x }}" x2="{{ x }}" y1="{{ top }}" y2="{{ bottom }}" stroke="currentColor" stroke-width="{{ width }}"
- stroke-opacity="{{ opacity }}"/>
-{%- endmacro -%}
-<div><div style="font:600 14px sans-serif;margin:4px 0">{{ title }}</div>
-{%- set height = 20 * bars|length %}
-<svg viewBox="0 0 640 {{ height + 4 }}" width="640" height="{{ height + 4 }}" role="img" aria-label="{{ title }}"
- style="font:12px sans-serif;max-width:100%">{{ line(at(0.0), 0, height, 1, 0.4) }}
-{%- for bar in bars %}{% set y = 20 * loop.index0 %}{% set left, right = [at(0.0), at(bar.value)]|sort %}
-<text x="{{ wide - 8 }}" y="{{ y + 14 }}" text-anchor="end" fill="currentColor">{{ bar.label }}</text>
-<rect x="{{ left }}" y="{{ y + 4 }}" width="{{ [right - left, 1.0]|max|round(1) }}" height="12"
- fill="{{ "#888888" if bar.rest else "#2166ac" if bar.value >= 0 else "#b2182b" }}">
-<title>{{ bar.label }}: {{ "%.6g"|format(bar.value) }}</title></rect>
-{%- if bar.mark is not none %}{{ line(at(bar.mark), y + 2, y + 18, 2, 1.0) }}{% endif %}
-<text x="578" y="{{ y + 14 }}" fill="currentColor">{{ "%+.3g"|format(bar.value) }}</text>
-{%- endfor %}</svg>
-{%- if note %}<div style="font:12px sans-serif;opacity:0.75;max-width:640px">{{ note }}</div>{% endif %}</div>"""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One summand: a label, its value, and what it would be without projection (None: no mark)."""
-
-    label: str
-    value: float
-    mark: float | None = None
-    rest: bool = False
-
-
-def largest(bars: Sequence[Bar], top: int = TOP) -> list[Bar]:
-    """The `top` largest by absolute value, and one bar for all others."""
-    ranked = sorted(bars, key=lambda b: -abs(b.value))
-    shown, others = ranked[:top], ranked[top:]
-    if len(others) == 1:
-        return [*shown, *others]
-    if others:
-        marked = all(b.mark is not None for b in others)
-        mark = sum(b.mark or 0.0 for b in others) if marked else None
-        shown.append(Bar(f"{len(others)} others", sum(b.value for b in others), mark, rest=True))
-    return shown
-
-
-def draw(bars: Sequence[Bar], title: str, note: str = "") -> str:
-    """Bars as SVG with their numbers, the title above and a note below; everything escaped."""
-    import jinja2
-
-    values = [v for b in bars for v in (b.value, b.mark) if v is not None]
-    low, high = min([0.0, *values]), max([0.0, *values])
-    span = (high - low) or 1.0
-    wide = min(max([_LABEL, *(round(8 + _LETTER * len(b.label)) for b in bars)]), _LONGEST)
-
-    def at(value: float) -> float:
-        return round(wide + (value - low) / span * (_ROOM - wide), 1)
-
-    picture = jinja2.Environment(autoescape=True).from_string(_PICTURE)
-    return picture.render(bars=bars, title=title, note=note, wide=wide, at=at)

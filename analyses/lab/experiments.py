@@ -12,29 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ln_probe.analyses.files import PARTIAL, FileError, read_json, write_atomically
+from ln_probe.analyses.files import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.results import Results
 
 EXPERIMENT_FILE = "experiment.json"  # marks a folder as an experiment's
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What the kept results of an experiment are made of.
-
-    Attributes:
-        tables: with the values of every seed; the first lists the runs. Empty: nothing is kept.
-        keys: columns that, with `seed`, identify the run of a row; empty: no runs can be added.
-        with_settings: whether the function takes the kept settings, too.
-        function: of the module, that makes the results of these tables.
-    """
-
-    tables: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    with_settings: bool = False
-    function: str = "findings"
 
 
 @dataclass(frozen=True)
@@ -48,7 +31,6 @@ class Experiment:
         duration: with the default seeds and with `--quick`, as text; on one core unless it says otherwise.
         seeds, quick_seeds: how many by default.
         needs_text: whether the user has to give text files.
-        kept: from what its kept results are recomputed.
     """
 
     module: str
@@ -59,7 +41,6 @@ class Experiment:
     quick_seeds: int = 1
     needs_text: bool = False
     function: str = "run"
-    kept: Kept = Kept()
 
 
 @dataclass(frozen=True)
@@ -96,7 +77,6 @@ EXPERIMENTS = {
         seeds=10,
         quick_seeds=2,
         duration=("3 hours", "1 minute"),
-        kept=Kept(("curves",), ("norm", "radius"), function="kept_findings"),
     ),
     "majority_in_space": Experiment(
         "ln_probe.analyses.lab.majority.majority_in_space",
@@ -104,7 +84,6 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, figures 1a and 1b",
         seeds=5,
         duration=("15 minutes", "1 minute"),
-        kept=Kept(("coordinates", "scores"), ("norm", "radius"), with_settings=True),
     ),
     "random_keys": Experiment(
         "ln_probe.analyses.lab.majority.random_keys",
@@ -112,7 +91,6 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, figures 1c and 1d",
         quick_seeds=2,
         duration=("5 minutes", "1 minute"),
-        kept=Kept(("maps",)),
     ),
     "language_model": Experiment(
         "ln_probe.analyses.lab.language_model.published_language_model",
@@ -121,7 +99,6 @@ EXPERIMENTS = {
         quick_seeds=2,
         duration=("20 minutes", "2 minutes"),
         needs_text=True,
-        kept=Kept(("seeds", "curves"), ("norm", "divisor"), with_settings=True),
     ),
     "encoder": Experiment(
         "ln_probe.analyses.lab.language_model.encoder",
@@ -129,7 +106,6 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, section 4.2, with encoders",
         duration=("about 25 minutes (24 runs of 1 minute)", "2 minutes"),
         needs_text=True,
-        kept=Kept(("seeds", "curves"), ("shape", "norm"), with_settings=True),
     ),
     "encoder_passages": Experiment(
         "ln_probe.analyses.lab.language_model.encoder_passages",
@@ -137,7 +113,6 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, in place of SST-2",
         duration=("about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)", "2 minutes"),
         needs_text=True,
-        kept=Kept(("values",), ("shape", "norm"), with_settings=True),
     ),
     "language_model_full": Experiment(
         "ln_probe.analyses.lab.language_model.published_language_model",
@@ -147,7 +122,6 @@ EXPERIMENTS = {
         duration=("90 minutes", "3 minutes"),
         needs_text=True,
         function="run_full",
-        kept=Kept(("seeds", "curves"), ("norm", "divisor"), with_settings=True),
     ),
     "language_model_bundled": Experiment(
         "ln_probe.analyses.lab.language_model.bundled_seeds",
@@ -155,7 +129,6 @@ EXPERIMENTS = {
         "the shape and schedule of the bundled models",
         duration=("about 4 hours (8 runs of half an hour)", "2 minutes"),
         needs_text=True,
-        kept=Kept(("seeds",), ("norm",)),
     ),
     "fresh_seeds": Experiment(
         "ln_probe.analyses.lab.language_model.fresh_seeds",
@@ -164,7 +137,6 @@ EXPERIMENTS = {
         seeds=10,
         duration=("about 40 minutes (40 runs of 1 minute)", "2 minutes"),
         needs_text=True,
-        kept=Kept(("seeds",), ("norm",), with_settings=True),
     ),
     "fresh_seeds_long": Experiment(
         "ln_probe.analyses.lab.language_model.fresh_seeds",
@@ -174,14 +146,12 @@ EXPERIMENTS = {
         duration=("about 10 minutes of a GPU with --jobs 12 --device cuda (40 runs)", "2 minutes"),
         needs_text=True,
         function="run_long",
-        kept=Kept(("seeds",), ("norm",), with_settings=True),
     ),
     "depth": Experiment(
         "ln_probe.analyses.lab.crasp.depth",
         "which L_k (k alternating blocks) each depth learns, under four norms, and the theory's prediction",
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
         duration=("about 2 hours with --jobs 2 (156 runs of 30-100 seconds)", "2 minutes"),
-        kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions")),
     ),
     "depth_deep": Experiment(
         "ln_probe.analyses.lab.crasp.depth",
@@ -189,14 +159,12 @@ EXPERIMENTS = {
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
         duration=("about 2.5 hours (45 runs of 2-5 minutes)", "2 minutes"),
         function="run_deep",
-        kept=Kept(("exact_match",), ("depth", "k", "norm", "norm_order", "positions"), function="deep_findings"),
     ),
     "approximation": Experiment(
         "ln_probe.analyses.lab.approximation.approximation",
         "relative attention on sums of inputs: trained error and the least-squares optimum, with a norm and without",
         "Wang & E 2024, section 6",
         duration=("about 50 minutes with --jobs 2 (402 runs of 15 seconds)", "2 minutes"),
-        kept=Kept(("errors",), ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")),
     ),
     "approximation_text": Experiment(
         "ln_probe.analyses.lab.approximation.approximation_text",
@@ -204,21 +172,18 @@ EXPERIMENTS = {
         "Wang & E 2024, section 6 (1a and 3b)",
         duration=("15 minutes (54 runs of 5-40 seconds)", "1 minute"),
         needs_text=True,
-        kept=Kept(("losses",), ("layers", "heads", "dot_product", "norm"), with_settings=True),
     ),
     "longer_inputs": Experiment(
         "ln_probe.analyses.lab.approximation.longer_inputs",
         "logarithmic, linear and T5 positions fitted to 1000 inputs and put on up to 8000, trained and least squares",
         "Wang & E 2024, section 6 (4a and 4b)",
         duration=("2 minutes (36 runs of 3 seconds)", "20 seconds"),
-        kept=Kept(("errors", "solved")),
     ),
     "adaptive_memory": Experiment(
         "ln_probe.analyses.lab.approximation.adaptive_memory",
         "a memory whose place the last input chooses: heads, FFN and dot product, and the least possible error",
         "Wang & E 2024, adaptive memory (no experiment of it alone)",
         duration=("10 minutes (36 runs of 15 seconds)", "1 minute"),
-        kept=Kept(("errors",), ("heads", "width", "dot_product")),
     ),
     "compiler": Experiment(
         "ln_probe.analyses.lab.crasp.compiler",
@@ -226,21 +191,18 @@ EXPERIMENTS = {
         "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
         seeds=1,
         duration=("20 minutes", "2 minutes"),
-        kept=Kept(("agreement", "operations", "lengths")),
     ),
     "counting": Experiment(
         "ln_probe.analyses.lab.counting.counting",
         "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",
         "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
         duration=("about 80 minutes with --jobs 2 (189 runs, 15 s to 4 min)", "2 minutes"),
-        kept=Kept(("values",), ("task", "model", "norm", "norm_site")),
     ),
     "counting_traces": Experiment(
         "ln_probe.analyses.lab.counting.counting_traces",
         "cell states over a^n b^n (c^n): the dimension that counts, and where a norm in the cell ends the count",
         "Weiss, Goldberg & Yahav 2018",
         duration=("about 90 minutes (45 runs of 1-5 minutes)", "1 minute"),
-        kept=Kept(("networks", "dimensions", "traces", "readings", "moves"), ("task", "model", "norm", "norm_site")),
     ),
     "counters": Experiment(
         "ln_probe.analyses.lab.counting.counters",
@@ -248,7 +210,6 @@ EXPERIMENTS = {
         "Weiss, Goldberg & Yahav 2018, section 3",
         seeds=1,
         duration=("4 minutes", "30 seconds"),
-        kept=Kept(("values",)),
     ),
     "remove_norm": Experiment(
         "ln_probe.analyses.lab.language_model.remove_norm",
@@ -256,7 +217,6 @@ EXPERIMENTS = {
         "Heimersheim 2024; Baroni et al. 2025",
         duration=("about 30 minutes (6 runs of 5 minutes)", "1 minute"),
         needs_text=True,
-        kept=Kept(("seeds", "curves"), ("model",), with_settings=True),
     ),
     "saturated_states": Experiment(
         "ln_probe.analyses.lab.counting.saturated_states",
@@ -264,7 +224,6 @@ EXPERIMENTS = {
         "Merrill et al. 2020, sections 2 and 3",
         seeds=5,
         duration=("10 minutes", "10 seconds"),
-        kept=Kept(("values", "growth")),
     ),
     "rational_recurrence": Experiment(
         "ln_probe.analyses.lab.counting.rational_recurrence",
@@ -272,14 +231,12 @@ EXPERIMENTS = {
         "Merrill et al. 2020",
         seeds=5,
         duration=("3 minutes", "15 seconds"),
-        kept=Kept(("values", "errors")),
     ),
     "counting_budget": Experiment(
         "ln_probe.analyses.lab.counting.qrnn_budget",
         "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",
         "Merrill et al. 2020, section 5",
         duration=("about 2.5 hours (24 runs of 6 minutes)", "1 minute"),
-        kept=Kept(("values",), ("task", "model", "lr")),
     ),
     "sentences": Experiment(
         "ln_probe.analyses.lab.language_model.sentences",
@@ -287,14 +244,12 @@ EXPERIMENTS = {
         "Brody, Alon & Yahav 2023, tables 3 and 4",
         duration=("about 5 minutes (12 runs of 15 to 20 seconds)", "2 minutes"),
         needs_text=True,
-        kept=Kept(("seeds",), ("shape", "norm"), with_settings=True),
     ),
     "anbk": Experiment(
         "ln_probe.analyses.lab.counting.anbk",
         "an LSTM that tags a^n b^2n by an absolute value or a threshold of its count, tested on longer words",
         "code released with Merrill et al. 2020",
         duration=("about 10 minutes (12 runs)", "1 minute"),
-        kept=Kept(("values",), ("form", "lr")),
     ),
 }
 
@@ -351,29 +306,16 @@ def claim(name: str, request: Request) -> None:
 
     Raises:
         FileExistsError: it holds something else.
-        ValueError: its claim cannot be read.
     """
     path = request.out / EXPERIMENT_FILE
     wanted = {"experiment": name, "quick": request.quick}
     if path.exists():
-        try:
-            held = read_json(path)
-        except (OSError, FileError) as error:
-            raise ValueError(f"{error}: delete the folder or choose another --out") from error
-        if not isinstance(held, dict):
-            raise ValueError(f"{path} is damaged: delete the folder or choose another --out")
-        if held != wanted:
-            raise FileExistsError(
-                f"{request.out} holds another experiment ({_describe(held)}; this is {_describe(wanted)}): choose "
-                "another --out or delete it"
-            )
+        existing = json.loads(path.read_text(encoding="utf-8"))
+        if existing != wanted:
+            raise FileExistsError(f"{request.out} holds another experiment ({existing}): choose another --out")
         return
     if request.out.exists() and not request.out.is_dir():
         raise FileExistsError(f"{request.out} is a file: choose another --out")
     if request.out.exists() and any(p.suffix != PARTIAL for p in request.out.iterdir()):
         raise FileExistsError(f"{request.out} is not empty and holds no experiment: choose another --out")
     write_atomically(path, (json.dumps(wanted) + "\n").encode())
-
-
-def _describe(claim: dict[str, object]) -> str:
-    return f"{claim.get('experiment')}{', quick' if claim.get('quick') else ''}"

@@ -3,7 +3,7 @@
 summary.csv       a row per (what was varied, measure): center, interval, number of seeds, published figure
 <table>.csv       the values behind it, a row per seed; .parquet if it is long
 <figure>.png
-results.json      command, versions, settings, runs that diverged, conclusions in sentences
+results.json      command, versions, settings, runs that diverged
 
 Intervals over seeds for the three kinds of numbers the laboratory measures, and Holm's adjustment.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -35,21 +35,14 @@ from matplotlib.image import AxesImage
 from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.lab.norms import NORM_KINDS, PROJECTS, SCALES
 from ln_probe.analyses.probes.statistics import holm
 
 LEVEL = 0.95
-SIGNIFICANT = 0.05  # of Holm's p over all contrasts that an experiment's sentences report: significant below it
 AGREEMENT = 1e-6  # spread of shares over seeds below which they agree: one in a million words; 0.1 three times is 1e-17
 # Fewer hits than this: the lower end, at most 0.025^(1/hits), is below 1e-400, and solvers of it overflow.
 _NO_HITS = 0.004
 Kind = Literal["mean", "share", "log"]
-
-
-def doubt(row: Mapping[Any, Any] | pd.Series) -> str:
-    """What a sentence about a difference (a row of `contrasted`) ends with: nothing if it is significant."""
-    if row["p_holm"] < SIGNIFICANT:
-        return ""
-    return ": not significant after Holm's correction" if row["seeds"] > 1 else ": one seed, so there is no test"
 
 
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:
@@ -140,6 +133,42 @@ def _t(seeds: int) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1))
 
 
+EQUIVALENCE = 0.90  # level of the interval whose larger end is the equivalence bound
+
+
+def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
+    """Both main effects per seed, of `norm`, `seed` and `value`; several rows of a norm and seed are averaged."""
+    cells = values.groupby(["seed", "norm"])["value"].mean().unstack()
+    changed = {}
+    for term, with_term in {"scaling": SCALES, "projection": PROJECTS}.items():
+        lacking = [n for n in NORM_KINDS if n in cells and n not in with_term]
+        having = [n for n in NORM_KINDS if n in with_term] if "none" in cells else ["layernorm"]
+        if lacking:
+            changed[term] = (
+                cells[having].mean(axis=1, skipna=False) - cells[lacking].mean(axis=1, skipna=False)
+            ).dropna()
+    return changed
+
+
+def effect_rows(differences: Mapping[str, pd.Series], factor: float = 1.0) -> Iterator[dict[str, Any]]:
+    """A row per contrast: `contrast`, `estimate` with `low` and `high`, `p`, `bound`, `seeds`, `agreeing`."""
+    for contrast, per_seed in differences.items():
+        values = per_seed.to_numpy(float) * factor
+        estimate, low, high = interval(values)
+        t = float(stats.t.ppf((1 + EQUIVALENCE) / 2, len(values) - 1))
+        half = t * values.std(ddof=1) / np.sqrt(len(values))
+        yield {
+            "contrast": contrast,
+            "estimate": estimate,
+            "low": low,
+            "high": high,
+            "p": paired_p(values),
+            "bound": abs(estimate) + half,
+            "seeds": len(values),
+            "agreeing": int((np.sign(values) == np.sign(estimate)).sum()),
+        }
+
+
 RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
 LONG = 1000  # rows; a longer table is parquet
 STATISTICS = ("mean", "ci_low", "ci_high", "median", "sd", "seeds")
@@ -155,7 +184,6 @@ class Results:
         summary: as `summarize` makes it.
         tables: other tables by name (a row per seed, or per point of a map), in long form.
         figures: matplotlib figures by name.
-        conclusions: what was found, in sentences.
         settings: what was run (sizes, steps, seeds), as plain JSON.
         diverged: runs whose loss stopped being a number, by name and step.
     """
@@ -163,7 +191,6 @@ class Results:
     summary: pd.DataFrame
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    conclusions: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     diverged: tuple[str, ...] = ()
 
@@ -227,17 +254,6 @@ def minus_reference(values: pd.DataFrame, reference: pd.Series, same: Sequence[s
 
 
 MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")  # columns of a center and its interval
-
-
-def interval_text(
-    row: Mapping[Any, Any] | pd.Series, form: str = ".3f", scale: float = 1.0, columns: Sequence[str] = MEAN
-) -> str:
-    """Format the center and the interval of a row, "0.12 [0.10, 0.14]"; the center alone for a single seed.
-
-    Each number is multiplied with `scale` (100 for %) and written in `form`; `columns` hold center and both ends.
-    """
-    center, low, high = (f"{scale * float(row[c]):{form}}" for c in columns)
-    return center if np.isnan(row[columns[1]]) else f"{center} [{low}, {high}]"
 
 
 def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
@@ -318,8 +334,7 @@ def contrasted(
 def write_results(
     results: Results, out: Path, *, experiment: str, command: str, ln_probe_version: str, seconds: float
 ) -> None:
-    """Write every table and figure into `out`, `results.json` last; what only an earlier call wrote is removed."""
-    before = _written(out)
+    """Write every table and figure into `out`, `results.json` last."""
     files = {SUMMARY_FILE: results.summary}
     files |= {f"{name}.{'parquet' if len(t) > LONG else 'csv'}": t for name, t in results.tables.items()}
     for name, table in files.items():
@@ -335,13 +350,10 @@ def write_results(
         "seconds": round(seconds, 1),
         "settings": dict(results.settings),
         "diverged": list(results.diverged),
-        "conclusions": list(results.conclusions),
         "tables": list(files),
         "figures": [f"{name}.png" for name in results.figures],
     }
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
-    for name in before - _written(out):
-        (out / name).unlink(missing_ok=True)
 
 
 def panels(
@@ -384,15 +396,6 @@ def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
     return buffer.getvalue()
-
-
-def _written(out: Path) -> set[str]:
-    """Files that the results in a folder name."""
-    try:
-        about = json.loads((out / RESULTS_FILE).read_text())
-        return {Path(name).name for name in (*about["tables"], *about["figures"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
 
 
 def kept() -> list[str]:

@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import pandas as pd
@@ -29,7 +30,7 @@ from filelock import FileLock, Timeout
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.files import replacing, write_atomically
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.run_folder import (
@@ -40,18 +41,13 @@ from ln_probe.analyses.lab.run_folder import (
     MODEL_FILE,
     STATE_FILE,
     check,
-    check_evaluations,
     checkpoint_path,
     checkpoint_steps,
     claim,
-    hashes_beside,
-    load_tensors,
     load_weights,
-    metric_line,
     metric_rows,
     read_metrics,
     save_model,
-    save_tensors,
     weights_of,
     why_diverged,
 )
@@ -212,12 +208,9 @@ def _identity(task: Task, model: ModelSpec, training: TrainConfig) -> dict[str, 
     return plain
 
 
-def _pack(model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> dict[str, Tensor]:
-    packed = {f"model.{k}": v.contiguous() for k, v in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        packed |= {f"adam.{k}.{name}": v.contiguous() for k, v in optimizer.state[parameter].items()}
-    packed |= {f"counter.{k}": torch.tensor(v, dtype=torch.float64) for k, v in counters.items()}
-    return packed
+def _save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> None:
+    with replacing(path) as aside:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **counters}, aside)
 
 
 def train(
@@ -264,8 +257,7 @@ def _train(
     torch.manual_seed(training.seed)
     model = spec.build()
     if (out / MODEL_FILE).exists():
-        about = load_weights(model, out / MODEL_FILE)
-        check_evaluations(out / METRICS_FILE, len(metric_rows(out / METRICS_FILE)), about.get("evaluations"))
+        load_weights(model, out / MODEL_FILE)
         return model.eval()
     with calibrate(model):
         task.loss(model, task.batch(0, training.batch, training.seed))
@@ -275,18 +267,16 @@ def _train(
     counters = _restore(model, optimizer, state)
     start = int(counters["step"])
     task.write_files(out)
-    about = {"beside": hashes_beside(out)}
     (out / "checkpoints").mkdir(exist_ok=True)
     metrics = out / METRICS_FILE
     rows = [row for row in metric_rows(metrics) if row["step"] <= start]  # what came after the state is done again
-    check_evaluations(metrics, len(rows), counters.get("evaluations"))
-    write_atomically(metrics, "".join(map(metric_line, rows)).encode())
+    write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
     began = time.perf_counter() - counters["seconds"]
     stop = training.steps if until is None else max(start, min(until, training.steps))
     for step in range(start, stop):
         tell(out.name, step, training.steps, "steps")
         if step in training.save_at:
-            save_model(model, checkpoint_path(out, step), about=about)
+            save_model(model, checkpoint_path(out, step))
         for group in optimizer.param_groups:
             group["lr"] = training.lr_at(step)
         loss = task.loss(model, _moved(task.batch(step, training.batch, training.seed), device))
@@ -310,38 +300,33 @@ def _train(
                     raise _diverged(out, training, done, found)
             rows.append(row | {"seconds": round(time.perf_counter() - began, 1)})
             with metrics.open("a") as file:
-                file.write(metric_line(rows[-1]))
+                file.write(json.dumps(rows[-1]) + "\n")
             counters["loss"], counters["counted"] = 0.0, 0.0
         if done % training.state_every == 0 or done == stop:
             if not all(bool(w.isfinite().all()) for w in model.parameters()):  # what was saved before stays
                 raise _diverged(out, training, done, math.nan, "a weight")
-            counters |= {"step": done, "seconds": time.perf_counter() - began, "evaluations": len(rows)}
-            save_tensors(_pack(model, optimizer, counters), state)
+            counters |= {"step": done, "seconds": time.perf_counter() - began}
+            _save_state(state, model, optimizer, counters)
     if stop < training.steps:
         return model
-    save_model(model, checkpoint_path(out, training.steps), about=about)
-    save_model(model, out / MODEL_FILE, about=about | {"evaluations": len(rows)})
+    save_model(model, checkpoint_path(out, training.steps))
+    save_model(model, out / MODEL_FILE)
     state.unlink(missing_ok=True)
     return model
 
 
-def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: Path) -> dict[str, float]:
+def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, float]:
     """Where an interrupted run stopped, put back into model and optimizer; zeros if there is no saved state."""
     counters = {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
-    if not state.exists():
+    if not path.exists():
         return counters
     try:
-        packed = load_tensors(state)[0]
-        model.load_state_dict({k.removeprefix("model."): v for k, v in packed.items() if k.startswith("model.")})
-        for name, parameter in model.named_parameters():
-            held = {k: packed[f"adam.{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq")}
-            held |= {k: held[k].to(parameter.device) for k in ("exp_avg", "exp_avg_sq")}
-            if held["exp_avg"].shape != parameter.shape:
-                raise KeyError(f"adam.exp_avg.{name} of shape {tuple(held['exp_avg'].shape)}")
-            optimizer.state[parameter] = held
-        return {k.removeprefix("counter."): float(v) for k, v in packed.items() if k.startswith("counter.")}
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{state} is damaged, or of another model ({error}): delete it to start again") from error
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        return {name: float(saved[name]) for name in counters}
+    except (KeyError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged, or of another model: delete it to start again") from error
 
 
 @contextmanager

@@ -1,7 +1,41 @@
 """What a probe is.
 
 A probe declares its tables and what it has to see. `Probe.start` returns an observer, which watches prompts and makes
-the tables when all of them have been seen. `Probe` has an example.
+the tables when all of them have been seen.
+
+Example:
+    >>> from ln_probe.analyses.probes.base import Finding, Needs, Observer, Picture, Probe, ProbeResults, Run
+    >>> from ln_probe.analyses.schema import declare
+    >>> from ln_probe.page.figures import Figure
+    >>> LENGTHS = declare("lengths", "Lengths", "A row per norm.", ("site",), '''
+    ...     site (text): the norm
+    ...     longest (float, L2 norm): length of the longest input
+    ... ''')
+    >>> class Watching(Observer):
+    ...     def __init__(self):
+    ...         self.longest = {}
+    ...     def norm(self, prompt, site, x, y):  # x, y: the norm's input and output [pos d]
+    ...         self.longest[site.name] = max(float(x.norm(dim=-1).max()), self.longest.get(site.name, 0.0))
+    ...     def finish(self):
+    ...         rows = [{"site": site, "longest": length} for site, length in self.longest.items()]
+    ...         return ProbeResults({"lengths": LENGTHS.frame(rows)}, ["lengths: of all prompts"])
+    >>> def draw(report):
+    ...     "The longest vector that each norm reads."
+    ...     figure = Figure()
+    ...     figure.subplots().plot(report.tables["lengths"]["longest"])
+    ...     return figure
+    >>> class Lengths(Probe):
+    ...     name, summary, tables, needs = "lengths", "how long vectors are", (LENGTHS,), Needs(norms=True)
+    ...     def start(self, run: Run):
+    ...         return Watching()
+    ...     def findings(self, tables, provenance):
+    ...         return [Finding(f"The longest vector has length {tables['lengths']['longest'].max():.3g}.", "drawn")]
+    ...     def pictures(self):
+    ...         return [Picture("drawn", "Longest vectors", draw, "lengths", "longest")]
+    >>> report = ln_probe.analyze(model, tokens, probes=[Lengths()])
+    >>> report.tables["lengths"]
+    >>> report.failures  # a `Failure` for each probe that raised (a probe of keys may give `Marks`, for pictures)
+    ()
 """
 
 from __future__ import annotations
@@ -27,6 +61,19 @@ from ln_probe.hooks.variants import SCALING_FROZEN
 # Ranks of findings. An effect: significant, and larger than a named threshold. Described: what the prompts show,
 # without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
 EFFECT, DESCRIBED, NO_EFFECT, LAST = 10, 50, 90, 100
+
+__all__ = [
+    "Failure",
+    "Finding",
+    "Marks",
+    "Needs",
+    "Observer",
+    "Picture",
+    "Probe",
+    "ProbeError",
+    "ProbeResults",
+    "Run",
+]
 
 
 @dataclass(frozen=True)
@@ -166,29 +213,6 @@ class Probe:
         interleaved: whether its observers bear several prompts under way at once; if one of them does not, prompts go
             one after another unless the user gives a batch size.
         absent: what a page names as not measured where the probe did not run; empty: nothing.
-
-    Example:
-        >>> from ln_probe.analyses.probes.base import Finding, Needs, Observer, Probe, ProbeResults
-        >>> from ln_probe.analyses.schema import declare
-        >>> LENGTHS = declare("lengths", "Lengths", "A row per norm.", ("site",), '''
-        ...     site (text): the norm
-        ...     longest (float, L2 norm): length of the longest input
-        ... ''')
-        >>> class Watching(Observer):
-        ...     def __init__(self):
-        ...         self.longest = {}
-        ...     def norm(self, prompt, site, x, y):  # x, y: the norm's input and output [pos d]
-        ...         self.longest[site.name] = max(float(x.norm(dim=-1).max()), self.longest.get(site.name, 0.0))
-        ...     def finish(self):
-        ...         rows = [{"site": site, "longest": length} for site, length in self.longest.items()]
-        ...         return ProbeResults({"lengths": LENGTHS.frame(rows)})
-        >>> class Lengths(Probe):
-        ...     name, summary, tables, needs = "lengths", "how long vectors are", (LENGTHS,), Needs(norms=True)
-        ...     def start(self, run):
-        ...         return Watching()
-        ...     def findings(self, tables, provenance):
-        ...         return [Finding(f"The longest vector has length {tables['lengths']['longest'].max():.3g}.")]
-        >>> ln_probe.analyze(model, tokens, probes=[Lengths()]).tables["lengths"]
     """
 
     name: ClassVar[str]

@@ -109,9 +109,8 @@ class Causal(Probe):
         return _Watching(runs, calibration.constants, run.seed)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        source = str(provenance.get("prompts", {}).get("source", ""))
         unit = str(provenance.get("loss", {}).get("unit", "nats/token"))
-        return sentences(tables[CAUSAL.name], source, in_layers(provenance), unit)
+        return sentences(tables[CAUSAL.name], in_layers(provenance), unit)
 
 
 class _Watching(Observer):

@@ -36,12 +36,11 @@ PRIMARY = "primary"
 _NATS = "nats/token"
 
 
-def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: str = _NATS) -> list[Finding]:
+def sentences(effects: pd.DataFrame, layers: str = "", unit: str = _NATS) -> list[Finding]:
     """Findings of a `causal` table, the primary contrasts first.
 
     Args:
         effects: the table.
-        source: of the prompts.
         layers: where norms were edited, as `base.in_layers` puts it.
         unit: of the loss.
     """
@@ -52,7 +51,7 @@ def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: s
     # (There is no number where logits overflow, or where nothing downstream heeds the edit.)
     primary = [r for r in rows if r["sites"] in ("all", "attention") and not math.isnan(r["delta_loss"])]
     findings = [
-        _primary(variant.wording, mine, places, source, unit)
+        _primary(variant.wording, mine, places, unit)
         for variant in VARIANTS.values()
         if variant.primary and (mine := {r["sites"]: r for r in primary if r["variant"] == variant.name})
     ]
@@ -114,9 +113,7 @@ def change(row: Any, unit: str = _NATS, *, of_the_whole: bool = False) -> str:
     return f"does not significantly change the loss ({size} {unit}, {interval}; {_p(row)})"
 
 
-def _primary(
-    wording: str, rows: Mapping[str, dict[str, Any]], places: Mapping[str, str], source: str, unit: str
-) -> Finding:
+def _primary(wording: str, rows: Mapping[str, dict[str, Any]], places: Mapping[str, str], unit: str) -> Finding:
     """One sentence or two about a primary variant: at every norm, and at the norms that attention reads."""
     every, attention = rows.get("all"), rows.get("attention")
     first = every if every is not None else attention
@@ -131,8 +128,6 @@ def _primary(
             what = f"it is not applicable ({reason})"
         text += f" {places['attention'].capitalize()} alone {what}."
     known = [r for r in (every, attention) if r is not None and not r["no_op"]]
-    if source == "sampled" and any(map(is_significant, known)):
-        text += " The prompts are the model's own samples: a loss change on them estimates a KL divergence."
     rank = EFFECT if any(map(is_effect, known)) else DESCRIBED if any(map(is_direction, known)) else NO_EFFECT
     return Finding(text, "causal", rank, size=_share(first))
 
@@ -141,12 +136,12 @@ def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: s
     """Return the significant changes of the other groups."""
     groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
     groups.sort(key=lambda r: -abs(r["delta_loss"]))
-    findings = []
     words = {v.name: v.wording[0].lower() + v.wording[1:] for v in edits_of_norms() if not v.is_combined}
-    if rows := [r for r in groups if r["variant"] in words]:
-        told = "; ".join(f"{words[r['variant']]} {places[r['sites']]} {change(r, unit)}{_sink(r)}" for r in rows)
-        findings.append(Finding(f"Exploratory: {told}.", "causal", EFFECT, size=_share(rows[0]) / 2))
-    return findings
+    rows = [r for r in groups if r["variant"] in words]
+    if not rows:
+        return []
+    text = "; ".join(f"{words[r['variant']]} {places[r['sites']]} {change(r, unit)}{_sink(r)}" for r in rows)
+    return [Finding(f"Exploratory: {text}.", "causal", EFFECT, size=_share(rows[0]) / 2)]
 
 
 def _frozen_alone(effects: pd.DataFrame) -> pd.Series:

@@ -87,7 +87,7 @@ def _norm_free(norms: pd.DataFrame) -> str:
     return (
         f"A norm-free model: none of its {len(norms)} norms scales "
         f"({'; '.join(f'{count} {what}' for what, count in parts.items() if count)}), so freezing scaling changes "
-        "nothing, and queries are not bounded: margins and attention are over the observed queries."
+        "nothing, and queries are not bounded: there are no margins and no attainable attention."
     )
 
 

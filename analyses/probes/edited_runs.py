@@ -386,8 +386,6 @@ class EditedRuns:
 
 # --------------------------------------------------------------------------------------------- second-order estimates
 
-PASSES = 3.0  # forward, and twice backward to the norms alone
-
 _Key = TypeVar("_Key", bound=Hashable)
 
 

@@ -121,7 +121,6 @@ class HeadRuns:
         self.lost: dict[str, str] = {}
         self.silent = meaningless or (self.objective.obstacle(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()
-        self.asked_for = exact is not None
         if self.sites and not self.silent:
             by_site: dict[str, dict[int, list[int]]] = {}
             for layer, site in self.sites.items():
@@ -154,10 +153,9 @@ class HeadRuns:
             return [f"head_effects: nothing was measured: {self.silent}"]
         said = [f"head_effects: {reason}" for reason in self.lost.values()]
         if 0 < len(self.exact) < len(self.every):
-            which = f"those with the largest estimates on {CHOOSING} calibration prompts"
             said.append(
-                f"head_effects: {len(self.exact)} of {len(self.every)} heads were run exactly, "
-                f"{'those asked for' if self.asked_for else which}; the others are estimated"
+                f"head_effects: {len(self.exact)} of {len(self.every)} heads were run exactly, those with the largest "
+                f"estimates on {CHOOSING} calibration prompts; the others are estimated"
             )
         return said
 

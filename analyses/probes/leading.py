@@ -17,8 +17,8 @@ from jaxtyping import Int
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ln_probe.hooks.default_tokens import CALIBRATION, UnsampledError, default_tokens
 from ln_probe.hooks.model import HookedModel, blocks
+from ln_probe.hooks.text import CALIBRATION, bundled_prompts, default_tokens, tokenizer_of
 
 # Up to this many (weights of the blocks × heads, or × norms) every one is run; beyond, the leading ones. A unit of it
 # costs some 40 multiplications a token (half a pass for each of three terms, and what lies around it): 64 heads of
@@ -36,10 +36,9 @@ def every_one_is_run(model: HookedModel, parts: int) -> bool:
 
 def other_prompts(model: HookedModel, count: int) -> list[Int[Tensor, " _"]]:
     """Some calibration prompts; none if the model has no prompts but the measured ones."""
-    try:
-        return default_tokens(model, CALIBRATION)[:count]
-    except UnsampledError:
+    if bundled_prompts(model) is None and tokenizer_of(model) is None:
         return []
+    return default_tokens(model, CALIBRATION)[:count]
 
 
 def with_largest(estimates: Iterable[Mapping[tuple[_Part, str], Sequence[float]]], count: int) -> list[_Part]:

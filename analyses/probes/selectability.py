@@ -97,9 +97,9 @@ class Selectability(Probe):
         heads = tables[HEADS.name]
         return [
             *_attainable(heads, even_share(heads)),
-            *_selectable(heads, HEAD, "unselectable"),
+            *_selectable(heads, HEAD, "table-keys"),
             *_margins(heads),
-            *_selectable(heads, NORMALIZED, "geometry"),
+            *_selectable(heads, NORMALIZED, "norms"),
         ]
 
 

@@ -4,7 +4,7 @@ The mean change of a loss is a ratio, the sum of the prompts' changes over the s
 bootstrap-t (Efron & Tibshirani 1993, chapter 12; the standard error of a ratio: Cochran 1977, section 2.11): resampled
 prompts tell how (estimate - truth) / standard error is distributed, skewness included. Effects over prompts are skewed
 and have outliers: at 32 prompts the percentile bootstrap used before covers 94, 88 and 92 % of nominal 95 on normal,
-lognormal and outlier-ridden effects, this one 96, 94 and 96 (`coverage`; docs/statistics.md has the table). Below 32
+lognormal and outlier-ridden effects, this one 96, 94 and 96 (docs/statistics.md has the table). Below 32
 prompts no method can: with one outlier in ten prompts, 16 prompts show none of them in 19 % of cases.
 """
 
@@ -180,43 +180,3 @@ def holm(
 def by_group(values: Float[np.ndarray, " prompt"], groups: Int64[np.ndarray, " prompt"]) -> Float[np.ndarray, " group"]:
     """The sums over each group that there is, in the order of their numbers."""
     return np.bincount(np.unique(groups, return_inverse=True)[1], values).astype(float)
-
-
-# Effects over prompts that coverage is simulated for: the share of prompts that are 10 standard deviations higher.
-OUTLIERS = {"outliers 3 %": 0.03, "outliers 5 %": 0.05, "outliers": 0.1}
-
-
-def effects(kind: str, prompts: int, generator: np.random.Generator) -> tuple[Float[np.ndarray, " prompt"], float]:
-    """Simulated effects of one set of prompts, and their true mean.
-
-    Args:
-        kind: "normal" (mean 0.3, standard deviation 1), "lognormal" (of a standard normal), or of OUTLIERS (standard
-            normal, and 10 standard deviations higher in that share of prompts).
-        prompts: how many.
-        generator: to draw from.
-    """
-    x = generator.standard_normal(prompts)
-    if kind == "normal":
-        return x + 0.3, 0.3
-    if kind == "lognormal":
-        return np.exp(x), math.exp(0.5)
-    share = OUTLIERS[kind]
-    return x + 10.0 * (generator.random(prompts) < share), 10.0 * share
-
-
-def coverage(kind: str, prompts: int, *, sets: int) -> tuple[float, float]:
-    """Share of the intervals given that hold the true mean, NaN where none is given; and the share of sets given one.
-
-    Args:
-        kind: of `effects`.
-        prompts: in each set, of equal weight.
-        sets: how many are drawn.
-    """
-    generator = np.random.default_rng([0, prompts, len(kind)])
-    held, given, drawn = 0, 0, resamples(prompts, 0)
-    for _ in range(sets if prompts >= PROMPTS_NEEDED else 0):
-        x, truth = effects(kind, prompts, generator)
-        found = infer_mean(x, np.ones(prompts), drawn)
-        given += not math.isnan(found.low)
-        held += found.low <= truth <= found.high
-    return held / given if given else math.nan, given / sets

@@ -25,7 +25,8 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.hooks.default_tokens import encode, sample
+from ln_probe.hooks.model import run
+from ln_probe.hooks.text import encode, special_tokens
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))
@@ -133,8 +134,37 @@ def own(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
     Arguments as of `books`; the others are drawn with other seeds.
     """
     seeds = range(6, 10) if others else range(2, 6)
-    rows = [r for seed in seeds for r in sample(model, limit=limit, seed=seed)]
+    rows = [r for seed in seeds for r in drawn(model, limit, seed)]
     return [r.tolist() for r in rows if len(r) > 2][:PROMPTS]
+
+
+def drawn(model: Any, limit: int, seed: int, count: int = 32, least: int = 512) -> list[torch.Tensor]:
+    """Sequences drawn at temperature 1, up to and with an end token: `count` at a time until there are `least` tokens.
+
+    They begin with the model's first token, or with a token drawn evenly that neither ends nor pads.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ends, first = special_tokens(model, "eos"), special_tokens(model, "bos")
+    others = {*ends, *special_tokens(model, "pad")}
+    allowed = torch.tensor([i for i in range(int(model.cfg.d_vocab)) if i not in others])
+    found: list[torch.Tensor] = []
+    for _ in range(4):
+        if first and first[0] not in ends:
+            rows = torch.full((count, 1), first[0])
+        else:
+            rows = allowed[torch.randint(len(allowed), (count, 1), generator=generator)]
+        numbers, complete = torch.arange(count), {}
+        while len(rows) and rows.shape[1] < limit:
+            logits = run(model, rows, return_type="logits")[:, -1].float()
+            rows = torch.cat([rows, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+            ended = torch.tensor([int(row[-1]) in ends for row in rows])
+            complete |= dict(zip(numbers[ended].tolist(), rows[ended], strict=True))
+            numbers, rows = numbers[~ended], rows[~ended]
+        complete |= dict(zip(numbers.tolist(), rows, strict=True))
+        found += [complete[number] for number in range(count)]
+        if sum(map(len, found)) >= min(least, count * limit):
+            break
+    return found
 
 
 SOURCES: dict[str, Callable[..., list[list[int]]]] = {

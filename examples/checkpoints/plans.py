@@ -18,8 +18,8 @@ from measure import CASES, HERE, PROMPTS, SHARED, load
 from parts import edited_losses, losses
 
 import ln_probe
-from ln_probe.hooks.default_tokens import special_tokens
 from ln_probe.hooks.model import run
+from ln_probe.hooks.text import special_tokens
 
 KINDS = ("geometry_", "holes_", "external_threads_", "surface_finish_", "tolerance_", "batch_size_")
 LIMIT = 64  # tokens of a part and its plan

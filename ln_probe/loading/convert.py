@@ -8,11 +8,10 @@ compares logits for the rest.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from ln_probe.hooks.model import context_of_config
@@ -39,24 +38,7 @@ _CONVERTED = (
 )
 
 # The conversion guesses an architecture from these words anywhere in a folder's path.
-_LOADED_WORDS = ("bert", "gemma", "hubert", "llama", "t5", "wav2vec2")
-
-
-@dataclass(frozen=True)
-class Processing:
-    """Which changes of basis are applied to the weights after loading; none by default.
-
-    Each keeps the model's log-probabilities: see TransformerLens's `ProcessWeights`.
-    """
-
-    fold_ln: bool = False
-    center_writing_weights: bool = False
-    center_unembed: bool = False
-    fold_value_biases: bool = False
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of those that are on."""
-        return tuple(name for name, on in vars(self).items() if on)
+_MISREAD_WORDS = ("bert", "gemma", "hubert", "llama", "t5", "wav2vec2")
 
 
 def has_hooked_transformer() -> bool:
@@ -137,30 +119,18 @@ def to_bridge(model: Any, architecture: str, tokenizer: Any, *, hub_name: str | 
     return bridge.eval()
 
 
-def process(model: Any, world: World, processing: Processing) -> None:
-    """Fold or centre the weights of `model` in place, as TransformerLens does it in its world."""
-    if world == "hooked":
-        model.load_and_process_state_dict(dict(model.state_dict()), **vars(processing))
-    else:
-        model.enable_compatibility_mode(disable_warnings=True, **vars(processing))
-
-
 @contextmanager
 def _neutral_folder() -> Iterator[Path]:
     """Make a temporary folder whose path has none of the words that the conversion looks for."""
-    with ExitStack() as stack:
-        for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", str(Path.cwd())) * 5:  # their names are random
-            stack.close()  # the previous one
-            with suppress(OSError):
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
-                if not any(word in str(folder).lower() for word in _LOADED_WORDS):
-                    break
-        else:
-            raise OSError(
-                f"no temporary folder without one of the words {', '.join(_LOADED_WORDS)} in its path, which "
-                "TransformerLens takes for an architecture. Set TMPDIR to another folder, or use world='bridge'."
-            )
-        yield folder
+    for base in (None, None, None, "/tmp", "/tmp"):  # their names are random
+        with TemporaryDirectory(dir=base) as folder:
+            if not any(word in folder.lower() for word in _MISREAD_WORDS):
+                yield Path(folder)
+                return
+    raise OSError(
+        f"TransformerLens takes {', '.join(_MISREAD_WORDS)} in the path of temporary files for an architecture: set "
+        "TMPDIR to another folder, or use world='bridge'."
+    )
 
 
 @contextmanager
@@ -174,6 +144,6 @@ def reloadable_tokenizer(tokenizer: Any) -> Iterator[Any]:
         return
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         yield AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -1,7 +1,7 @@
 """A lab model as HookedTransformer or TransformerBridge: a GPT-2 whose norms are the lab's own.
 
 The lab's norms take the places of TransformerLens's; they have the same hook points. (In a bridge, a LayerNorm is the
-bridge's own component.) A model with a norm that is not LayerNorm is not folded: TransformerLens folds LayerNorms.
+bridge's own component.)
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 from transformers import GPT2Config
 
 from ln_probe.analyses.lab.gpt2 import as_gpt2, not_gpt2
-from ln_probe.loading.convert import CLASS_OF_WORLD, Processing, has_hooked_transformer, reloadable_tokenizer, to_bridge
+from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer, reloadable_tokenizer, to_bridge
 from ln_probe.loading.pretrained import isolated
 from ln_probe.loading.provenance import ModelSource, remember
 from ln_probe.loading.verify import (
     CONVERSION_BOUND,
     logits_of,
     probe_tokens,
-    process_and_compare,
     relative_difference,
     settle_tokenizer,
 )
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
     from ln_probe.loading.convert import World
 
 
-def into_transformer_lens(
-    trained: LabTransformer, source: ModelSource, world: World | None, processing: Processing
-) -> nn.Module:
+def into_transformer_lens(trained: LabTransformer, source: ModelSource, world: World | None) -> nn.Module:
     """Convert a lab model, compare its logits with the lab model's, and record its source.
 
     Without `world`, that is a TransformerBridge, in every version of TransformerLens the same class (a pass of a
@@ -43,24 +40,16 @@ def into_transformer_lens(
     causal, other positions) stays as it was trained.
 
     Raises:
-        ValueError: such a model and a world or processing; folding where a norm is not LayerNorm; or logits that are
-            not the lab model's.
+        ValueError: such a model and a world, or logits that are not the lab model's.
     """
     if missing := not_gpt2(trained.cfg, own_norms=True):
-        if world is not None or processing.names():
-            asked = f"world={world!r}" if world is not None else ", ".join(processing.names())
+        if world is not None:
             raise ValueError(
                 f"{source.name} can only be used as it was trained: a TransformerLens model here is a GPT-2, which has "
-                f"{missing}. Leave out {asked}."
+                f"{missing}. Leave out world={world!r}."
             )
         remember(trained, source)
         return trained
-    others = [name for name, norm in _norms(trained) if not norm.is_layer_norm]
-    if processing.names() and others:
-        raise ValueError(
-            f"{source.name} has norms that are not LayerNorm ({others[0]} …), and only LayerNorm can be folded or "
-            f"centered: leave out {', '.join(processing.names())}."
-        )
     if world == "hooked" and not has_hooked_transformer():
         raise ValueError(
             f"{source.name} cannot be a HookedTransformer: TransformerLens {source.transformer_lens_version} has none. "
@@ -79,11 +68,9 @@ def into_transformer_lens(
                 f"{source.name}: as {CLASS_OF_WORLD[world]} of TransformerLens {source.transformer_lens_version} its "
                 f"logits are {difference:.1e} of the largest off those of the model that was trained."
             )
-        notes = process_and_compare(model, world, source, processing, tokens) if processing.names() else []
     ends = getattr(trained.tokenizer, "eos_token_id", None)
     model.__dict__["special_token_ids"] = {"eos": ends, "bos": ends, "pad": None}
-    loaded = {"world": CLASS_OF_WORLD[world], "processing": processing.names(), "logits_max_difference": difference}
-    remember(model, source, **loaded, notes=(*source.notes, *notes))
+    remember(model, source, world=CLASS_OF_WORLD[world], logits_max_difference=difference)
     return model
 
 

@@ -1,9 +1,10 @@
-"""The Hugging Face model itself, from a checked folder or a .gguf file: no network, no remote code."""
+"""Hugging Face models from a folder or a .gguf file, without a network and without code that comes with a model."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import re
 import warnings
@@ -12,32 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ln_probe.hooks.default_tokens import check_contained
 from ln_probe.hooks.in_memory import complete_biases, complete_token_ids
-from ln_probe.loading.folder import PICKLE_WARNING, Checkpoint, check_header, check_tokenizer, has_tokenizer, some
+from ln_probe.loading.hub import PICKLE_WARNING, PICKLES, SAFETENSORS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Loaded and compared with Hugging Face in the tests, in every world that takes them.
-TESTED_ARCHITECTURES = (
-    "BertForMaskedLM",
-    "BloomForCausalLM",
-    "GPT2LMHeadModel",
-    "GPTJForCausalLM",
-    "GPTNeoForCausalLM",
-    "GPTNeoXForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MptForCausalLM",
-    "OPTForCausalLM",
-    "Olmo2ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
+# Any one of these is a whole tokenizer, or (pairs) its two halves.
+_TOKENIZERS = (
+    ("tokenizer.json",),
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+    ("tokenizer.model",),
+    ("spiece.model",),
+    ("sentencepiece.bpe.model",),
 )
 
 # How the note begins that tells a model whose logits mean nothing.
@@ -52,16 +42,16 @@ class Pretrained:
 
     Attributes:
         model: the model, in eval mode, with eager attention, on its device and in its dtype.
+        weights: the files of its weights; empty for a model in memory.
         missing_head: why its logits mean nothing, where its head was not in the checkpoint; empty if it was.
-        deviations: those notes that say that something else than the folder's whole model was loaded.
     """
 
     model: nn.Module
     architecture: str
     tokenizer: Any
     notes: tuple[str, ...]
+    weights: tuple[Path, ...] = ()
     missing_head: str = ""
-    deviations: tuple[str, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -69,28 +59,27 @@ class Pretrained:
         return self.model.config
 
 
-def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Pretrained:
-    """Build the Hugging Face model of a checked folder.
+def from_folder(folder: Path, *, allow_pickle: bool, dtype: torch.dtype, device: torch.device) -> Pretrained:
+    """Load the Hugging Face model of a folder.
 
     Raises:
-        ValueError: an architecture that is unknown, needs custom code or is not a language model; a
-            config that does not fit the weights; NaN or infinite weights (the tensor is named); a pickle
-            that holds more than tensors.
+        FileNotFoundError: no config.json, or no weights.
+        ValueError: config.json is no JSON; quantized weights, an adapter, custom code, or an architecture that is not
+            supported; a pickle without `allow_pickle`; a config that does not fit the weights; NaN or infinite weights.
     """
     from transformers import AutoConfig
 
-    folder = checkpoint.folder
-    model_class, notes = _model_class(checkpoint)
-    state = _read_pickles(checkpoint.weights) if checkpoint.pickled else None
+    written = _read_config(folder)
+    model_class, notes = _model_class(written, folder)
+    weights = weight_files(folder, allow_pickle=allow_pickle)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         complete_token_ids(config)
-        config.transformers_weights = None  # would name another weight file than the one that was checked
         model, info = model_class.from_pretrained(
-            None if checkpoint.pickled else folder,
+            folder,
             config=config,
-            state_dict=state,
-            use_safetensors=None if checkpoint.pickled else True,
+            use_safetensors=weights[0].suffix == ".safetensors",
+            weights_only=True,
             dtype=dtype,
             attn_implementation="eager",  # the other kernels give no attention pattern to hook
             output_loading_info=True,
@@ -98,20 +87,15 @@ def from_folder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
         )
     except Exception as error:  # any error of the config or the file has the same answer
         raise ValueError(
-            f"{folder}: config.json and the weights do not make a {model_class.__name__}: "
-            f"{type(error).__name__}: {_first_lines(error)}"
+            f"{folder}: config.json and the weights do not make a {model_class.__name__}: {_one_line(error)}"
         ) from error
-    missing_head, more = _check_loading_info(folder, checkpoint, model, info)
+    missing_head, more = _check_loading_info(folder, written.get("architectures") or [], model, info)
     notes += more + complete_biases(model)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()  # safetensors gives views of the file, which change when it is written to
     model = _ready(model, device, folder)
-    tokenizer, more = _tokenizer(folder, vocabulary=checkpoint.config.get("vocab_size"))
-    deviations = _layers_left_over(info["unexpected_keys"], model.config)
-    if tokenizer is None and has_tokenizer(folder):
-        deviations += more
-    every = tuple(dict.fromkeys((*notes, *more, *deviations)))
-    return Pretrained(model, model_class.__name__, tokenizer, every, missing_head, deviations)
+    tokenizer, more = _tokenizer(folder, vocabulary=written.get("vocab_size"))
+    return Pretrained(model, model_class.__name__, tokenizer, (*notes, *more), weights, missing_head)
 
 
 def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretrained:
@@ -123,7 +107,6 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     """
     from transformers import AutoModelForCausalLM
 
-    check_header(file)
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -140,9 +123,9 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         )
         model, info = loaded  # the stubs do not know of output_loading_info
     except Exception as error:
-        raise ValueError(f"{file} could not be unpacked: {type(error).__name__}: {_first_lines(error)}") from error
+        raise ValueError(f"{file} could not be unpacked: {_one_line(error)}") from error
     if info["missing_keys"]:
-        raise ValueError(f"{file} lacks weights: {some(info['missing_keys'])}.")
+        raise ValueError(f"{file} lacks weights: {_some(info['missing_keys'])}.")
     # The weights are plain floats from here on; left in place, this would mark the model as quantized.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -150,9 +133,9 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     model.config.architectures = [architecture]
     complete_token_ids(model.config)
     model = _ready(model, device, file)
-    tokenizer, deviations = _tokenizer(file.parent, gguf_file=file.name)
-    notes = ("weights unpacked from GGUF: as exact as the file's own quantization", *deviations)
-    return Pretrained(model, architecture, tokenizer, notes, deviations=deviations)
+    tokenizer, more = _tokenizer(file.parent, gguf_file=file.name)
+    notes = ("weights unpacked from GGUF: as exact as the file's own quantization", *more)
+    return Pretrained(model, architecture, tokenizer, notes, (file,))
 
 
 def supported_architectures() -> list[str]:
@@ -170,24 +153,68 @@ def supported_architectures() -> list[str]:
     )
 
 
-def _model_class(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
-    """The transformers class to build, and a note if the folder names a model without a language head."""
+def weight_files(folder: Path, *, allow_pickle: bool) -> tuple[Path, ...]:
+    """Return the files of a folder's weights: safetensors, otherwise pickles if they may be read.
+
+    Raises:
+        FileNotFoundError: there are none, or one that the index names is missing.
+        ValueError: pickles without `allow_pickle`, or an index that is none.
+    """
+    present = [folder / name for name in (*SAFETENSORS, *PICKLES) if (folder / name).is_file()]
+    if not present:
+        raise FileNotFoundError(f"{folder} holds no weights: expected {SAFETENSORS[0]} or {PICKLES[0]}.")
+    file = present[0]
+    if file.name in PICKLES and not allow_pickle:
+        raise ValueError(f"{folder} holds its weights as a pickle. {PICKLE_WARNING}")
+    if file.suffix != ".json":
+        return (file,)
+    weight_map = _read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{file} has no weight_map from tensor names to files.")
+    files = tuple(folder / str(name) for name in sorted(set(weight_map.values())))
+    if absent := [path.name for path in files if not path.is_file()]:
+        raise FileNotFoundError(f"{folder} lacks weight files that {file.name} names: {_some(absent)}.")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object.")
+    return content
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if (folder / "adapter_config.json").is_file():  # which transformers would follow to another model
+        raise ValueError(
+            f"{folder} holds a PEFT adapter: merge it into its base model (merge_and_unload) and save that."
+        )
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: give a folder that save_pretrained wrote.")
+    config = _read_json(path)
+    if config.get("quantization_config"):
+        raise ValueError(f"{folder} holds quantized weights: give plain float weights, or a .gguf file.")
+    return config
+
+
+def _model_class(config: dict[str, Any], folder: Path) -> tuple[Any, tuple[str, ...]]:
+    """Return the transformers class to build, and a note if the folder names a model without a language head."""
     import transformers
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
-    config, folder = checkpoint.config, checkpoint.folder
     model_type = config.get("model_type")
-    named = config.get("architectures") or []
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise ValueError(f"{folder}: architectures in config.json must be a list of class names, got {named!r:.60}")
-    architecture = named[0] if named else None
+    named = config.get("architectures") or [None]
+    architecture = named[0] if isinstance(named, list) else None
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if not known and config.get("auto_map"):
         raise ValueError(
-            f"{folder} needs custom Python code to run (auto_map in config.json, model_type {model_type!r}), and "
-            "ln_probe does not run code that comes with a model. Load it yourself with TransformerLens and pass the "
-            "model object."
+            f"{folder} needs custom Python code (auto_map in config.json), which ln_probe does not run: load it with "
+            "TransformerLens and pass the model."
         )
     supported = supported_architectures()
     by_type = (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -195,42 +222,21 @@ def _model_class(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     with_head = next((head for head in heads if head in supported), None)
     if with_head is None:
         what = f"architecture {architecture or model_type!r}" if known else f"model_type {model_type!r}"
-        others = set(supported).difference(TESTED_ARCHITECTURES)
         raise ValueError(
-            f"{folder}: {what} is not supported. Tested: {', '.join(TESTED_ARCHITECTURES)}. TransformerLens holds "
-            f"{len(others)} more: ln_probe.loading.pretrained.supported_architectures()."
+            f"{folder}: {what} is not supported. ln_probe.loading.pretrained.supported_architectures() lists those "
+            "that are."
         )
     note = f"config.json names {architecture or 'no architecture'}; loaded as {with_head}"
     return getattr(transformers, with_head), () if with_head == architecture else (note,)
 
 
-def _read_pickles(files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
-    import torch
-
-    state: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            part = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(
-                f"{file} was not read: it is corrupt, or holds more than tensors "
-                f"({type(error).__name__}: {_first_lines(error)}). {PICKLE_WARNING}"
-            ) from error
-        if isinstance(part, dict) and isinstance(part.get("state_dict"), dict):
-            part = part["state_dict"]
-        if not isinstance(part, dict) or not all(isinstance(value, torch.Tensor) for value in part.values()):
-            raise ValueError(
-                f"{file} holds a {type(part).__name__}, expected a state dict (tensor names to tensors). "
-                "Save model.state_dict(), or better save_pretrained."
-            )
-        state.update(part)
-    return state
-
-
 def _check_loading_info(
-    folder: Path, checkpoint: Checkpoint, model: Any, info: dict[str, Any]
+    folder: Path, named: list[str], model: Any, info: dict[str, Any]
 ) -> tuple[str, tuple[str, ...]]:
     """Return why the model has no head of its own (empty if it has one), and notes about the weights.
+
+    Args:
+        named: the architectures that config.json names.
 
     Raises:
         ValueError: weights of the body are missing, which transformers would draw at random, or weights of the head
@@ -239,79 +245,56 @@ def _check_loading_info(
     architecture, body = type(model).__name__, f"{model.base_model_prefix}."
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     head = [name for name in missing if not name.startswith(body)]
-    named = checkpoint.config.get("architectures") or []
     if missing and (len(head) < len(missing) or architecture in named):
-        raise ValueError(
-            f"{folder} lacks {len(missing)} weights of a {architecture}: {some(missing)} "
-            f"(files: {', '.join(file.name for file in checkpoint.weights)}). The config and the weights do "
-            "not belong together, or a file is missing."
-        )
+        raise ValueError(f"{folder} lacks {len(missing)} weights of a {architecture}: {_some(missing)}.")
     reason = ""
     if head:
-        reason = f"{NO_HEAD}: {some(head)} drawn at random (seed 0)"
+        reason = f"{NO_HEAD}: {_some(head)} drawn at random (seed 0)"
     elif other := next((name for name in named if _OTHER_TASK.search(name)), ""):
-        its = f" ({some(unused)})" if unused else ""
+        its = f" ({_some(unused)})" if unused else ""
         reason = f"{NO_HEAD}: the head of a {other}{its} predicts no tokens, and the embedding is used as one"
     if reason:
         reason += ", so logits and losses of this model are meaningless; what happens inside its blocks is not affected"
     notes: tuple[str, ...] = (reason,) if reason else ()
     if unused:
-        notes += (f"weights in the file that a {architecture} has no place for: {some(unused)}",)
+        notes += (f"weights in the file that a {architecture} has no place for: {_some(unused)}",)
     return reason, notes
 
 
-# The number of a block in the name of one of its weights.
-_BLOCK = re.compile(r"(?:^|\.)(?:h|layers?|blocks?)\.(\d+)\.")
-
-
-def _layers_left_over(unexpected: Iterable[str], config: Any) -> tuple[str, ...]:
-    """A note if the weights hold blocks beyond those of the configuration: another model was saved than is built."""
-    layers = getattr(config, "num_hidden_layers", None)
-    numbers = {int(found[1]) for name in unexpected if (found := _BLOCK.search(name))}
-    beyond = sorted(n for n in numbers if isinstance(layers, int) and n >= layers)
-    if not beyond:
-        return ()
-    return (
-        f"config.json says {layers} layers, and the weights hold {beyond[-1] + 1}: the model was built without layers "
-        f"{beyond[0]} to {beyond[-1]}",
-    )
-
-
 def _ready(model: Any, device: torch.device, where: Path) -> Any:
-    """The model on a device, in eval mode; ValueError if it has weights that are not finite (names one)."""
+    """Return the model on a device, in eval mode; ValueError if it has weights that are not finite (names one)."""
     model = model.to(device).eval()
     for name, parameter in model.named_parameters():
         finite = parameter.isfinite()
         if bool(finite.all()):
             continue
-        count = int((~finite).sum())
-        kind = "NaN" if bool(parameter.isnan().any()) else "infinite"
         dtype = str(parameter.dtype).removeprefix("torch.")
         hint = " (float16 ends at 65504: try float32 or bfloat16)" if dtype == "float16" else ""
         raise ValueError(
-            f"{where}: weight {name} of shape {tuple(parameter.shape)} holds {count} {kind} "
-            f"{'entry' if count == 1 else 'entries'} in {dtype}{hint}. The file is damaged or the training diverged; "
-            "nothing can be measured on it."
+            f"{where}: weight {name} has {int((~finite).sum())} NaN or infinite entries in {dtype}{hint}. The file is "
+            "damaged or the training diverged."
         )
     return model
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds the files of a tokenizer (transformers invents an empty one if not)."""
+    return any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS)
+
+
 def _tokenizer(folder: Path, *, vocabulary: object = None, **file: str) -> tuple[Any, tuple[str, ...]]:
-    """The tokenizer of a folder, or of one of its files (None if it cannot be had), and a note about it."""
+    """Return the tokenizer of a folder, or of one of its files (None if it cannot be had), and a note about it."""
     from transformers import AutoTokenizer
 
     if not file and not has_tokenizer(folder):
         return None, ("no tokenizer: the folder holds no tokenizer files; prompts must be token ids",)
     try:
-        if (folder / "tokenizer.json").is_file() and not file:
-            check_tokenizer(folder / "tokenizer.json")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **file)
         if len(tokenizer) == 0:
             raise ValueError("it has no entries")
-    except BaseException as error:
-        check_contained(error)
+    except Exception as error:
         which = next((f"the one in {name}" for name in file.values()), "the folder's")
-        return None, (f"no tokenizer: {which} could not be read ({_first_lines(error)}); prompts must be token ids",)
+        return None, (f"no tokenizer: {which} could not be read ({_one_line(error)}); prompts must be token ids",)
     if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
         return tokenizer, (
             f"the tokenizer knows {len(tokenizer)} tokens, the model {vocabulary}: some texts give ids out of range",
@@ -319,63 +302,41 @@ def _tokenizer(folder: Path, *, vocabulary: object = None, **file: str) -> tuple
     return tokenizer, ()
 
 
-def _first_lines(error: BaseException) -> str:
+def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= 400 else text[:400] + " …"
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + ' …'}"
+
+
+def _some(names: Iterable[str], most: int = 4) -> str:
+    """Return the first names in alphabetical order, and how many more there are."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
 
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Build a model quietly, without a network, and without touching the caller's random numbers.
+    """Build a model without a network, without output, and without touching the caller's random numbers.
 
-    transformers and huggingface_hub ask one constant at each request whether they are offline; the environment variable
-    of the same meaning is read only at import. Building a model draws random numbers, and so do weights that a folder
-    lacks (a headless model's head): they come from seed 0.
+    Weights that a folder lacks (a headless model's head) are drawn from seed 0. TransformerLens prints on loading and
+    logs on the root logger, which may install a handler there.
     """
     import torch
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    with quiet(), torch.random.fork_rng(devices=[]):
+    root = logging.getLogger()
+    before = constants.HF_HUB_OFFLINE, logging.root.manager.disable, list(root.handlers)
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         torch.default_generator.manual_seed(0)
-        constants.HF_HUB_OFFLINE = True
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        constants.HF_HUB_OFFLINE = True  # asked at each request; the environment variable is read at import only
         try:
             yield
         finally:
-            constants.HF_HUB_OFFLINE = before
-
-
-@contextlib.contextmanager
-def quiet(*, progress: bool = False) -> Iterator[None]:
-    """Keep the libraries' prints, warnings, log lines and (but for `progress`) progress bars away from the console.
-
-    TransformerLens prints on loading, logs on the root logger (which may install a handler there), and both
-    libraries set log levels when imported. All of it is undone on the way out.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    root, library = logging.getLogger(), logging.getLogger("transformers")
-    handlers, level = list(root.handlers), library.level
-    had_bar = transformers_logging.is_progress_bar_enabled()
-
-    def is_of_others(record: logging.LogRecord) -> bool:
-        return "transformer_lens" not in record.pathname
-
-    root.addFilter(is_of_others)
-    library.setLevel(logging.ERROR)
-    if not progress:
-        transformers_logging.disable_progress_bar()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            if not progress:  # some bars are drawn by tqdm itself, past transformers' own switch
-                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            yield
-    finally:
-        root.removeFilter(is_of_others)
-        root.handlers[:] = handlers
-        library.setLevel(level)
-        if had_bar and not progress:
-            transformers_logging.enable_progress_bar()
+            constants.HF_HUB_OFFLINE, disabled, root.handlers[:] = before
+            logging.disable(disabled)

@@ -1,12 +1,11 @@
-"""Where a model came from: the record of every loaded model, and the hashes of the files that were read."""
+"""Where a model came from: the record of every loaded model, and the hashes of its weights."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -15,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ln_probe.analyses.arguments import received
-from ln_probe.analyses.files import FileError, sha256_of_file
-from ln_probe.loading.folder import Checkpoint
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,22 +27,17 @@ class ModelSource:
     """Where a model came from and how it was loaded.
 
     Attributes:
-        name: the name or path as it was given.
+        name: the name or path as it was given, without a revision.
         kind: ``hub``, ``folder``, ``gguf``, ``lab``, ``bundled``, or ``object`` (not loaded by us).
         revision: the revision asked for (hub models and lab runs).
         commit: the hub's commit the revision stood for.
         weights_sha256: SHA-256 of the weight file; of several files, the SHA-256 of the lines that
-            ``sha256sum`` prints for them in order of name; of a model not loaded by us, of its state
-            dict (`sha256_of_state`).
-        inputs_sha256: SHA-256 of the lines ``name hash`` of every file that was read (weights, configuration,
-            tokenizer), which were the same before reading and after; None for a model not loaded by us.
-        deviations: those notes that report that something else than asked was loaded: without layers that the weights
-            hold, or without the tokenizer.
+            ``sha256sum`` prints for them in order of name; of a lab model and of a model not loaded by us,
+            of its state dict (`sha256_of_state`).
         architecture: the Hugging Face class name, or for a lab model or an unknown one its own class name.
         world: ``HookedTransformer``, ``TransformerBridge``, ``lab``, or the class name of something else.
         dtype: the format of the weights in memory, ``float32`` and so on.
         transformer_lens_version: the installed one.
-        processing: what was done to the weights on request (``fold_ln``, …); empty for weights as trained.
         logits_max_difference: largest absolute difference from the Hugging Face model's logits on a few
             tokens, divided by the largest absolute logit; None where there was nothing to compare with.
         notes: for the reader of the results, in sentences.
@@ -60,11 +52,8 @@ class ModelSource:
     world: str = ""
     dtype: str
     transformer_lens_version: str = field(default_factory=partial(version, "transformer-lens"))
-    processing: tuple[str, ...] = ()
     logits_max_difference: float | None = None
     notes: tuple[str, ...] = ()
-    inputs_sha256: str | None = None
-    deviations: tuple[str, ...] = ()
 
 
 # Not an attribute of the models: nn.Module's attribute lookup, state dicts and copies stay untouched.
@@ -72,7 +61,7 @@ _SOURCES: WeakKeyDictionary[nn.Module, ModelSource] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, source: ModelSource, **loaded: Any) -> None:
-    """Record where `model` came from, for as long as it lives; `loaded`: what loading found out."""
+    """Record where `model` came from, for as long as it lives; `loaded`: fields that loading has determined."""
     _SOURCES[model] = replace(source, **loaded)
 
 
@@ -86,7 +75,7 @@ def source_of(model: nn.Module) -> ModelSource:
         TypeError: not a model.
 
     Example:
-        >>> ln_probe.source_of(model).name
+        >>> ln_probe.models.source_of(model).name
     """
     if isinstance(model, type) or not callable(getattr(model, "parameters", None)):
         raise TypeError(f"source_of takes a model, got {received(model)}: ln_probe.load_model loads one")
@@ -108,12 +97,15 @@ def source_of(model: nn.Module) -> ModelSource:
     )
 
 
-def sha256_of_hashes(hashes: Mapping[Path, str]) -> str:
-    """Return one file's hash as it is; of several, the SHA-256 of their ``sha256sum`` lines in order of name."""
-    if len(hashes) == 1:
-        return next(iter(hashes.values()))
-    by_name = {path.name: digest for path, digest in hashes.items()}
-    lines = "".join(f"{by_name[name]}  {name}\n" for name in sorted(by_name))
+def sha256_of_files(files: Sequence[Path]) -> str:
+    """Return one file's SHA-256; of several files, that of their ``sha256sum`` lines in order of name."""
+    digests = {}
+    for path in files:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    if len(digests) == 1:
+        return next(iter(digests.values()))
+    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(os.fsencode(lines)).hexdigest()
 
 
@@ -134,62 +126,3 @@ def sha256_of_state(model: nn.Module) -> str:
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         lines = "".join(pool.map(line, sorted(state)))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-class ChangedError(ValueError):
-    """A file changed after the work began."""
-
-
-def files_of_checkpoint(checkpoint: Checkpoint) -> tuple[Path, ...]:
-    """Return the weights, configuration and tokenizer of a Hugging Face folder."""
-    patterns = ("*.json", "*.txt", "*.model", "*.jinja")
-    beside = {p for pattern in patterns for p in checkpoint.folder.glob(pattern)} - set(checkpoint.weights)
-    return (*checkpoint.weights, *sorted(p for p in beside if p.is_file()))
-
-
-def files_of_lab_run(folder: Path, step: int | None) -> tuple[Path, ...]:
-    """Return the weights, description, tokenizer and loss-optimal constants of a lab run.
-
-    Raises:
-        FileNotFoundError: it has no model of that step.
-    """
-    from ln_probe.analyses.lab.run_folder import weights_of
-
-    beside = (folder / "lab.json", folder / "tokenizer.json", folder / "optimal.json")
-    return (weights_of(folder, step), *(p for p in beside if p.is_file()))
-
-
-def hashes(files: Sequence[Path]) -> dict[Path, str]:
-    """Return the SHA-256 of each file; empty for one that cannot be read."""
-    found = {}
-    for file in files:
-        try:
-            found[file] = sha256_of_file(file)
-        except (OSError, FileError):
-            found[file] = ""
-    return found
-
-
-def combined(found: dict[Path, str]) -> str:
-    """Return one hash of several files: of a line `name hash` for each, in order of name."""
-    lines = sorted(os.fsencode(f"{path.name} {digest}\n") for path, digest in found.items())
-    return hashlib.sha256(b"".join(lines)).hexdigest()
-
-
-@contextmanager
-def unchanged(files: Sequence[Path]) -> Iterator[dict[Path, str]]:
-    """Give the files' hashes, and compare them again after the block.
-
-    Raises:
-        ChangedError: a file was written, replaced or removed during the block (names the first).
-    """
-    before = hashes(files)
-    yield before
-    after = hashes(files)
-    for file in files:
-        if after[file] != before[file]:
-            now = f"now {after[file][:16]}…" if after[file] else "now it cannot be read"
-            raise ChangedError(
-                f"{file} changed while it was being read (SHA-256 {before[file][:16]}… before, {now}). Wait until "
-                "it is complete, and load it again."
-            )

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.hooks.in_memory import complete_biases, complete_token_ids, same_weights
-from ln_probe.loading.convert import (
-    CLASS_OF_WORLD,
-    Processing,
-    has_hooked_transformer,
-    hooked_obstacle,
-    process,
-    to_bridge,
-    to_hooked,
-)
+from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer, hooked_obstacle, to_bridge, to_hooked
 from ln_probe.loading.provenance import UNKNOWN_HEAD, ModelSource, remember, sha256_of_state
 
 if TYPE_CHECKING:
@@ -29,17 +19,36 @@ if TYPE_CHECKING:
     from ln_probe.loading.convert import World
     from ln_probe.loading.pretrained import Pretrained
 
+# Largest difference of logits between the Hugging Face model and the loaded one, relative to the largest
+# logit. float32: ports of the same arithmetic in another order differ by about 1e-6 (measured: up to 2.1e-6
+# over 20 architectures of random weights), a wrong rotary base or mask by 1e-3 and more. float64: the rotary
+# tables stay in float32 on both sides (measured: up to 1e-6). Half precision: roundings of the format (2^-8
+# and 2^-11) add up on the way through the layers; measured up to 5.0e-2 and 3.6e-3 on random weights,
+# 8.3e-3 and 1.0e-3 on a trained model. Only gross errors are seen there.
+CONVERSION_BOUND = {"float32": 1e-5, "float64": 5e-6, "bfloat16": 1e-1, "float16": 2e-2}
+
+# Where a difference is beyond that bound it may still be what the original itself rounds: a model with large scores
+# (a Pythia-70m shape with its QKV weights times 5: 1.0e-5 in float32, where in float64 it is 1.6e-6). So the original
+# is compared with itself in the next wider format. Both sides round on their own, which makes two such distances, and
+# the largest of one sample of tokens can be twice that of another.
+OWN_ROUNDINGS = 4.0
+# A difference from here on is no rounding: the wrong rotary base or mask above.
+SUSPICIOUS = {"float32": 1e-3, "float64": 5e-6, "bfloat16": 3e-1, "float16": 1e-1}
+WIDER = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
+
+PROBE_TOKENS = 48  # enough positions for a wrong rotary base, mask or position table to show
+_LONGEST_PROBE = 320  # local attention with a window up to about this long is exercised beyond its window
+
 
 def into_world(
     pretrained: Pretrained,
     source: ModelSource,
     world: World | None,
-    processing: Processing,
     *,
     hub_name: str | None = None,
     reference: torch.Tensor | None = None,
 ) -> nn.Module:
-    """Convert or wrap, compare with the original, process if asked, compare again, and record the source.
+    """Convert or wrap, compare with the original, and record the source.
 
     Args:
         pretrained: the Hugging Face model; the bridge takes it over.
@@ -49,8 +58,7 @@ def into_world(
             costs no memory, comes before HookedTransformer.
 
     Raises:
-        ValueError: the world asked for cannot hold the model; no world reproduces its logits; or processing
-            changed its log-probabilities.
+        ValueError: the world asked for cannot hold the model, or no world reproduces its logits.
     """
     import torch
 
@@ -74,12 +82,11 @@ def into_world(
         except Exception as error:
             raise ValueError(
                 f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
-                f"{how['device']}: {type(error).__name__}: {error}"
+                f"{how['device']}: {_in_words(error)}"
             ) from error
     if not bool(reference.isfinite().all()):
         raise ValueError(
-            f"{source.name}: the original's own logits are not finite in {source.dtype} on {tokens.numel()} "
-            "ordinary tokens. Load it in float32 or bfloat16."
+            f"{source.name}: the original's own logits are not finite in {source.dtype}: try float32 or bfloat16."
         )
     failed: dict[World, str] = {}
     for chosen in candidates:
@@ -100,86 +107,64 @@ def into_world(
                 shown: World = "bridge" if "bridge" in failed else "hooked"
                 raise ValueError(
                     f"{source.name} ({source.architecture}) could not be loaded faithfully as {CLASS_OF_WORLD[shown]} "
-                    f"of TransformerLens {source.transformer_lens_version}: {failed[shown]}. No results are better "
-                    "than results about another model."
+                    f"of TransformerLens {source.transformer_lens_version}: {failed[shown]}."
                 ) from error
     notes += rounding_notes
     if source.kind == "memory":
-        made = "wrapped in a bridge" if chosen == "bridge" else "converted to HookedTransformer"
-        notes.insert(0, f"a Hugging Face model in memory, {made} for the measurement; {UNKNOWN_HEAD}")
-    if processing.names():
-        notes += process_and_compare(model, chosen, source, processing, tokens)
+        action = "wrapped in a bridge" if chosen == "bridge" else "converted to HookedTransformer"
+        notes.insert(0, f"a Hugging Face model in memory, {action} for the measurement; {UNKNOWN_HEAD}")
     if pretrained.tokenizer is not None:
         notes += settle_tokenizer(model, pretrained.tokenizer, int(pretrained.config.vocab_size))
     # Conversion to HookedTransformer drops them; a bridge would pass an ordinary assignment on to what it wraps.
     kinds = ("eos", "bos", "pad")
     model.__dict__["special_token_ids"] = {k: getattr(pretrained.config, f"{k}_token_id", None) for k in kinds}
     model.__dict__["missing_head"] = pretrained.missing_head
-    loaded = {"world": CLASS_OF_WORLD[chosen], "processing": processing.names(), "logits_max_difference": difference}
-    remember(model, source, **loaded, notes=tuple(notes))
+    remember(model, source, world=CLASS_OF_WORLD[chosen], logits_max_difference=difference, notes=tuple(notes))
     return model
 
 
-def _difference(
-    model: Any, dtype: str, weights: Any, tokens: torch.Tensor, reference: torch.Tensor
-) -> tuple[float, list[str]]:
-    """Return the difference from the original's logits, and a note if it is within the original's own rounding only;
-    ValueError if it is larger."""
-    bound, notes = CONVERSION_BOUND[dtype], []
-    difference = relative_difference(logits_of(model, tokens), reference)
-    if bound < difference < SUSPICIOUS[dtype]:
-        own = own_rounding(weights, dtype, tokens, reference)
-        bound = max(bound, OWN_ROUNDINGS * own)
-        notes.append(
-            f"the loaded model's logits are {difference:.1e} of the largest off the original's, which "
-            f"rounds its own by {own:.1e} in {dtype}: rounding"
-        )
-    if not difference <= bound:
-        raise ValueError(f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})")
-    return difference, notes
+def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
+    """Return a TransformerBridge with the weights of a Hugging Face model, compared once with its own logits.
 
+    Where the bridge's logits differ and TransformerLens has HookedTransformer, return that instead.
 
-def _in_words(error: Exception) -> str:
-    """Describe an exception; one without a text (a bare assert) by where it was raised."""
-    text = " ".join(str(error).split())[:300]
-    if not text:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__} at {Path(last.filename).name}, line {last.lineno} ({last.line})"
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    Args:
+        model: a `PreTrainedModel` with a language-model head; neither it nor its modules are changed.
+        tokenizer: its tokenizer, for prompts that are texts.
 
+    Raises:
+        ValueError: quantized weights or none (meta device), an architecture that TransformerLens has no bridge for (one
+            without a language-model head, for example), or a bridge whose logits are not the model's.
+    """
+    from ln_probe.hooks.model import check_weights, evaluating
+    from ln_probe.loading.pretrained import Pretrained, isolated, supported_architectures
 
-def process_and_compare(
-    model: Any, world: World, source: ModelSource, processing: Processing, tokens: torch.Tensor
-) -> list[str]:
-    """Change the basis of `model`, compare it with the unprocessed one, and return notes."""
-    done = ", ".join(processing.names())
-    norm = getattr(getattr(model, "cfg", None), "normalization_type", None)
-    if processing.center_writing_weights and norm not in ("LN", "LNPre"):
-        # TransformerLens skips it silently, and the record would claim it.
+    check_weights(model)
+    architecture, first = type(model).__name__, next(model.parameters())
+    if architecture not in supported_architectures():
         raise ValueError(
-            f"{source.name}: center_writing_weights is for LayerNorm, which does not see the mean; the norm "
-            f"of this {source.architecture} is {norm!r}, and centring would change the model. Leave it out."
+            f"TransformerLens has no bridge for {architecture}: pass a model with a language-model head, such as "
+            "GPT2LMHeadModel (ln_probe.loading.pretrained.supported_architectures() lists them)"
         )
-    raw = logits_of(model, tokens)
-    try:
-        process(model, world, processing)
-        processed = logits_of(model, tokens)
-    except Exception as error:
-        raise ValueError(
-            f"{source.name}: TransformerLens {source.transformer_lens_version} cannot do {done} on a "
-            f"{source.architecture}: {type(error).__name__}: {error}"
-        ) from error
-    change = relative_difference(_centred(processed), _centred(raw))
-    allowed = PROCESSING_BOUND[source.dtype]
-    if not change <= allowed:
-        raise ValueError(
-            f"{source.name}: after {done} the model is no longer the same: "
-            f"its logits (less their mean) changed by {change:.1e} of the largest (bound {allowed:.0e}) "
-            f"in TransformerLens {source.transformer_lens_version}. Load it without (a known cause: the "
-            "square input matrix of an MLP as wide as the residual stream is folded the wrong way round)."
+    with isolated():
+        copied = same_weights(model)
+        complete_token_ids(copied.config)
+        copied.config.architectures = [architecture]
+        more = complete_biases(copied)
+        copied.eval()
+        copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
+        with evaluating(model):
+            reference = logits_of(lambda ids: model(ids).logits, probe_tokens(copied.config, first.device))
+        source = ModelSource(
+            name=str(getattr(model.config, "_name_or_path", "") or architecture),
+            kind="memory",
+            weights_sha256=sha256_of_state(model),
+            architecture=architecture,
+            dtype=str(first.dtype).removeprefix("torch."),
+            notes=more,
         )
-    nothing = [f"{done} changed nothing: not done for this architecture"] if change == 0 else []
-    return [*nothing, f"log-probabilities before and after {done} agree to {change:.1e}"]
+        own = Pretrained(copied, architecture, tokenizer, more)
+        return into_world(own, source, None, reference=reference)
 
 
 def settle_tokenizer(model: Any, original: Any, d_vocab: int) -> tuple[str, ...]:
@@ -204,50 +189,8 @@ def settle_tokenizer(model: Any, original: Any, d_vocab: int) -> tuple[str, ...]
     return ("the tokenizer has no begin or end mark: none is put before a text by default",)
 
 
-# Largest difference of logits between the Hugging Face model and the loaded one, relative to the largest
-# logit. float32: ports of the same arithmetic in another order differ by about 1e-6 (measured: up to 2.1e-6
-# over 20 architectures of random weights), a wrong rotary base or mask by 1e-3 and more. float64: the rotary
-# tables stay in float32 on both sides (measured: up to 1e-6). Half precision: roundings of the format (2^-8
-# and 2^-11) add up on the way through the layers; measured up to 5.0e-2 and 3.6e-3 on random weights,
-# 8.3e-3 and 1.0e-3 on a trained model. Only gross errors are seen there.
-CONVERSION_BOUND = {"float32": 1e-5, "float64": 5e-6, "bfloat16": 1e-1, "float16": 2e-2}
-
-# Where a difference is beyond that bound it may still be what the original itself rounds: a model with large scores
-# (a Pythia-70m shape with its QKV weights times 5: 1.0e-5 in float32, where in float64 it is 1.6e-6). So it is asked
-# how far the original is from itself in the next wider format. Both sides round on their own, which makes two such
-# distances, and the largest of one sample of tokens can be twice that of another.
-OWN_ROUNDINGS = 4.0
-# A difference from here on is no rounding: the wrong rotary base or mask above.
-SUSPICIOUS = {"float32": 1e-3, "float64": 5e-6, "bfloat16": 3e-1, "float16": 1e-1}
-# Largest change of logits (less their mean) by processing: the weights themselves are rounded again (measured: up to
-# 2.5e-6 in float32 and 8.2e-2 in bfloat16; a fold that goes wrong: 5.3e-1).
-PROCESSING_BOUND = {"float32": 1e-4, "float64": 1e-5, "bfloat16": 1.5e-1, "float16": 4e-2}
-
-
-def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor, "*shape"]) -> float:
-    """Return the largest absolute difference over the largest absolute reference; infinite if shapes differ or NaN."""
-    if values.shape != reference.shape:
-        return float("inf")
-    scale = float(reference.abs().max())
-    difference = float((values - reference).abs().max())
-    if difference != difference or scale != scale:
-        return float("inf")
-    return difference / scale if scale > 0 else difference
-
-
-def _centred(logits: Float[Tensor, "*batch d_vocab"]) -> Float[Tensor, "*batch d_vocab"]:
-    """Return logits minus their mean over the vocabulary, as with a centred unembedding."""
-    return logits - logits.mean(-1, keepdim=True)
-
-
-WIDER = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
-
-PROBE_TOKENS = 48  # enough positions for a wrong rotary base, mask or position table to show
-_LONGEST_PROBE = 320  # local attention with a window up to about this long is exercised beyond its window
-
-
 def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
-    """A seeded random sequence [1, pos] of ordinary token ids, no longer than the context of a Hugging Face config."""
+    """Return seeded random ordinary token ids [1, pos], no longer than the context of a Hugging Face config."""
     import torch
 
     from ln_probe.hooks.model import context_of_config
@@ -265,6 +208,26 @@ def probe_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(ordinary), (1, length), generator=generator)
     return torch.tensor(ordinary)[picks].to(device)
+
+
+def logits_of(forward: Callable[..., Tensor], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_vocab"]:
+    """Return the logits [batch, pos, d_vocab] on the CPU without gradients; half precision widened to float32."""
+    import torch
+
+    with torch.no_grad():
+        logits = forward(tokens).detach().cpu()
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor, "*shape"]) -> float:
+    """Return the largest absolute difference over the largest absolute reference; infinite if shapes differ or NaN."""
+    if values.shape != reference.shape:
+        return float("inf")
+    scale = float(reference.abs().max())
+    difference = float((values - reference).abs().max())
+    if difference != difference or scale != scale:
+        return float("inf")
+    return difference / scale if scale > 0 else difference
 
 
 def own_rounding(
@@ -286,60 +249,25 @@ def own_rounding(
     return relative_difference(logits.to(exact.dtype), exact)
 
 
-def logits_of(forward: Callable[..., Tensor], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_vocab"]:
-    """The logits [batch, pos, d_vocab] on the CPU without gradients; half precision widened to float32."""
-    import torch
-
-    with torch.no_grad():
-        logits = forward(tokens).detach().cpu()
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def bridged(model: Any, tokenizer: Any = None) -> nn.Module:
-    """Return a TransformerBridge with the weights of a Hugging Face model, compared once with its own logits.
-
-    Where the bridge's logits differ and TransformerLens has HookedTransformer, return that instead.
-
-    Args:
-        model: a `PreTrainedModel` with a language-model head; neither it nor its modules are changed.
-        tokenizer: its tokenizer, for prompts that are texts.
-
-    Raises:
-        ValueError: quantized weights or none (meta device), no language-model head, an architecture that
-            TransformerLens has no bridge for, or a bridge whose logits are not the model's.
-    """
-    from ln_probe.hooks.model import check_weights, evaluating
-    from ln_probe.loading.pretrained import Pretrained, isolated, supported_architectures
-
-    check_weights(model)
-    architecture, first = type(model).__name__, next(model.parameters())
-    if architecture not in (supported := supported_architectures()):
-        stem = architecture.removesuffix("Model")
-        if headed := [name for name in supported if name.startswith(stem) and stem != architecture]:
-            raise ValueError(
-                f"{architecture} has no language-model head, which TransformerLens asks for: pass the "
-                f"{' or '.join(headed)} around it"
-            )
-        raise ValueError(
-            f"TransformerLens has no bridge for {architecture}: ln_probe.loading.pretrained.supported_architectures() "
-            "lists those it has"
+def _difference(
+    model: Any, dtype: str, weights: Any, tokens: torch.Tensor, reference: torch.Tensor
+) -> tuple[float, list[str]]:
+    """Return the difference from the original's logits, and a note if it is within the original's own rounding only;
+    ValueError if it is larger."""
+    bound, notes = CONVERSION_BOUND[dtype], []
+    difference = relative_difference(logits_of(model, tokens), reference)
+    if bound < difference < SUSPICIOUS[dtype]:
+        own = own_rounding(weights, dtype, tokens, reference)
+        bound = max(bound, OWN_ROUNDINGS * own)
+        notes.append(
+            f"the loaded model's logits are {difference:.1e} of the largest off the original's, which "
+            f"rounds its own by {own:.1e} in {dtype}: rounding"
         )
-    with isolated():
-        copied = same_weights(model)
-        complete_token_ids(copied.config)
-        copied.config.architectures = [architecture]
-        more = complete_biases(copied)
-        copied.eval()
-        copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
-        with evaluating(model):
-            reference = logits_of(lambda ids: model(ids).logits, probe_tokens(copied.config, first.device))
-        source = ModelSource(
-            name=str(getattr(model.config, "_name_or_path", "") or architecture),
-            kind="memory",
-            weights_sha256=sha256_of_state(model),
-            architecture=architecture,
-            dtype=str(first.dtype).removeprefix("torch."),
-            notes=more,
-        )
-        own = Pretrained(copied, architecture, tokenizer, more)
-        return into_world(own, source, None, Processing(), reference=reference)
+    if not difference <= bound:
+        raise ValueError(f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})")
+    return difference, notes
+
+
+def _in_words(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"

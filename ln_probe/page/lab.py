@@ -1,4 +1,4 @@
-"""The page of a lab experiment: findings, plots, table and command; opens offline."""
+"""The page of a lab experiment: plots, table and command; opens offline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ln_probe.page import own_script, policy, render
 from ln_probe.page.tables import table
 
 PAGE_FILE = "page.html"
-FIRST = 12  # findings shown without a click
 _ABOUT = (
     "Means over seeds with 95 % CIs (empty with one seed), and the published value if there is one. "
     "Click a column's name to sort; summary.csv next to this page has six digits."
@@ -36,7 +35,6 @@ def write_lab_page(folder: Path) -> Path:
     page = render(
         "lab.html",
         about=about,
-        first=FIRST,
         facts=[
             ("Command", about["command"]),
             ("Versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items())),

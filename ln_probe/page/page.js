@@ -91,31 +91,26 @@ for (const section of document.querySelectorAll("section.table")) {
     .catch((error) => { section.querySelector(".count").textContent = `Only the first rows are shown: ${error.message}.`; });
 }
 
-// A picture as a separate file: its drawings next to each other, title above and caption below, ink on white.
+// A picture as a separate file: title above and caption below, ink on white.
 const MARGIN = 8, LINE = 14, LETTER = 5.4; // units of the drawing: around it, a line of the caption, a letter of it
 function standalone(figure) {
-  const shown = figure.querySelector(".drawing"), every = [...shown.querySelectorAll("svg")];
-  const boxes = every.map((svg) => svg.viewBox.baseVal), wide = boxes.reduce((w, b) => w + b.width, 0), high = Math.max(...boxes.map((b) => b.height));
+  const svg = figure.querySelector(".drawing svg"), { width, height } = svg.viewBox.baseVal;
   const make = (tag, attributes, text = "") => {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
     node.textContent = text;
     return node;
   };
-  const words = shown.querySelector("figcaption, p").textContent.split(/\s+/), lines = [""];
-  for (const word of words) lines.push(`${lines.at(-1).length + word.length < (wide - MARGIN) / LETTER ? lines.pop() : ""} ${word}`.trim());
-  const height = high + LINE * (lines.length + 2) + 2 * MARGIN;
-  const root = make("svg", { viewBox: `0 0 ${wide + 2 * MARGIN} ${height}`, width: wide + 2 * MARGIN, height, color: "#1a1d21", fill: "#1a1d21", "font-family": "sans-serif" });
+  const words = figure.querySelector("figcaption").textContent.split(/\s+/), lines = [""];
+  for (const word of words) lines.push(`${lines.at(-1).length + word.length < (width - MARGIN) / LETTER ? lines.pop() : ""} ${word}`.trim());
+  const size = { width: width + 2 * MARGIN, height: height + LINE * (lines.length + 2) + 2 * MARGIN };
+  const root = make("svg", { viewBox: `0 0 ${size.width} ${size.height}`, ...size, color: "#1a1d21", fill: "#1a1d21", "font-family": "sans-serif" });
   root.append(make("rect", { width: "100%", height: "100%", fill: "#fff" }), make("text", { x: MARGIN, y: MARGIN + LINE, "font-size": 12, "font-weight": "bold" }, figure.querySelector("h3").textContent));
-  let x = MARGIN;
-  every.forEach((svg, i) => {
-    const copy = svg.cloneNode(true);
-    for (const [name, value] of Object.entries({ x, y: MARGIN + 1.5 * LINE, width: boxes[i].width, height: boxes[i].height })) copy.setAttribute(name, value);
-    copy.removeAttribute("style");
-    root.append(copy);
-    x += boxes[i].width;
-  });
-  lines.forEach((line, i) => root.append(make("text", { x: MARGIN, y: MARGIN + 3 * LINE + high + i * LINE, "font-size": 10 }, line)));
+  const copy = svg.cloneNode(true);
+  for (const [name, value] of Object.entries({ x: MARGIN, y: MARGIN + 1.5 * LINE, width, height })) copy.setAttribute(name, value);
+  copy.removeAttribute("style");
+  root.append(copy);
+  lines.forEach((line, i) => root.append(make("text", { x: MARGIN, y: MARGIN + 3 * LINE + height + i * LINE, "font-size": 10 }, line)));
   return root;
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import SplitError
 
-pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")]
 
 
 def test_targets() -> None:
@@ -42,14 +41,14 @@ def test_neurons_are_their_mlp() -> None:
     for arch in ("gpt2", "llama"):
         model = make_bridge(arch)
         whole = attribute_logits(model, TOKENS, -1, target=3).table.set_index("part")
-        fine = attribute_logits(model, TOKENS, -1, target=3, neurons=[-1]).check().table
+        fine = attribute_logits(model, TOKENS, -1, target=3, components="neurons").check().table
         neurons = fine[fine["kind"] == "neuron"]
-        assert set(neurons["layer"]) == {1}
+        assert set(neurons["layer"]) == {0, 1}
+        neurons = neurons[neurons["layer"] == 1]
         assert list(neurons["index"]) == list(range(len(neurons)))
         for term in ("contribution", "without_projection", "projection"):
             assert neurons[term].sum() == pytest.approx(whole.loc["L1 mlp", term], abs=2e-6)
-        assert "L0 mlp" in set(fine["part"])
-        assert "L1 mlp" not in set(fine["part"])
+        assert not {"L0 mlp", "L1 mlp"} & set(fine["part"])
 
 
 def test_caches() -> None:
@@ -74,7 +73,7 @@ def test_caches() -> None:
     with pytest.raises(AttributionError, match="a cache holds no tokens, so the next ones are not known: give target="):
         attribute_logits(raw, cache, -1)
     with pytest.raises(AttributionError, match="neurons are not read from a cache"):
-        attribute_logits(raw, ActivationCache({}, raw), -1, neurons=True)
+        attribute_logits(raw, ActivationCache({}, raw), -1, components="neurons")
 
 
 def test_what_cannot_be_attributed() -> None:
@@ -102,19 +101,6 @@ def test_what_cannot_be_attributed() -> None:
         ({"tokens": torch.tensor([0.5])}, "token ids are whole numbers, got float32"),
         ({"tokens": torch.ones(40).long()}, "40 tokens are more than the context of 32"),
         ({"tokens": "a text"}, "this model has no tokenizer"),
-        ({"tokens": TOKENS, "neurons": [2]}, "layer 2 is out of range: the model has 2 layers (0 … 1)"),
-        *(
-            ({"tokens": TOKENS, "neurons": given}, f"neurons must be True, False or a list of layers, got {given}")
-            for given in (3, None, math.nan)
-        ),
-        (
-            {"tokens": TOKENS, "neurons": True, "components": "layers"},
-            "neurons=True is for components='heads', got comp",
-        ),
-        (
-            {"tokens": TOKENS, "neurons": [0], "components": "neurons"},
-            "neurons=[0] is for components='heads', got comp",
-        ),
         ({"tokens": TOKENS, "positions": {}}, "positions must be None, an index, a slice or a list of indices, got {}"),
         ({**every, "target": []}, "target is an empty list of tokens: give"),
         ({"tokens": []}, "the prompt is empty: give at least one token"),
@@ -146,13 +132,12 @@ def test_half_precision_says_its_bound() -> None:
     assert found.error < found.bound
 
 
-def test_the_picture_is_safe_and_complete() -> None:
+def test_the_table_of_a_notebook_is_safe() -> None:
     found = attribute_logits(make_bridge("gpt2"), TOKENS, -1)
     table = found.table.copy()
     table.loc[0, "part"] = "</text><script>alert(1)</script>"
-    made = type(found)(table, found.total, found.own, found.scale, found.bound, "<b>x</b>", found.sigma)._repr_html_()
-    assert "<script" not in made
-    assert "<b>" not in made
-    assert "others" in made  # 18 parts, 12 bars and the rest
-    assert f"{found.total:.4f}" in made
-    assert list(found.top(3)["contribution"].abs()) == sorted(table["contribution"].abs(), reverse=True)[:3]
+    html = type(found)(table, 1e9 * found.total, found.own, found.scale, found.bound, "<b>x</b>", 1.0)._repr_html_()
+    assert "<script" not in html
+    assert "<b>" not in html
+    largest = found.top(3)["contribution"].abs()
+    assert list(largest) == sorted(found.table["contribution"].abs(), reverse=True)[:3]

@@ -18,7 +18,6 @@ from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.analyses.probes.edited_runs import SINGLE_NORM_PROMPTS, EditedRuns
 from ln_probe.hooks import without
-from ln_probe.hooks.interventions import GROUPS
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.scales import Constant, mean_sigmas
 from ln_probe.hooks.sites import find_sites
@@ -62,7 +61,7 @@ def forward_passes(model: Any, effects: EditedRuns) -> list[int]:
     return rows
 
 
-def test_groups_are_run_with_one_constant_and_with_loss_optimal_ones_too() -> None:
+def test_primary_contrasts_are_run_with_one_constant_and_with_loss_optimal_ones_too() -> None:
     """Against `without` with the same constants."""
     model = make_bridge("gpt2", torch.float64)
     sites = find_sites(model)
@@ -71,18 +70,16 @@ def test_groups_are_run_with_one_constant_and_with_loss_optimal_ones_too() -> No
     effects = EditedRuns(model, sites, means, optimal=lambda group, prompt: best if group == "all" else {})
     rows = tabulated([effects.measure(0, PROMPTS[0])]).set_index(["sites", "variant"])
     with torch.no_grad():
-        with without(model, "both", sites="attention", scale={n: c.uniform for n, c in means.items()}):
+        with without(model, "scaling", sites="attention", scale={n: c.uniform for n, c in means.items()}):
             one = float(model(PROMPTS[0][None], return_type="loss"))
         with without(model, "scaling", sites="all", scale=best):
             optimal = float(model(PROMPTS[0][None], return_type="loss"))
     base = (rows["loss"] - rows["delta_loss"]).iloc[0]
-    assert rows.loc[("attention", "both_removed"), "delta_loss_uniform"] == pytest.approx(one - base, abs=1e-10)
+    assert rows.loc[("attention", "no_scaling"), "delta_loss_uniform"] == pytest.approx(one - base, abs=1e-10)
     assert rows.loc[("all", "no_scaling"), "delta_loss_optimal"] == pytest.approx(optimal - base, abs=1e-10)
     assert rows["delta_loss_optimal"].notna().sum() == 1
-    scaling = rows.index.get_level_values("variant").isin(["no_scaling", "both_removed"])
-    group = rows.index.get_level_values("sites").isin(GROUPS)
-    assert rows.loc[group & scaling, "delta_loss_uniform"].notna().all()
-    assert rows.loc[~(group & scaling), "delta_loss_uniform"].isna().all()
+    known = rows.index[rows["delta_loss_uniform"].notna()]
+    assert list(known) == [("attention", "no_scaling"), ("all", "no_scaling")]
 
 
 def test_single_norms_are_taken_from_the_first_prompts() -> None:
@@ -101,8 +98,8 @@ def test_what_cannot_change_is_not_computed_and_says_so() -> None:
     model = make_bridge("llama")
     effects, table, _ = measured(model)
     # The unedited model; then scaling at five sites and three groups (the fourth is the final norm), with two constants
-    # and, of groups, with one: edits that begin at the same block (0, 1, or after both) together. Then estimates.
-    assert forward_passes(model, effects) == [1, 5, 3, 1, 1, 2, 1]
+    # and, of two groups, with one: edits that begin at the same block (0, 1, or after both) together. Then estimates.
+    assert forward_passes(model, effects) == [1, 5, 2, 1, 2, 1]
     rows = table.set_index(["sites", "variant"])
     kept = rows.xs("no_projection", level="variant")
     assert (kept["delta_loss"] == 0).all()

@@ -88,7 +88,7 @@ def test_an_estimate_is_the_slope_towards_the_edited_head() -> None:
 def test_large_models_have_only_the_leading_heads_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leading, "EXACT_WORK", 0.0)
     monkeypatch.setattr(head_effects, "LEADING", 3)
-    monkeypatch.setattr(leading, "default_tokens", lambda _model, _part: list(PROMPTS))
+    monkeypatch.setattr(head_effects, "other_prompts", lambda _model, count: list(PROMPTS)[:count])
     runs, _ = runs_of(lab())
     assert len(runs.exact) == 3
     every = runs.measure(0, PROMPTS[0])

@@ -159,7 +159,7 @@ def test_damaged_runs(task: TextTask, tmp_path: Path) -> None:
     weights.write_bytes(content)
     lab = json.loads((tmp_path / "run" / "lab.json").read_text())
     (tmp_path / "run" / "lab.json").write_text(json.dumps(lab | {"model": lab["model"] | {"d_model": 32}}))
-    with pytest.raises(ValueError, match=r"lab\.json is not what it was when .*model\.safetensors was written"):
+    with pytest.raises(ValueError, match="does not fit"):
         load_run(tmp_path / "run")
     (tmp_path / "run" / "lab.json").write_text(json.dumps(lab))
     with pytest.raises(FileNotFoundError, match="holds no checkpoint of step 5; steps it has: 0, 6, 12"):

@@ -52,7 +52,6 @@ def test_findings_by_hand() -> None:
     ]
     found = findings(pd.DataFrame(rows, columns=["form", "lr", "seed", "step", "measure", "value"]))
     assert found.tables["contrasts"]["mean"].tolist() == pytest.approx([0.2])
-    assert found.conclusions[-1].startswith("lr 0.01, threshold minus absolute value: +0.200")
 
 
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

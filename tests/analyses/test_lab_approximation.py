@@ -188,7 +188,6 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(normed_or_wide["evaluated_on"]) == {approximation.EVALUATION_INPUTS}
     assert np.isnan(table.loc[("4a", "log", "none", "mse"), "published"]), "published without an FFN"
     assert np.isnan(table.loc[("4a", "log", "layernorm", "mse"), "optimum"])
-    assert any("layernorm in post-norm order" in sentence for sentence in results.conclusions)
 
     assert {"heads.png", "norm_factors.csv"} <= {p.name for p in out.iterdir()}
     pd.testing.assert_frame_equal(ran("approximation", out, collect=True).summary, results.summary)
@@ -255,8 +254,6 @@ def test_a_run_on_text(prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     results = ran("approximation_text", out := tmp_path / "out", texts=(prose,))
     assert len(results.summary) == len(approximation_text.grid(quick=True))
     assert (results.summary["seeds"] == 2).all()
-    assert any("with the dot product" in sentence for sentence in results.conclusions)
-    assert any("4 layers of 1 head minus 1 layer of 16 heads" in sentence for sentence in results.conclusions)
 
     assert (out / "dot_product.csv").exists()
 
@@ -387,12 +384,6 @@ def test_a_run_on_longer_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ours = table[(table["target"] == "4a") & (table["length"] == targets.LENGTH) & (table["measure"] == "mse")]
     assert ours["value"].iloc[0] == pytest.approx(metrics["mse"].iloc[-1], rel=1e-5)
     assert metrics["evaluated_on"].iloc[-1] == EXACT
-    assert len(results.conclusions) == 2
-    assert (
-        "4a, t5 positions, 1 head, error relative to the best constant: solved 0.064 at 1000 inputs and 0.51 at 4000"
-        in (results.conclusions[0])
-    )
-    assert results.conclusions[0].endswith(", 2 seeds.")
     again = ran("longer_inputs", out)  # finished runs are read, not refused
     pd.testing.assert_frame_equal(again.summary, results.summary)
 

@@ -127,7 +127,6 @@ def test_the_experiment_end_to_end(prose: Path, start: Path, tmp_path: Path) -> 
     model = remove_norm.at_once(start, task, SIZE, 0, remove_norm.ONE_CONSTANT)
     torch.testing.assert_close(model.embed.W_E, load_run(start).embed.W_E)
     assert task.evaluate(model)["valid_loss"] == pytest.approx(seeds[remove_norm.AT_ONCE, "valid_loss", 0], rel=1e-6)
-    assert any(s.startswith("Held-out loss (nats per token):") and "(2 seeds, Holm " in s for s in results.conclusions)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_GPU])])
@@ -162,7 +161,6 @@ def test_a_run(prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     request = Request(tmp_path, (0, 1), quick=True, texts=(prose,), progress=False)
     found = fresh_seeds.run(request)
     assert found.settings["seeds"] == [10, 11]
-    assert len(found.tables["effects"]) == len(found.conclusions) == 4
     assert sorted(p.name for p in (tmp_path / "runs").iterdir())[:2] == ["layernorm-seed10", "layernorm-seed11"]
     again = fresh_seeds.run(request)  # from what is there
     pd.testing.assert_frame_equal(again.tables["effects"], found.tables["effects"])

@@ -87,21 +87,14 @@ def test_a_seed_counts_once_and_missing_values_do_not() -> None:
 def test_what_is_written(tmp_path: Path) -> None:
     long = pd.DataFrame({"seed": range(2000), "value": 0.5})
     summary = summarize(pd.DataFrame({"norm": ["a"], "seed": [0], "value": [1.0]}), ["norm"])
-    results = Results(
-        summary, tables={"short": long[:3], "long": long}, conclusions=("It is so.",), diverged=("seed 4",)
-    )
+    results = Results(summary, tables={"short": long[:3], "long": long}, diverged=("seed 4",))
     write_results(results, tmp_path, experiment="toy", command="cmd", ln_probe_version="1", seconds=2.0)
     about = json.loads((tmp_path / "results.json").read_text())
     assert about["tables"] == ["summary.csv", "short.csv", "long.parquet"]
-    assert about["conclusions"] == ["It is so."]
     assert about["diverged"] == ["seed 4"]
     assert about["versions"]["ln-probe"] == "1"
     assert len(pd.read_parquet(tmp_path / "long.parquet")) == 2000
     assert pd.read_csv(tmp_path / "summary.csv")["mean"].tolist() == [1.0]
-    (tmp_path / "thesis.csv").write_text("mine")
-    shorter = Results(summary, tables={"long": long[:5]})  # what results no longer have does not stay beside them
-    write_results(shorter, tmp_path, experiment="toy", command="cmd", ln_probe_version="1", seconds=2.0)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["long.csv", "results.json", "summary.csv", "thesis.csv"]
 
 
 @pytest.mark.parametrize("space", [NORMAL, HEAD])
@@ -133,7 +126,6 @@ def test_the_maps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(maps["space"]) == {NORMAL, NORMALIZED, HEAD, "a head"}
     published = found.summary.dropna(subset="published").set_index(["space", "d"])
     assert published.loc[NORMAL, 3]["mean"] == published.loc[NORMAL, 3]["published"] == 1
-    assert found.conclusions[0].startswith("After LayerNorm no key is unselectable: points of a sphere")
     assert list(found.figures) == ["maps"]
 
 

@@ -57,9 +57,6 @@ def test_projections_around_the_stream_are_followed(tmp_path: Path) -> None:
     assert torch.allclose(found.total[0], own, atol=1e-5 * float(logits.abs().max()))
     one = ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2, against=3).check()
     assert {"embed", "pos_embed", "L0H0", "L0 mlp"} <= set(one.pairs.columns)
-    report = ln_probe.analyze(model, TOKENS, probes=("decomposition", "writers", "attribution"), progress=False)
-    assert not report.failures
-    assert report.tables["attribution"]["contribution"].sum() == pytest.approx(float(own.mean()), abs=1e-4)
 
 
 def test_a_head_that_transforms_the_stream_is_refused_by_name() -> None:

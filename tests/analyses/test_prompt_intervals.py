@@ -38,11 +38,11 @@ def bench() -> ModuleType:
 @pytest.mark.parametrize("kind", cases("lognormal", slow=["normal", "outliers"]))
 def test_coverage(kind: str) -> None:
     """400 sets here (standard error 0.011); the documentation's tables are of 4000, and are checked below."""
-    held, given = statistics.coverage(kind, statistics.PROMPTS_NEEDED, sets=400)
-    assert held >= LEAST - 0.011
-    assert given >= 0.99
+    row = bench().worth(kind, statistics.PROMPTS_NEEDED, sets=400)
+    assert row["coverage"] >= LEAST - 0.011
+    assert row["given"] >= 0.99
     for few in (4, 8, 16):
-        assert math.isnan(statistics.coverage(kind, few, sets=1)[0])
+        assert math.isnan(bench().worth(kind, few, sets=1)["coverage"])
 
 
 def test_the_page_shows_what_was_simulated() -> None:
@@ -71,7 +71,7 @@ def test_what_was_simulated(kind: str, prompts: int) -> None:
 def test_p_is_below_005_exactly_where_the_interval_excludes_0(kind: str) -> None:
     generator, both = np.random.default_rng(1), set()
     for shift in np.linspace(-1.5, 1.5, 120):
-        x, truth = statistics.effects(kind, statistics.PROMPTS_NEEDED, generator)
+        x, truth = bench().effects(kind, statistics.PROMPTS_NEEDED, generator)
         found = statistics.infer_mean(x - truth + shift, np.ones(statistics.PROMPTS_NEEDED))
         if not math.isnan(found.low):
             assert (found.p < statistics.SIGNIFICANCE) == (found.low > 0 or found.high < 0)

@@ -147,19 +147,6 @@ def test_what_the_first_token_receives_by_counting() -> None:
 def test_nothing_to_find() -> None:
     model, tokens = model_of(), torch.arange(1, 31)[None]
     report = ln_probe.analyze(model, tokens, probes=("sinks",), progress=False)
-    sizes = report.tables["token_sizes"]
-    one = sizes[sizes["site"] == "blocks.0.ln1"]
-    assert one[["first", "last"]].to_numpy().tolist() == [[0, 0], [1, 1], [2, 3], [4, 7], [8, 15], [16, 31]]
-    assert one["tokens"].sum() == 30
-    found = ln_probe.outlier_tokens(model, tokens)
-    for column, values in (
-        ("sigma_mean", found.sigma),
-        ("length_before_mean", found.before),
-        ("length_after_mean", found.after),
-    ):
-        own = values["blocks.0.ln1"][0]
-        means = [float(own[a : b + 1].mean()) for a, b in zip(one["first"], one["last"], strict=True)]
-        assert one[column].tolist() == pytest.approx(means, rel=1e-5)
     if not len(report.tables["sinks"]):
         assert any("no token is an outlier" in f for f in report.findings())
 

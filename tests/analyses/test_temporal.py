@@ -1,24 +1,30 @@
-"""Kₜ[#] against brute force, its translations from C-RASP and back, and compiled transformers read back as programs."""
+"""Kₜ[#] against brute force, its translations from C-RASP and back, compiled transformers and what is read of them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from crasp_reference import ALPHABET, BOOLEANS, Expression
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from ln_probe.analyses.lab.crasp import compiler, depth_task, temporal
 from ln_probe.analyses.lab.crasp import read_back as reading
-from ln_probe.analyses.lab.crasp import temporal
 from ln_probe.analyses.lab.crasp.compiler import PROGRAMS
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
-from ln_probe.analyses.lab.crasp.crasp_compiler import compile_program
 from ln_probe.analyses.lab.crasp.read_back import read_back
 from ln_probe.analyses.lab.crasp.temporal import formula_of, parse_formula, program_of
+from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.norms import SCALES
+from ln_probe.analyses.lab.transformer import LabTransformer
 
 WORDS = st.text(ALPHABET, min_size=1, max_size=7)
 
@@ -114,67 +120,167 @@ def test_formulas_of_too_many_parts_or_letters(monkeypatch: pytest.MonkeyPatch) 
         formula_of(parse(doubled))
 
 
-# ------------------------------------------------------------------------------------------------------- reading back
+# ------------------------------------------------------------------------------------------------ weights and back
 
-BOOLEAN = [name for name, (source, _) in PROGRAMS.items() if parse(source).output.kind == "Boolean"]
-TOO_WIDE = "large factors"  # a mean of four million steps
+FIRST_WRONG_WITH_ALIBI = 13  # the n from which on a^n b^(n-1) has no majority of a's
 
 
-def same_on_every_word(source: str, alphabet: Any, length: int) -> None:
+def truth(compiled: CompiledProgram, words: list[Any]) -> np.ndarray:
+    return np.stack([compiled.program.run(list(word)) for word in words])
+
+
+def same_on_every_word(source: str, alphabet: Any, length: int, norm: str = "layernorm") -> None:
+    """The transformer, what is read of its weights, and the interpreter."""
     program = parse(source)
-    compiled = compile_program(program, "rounding", "none", alphabet=alphabet, n_ctx=length + 1)
-    read = read_back(compiled)
+    compiled = compile_program(program, norm, alphabet=alphabet, n_ctx=length + 1)
     words = list(itertools.product(alphabet, repeat=length))
-    truth = compiled.run(words).T  # of the transformer
-    assert np.array_equal(read.run(np.array(words, dtype=object).T), truth)
-    assert read.depth <= max(1, compiled.attending) == max(1, program.depth)
+    answers = compiled.run(words)
+    assert np.array_equal(answers, truth(compiled, words))
+    read = read_back(compiled)
+    assert np.array_equal(read.run(np.array(words, dtype=object).T), answers.T)
+    assert read.depth <= compiled.attending <= program.depth
 
 
-@pytest.mark.parametrize("name", ["majority", "Dyck-1", "member of L3", "last block of L8", "nothing"])
-def test_a_compiled_program_is_read_back(name: str) -> None:
-    same_on_every_word(*PROGRAMS[name], 7)
+@pytest.mark.parametrize("norm", sorted(SCALES))
+@pytest.mark.parametrize("name", ["majority", "Dyck-1", "member of L3", "last block of L5", "nothing", "large factors"])
+def test_a_program_is_compiled_and_read_back(name: str, norm: str) -> None:
+    same_on_every_word(*PROGRAMS[name], 6, norm)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in BOOLEAN if name != TOO_WIDE])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_is_read_back_to_length_10(name: str) -> None:
-    same_on_every_word(*PROGRAMS[name], 10)
+    source, alphabet = PROGRAMS[name]
+    same_on_every_word(source, alphabet, 10 if len(alphabet) < 3 else 7)
 
 
-# (Most drawn programs are too wide to be read back, which costs little: they are left out before they are compiled.)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(drawn=BOOLEANS)
-def test_random_programs_are_read_back(drawn: Expression) -> None:
-    assume(drawn.multiplied <= 2)
+def compiled_and_read(drawn: Expression) -> None:
+    assume(drawn.multiplied <= 6)
     program = parse(f"x := {drawn.text}")
+    words = list(itertools.product(ALPHABET, repeat=6))
     try:
-        read = read_back(compile_program(program, "rounding", "none", alphabet=ALPHABET, n_ctx=8))
+        compiled = compile_program(program, alphabet=ALPHABET, n_ctx=7)
+        assert np.array_equal(compiled.run(words), truth(compiled, words))
+        read = read_back(compiled)
     except ValueError as error:
         assume("too wide" not in str(error))
         raise
-    words = np.array(list(itertools.product(ALPHABET, repeat=7)), dtype=object).T
-    assert np.array_equal(read.run(words), program.run(words))
+    assert np.array_equal(read.run(np.array(words, dtype=object).T), program.run(np.array(words, dtype=object).T))
+    assert compiled.attending <= program.depth
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(drawn=BOOLEANS)
+def test_random_programs_are_compiled_and_read_back(drawn: Expression) -> None:
+    compiled_and_read(drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(drawn=BOOLEANS)
+def test_2000_random_programs_are_compiled_and_read_back(drawn: Expression) -> None:
+    compiled_and_read(drawn)
+
+
+def test_a_comparison_that_is_counted_needs_scaling() -> None:
+    """Random words of 120 letters; the same weights with a constant in the norm's place count differences."""
+    program = parse(depth_task.gate_program(2))
+    words = [["ab"[i] for i in row] for row in torch.randint(2, (20, 120), generator=torch.Generator().manual_seed(0))]
+
+    def share_right(norm: str, **options: Any) -> float:
+        compiled = compile_program(program, norm, n_ctx=121, **options)
+        return float((compiled.run(words) == truth(compiled, words)).mean())
+
+    assert share_right("layernorm") == share_right("scaling_only") == 1
+    assert max(share_right("none"), share_right("projection_only"), share_right("layernorm", eps=1e-2)) < 1
+    layers = [compile_program(parse(depth_task.gate_program(depth))).layers for depth in (1, 2, 3)]
+    assert layers == [1, 2, 3]
+
+
+def test_positions_in_a_compiled_program() -> None:
+    """Its queries are 0, so rotary positions turn nothing. ALiBi adds to every score, and counts are discounted."""
+
+    def with_positions(compiled: CompiledProgram, positions: Any) -> CompiledProgram:
+        old = compiled.model
+        size = old.cfg.d_head + old.cfg.d_head % 2  # rotary positions turn pairs
+        model = LabTransformer(replace(old.cfg, positions=positions, d_head=size)).double()
+        weights = {name: torch.zeros_like(model.state_dict()[name]) for name in old.state_dict()}
+        for name, own in old.state_dict().items():
+            weights[name][tuple(slice(n) for n in own.shape)] = own
+        model.load_state_dict(weights)
+        return replace(compiled, model=model.eval())
+
+    for name in ("majority", "Dyck-1", "last block of L5"):
+        plain = compile_program(parse(PROGRAMS[name][0]), n_ctx=64)
+        words = compiler.random_words(plain.alphabet, 40, 9, torch.Generator().manual_seed(0))
+        assert np.array_equal(with_positions(plain, "rotary").run(words), truth(plain, words)), name
+    biased = with_positions(compile_program(parse(depth_task.MAJORITY), n_ctx=64), "alibi")
+    right = [bool(biased.run([n * "a" + (n - 1) * "b"])[0, -1]) for n in range(2, 31)]
+    assert right == [n < FIRST_WRONG_WITH_ALIBI for n in range(2, 31)]
+
+
+@pytest.mark.slow
+def test_depth_198() -> None:
+    program = parse(depth_task.last_block(200))
+    compiled = compile_program(program, n_ctx=402)
+    assert compiled.attending == program.depth == 198
+    words = ["aabb" * 100, "ab" * 200, "a" * 398 + "ba"]
+    assert np.array_equal(compiled.run(words), truth(compiled, words))
+
+
+@pytest.mark.parametrize(("source", "options", "error", "word"), [
+    ("n := #[Q_a] + 1", {}, CRaspError, "count"),
+    ("x := 2147483647 * #[Q_a] > 2147483646 * #[Q_b]", {"n_ctx": 10**6}, CRaspError, "float64"),
+    (depth_task.MAJORITY, {"norm": "batchnorm"}, ValueError, "batchnorm"),
+    (depth_task.MAJORITY, {"n_ctx": 1}, ValueError, "n_ctx"),
+    (depth_task.MAJORITY, {"alphabet": "aba"}, ValueError, "alphabet"),
+    ("x := #[true] > 1", {}, ValueError, "alphabet"),
+])  # fmt: skip
+def test_what_is_not_compiled(source: str, options: dict[str, Any], error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        compile_program(parse(source), **options)
+
+
+@pytest.mark.parametrize(("words", "word"), [(["a", "ab"], "lengths"), (["abc"], "alphabet"), (["abab"], "context")])
+def test_words_that_are_not_run(words: list[str], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        compile_program(parse(depth_task.MAJORITY), n_ctx=4).run(words)
 
 
 def test_what_cannot_be_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     majority = parse(PROGRAMS["majority"][0])
-    with pytest.raises(
-        ValueError, match="compiled with 'scaling', whose stream is not rounded: only 'rounding' is read"
-    ):
-        read_back(compile_program(majority, "scaling", n_ctx=8))
-    with pytest.raises(ValueError, match="too wide: a mean of 3999999 steps of the grid; at most 65536"):
-        read_back(compile_program(parse(PROGRAMS[TOO_WIDE][0]), "rounding", n_ctx=8))
-    looks = compile_program(majority, "rounding", n_ctx=8)
-    looks.model.blocks[0].attn.W_Q.data.fill_(1.0)
-    with pytest.raises(ValueError, match="attention that is not uniform, or positions: only uniform attention"):
-        read_back(looks)
+    with pytest.raises(ValueError, match="scale"):
+        read_back(compile_program(majority, "none", n_ctx=8))
+    altered = compile_program(majority, n_ctx=8)
+    altered.model.blocks[0].attn.W_Q.data.fill_(1.0)
+    with pytest.raises(ValueError, match="uniform"):
+        read_back(altered)
+    altered = compile_program(majority, n_ctx=8)
+    altered.model.blocks[0].mlp.W_out.data.mul_(0.9)
+    with pytest.raises(ValueError, match="finitely many"):
+        read_back(altered)
     monkeypatch.setattr(reading, "MOST_STATES", 3)
-    with pytest.raises(ValueError, match="too wide: 2 vectors times 2 answers; at most 3 together"):
-        read_back(compile_program(majority, "rounding", n_ctx=8))
+    with pytest.raises(ValueError, match="too wide"):
+        read_back(compile_program(majority, n_ctx=8))
 
 
 def test_an_altered_weight_is_another_program() -> None:
-    compiled = compile_program(parse("x := #[Q_a] > #[Q_b]"), "rounding", alphabet=ALPHABET, n_ctx=8)
+    compiled = compile_program(parse("x := #[Q_a] > #[Q_b]"), alphabet=ALPHABET, n_ctx=8)
     compiled.model.embed.W_E.data[[1, 2]] = compiled.model.embed.W_E.data[[2, 1]]
     words = np.array(list(itertools.product(ALPHABET, repeat=6)), dtype=object).T
     assert np.array_equal(read_back(compiled).run(words), parse("x := #[Q_b] > #[Q_a]").run(words))
+
+
+def test_the_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two programs, few words."""
+    monkeypatch.setattr(compiler, "PROGRAMS", {name: PROGRAMS[name] for name in ("names", "within 5")})
+    monkeypatch.setattr(compiler, "QUICK_LENGTHS", (40,))
+    monkeypatch.setattr(compiler, "LETTERS", 60)
+    monkeypatch.setattr(compiler, "EVERY_WORD_TO", 5)
+    results = compiler.run(Request(tmp_path, (0,), quick=True, progress=False))
+    table = results.tables["agreement"]
+    assert (table.loc[table["suffices"], "value"] == 1).all()
+    assert len(table) == 2 * 4 * 4  # programs, norms, measures
+    operations = results.tables["operations"].set_index("operation")
+    assert (operations["layernorm"] == 1).all()
+    assert operations.loc["COMPARE, counted", "none"] < 1

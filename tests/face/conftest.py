@@ -21,7 +21,6 @@ from architectures import make_bridge
 import ln_probe
 from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.probes.columns import CAUSAL
-from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.report import Report
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules of this folder, wherever the tests are run from
@@ -59,7 +58,7 @@ def long_report(long_model: Any, long_prompts: list[list[int]], tmp_path_factory
     """A real report whose patterns are pooled, with every key in its table."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in long_prompts))
-    probes = ("decomposition", Selectability(every_key=True), "uniformity")
+    probes = ("decomposition", "selectability", "uniformity")
     return ln_probe.analyze(long_model, path, probes=probes, progress=False)
 
 
@@ -129,15 +128,13 @@ def dirty(report: Report, causal: pd.DataFrame) -> list[Report]:
         norms = pd.concat([report.layernorms] * 6, ignore_index=True)[:PER_REPORT]
         norms = norms.assign(**{c: spread(len(norms)) for c in ("site", "kind", "reads", "state", "evidence")})
         interventions = pd.concat([causal] * 3, ignore_index=True)
-        shown, sample = report.exhibits.attention[0], report.exhibits.samples[0]
+        shown = report.exhibits.attention[0]
         tokens = tuple(spread(max(len(shown.tokens), len(some)))[: len(shown.tokens)])
         rest = tuple(spread(2 * len(shown.tokens))[-len(shown.tokens) :])
         exhibits = replace(
             report.exhibits,
             attention=(replace(shown, tokens=tokens), replace(shown, prompt=1, tokens=rest)),
-            samples=tuple(replace(sample, site=t, tokens=tuple(spread(len(sample.tokens)))) for t in some),
             notes=tuple(some),
-            scores=tuple(replace(s, parts=tuple(spread(len(s.parts)))) for s in report.exhibits.scores),
         )
         found.append(
             Report(
@@ -164,7 +161,7 @@ def single(report: Report) -> list[Report]:
             provenance={
                 "model": dict.fromkeys(places, text), "command": text, "started": text, "ln_probe": text, text: text,
                 "prompts": {"source": text, "count": text, "tokens": text, "sha256": text},
-                "arguments": {"probes": [text], "keys": text}, "versions": {text: text},
+                "arguments": {"probes": [text]}, "versions": {text: text},
             },
         )
         for text in HOSTILE

@@ -4,15 +4,10 @@ in one of its own, and the tables that it wrote."""
 from __future__ import annotations
 
 import json
-import math
 import os
-import resource
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +34,6 @@ def ends(status: int, *args: object) -> tuple[str, str]:
     return printed, said
 
 
-@contextmanager
-def soon(megabytes: float = math.inf) -> Iterator[None]:
-    """What happens inside takes less than ten seconds of the processor and so much memory; a read that waits is
-    interrupted."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError("it waits")
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    earlier = signal.signal(signal.SIGALRM, late)
-    signal.alarm(120)  # of a busy machine; ten seconds of an idle one
-    start = time.process_time()
-    try:
-        yield
-        assert time.process_time() - start < 10
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < megabytes * 1024
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, earlier)
-
-
 def word_tokenizer(words: list[str], *, marks: bool = True, pattern: str = "") -> Any:
     """A tokenizer of whole words: the first stands for all others, and the next two, as `marks`, begin and end a text.
 
@@ -75,21 +49,13 @@ def word_tokenizer(words: list[str], *, marks: bool = True, pattern: str = "") -
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known)
 
 
-def started(*args: object, limit: int | None = None, **environment: str) -> subprocess.Popen[str]:
-    """The command as a process of its own, the leader of its group; no file may grow beyond `limit` bytes."""
-
-    def restrict() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job that a shell runs in the background ignores it
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
+def started(*args: object, **environment: str) -> subprocess.Popen[str]:
+    """The command as a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "ln_probe", *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
-        preexec_fn=restrict,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
 
@@ -108,16 +74,16 @@ def write_prompts(path: Path, prompts: Sequence[str | list[Any]] = ROWS) -> Path
     return path
 
 
-def lab_model(folder: Path, seed: int = 0) -> Path:
+def lab_model(folder: Path, seed: int = 0, d_vocab: int = 20) -> Path:
     """A lab run's folder with a model that was never trained."""
-    from ln_probe.analyses.lab.run_folder import hashes_beside, save_model
+    from ln_probe.analyses.lab.run_folder import save_model
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)
-    config = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=20, n_ctx=12)
+    config = LabConfig(n_layers=1, d_model=8, n_heads=2, d_vocab=d_vocab, n_ctx=12)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lab.json").write_text(json.dumps({"model": config.to_dict()}))
-    save_model(LabTransformer(config), folder / "model.safetensors", about={"beside": hashes_beside(folder)})
+    save_model(LabTransformer(config), folder / "model.safetensors")
     return folder
 
 

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 import ln_probe
 from ln_probe.exhibits import Exhibits
+from ln_probe.page.attention import marks
 from ln_probe.page.heads import HeadMap
 from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.page.page import report_page
@@ -78,11 +79,12 @@ def index(shown: Report, visit_once: Any) -> Any:
     entries = [IndexEntry(f"model {i}", f"m{i}/report.html", shown) for i in range(3)]
     for step in (0, 10):
         one = replace(shown, provenance={**shown.provenance, "model": {"name": "run", "step": step}})
-        entries.append(IndexEntry(f"run · step{step}", f"{step}/report.html", one))
+        entries.append(IndexEntry(f"run step {step}", f"{step}/report.html", one))
     return visit_once(index_page([*entries, IndexEntry("bad", error="ValueError: broken")]))
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_attention_is_drawn_and_its_selectors_work(long_report: Report, long: Any) -> None:
     long.again()
     frame = long.attention()
@@ -104,16 +106,16 @@ def test_attention_is_drawn_and_its_selectors_work(long_report: Report, long: An
     frame.locator("#layer").select_option("2")
     frame.locator("#heads button").nth(1).click()
     assert frame.locator("#title").inner_text() == "Layer 2, head 1"
+    stuck = int((marks(long_report.exhibits.of_prompt(0))[2, 1] == 2).sum())
+    assert frame.locator("#keys .key.m2").count() == stuck > 0
+
     keys = long_report.keys.query(
         "space == 'head' and variant == 'intact' and layer == 2 and head == 1 and prompt == 0"
     )
-    stuck = int((keys["verdict"] == "unselectable").sum())
-    assert frame.locator("#keys .key.m2").count() == stuck > 0
-
-    frame.locator("#keys .key").nth(17).click()
+    row = keys.iloc[0]
+    frame.locator("#keys .key").nth(row["position"]).click()
     told = frame.locator("#detail").inner_text()
-    row = keys.set_index("position").loc[17]
-    assert told.startswith(f"Key 17, “{row['token']}”: ")
+    assert told.startswith(f"Key {row['position']}, “{row['token']}”: ")
     assert str(row["verdict"]) in told or "hard to select" in told
     assert f"margin {float(f'{(row.margin_lower + row.margin_upper) / 2:.3g}'):g} nats" in told
     assert "attainable attention" in told
@@ -136,7 +138,7 @@ def test_attention_is_drawn_and_its_selectors_work(long_report: Report, long: An
     long.quiet()
 
 
-def test_tables_sort_filter_and_download(shown: Report, opened: Any) -> None:
+def test_tables_sort_and_download(shown: Report, opened: Any) -> None:
     opened.again()
     section = opened.page.locator("#table-keys")
     section.locator("button", has_text="Download CSV").wait_for()
@@ -152,17 +154,13 @@ def test_tables_sort_filter_and_download(shown: Report, opened: Any) -> None:
         told = [int(t) for t in section.locator(f"tbody td:nth-child({place + 1})").all_inner_texts()]
         assert told == sorted(shown.keys["position"], key=lambda p, s=sign: s * p)[: len(told)]
 
-    section.locator("input").fill("normalized no_scaling")
-    kept = shown.keys.query("space == 'normalized' and variant == 'no_scaling'")
-    assert (
-        section.locator(".count").inner_text().startswith(f"{len(kept)} of {len(kept)} rows shown ({len(shown.keys)}")
-    )
     download = opened.download(section.locator("button", has_text="Download CSV"))
     assert download.suggested_filename == "tiny-keys.csv"
     rows = list(csv.DictReader(io.StringIO(Path(download.path()).read_text(encoding="utf-8-sig"))))
-    assert len(rows) == len(kept)
+    assert len(rows) == len(shown.keys)
     assert list(rows[0]) == list(shown.keys.columns)
-    assert sorted(float(r["margin_lower"]) for r in rows) == pytest.approx(sorted(kept["margin_lower"]), rel=1e-5)
+    expected = sorted(shown.keys["margin_lower"].dropna())
+    assert sorted(float(r["margin_lower"]) for r in rows if r["margin_lower"]) == pytest.approx(expected, rel=1e-5)
 
     heads = opened.page.locator("#table-heads")
     place = heads.locator("thead th").all_inner_texts().index("entropy_ratio")
@@ -198,41 +196,6 @@ def test_c09_cells_of_a_download_are_no_formulas(opened: Any) -> None:
     assert opened.page.evaluate("csvCell(-2.5, false)") == "-2.5"
 
 
-def test_d6_filters_know_columns(shown: Report, opened: Any) -> None:
-    section = opened.page.locator("#table-heads")
-    section.locator("button", has_text="Download CSV").wait_for()
-    heads = shown.heads
-    for words, kept in (
-        ("layer=1", heads["layer"] == 1),
-        ("layer=1 head=2", (heads["layer"] == 1) & (heads["head"] == 2)),
-        ("head>=2 variant=intact", (heads["head"] >= 2) & (heads["variant"] == "intact")),
-        ("normalized", heads["space"] == "normalized"),
-        ("layer=nothing", heads["layer"] == 99),
-        ("layer = 1 head >= 2", (heads["layer"] == 1) & (heads["head"] >= 2)),
-        ("L1H2", (heads["layer"] == 1) & (heads["head"] == 2)),
-    ):
-        section.locator("input").fill(words)
-        assert f"of {kept.sum()} rows shown" in section.locator(".count").inner_text(), words
-    said = section.locator(".count").inner_text
-    for words, told in (
-        ("delta>0.005", 'No column is named "delta": there are layer, head, space, variant'),
-        ("entropy_ratio>much", '"much" is no number, and entropy_ratio holds numbers. 0 of 0 rows shown'),
-        ("variant<intact", "variant holds text: use = or !=."),
-        ("layer=", '"layer=" lacks a value.'),
-        ("<img>0", 'No column is named "": there are layer'),
-    ):
-        section.locator("input").fill(words)
-        assert said().startswith(told), words
-    section.locator("input").fill("variant!=intact")
-    assert f"of {(heads['variant'] != 'intact').sum()} rows shown" in said()
-    norms = opened.page.locator("#table-layernorms")
-    norms.locator("input").fill("L1H2")
-    assert norms.locator(".count").inner_text().startswith('No column is named "head": there are site, layer')
-    section.locator("input").fill("projection")  # a piece of a name
-    assert 0 < int(section.locator(".count").inner_text().split(" of ")[1].split()[0]) < len(heads)
-    opened.quiet()
-
-
 def test_schemes_widths_and_print(shown: Report, opened: Any) -> None:
     """Text of eleven pixels and charts that fit on a phone, dark panels in the dark, pictures with their titles."""
     frame = opened.attention()
@@ -264,8 +227,6 @@ def test_schemes_widths_and_print(shown: Report, opened: Any) -> None:
     # The frame is not printed: a still map and the heads with the largest values take its place.
     assert opened.page.locator("iframe.attention").is_hidden()
     assert opened.page.locator(".still svg").bounding_box()["height"] > 50
-    row = shown.by_head("delta_loss").iloc[0]
-    assert f"Largest: L{row.layer:.0f}H{row['head']:.0f} " in opened.page.locator(".still").inner_text()
     opened.quiet()
 
 
@@ -273,11 +234,12 @@ def charts_fit(opened: Any) -> None:
     """No chart is wider than its box."""
     wide = opened.page.evaluate("""[...document.querySelectorAll(".drawing")].filter((e) => e.offsetWidth)
       .map((e) => [e.scrollWidth - e.clientWidth, e.querySelector("svg").getAttribute("aria-labelledby")])""")
-    assert len(wide) >= 3
+    assert wide
     assert [w for w in wide if w[0] > 0] == []
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360), ("dark", 1200), ("light", 390)])
 def test_schemes_and_widths(scheme: str, width: int, long: Any) -> None:
     long.look(width, color_scheme=scheme)
@@ -291,10 +253,6 @@ def test_schemes_and_widths(scheme: str, width: int, long: Any) -> None:
         ".reduce((a, b) => a + Number(b), 0) / 3 })"
     )
     assert (paper < 60 and ink > 180) if scheme == "dark" else (paper > 240 and ink < 60)
-    # A heat map's colours mean numbers: they are the same on dark paper.
-    cell = long.page.locator("#unselectable svg [style*='fill: #']").first
-    assert cell.evaluate("e => getComputedStyle(e).filter") == "none"
-    assert long.page.evaluate("getComputedStyle(document.querySelector('#unselectable svg')).filter") == "none"
     wanted = frame.locator("body").evaluate("b => document.documentElement.offsetHeight")
     long.until(f"document.querySelector('iframe.attention').offsetHeight >= {wanted}")
     long.quiet()
@@ -308,26 +266,23 @@ def test_d6_without_scripts_nothing_is_empty(html: str, visit: Any) -> None:
     assert opened.page.locator("#table-heads tbody tr").count() == 40
 
 
-def test_pictures_are_chosen_and_saved_with_their_captions(opened: Any) -> None:
+def test_pictures_are_saved_with_their_captions(opened: Any) -> None:
     """SVG and PNG named after model and picture, ink on white whatever the page's scheme is."""
     opened.look(color_scheme="dark")
-    figure = opened.page.locator("#geometry")
-    for site in ("blocks.0.ln1", "ln_final"):
-        figure.locator("select").select_option(site)
-        (caption,) = figure.locator("figcaption:visible").all_inner_texts()
-        assert f"at {site} " in caption
+    figure = opened.page.locator("#margins")
+    caption = figure.locator("figcaption").inner_text()
 
     def saved(kind: str) -> Path:
         download = opened.download(figure.locator(".saves button", has_text=kind))
-        assert download.suggested_filename == f"tiny-geometry.{kind.lower()}"
+        assert download.suggested_filename == f"tiny-margins.{kind.lower()}"
         return Path(download.path())
 
     root = ElementTree.fromstring(saved("SVG").read_text(encoding="utf-8"))
     svg = "{http://www.w3.org/2000/svg}"
     assert root.tag == f"{svg}svg"
-    assert len(root.findall(f"{svg}svg")) == 3
+    assert len(root.findall(f"{svg}svg")) == 1
     title, *lines = [e.text for e in root.findall(f"{svg}text")]
-    assert title == "Tokens before and after a norm: projection and scaling"
+    assert title == "Margins over depth"
     assert " ".join(map(str, lines)) == " ".join(caption.split())
     picture = saved("PNG").read_bytes()
     assert picture.startswith(b"\x89PNG")
@@ -389,6 +344,7 @@ def place(frame: Any) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_head_has_an_address(shown: Report, opened: Any) -> None:
     opened.again()
     frame = opened.attention()
@@ -411,6 +367,7 @@ def test_a_head_has_an_address(shown: Report, opened: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_map_says_what_is_significant(shown: Report, opened: Any) -> None:
     """Colour begins at the threshold, what is not significant is hatched, the largest heads are a list."""
     opened.again()
@@ -444,42 +401,7 @@ def test_the_map_says_what_is_significant(shown: Report, opened: Any) -> None:
 
 
 @pytest.mark.slow
-def test_why_a_head_attends_there(long_report: Report, long: Any) -> None:
-    """One click on the map answers it for position 0, another for the strongest pairs of query and key."""
-    long.again()
-    frame = long.attention()
-    (sums,) = long_report.exhibits.scores
-    tokens = long_report.exhibits.of_prompt(0).tokens
-    frame.locator('#map button[data-layer="2"][data-head="1"]').click()
-    mine = [i for i in range(len(sums.head)) if (sums.layer[i], sums.head[i]) == (2, 1)]
-    assert len(mine) == frame.locator("#pairs button").count() == 3
-    for n, i in enumerate(mine):
-        frame.locator("#pairs button").nth(n).click()
-        assert frame.locator("#pairs [aria-pressed=true]").count() == 1
-        because = frame.locator("#because").inner_text()
-        whose = "The average query" if n == 0 else f"Query {sums.query[i]} “{tokens[sums.query[i]]}”"
-        assert because.startswith(f"{whose} gives ")
-        assert f"“{tokens[sums.key[i]]}”" in because
-        assert f"score is {float(f'{abs(float(sums.score[i])):.3g}'):g} nats " in because
-        assert ("above" if sums.score[i] > 0 else "below") in because
-        assert "On the first 128 tokens of the prompt." in because
-        for s, side in ((1, 0), (0, 1)):
-            rows = frame.locator("#reasons table").nth(side).locator("tr")
-            numbers = [float(t) for t in rows.locator("td:last-child").all_inner_texts()]
-            assert sum(numbers) == pytest.approx(float(sums.score[i]), abs=0.02 * max(1, abs(float(sums.score[i]))))
-            names = rows.locator("th").all_inner_texts()
-            assert names == [*(sums.parts[p] for p in sums.part[i, s]), "all others"]
-        terms = frame.locator("#reasons table").nth(2).locator("th").all_inner_texts()
-        assert {"sigma of the query", "sigma of the key"} <= set(terms)
-    assert frame.locator("#difference canvas").count() == 1
-    assert "more attention with scaling frozen" in frame.locator("#apartScale").inner_text()
-    frame.locator("#prompt").select_option("2")
-    assert frame.locator("#because").inner_text() == "Scores are explained for prompt 0."
-    assert frame.locator("#reasons table").count() == 0
-    long.quiet()
-
-
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) -> None:
     opened.again(at="#L1H3P0")
     frame = opened.attention()
@@ -510,6 +432,7 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_page_about_some_heads_says_so(visit: Any) -> None:
     """Its map has a place for every head of the model; an address of a head that it has not is answered."""
     options: dict[str, Any] = {"probes": ["uniformity"], "layers": [1], "progress": False}
@@ -533,6 +456,7 @@ SILENT = "for (const kind of ['ResizeObserver', 'IntersectionObserver']) window[
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("observers", ["told", "silent"])
 def test_a_frame_drawn_before_it_had_a_place_is_drawn_again(observers: str, html: str, opened: Any, visit: Any) -> None:
     if observers == "silent":  # as they are where a browser does not draw a frame out of sight
@@ -564,7 +488,7 @@ def test_the_index(index: Any) -> None:
     section.locator("button", has_text="Download CSV").wait_for()
     section.locator("thead th").first.locator("button").dblclick()
     links = section.locator("tbody td:first-child a")
-    assert links.all_inner_texts() == ["run · step10", "run · step0", "model 2", "model 1", "model 0"]
+    assert links.all_inner_texts() == ["run step 10", "run step 0", "model 2", "model 1", "model 0"]
     assert links.nth(2).get_attribute("href") == "m2/report.html"
     index.look(390, 844, color_scheme="dark")
     charts_fit(index)
@@ -581,7 +505,7 @@ def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Pa
     figure.subplots().plot([0, 1])
     hostile = "</td><script>fired()</script>"
     means = {"none": 0.2, "layernorm": 0.1, hostile: 0.3}
-    opened = visit(lab_page(tmp_path, means, figures={"curve": figure}, conclusions=("<script>fired()</script>",)))
+    opened = visit(lab_page(tmp_path, means, figures={"curve": figure}))
     page = opened.page
     page.locator("#table-summary button", has_text="Download CSV").wait_for()
     assert page.locator("img").evaluate("image => image.naturalWidth") > 50
@@ -591,6 +515,7 @@ def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(scheme: str, shown: Report, opened: Any, index: Any, visit: Any, tmp_path: Path) -> None:
     if not AXE:
@@ -600,7 +525,7 @@ def test_axe_finds_nothing(scheme: str, shown: Report, opened: Any, index: Any, 
     opened.attention()
     view = visit(shown.attention().document())
     view.page.locator("#pattern canvas").wait_for()
-    lab = visit(lab_page(tmp_path, {"none": 0.2, "layernorm": 0.1}, conclusions=("The norm helps.",)))
+    lab = visit(lab_page(tmp_path, {"none": 0.2, "layernorm": 0.1}))
     found = []
     for name, one in (("report", opened), ("index", index), ("view", view), ("lab", lab)):
         one.look(color_scheme=scheme)

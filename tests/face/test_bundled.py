@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import cases
+from architectures import cases, folded_in_place
 from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.run_folder import load_run
 from ln_probe.hooks import find_sites
-from ln_probe.hooks.default_tokens import bundled_texts, passages
+from ln_probe.hooks.text import bundled_texts
 from ln_probe.loading.convert import has_hooked_transformer
-from ln_probe.models import bundled_folder
+from ln_probe.models import bundled_folder, source_of
 from ln_probe.prompts import make_prompts
+
+pytestmark = pytest.mark.lens
 
 NAMES = ln_probe.bundled_models()
 REMOVED = "lm-layernorm-removed"  # fine-tuned until its norms were constants
@@ -121,9 +123,7 @@ def test_the_logit_lens_and_the_results_of_heads(lab: Any, world: Any) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_direct_logit_attribution_of_a_folded_copy_adds_up(world: Any) -> None:
-    model = ln_probe.load_model(
-        "lm-layernorm", world=world, fold_ln=True, center_writing_weights=True, center_unembed=True
-    )
+    model = folded_in_place(ln_probe.load_model("lm-layernorm", world=world), centre=True)
     with torch.no_grad():
         logits, cache = model.run_with_cache(TOKENS)
         every = cache.decompose_resid(layer=-1)
@@ -136,8 +136,8 @@ def test_direct_logit_attribution_of_a_folded_copy_adds_up(world: Any) -> None:
 TEXT = "In the beginning God created the heaven and the earth."
 
 
-# The passages nearest to three old books, as they were bundled with 0.1.0.
-OLD = [p.text for p in passages() if p.text.startswith(("The old keeper", "And the king", "FIRST GUARD"))]
+# The passages nearest to three old books.
+OLD = [text for text in bundled_texts() if text.startswith(("The old keeper", "And the king", "FIRST GUARD"))]
 
 
 @pytest.mark.parametrize(("name", "world"), cases(*QUICK, slow=[c for c in product(NAMES, WORLDS) if c not in QUICK]))
@@ -147,7 +147,7 @@ def test_a_bundled_model_is_a_transformer_lens_model_that_can_read(name: str, wo
     trained = load_run(bundled_folder(name))
     tokens = model.to_tokens(TEXT)
     torch.testing.assert_close(model(tokens), trained(tokens), atol=1e-4, rtol=0)
-    assert ln_probe.source_of(model).world == {"hooked": "HookedTransformer", "bridge": "TransformerBridge"}[world]
+    assert source_of(model).world == {"hooked": "HookedTransformer", "bridge": "TransformerBridge"}[world]
     assert "".join(model.to_str_tokens(TEXT)) == TEXT
     assert model.W_Q.shape == (4, 16, 128, 8)
     _, cache = model.run_with_cache(tokens)
@@ -191,5 +191,3 @@ def test_a_norm_without_scaling_stays_one(name: str, world: Any) -> None:
         else:
             model.enable_compatibility_mode(disable_warnings=True)
         torch.testing.assert_close(model(tokens).log_softmax(-1), before, atol=1e-4, rtol=0)
-    with pytest.raises(ValueError, match=rf"{name} has norms that are not LayerNorm \(blocks.0.ln1 …\), and only"):
-        ln_probe.load_model(name, world=world, fold_ln=True)

@@ -22,7 +22,6 @@ from PIL import Image
 import ln_probe
 from ln_probe import hooks
 from ln_probe.page import figures, heads
-from ln_probe.page.figures import norm_geometry
 from ln_probe.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -97,9 +96,9 @@ def test_every_notebook_of_the_site_opens_in_colab(tmp_path: Path, monkeypatch: 
             assert [c.source for c in alone.cells if c.cell_type == "code"] == ["%pip install -q ln-probe", *code]
 
 
-def test_the_pictures_of_the_readme_can_be_drawn(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pictures_of_the_readme_can_be_drawn(model: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["draw.py"])
-    drawn = runpy.run_path(str(FOLDER / "pictures" / "draw.py"))["concepts"](report)
+    drawn = runpy.run_path(str(FOLDER / "pictures" / "draw.py"))["concepts"](model)
     assert set(drawn) == {"projection_and_scaling", "selectable", "reachable", "uniform"}
     for draw in drawn.values():
         assert isinstance(draw(), Figure)
@@ -119,10 +118,9 @@ def results(model: object, report: Report) -> Iterator[object]:
     """One of everything that a public function returns, but models, frames and figures."""
     tokens = torch.arange(1, 25)[None]
     site = hooks.find_sites(model)[0]
-    yield from (report, report.attention(), report.attention(1, 0, 2), report.exhibits, *report.exhibits.attention)
-    yield from (*report.exhibits.samples, *report.declared.values(), ln_probe.compare([report, report]))
+    yield from (report, report.attention(), report.attention(1, 2), report.exhibits, *report.exhibits.attention)
+    yield from (*report.declared.values(), ln_probe.compare([report, report]))
     yield from (site, site.decompose(torch.randn(3, 128)), ln_probe.outlier_tokens(model, tokens))
-    yield ln_probe.sampled_prompts(3)
     with hooks.without(model, "scaling", scale=2.0) as done:
         yield done
     keys = np.random.default_rng(0).normal(size=(20, 3))
@@ -141,7 +139,7 @@ def test_d6_results_show_themselves_in_one_line(model: object, report: Report) -
 
 def test_d2_pictures_show_without_any_magic(report: Report) -> None:
     """They printed <Figure size …> unless `%matplotlib inline` was called."""
-    drawn = [figures.margins_over_depth(report), norm_geometry(report), heads.heads_map(report, "entropy_change")]
+    drawn = [figures.margins_over_depth(report), heads.heads_map(report, "entropy_change")]
     drawn.append(figures.causal_effects(report)) if len(report.causal) else None
     for figure in drawn:
         with warnings.catch_warnings():

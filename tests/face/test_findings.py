@@ -13,7 +13,7 @@ from architectures import bridge_of, make_bridge, make_hooked, norm_free
 import ln_probe
 from ln_probe.analyses.probes.base import among_heads, in_layers
 from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED
-from ln_probe.page.index import IndexEntry, forest, index_page, losses
+from ln_probe.page.index import IndexEntry, forest, index_page
 from ln_probe.page.page import report_page
 from ln_probe.page.verdict import verdict
 from ln_probe.prompts import summary
@@ -137,8 +137,7 @@ def test_every_norm_is_every_norm_of_the_layers_asked_for(part: Report, report: 
 
 
 def test_an_index_says_which_norms_its_marks_are_of(part: Report, report: Report, causal: pd.DataFrame) -> None:
-    rows = losses(["a"], [part])
-    labels = [t.get_text() for t in forest(["a"], rows, where=" in layer 1").legends[0].get_texts()]
+    labels = [t.get_text() for t in forest(["a"], [part]).legends[0].get_texts()]
     assert labels == ["at every norm in layer 1", "at attention alone in layer 1"]
     one, both = (
         index_page([IndexEntry("a", report=part), IndexEntry("b", report=other)])

@@ -27,7 +27,7 @@ from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, poole
 from ln_probe.page import attention, circuitsvis_script, own_script, packed, policy
 from ln_probe.page.figures import causal_effects, svg
 from ln_probe.page.index import IndexEntry, index_page
-from ln_probe.page.lab import FIRST, write_lab_page
+from ln_probe.page.lab import write_lab_page
 from ln_probe.page.page import QUESTIONS, answers, report_page
 from ln_probe.page.tables import STATIC_ROWS, figure_text, table
 from ln_probe.recording import FULL_HEADS, plan
@@ -280,14 +280,12 @@ def test_a_lab_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
         {f"<b>{i}</b>": 0.25 for i in range(300)},
         figures={"a_curve": figure},
         diverged=("seed 9",),
-        conclusions=("2 < 3 & so on", *(f"finding {i}" for i in range(FIRST + 4))),
     )
-    for shown in ("ln-probe lab run toy", "2 &lt; 3 &amp; so on", "&lt;b&gt;0&lt;/b&gt;", "Diverged: seed 9", "0.25"):
+    for shown in ("ln-probe lab run toy", "&lt;b&gt;0&lt;/b&gt;", "Diverged: seed 9", "0.25"):
         assert shown in text
     assert "<b>" not in text
     assert "data:image/png;base64,iVBOR" in text
     assert "A curve</h3>" in text
-    assert "<summary>5 more</summary>" in text
     assert "of 300 rows shown" in text
     assert "--paper: #fff" in text  # the report's style, both its parts
     assert 'content="default-src &#39;none&#39;; script-src &#39;sha256-' in text

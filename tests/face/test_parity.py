@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from architectures import hugging_face, make_bridge
+from architectures import folded_in_place, hugging_face, make_bridge
 from same_findings import BRACKETED, CLOSED_FORM, SAME, TABLES, assert_same_findings, differences
 
 import ln_probe
@@ -25,6 +25,8 @@ from ln_probe.analyses.probes.columns import CAUSAL, HEADS, KEYS, LAYERNORMS
 from ln_probe.analyses.probes.registry import DEFAULT
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.loading.convert import World, has_hooked_transformer
+
+pytestmark = pytest.mark.lens
 
 EVERY_KEY = (Selectability(every_key=True), *(name for name in DEFAULT if name != "selectability"))
 TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))
@@ -48,10 +50,10 @@ class Case:
         folds_alike = len({n.split("-")[0] for n in names}) == 1
         return 1e-9 if self.arch == "gpt2" and (folds_alike or not self.processed) else 1e-6
 
-    @property
-    def processing(self) -> dict[str, bool]:
-        """Folded, and centred too where the norm projects."""
-        return {"fold_ln": True, "center_writing_weights": self.arch != "llama"} if self.processed else {}
+    def load(self, folder: Path, world: World) -> Any:
+        """Return the model in a class; folded, and centred too where the norm projects, if the case is of that."""
+        model = ln_probe.load_model(folder, world=world, dtype=self.dtype, device="cpu")
+        return folded_in_place(model, centre=self.arch != "llama") if self.processed else model
 
 
 CASES = [Case(a, p, t) for a in ("gpt2", "neox", "llama") for p in (False, True) for t in ("float32", "float64")]
@@ -69,8 +71,7 @@ def worlds() -> list[World]:
 
 
 def report_in(world: World, folder: Path, case: Case) -> Any:
-    model = ln_probe.load_model(folder, world=world, dtype=case.dtype, device="cpu", **case.processing)  # type: ignore[arg-type]
-    return ln_probe.analyze(model, TOKENS, progress=False, probes=EVERY_KEY)
+    return ln_probe.analyze(case.load(folder, world), TOKENS, progress=False, probes=EVERY_KEY)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,12 @@ def read(folder: Path) -> dict[str, pd.DataFrame]:
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_same_folded_weights_agree_in_float64(tmp_path: Path) -> None:
     """What sets folded GPT-2 apart in float64 is the rounding of the fold alone: with one world's weights, 1e-9."""
     case = Case("gpt2", processed=True, dtype="float64")
     hugging_face("gpt2", torch.float64).save_pretrained(tmp_path)
-    bridge: Any = ln_probe.load_model(tmp_path, world="bridge", dtype="float64", device="cpu", **case.processing)
-    hooked: Any = ln_probe.load_model(tmp_path, world="hooked", dtype="float64", device="cpu", **case.processing)
+    bridge, hooked = case.load(tmp_path, "bridge"), case.load(tmp_path, "hooked")
     with torch.no_grad():
         hooked.embed.W_E.copy_(bridge.W_E)
         hooked.pos_embed.W_pos.copy_(bridge.pos_embed.weight)
@@ -144,6 +145,7 @@ def test_every_column_is_compared() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_comparison_sees_differences() -> None:
     report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[:1], progress=False, probes=EVERY_KEY)
     tables = {t: getattr(report, t) for t in TABLES}
@@ -166,6 +168,7 @@ def test_the_comparison_sees_differences() -> None:
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("checkpoint", "tokens", "sites", "how"), [
     ("capp", (0, 53, 2, 96), 9, {}),
     ("mgm", (4, 9669, 1, 128), 17, {}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,8 @@ from ln_probe.page.page import report_page
 from ln_probe.report import Report
 from ln_probe.seal import SealError
 
-TABLE = Path(__file__).parents[2] / "bench" / "results" / "seal.csv"
+pytestmark = pytest.mark.lens
+
 # Read-only, editing and backward hooks have tests of their own below.
 FAST = (
     "nothing", "forward pre-hook", "global hook, editing", "weight edit in the first pass",

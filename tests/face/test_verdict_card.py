@@ -156,22 +156,10 @@ def test_hostile_text_in_the_card(report: Report, effects: pd.DataFrame) -> None
             card = report_page(Report({"causal": effects.assign(no_op=text)}))
             html += card[card.index('<section class="verdict"') : card.index('id="findings"')]
     page = Page(html)
-    assert {t for t, _ in page.tags} <= {
-        "section",
-        "h2",
-        "ul",
-        "li",
-        "span",
-        "i",
-        "b",
-        "small",
-        "p",
-        "a",
-        "details",
-        "summary",
-    }
+    assert not {t for t, _ in page.tags} & {"script", "style", "img", "iframe"}
+    assert not page.acts()
     assert not [n for _, a in page.tags for n in a if n.startswith("on")]
-    assert set(re.findall(r'href="([^"]*)"', html)) == {"#causal"}
+    assert set(re.findall(r'href="([^"]*)"', html)) <= {"#causal"}
 
 
 def test_models_of_an_index_are_described_alike(report: Report, effects: pd.DataFrame) -> None:

@@ -21,7 +21,7 @@ lag, as in 1b and 2b. What can be said without training:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +50,8 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
 )
 from ln_probe.analyses.lab.approximation.rates import dot_product_factors
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import FACTOR, Results, doubt, interval_text, summarize
+from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned, step_generator
-from ln_probe.analyses.text import counted
 
 NAME = "adaptive"
 IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions, from 1, that are read by what the last input is
@@ -180,7 +179,7 @@ def run(request: Request) -> Results:
 
 
 def findings(values: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and sentences from the error of every run: KEYS, `seed`, `measure`, `value`."""
+    """Tables from the error of every run: KEYS, `seed`, `measure`, `value`."""
     values = values.assign(dot_product=values["dot_product"].astype(bool))
     summary = summarize(values, [*KEYS, "measure"], kind="log").drop(columns="published")
     cells = [Cell(int(r["heads"]), int(r["width"]), bool(r["dot_product"])) for r in summary.to_dict("records")]
@@ -190,7 +189,6 @@ def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     return Results(
         summary,
         tables={"errors": values, "dot_product": factors},
-        conclusions=tuple(_sentences(summary, factors)),
         settings={
             "places": {"if x_1000 is +1": IF_PLUS, "if it is -1": IF_MINUS},
             "training": vars(training(quick, 0)),
@@ -198,22 +196,3 @@ def findings(values: pd.DataFrame, quick: bool = False) -> Results:
             "published": "none: no experiment of the source is of adaptive memory alone",
         },
     )
-
-
-def _sentences(summary: pd.DataFrame, factors: pd.DataFrame) -> Iterator[str]:
-    for product, words in ((False, "Neither FFN nor dot product"), (True, "The dot product and no FFN")):
-        plain = summary[(summary["width"] == FFN_FREE) & (summary["dot_product"] == product)]
-        if len(plain):
-            low, high = plain["mean"].min(), plain["mean"].max()
-            heads = f"{plain['heads'].min()} to {plain['heads'].max()} heads"
-            known = f"; {AFFINE} is the least that is possible with any number of heads"
-            if product:
-                known = f"; two heads can have 0, and these have what is possible without it ({AFFINE})"
-                known = known if low > 0.9 * AFFINE else ""
-            yield f"{words}: trained errors of {low:.3g} to {high:.3g} over {heads}{known}."
-    for row in factors.to_dict("records"):
-        ffn = f"an FFN of {row['width']}" if row["width"] else "no FFN"
-        yield (
-            f"The dot product, {counted(row['heads'], 'head')}, {ffn}: {interval_text(row, '.2g', columns=FACTOR)} "
-            f"times the error without it ({counted(row['seeds'], 'seed')}){doubt(row)}."
-        )

@@ -50,20 +50,16 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import (
-    FACTOR,
     Results,
     as_factors,
-    doubt,
     effects,
     folder,
     heat_map,
-    interval_text,
     panels,
     summarize,
 )
 from ln_probe.analyses.lab.train import Run, Task, TrainConfig, carry_out, curves, planned, step_generator
 from ln_probe.analyses.probes.statistics import holm
-from ln_probe.analyses.text import counted
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
 WIDTH = 32  # hidden units of the FFN where a target does not ask for a number of them
@@ -224,7 +220,7 @@ def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def findings(table: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables, figures and sentences from the errors of every run: as `with_inputs` makes them.
+    """Tables and figures from the errors of every run: as `with_inputs` makes them.
 
     Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms.
     """
@@ -252,12 +248,6 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
             "dot_product": products,
         },
         figures={} if table.empty else dict(draw(summary)),
-        conclusions=(
-            *_conclusions(summary),
-            *_norm_conclusions(factors),
-            *rates.sentences(exponents, laws),
-            *rates.product_sentences(products),
-        ),
         settings={
             "training": vars(training(quick, 0, RATES[0])),
             "seeds": sorted({int(seed) for seed in table["seed"]}),
@@ -269,7 +259,7 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
 
 
 def adjusted_together(*tables: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """The tables with Holm's p over the rows of all of them: one experiment's sentences report each."""
+    """The tables with Holm's p over the rows of all of them: they are one family."""
     p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tables]))
     for table, part in zip(tables, np.split(p_holm, np.cumsum([len(table) for table in tables])[:-1]), strict=True):
         yield table.assign(p_holm=part)
@@ -282,21 +272,6 @@ def kept_optima() -> dict[tuple[str, str, int], tuple[float, float]]:
     return {
         (r["target"], r["kernel"], r["heads"]): (r["mse_extended"], r["mse_sampled"]) for r in table.to_dict("records")
     }
-
-
-def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
-    errors = summary[summary["measure"] == "mse"]
-    plain = errors[errors["norm"] == "none"]
-    for row in plain[plain["target"].isin(["4a", "4b"])].to_dict("records"):
-        bound = "below " if (row["target"], row["kernel"], row["heads"]) in PUBLISHED_BOUNDS else ""
-        said = f", published {bound}{row['published']:.2g}" if row["published"] > 0 else ""
-        interval = "" if np.isnan(row["ci_low"]) else f" [{row['ci_low']:.1e}, {row['ci_high']:.1e}]"
-        heads, ffn = counted(row["heads"], "head"), "no FFN" if row["width"] == FFN_FREE else f"FFN of {row['width']}"
-        yield (
-            f"{row['target']}, {row['kernel']} positions, {heads}, {ffn}, lr {row['lr']:g}: trained "
-            f"{row['mean']:.2g}{interval} (geometric mean of {row['seeds']} seeds), attainable "
-            f"{_attainable(row)}{said}."
-        )
 
 
 def _attainable(row: dict[Hashable, Any]) -> str:
@@ -318,15 +293,6 @@ def norm_factors(table: pd.DataFrame) -> pd.DataFrame:
     """
     errors = table[table["measure"] == "mse"].assign(value=lambda t: np.log(t["value"].astype(float)))
     return as_factors(effects(errors, KEYS, ["norm", "norm_order"]), KEYS)
-
-
-def _norm_conclusions(factors: pd.DataFrame) -> Iterator[str]:
-    for row in factors.to_dict("records"):
-        yield (
-            f"{row['target']}, {row['kernel']} positions, {counted(row['heads'], 'head')} with {row['norm']} in "
-            f"{row['norm_order']}-norm order: {interval_text(row, '.2g', columns=FACTOR)} times the error without a "
-            f"norm (seeds: {row['seeds']}){doubt(row)}."
-        )
 
 
 def draw(summary: pd.DataFrame) -> Iterator[tuple[str, Figure]]:

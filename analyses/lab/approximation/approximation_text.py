@@ -16,7 +16,7 @@ trained slope p_h per head; without the dot product the first term is gone. One 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.approximation.rates import paired
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, differences, summarize
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
-from ln_probe.analyses.text import counted
 
 
 @dataclass(frozen=True)
@@ -162,14 +161,13 @@ def run(request: Request) -> Results:
 
 
 def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
-    """Tables and sentences from the held-out loss of every run: KEYS, `seed`, `value`."""
+    """Tables from the held-out loss of every run: KEYS, `seed`, `value`."""
     values = table.drop(columns="step", errors="ignore")
     summary = summarize(values, [*KEYS, "measure"])
     products, sizes = _products(values), _sizes(values)
     return Results(
         summary,
         tables={"losses": table, "dot_product": products, "sizes": sizes},
-        conclusions=tuple(_conclusions(products, sizes)),
         settings={
             "training": about.get("training"),
             "seeds": sorted({int(seed) for seed in table["seed"]}),
@@ -200,20 +198,3 @@ def _sizes(values: pd.DataFrame) -> pd.DataFrame:
     sized = values[values["dot_product"].astype(bool) & (values["norm"] == "layernorm")]
     wide = sized.pivot_table(index="seed", columns=["layers", "heads"], values="value", sort=False)
     return contrasted(differences(wide, SIZES), ["contrast"])
-
-
-def _conclusions(products: pd.DataFrame, sizes: pd.DataFrame) -> Iterator[str]:
-    for row in products.to_dict("records"):
-        shape = f"{counted(row['layers'], 'layer')}, {counted(row['heads'], 'head')}"
-        of = "all sizes" if row["layers"] == POOLED else shape
-        yield f"{of}, {row['norm']}: with the dot product minus without {_told(row)}."
-    for row in sizes.to_dict("records"):
-        yield f"{row['contrast']}: {_told(row)}."
-
-
-def _told(row: Mapping[Any, Any]) -> str:
-    unclear = doubt(row)
-    seeds = counted(row["seeds"], "seed")
-    return f"{interval_text(row, '+.3f')} nats ({seeds}" + (
-        f"){unclear}" if unclear else f", Holm {row['p_holm']:.2g})"
-    )

@@ -13,7 +13,7 @@ down.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     linear_optimum,
 )
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, interval_text, summarize
+from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
 from ln_probe.analyses.text import counted
 
@@ -43,7 +43,7 @@ KERNELS = ("log", "linear", "t5")
 HEADS, HEADS_QUICK = (1, 16), (1,)
 STEPS, QUICK_STEPS = 600, 100  # published: 10,000
 KEYS = ("target", "kernel", "heads", "length")
-FAR = 4000  # the length that sentences report
+FAR = 4000  # the length
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run(request: Request) -> Results:
 
 
 def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables, figures and sentences from errors on every length (`trained_errors`, `solved_errors`)."""
+    """Tables and figures from errors on every length (`trained_errors`, `solved_errors`)."""
     keys = [*KEYS, "measure"]
     summary = summarize(trained, keys, kind="log").drop(columns="published")
     summary = solved.rename(columns={"value": "solved"}).merge(summary, on=keys, how="left", validate="1:1")
@@ -122,7 +122,6 @@ def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False) -
         summary,
         tables={"errors": trained, "solved": solved},
         figures={"longer": _curves(summary)},
-        conclusions=tuple(_conclusions(summary)),
         settings={
             "lengths": LENGTHS,
             "training": vars(training(quick, 0)),
@@ -130,20 +129,6 @@ def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False) -
             "published": "none that could be checked here",
         },
     )
-
-
-def _conclusions(summary: pd.DataFrame) -> Iterator[str]:
-    """For each model, its error relative to the best constant where it was fitted and at FAR."""
-    relative = summary[summary["measure"] == "relative_mse"]
-    for (target, kernel, heads), part in relative.groupby(["target", "kernel", "heads"], sort=False):
-        by = part.set_index("length")
-        near, far = (by[by.index == length].iloc[0] for length in (LENGTH, FAR))
-        told = f"solved {near['solved']:.2g} at {LENGTH} inputs and {far['solved']:.2g} at {FAR}"
-        if not np.isnan(far["mean"]):
-            seeds = counted(int(far["seeds"]), "seed")
-            told += f"; trained {near['mean']:.2g} and {interval_text(far, '.2g')}, {seeds}"
-        count = counted(float(str(heads)), "head")
-        yield f"{target}, {kernel} positions, {count}, error relative to the best constant: {told}."
 
 
 def _curves(summary: pd.DataFrame) -> Figure:

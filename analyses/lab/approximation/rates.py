@@ -22,8 +22,7 @@ Wang & E (2024), section 6: 3a, on the sum 1b ("marginal"), and 3b, on text, whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -32,16 +31,11 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.lab.approximation.approximation_targets import LENGTH, T5_LARGEST, linear_weights, variance
 from ln_probe.analyses.lab.results import (
-    FACTOR,
     LEVEL,
-    SIGNIFICANT,
     as_factors,
     contrasted,
-    doubt,
-    interval_text,
     minus_reference,
 )
-from ln_probe.analyses.text import counted
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
 # Errors relative to the best constant's. Searched slopes are float64: off by 1e-16 of themselves they leave 1e-32 times
@@ -155,49 +149,6 @@ def constant_tail_floor(target: str) -> float:
     return float(((tail - tail.mean()) ** 2).sum())
 
 
-def sentences(trained: pd.DataFrame, laws: pd.DataFrame) -> Iterator[str]:
-    for (target, kernel), part in laws.groupby(["target", "kernel"], sort=False):
-        where = f"Attainable rate, {target}, {kernel} positions"
-        exact = part["exact_from"].iloc[0]
-        if exact == 1:
-            yield f"{where}: one head is exact to rounding: no rate to fit."
-            continue
-        until = "" if np.isnan(exact) else f" {counted(exact, 'head')} are exact to rounding."
-        yield f"{where}: {'; '.join(_attainable_rate(row) for row in part.to_dict('records'))}.{until}"
-    told = trained[trained["p_holm"] < SIGNIFICANT]
-    yield (
-        f"Trained rates: exponents that differ from 0 after Holm's adjustment: {len(told)} of {len(trained)}"
-        + (", " if len(told) else "")
-        + "; ".join(_trained_rate(row) for _, row in told.iterrows())
-        + "."
-    )
-
-
-def _attainable_rate(row: dict[Hashable, Any]) -> str:
-    points = f"slopes {row['found']}, H = {row['heads']}" if row["points"] else f"slopes {row['found']}"
-    of = f" (of the excess over T5's limit of {row['limit']:.3g} of the best constant's error)" if row["limit"] else ""
-    if row["law"] != NO_RATE:
-        c = f"c = {row['c']:.2g} [{row['c_low']:.2g}, {row['c_high']:.2g}]"
-        near = f"off by {row['residual']:.2g} decades, {row['second']} by {row['residual_second']:.2g}"
-        if row["told"]:
-            return f"{points}: follows {row['law']} with {c}{of} ({near})"
-        return f"{points}: these points tell no law{of} (nearest is {row['law']}, {c}: {near})"
-    if row["points"] < FEWEST:
-        return f"{points}: no rate, for {counted(row['points'], 'point')} better than with fewer heads"
-    ends = f"{row['first']:.4g} to {row['last']:.4g} of the best constant's"
-    limit = f", T5's limit is {row['limit']:.4g}" if row["limit"] else ""
-    return f"{points}: no rate, for the error stalls ({ends}{limit})"
-
-
-def _trained_rate(row: pd.Series) -> str:
-    ffn = f"FFN of {row['width']}" if row["width"] else "no FFN"
-    near = "" if row["residual"] < FOLLOWS else f", though off a power by {row['residual']:.2g} decades"
-    return (
-        f"{row['target']} {row['kernel']}, {ffn}, lr {row['lr']:g}, H = {row['heads']}: exponent {-row['mean']:.2g} "
-        f"[{-row['ci_high']:.2g}, {-row['ci_low']:.2g}]{near}"
-    )
-
-
 SWITCH = "dot_product"
 
 
@@ -216,13 +167,3 @@ def dot_product_factors(errors: pd.DataFrame) -> pd.DataFrame:
     logs = plain.assign(value=np.log(plain["value"].astype(float)))
     keys = ["target", "kernel", "heads", "width"]
     return as_factors(paired(logs, [*keys, "norm_order", "lr"]), keys)
-
-
-def product_sentences(factors: pd.DataFrame) -> Iterator[str]:
-    for row in factors.to_dict("records"):
-        heads = counted(row["heads"], "head")
-        yield (
-            f"3a, dot product on {row['target']}, {row['kernel']}, {heads}, FFN of {row['width']}: "
-            f"{interval_text(row, '.2g', columns=FACTOR)} times the error without it ({counted(row['seeds'], 'seed')})"
-            f"{doubt(row)}."
-        )

@@ -15,7 +15,6 @@ at 1e-2 the share of tags that are right on the test is higher for the threshold
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.counting.counting_tasks import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, contrasted, differences, doubt, interval_text, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, differences, summarize
 from ln_probe.analyses.lab.train import (
     ADAM,
     PAD,
@@ -124,7 +123,7 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
 
 
 def findings(values: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and sentences from what every run has right: KEYS, `seed`, `step`, `measure`, `value`."""
+    """Tables from what every run has right: KEYS, `seed`, `step`, `measure`, `value`."""
     last = values[values["step"] == values.groupby([*KEYS, "seed"])["step"].transform("max")]
     summary = summarize(last, [*KEYS, "measure"], kind="share")
     wide = last[last["measure"] == TAGS].pivot_table(index=["seed", "lr"], columns="form", values="value")
@@ -133,18 +132,9 @@ def findings(values: pd.DataFrame, quick: bool = False) -> Results:
     return Results(
         summary,
         tables={"values": values, "contrasts": changed},
-        conclusions=tuple(_sentences(summary, changed)),
         settings={
             "training": {f"lr {lr:g}": vars(training(quick, 0, lr)) for lr in RATES},
             "constant_answer": CONSTANT,
             "seeds": sorted({int(seed) for seed in values["seed"]}),
         },
     )
-
-
-def _sentences(summary: pd.DataFrame, changed: pd.DataFrame) -> Iterator[str]:
-    for (form, lr), part in summary.groupby(KEYS, sort=False):
-        shown = "; ".join(f"{row['measure']}: {interval_text(row)}" for row in part.to_dict("records"))
-        yield f"{form}, lr {lr:g}: {shown} (a constant answer's tags: {CONSTANT[str(form)]:.2f})."
-    for row in changed.to_dict("records"):
-        yield f"lr {row['lr']:g}, {row['contrast']}: {interval_text(row, '+.3f')} of the tags{doubt(row)}."

@@ -11,7 +11,6 @@ quarters of a step, until float32 does not hold the step (k = 24): bounded, wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pandas as pd
@@ -140,7 +139,7 @@ def run(request: Request) -> Results:
 
 
 def findings(values: pd.DataFrame) -> Results:
-    """Tables, a figure and sentences of KEYS, `step`, `seed`, `value`; `trained` is what `counting` found."""
+    """Tables and a figure of KEYS, `step`, `seed`, `value`; `trained` is what `counting` found."""
     summary = summarize(values, [*KEYS, "step"]).drop(columns=["published", "ci_low", "ci_high", "median", "sd"])
     trained = select(table_at(folder("counting"), "summary"), task="anbn", measure="exact_to")
     summary = summary.merge(trained[[*KEYS, "mean"]].rename(columns={"mean": "trained"}), on=list(KEYS), how="left")
@@ -150,14 +149,4 @@ def findings(values: pd.DataFrame) -> Results:
     ax.plot(gru["step"], (UNREAD * 2.0 ** gru["step"]) ** 0.5, ":", label=f"n²/2^k = {UNREAD}")
     ax.set(xlabel="k: a GRU's step is 2^-k", ylabel="n", yscale="log")
     ax.legend(fontsize=7)
-    return Results(summary, {"values": values}, {"gru": figure}, tuple(_sentences(summary)), {"arithmetic": "float32"})
-
-
-def _sentences(summary: pd.DataFrame) -> Iterator[str]:
-    for row in summary[summary["model"] != "gru"].to_dict("records"):
-        norm = "no norm" if row["norm"] == "none" else f"{row['norm']} on its {row['norm_site']}"
-        found = "" if pd.isna(row["trained"]) else f" (trained: {row['trained']:.0f})"
-        yield f"{row['model']}, {norm}: exact to n = {row['mean']:.0f}{found}."
-    gru = summary[summary["model"] == "gru"]
-    best = gru.iloc[int(gru["mean"].to_numpy().argmax())]
-    yield f"GRU: at most to n = {best['mean']:.0f}, with steps of 2^-{best['step']} (trained: {best['trained']:.0f})."
+    return Results(summary, {"values": values}, {"gru": figure}, {"arithmetic": "float32"})

@@ -46,7 +46,7 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Kind, Results, doubt, effects, interval_text, panels, summarize_kinds
+from ln_probe.analyses.lab.results import Kind, Results, effects, panels, summarize_kinds
 from ln_probe.analyses.lab.train import ADAM, ModelSpec, Run, Task, TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
@@ -237,7 +237,7 @@ def run(request: Request) -> Results:
 
 
 def findings(table: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables, figures and sentences from the values of every run: KEYS, `seed`, `step`, `measure`, `value`."""
+    """Tables and figures from the values of every run: KEYS, `seed`, `step`, `measure`, `value`."""
     values = table.drop(columns="step", errors="ignore")
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     kinds: list[tuple[pd.DataFrame, Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
@@ -255,12 +255,6 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
         summary,
         tables={"values": table, "effects": changed, "effects_fresh": fresh, "gate": gate},
         figures=dict(draw(summary, table, quick)),
-        conclusions=(
-            *_ordering(summary),
-            *_effects(changed, summary),
-            *_exact(summary, quick),
-            *_gate_conclusions(gate),
-        ),
         settings={
             "train_length": TRAIN_LENGTH,
             "accepted": ACCEPTED,
@@ -276,7 +270,7 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
 
 
 def _tested(values: pd.DataFrame) -> pd.DataFrame:
-    """`effects`, tested where sentences report them (farthest length, largest exact n), Holm over these."""
+    """`effects`, tested at the farthest length and on the largest exact n, Holm over these."""
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     keys, switch = [*KEYS, "measure"], ["norm", "norm_site"]
     parts = [effects(values[shares], keys, switch, bounds=(-1, 1)), effects(values[~shares], keys, switch)]
@@ -293,75 +287,6 @@ def published_table() -> pd.DataFrame:
         for n, percent in zip(PUBLISHED_LENGTHS, percents, strict=True)
     ]
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
-
-
-def _ordering(summary: pd.DataFrame) -> Iterator[str]:
-    """Where the order of the published models holds at each length and where it is inverted.
-
-    Models that are not trained to their published accuracy at the training length are named and left out: an order
-    beyond it would compare budgets. So are pairs of which one is not a point above a constant answer in every seed.
-    """
-    shown = summary.dropna(subset="published")
-    at_training = shown[shown["measure"] == f"accuracy_{TRAIN_LENGTH}"]
-    short = at_training[at_training["mean"] < at_training["published"] - TRAINED]
-    for row in short.to_dict("records"):
-        yield (
-            f"{row['task']}, {row['model']}: {100 * row['mean']:.1f} % at length {TRAIN_LENGTH}, published "
-            f"{100 * row['published']:.1f} %: this budget does not reach it, so it is not compared at longer words."
-        )
-    left_out = set(zip(short["task"], short["model"], strict=True))
-    for (task, measure), part in shown.groupby(["task", "measure"], sort=False):
-        rows = [r for r in part.to_dict("records") if (task, r["model"]) not in left_out]
-        constant = max(part["constant_yes"].iloc[0], part["constant_no"].iloc[0])
-        # Networks that answer the same everywhere differ from a constant answer by hundredths of a point either way; an
-        # interval over three seeds that agree says nothing of it.
-        idle = [r["model"] for r in rows if r["least"] < constant + TRAINED]
-        pairs = [(a, b) for i, a in enumerate(rows) for b in rows[i + 1 :] if a["published"] != b["published"]]
-        pairs = [(a, b) for a, b in pairs if not {a["model"], b["model"]} & set(idle)]
-        ways = [(a["mean"] - b["mean"]) * (a["published"] - b["published"]) for a, b in pairs]
-        said = (
-            f"{sum(way > 0 for way in ways)} of {len(pairs)} published orderings hold" if pairs else "none to compare"
-        )
-        for word, chosen in (("inverted", [w < 0 for w in ways]), ("equal here", [w == 0 for w in ways])):
-            names = [f"{a['model']} against {b['model']}" for (a, b), yes in zip(pairs, chosen, strict=True) if yes]
-            said += f"; {word}: {', '.join(names)}" if names else ""
-        said += f"; not a point above a constant answer ({100 * constant:.1f} %): {', '.join(idle)}" if idle else ""
-        if pairs or idle:
-            yield f"{task}, {measure}: {said}."
-
-
-def _effects(changed: pd.DataFrame, summary: pd.DataFrame) -> Iterator[str]:
-    """What a term changes at the farthest length or in the exact n, and where it leaves less than a constant answer."""
-    cells = summary.set_index([*KEYS, "measure"])
-    for row in farthest(changed).to_dict("records"):
-        unit = "" if row["measure"] == "exact_to" else " points"
-        told = doubt(row)
-        cell = cells.loc[tuple(row[key] for key in (*KEYS, "measure"))]
-        constant = max(cell["constant_yes"], cell["constant_no"])
-        idle = f", to {100 * cell['mean']:.1f} %, where a constant answer has {100 * constant:.1f} %"
-        told = (idle if unit and cell["mean"] < constant else "") + told
-        yield (
-            f"{row['task']}, {row['model']} with {row['norm']} on its {row['norm_site']}: {row['measure']} "
-            f"{interval_text(row, '+.1f', 100 if unit else 1)}{unit} against none (seeds: {row['seeds']}){told}."
-        )
-
-
-def _exact(summary: pd.DataFrame, quick: bool) -> Iterator[str]:
-    """On which n each plain network is exact."""
-    shown = summary[(summary["norm"] == "none") & summary["measure"].isin(["exact_from", "exact_to"])]
-    for (task, model), part in shown.groupby(["task", "model"], sort=False):
-        ends, trained = part.set_index("measure")["mean"], trained_to(str(task), quick)
-        yield (
-            f"{task}, {model}: exact on n = {ends['exact_from']:.0f} to {ends['exact_to']:.0f} in the mean "
-            f"(0 to 0: on none), trained to {trained}, tested to {MAX_TESTED_N * trained}."
-        )
-
-
-def _gate_conclusions(gate: pd.DataFrame) -> Iterator[str]:
-    for norm, part in gate.groupby("norm", sort=False):
-        ends = part.iloc[[0, -1]].to_dict("records")
-        said = ", ".join(f"{row['output']:.3g} at length {row['length']}" for row in ends)
-        yield f"Majority gate without training, {norm}: one a more than b's gives {said}."
 
 
 def draw(summary: pd.DataFrame, values: pd.DataFrame, quick: bool = False) -> Iterator[tuple[str, Figure]]:

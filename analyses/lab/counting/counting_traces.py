@@ -426,7 +426,7 @@ def _longest_run(right: np.ndarray) -> int:
 
 
 def findings(*found: pd.DataFrame) -> Results:
-    """Summary, pictures and sentences from the tables of COLUMNS, in their order."""
+    """Summary and pictures from the tables of COLUMNS, in their order."""
     tables = dict(zip(COLUMNS, found, strict=True))
     networks = in_order(with_verdicts(tables["networks"], tables["traces"]))
     values = networks.melt([*NETWORK], [*MEASURES, *OF_TRACE], "measure", "value")
@@ -435,7 +435,6 @@ def findings(*found: pd.DataFrame) -> Results:
         summarize(values, [*KEYS, "phase", "measure"]),
         tables={**tables, "networks": networks, "thresholds": thresholds(networks)},
         figures=dict(draw(networks, tables["traces"], tables["readings"])),
-        conclusions=(*_overview(networks), *_each(networks)),
         settings={
             "straight": STRAIGHT,
             "readable": READABLE,
@@ -496,33 +495,3 @@ def title(row: dict[Hashable, Any]) -> str:
     """What a network is, in the words of the tables."""
     norm = "" if row["norm"] == "none" else f", {row['norm']} on its {row['norm_site']}"
     return f"{row['task']}, {row['model']}{norm}"
-
-
-def _overview(networks: pd.DataFrame) -> Iterator[str]:
-    """In how many networks of a kind a dimension counts, and at which n the count, the reading and the answers end."""
-    for _, part in networks.groupby([*KEYS, "phase"], sort=False):
-        rows = part.to_dict("records")
-        counts = sum(r["counts"] for r in rows)
-        said = [f"{title(rows[0])}, phase {rows[0]['phase']}: a dimension counts in {counts} of {len(rows)} networks"]
-        for name, measure in (
-            (f"in the longest word the trace is straight to letter (of the {rows[0]['before']}'s)", "holds_to"),
-            (f"(of the {rows[0]['phase']}'s)", "holds_to_in"),
-            ("n is read right to", "reads_to"),
-            (f"it takes {rows[0]['tested_n']} for", "reads_last_as"),
-            ("exact to", "exact_to"),
-        ):
-            said.append(f"{name} {', '.join(f'{r[measure]:.0f}' for r in rows)}")
-        yield f"{'; '.join(said)} (trained to {rows[0]['trained_n']}, tested to {rows[0]['tested_n']})."
-
-
-def _each(networks: pd.DataFrame) -> Iterator[str]:
-    for row in networks.to_dict("records"):
-        found = "counts" if row["counts"] else "comes nearest to a counter, and is none"
-        yield (
-            f"{title(row)}, seed {row['seed']}: dimension {row['dimension']} {found}: {row['slope_before']:+.3f} per "
-            f"{row['before']}, {row['slope_in']:+.3f} per {row['phase']} (R² {row['r2_before']:.5f} and "
-            f"{row['r2_in']:.5f}; off its lines by {row['off_before']:.2f} and {row['off_in']:.2f} letters; mean steps "
-            f"{row['step_before']:+.3f} and {row['step_in']:+.3f}). At n = {row['trained_n'] // 2}, moved by k "
-            f"letters' slopes ({MOVED} at most), the network ends its {row['phase']}'s {row['carried']:.2f} k later; "
-            f"all dimensions that turn, {row['carried_by_turning']:.2f} k."
-        )

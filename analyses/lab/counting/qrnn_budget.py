@@ -9,9 +9,7 @@ first reach the published accuracy at 64, and at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -66,19 +64,11 @@ def run(request: Request) -> Results:
     lost = carry_out(runs, request)
     table = curves(runs)
     table = table[table["measure"].str.startswith("accuracy_").astype(bool)].reset_index(drop=True)
-    return replace(findings(table, request.quick), diverged=(*lost, *unfinished(table, request.quick)))
-
-
-def unfinished(values: pd.DataFrame, quick: bool) -> Iterator[str]:
-    """Runs that have not come to the end: they are left out."""
-    reached = values.groupby([*KEYS, "seed"], sort=False)["step"].max()
-    for key, step in reached[reached < training(quick, 0, RATES[0]).steps].items():
-        run = ", ".join(f"{k} {v}" for k, v in zip((*KEYS, "seed"), cast("tuple[Any, ...]", key), strict=True))
-        yield f"{run}: stopped after {step} updates, left out"
+    return replace(findings(table, request.quick), diverged=lost)
 
 
 def findings(values: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and sentences from the accuracies of all evaluations: KEYS, `seed`, `step`, `measure`, `value`."""
+    """Tables from the accuracies of all evaluations: KEYS, `seed`, `step`, `measure`, `value`."""
     done = values.groupby([*KEYS, "seed"])["step"].transform("max") >= training(quick, 0, RATES[0]).steps
     read = readings(values[done])
     at_end = read[read["read"] == AT_END]
@@ -88,7 +78,6 @@ def findings(values: pd.DataFrame, quick: bool = False) -> Results:
         summary,
         tables={"values": values, "readings": read},
         figures={} if values.empty else {"budget": draw(values)},
-        conclusions=tuple(sentences(read)),
         settings={
             "training": {f"lr {lr:g}": vars(training(quick, 0, lr)) for lr in RATES},
             "published_updates": f"at most {PUBLISHED_UPDATES} (100 epochs of 100,000 words; batches of 16 are ours)",
@@ -113,19 +102,6 @@ def readings(values: pd.DataFrame) -> pd.DataFrame:
             found.append(run[run["step"] == there["step"].min()].assign(read=WHEN_REACHED))
     columns = [*KEYS, "seed", "read", "step", "measure", "value"]
     return pd.concat(found, ignore_index=True)[columns] if found else pd.DataFrame(columns=columns)
-
-
-def sentences(read: pd.DataFrame) -> Iterator[str]:
-    """How many runs reached the published accuracy, and what all of them have at the end."""
-    trained = read[read["measure"] == f"accuracy_{TRAIN_LENGTH}"]
-    for (task, model), part in trained.groupby(["task", "model"], sort=False):
-        ends, there = part[part["read"] == AT_END], part[part["read"] == WHEN_REACHED]
-        said = (
-            f"{task}, {model}: {len(there)} of {len(ends)} runs reach the published accuracy at length {TRAIN_LENGTH} "
-            f"({PUBLISHED[str(task), str(model)][0]:g} %); at the end they have {100 * ends['value'].min():.1f} to "
-            f"{100 * ends['value'].max():.1f} %"
-        )
-        yield said + ("." if len(there) else ": this budget does not reach it, so longer words are not compared.")
 
 
 def draw(values: pd.DataFrame) -> Figure:

@@ -23,7 +23,6 @@ de Hankel"), so the rank of any block of it is a lower bound of the number of st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -129,7 +128,6 @@ def rank_at_least(matrix: Int[np.ndarray, "row column"]) -> int:
 POOLINGS = ("f", "fo", "ifo")
 NETWORKS, NETWORKS_QUICK, WORDS, LENGTH = 10, 2, 3, 512  # of each pooling and seed; letters of a word
 SPREAD = 4.0  # weights that torch starts with leave every gate near 1/2; these reach from 0 to 1
-EXACT = 1e-12  # float64 rounds 512 sums of products of numbers below 512 to less
 ENOUGH = 14  # two for every pair of letters read last, a missing first one counted, and for the empty word
 FINITE = 500  # states; a cell with more is taken as one without a bound: finite ones here have below 100
 # Cell, layers, hidden units of what is saturated and ranked.
@@ -166,12 +164,11 @@ def run(request: Request) -> Results:
 
 
 def findings(ranks: pd.DataFrame, errors: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables, and sentences, from the ranks (KEYS, `seed`, `value`) and the largest errors (`pooling`, …) of seeds."""
+    """Tables from the ranks (KEYS, `seed`, `value`) and the largest errors (`pooling`, …) of seeds."""
     summary = summarize(ranks[np.isfinite(ranks["value"])], list(KEYS))
     return Results(
         summary,
         tables={"values": ranks, "errors": errors},
-        conclusions=(*_automata(errors), *_ranks(ranks)),
         settings={
             "draws": DRAWS_QUICK if quick else DRAWS,
             "networks": NETWORKS_QUICK if quick else NETWORKS,
@@ -180,31 +177,6 @@ def findings(ranks: pd.DataFrame, errors: pd.DataFrame, quick: bool = False) -> 
             "published": "theorems, no figures: QRNNs are rationally recurrent, LSTMs are not (Merrill et al. 2020)",
         },
     )
-
-
-def _automata(errors: pd.DataFrame) -> Iterator[str]:
-    for pooling, part in errors.groupby("pooling", sort=False):
-        worst = part["value"].max()
-        verdict = "is its automaton" if worst <= EXACT else f"is NOT its automaton to {EXACT:g}"
-        yield (
-            f"A QRNN layer with {pooling}-pooling {verdict}: largest difference {worst:.1g} of the unit's largest "
-            f"state (seeds: {len(part)}, words of {LENGTH} letters)."
-        )
-
-
-def _ranks(ranks: pd.DataFrame) -> Iterator[str]:
-    """The rank of the worst draw of all seeds at every block: one draw is enough for a bound."""
-    for (cell, layers, hidden), part in ranks.groupby(["cell", "layers", "hidden"], sort=False):
-        top = part[part["measure"] == "rank, largest"].groupby("block")["value"].max()
-        enough = part[part["measure"] == "enough, largest"]["value"].max()
-        told = ", ".join(f"{value:.0f} at {block}" for block, value in top.items())
-        said = f"{cell}, layers: {layers}, hidden units: {hidden}: Hankel rank of the worst draw {told}"
-        if np.isfinite(enough):
-            yield f"{said}; an automaton of {enough:.0f} states is enough for every draw."
-        else:
-            still = top.is_unique and top.is_monotonic_increasing
-            grows = "and the rank grows with every block" if still else "and the rank grows no more"
-            yield f"{said}: any automaton for it needs {top.iloc[-1]:.0f} states or more, {grows}; none is known here."
 
 
 def states_enough(net: list[SaturatedLayer]) -> float:

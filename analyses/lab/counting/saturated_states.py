@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, interval_text, panels, summarize, summarize_kinds
+from ln_probe.analyses.lab.results import Results, panels, summarize, summarize_kinds
 
 LETTERS = 2
 CAP = 50_000  # states; more of them take minutes, and have grown beyond doubt
@@ -315,7 +314,7 @@ def _draw(cell: Cell, rng: np.random.Generator, quick: bool) -> tuple[dict[tuple
 
 
 def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables, a figure and sentences from counts (with `length`; geometric means over seeds) and exponents."""
+    """Tables and a figure from counts (with `length`; geometric means over seeds) and exponents."""
     summary = summarize(values, [*KEYS, "length"], kind="log")
     powers = growth["measure"].str.startswith(EXPONENT).astype(bool)
     grown = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")
@@ -323,7 +322,6 @@ def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) ->
         summary,
         tables={"values": values, "growth": growth, "exponents": grown},
         figures={"states": draw(summary)},
-        conclusions=tuple(_sentences(summary, grown)),
         settings={
             "draws": DRAWS_QUICK if quick else DRAWS,
             "cap": CAP,
@@ -331,38 +329,6 @@ def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) ->
             "published": "theorems, no figures: O(1) states but for LSTM and ifo-pooling (Merrill et al., section 3)",
         },
     )
-
-
-def _sentences(summary: pd.DataFrame, grown: pd.DataFrame) -> Iterator[str]:
-    keys = ["cell", "layers", "hidden", "theory"]
-    for key, part in summary.groupby(keys, sort=False):
-        cell, layers, hidden, theory = (str(x) for x in key)
-        of = {r["measure"]: r for r in grown[(grown[keys] == list(key)).all(axis=1)].to_dict("records")}
-        told = [_told(part, kind) for kind in ("states", "visited")]
-        said = f"{cell}, layers: {layers}, hidden units: {hidden}; theory: {theory}"
-        said += f" (at most to the power {int(layers) * int(hidden)})" if theory == GROWS else ""
-        if theory == CONSTANT:
-            said += f". The set of states came back in {_share(of[SETTLED])}"
-        else:
-            said += f". Exponent of the fastest draw {interval_text(of[f'{EXPONENT}, largest'], '.2f')}, growing: "
-            said += _share(of[COUNTING])
-        yield f"{said}. Largest over the draws: {'; '.join(told)}."
-
-
-def _told(part: pd.DataFrame, kind: str) -> str:
-    """What the largest draw comes to at the first and at the last length, and from where on it is capped."""
-    line = part[part["measure"] == f"{kind}, largest"].sort_values("length")
-    first, last = line.iloc[0], line.iloc[-1]
-    said = f"{kind} {first['mean']:.0f} at length {first['length']}, "
-    if last["mean"] < CAP * 0.999:
-        return said + f"{last['mean']:.0f} at {last['length']}"
-    capped = line[line["mean"] >= CAP * 0.999].iloc[0]
-    return said + f"{CAP} or more from {capped['length']} on"
-
-
-def _share(row: dict[Hashable, Any]) -> str:
-    """A share of draws with its interval over seeds; where it is all of them in every seed there is nothing to tell."""
-    return "every draw" if row["mean"] == 1 else f"{interval_text(row, '.0f', 100)} % of the draws"
 
 
 def draw(summary: pd.DataFrame) -> Figure:

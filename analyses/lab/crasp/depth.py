@@ -23,7 +23,7 @@ been seen): with one block more than the theory allows the reach is lower, at ev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -44,16 +44,13 @@ from ln_probe.analyses.lab.crasp.depth_task import (
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import (
-    SIGNIFICANT,
     Results,
     binomial_interval,
     contrasted,
     differences,
-    doubt,
     effects,
     heat_map,
     interval,
-    interval_text,
     paired_p,
     panels,
     select,
@@ -61,9 +58,8 @@ from ln_probe.analyses.lab.results import (
 )
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, diverged, planned
 from ln_probe.analyses.probes.statistics import holm
-from ln_probe.analyses.text import counted
 
-HIT = 0.99  # the threshold that sentences use; `sweep` shows what the others would say
+HIT = 0.99  # the threshold of a hit; `sweep` shows what the others would say
 THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 REACH = "reach"  # mean exact match over the bins beyond the training lengths
 WITHIN, BEYOND = "within", "beyond"  # of what the theory says this depth suffices for
@@ -92,7 +88,7 @@ PUBLISHED_MODELS = "post-norm, d_model 256 or 512; one seed, the best of four co
 
 
 def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
-    """Tables, figures and sentences from the exact match of every run; `failed` are those that diverged (misses)."""
+    """Tables and figures from the exact match of every run; `failed` are those that diverged (misses)."""
     values = table.drop(columns="step", errors="ignore")
     hits, swept = hit_rates(table, failed), sweep(table)
     terms, fresh = term_effects(values), fresh_terms(values)
@@ -108,12 +104,6 @@ def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | No
             "effects": effects(values, [*KEYS, "measure"], ["norm"]),
         },
         figures=_figures(summary),
-        conclusions=(
-            *_conclusions(table, failed),
-            *_separations(swept),
-            *_term_sentences(terms),
-            *(f"Seeds {CHOSEN_SEEDS} and up alone: {said}" for said in _term_sentences(fresh)),
-        ),
         settings={
             "train_lengths": TRAIN_LENGTHS,
             **_settings(table, Cell(1, 3), training(quick, 0)),
@@ -176,19 +166,6 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
 
-def sides(worst: pd.DataFrame, ends: bool = False) -> list[str]:
-    """How many runs of `worst_bins` are right on either side of the boundary, as text; with `ends`, what they have."""
-    counts = []
-    for name, words in ((WITHIN, "k = depth + 2"), (BEYOND, "k = depth + 3")):
-        side = worst[worst["side"] == name]
-        if len(side):
-            low, high = share_over_seeds(side["right"], side["seed"])
-            spread = "" if np.isnan(low) else f" [{low:.0%}, {high:.0%}]"
-            spread += f", their worst bins {side['value'].min():.0%} to {side['value'].max():.0%}" if ends else ""
-            counts.append(f"{int(side['right'].sum())} of {len(side)} runs with {words}{spread}")
-    return counts
-
-
 def share_over_seeds(right: pd.Series, seeds: pd.Series) -> tuple[float, float]:
     """95 % interval of the share of runs that are right, each seed's runs one observation."""
     _, low, high = interval(right.groupby(seeds.to_numpy()).mean().to_numpy(float), "share")
@@ -233,7 +210,7 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
 
     A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
     and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
-    (NaN with fewer than two such seeds). Only REACH over all depths is tested, which sentences report: `p` is of the
+    (NaN with fewer than two such seeds). Only REACH over all depths is tested: `p` is of the
     same t, and `p_holm` over these rows. `units` are the pairs that the mean is of.
 
     Returns:
@@ -275,48 +252,6 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
     tested = select(found, depth=ALL_DEPTHS, outcome=REACH, side=BEYOND, norm_order=["post", "pre"])
     fresh = tested[: len(tested) * bool(len(later))].reset_index(drop=True)
     return fresh.assign(p_holm=holm(fresh["p"].to_numpy(float)))
-
-
-def _conclusions(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:
-    runs = worst_bins(table, failed)
-    for (order, positions, norm), part in runs.groupby(["norm_order", "positions", "norm"], sort=False):
-        where = f"{order}-norm {norm}" + ("" if positions == "none" else f" with {positions} positions")
-        right = f"at least {HIT:.0%} of words exactly right in every bin up to {BINS[-1][1]} letters"
-        yield f"{where}: {right} in {', '.join(sides(part))}."
-
-
-def _separations(swept: pd.DataFrame) -> Iterator[str]:
-    """Which thresholds separate the two sides."""
-    ends = swept.drop_duplicates(["norm", "norm_order", "positions", "side"])
-    for (order, positions), part in ends.groupby(["norm_order", "positions"], sort=False):
-        within, beyond = part[part["side"] == WITHIN], part[part["side"] == BEYOND]
-        if within.empty or beyond.empty:
-            continue
-        low, high = beyond["best"].max(), within["worst"].min()
-        where = f"{order}-norm" + ("" if positions == "none" else f", {positions} positions")
-        runs = (
-            f"the worst of {within['runs'].sum()} runs within the theory's reach has {high:.1%} in its worst bin, the "
-        )
-        runs += f"best of {beyond['runs'].sum()} beyond it {low:.1%}"
-        count = part["norm"].nunique()
-        said = f"any threshold between tells them apart under {'the norm tried' if count == 1 else f'{count} norms'}"
-        yield f"{where}: {runs}" + (f": {said}." if low < high else ": no threshold tells all of them apart.")
-
-
-def _term_sentences(terms: pd.DataFrame) -> Iterator[str]:
-    """What each term changes over all depths, in points of exact match."""
-    for row in select(terms, depth=ALL_DEPTHS, outcome=REACH).to_dict("records"):
-        order = "both orders" if row["norm_order"] == BOTH else f"{row['norm_order']}-norm"
-        start = f"{order}, {row['side']} the theory's reach, all depths at once: {row['term']}"
-        if np.isnan(row["p"]):
-            who = "the one seed that has every run of them" if row["seeds"] else "runs of which no seed has all"
-            yield f"{start}: {100 * row['mean']:+.1f} points in {who}, so there is no test."
-            continue
-        verb = "changes the reach by" if row["p_holm"] < SIGNIFICANT else "makes no significant difference:"
-        yield (
-            f"{start} {verb} {interval_text(row, '+.1f', 100)} points "
-            f"({row['seeds']} seeds, {row['units']} pairs of runs, p {row['p']:.2g}, Holm {row['p_holm']:.2g})."
-        )
 
 
 def _figures(summary: pd.DataFrame) -> dict[str, Figure]:
@@ -470,7 +405,6 @@ def deep_findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame
         summary,
         tables={"exact_match": table, "hits": hit_rates(table, failed), "contrasts": contrasts},
         figures={} if table.empty else {"deep": length_curves(summary, "positions", 4)},
-        conclusions=(*_boundary(table, failed), *_contrast_sentences(contrasts)),
         settings={
             **_settings(table, Cell(4, 6), deep_training(quick, 0)),
             "cut": CUT,
@@ -495,22 +429,3 @@ def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
     pairs |= {f"L{d + 3}: depth {d + 1} minus {d}": ((d + 1, d + 3, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
     pairs |= {f"depth 4, L6: {p} positions minus none": ((4, 6, p), (4, 6, none)) for p in POSITIONS[1:]}
     return contrasted(differences(reach, pairs), ["contrast"], (-1.0, 1.0))
-
-
-def _boundary(table: pd.DataFrame, failed: pd.DataFrame | None) -> Iterator[str]:
-    """On either side, how many runs are right in every bin, and what their worst bins have; intervals over seeds."""
-    for positions, part in worst_bins(table, failed).groupby("positions", sort=False):
-        where = "without positions" if positions == "none" else f"{positions} positions"
-        depths = sorted(set(part["depth"]))
-        shown = f"depth{'s' if len(depths) > 1 else ''} {', '.join(map(str, depths))}"
-        hit = f"at least {HIT:.0%} right in every bin to {BINS[-1][1]} letters"
-        yield f"{where}, {shown}: {hit} in {'; '.join(sides(part, ends=True))}."
-
-
-def _contrast_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
-    for row in contrasts.to_dict("records"):
-        told = doubt(row).removeprefix(": ") or f"Holm {row['p_holm']:.2g}"
-        yield (
-            f"{row['contrast']}: {interval_text(row, '+.1f', 100)} points of {REACH} "
-            f"({counted(row['seeds'], 'seed')}; {told})."
-        )

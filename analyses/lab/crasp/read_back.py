@@ -1,42 +1,45 @@
 """From a transformer to a program: the weights of a compiled model read back into C-RASP.
 
-The direction of Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP") that begins with a transformer: in fixed
-precision outside attention the stream at a position is one of finitely many vectors. Which one is a Boolean function of
-the letter (the embedding) and, block by block, of the vector before and of what attention brought, rounded to the grid.
-With uniform attention a mean is at least k steps where a sum of counts, of the positions at which each vector stands,
-is not below 0. So every block adds one level of counts. Nothing but the weights and the grid is read.
+The direction of Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP") that begins with a transformer. Where a norm's
+scaling makes truth values of what attention brings, the stream between blocks is one of finitely many vectors. Which
+one is a Boolean function of the letter (the embedding) and, block by block, of the vector before and of what uniform
+attention brought: a sum of counts of the positions at which each vector stands, over t + 1. An MLP without biases bends
+where such a sum crosses a whole number, so every block adds one level of counts. Nothing but the weights is read, and
+between two bends several sums and lengths are tried: where the outcome differs, the model is refused.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.lab.arithmetic import Precision, fixed_precision
 from ln_probe.analyses.lab.crasp.cases import Sum
 from ln_probe.analyses.lab.crasp.crasp import Program
-from ln_probe.analyses.lab.crasp.crasp_compiler import BOS, CompiledProgram
 from ln_probe.analyses.lab.crasp.temporal import Formula, Formulas, program_of
+from ln_probe.analyses.lab.crasp.weights import BOS, CompiledProgram
+from ln_probe.analyses.lab.norms import SCALES
 from ln_probe.analyses.lab.transformer import Block
 
-MOST_STATES = 4096  # vectors that the stream can be at one block, and ways in which attention can answer
-MOST_STEPS = 2**16  # of the grid that a mean can lie on
+MOST_STATES = 4096  # vectors that the stream can be at one block, times ways in which attention can answer
+LENGTHS = (999.0, 1499.0)  # of which t + 1 is tried: any number of letters is alike to an MLP without biases
+BEYOND = 100.0  # how far beyond the outermost bend a sum is tried
+DIGITS = 6  # to which vectors that are the same agree
 
 Requirement = tuple[Sum[Formula], bool]  # a sum of counts, and whether it is below 0
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """Steps of the grid between which one coordinate of attention's mean lies, all alike to what follows."""
+    """Sums between two bends of one coordinate of attention: two of them, and what says that the sum lies there."""
 
-    steps: int
+    sums: tuple[float, float]
     requirements: tuple[Requirement, ...]
 
 
@@ -44,95 +47,128 @@ def read_back(compiled: CompiledProgram) -> Program:
     """Read a compiled model's weights as a program, with at most a level of counts per block.
 
     Raises:
-        ValueError: it is not in fixed precision, its attention is not uniform, or more than MOST_STATES vectors or
-            MOST_STEPS steps would have to be distinguished.
+        ValueError: attention that is not uniform, norms that do not scale, more than MOST_STATES vectors, or a stream
+            that is not one of finitely many vectors.
     """
-    model, grid = compiled.model, compiled.precision
-    if grid is None:
-        raise ValueError(
-            f"compiled with {compiled.construction!r}, whose stream is not rounded: only 'rounding' is read"
-        )
+    model = compiled.model
     uniform = all(not bool(W.any()) for block in model.blocks for W in (block.attn.W_Q, block.attn.W_K))
     if not uniform or model.cfg.positions != "none":
         raise ValueError("attention that is not uniform, or positions: only uniform attention without them is read")
+    if model.cfg.norm not in SCALES:
+        raise ValueError(f"a {model.cfg.norm!r} norm makes no truth values: only norms that scale are read")
     store = Formulas()
-    with torch.no_grad(), fixed_precision(model, grid):
-        tokens = torch.arange(len(compiled.alphabet) + 1)[:, None]
-        start = model.embedded(tokens)[:, 0]
+    with torch.no_grad():
+        start = model.embedded(torch.arange(len(compiled.alphabet) + 1)[:, None])[:, 0]
         bos, states = start[BOS], start[BOS + 1 :]
         holds = [store.symbol(symbol) for symbol in compiled.alphabet]
         for block in model.blocks:
-            bos, states, holds = _after(block, grid, bos, states, holds, store)
-        said = model.unembed(states[:, None])[:, 0]
-    return program_of(store.any_of([h for h, logits in zip(holds, said, strict=True) if logits[1] > logits[0]]))
+            bos, states, holds = _after(block, bos, states, holds, store)
+        logits = model.unembed(states[:, None])[:, 0]
+    return program_of(store.any_of([h for h, row in zip(holds, logits, strict=True) if row[1] > row[0]]))
 
 
 def _after(
     block: Block,
-    grid: Precision,
     bos: Float[Tensor, " d_model"],
     states: Float[Tensor, "state d_model"],
     holds: list[Formula],
     store: Formulas,
 ) -> tuple[Tensor, Tensor, list[Formula]]:
     """BOS, the vectors that the stream can be after a block, and where each stands."""
-    seen: list[Tensor] = []
-    both = torch.cat([bos[None], states])
-    with block.attn.hook_v.register_forward_hook(lambda *args: seen.append(args[2])):
-        after_bos = block(both[:, None])[0, 0]  # alone, each attends to itself
-    values = (seen[0][:, 0].flatten(1) / grid.step).round().long().numpy()
-    columns = [_answers(values[:, c], c, block, grid, holds) for c in range(values.shape[1])]
+    W_V, W_O = block.attn.W_V[0], block.attn.W_O[0]
+    values = (torch.cat([bos[None], states]) @ W_V).round(decimals=DIGITS).numpy()
+    if np.abs(values - values.round()).max() > 0:
+        raise ValueError("attention brings numbers that are not whole: no sum of counts is read from it")
+    columns = _answers(values.astype(np.int64), (W_O @ block.mlp.W_in).numpy(), holds)
     ways = list(_ways(columns))
     if len(ways) * len(states) > MOST_STATES:
         raise ValueError(f"too wide: {len(states)} vectors times {len(ways)} answers; at most {MOST_STATES} together")
-    found: dict[bytes, tuple[Tensor, list[Formula]]] = {}
+    outcomes: dict[bytes, tuple[Tensor, list[Formula]]] = {}
     for way in ways:
         here = store.true
         for total, below in itertools.chain.from_iterable(answer.requirements for answer in way):
             holds_here = store.below(total)
             here = store.both(here, holds_here if below else store.negate(holds_here))
-        z = torch.tensor([answer.steps for answer in way], dtype=torch.float64) * grid.step
-        z = z.view(1, 1, block.attn.cfg.n_heads, -1)
-        with block.attn.hook_z.register_forward_hook(lambda *args, z=z: z.expand_as(args[2])):
-            outcome = block(states[:, None])[:, 0]
-        for vector, before in zip(outcome, holds, strict=True):
+        tried = [
+            _through(block, states + torch.tensor([answer.sums[i] for answer in way]).double() / length @ W_O)
+            for i, length in itertools.product((0, 1), LENGTHS)
+        ]
+        if any((other - tried[0]).abs().max() > 10.0**-DIGITS for other in tried):
+            raise ValueError("the stream is not one of finitely many vectors: a sum's size is seen, not its sign alone")
+        for vector, before in zip(tried[0].round(decimals=DIGITS) + 0.0, holds, strict=True):
             if (formula := store.both(before, here)) is not store.false:
-                found.setdefault(vector.numpy().tobytes(), (vector, []))[1].append(formula)
+                outcomes.setdefault(vector.numpy().tobytes(), (vector, []))[1].append(formula)
+    after_bos = _through(block, (bos + bos @ W_V @ W_O)[None])[0].round(decimals=DIGITS) + 0.0
     return (
         after_bos,
-        torch.stack([vector for vector, _ in found.values()]),
-        [store.any_of(formulas) for _, formulas in found.values()],
+        torch.stack([vector for vector, _ in outcomes.values()]),
+        [store.any_of(formulas) for _, formulas in outcomes.values()],
     )
 
 
-def _answers(values: np.ndarray, column: int, block: Block, grid: Precision, holds: list[Formula]) -> list[_Answer]:
-    """What one coordinate of attention can bring, in groups that add the same to the stream once that is rounded.
+def _through(block: Block, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_model"]:
+    """A block's norms and MLP, after attention has been added."""
+    mid = block.ln1(stream[:, None])
+    out: Tensor = block.ln2(mid + block.mlp(mid))[:, 0]
+    return out
 
-    `values` are of BOS and of every vector, in steps.
+
+def _answers(
+    values: Int[np.ndarray, "vector coordinate"], seen: Float[np.ndarray, "coordinate unit"], holds: Sequence[Formula]
+) -> list[list[_Answer]]:
+    """For each coordinate of attention the sums that an MLP treats alike; one if all vectors but BOS add nothing.
+
+    `values` are of BOS and of every vector, `seen` the weight with which each hidden unit reads a coordinate.
     """
-    low, high = int(values.min()), int(values.max())
-    if high - low >= MOST_STEPS:
-        raise ValueError(f"too wide: a mean of {high - low + 1} steps of the grid; at most {MOST_STEPS}")
-    W_O = block.attn.W_O.flatten(0, 1)
-    steps = torch.arange(low, high + 1, dtype=torch.float64)
-    adds = steps[:, None] * grid.step * W_O[column]
-    alone = (W_O != 0).sum(0) <= 1  # entries that no other coordinate adds to: only their rounded sum is seen
-    rest = torch.zeros(()) if block.attn.b_O is None else block.attn.b_O
-    adds = torch.where(alone, grid.round(adds + rest), adds)
-    begins = [0, *(int(i) + 1 for i in (adds[1:] != adds[:-1]).any(1).nonzero())]
+    constant = ~values[1:].any(axis=0)
+    fixed = values[0] * constant @ seen  # what units read of the coordinates that BOS alone brings
     answers = []
-    for first, after in zip(begins, [*begins[1:], None], strict=True):
-        least = [(_less_than(values, low + first, holds), False)] if first else []
-        most = [] if after is None else [(_less_than(values, low + after, holds), True)]
-        answers.append(_Answer(low + first, (*least, *most)))
+    for column, weights in enumerate(seen):
+        first = int(values[0, column])
+        if constant[column]:
+            answers.append([_Answer((first, first), ())])
+            continue
+        read = weights != 0
+        if (seen[~constant][:, read] != 0).sum(0).max(initial=1) > 1:
+            raise ValueError("a hidden unit reads two sums of counts at once: such a model is not read")
+        bends = sorted({round(float(b), DIGITS) for b in -fixed[read] / weights[read]})
+        common = math.gcd(*(int(v) for v in values[1:, column]))
+        limits = [-math.inf, *bends, math.inf]
+        answers.append(
+            [
+                answer
+                for low, high in itertools.pairwise(limits)
+                if (answer := _between(values[:, column], low, high, common, holds)) is not None
+            ]
+        )
     return answers
 
 
-def _less_than(values: np.ndarray, steps: int, holds: list[Formula]) -> Sum[Formula]:
-    """The sum that is below 0 where the mean over BOS and the letters so far is less than so many steps."""
-    total: Sum[Formula] = Sum((), int(values[0]) - steps)
+def _between(
+    values: Int[np.ndarray, " vector"], low: float, high: float, common: int, holds: Sequence[Formula]
+) -> _Answer | None:
+    """The answer whose sums lie between two bends, the lower one included above 0, the upper one below; None: none."""
+    start = int(values[0])  # sums are `start` and multiples of `common` more or less
+    least = -math.inf if math.isinf(low) else start + common * math.ceil((low - start) / common)
+    most = math.inf if math.isinf(high) else start + common * math.floor((high - start) / common)
+    if most == high and high > 0:  # of two pieces that meet in a sum, the outer one has it
+        most -= common
+    if least == low and low < 0:
+        least += common
+    if least > most:
+        return None
+    first = most - BEYOND * common if math.isinf(least) else least
+    last = least + BEYOND * common if math.isinf(most) else most
+    above = [] if math.isinf(least) else [(_less_than(values, int(least), holds), False)]
+    below = [] if math.isinf(most) else [(_less_than(values, int(most) + 1, holds), True)]
+    return _Answer((first, last), (*above, *below))
+
+
+def _less_than(values: Int[np.ndarray, " vector"], bound: int, holds: Sequence[Formula]) -> Sum[Formula]:
+    """The sum of counts that is below 0 where the sum over BOS and the letters so far is less than a bound."""
+    total: Sum[Formula] = Sum((), int(values[0]) - bound)
     for formula, value in zip(holds, values[1:], strict=True):
-        total = total.plus(Sum(((formula, int(value) - steps),)))
+        total = total.plus(Sum(((formula, int(value)),)))
     return total
 
 
@@ -149,9 +185,11 @@ def _ways(columns: list[list[_Answer]], chosen: tuple[_Answer, ...] = ()) -> Ite
 
 def _possible(left: Requirement, right: Requirement) -> bool:
     """Whether counts could meet both (True where this is not seen at once)."""
-    if left[0].plus(right[0]) != Sum():  # only of a sum and its negative
-        return left[0] != right[0] or left[1] == right[1]
-    if left[1] == right[1]:  # both below 0: never; neither: where it is 0, which no multiple of the factors may reach
-        common, constant = math.gcd(*(n for _, n in left[0].terms)), left[0].constant
-        return not left[1] and (constant % common == 0 if common else constant == 0)
-    return True
+    if left[0].terms == right[0].terms and left[1] != right[1]:  # x + a >= 0 and x + b < 0
+        above, below = (left[0], right[0]) if right[1] else (right[0], left[0])
+        return above.constant > below.constant
+    opposite = left[0].plus(right[0])
+    if opposite.terms or left[1] != right[1]:
+        return True
+    # x + a and -x + b, both below 0 (then their sum is below -1) or neither (then it is not below 0).
+    return opposite.constant < -1 if left[1] else opposite.constant >= 0

@@ -34,8 +34,6 @@ from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
     differences,
-    doubt,
-    interval_text,
     panels,
     select,
     summarize_kinds,
@@ -44,7 +42,6 @@ from ln_probe.analyses.lab.run_folder import MODEL_FILE, kept_beside, load_run, 
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned, train
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
-from ln_probe.analyses.text import counted
 from ln_probe.hooks.interventions import NoOpWarning, without
 
 
@@ -105,13 +102,6 @@ SHIPPED_SEED = 0
 MEASURED = 2  # version of what `_measured` measures
 FROZEN = "unselectable_without_scaling"
 COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats per token
-TITLES = {  # of a measure: what it is called, factor, digits and unit in sentences
-    LOSS: ("Held-out loss", 1, 3, "nats"),
-    COSTS["scaling"]: ("Cost of leaving out all scaling", 1, 3, "nats"),
-    COSTS["projection"]: ("Cost of leaving out all projection", 1, 4, "nats"),
-    FRACTION: ("Unselectable keys", 100, 1, "points"),
-    FROZEN: ("Unselectable keys without scaling", 100, 1, "points"),
-}
 CONTRASTS = {  # the norm that has the term, and the one that lacks it
     "scaling, with projection": ("layernorm", "projection_only"),
     "scaling, without projection": ("scaling_only", "none"),
@@ -259,7 +249,7 @@ def with_means(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def findings(values: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and sentences from KEYS, `seed`, `value`."""
+    """Tables from KEYS, `seed`, `value`."""
     values = with_means(values)
     shares = values["measure"].isin((FRACTION, FROZEN))
     summary = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
@@ -268,7 +258,6 @@ def findings(values: pd.DataFrame, quick: bool = False) -> Results:
         summary,
         tables={"seeds": values[values["layer"].ge(0) | ~shares], "contrasts": compared},
         figures={} if values.empty else {"seeds": draw(values)},
-        conclusions=tuple(sentences(compared)),
         settings={
             "model": {k: v for k, v in bundled_model("none").to_dict().items() if k != "norm"},
             "training": {k: v for k, v in vars(training(quick, 0)).items() if k != "seed"},
@@ -285,16 +274,6 @@ def contrasts(values: pd.DataFrame) -> pd.DataFrame:
     """
     wide = select(values, layer=ALL_LAYERS).pivot(index=["measure", "seed"], columns="norm", values="value")
     return contrasted(differences(wide, CONTRASTS), ["contrast", "measure"])
-
-
-def sentences(compared: pd.DataFrame) -> Iterator[str]:
-    """Every contrast with its interval, and whether it is significant."""
-    for row in compared.to_dict("records"):
-        title, scale, digits, unit = TITLES[row["measure"]]
-        holm = counted(row["seeds"], "seed") + ("" if pd.isna(row["p_holm"]) else f", Holm {row['p_holm']:.2g}")
-        term, beside = str(row["contrast"]).split(", ")
-        change = interval_text(row, f"+.{digits}f", scale)
-        yield f"{title}: {term} before attention, {beside}: {change} {unit} ({holm}){doubt(row)}."
 
 
 def draw(values: pd.DataFrame) -> Figure:

@@ -14,7 +14,7 @@ dense layer before the unembedding.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -38,8 +38,6 @@ from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
-    doubt,
-    interval_text,
     minus_reference,
     panels,
     select,
@@ -109,7 +107,7 @@ WIDTH = 0.17  # of a bar
 
 
 def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables, plots and sentences from KEYS, `seed`, `value`: shares at kept steps, loss and accuracy at the last."""
+    """Tables and plots from KEYS, `seed`, `value`: shares at kept steps, loss and accuracy at the last."""
     shares = values["measure"].isin((FRACTION, ACCURACY))
     summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS)
     differences = effects_of_terms(values, int(settings["training"]["steps"]))
@@ -117,7 +115,6 @@ def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, 
         summary=summary,
         tables={"seeds": values, "curves": losses, "effects": differences},
         figures={"unselectable": draw(summary)},
-        conclusions=tuple(_sentences(summary, differences, settings)),
         settings={**settings, "seeds": sorted({int(s) for s in values["seed"]})},
     )
 
@@ -134,25 +131,6 @@ def effects_of_terms(values: pd.DataFrame, step: int) -> pd.DataFrame:
     means = cast("pd.DataFrame", told.groupby([*same, "norm"], sort=False, as_index=False)["value"].mean())
     pairs = minus_reference(means, means["norm"] == WHOLE, same)
     return contrasted(pairs, ["shape", "norm", "space", "measure"])
-
-
-def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[str]:
-    last = select(summary, step=settings["training"]["steps"])
-    for shape in dict.fromkeys(last["shape"]):
-        for row in select(last, shape=shape, measure=LOSS, norm=WHOLE).to_dict("records"):
-            yield (
-                f"{shape}: held-out masked loss with LayerNorm {interval_text(row)} nats (seeds: {row['seeds']}); "
-                f"token frequencies alone give {settings['unigram_loss']:.3f}."
-            )
-        for row in select(differences, shape=shape).to_dict("records"):
-            if row["measure"] == LOSS:
-                what, told = "the held-out masked loss", f"{interval_text(row, '+.3f')} nats"
-            else:
-                where = "as heads see them" if row["space"] == HEAD else "before the norm"
-                what = f"the share of unselectable keys {where} (mean over layers)"
-                told = f"{interval_text(row, '+.1f', 100)} points"
-            told += f" (seeds: {row['seeds']}){doubt(row)}"
-            yield f"{shape}: leaving out {LEFT_OUT[row['norm']]} changes {what} by {told}."
 
 
 def draw(summary: pd.DataFrame) -> Figure:

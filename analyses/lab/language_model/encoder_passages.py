@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,14 +25,12 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model import encoder
-from ln_probe.analyses.lab.language_model.encoder import ACCURACY, LEFT_OUT, WHOLE, Encoder, EncoderConfig, Size
+from ln_probe.analyses.lab.language_model.encoder import ACCURACY, WHOLE, Encoder, EncoderConfig, Size
 from ln_probe.analyses.lab.language_model.published_language_model import LOSS
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
-    doubt,
-    interval_text,
     minus_reference,
     select,
     summarize_kinds,
@@ -239,7 +237,7 @@ def run(request: Request, size: Size | None = None, tuning: Tuning | None = None
 
 
 def findings(values: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables and sentences from KEYS, `seed`, `value`."""
+    """Tables from KEYS, `seed`, `value`."""
     share = values["measure"] == ACCURACY
     summary = summarize_kinds([(values[share], "share"), (values[~share], "mean")], KEYS)
     last = select(values, step=settings["training"]["steps"], measure=ACCURACY)
@@ -247,7 +245,6 @@ def findings(values: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
     return Results(
         summary=summary,
         tables={"values": values, "effects": differences},
-        conclusions=tuple(_sentences(summary, differences, settings)),
         settings={**settings, "seeds": sorted({int(s) for s in values["seed"]})},
     )
 
@@ -256,20 +253,3 @@ def costs(last: pd.DataFrame) -> pd.DataFrame:
     """Accuracy minus LayerNorm's of the same seed and shape, with intervals and Holm's p over all rows."""
     same = ["shape", "step", "measure", "seed"]
     return contrasted(minus_reference(last, last["norm"] == WHOLE, same), KEYS, (-1.0, 1.0))
-
-
-def _sentences(summary: pd.DataFrame, differences: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[str]:
-    last = select(summary, step=settings["training"]["steps"], measure=ACCURACY)
-    books = len(settings["data"]["books"])
-    for row in select(last, norm=WHOLE).to_dict("records"):
-        yield (
-            f"{row['shape']}, LayerNorm: {interval_text(row, '.1f', 100)} % of held-out passages of "
-            f"{settings['data']['length']} tokens are given to the right one of {books} books "
-            f"(seeds: {row['seeds']}). By chance it would be {100 / books:.0f} %; token counts alone give "
-            f"{100 * settings['counted_accuracy']:.1f} %."
-        )
-    for row in differences.to_dict("records"):
-        yield (
-            f"{row['shape']}: leaving out {LEFT_OUT[row['norm']]} changes the accuracy by "
-            f"{interval_text(row, '+.1f', 100)} points (seeds: {row['seeds']}){doubt(row)}."
-        )

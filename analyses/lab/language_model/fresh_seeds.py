@@ -26,7 +26,6 @@ finished, their number is reported and no seed is chosen by its outcome.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,8 +44,7 @@ from ln_probe.analyses.lab.language_model.bundled_seeds import (
 )
 from ln_probe.analyses.lab.language_model.published_language_model import FRACTION, LOSS
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.primary import effect_rows, main_effects
-from ln_probe.analyses.lab.results import Results, select, summarize_kinds
+from ln_probe.analyses.lab.results import Results, effect_rows, main_effects, select, summarize_kinds
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -118,7 +116,7 @@ def run_long(request: Request) -> Results:
 
 
 def findings(values: pd.DataFrame, settings: dict[str, Any]) -> Results:
-    """Tables and sentences from KEYS, `seed`, `value`."""
+    """Tables from KEYS, `seed`, `value`."""
     everything = with_means(values)
     losses = everything["measure"] == LOSS
     effects = registered_effects(everything)
@@ -126,7 +124,6 @@ def findings(values: pd.DataFrame, settings: dict[str, Any]) -> Results:
         summarize_kinds([(everything[losses], "mean"), (everything[~losses], "share")], KEYS),
         tables={"seeds": values, "effects": effects},
         figures={} if values.empty else {"seeds": draw(everything)},
-        conclusions=tuple(sentences(effects)),
         settings={
             "model": {k: v for k, v in fresh_model("none").to_dict().items() if k != "norm"},
             "training": {k: v for k, v in settings.get("training", {}).items() if k != "seed"},
@@ -150,17 +147,3 @@ def registered_effects(values: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame()
     table = pd.DataFrame(rows)
     return table.assign(p_holm=holm(table["p"].to_numpy()), equivalent=table["bound"] < table["margin"])
-
-
-def sentences(effects: pd.DataFrame) -> Iterator[str]:
-    for row in effects.to_dict("records"):
-        size = f"{row['estimate']:+.3f} {row['unit']} (95 % CI {row['low']:+.3f} to {row['high']:+.3f}"
-        verdict = (
-            f"equivalent to zero within ±{row['margin']:g} {row['unit']} (bound {row['bound']:.3f})"
-            if row["equivalent"]
-            else f"equivalence bound {row['bound']:.3f} {row['unit']}, margin {row['margin']:g}"
-        )
-        yield (
-            f"{row['outcome']}: main effect of {row['contrast']} before attention {size}; Holm p {row['p_holm']:.2g}; "
-            f"{row['agreeing']} of {row['seeds']} seeds); {verdict}."
-        )

@@ -195,7 +195,7 @@ def unselectable_at_checkpoints(
 
 
 def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables, plots and sentences from KEYS, `seed`, `value`: shares and losses at the kept steps."""
+    """Tables and plots from KEYS, `seed`, `value`: shares and losses at the kept steps."""
     shares = values["measure"] == FRACTION
     summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS, PUBLISHED)
     # Published models were trained to the end, and on another vocabulary than a small one: losses do not compare.
@@ -207,32 +207,8 @@ def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, 
         summary=summary,
         tables={"curves": losses, "seeds": values},
         figures={"unselectable": _plot(summary)},
-        conclusions=tuple(_sentences(summary)),
         settings={**settings, "published": PUBLISHED_HOW},
     )
-
-
-def _sentences(summary: pd.DataFrame) -> Iterator[str]:
-    fractions = select(summary, measure=FRACTION)
-    fractions = select(fractions, step=fractions["step"].max())
-    means = fractions.groupby(["norm", "divisor", "space"])["mean"].mean()
-
-    def told(cell: tuple[str, str], space: str) -> str:
-        return f"{100 * float(means.loc[(*cell, space)]):.0f} %"
-
-    present = set(zip(fractions["norm"], fractions["divisor"], strict=True))
-    if _WITH in present:
-        yield (
-            f"Trained with LayerNorm (step {fractions['step'].max()}, mean over layers): {told(_WITH, BEFORE)} of keys "
-            f"are unselectable before the norm, {told(_WITH, NORMALIZED)} after it, {told(_WITH, HEAD)} as heads see "
-            "them."
-        )
-    for cell, name in ((_WITHOUT, "as published"), (("projection_only", "measured"), "at equal size")):
-        if cell in present:
-            yield (
-                f"Trained without scaling ({name}): {told(cell, BEFORE)} before the norm, {told(cell, NORMALIZED)} "
-                f"after it, {told(cell, HEAD)} as heads see them."
-            )
 
 
 def _plot(summary: pd.DataFrame) -> Figure:

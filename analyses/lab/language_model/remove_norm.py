@@ -44,8 +44,6 @@ from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
     differences,
-    doubt,
-    interval_text,
     panels,
     select,
     summarize,
@@ -55,7 +53,6 @@ from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned, text_training
 from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.uniformity import entropy_ratio
-from ln_probe.analyses.text import counted
 
 LAYERNORM, TWO_CONSTANTS, ONE_CONSTANT = range(3)
 # Weight of a new batch in the running means of sigma: some ten batches (20,000 tokens at the full size), which holds
@@ -227,15 +224,7 @@ START = "lm-layernorm"
 BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
 KEYS = ["model", "measure"]
 MEASURED = 1  # version of what `measures` measures
-OTHER_TEXT = "The text is not the one that the model was trained on: what is held out here it may have been trained on."
-SENTENCES = {  # measures that sentences report, and how
-    LOSS: "held-out loss (nats per token)",
-    "entropy_ratio": "attention entropy over its largest possible",
-    "sink_rate": "share of queries with over 0.3 of their attention on position 0",
-    "attention_on_first": "attention on position 0",
-    "unselectable_head": "share of keys that no query can select, as heads see them",
-    "unselectable_normalized": "the same of norm outputs",
-}
+TESTED = (LOSS, "entropy_ratio", "sink_rate", "attention_on_first", "unselectable_head", "unselectable_normalized")
 
 
 @dataclass(frozen=True)
@@ -337,7 +326,9 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
         for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
             loss = task.evaluate(at_once(start, task, size, seed, stage))[LOSS]
             rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
+    trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
     settings = {
+        "text_is_that_of_the_start": task.text.identity["files"] == trained_on,
         "start": START if start == start_folder() else str(start),
         "norms": len(replaceable_norms(Start(start).build())),
         "training": vars(training(size, 0)) | {"seed": None},
@@ -348,10 +339,7 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
         "finished": [each.name for each in done],
     }
     values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
-    results = findings(values, curves(runs), settings)
-    trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
-    warning = () if task.text.identity["files"] == trained_on else (OTHER_TEXT,)
-    return replace(results, conclusions=(*warning, *results.conclusions), diverged=lost)
+    return replace(findings(values, curves(runs), settings), diverged=lost)
 
 
 def write_plain(run: Run, out: Path) -> None:
@@ -392,14 +380,13 @@ def measured(run: Run, size: Size) -> pd.DataFrame:
 
 
 def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables, plots and sentences from the values of every seed and the curves, as they are kept."""
+    """Tables and plots from the values of every seed and the curves, as they are kept."""
     one = values["model"].eq(BEFORE) & values["seed"].ne(values["seed"].min())  # it is one model for every seed
     compared, summary = paired(values), summarize(values[~one], KEYS)
     return Results(
         summary=summary,
         tables={"effects": compared, "seeds": values, "curves": losses},
         figures={"losses": _plot(losses, Schedule(**settings["schedule"]), int(settings["norms"]))},
-        conclusions=tuple(_sentences(summary, compared)),
         settings=dict(settings),
     )
 
@@ -407,32 +394,12 @@ def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, 
 def paired(values: pd.DataFrame) -> pd.DataFrame:
     """Differences of the same seed: removed compared with kept (`removed - kept`), and each with the start.
 
-    Tested, with Holm's p, are those that sentences report.
+    Tested, with Holm's p, are those of TESTED.
     """
     wide = values.pivot(index=["measure", "seed"], columns="model", values="value")
     pairs = {f"{left} - {right}": (left, right) for left, right in ((REMOVED, KEPT), (REMOVED, BEFORE), (KEPT, BEFORE))}
-    tested = {"difference": f"{REMOVED} - {KEPT}", "measure": [*SENTENCES]}
+    tested = {"difference": f"{REMOVED} - {KEPT}", "measure": [*TESTED]}
     return contrasted(differences(wide, pairs, "difference"), ["difference", "measure"], tested=tested)
-
-
-def _sentences(summary: pd.DataFrame, compared: pd.DataFrame) -> Iterator[str]:
-    mean = {(r["model"], r["measure"]): r["mean"] for r in summary.to_dict("records")}
-    effect = {r["measure"]: r for r in select(compared, difference=f"{REMOVED} - {KEPT}").to_dict("records")}
-    for measure, name in SENTENCES.items():
-        row = effect.get(measure)
-        if row is None:
-            continue
-        told = f", Holm {row['p_holm']:.2g}" if row["seeds"] > 1 else ""
-        yield (
-            f"{name[0].upper()}{name[1:]}: {mean[BEFORE, measure]:.3f} before, {mean[KEPT, measure]:.3f} fine-tuned "
-            f"with norms, {mean[REMOVED, measure]:.3f} without; difference {interval_text(row, '+.3g')} "
-            f"({counted(row['seeds'], 'seed')}{told}){doubt(row)}."
-        )
-    if (AT_ONCE, LOSS) in mean:
-        yield (
-            f"All norms replaced at once, without training: a loss of {mean[AT_ONCE, LOSS]:.3f} "
-            f"({mean[AT_ONCE, f'{LOSS}_position_0_apart']:.3f} with a separate constant for position 0)."
-        )
 
 
 def _plot(losses: pd.DataFrame, schedule: Schedule, norms: int) -> Figure:

@@ -21,7 +21,7 @@ Hypotheses, written down before the runs, of shares of unselectable keys (means 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -45,8 +45,6 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
 from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
-    doubt,
-    interval_text,
     minus_reference,
     select,
     summarize_kinds,
@@ -153,7 +151,7 @@ def read_on_sentences(run: Run, count: int) -> pd.DataFrame:
 
 
 def findings(values: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables, plots and sentences from KEYS, `seed`, `value`: shares and held-out loss at the last step."""
+    """Tables and plots from KEYS, `seed`, `value`: shares and held-out loss at the last step."""
     shares = values["measure"] == FRACTION
     summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS)
     differences = effects(values)
@@ -161,7 +159,6 @@ def findings(values: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
         summary=summary,
         tables={"seeds": values, "effects": differences},
         figures={"unselectable": encoder.draw(summary.assign(step=0))},
-        conclusions=tuple(_sentences(summary, differences)),
         settings={
             **settings,
             "seeds": sorted({int(seed) for seed in values["seed"]}),
@@ -185,18 +182,3 @@ def effects(values: pd.DataFrame) -> pd.DataFrame:
         minus_reference(read, read["space"] == LONG, [*same, "norm"]).assign(minus=LONG),
     ]
     return contrasted(pd.concat(pairs, ignore_index=True), ["shape", *first, "measure", "minus"])
-
-
-def _sentences(summary: pd.DataFrame, differences: pd.DataFrame) -> Iterator[str]:
-    shares = select(summary, measure=FRACTION)
-    for (shape, norm, space), part in shares.groupby(["shape", "norm", "space"], sort=False):
-        layers = ", ".join(f"{100 * row['mean']:.1f}" for row in part.to_dict("records"))
-        yield f"{shape}, {norm}, keys {space}: {layers} % unselectable, layer by layer."
-    for row in differences.to_dict("records"):
-        what, form, scale, unit = "held-out loss", "+.3f", 1, "nats"
-        if row["measure"] == FRACTION:
-            what, form, scale, unit = f"unselectable keys {row['space']}", "+.1f", 100, "points"
-        yield (
-            f"{row['shape']}, {row['norm']} minus {row['minus']}: {what} {interval_text(row, form, scale)} {unit} "
-            f"(seeds: {row['seeds']}){doubt(row)}."
-        )

@@ -6,9 +6,8 @@ Brody, Alon & Yahav 2023, section 4.1; the task and the published model are in `
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -31,18 +30,14 @@ from ln_probe.analyses.lab.majority.majority_task import (
 )
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.results import (
-    SIGNIFICANT,
     Results,
     contrasted,
     differences,
-    doubt,
-    interval_text,
     select,
     summarize_kinds,
 )
 from ln_probe.analyses.lab.train import ModelSpec, Run, carry_out, curves, shared_settings, train_all
 from ln_probe.analyses.lab.transformer import LabTransformer
-from ln_probe.analyses.text import counted
 
 WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
 # Read off the published plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits.
@@ -78,7 +73,7 @@ CONTRASTS: dict[str, tuple[Hashable, Hashable]] = {
     "size 1/sqrt(d) of values alone": (("scaling_only", _SMALL_VALUES), MATCHED[0]),
     "size 1/sqrt(d) of queries and keys, beside such values": (WITHOUT, ("scaling_only", _SMALL_VALUES)),
 }
-TESTED = "train_loss"  # what sentences compare: Holm's p is over it, at the steps shown
+TESTED = "train_loss"  # the tested measure: Holm's p is over it, at the steps shown
 KEYS = ["norm", "radius", "step", "measure"]
 
 
@@ -87,7 +82,7 @@ def findings(
     start: pd.DataFrame,
     settings: Mapping[str, Any] | None = None,
 ) -> Results:
-    """Tables, plots and sentences from what the runs have reached; `start` is of before training (`start_angles`).
+    """Tables and plots from what the runs have reached; `start` is of before training (`start_angles`).
 
     Raises:
         ValueError: nothing has been measured.
@@ -103,7 +98,6 @@ def findings(
         summary=summary,
         tables={"contrasts": contrasts, "curves": table, "steps_to": times},
         figures={"curves": _plot(table)},
-        conclusions=(*_sentences(contrasts, summary, steps), *_part_sentences(contrasts), *_speed(times)),
         settings={
             **(settings or {}),
             "published": "read off the plots of figures 1 to 3",
@@ -163,24 +157,6 @@ def _all_reached(times: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)[["norm", "radius", "seed", "step", "measure", "value"]]
 
 
-def _speed(times: pd.DataFrame) -> Iterator[str]:
-    """How many times LayerNorm's steps the others take: medians, which slow seeds cannot make smaller."""
-    for level in LEVELS[:2]:
-        for norm, radius in (WITHOUT, ("scaling_only", "sqrt(d)")):
-            cell = select(times, norm=norm, radius=radius, level=level).dropna(subset="times")
-            if cell.empty:
-                continue
-            median, most = cell["times"].median(), cell["times"].where(cell["reached"], np.inf).median()
-            bound = "" if median == most else "at least "
-            theirs = select(PUBLISHED, norm=norm, radius=radius, measure=f"times_the_steps_to_{level:g}")
-            beside = "".join(f"; published {x:g}" for x in theirs["published"])
-            yield (
-                f"To a training loss of {level:g}, {norm} at radius {radius} takes {bound}{median:.2f} times the "
-                f"steps of LayerNorm (median; {cell['reached'].sum()} of {len(cell)} seeds have come there; not "
-                f"tested{beside})."
-            )
-
-
 def _first_below(step: pd.Series, loss: pd.Series, level: float) -> float:
     below = np.flatnonzero(loss.to_numpy() <= level)
     if not len(below):
@@ -202,59 +178,6 @@ def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
     parts = [part.dropna(subset=[c for c in cells if part[c].notna().any()]) for _, part in wide.groupby(level="step")]
     pairs = differences(pd.concat(parts) if parts else wide, CONTRASTS)
     return contrasted(pairs, ["contrast", "step", "measure"], tested={"measure": TESTED})
-
-
-def _sentences(contrasts: pd.DataFrame, summary: pd.DataFrame, steps: Sequence[int]) -> list[str]:
-    found: list[str] = []
-    verdict = ""
-    losses = select(contrasts, measure=TESTED).to_dict("records")
-    for step in steps:
-        of: dict[str, dict[Hashable, Any]] = {row["contrast"]: row for row in losses if row["step"] == step}
-        names = ("the published gap", "no projection, at radius sqrt(d)", "size 1/sqrt(d), without projection")
-        if not of.keys() >= {*names}:
-            continue
-        gap, matched, size = (interval_text(of[name], ".2f") for name in names)
-        whole, projection = (of[name] for name in names[:2])
-        unclear = doubt(projection)
-        if whole["p_holm"] >= SIGNIFICANT or math.isnan(whole["p_holm"]):
-            found.append(
-                f"Step {step}: the published comparison gives no significant gap in training loss ({gap} "
-                f"nats; seeds: {whole['seeds']}); leaving projection out at the same size changes it by "
-                f"{matched}{unclear}."
-            )
-            continue
-        share = projection["mean"] / whole["mean"]
-        found.append(
-            f"Step {step}: the published comparison gives a gap in training loss of {gap} nats. Leaving projection out "
-            f"at the same size accounts for {matched} of it ({100 * share:.0f} %{unclear}), then shrinking all "
-            f"that attention reads to 1/sqrt(d) for {size} ({100 * (1 - share):.0f} %)."
-        )
-        cause = "size, not projection" if share < 0.5 else "projection, not size"
-        effect = "makes no significant difference"
-        if not unclear:
-            effect = "raises the loss by itself" if projection["mean"] > 0 else "even helps"
-        verdict = (
-            f"At step {step}, most of the published gap is due to {cause}: at equal size, leaving projection out "
-            f"{effect} ({matched} nats; seeds: {whole['seeds']})."
-        )
-    told = [
-        f"{row['norm']} at {row['radius']} {interval_text(row, '.2f')}° ({counted(row['seeds'], 'seed')})"
-        for row in select(summary, measure="angle_deg", step=max(steps, default=0)).to_dict("records")
-    ]
-    if told:
-        found.append(f"Angle of queries to the all-ones direction at step {max(steps)}: {'; '.join(told)}.")
-    return [verdict, *found] if verdict else found
-
-
-def _part_sentences(contrasts: pd.DataFrame) -> Iterator[str]:
-    """Which part of the smaller norm costs the loss: small scores, small values, or both."""
-    names = [n for n in CONTRASTS if "of queries and keys" in n or "of values" in n]
-    for row in select(contrasts, contrast=names, measure=TESTED).to_dict("records"):
-        interval = "" if math.isnan(row["ci_low"]) else f" [{row['ci_low']:.2f}, {row['ci_high']:.2f}]"
-        yield (
-            f"Step {row['step']}: {row['contrast']}, without projection, changes the training loss by "
-            f"{row['mean']:+.2f}{interval} nats (seeds: {row['seeds']}){doubt(row)}."
-        )
 
 
 def _plot(table: pd.DataFrame) -> Figure:
@@ -326,11 +249,3 @@ def run(request: Request) -> Results:
         train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress, device=request.device)
     lost = carry_out(runs, request)
     return replace(findings(curves(runs), start_angles(runs), shared_settings(runs[0], KEYS)), diverged=lost)
-
-
-def kept_findings(curves: pd.DataFrame) -> Results:
-    """The results of kept curves; the angles before training are measured again."""
-    there = set(curves[["norm", "radius", "seed"]].drop_duplicates().itertuples(index=False, name=None))
-    seeds = tuple(sorted({seed for _, _, seed in there}))
-    runs = [r for r in make_runs(Request(Path("."), seeds)) if (*r.keys.values(), r.seed) in there]
-    return findings(curves, start_angles(runs), shared_settings(runs[0], KEYS))

@@ -23,8 +23,6 @@ from ln_probe.analyses.lab.majority.majority_task import MajoritySize, majority_
 from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
-    doubt,
-    interval_text,
     minus_reference,
     select,
     summarize_kinds,
@@ -51,7 +49,6 @@ KEYS = ["norm", "radius", "step", "measure"]
 COORDINATES = ["norm", "radius", "seed", "step", "stage", "role", "token", "x", "y", "z"]
 ANGLE, ACCURACY = "angle_deg", "test_accuracy"
 WHOLE = ("layernorm", "sqrt(d)")
-RANDOM_ANGLE = math.degrees(1.0)  # mean angle of a random direction in 3-D to a line: 1 radian (its cosine is uniform)
 
 
 def space_model(norm: str, radius: str) -> LabConfig:
@@ -129,7 +126,7 @@ def run(request: Request) -> Results:
 
 
 def findings(coordinates: pd.DataFrame, scores: pd.DataFrame, about: Mapping[str, Any]) -> Results:
-    """Tables and sentences from COORDINATES, and from test loss and accuracy at the end (KEYS, `seed`, `value`)."""
+    """Tables from COORDINATES, and from test loss and accuracy at the end (KEYS, `seed`, `value`)."""
     values = pd.concat([angles(coordinates), scores], ignore_index=True)[[*KEYS, "seed", "value"]]
     share = values["measure"] == ACCURACY
     summary = summarize_kinds([(values[~share], "mean"), (values[share], "share")], KEYS)
@@ -138,7 +135,6 @@ def findings(coordinates: pd.DataFrame, scores: pd.DataFrame, about: Mapping[str
     return Results(
         summary=summary,
         tables={"coordinates": coordinates, "scores": scores, "contrasts": contrasts},
-        conclusions=tuple(_sentences(summary, contrasts)),
         settings={**about, "seeds": sorted({int(s) for s in coordinates["seed"]})},
     )
 
@@ -157,20 +153,3 @@ def _bounds(measures: pd.Series) -> tuple[pd.Series, pd.Series]:
     """Between what a measure lies: intervals end there."""
     most = measures.map({ANGLE: 90.0, ACCURACY: 1.0}).fillna(np.inf)
     return 0.0 * measures.map(len), most
-
-
-def _sentences(summary: pd.DataFrame, contrasts: pd.DataFrame) -> Iterator[str]:
-    angle = select(summary, measure=ANGLE)
-    compared = {(r["norm"], r["radius"]): r for r in select(contrasts, measure=ANGLE).to_dict("records")}
-    for norm, radius in dict.fromkeys(zip(angle["norm"], angle["radius"], strict=True)):
-        one = select(angle, norm=norm, radius=radius).sort_values("step").to_dict("records")
-        score = select(summary, measure=ACCURACY, norm=norm, radius=radius).to_dict("records")
-        before, after = (interval_text(row, ".0f") for row in (one[0], one[-1]))
-        text = (
-            f"{norm} at radius {radius}: queries stand at {before}° to the all-ones direction before training and at "
-            f"{after}° after {one[-1]['step']} steps (random directions: {RANDOM_ANGLE:.0f}°); test accuracy "
-            f"{interval_text(score[0], '.1f', 100)} % (seeds: {one[-1]['seeds']})"
-        )
-        if (row := compared.get((norm, radius))) is not None:
-            text += f"; against LayerNorm {interval_text(row, '+.0f')}°{doubt(row)}"
-        yield f"{text}."

@@ -17,7 +17,6 @@ import pandas as pd
 from jaxtyping import Float64
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
@@ -102,7 +101,7 @@ def run(request: Request) -> Results:
 
 
 def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
-    """Tables, maps and sentences from the mean, spread and number of seeds of every square.
+    """Tables and maps from the mean, spread and number of seeds of every square.
 
     Whether a draw has any unselectable key is a yes or no: its interval is the binomial one over all seeds' draws. The
     share of unselectable keys has the interval of a share over seeds. Squares of whole heads have HEAD_DRAWS draws.
@@ -121,7 +120,6 @@ def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
         summary=shown.merge(PUBLISHED, how="left", on=on, validate="many_to_one"),
         tables={"maps": maps},
         figures={"maps": _plot(maps[maps["space"] != WHOLE_HEAD])},
-        conclusions=tuple(_sentences(maps)),
         settings={
             "draws": draws,
             "seeds": int(maps["seeds"].max()),
@@ -129,33 +127,6 @@ def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
             "eps": 0,
             "published": "figures 1c and 1d, read off the heat map: not to two digits",
         },
-    )
-
-
-def _sentences(means: pd.DataFrame) -> Iterator[str]:
-    largest = {space: group["mean"].max() for space, group in means.groupby("space")}
-    # In three dimensions LayerNorm leaves a circle. A point with neighbours at angles a and b stands out from their
-    # chord by a·b/2 of the radius, which among 60 points falls below TAU in about one draw of 400.
-    theorem = (
-        "After LayerNorm no key is unselectable: points of a sphere are vertices, so this is a theorem, not a finding."
-    )
-    found = select(means[means["mean"] > 0], space=NORMALIZED, measure=MEASURES[0])
-    if len(found):
-        theorem += (
-            f" The exceptions here (in {100 * found['mean'].max():.1f} % of draws at most, d = "
-            f"{', '.join(map(str, sorted(set(found['d']))))}) are points so close together that they stand out by less "
-            f"than the tolerance, {TAU:g}."
-        )
-    yield theorem
-    corner = select(means, space=NORMAL, n=COUNTS[-1], d=8)
-    values = {str(m): float(v) for m, v in zip(corner["measure"], corner["mean"], strict=True)}
-    yield (
-        f"The published map is the share of draws with any unselectable key (here {values['any_unselectable']:.2f} at "
-        f"d = 8, n = {COUNTS[-1]}), not the fraction of keys ({values['unselectable_fraction']:.3f}) of its caption."
-    )
-    yield (
-        f"Seen by one head (LayerNorm, then a random W_K from {HEAD_D_MODEL} dimensions) up to "
-        f"{100 * largest[HEAD]:.0f} % of draws hold an unselectable key: the guarantee does not reach the heads."
     )
 
 

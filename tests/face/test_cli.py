@@ -1,0 +1,271 @@
+"""The command line as a user runs it: what it prints and writes, and one line with exit status 2 for what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from faulty import command, ends, lab_model, without_pages, write_prompts
+from typer.main import get_command
+
+import ln_probe
+from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
+from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.probes.registry import BUILT_IN
+from ln_probe.cli import app
+
+OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]
+OPTIONS += ["tokenizer", "out", "workers", "engine", "device", "dtype", "allow-pickle"]
+DELETED = [
+    "address",
+    "batch-size",
+    "calibration",
+    "config",
+    "disk",
+    "dry-run",
+    "fresh",
+    "gpus",
+    "heads",
+    "json",
+    "keys",
+]
+DELETED += ["keys-sample", "optimal", "quick", "revision", "seed", "shard", "strict", "suite", "unit", "vocab"]
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_pages(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def refused(*args: object) -> str:
+    """The one line of a command that ends with status 2 and writes nothing."""
+    printed, said = ends(2, *args)
+    assert printed == ""
+    assert said.startswith("ln-probe: ")
+    assert len(said.splitlines()) == 1
+    assert not Path("out").exists()
+    return said
+
+
+# ------------------------------------------------------------------------------------------------------ bad values
+
+
+@pytest.mark.parametrize("option", DELETED)
+def test_an_option_that_does_not_exist(option: str) -> None:
+    assert f"No such option: --{option}" in refused("report", "lm-none", f"--{option}", "1")
+
+
+@pytest.mark.parametrize("words", [["plan"], ["merge", "out"], ["reprot"], ["lab", "compile", "x.crasp"]])
+def test_a_command_that_does_not_exist(words: list[str]) -> None:
+    assert "No such command" in refused(*words)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["lm-layernrm"], "did you mean lm-layernorm"),
+    (["./nothere"], "./nothere does not exist"),
+    (["notes.txt"], "notes.txt is a file"),
+    ([""], "empty"),
+    ([" "], "empty"),
+    (["lm-none", "--probes", "causel"], "did you mean causal?"),
+    (["lm-none", "--probes", ","], "choose from decomposition"),
+    (["lm-none", "--layers", "5-3"], "0,3-5"),
+    (["lm-none", "--layers", "0-²"], "0,3-5"),
+    (["lm-none", "--layers", "9" * 5000], "0,3-5"),
+    (["lm-none", "--engine", "slurm"], "'local', 'ray'"),
+    (["lm-none", "--dtype", "int8"], "'bfloat16'"),
+    (["lm-none", "--loss", "module"], "MODULE:FUNCTION"),
+    (["lm-none", "--max-tokens", "1"], "--max-tokens"),
+    (["lm-none", "--max-prompts", "0"], "--max-prompts"),
+    (["lm-none", "--workers", "many"], "--workers"),
+    (["lm-none", "--checkpoints", "last"], "--checkpoints"),
+    (["lm-none", "--checkpoints", "5"], "no training steps"),
+    (["lm-none", "--prompts", "nothing.txt"], "no file 'nothing.txt'"),
+    (["lm-none", "--prompts", "."], "no file '.'"),
+    (["lm-none", "--groups", "nothing.txt"], "--groups"),
+    (["lm-none", "--tokenizer", "nothing"], "--tokenizer"),
+    (["--from", "nothing.txt"], "--from"),
+    (["--from", "comment.txt"], "names no model"),
+    (["--from", "latin.txt"], "UTF-8"),
+])  # fmt: skip
+def test_a_value_that_makes_no_sense(words: list[str], said: str) -> None:
+    Path("notes.txt").touch()
+    Path("comment.txt").write_text("# nothing\n")
+    Path("latin.txt").write_bytes(b"\xe9\n")
+    assert said in refused("report", *words, "--out", "out")
+
+
+@pytest.mark.parametrize("words", [["nothing"], ["lm-nome"], ["lm-none", "--json", "--prompts", "missing"]])
+def test_freezing_cost_of_something_that_is_not_there(words: list[str]) -> None:
+    code, printed, said = command("freezing-cost", *words)
+    assert (code, printed) == (1 if "nothing" in words else 2, "")
+    assert said.startswith("ln-probe: ")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    Path("file").touch()
+    for out in ("file", "file/reports"):
+        assert "cannot write to" in refused("report", "lm-none", "--out", out)
+
+
+def test_one_model_twice(tmp_path: Path) -> None:
+    Path("models.txt").write_text("lm-none  # again\n")
+    _, said = ends(2, "report", "lm-none", "--from", "models.txt", "--out", "out", "--quiet")
+    assert "lm-none" in said
+
+
+def test_wrong_arguments_are_noticed_before_heavy_imports() -> None:
+    for words in (["report", "lm-nome"], ["report", "lm-none", "--probes", "causel"], ["lab", "run", "majorty"]):
+        code = (
+            f"import sys; sys.argv = ['ln-probe', *{words}]\nfrom ln_probe.__main__ import main\n"
+            "try: main()\nfinally: print([name for name in ('torch', 'numpy', 'pandas') if name in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.strip()) == (2, "[]"), done.stderr
+        assert "did you mean" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------ what it does
+
+
+def test_the_options_of_a_report() -> None:
+    options = {name for parameter in get_command(app).commands["report"].params for name in parameter.opts}
+    assert options == {f"--{name}" for name in (*OPTIONS, "overwrite", "quiet")} | {"targets"}
+
+
+@pytest.mark.parametrize("words", [[], ["report"], ["freezing-cost"], ["lab"], ["lab", "run"]])
+@pytest.mark.parametrize("columns", [80, 140])
+def test_help_breaks_between_words(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printed, _ = ends(0, *words, "--help")
+    assert max(map(len, printed.splitlines())) <= columns
+    wide = {word for parameter in get_command(app).commands["report"].params for word in parameter.help.split()}
+    assert words != ["report"] or wide <= set(printed.replace("│", " ").split())
+
+
+def test_help_names_the_probes() -> None:
+    printed, _ = ends(0, "report", "--help")
+    assert all(f"{name}:" in printed for name in BUILT_IN)
+
+
+@pytest.mark.parametrize("words", [["lab", "list"], ["models"]])
+def test_lists_break_between_words(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, _ = ends(0, *words)
+    assert max(map(len, narrow.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "400")
+    assert ends(0, *words)[0].split() == narrow.split()
+
+
+def test_names_and_versions() -> None:
+    printed, _ = ends(0, "models")
+    assert set(ln_probe.bundled_models()) <= set(printed.split())
+    assert ends(0, "--version")[0].strip() == f"ln-probe {ln_probe.__version__}"
+    printed, _ = ends(0, "env")
+    values = dict(text.split(": ", 1) for text in printed.splitlines())
+    assert values["torch"] == importlib.metadata.version("torch")
+    assert values["devices"].startswith("cpu")
+
+
+def test_the_options_reach_the_measurement() -> None:
+    lab_model(Path("m"))
+    write_prompts(Path("p.jsonl"), [[1, 5, 7, 3], [2, 2, 9, 11, 4], [8, 1, 6], [3, 4, 5]])
+    Path("labels.txt").write_text("a\na\nb\nc\n")
+    Path("names.json").write_text(json.dumps([f"word{number}" for number in range(20)]))
+    Path("models.txt").write_text("# of one model\n\nm\n")
+    options = ["--prompts", "p.jsonl", "--max-prompts", 3, "--max-tokens", 4, "--groups", "labels.txt", "--layers", "0"]
+    more = ["--probes", "decomposition,causal", "--tokenizer", "names.json", "--dtype", "float64", "--device", "cpu"]
+    printed, said = ends(0, "report", "--from", "models.txt", *options, *more, "--out", "out", "--quiet")
+    assert "1 of 1 reports" in printed
+    assert said == "m: done\n"
+    report = ln_probe.load_report("out/m")
+    about = report.provenance
+    assert (about["prompts"]["count"], about["prompts"]["longest"]) == (3, 4)
+    assert (about["model"]["dtype"], about["calibration"]["groups"]) == ("float64", 2)
+    assert set(report.tables["layernorms"]["layer"].dropna()) == {0}
+    assert about["prompts"]["begin"][0].startswith("word1")
+
+
+def test_freezing_cost() -> None:
+    lab_model(Path("m"))
+    rows = np.random.default_rng(0).integers(1, 20, size=(3, 9)).tolist()
+    write_prompts(Path("p.jsonl"), rows)
+    line = ["freezing-cost", "m", "--prompts", "p.jsonl", "--quiet"]
+    found = json.loads(ends(0, *line, "--json", "--max-prompts", 2)[0])
+    expected = ln_probe.freezing_cost(ln_probe.load_model("m"), rows[:2], progress=False)
+    assert found["estimate"] == pytest.approx(expected.estimate, rel=1e-5)
+    assert (found["model"], found["prompts"]["count"], len(found["contrasts"])) == ("m", 2, 4)
+    printed, _ = ends(0, *line)
+    assert "scaling frozen, every norm" in printed
+    assert "prompts: p.jsonl, 27 tokens" in printed
+
+
+# ------------------------------------------------------------------------------------------------- the laboratory
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Requests that an experiment called `toy` gets, which returns at once."""
+    seen: list[Request] = []
+    module = types.ModuleType("toy_experiment")
+
+    def run(request: Request) -> Results:
+        seen.append(request)
+        values = pd.DataFrame({"norm": "a", "seed": request.seeds, "value": [float(s) for s in request.seeds]})
+        return Results(summarize(values, ["norm"]), diverged=("seed 9",) * request.collect)
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "toy_experiment", module)
+    toy = Experiment("toy_experiment", "a toy", "nobody", seeds=3, quick_seeds=2, duration=("1 s", "1 s"))
+    monkeypatch.setitem(EXPERIMENTS, "toy", toy)
+    return seen
+
+
+def test_every_experiment_has_something_to_run() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        assert callable(getattr(importlib.import_module(experiment.module), experiment.function)), name
+
+
+def test_an_experiment_is_run(requests: list[Request]) -> None:
+    assert "toy: a toy" in ends(0, "lab", "list")[0]
+    line = ["lab", "run", "toy", "--out", "runs", "--quick"]
+    ends(0, *line)
+    assert requests[-1].seeds == (0, 1)
+    assert json.loads(Path("runs/results.json").read_text())["experiment"] == "toy"
+    ends(0, *line, "--seeds", "5")
+    assert requests[-1].seeds == (0, 1, 2, 3, 4)
+    _, said = ends(1, *line, "--collect")
+    assert "diverged: seed 9" in said
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["majorty"], "did you mean majority?"),
+    (["toy", "--text", "notes.txt"], "no text"),
+    (["language_model"], "--text"),
+    (["language_model", "--text", "missing.txt"], "'missing.txt'"),
+    (["majority", "--seeds", "0"], "--seeds"),
+    (["majority", "--jobs", "many"], "--jobs"),
+    (["toy", "--device", "gpu"], "'gpu'"),
+])  # fmt: skip
+def test_bad_arguments_of_the_laboratory(words: list[str], said: str, requests: list[Request]) -> None:
+    Path("notes.txt").touch()
+    assert said in refused("lab", "run", *words, "--out", "out")
+    assert not requests
+
+
+def test_folders_of_something_else_are_left_alone(requests: list[Request]) -> None:
+    Path("thesis").mkdir()
+    Path("thesis/one.txt").write_text("mine")
+    ends(0, "lab", "run", "toy", "--quick", "--out", "runs")
+    for folder in ("thesis", "thesis/one.txt", "runs"):
+        refused("lab", "run", "toy", "--out", folder)
+    assert Path("thesis/one.txt").read_text() == "mine"
