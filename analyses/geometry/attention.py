@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ln_probe.analyses.geometry.check import Floats, Ints
 from ln_probe.analyses.geometry.compiled import compiled, compiled_part
-from ln_probe.analyses.geometry.nearest import Floats, Ints, combine
+from ln_probe.analyses.geometry.nearest import combine
 
-# Keys with less than this share of the largest competing weight are left out of the second-order model (never
-# of the value, the gradient or the bound). Measured at d = 64, 512 heavy-tailed keys, scores up to 50: 1e-3,
-# 1e-2 and 5e-2 take 6.4, 7.3 and 9.6 steps and 0.79, 0.54 and 0.49 ms per key.
+# Keys with less than this share of the largest competing weight are left out of the second-order model (never of the
+# value, the gradient or the bound). With 1e-3 steps are 12 % fewer and half as dear again.
 MODEL_SHARE = 2e-2
 # A step of which the line search leaves less than BOLD was blocked by keys that the model left out: it is
 # made finer by FINER, down to FINEST.
@@ -47,23 +47,18 @@ LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90
 ROUNDER, LOWEST = 6755399441055744.0, -700.0
 
 
+# Rows of `Room.keyed`, a number for each key, and of `Room.vectors`, one for each coordinate.
+SCORES, CHANGE, WEIGHT, TRIAL, SHORT = range(5)
+GRADIENT, MEAN, AIM, STEP, REST, ALONG, CURVED = range(7)
+
+
 class Room(NamedTuple):
     """What the method writes to."""
 
-    scores: Floats
-    change: Floats
-    weight: Floats
-    trial: Floats
-    power: Floats  # of `exponentials`, and the same memory as whole numbers
+    keyed: Floats  # "5 key"
+    vectors: Floats  # "7 dim"
+    power: Floats  # " key": of `exponentials`, and the same memory as whole numbers
     bits: Ints
-    gradient: Floats
-    mean: Floats
-    v: Floats
-    step: Floats
-    rest: Floats
-    along: Floats
-    curved: Floats
-    short: Floats
     spread: Floats  # "key dim": rows whose products sum to the second derivative
     across: Floats  # "dim key": the same
 
@@ -71,25 +66,8 @@ class Room(NamedTuple):
 @compiled
 def attention_room(count: int, dim: int) -> Room:
     """Return room for `count` keys of `dim` dimensions."""
-    power = np.empty(count)
-    return Room(
-        np.empty(count),
-        np.empty(count),
-        np.empty(count),
-        np.empty(count),
-        power,
-        power.view(np.int64),
-        np.empty(dim),
-        np.empty(dim),
-        np.empty(dim),
-        np.empty(dim),
-        np.empty(dim),
-        np.empty(dim),
-        np.empty(dim),
-        np.empty(count),
-        np.empty((count, dim)),
-        np.empty((dim, count)),
-    )
+    power, keyed, vectors = np.empty(count), np.empty((5, count)), np.empty((7, dim))
+    return Room(keyed, vectors, power, power.view(np.int64), np.empty((count, dim)), np.empty((dim, count)))
 
 
 @compiled_part
@@ -141,14 +119,15 @@ def softmax(values: Floats, power: Floats, bits: Ints, out: Floats) -> float:
 def curvature(room: Room, many: int, x: Floats, out: Floats) -> None:
     """Set `out = spreadᵀ spread x`, the second derivative of f along x."""
     dim = x.shape[0]
-    combine(room.across, x, dim, many, room.short)
-    combine(room.spread, room.short, many, dim, out)
+    combine(room.across, x, dim, many, room.keyed[SHORT])
+    combine(room.spread, room.keyed[SHORT], many, dim, out)
 
 
 @compiled_part
 def model_minimum(room: Room, many: int, u: Floats) -> None:
     """Set `v` nearly to the minimum of `g·(v-u) + |spread (v-u)|²/2` over the unit ball."""
-    gradient, v, rest, along, curved = room.gradient, room.v, room.rest, room.along, room.curved
+    gradient, v, rest = room.vectors[GRADIENT], room.vectors[AIM], room.vectors[REST]
+    along, curved = room.vectors[ALONG], room.vectors[CURVED]
     dim = u.shape[0]
     inner, length = 0.0, 0.0
     for t in range(dim):
@@ -197,7 +176,7 @@ def model_minimum(room: Room, many: int, u: Floats) -> None:
 @compiled_part
 def set_gradient(rows: Floats, i: int, u: Floats, room: Room) -> tuple[float, float]:
     """Set the gradient of f at u and the mean key; return how much lower f can be in the ball, and |gradient|."""
-    weight, gradient, mean = room.weight, room.gradient, room.mean
+    weight, gradient, mean = room.keyed[WEIGHT], room.vectors[GRADIENT], room.vectors[MEAN]
     count, dim = rows.shape
     combine(rows, weight, count, dim, mean)
     length, inner = 0.0, 0.0
@@ -212,7 +191,7 @@ def set_gradient(rows: Floats, i: int, u: Floats, room: Room) -> tuple[float, fl
 @compiled_part
 def set_spread(rows: Floats, i: int, model: float, room: Room) -> int:
     """Set the rows whose products sum to the second derivative of f; return how many there are."""
-    weight, mean = room.weight, room.mean
+    weight, mean = room.keyed[WEIGHT], room.vectors[MEAN]
     count, dim = rows.shape
     rival = 0.0
     for j in range(count):
@@ -233,7 +212,7 @@ def set_spread(rows: Floats, i: int, model: float, room: Room) -> int:
 @compiled_part
 def line_search(room: Room, i: int, value: float, slope: float) -> tuple[float, float]:
     """Return the share of a step (at most 1) at which f has nearly stopped falling, and f there; weights in `trial`."""
-    scores, change, trial, sums = room.scores, room.change, room.trial, room.short
+    scores, change, trial, sums = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[TRIAL], room.keyed[SHORT]
     count = scores.shape[0]
     low, high, share, lower = 0.0, 1.0, 1.0, value
     for _ in range(SEARCH_STEPS):
@@ -284,7 +263,7 @@ def largest_weight(
         the weight and an upper bound, as far as rounding allows.
     """
     count, dim = rows.shape
-    scores, change, weight, trial = room.scores, room.change, room.weight, room.trial
+    scores, change, weight, trial = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[WEIGHT], room.keyed[TRIAL]
     value, bound, model = np.inf, 1.0, MODEL_SHARE
     for choice in range(starts.shape[0]):
         combine(columns, starts[choice], dim, count, change)
@@ -313,13 +292,13 @@ def largest_weight(
         spent += 20.0 * many * dim
         slope = 0.0
         for t in range(dim):
-            room.step[t] = room.v[t] - u[t]
-            slope += room.gradient[t] * room.step[t]
+            room.vectors[STEP, t] = room.vectors[AIM, t] - u[t]
+            slope += room.vectors[GRADIENT, t] * room.vectors[STEP, t]
         if slope > -TRUST * gap:  # rounding in the model: straight to where the gradient points
             slope = -gap
             for t in range(dim):
-                room.step[t] = -room.gradient[t] / length - u[t]
-        combine(columns, room.step, dim, count, change)
+                room.vectors[STEP, t] = -room.vectors[GRADIENT, t] / length - u[t]
+        combine(columns, room.vectors[STEP], dim, count, change)
         share, lower = line_search(room, i, value, slope)
         if not lower < value:
             if model < FINEST:
@@ -330,7 +309,7 @@ def largest_weight(
             model *= FINER
         value = lower
         for t in range(dim):
-            u[t] += share * room.step[t]
+            u[t] += share * room.vectors[STEP, t]
         for j in range(count):
             scores[j] += share * change[j]
             weight[j] = trial[j]

@@ -35,11 +35,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# The one tolerance of the geometry, relative to the RMS norm of the centred keys. It must be above what
-# float32 rounding leaves of keys that lie in a plane: of 5,400 interior keys projected in float32 (d = 4 to
-# 64), 1e-7 mistakes 6 for vertices, 1e-8 669 of them. And it must be small, since keys on a sphere that are
-# closer than sqrt(8 TAU) to both neighbours count as inside: of 30,000 LayerNorm outputs at d = 3 (60 at
-# a time, on a circle) 1e-7 loses 3, and none from d = 4 on. float64 arithmetic is 1e9 times finer.
+# The one tolerance of the geometry, relative to the RMS norm of the centred keys: above what float32 rounding leaves of
+# keys in a plane (of 5,400 interior keys, 1e-7 mistakes 6 for vertices, 1e-8 669), and small, since keys on a sphere
+# closer than sqrt(8 TAU) to both neighbours count as inside (of 30,000 LayerNorm outputs on a circle 3).
 TAU = 1e-7
 # Both sides of tau are decided up to this share of it: the RMS norm that tau is relative to is itself rounded.
 SLACK = 1e-6

@@ -82,7 +82,8 @@ def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Resu
 @cache
 def cache_folder(sources: Path) -> Path | None:
     """Make the folder for the machine code of the Python files of a folder; None where none can be made."""
-    digest = hashlib.sha256(f"{numba.__version__} {binding.get_host_cpu_name()} {_features()}".encode())
+    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    digest = hashlib.sha256(f"{numba.__version__} {processor}".encode())
     for path in sorted({*sources.glob("*.py"), *Path(__file__).resolve().parent.glob("*.py")}):
         if b"@compiled" in (content := path.read_bytes()):
             digest.update(path.name.encode() + content)
@@ -93,10 +94,6 @@ def cache_folder(sources: Path) -> Path | None:
         return folder if os.access(folder, os.W_OK) else None
     except OSError:
         return None
-
-
-def _features() -> str:
-    return str(binding.get_host_cpu_features().flatten())
 
 
 class Compilation:

@@ -30,6 +30,9 @@ from ln_probe.analyses.geometry.check import (
     EPS,
     SLACK,
     TAU,
+    Bools,
+    Floats,
+    Ints,
     Space,
     attention_bounds,
     gap_at_least,
@@ -45,9 +48,6 @@ from ln_probe.analyses.geometry.nearest import (
     KEPT,
     QUERY,
     VALUE,
-    Bools,
-    Floats,
-    Ints,
     Keys,
     Search,
     Verdict,
@@ -119,33 +119,22 @@ class Answers(NamedTuple):
 def no_answers(count: int, wide: int, seen: int) -> Answers:
     """Return answers that say nothing, for keys of `wide` dimensions that queries see in `seen`."""
 
-    def numbers(*shape: int) -> Floats:
-        return np.full(shape, np.nan)
+    def numbers() -> Floats:
+        return np.full(count, np.nan)
 
-    def whole(*shape: int) -> Ints:
-        return np.zeros(shape, np.int64)
+    def weights(dim: int) -> tuple[Ints, Ints, Floats]:
+        return np.zeros(count, np.int64), np.zeros((count, dim + 2), np.int64), np.zeros((count, dim + 2))
 
-    verdicts = Verdicts(
-        whole(count),
-        np.arange(count),
-        np.zeros((count, wide)),
-        whole(count),
-        whole(count, wide + 2),
-        np.zeros((count, wide + 2)),
-        np.zeros(count, np.bool_),
+    def points() -> Floats:
+        return np.zeros((count, seen))
+
+    code, repaired = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+    return Answers(
+        Verdicts(code, np.arange(count), np.zeros((count, wide)), *weights(wide), repaired),
+        Margins(numbers(), numbers(), points(), *weights(seen)),
+        Attention(numbers(), numbers(), points(), points()),
+        Attention(numbers(), numbers(), points(), points()),
     )
-    margins = Margins(
-        numbers(count),
-        numbers(count),
-        np.zeros((count, seen)),
-        whole(count),
-        whole(count, seen + 2),
-        np.zeros((count, seen + 2)),
-    )
-    attention, inner = (
-        Attention(numbers(count), numbers(count), np.zeros((count, seen)), np.zeros((count, seen))) for _ in range(2)
-    )
-    return Answers(verdicts, margins, attention, inner)
 
 
 # ------------------------------------------------------------------------------------------------------ verdicts
@@ -174,18 +163,12 @@ def transposed(rows: Floats) -> Floats:
 @compiled
 def find_copies(rows: Floats, first: Ints, copies: Ints) -> None:
     """Set the first key within tau of every key, and how many other keys are."""
-    count, dim = rows.shape
-    places, direction = np.zeros(count), np.empty(dim)
-    for t in range(dim):  # a direction with nothing special: keys within tau are within tau along it
-        direction[t] = (((t + 1) * 0.6180339887498949) % 1.0 - 0.5) / np.sqrt(dim / 4.0)
+    count, reach = rows.shape[0], TAU * (1.0 + SLACK)
     for j in range(count):
-        for t in range(dim):
-            places[j] += rows[j, t] * direction[t]
         first[j], copies[j] = j, 0
-    reach = TAU * (1.0 + SLACK) * 2.0
     for i in range(count):
         for j in range(i + 1, count):
-            if abs(places[i] - places[j]) <= reach and squared_distance(rows, i, j) <= (TAU * (1.0 + SLACK)) ** 2:
+            if abs(rows[i, 0] - rows[j, 0]) <= reach and squared_distance(rows, i, j) <= reach * reach:
                 copies[i] += 1
                 copies[j] += 1
                 first[j] = min(first[j], i)
@@ -208,17 +191,6 @@ def set_absent(rows: Floats, i: int, copies: Ints, absent: Bools) -> None:
         absent[j] = j == i or (
             copies[i] > 0 and copies[j] > 0 and squared_distance(rows, i, j) <= (TAU * (1.0 + SLACK)) ** 2
         )
-
-
-@compiled_part
-def equal_key(rows: Floats, first: Ints, copies: Ints, i: int) -> int:
-    """Return the first key whose row is the same to the last bit, itself if there is none before it."""
-    if copies[i] == 0:
-        return i
-    for j in range(first[i], i):
-        if copies[j] > 0 and squared_distance(rows, i, j) == 0.0:
-            return j
-    return i
 
 
 @compiled
@@ -320,15 +292,11 @@ def search_set(
     absent, scores = np.zeros(count, np.bool_), np.empty(max(count, dim))
     zeros, identity, closest = np.zeros(count), np.eye(dim), np.int64(-1)
     room, plain_room = search_room(count, max(rank, 1), dim), search_room(count, dim, dim)
-    in_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest, TAU)
-    in_plain = Verdict(rows, identity, 100.0 * TAU, TAU)
+    in_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest)
+    in_plain = Verdict(rows, identity, 100.0 * TAU)
     for i in range(count):
         if verdicts.code[i] != UNDECIDED:
             continue
-        same = equal_key(rows, verdicts.first, copies, i)
-        if same != i and verdicts.code[same] == UNSELECTABLE:
-            prove_weights(space, i, verdicts.member[same], verdicts.value[same], verdicts.used[same], biased, verdicts,
-                          scores)  # fmt: skip
         set_absent(rows, i, copies, absent)
         for attempt in range(4):
             careful = attempt > 0 or products.shape[0] == 0
@@ -358,15 +326,7 @@ def is_narrow(lower: float, upper: float, gap: float, floor: float) -> bool:
 
 @compiled
 def bound_margins(
-    rows: Floats,
-    offset: Floats,
-    noise: Floats,
-    level: Floats,
-    levelled: bool,
-    gap: float,
-    budget: float,
-    verdicts: Verdicts,
-    margins: Margins,
+    seen: Seen, level: Floats, levelled: bool, gap: float, budget: float, verdicts: Verdicts, margins: Margins
 ) -> None:
     """Bracket the margins of a set that are not known as narrowly as is asked for yet.
 
@@ -374,8 +334,8 @@ def bound_margins(
         level: a u under which all keys score alike, if `levelled`: it proves that no margin is below 0, and the weights
             that reproduce an unselectable key prove that its margin is about 0.
     """
-    count, dim = rows.shape
-    space = make_space(rows, offset, noise)
+    rows, offset, (count, dim) = seen.rows, seen.offset, seen.rows.shape
+    space = make_space(rows, offset, seen.noise)
     lower, upper, middle, size = margins.lower, margins.upper, np.zeros(dim), 0.0
     for j in range(count):
         for t in range(dim):
@@ -396,7 +356,7 @@ def bound_margins(
         enough = 2.0 * floor
         if is_narrow(lower[i], upper[i], gap, enough):
             continue
-        copy, close = mark_copies(rows, offset, verdicts.first, i, absent)
+        copy = mark_equal(rows, offset, i, absent)
         if levelled:
             keep_query(space, i, level, margins, scores)
         if copy >= 0:
@@ -406,7 +366,7 @@ def bound_margins(
             enough = max(enough, 1.01 * TAU * size)
             keep_bound(space, i, verdicts.member[i], verdicts.value[i], verdicts.used[i], margins, scores)
         for attempt in range(2):
-            careful = attempt == 1 or products.shape[0] == 0 or close
+            careful = attempt == 1 or products.shape[0] == 0
             if is_narrow(lower[i], upper[i], gap, enough) or (careful and attempt == 0):
                 continue
             enough = 2.0 * floor
@@ -420,16 +380,15 @@ def bound_margins(
 
 
 @compiled_part
-def mark_copies(rows: Floats, offset: Floats, first: Ints, i: int, absent: Bools) -> tuple[int, bool]:
-    """Mark key i and what is equal to it; return an equal key (-1: none), and whether keys within tau may be near."""
-    copy, close = np.int64(-1), False
+def mark_equal(rows: Floats, offset: Floats, i: int, absent: Bools) -> int:
+    """Mark key i and the keys that queries cannot tell from it; return one of these, -1 if there is none."""
+    other = np.int64(-1)
     for j in range(rows.shape[0]):
-        absent[j] = j == i
-        if j != i and (first[j] == first[i] or first[i] == j or first[j] == i):
-            close = True
-            if offset[j] == offset[i] and squared_distance(rows, i, j) == 0.0:
-                absent[j], copy = True, j
-    return copy, close
+        equal = offset[j] == offset[i] and rows[j, 0] == rows[i, 0] and squared_distance(rows, i, j) == 0.0
+        absent[j] = equal or j == i
+        if equal and j != i:
+            other = j
+    return other
 
 
 @compiled_part
@@ -453,24 +412,15 @@ def keep_bound(space: Space, i: int, member: Ints, value: Floats, used: int, mar
 
 
 @compiled
-def bound_attention(
-    rows: Floats,
-    offset: Floats,
-    noise: Floats,
-    radius: float,
-    starts: Floats,
-    first: Ints,
-    budget: float,
-    attention: Attention,
-) -> None:
+def bound_attention(seen: Seen, radius: float, starts: Floats, budget: float, attention: Attention) -> None:
     """Bracket the largest attention weights over the queries with |u| <= radius that are not known yet.
 
     Args:
         starts: directions of u in which good queries are expected, a row for each key.
     """
-    count, dim = rows.shape
+    rows, offset, (count, dim) = seen.rows, seen.offset, seen.rows.shape
     lower, upper, gap = attention.lower, attention.upper, WEIGHT_GAP * PROOF
-    space = make_space(rows, offset, noise)
+    space = make_space(rows, offset, seen.noise)
     scaled, columns = rows * radius, space.columns * radius
     room = attention_room(count, dim)
     tries, middle = np.zeros((2, dim)), np.zeros((1, dim))
@@ -478,25 +428,17 @@ def bound_attention(
     for i in range(count):
         if upper[i] - lower[i] <= WEIGHT_GAP:
             continue
-        same = i
-        for j in range(first[i], i):
-            if same == i and offset[j] == offset[i] and squared_distance(rows, i, j) == 0.0:
-                same = j
-        if same != i:
-            for t in range(dim):
-                u[t], proof[t] = attention.at[same, t] / radius, attention.bound_at[same, t] / radius
-        else:
-            length, start = 0.0, 0.0
-            for t in range(dim):
-                length += rows[i, t] * rows[i, t]
-                start += starts[i, t] * starts[i, t]
-            for t in range(dim):
-                tries[0, t] = rows[i, t] / np.sqrt(length) if length > 0.0 else 0.0
-                tries[1, t] = starts[i, t] / np.sqrt(start) if start > 0.0 else 0.0
-            low, high = largest_weight(scaled, columns, offset, i, tries, gap, budget, room, u, proof)
-            if high - low > gap:  # once more, from the middle
-                keep_attention(space, i, u, proof, radius, scores, mean, attention)
-                largest_weight(scaled, columns, offset, i, middle, gap, budget, room, u, proof)
+        length, start = 0.0, 0.0
+        for t in range(dim):
+            length += rows[i, t] * rows[i, t]
+            start += starts[i, t] * starts[i, t]
+        for t in range(dim):
+            tries[0, t] = rows[i, t] / np.sqrt(length) if length > 0.0 else 0.0
+            tries[1, t] = starts[i, t] / np.sqrt(start) if start > 0.0 else 0.0
+        low, high = largest_weight(scaled, columns, offset, i, tries, gap, budget, room, u, proof)
+        if high - low > gap:  # once more, from the middle
+            keep_attention(space, i, u, proof, radius, scores, mean, attention)
+            largest_weight(scaled, columns, offset, i, middle, gap, budget, room, u, proof)
         keep_attention(space, i, u, proof, radius, scores, mean, attention)
 
 
@@ -530,19 +472,12 @@ def keep_attention(
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of every set.
+    """What is asked of every set."""
 
-    Attributes:
-        gap: width of a margin's bracket, as a share of the margin; None: no margins.
-        attention: whether attention is asked for, where there is a set of queries.
-        own_queries: try every key under itself first.
-        budget: multiplications and additions per key.
-    """
-
-    gap: float | None = RELATIVE_GAP
-    attention: bool = True
-    own_queries: bool = False
-    budget: float = BUDGET
+    gap: float | None = RELATIVE_GAP  # width of a margin's bracket, as a share of the margin; None: no margins
+    attention: bool = True  # whether attention is asked for, where there is a set of queries
+    own_queries: bool = False  # try every key under itself first
+    budget: float = BUDGET  # multiplications and additions per key
 
 
 @dataclass(frozen=True)
@@ -583,9 +518,8 @@ def solve_set(
         level = np.zeros(dim) if queries is None else (None if bias is not None else queries.level)
         space = seen or Seen(judged.rows, np.zeros(count), judged.noise)
         levelled = level is not None
-        bound_margins(
-            *space, level if levelled else np.zeros(dim), levelled, request.gap, request.budget, verdicts, margins
-        )
+        start = np.zeros(dim) if level is None else level
+        bound_margins(space, start, levelled, request.gap, request.budget, verdicts, margins)
         if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
             margins.lower[:] *= 1.0 - doubt
@@ -598,7 +532,7 @@ def solve_set(
             (inner, answers.inner, answers.attention.at),
         ):
             if radius is not None and radius > 0.0:
-                bound_attention(*seen, float(radius), starts, verdicts.first, request.budget, attention)
+                bound_attention(seen, float(radius), starts, request.budget, attention)
         np.fmax(answers.attention.lower, answers.inner.lower, out=answers.attention.lower)
     return Solved(judged, seen, answers)
 
@@ -639,19 +573,18 @@ def solve_sets(
 
 
 def known_answers(
-    keys: Float64[np.ndarray, "set key d"],
-    bias: Float64[np.ndarray, "set key"] | None,
+    keys: np.ndarray,
+    bias: np.ndarray | None,
     queries: Sequence[QuerySet] | None,
-    inner: Float64[np.ndarray, " set"] | None,
+    inner: np.ndarray | None,
     request: Request,
     device: torch.device,
 ) -> list[Answers] | None:
-    """Return what a device finds out and proves about sets of keys; None if they are not suited for it."""
+    """Return what a device proves about sets of keys; None if they are not suited for it."""
     if bias is not None or not gpu.is_suited(keys, queries):
         return None
-    known = gpu.solve(
-        torch.from_numpy(keys).to(device), queries, inner, request.gap, WEIGHT_GAP if request.attention else None
-    )
+    weight_gap = WEIGHT_GAP if request.attention else None
+    known = gpu.solve(torch.from_numpy(keys).to(device), queries, inner, request.gap, weight_gap)
     every = []
     for b in range(len(keys)):
         answers = no_answers(keys.shape[1], keys.shape[2], keys.shape[2])
@@ -660,49 +593,36 @@ def known_answers(
         for bounds, values in zip((answers.attention, answers.inner), known.attention, strict=False):
             for array, value in zip(bounds, values, strict=True):
                 array[:] = value[b]
-        if known.margins is not None:
-            for array, value in zip(answers.margins[:3], known.margins, strict=True):
-                array[:] = value[b]
+        for array, value in zip(answers.margins, known.margins, strict=False):
+            array[:] = value[b]
         every.append(answers)
     return every
 
 
-# Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms. The limit on iterations comes
-# first on any machine that is not stuck, so verdicts do not depend on how busy it is.
+# Seconds, against cycling without end; the limit on iterations comes first on any machine that is not stuck.
 TIME_LIMIT = 20.0
 PASSES = 4  # over all numbers of the program, per iteration: pricing, two triangular solves, part of a factorization
 
 
 def separate(
-    others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool, budget: float = BUDGET
+    others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool, budget: float
 ) -> tuple[Float64[np.ndarray, " dim"], Float64[np.ndarray, " other"]]:
     """Return the query in the unit box with the largest score gap, and convex weights from its dual.
 
-    Either may be all zero if the solver fails: the caller checks both.
-
-    Args:
-        others, key: in well-scaled coordinates.
-        ray: whether the query's last coordinate must not be negative (keys with a bias).
-        budget: multiply-adds, which limit the iterations.
+    Either may be all zero if the solver fails. With `ray` the query's last coordinate must not be negative.
     """
     number, dim = others.shape
     difference = others - key
     size = max(float(np.abs(difference).max()), 1e-300)
-    box = [(-1.0, 1.0)] * dim
-    if ray:
-        box[-1] = (0.0, 1.0)
+    exact = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+    steps = int(min(max(budget / (PASSES * number * dim), 1.0), 1e9))
     solved = linprog(
         np.append(np.zeros(dim), -1.0),
         A_ub=np.column_stack([difference / size, np.ones(number)]),
         b_ub=np.zeros(number),
-        bounds=[*box, (0.0, None)],
+        bounds=[*[(-1.0, 1.0)] * (dim - ray), *[(0.0, 1.0)] * ray, (0.0, None)],
         method="highs",
-        options={
-            "primal_feasibility_tolerance": 1e-10,
-            "dual_feasibility_tolerance": 1e-10,
-            "time_limit": TIME_LIMIT,
-            "maxiter": int(min(max(budget / (PASSES * number * dim), 1.0), 1e9)),
-        },
+        options={**exact, "time_limit": TIME_LIMIT, "maxiter": steps},
     )
     if solved.x is None:
         return np.zeros(dim), np.zeros(number)

@@ -21,16 +21,13 @@ from torch import Tensor
 from ln_probe.analyses.geometry.check import AMPLE, EPS, SLACK, TAU, UNDERFLOW
 from ln_probe.analyses.geometry.keys import QuerySet
 
-# Narrower heads do not converge in this form, and the kernels are quick on them.
-NARROWEST = 32
+NARROWEST = 32  # narrower heads do not converge in this form, and the kernels are quick on them
 # Share of the free memory that one batch of sets may take, bytes for each pair of keys in it, and bytes on a processor.
 SHARE, PAIR_BYTES, ON_PROCESSOR = 0.3, 96, 2**28
 # Iterations at most, between looks at how many keys are done, and the share that is enough.
 MARGIN_STEPS, ATTENTION_STEPS, LOOK, ENOUGH = 300, 150, 25, 0.999
-# What smoothing at the first temperature may lose: the diameter over this times log n.
-FIRST_TEMPERATURE = 4.0
-# A step goes this share of what the curvature bound of the smoothed gap allows.
-CURVATURE = 0.25
+FIRST_TEMPERATURE = 4.0  # smoothing loses the diameter over this times log n at first
+CURVATURE = 0.25  # share of the smoothed gap's curvature bound that steps are made for
 
 
 @dataclass(frozen=True)
@@ -54,23 +51,13 @@ class Points:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Bounds of one number for every key, and u of the queries that prove them."""
-
-    lower: Float[Tensor, "set key"]
-    upper: Float[Tensor, "set key"]
-    lower_at: Float[Tensor, "set key r"]
-    upper_at: Float[Tensor, "set key r"]
-
-
-@dataclass(frozen=True)
 class Solution:
-    """What is proved of every key of every set, as arrays."""
+    """What is proved of every key of every set."""
 
     selected: Bool[np.ndarray, "set key"]
     query: Float[np.ndarray, "set key d"]
-    margins: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # lower, upper, u of the lower one
-    attention: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]  # lower, upper, u of each
+    margins: list[np.ndarray]  # lower and upper bounds, u of the lower ones; empty if they were not asked for
+    attention: list[list[np.ndarray]]  # of each share of the queries: lower and upper bounds, u of both
 
 
 def centred(keys: Float[Tensor, "set key d"]) -> Float[Tensor, "set key d"]:
@@ -120,8 +107,9 @@ def into_ball(u: Float[Tensor, "set key r"]) -> Float[Tensor, "set key r"]:
     return u / length.clamp_min(1.0)
 
 
-def prove_margins(space: Points, lower_at: Tensor, upper_at: Tensor, heat: Tensor) -> Bounds:
-    """Return what queries, and the weights that others have at some temperatures, prove of the margins."""
+def prove_margins(space: Points, lower_at: Tensor, upper_at: Tensor, heat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what queries, and the weights that others have at some temperatures, prove of the margins; and u of the
+    queries."""
     count, dim = space.rows.shape[1:]
     at = into_ball(lower_at.double())
     scores = at @ space.rows.mT + space.offset[:, None, :]
@@ -139,7 +127,7 @@ def prove_margins(space: Points, lower_at: Tensor, upper_at: Tensor, heat: Tenso
     doubt = mean(space.noise) + total * space.noise
     size = mean(space.length + space.offset.abs()) + total * (space.length + space.offset.abs())
     upper = (miss + lead + doubt + 2 * few * size) / total
-    return Bounds(lower, upper + 4 * EPS * upper.abs(), at, upper_at)
+    return lower, upper + 4 * EPS * upper.abs(), at
 
 
 def prove_attention(space: Points, at: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,10 +196,7 @@ def ascend(
         better, tighter = low > lower, high < upper
         lower, upper = torch.maximum(lower, low), torch.minimum(upper, high)
         lower_at = torch.where(better[..., None], y, lower_at)
-        upper_at, upper_heat = (
-            torch.where(tighter[..., None], y, upper_at),
-            torch.where(tighter[..., None], heat, upper_heat),
-        )
+        upper_at, upper_heat = (torch.where(tighter[..., None], a, b) for a, b in ((y, upper_at), (heat, upper_heat)))
         new = y - x * (heat / (CURVATURE * diameter.square()))
         new = new / new.norm(dim=-1, keepdim=True).clamp_min(1.0)
         move = new - u
@@ -238,7 +223,7 @@ def batches(sets: int, count: int, device: torch.device) -> Iterator[slice]:
         yield slice(first, min(first + step, sets))
 
 
-def is_suited(keys: Float[Tensor, "set key d"], queries: Sequence[QuerySet] | None) -> bool:
+def is_suited(keys: Float[np.ndarray, "set key d"], queries: Sequence[QuerySet] | None) -> bool:
     """Whether sets can be solved here: wide enough, several keys, and queries in all directions of the keys."""
     return (
         keys.shape[2] >= NARROWEST
@@ -273,10 +258,8 @@ def solve(
             whole = torch.ones(len(here), 1, 1, dtype=torch.float64, device=here.device)
             starts = None
             if gap is not None:
-                proposal = ascend(space, whole, gap, MARGIN_STEPS, None, margins=True)
-                proved = prove_margins(space, *proposal)
-                bounds += [proved.lower, proved.upper, proved.lower_at]
-                starts = proved.lower_at
+                bounds += prove_margins(space, *ascend(space, whole, gap, MARGIN_STEPS, None, margins=True))
+                starts = bounds[-1]
             radii = [] if weight_gap is None else [whole]
             if weight_gap is not None and inner is not None:
                 radii.append(torch.from_numpy(np.asarray(inner[some], np.float64)).to(here.device)[:, None, None])
@@ -290,7 +273,5 @@ def solve(
                 bounds += [lower, upper, low_at, high_at]
         parts.append([part.cpu().numpy() for part in (selected, query, *bounds)])
     selected_all, query_all, *rest = (np.concatenate(column) for column in zip(*parts, strict=True))
-    margins = (rest[0], rest[1], rest[2]) if gap is not None and queries is not None else None
-    rest = rest[3:] if margins is not None else rest
-    attention = [(rest[k], rest[k + 1], rest[k + 2], rest[k + 3]) for k in range(0, len(rest), 4)]
-    return Solution(selected_all, query_all, margins, attention)
+    margins = 3 if gap is not None and queries is not None else 0
+    return Solution(selected_all, query_all, rest[:margins], [rest[k : k + 4] for k in range(margins, len(rest), 4)])

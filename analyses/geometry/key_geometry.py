@@ -108,46 +108,44 @@ class SetGeometry:
             CertificateError: one is not proved; says of which key.
         """
         judged, seen, (verdicts, margins, attention, _) = self.solved.judged, self.solved.seen, self.solved.answers
-        number = len(self.keys)
-        space = make_space(judged.rows, np.zeros(number), judged.noise)
+        number, zeros = len(self.keys), np.zeros(len(self.keys))
+        space = make_space(judged.rows, zeros, judged.noise)
+        seen_space = space if seen is None else make_space(*seen)
+        doubt = AMPLE * EPS * sum(judged.rows.shape) if seen is None else 0.0
         scores, absent = np.empty(max(judged.rows.shape)), np.zeros(number, np.bool_)
+        scratch, mean = np.empty((2, number)), np.empty(seen_space.rows.shape[1])
         first, copies = np.empty(number, np.int64), np.zeros(number, np.int64)
         find_copies(judged.rows, first, copies)
         for i in range(number):
-            key = f"key {i}{name}"
-            if verdicts.first[i] != first[i]:
-                raise CertificateError(f"{key}: the first key that does not differ from it is {first[i]}")
-            if verdicts.code[i] in (SELECTABLE, DUPLICATE):
-                if (copies[i] > 0) != (verdicts.code[i] == DUPLICATE):
-                    raise CertificateError(f"{key} is {NAMES[verdicts.code[i]]}, and {copies[i]} keys are its copies")
+
+            def require(proved: bool, text: str, *values: Any, key: int = i) -> None:
+                if not proved:
+                    raise CertificateError(f"key {key}{name}: {text.format(*values)}")
+
+            code = verdicts.code[i]
+            require(verdicts.first[i] == first[i], "the first key that does not differ from it is {}", first[i])
+            if code in (SELECTABLE, DUPLICATE):
+                require((copies[i] > 0) == (code == DUPLICATE), "it is {} with {} copies", NAMES[code], copies[i])
                 set_absent(judged.rows, i, copies, absent)
                 lead, _ = query_lead(space, i, verdicts.query[i], absent, judged.biased, scores[:number])
-                if not absent.all() and not lead > TAU * (1 - SLACK):
-                    raise CertificateError(f"{key}: its query leads by {lead:.3g} only (tau {TAU:g})")
-            if verdicts.code[i] == UNSELECTABLE:
+                require(absent.all() or lead > TAU * (1 - SLACK), "its query leads by {:.3g} (tau {:g})", lead, TAU)
+            if code == UNSELECTABLE:
                 member, value = self.weights(i)
                 miss, nearest = weights_miss(space, i, member, value, len(member), judged.biased, scores)
-                if not (miss <= TAU * (1 + 2 * SLACK) and nearest > TAU * (1 - SLACK)):
-                    raise CertificateError(f"{key}: its weights miss it by {miss:.3g} (tau {TAU:g})")
-        if number == 1:
-            return
-        seen_space = space if seen is None else make_space(*seen)
-        doubt = AMPLE * EPS * sum(judged.rows.shape) if seen is None else 0.0
-        for i in range(number) if not np.isnan(margins.lower).any() else ():
-            least = gap_at_least(seen_space, i, margins.at[i], scores)
-            least = max(least, 0.0) if not seen_space.offset.any() else least
-            if not margins.lower[i] <= least + abs(least) * doubt:
-                raise CertificateError(f"key {i}{name}: margin_lower is {margins.lower[i]:.6g}, not {least:.6g}")
-            used = margins.used[i]
-            most = gap_at_most(seen_space, i, margins.member[i], margins.value[i], used, scores)
-            if not margins.upper[i] >= most:
-                raise CertificateError(f"key {i}{name}: margin_upper is {margins.upper[i]:.6g}, not {most:.6g}")
-        mean, scratch = np.empty(seen_space.rows.shape[1]), np.empty((2, number))
-        for i in range(number) if not np.isnan(attention.lower).any() else ():
-            weight, _ = attention_bounds(seen_space, i, attention.at[i], 1.0, scratch, mean)
-            _, upper = attention_bounds(seen_space, i, attention.bound_at[i], 1.0, scratch, mean)
-            if not (attention.lower[i] <= weight and attention.upper[i] >= upper):
-                raise CertificateError(f"key {i}{name}: attainable attention is between {weight:.6g} and {upper:.6g}")
+                inside = miss <= TAU * (1 + 2 * SLACK) and nearest > TAU * (1 - SLACK)
+                require(inside, "its weights miss it by {:.3g} (tau {:g})", miss, TAU)
+            if number > 1 and not np.isnan(margins.lower[i]):
+                low, high, used = margins.lower[i], margins.upper[i], margins.used[i]
+                least = gap_at_least(seen_space, i, margins.at[i], scores)
+                least = max(least, 0.0) if not seen_space.offset.any() else least
+                require(low <= least + abs(least) * doubt, "margin_lower is {:.6g}, not {:.6g}", low, least)
+                most = gap_at_most(seen_space, i, margins.member[i], margins.value[i], used, scores)
+                require(high >= most, "margin_upper is {:.6g}, not {:.6g}", high, most)
+            if not np.isnan(attention.lower[i]):
+                weight, _ = attention_bounds(seen_space, i, attention.at[i], 1.0, scratch, mean)
+                _, upper = attention_bounds(seen_space, i, attention.bound_at[i], 1.0, scratch, mean)
+                holds = attention.lower[i] <= weight and attention.upper[i] >= upper
+                require(holds, "its attainable attention is between {:.6g} and {:.6g}", weight, upper)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -157,21 +155,18 @@ class KeyGeometry:
     Attributes:
         verdict: "selectable", "unselectable", "duplicate" (selectable, but for keys that do not differ from it) or
             "undecided".
-        margin_lower, margin_upper: proven bounds of the margin, in `margin_unit`. With a set of queries: the best score
-            gap to *all* other keys that a query of the set gives, center and bias included; negative if none puts the
-            key on top. Without one: the distance to the hull of all other keys, which is the best gap of a query of
-            unit length. Near-copies compete with their true position; a key with an exact copy has no positive margin.
-            NaN for a single key, where margins were not asked for, and with a bias but no set of queries. The bracket
-            is 1 % of the margin wide, and wider only where a margin is lost in rounding or the budget ends.
+        margin_lower, margin_upper: proven bounds of the margin, in `margin_unit`: with a set of queries, the best score
+            gap to *all* other keys that a query of the set gives, center and bias included (negative if none puts the
+            key on top); without one, the distance to the hull of all other keys. The bracket is 1 % of the margin wide,
+            wider only where a margin is lost in rounding or the budget ends. NaN for a single key, where margins were
+            not asked for, and with a bias but no set of queries.
         attainable, attainable_upper: the largest softmax weight that a query of the set was found to give each key, and
-            what no query of the set exceeds: at most 0.01 of attention more (absolute: a small weight is known less
-            well relative to itself), except for a few keys where scores differ by many hundreds of nats. NaN without a
-            query set.
+            what none exceeds: at most 0.01 more (absolute), except for a few keys where scores differ by many hundreds
+            of nats. NaN without a query set.
         attainable_at: u of the query `center + axes @ u`, |u| ≤ 1, that gives that weight (with more axes than
             dimensions: over as many axes as dimensions that reach the same queries); None without a query set.
         reachable: whether a query of the set gives the key strictly the highest score: `margin_lower` is above tau
-            times the RMS norm, in nats, of the keys as the set sees them. A single key is reachable, a key with an
-            exact copy never. None without a set of queries, and where margins were not asked for.
+            times the RMS norm, in nats, of the keys as the set sees them. None without a set of queries or margins.
         representative: index of the first key that does not differ from each key.
         margin_unit: "nats" with a query set, else "rms" (the RMS norm of the centred keys).
         tau: the tolerance of all verdicts, relative to the RMS norm of the centred keys (less the directions that the
@@ -216,10 +211,8 @@ class KeyGeometry:
         """
         one, i, name = self._key(index)
         if name not in ("selectable", "duplicate"):
-            raise ValueError(
-                f"key {i} is {name}: it has no witness query"
-                + (f", weights({i}) gives the convex weights that reproduce it" if name == "unselectable" else "")
-            )
+            more = f", weights({i}) gives the convex weights that reproduce it" if name == "unselectable" else ""
+            raise ValueError(f"key {i} is {name}: it has no witness query{more}")
         query = one.witness(i)
         if query is None:
             raise ValueError(f"key {i} is {name}, but no query in float64 is known to select it")
@@ -239,10 +232,8 @@ class KeyGeometry:
         """
         one, i, name = self._key(index)
         if name not in ("duplicate", "unselectable"):
-            raise ValueError(
-                f"key {i} is {name}: no convex weights of the other keys reproduce it"
-                + (f", witness({i}) gives the query that selects it" if name == "selectable" else " as far as is known")
-            )
+            more = f", witness({i}) gives the query that selects it" if name == "selectable" else " as far as is known"
+            raise ValueError(f"key {i} is {name}: no convex weights of the other keys reproduce it{more}")
         where, value = one.weights(i)
         weights = np.zeros(self.verdict.shape[-1])
         weights[where] = value
@@ -296,10 +287,9 @@ def key_geometry(
             and `reachable` and `attainable` are computed. Verdicts still ask for a query of any length, without the
             directions that the axes do not span.
         margins: whether to bracket margins (to 1 %), or "exact" (to about six digits).
-        budget: seconds that a key may take before it stays undecided or its bracket wide, on a nominal processor of 1e9
-            multiplications and additions per second; counted in these, so no result depends on the clock.
-        threads: how many sets to work on at a time, by default as many as there are processors; changes no
-            result.
+        budget: seconds that a key may take before it stays undecided or its bracket wide, counted in multiplications
+            and additions of a nominal processor (1e9 a second), so no result depends on the clock.
+        threads: how many sets to work on at a time, by default as many as there are processors; changes no result.
 
     Returns:
         A `KeyGeometry`; for a batch all its arrays lead with the batch axis.
@@ -325,10 +315,8 @@ def key_geometry(
     ellipsoids = None if query_set is None else query_sets(query_set, len(values), values.shape[2])
     gap = EXACT_GAP if margins == "exact" else RELATIVE_GAP if margins else None
     solved = solve_sets(values, lift, ellipsoids, None, Request(gap, budget=float(budget) * BUDGET), threads)
-    sets = [
-        SetGeometry(values[b], None if lift is None else lift[b], None if ellipsoids is None else ellipsoids[b], one)
-        for b, one in enumerate(solved)
-    ]
+    biases, queries = lift if lift is not None else [None] * len(values), ellipsoids or [None] * len(values)
+    sets = [SetGeometry(*parts) for parts in zip(values, biases, queries, solved, strict=True)]
 
     def shaped(arrays: list[np.ndarray]) -> Any:
         return np.stack(arrays) if batched else arrays[0]

@@ -8,6 +8,7 @@ them (`Seen`): `z = Aᵀk`, in nats, with `c·k` and the bias added to the score
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,9 +18,8 @@ import torch
 from jaxtyping import Float64
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.check import AMPLE, EPS
+from ln_probe.analyses.geometry.check import AMPLE, EPS, Floats
 from ln_probe.analyses.geometry.compiled import compiled, compiled_part
-from ln_probe.analyses.geometry.nearest import Floats
 
 Array = np.ndarray | torch.Tensor
 
@@ -29,8 +29,9 @@ SMALLEST, LARGEST = 1e-60, 1e60
 # not differ along it, and neither do the keys that they see. In float64 the span is then known to about 1e-7, the
 # tolerance of verdicts. Directions above it are kept as they are, however short the axes are along them.
 SPAN_TOLERANCE = 1e-9
-# A direction in which no key lies further than this from the mean (relative to the RMS norm) is not part of
-# the span: even 1000 such directions together stay below tau / 3.
+# Axes whose squares have a Cholesky factor with pivots of at least this share of the largest span all directions.
+CLEARLY = 1e-4
+# A direction in which the keys' RMS is no more than this (relative to that of all directions) is not part of the span.
 RANK_TOLERANCE = 1e-9
 # Pivots of a Cholesky factorization above this share of the diagonal have at least six digits; with smaller ones the
 # factor is found from the keys instead of their Gram matrix.
@@ -147,8 +148,11 @@ class QuerySet:
     def missing(self) -> Float64[np.ndarray, "d m"]:
         """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
         d, r = self.axes.shape
-        if r >= d and spans_clearly(np.ascontiguousarray(self.axes)):
-            return np.zeros((d, 0))
+        if r >= d:
+            with suppress(np.linalg.LinAlgError):
+                pivots = np.linalg.cholesky(self.axes @ self.axes.T).diagonal()
+                if pivots.min() > CLEARLY * pivots.max():
+                    return np.zeros((d, 0))
         left, values, _ = np.linalg.svd(self.axes)
         rank = int(((values >= SPAN_TOLERANCE * values[0]) & (values > 0.0)).sum())
         return np.ascontiguousarray(left[:, rank:])
@@ -208,10 +212,7 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
     if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
         radius = float(given)
         if not (radius > 0.0 and np.isfinite(radius)):
-            raise ValueError(
-                f"the radius of a query set must be positive and finite, got {radius}: give the length of the "
-                "longest query"
-            )
+            raise ValueError(f"the radius of a query set must be positive and finite, got {radius}")
         check_size("radius of the query set", np.array(radius))
         return [QuerySet(np.zeros(d), radius * np.eye(d))] * number
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
@@ -225,13 +226,11 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
             raise ValueError(f"the {name} of the query set contains NaN or infinite values: repair it first")
         check_size(f"entry of the {name} of the query set", values)
     if center.shape not in ((d,), (number, d)):
-        raise ValueError(
-            f"the center of the query set must have the shape ({d},) or ({number}, {d}), got {center.shape}"
-        )
+        wanted = f"({d},) or ({number}, {d}), got {center.shape}"
+        raise ValueError(f"the center of the query set must have the shape {wanted}")
     if axes.ndim not in (2, 3) or axes.shape[-2] != d or (axes.ndim == 3 and len(axes) != number):
-        raise ValueError(
-            f"the axes of the query set must have the shape ({d}, r) or ({number}, {d}, r), got {axes.shape}"
-        )
+        wanted = f"({d}, r) or ({number}, {d}, r), got {axes.shape}"
+        raise ValueError(f"the axes of the query set must have the shape {wanted}")
     centers = np.broadcast_to(center, (number, d))
     half_axes = np.broadcast_to(axes, (number, *axes.shape[-2:]))
     return [
@@ -288,7 +287,6 @@ def centre(keys: Floats) -> tuple[Floats, float]:
     return points, float(np.sqrt(off))
 
 
-@compiled
 def over_rms(points: Floats, off: float, noise: Floats, width: int) -> tuple[Floats, Floats, float]:
     """Return points over their RMS norm in the first coordinates of `width`, how far each may be off, and that norm.
 
@@ -297,21 +295,12 @@ def over_rms(points: Floats, off: float, noise: Floats, width: int) -> tuple[Flo
         off: how far their mean may be off.
         noise: how far they may be off beside rounding.
     """
-    count, dim = points.shape
-    rows, doubt, total = np.zeros((count, width)), np.empty(count), 0.0
-    for j in range(count):
-        square = 0.0
-        for t in range(dim):
-            square += points[j, t] * points[j, t]
-        total += square
-        doubt[j] = np.sqrt(square)
-    size = np.sqrt(total / count)
+    length = np.sqrt(np.einsum("ij,ij->i", points, points))
+    size = float(np.sqrt((length * length).mean()))
     unit = size if size > 0.0 else 1.0
-    for j in range(count):
-        doubt[j] = (4.0 * EPS * doubt[j] + EPS * off + noise[j]) / unit
-        for t in range(dim):
-            rows[j, t] = points[j, t] / unit
-    return rows, doubt, size
+    rows = np.zeros((len(points), width))
+    rows[:, : points.shape[1]] = points / unit
+    return rows, (4.0 * EPS * length + EPS * off + noise) / unit, size
 
 
 @compiled
@@ -390,35 +379,6 @@ def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
 
 
 # ------------------------------------------------------------------------------------------- white coordinates
-
-
-@compiled
-def spans_clearly(axes: Floats) -> bool:
-    """Whether the rows of axes are independent by far more than SPAN_TOLERANCE."""
-    rows = axes.copy()
-    dim, wide = rows.shape
-    longest = 0.0
-    for k in range(dim):
-        pivot, square = k, -1.0
-        for t in range(k, dim):
-            total = 0.0
-            for s in range(wide):
-                total += rows[t, s] * rows[t, s]
-            if total > square:
-                pivot, square = t, total
-        longest = max(longest, square)
-        if not square > 1e-8 * longest:
-            return False
-        for s in range(wide):
-            rows[k, s], rows[pivot, s] = rows[pivot, s], rows[k, s]
-        for t in range(k + 1, dim):
-            product = 0.0
-            for s in range(wide):
-                product += rows[k, s] * rows[t, s]
-            product /= square
-            for s in range(wide):
-                rows[t, s] -= product * rows[k, s]
-    return True
 
 
 class White(NamedTuple):
@@ -510,20 +470,14 @@ def whiten_carefully(rows: Floats, biased: bool) -> White:
     basis, upper, order = np.zeros((most, count)), np.zeros((most, dim)), np.arange(dim)
     rank, thinnest, lifted = np.int64(0), np.inf, False
     while rank < most:
-        pivot, longest = -1, 0.0
-        last = rank
-        while last < plain:
+        pivot, longest = -1, RANK_TOLERANCE**2 * count
+        for place in range(rank, plain):
             square = 0.0
             for j in range(count):
-                square += rest[order[last], j] * rest[order[last], j]
+                square += rest[order[place], j] * rest[order[place], j]
             if square > longest:
-                pivot, longest = last, square
-            last += 1
-        furthest = 0.0
-        if pivot >= 0:
-            for j in range(count):
-                furthest = max(furthest, abs(rest[order[pivot], j]))
-        if furthest <= RANK_TOLERANCE:
+                pivot, longest = place, square
+        if pivot < 0:
             break
         order[rank], order[pivot] = order[pivot], order[rank]
         root = orthogonalize(rest, basis, upper, order, rank, dim)
@@ -549,8 +503,6 @@ def whiten_carefully(rows: Floats, biased: bool) -> White:
     for s in range(rank):
         for t in range(s, rank):
             to_query[order[s], t] = inverse[s, t]
-    if rank - lifted < plain:
-        into_span(to_query, upper, rank - lifted, plain)
     white = np.empty((count, rank))
     for t in range(rank):
         for j in range(count):
@@ -588,36 +540,3 @@ def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.
         for j in range(count):
             rest[order[s], j] -= product * basis[rank, j]
     return float(root)
-
-
-@compiled
-def into_span(to_query: Floats, upper: Floats, rank: int, plain: int) -> None:
-    """Take out of queries what has no product with any key: their part outside the span of the rows of `upper`."""
-    unit = np.zeros((rank, plain))
-    for s in range(rank - 1, -1, -1):
-        for t in range(plain):
-            unit[s, t] = upper[s, t]
-        for _ in range(2):
-            for k in range(s + 1, rank):
-                product = 0.0
-                for t in range(plain):
-                    product += unit[k, t] * unit[s, t]
-                for t in range(plain):
-                    unit[s, t] -= product * unit[k, t]
-        square = 0.0
-        for t in range(plain):
-            square += unit[s, t] * unit[s, t]
-        for t in range(plain):
-            unit[s, t] /= np.sqrt(square)
-    share = np.empty(rank)
-    for column in range(to_query.shape[1]):
-        for s in range(rank):
-            total = 0.0
-            for t in range(plain):
-                total += unit[s, t] * to_query[t, column]
-            share[s] = total
-        for t in range(plain):
-            to_query[t, column] = 0.0
-        for s in range(rank):
-            for t in range(plain):
-                to_query[t, column] += share[s] * unit[s, t]

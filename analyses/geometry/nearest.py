@@ -18,9 +18,9 @@ On the affine hull the offset is an affine function, of slope d within the hull'
 nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²), and if |d| ≥ 1 there is none: the way is along d
 until a weight is used up.
 
-Only products of differences enter. They come from the matrix of all products of keys if there is one, and are made from
-the keys themselves, without cancellation, where precision is wanted (`careful`). The factors f_a bring differences to
-about one length: keys whose lengths differ by eight decades leave a Gram matrix nothing of the short ones otherwise.
+Only products of differences enter: from the matrix of all products of keys, or made from the keys themselves, without
+cancellation (`careful`). The factors f_a bring differences to about one length: keys whose lengths differ by eight
+decades leave a Gram matrix nothing of the short ones otherwise.
 
 The weights of the affine minimizer are `G⁻¹ e`, made to sum to one, where `G = c·eeᵀ + P Pᵀ` and `e` says what a point
 adds to the sum of the weights (0 for the ray below). The inverse is updated in O(m²) when a point comes or goes.
@@ -33,13 +33,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ln_probe.analyses.geometry.check import TAU, Bools, Floats, Ints
 from ln_probe.analyses.geometry.compiled import compiled, compiled_inline, compiled_part
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
@@ -63,8 +59,9 @@ SQUARE_NOISE = 1e-13
 # Keys that enter together in the first steps of a search for a margin, and how many such steps there are: most of the
 # keys that score highest at first stay.
 TOGETHER, FIRST_STEPS = 3, 4
-# Steps without a shorter x after which the inverse has drifted, and steps per dimension at most.
-IDLE, STEPS = 3, 40
+# Steps without a better bound after which the inverse has drifted, how often that is put right, and steps per dimension
+# at most.
+IDLE, REBUILT, STEPS = 3, 5, 40
 
 
 # What is known of each point of the active set, a row of `Room.vectors` each:
@@ -311,7 +308,6 @@ class Verdict(NamedTuple):
     judged: Floats  # "key D": the keys there
     queries: Floats  # "dim D": what a query along each coordinate of the search is there
     close: float  # distances above this in the coordinates of the search are above tau there
-    tau: float
 
 
 class Search(NamedTuple):
@@ -436,7 +432,7 @@ def is_inside(verdict: Verdict, room: Room, i: int, m: int, ray: bool) -> bool:
     square = 0.0
     for t in range(dim):
         square += out[t] * out[t]
-    return total > 0.0 and np.sqrt(square) <= verdict.tau * (1.0 - CLEAR) * total
+    return total > 0.0 and np.sqrt(square) <= TAU * (1.0 - CLEAR) * total
 
 
 @compiled_part
@@ -534,7 +530,7 @@ def find_verdict(keys: Keys, verdict: Verdict, search: Search, room: Room, i: in
                     product = room.keyed[SCALE, j] * scores[j]
                     if product < value:
                         value, new = product, j
-            if least > 0.0 and least > verdict.tau * (1.0 + CLEAR) * make_query(keys, verdict, room, i, m, ray):
+            if least > 0.0 and least > TAU * (1.0 + CLEAR) * make_query(keys, verdict, room, i, m, ray):
                 separated = True
                 break
             if value >= square * (1.0 - 1e-10) - NOISE * length * largest:
@@ -585,14 +581,15 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
     m += 1
     vectors[WEIGHT, 0], vectors[ALONG, 0] = 1.0 / vectors[E, 0], 0.0
     lower, upper, used, sources, spent, none = -np.inf, np.inf, 0, 0, 0.0, np.int64(-1)
-    fresh, careful = True, search.careful
+    fresh, careful, idle, rebuilt = True, search.careful, 0, 0
     for step in range(STEPS * (dim + 10)):
         length, ahead = np.sqrt(squared_norm(room, vectors[WEIGHT], m)), 0.0
         for a in range(m):
             ahead += vectors[WEIGHT, a] * vectors[LEAD, a]
         level = length - ahead
+        idle += 1
         if level < upper:
-            upper, used = level, keep_weights(room, m)
+            upper, used, idle = level, keep_weights(room, m), 0
         row, short = WEIGHT, length
         if not length > SHORT * largest:  # no direction is left: the slope alone makes the query
             row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
@@ -616,7 +613,7 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
         if value >= level - 0.1 * NOISE * (largest + abs(ahead)):
             break
         size, entering = -m, 0
-        while m < dim + 2 and new >= 0:
+        while m < dim + 2 and new >= 0 and idle < IDLE:
             last = let_in(keys, search, room, i, new, m, bordering, unit)
             size, m = max(size, last), abs(last)
             entering += 1
@@ -629,9 +626,9 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
         if size > 0:
             fresh = False
         else:  # nothing new: rounding, put right once
-            if fresh or m == 0 or not rebuild(room, m, bordering):
+            if fresh or m == 0 or rebuilt == REBUILT or not rebuild(room, m, bordering):
                 break
-            fresh, careful = True, True
+            fresh, careful, idle, rebuilt = True, True, 0, rebuilt + 1
         m, removed = to_minimizer(room, m, bordering, careful, not search.verdict)
         fresh = fresh and not removed
         if m == 0:

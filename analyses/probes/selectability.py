@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float64
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE
@@ -152,13 +153,14 @@ def _at_the_norm(attended: AttentionLayer, every: bool, variant: str) -> Measure
 
 def _in_heads(attended: AttentionLayer, every: bool, variant: str) -> Measures:
     """Measure keys as attention sees them, of the chosen heads."""
-    keys = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
+    on_device = attended.keys(variant).permute(1, 0, 2)[attended.chosen]
+    device = on_device.device if on_device.is_cuda else None
+    keys = np.ascontiguousarray(on_device.cpu().numpy())
     _, most = spread(attended, variant)
     biases = attended.key_bias
+    asked = every or variant in _COMPARED
     sets = [
-        _of_all_heads(
-            attended, keys[:, seen], None if biases is None else biases[:, seen], seen, every or variant in _COMPARED
-        )
+        _of_all_heads(attended, keys[:, seen], None if biases is None else biases[:, seen], seen, asked, device)
         for seen in attended.key_sets
     ]
     measures = [concatenated([of_heads[row] for of_heads in sets]) for row in range(len(keys))]
@@ -173,6 +175,7 @@ def _of_all_heads(
     bias: Float64[np.ndarray, "head key"] | None,
     seen: slice,
     bounds: bool,
+    device: torch.device | None,
 ) -> list[Measures]:
     """Measure one set of keys of each head over the queries that it can make at the last position, and the observed
     ones there.
@@ -187,7 +190,7 @@ def _of_all_heads(
     if bounds and attended.layer in attended.calibration.radii:
         inner = np.array([attended.calibration.radii[attended.layer][head] for head in attended.chosen])
     request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
-    return [_measures(solved, seen) for solved in solve_sets(keys, bias, queries, inner, request)]
+    return [_measures(solved, seen) for solved in solve_sets(keys, bias, queries, inner, request, device=device)]
 
 
 def _query_sets(ellipsoids: tuple[np.ndarray, np.ndarray]) -> list[QuerySet]:
