@@ -43,7 +43,7 @@ from ln_probe.analyses.geometry.check import (
     weights_miss,
 )
 from ln_probe.analyses.geometry.compiled import Compilation, compiled, compiled_in_place, compiled_part, in_threads
-from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, White, judge, see, whiten
+from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, White, judge, level_query, see, whiten
 from ln_probe.analyses.geometry.nearest import (
     KEPT,
     QUERY,
@@ -135,9 +135,6 @@ def no_answers(count: int, wide: int, seen: int) -> Answers:
         Attention(numbers(), numbers(), points(), points()),
         Attention(numbers(), numbers(), points(), points()),
     )
-
-
-# ------------------------------------------------------------------------------------------------------ verdicts
 
 
 @compiled
@@ -315,9 +312,6 @@ def search_set(
             verdicts.repaired[i] = attempt > 0 and products.shape[0] > 0
 
 
-# ------------------------------------------------------------------------------------------ margins and attention
-
-
 @compiled_part
 def is_narrow(lower: float, upper: float, gap: float, floor: float) -> bool:
     """Whether a bracket is as narrow as was asked for, but for rounding."""
@@ -467,9 +461,6 @@ def keep_attention(
             attention.bound_at[i, t] = proof[t]
 
 
-# ------------------------------------------------------------------------------------------------ sets of keys
-
-
 @dataclass(frozen=True)
 class Request:
     """What is asked of every set."""
@@ -515,7 +506,7 @@ def solve_set(
     if count <= LARGE and (verdicts.code == UNDECIDED).any():
         solve_programs(judged, verdicts, request.budget)
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
-        level = np.zeros(dim) if queries is None else (None if bias is not None else queries.level)
+        level = np.zeros(dim) if queries is None else level_query(seen, queries, bias)
         space = seen or Seen(judged.rows, np.zeros(count), judged.noise)
         levelled = level is not None
         start = np.zeros(dim) if level is None else level
@@ -584,7 +575,7 @@ def known_answers(
     if bias is not None or not gpu.is_suited(keys, queries):
         return None
     weight_gap = WEIGHT_GAP if request.attention else None
-    known = gpu.solve(torch.from_numpy(keys).to(device), queries, inner, request.gap, weight_gap)
+    known = gpu.solve(keys, queries, inner, request.gap, weight_gap, device)
     every = []
     for b in range(len(keys)):
         answers = no_answers(keys.shape[1], keys.shape[2], keys.shape[2])

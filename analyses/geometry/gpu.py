@@ -10,7 +10,7 @@ asked for are left to the kernels of `decide`, which start from what is known he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ln_probe.analyses.geometry.check import AMPLE, EPS, SLACK, TAU, UNDERFLOW
-from ln_probe.analyses.geometry.keys import QuerySet
+from ln_probe.analyses.geometry.keys import QuerySet, judge, see
 
 NARROWEST = 32  # narrower heads do not converge in this form, and the kernels are quick on them
 # Share of the free memory that one batch of sets may take, bytes for each pair of keys in it, and bytes on a processor.
@@ -60,44 +60,22 @@ class Solution:
     attention: list[list[np.ndarray]]  # of each share of the queries: lower and upper bounds, u of both
 
 
-def centred(keys: Float[Tensor, "set key d"]) -> Float[Tensor, "set key d"]:
-    """Return keys less their mean, twice: far from zero the first mean is off by its own rounding."""
-    points = keys - keys.mean(dim=1, keepdim=True)
-    return points - points.mean(dim=1, keepdim=True)
-
-
 def without_diagonal(scores: Float[Tensor, "set query key"]) -> Float[Tensor, "set query key"]:
     """Return scores with minus infinity for every key's own."""
     return scores - torch.diag_embed(torch.full(scores.shape[:2], math.inf, dtype=scores.dtype, device=scores.device))
 
 
-def select_by_white_queries(keys: Float[Tensor, "set key d"]) -> tuple[Bool[Tensor, "set key"], Tensor]:
+def select_by_white_queries(space: Points) -> tuple[Bool[Tensor, "set key"], Tensor]:
     """Return which keys their white queries are proved to select by more than tau, copies included, and the queries."""
-    points, (_, count, dim) = centred(keys), keys.shape
-    size = (points.square().sum(dim=(1, 2)) / count).sqrt().clamp_min(1e-300)[:, None, None]
-    rows = points / size
-    gram = rows.mT @ rows / count
-    factor, failed = torch.linalg.cholesky_ex(gram)
+    rows, (_, count, dim) = space.rows, space.rows.shape
+    factor, failed = torch.linalg.cholesky_ex(rows.mT @ rows / count)
     queries = torch.cholesky_solve(rows.mT, factor).mT
     queries = queries / queries.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-    space = Points.of(rows, torch.zeros_like(rows[..., 0]), 8 * EPS * rows.norm(dim=-1) + 8 * EPS)
     scores = queries @ rows.mT
     own = scores.diagonal(dim1=1, dim2=2) - space.error
     lead = own - without_diagonal(scores + space.error[:, None, :]).amax(dim=-1)
     proved = (lead > TAU * (1 + SLACK) * (1 + (dim + 8) * EPS)) & (failed == 0)[:, None] & queries.isfinite().all(-1)
     return proved, queries
-
-
-def see(keys: Float[Tensor, "set key d"], queries: Sequence[QuerySet]) -> Points:
-    """Return keys as their sets of queries see them."""
-    axes = torch.from_numpy(np.stack([q.axes for q in queries])).to(keys)
-    center = torch.from_numpy(np.stack([q.center for q in queries])).to(keys)
-    slack = torch.tensor([q.slack for q in queries], dtype=keys.dtype, device=keys.device)[:, None]
-    points = centred(keys)
-    far = (points.abs() @ axes.norm(dim=-1)[..., None])[..., 0]
-    beside = (points.abs() @ center.abs()[..., None])[..., 0]
-    share = AMPLE * (sum(axes.shape[1:]) + 5) * EPS
-    return Points.of(points @ axes, (points @ center[..., None])[..., 0], share * (far + beside) + slack * far)
 
 
 def into_ball(u: Float[Tensor, "set key r"]) -> Float[Tensor, "set key r"]:
@@ -232,15 +210,21 @@ def is_suited(keys: Float[np.ndarray, "set key d"], queries: Sequence[QuerySet] 
     )
 
 
+def on_device(arrays: Iterable[Sequence[np.ndarray]], device: torch.device) -> Points:
+    """Return the rows, offsets and noise of some sets as points on a device."""
+    return Points.of(*(torch.from_numpy(np.stack(column)).to(device) for column in zip(*arrays, strict=True)))
+
+
 @torch.no_grad()
 def solve(
-    keys: Float[Tensor, "set key d"],
+    keys: Float[np.ndarray, "set key d"],
     queries: Sequence[QuerySet] | None,
     inner: Float[np.ndarray, " set"] | None,
     gap: float | None,
     weight_gap: float | None,
+    device: torch.device,
 ) -> Solution:
-    """Prove what white queries and projected ascent find of sets of keys, on the device that the keys are on.
+    """Prove what white queries and projected ascent find of sets of keys.
 
     Args:
         queries: of each set; None: verdicts alone.
@@ -249,20 +233,19 @@ def solve(
         weight_gap: how far bounds of attention may be apart; None: no attention.
     """
     parts = []
-    for some in batches(len(keys), keys.shape[1], keys.device):
-        here = keys[some].double()
-        selected, query = select_by_white_queries(here)
-        bounds: list[Tensor] = []
+    for some in batches(len(keys), keys.shape[1], device):
+        judged = [judge(one, None, None) for one in np.ascontiguousarray(keys[some])]
+        bounds = [*select_by_white_queries(on_device([(j.rows, 0.0 * j.noise, j.noise) for j in judged], device))]
         if queries is not None:
-            space = see(here, queries[some])
-            whole = torch.ones(len(here), 1, 1, dtype=torch.float64, device=here.device)
+            space = on_device([see(k, None, q) for k, q in zip(keys[some], queries[some], strict=True)], device)
+            whole = torch.ones(len(judged), 1, 1, dtype=torch.float64, device=device)
             starts = None
             if gap is not None:
                 bounds += prove_margins(space, *ascend(space, whole, gap, MARGIN_STEPS, None, margins=True))
                 starts = bounds[-1]
             radii = [] if weight_gap is None else [whole]
             if weight_gap is not None and inner is not None:
-                radii.append(torch.from_numpy(np.asarray(inner[some], np.float64)).to(here.device)[:, None, None])
+                radii.append(torch.from_numpy(np.asarray(inner[some], np.float64)).to(device)[:, None, None])
             for radius in radii:
                 assert weight_gap is not None
                 low_at, high_at, _ = ascend(space, radius, weight_gap, ATTENTION_STEPS, starts, margins=False)
@@ -271,7 +254,7 @@ def solve(
                 lower = prove_attention(space, low_at, radius[..., 0])[0]
                 upper = prove_attention(space, high_at, radius[..., 0])[1]
                 bounds += [lower, upper, low_at, high_at]
-        parts.append([part.cpu().numpy() for part in (selected, query, *bounds)])
-    selected_all, query_all, *rest = (np.concatenate(column) for column in zip(*parts, strict=True))
+        parts.append([bound.cpu().numpy() for bound in bounds])
+    selected, query, *rest = (np.concatenate(column) for column in zip(*parts, strict=True))
     margins = 3 if gap is not None and queries is not None else 0
-    return Solution(selected_all, query_all, rest[:margins], [rest[k : k + 4] for k in range(margins, len(rest), 4)])
+    return Solution(selected, query, rest[:margins], [rest[k : k + 4] for k in range(margins, len(rest), 4)])

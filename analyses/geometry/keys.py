@@ -39,11 +39,10 @@ CHOLESKY_IS_ENOUGH = 1e-8
 # A bias that is an affine function of the keys up to this share of its spread changes no verdict: the function's slope
 # can be absorbed into the query.
 AFFINE_BIAS = 1e-12
+# Scores that differ by less than this share of the largest coordinate are alike.
+LEVEL = 1e-10
 # Biases that differ by less than this much of what they may be off are taken for equal.
 UNSEEN = 2.0
-
-
-# ------------------------------------------------------------------------------------------------- what is given
 
 
 def key_sets(
@@ -167,16 +166,11 @@ class QuerySet:
 
     @cached_property
     def level(self) -> Float64[np.ndarray, " r"] | None:
-        """A u whose query is 0, so that all keys score alike; None if the set has none."""
-        if not self.center.any():
-            return np.zeros(self.axes.shape[1])
+        """A u of any length whose query is 0, where the axes are as many as they need to be."""
         d, r = self.axes.shape
-        if r == d and self.missing.shape[1] == 0:
-            u = -np.linalg.solve(self.axes, self.center)
-        else:
-            u = -np.linalg.lstsq(self.axes, self.center, rcond=None)[0]
-        off = float(np.linalg.norm(self.axes @ u + self.center))
-        return u if np.linalg.norm(u) <= 1.0 and off <= 1e-12 * np.linalg.norm(self.center) else None
+        if not self.center.any():
+            return np.zeros(r)
+        return -np.linalg.solve(self.axes, self.center) if r == d and self.missing.shape[1] == 0 else None
 
     def in_span(self, rows: Float64[np.ndarray, "row d"]) -> Float64[np.ndarray, "row d"]:
         """Return each row without its part along the missing directions."""
@@ -237,9 +231,6 @@ def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
         QuerySet(np.array(c, order="C"), np.array(a, order="C")).compact()
         for c, a in zip(centers, half_axes, strict=True)
     ]
-
-
-# -------------------------------------------------------------------------------------------------- coordinates
 
 
 class Judged(NamedTuple):
@@ -378,7 +369,14 @@ def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
     return Seen(rows, offset, noise + own)
 
 
-# ------------------------------------------------------------------------------------------- white coordinates
+def level_query(seen: Seen, queries: QuerySet, bias: Floats | None) -> Floats | None:
+    """Return a u of the unit ball under which all keys score alike, as far as rounding goes; None if there is none."""
+    u = queries.level if bias is None else None
+    if u is None or np.linalg.norm(u) > 1.0:  # the keys may need less of a query than its being 0
+        u = -np.linalg.lstsq(seen.rows, seen.offset - seen.offset.mean(), rcond=None)[0]
+    scores = seen.rows @ u + seen.offset
+    off, size = float(np.ptp(scores)), float(np.abs(seen.rows).max())
+    return u if np.linalg.norm(u) <= 1.0 and off <= LEVEL * size else None
 
 
 class White(NamedTuple):
