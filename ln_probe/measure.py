@@ -17,7 +17,8 @@ from torch import nn
 from ln_probe import __version__
 from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import Calibration, Constants
-from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
+from ln_probe.analyses.geometry.check import TAU
+from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import columns as declared
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults
 from ln_probe.analyses.probes.causal import Causal

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
-from ln_probe.analyses.geometry.compiled import compiled, room
+from ln_probe.analyses.geometry.compiled import compiled_reordered
 from ln_probe.analyses.probes.base import DESCRIBED, Finding, Observer, Probe, ProbeResults, Run, largest
 from ln_probe.analyses.probes.columns import LAYERNORMS
 from ln_probe.analyses.text import percent
@@ -160,7 +160,7 @@ STATISTICS = {
 }
 
 
-@compiled
+@compiled_reordered
 def _measure_terms(
     x: NDArray[Any],
     y: NDArray[Any],
@@ -178,7 +178,7 @@ def _measure_terms(
     What `Site.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
     """
     n, d = x.shape
-    row = room(d)
+    row = np.empty(d)
     error, largest = 0.0, 0.0
     for i in range(n):
         total, square = 0.0, 0.0

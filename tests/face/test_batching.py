@@ -13,7 +13,7 @@ from same_findings import BRACKETED
 
 import ln_probe
 from ln_probe import passes
-from ln_probe.analyses.geometry.newton import WEIGHT_GAP
+from ln_probe.analyses.geometry.decide import WEIGHT_GAP
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.hooks.capture import stream, stream_together
 from ln_probe.hooks.sites import find_sites

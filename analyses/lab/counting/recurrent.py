@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.geometry.compiled import compiled_in_order
+from ln_probe.analyses.geometry.compiled import compiled
 from ln_probe.analyses.lab.norms import SCALES, Norm
 
 LSTM, GRU, TANH, RELU = range(4)
@@ -86,12 +86,12 @@ class _Recurrence(torch.autograd.Function):
         return (None, None, *(torch.from_numpy(np.ascontiguousarray(g)).to(ctx.dtype) for g in gradients))
 
 
-@compiled_in_order
+@compiled
 def _sigmoid(x: float) -> float:
     return 1.0 / (1.0 + np.exp(-x))  # type: ignore[no-any-return]
 
 
-@compiled_in_order
+@compiled
 def _normalize(x: Any, factor: Any, norm: NormSwitch) -> None:
     """x [row, example] becomes its norm; `factor` [example] is u."""
     rows, examples = x.shape
@@ -110,7 +110,7 @@ def _normalize(x: Any, factor: Any, norm: NormSwitch) -> None:
             x[j, i] *= factor[i]
 
 
-@compiled_in_order
+@compiled
 def _normalize_back(d: Any, normalized: Any, factor: Any, norm: NormSwitch) -> None:
     """The gradient by the norm's output becomes that by its input."""
     rows, examples = d.shape
@@ -130,7 +130,7 @@ def _normalize_back(d: Any, normalized: Any, factor: Any, norm: NormSwitch) -> N
                 d[j, i] -= mean
 
 
-@compiled_in_order
+@compiled
 def _add_product(out: Any, W: Any, x: Any) -> None:
     """out[j] += Σ_k W[j, k] x[k], example by example."""
     for j in range(W.shape[0]):
@@ -139,7 +139,7 @@ def _add_product(out: Any, W: Any, x: Any) -> None:
                 out[j, i] += W[j, k] * x[k, i]
 
 
-@compiled_in_order
+@compiled
 def _forward(cell: int, norm: NormSwitch, x: Any, W: Any, b: Any, gain: Any, bias: Any) -> Any:
     """All steps; returns what the way back needs: h and c [step + 1, …], then per step the activated gates, what the
     recurrence gave them, tanh of the LSTM's state as it is read, the norm's output and its factor."""
@@ -204,7 +204,7 @@ def _forward(cell: int, norm: NormSwitch, x: Any, W: Any, b: Any, gain: Any, bia
     return hidden, state, active, recurrent, squashed, normalized, factor
 
 
-@compiled_in_order
+@compiled
 def _backward(cell: int, norm: NormSwitch, W: Any, gain: Any, kept: Any, d_out: Any) -> Any:
     """Gradients by the inputs, by W h before any norm, and by the norm's output after gain and bias."""
     hidden, state, active, recurrent, squashed, normalized, factor = kept
