@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.attention import Heads
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.optimal_constants import Halves
-from ln_probe.hooks.scales import Constant
+from ln_probe.hooks.constants import Constant
+from ln_probe.hooks.norm import Norm
 
 # Where constants come from, as provenance and pages name it.
 LEAVE_ONE_OUT = "leave-one-out means over the other prompts"
@@ -232,7 +231,8 @@ class Calibration:
         unsupported: why head space is left out, by layer.
         notes: what a reader has to know about this model, in sentences.
         calibrated_on: source, counts and hash of the calibration prompts, where constants come from some.
-        optimal: loss-optimal constants, by group of norms ("attention", "all"); empty: they were not fitted.
+        optimal: loss-optimal constants, by group of norms ("attention", "all"), fitted on each half of the prompt groups
+            (`halves_of`); empty: they were not fitted.
         first: the first measured prompts, on which the norms of a large model that are run one by one are chosen.
     """
 
@@ -242,7 +242,7 @@ class Calibration:
     unsupported: Mapping[int, str]
     notes: tuple[str, ...]
     calibrated_on: Mapping[str, Any] = field(default_factory=dict)
-    optimal: Mapping[str, Halves] = field(default_factory=dict)
+    optimal: Mapping[str, tuple[Mapping[str, Constant], Mapping[str, Constant]]] = field(default_factory=dict)
     first: tuple[Int[Tensor, " _"], ...] = ()
 
     @property
@@ -250,7 +250,8 @@ class Calibration:
         """Loss-optimal constants of a group of norms for a prompt, fitted on other prompts; None: there are none."""
         if not self.optimal:
             return None
-        return lambda group, prompt: self.optimal[group].of(prompt) if group in self.optimal else {}
+        half = halves_of(self.constants.groups.tolist())
+        return lambda group, prompt: self.optimal[group][1 - half[prompt]] if group in self.optimal else {}
 
     def radius(self, layer: int, head: int) -> float:
         """rho of a head; NaN where there is no bound, and for head -1, the whole layer."""
@@ -263,7 +264,13 @@ class Calibration:
         return bool((projects & (self.norms["mean_share"] > 0)).any())
 
 
-def observed_radius(heads: Heads, site: Site, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head"] | None:
+def halves_of(groups: Sequence[Hashable]) -> list[int]:
+    """Return the half, 0 or 1, of each prompt: groups alternate between them in the order in which they first occur."""
+    order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    return [order[group] % 2 for group in groups]
+
+
+def observed_radius(heads: Heads, site: Norm, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head"] | None:
     """Return |A⁺(q - c)| of the queries of one prompt: 1 on the edge of the reachable ellipsoid.
 
     None if the norm does not scale: its queries are not bounded.

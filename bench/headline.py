@@ -45,12 +45,12 @@ import plans
 
 import ln_probe
 from ln_probe.analyses.probes import statistics
-from ln_probe.hooks import find_sites, without
-from ln_probe.hooks.interventions import NoOpWarning
+from ln_probe.hooks import find_norms, without
+from ln_probe.hooks.edits import NoOpWarning
 from ln_probe.hooks.model import context_length, run
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.scales import mean_sigmas
+from ln_probe.hooks.constants import mean_sigmas
 from ln_probe.hooks.text import bundled_texts, encode, special_tokens, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "headline.csv"
@@ -133,7 +133,7 @@ CASES = {
 # Constants
 
 
-def constants_before(model: Any, sites: Sequence[Site], prompts: Sequence[Tokens]) -> Constants:
+def constants_before(model: Any, sites: Sequence[Norm], prompts: Sequence[Tokens]) -> Constants:
     """Those of version 0.2: means over bundled passages. Empty for a model without a tokenizer.
 
     With the first token in front that all prompts begin with, if the model declares it; without the first token of the
@@ -152,12 +152,12 @@ def constants_before(model: Any, sites: Sequence[Site], prompts: Sequence[Tokens
     return constants_of(model, sites, rows)
 
 
-def constants_of(model: Any, sites: Sequence[Site], prompts: Sequence[Tokens]) -> Constants:
+def constants_of(model: Any, sites: Sequence[Norm], prompts: Sequence[Tokens]) -> Constants:
     """The mean sigma of each norm over these prompts, at position 0 and elsewhere."""
     return {name: constant.plain for name, constant in mean_sigmas(model, sites, prompts).items()}
 
 
-def leave_one_out(model: Any, sites: Sequence[Site], prompts: Sequence[Tokens]) -> list[Constants]:
+def leave_one_out(model: Any, sites: Sequence[Norm], prompts: Sequence[Tokens]) -> list[Constants]:
     """Of each prompt the mean sigma of each norm over all prompts that are not equal to it.
 
     Raises:
@@ -233,7 +233,7 @@ def rows_of(name: str, values: Path | None) -> list[dict[str, Any]]:
     given = case.prompts(model)
     prompts, others = ([torch.tensor(row) for row in rows] for rows in (given.prompts, given.others))
     assert not {*map(tuple, given.prompts)} & {*map(tuple, given.others)}, "a measured prompt is among the others"
-    objective, sites = Objective.of(given.loss), find_sites(model)
+    objective, sites = Objective.of(given.loss), find_norms(model)
     objective.check(model, prompts[0])
     weight = np.array([float(objective.weight(row)) for row in prompts])
     intact = losses(model, prompts, objective)

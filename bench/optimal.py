@@ -25,10 +25,11 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.files import sha256_of_file
-from ln_probe.hooks.interventions import members, without
+from ln_probe.hooks.edits import members, without
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.optimal_constants import Halves, Shipped, fit, fit_halves
-from ln_probe.hooks.scales import Constant, mean_sigmas
+from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
+from ln_probe.hooks.constants import fit
+from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.text import bundled_prompts
 from ln_probe.models import bundled_folder
 from ln_probe.prompts import summary
@@ -66,7 +67,7 @@ def measure(name: str, device: str) -> list[dict[str, Any]]:
     rows = [row.to(device) for row in prompts.measured]
     every, divided, table = {}, {}, []
     for group in GROUPS:
-        sites = [s for s in members(ln_probe.hooks.find_sites(model), group) if s.scales]
+        sites = [s for s in members(ln_probe.hooks.find_norms(model), group) if s.scales]
         if not sites:
             print(f"{name}: no norm of the group {group!r} scales", flush=True)
             continue

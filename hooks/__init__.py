@@ -1,18 +1,19 @@
 """Hook points, norms, activations and edits of a TransformerLens model."""
 
-from ln_probe.hooks.edits import InterventionError, LostEditError
-from ln_probe.hooks.interventions import Intervention, without
-from ln_probe.hooks.linearized import linearized
-from ln_probe.hooks.norm import Site, Terms
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.edits import Intervention, edit_hooks, linearized, linearized_hooks, without
+from ln_probe.hooks.norm import Norm, Terms
+from ln_probe.hooks.norm_edits import InterventionError, LostEditError
+from ln_probe.hooks.norms import find_norms
 
 __all__ = [
     "Intervention",
     "InterventionError",
     "LostEditError",
-    "Site",
+    "Norm",
     "Terms",
-    "find_sites",
+    "edit_hooks",
+    "find_norms",
     "linearized",
+    "linearized_hooks",
     "without",
 ]

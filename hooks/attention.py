@@ -20,10 +20,9 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.capture import AttentionInput, visible_keys
 from ln_probe.hooks.model import weight_of
-from ln_probe.hooks.norm import Site, gain_of
-from ln_probe.hooks.variants import ignored_below
+from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.stream import AttentionInput, visible_keys
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
 # 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2. Models in
@@ -119,8 +118,8 @@ class Heads:
     b_K: Float[Tensor, "head d_head"]
     divisor: float
     rotary: Rotary | None
-    q_norm: Site | None
-    k_norm: Site | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     causal: bool = True
     window: int | None = None
     slopes: Float[Tensor, " head"] | None = None
@@ -138,7 +137,7 @@ class Heads:
         return Form(self.divisor, self.slopes)
 
     def _project(
-        self, y: Tensor, W: Tensor, b: Tensor, norm: Site | None, positions: Tensor | None, rotary: Rotary | None
+        self, y: Tensor, W: Tensor, b: Tensor, norm: Norm | None, positions: Tensor | None, rotary: Rotary | None
     ) -> Tensor:
         values = torch.einsum("pd,hdk->phk", y.double(), W) + b
         if norm is not None:
@@ -181,41 +180,31 @@ class Heads:
         """Queries before the division by `divisor`, likewise; without rotary positions if not `rotate`."""
         return self._project(y, self.W_Q, self.b_Q, self.q_norm, positions, self.rotary if rotate else None)
 
-    def keys_ignore_mean(self, site: Site, dtype: torch.dtype) -> bool:
-        """Whether W_K sends gain·1, what the norm `site` without projection adds to a vector, to nothing but rounding.
-
-        Folding a norm centres the weights that read it: then keys are the same with projection and without. `dtype`:
-        the model's format, whose rounding is meant.
-        """
-        gain = gain_of(site).to(self.W_K)
-        shift = torch.einsum("d,hdk->hk", gain, self.W_K).norm()
-        return bool(shift <= ignored_below(dtype) * gain.norm() * self.W_K.norm() / math.sqrt(site.d))
-
     def query_ellipsoid(
-        self, site: Site, position: int
+        self, norm: Norm, position: int
     ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None:
         """Center c and axes A of the scaled queries {c + A u, |u| ≤ 1} a head can make at `position`.
 
-        What the norm can put out (`Site.reachable`), read by W_Q and b_Q, rotated to the position, over `divisor`; with
+        What the norm can put out (`Norm.reachable`), read by W_Q and b_Q, rotated to the position, over `divisor`; with
         a QK-norm, what that can put out (an upper bound). None for a norm that does not scale: queries are unbounded.
         """
-        reached = self.reached(site)
+        reached = self.reached(norm)
         if reached is None:
             return None
         center, axes = self.turned(reached.center, reached.axes, position)
         return center / self.divisor, axes / self.divisor
 
-    def reached(self, site: Site) -> Reached | None:
+    def reached(self, norm: Norm) -> Reached | None:
         """The same before rotary positions and the divisor."""
-        if site.name not in self.known:
+        if norm.name not in self.known:
             if self.q_norm is None:
-                outputs = site.reachable(self.W_Q)
+                outputs = norm.reachable(self.W_Q)
                 outputs = outputs and (outputs[0] + self.b_Q.cpu(), outputs[1])
             else:
                 outputs = self.q_norm.reachable()
                 outputs = outputs and (self._per_head(outputs[0]), self._per_head(outputs[1]))
-            self.known[site.name] = outputs and Reached(outputs[0], _compact(outputs[1]))
-        return self.known[site.name]
+            self.known[norm.name] = outputs and Reached(outputs[0], _compact(outputs[1]))
+        return self.known[norm.name]
 
     def _per_head(self, values: Float[Tensor, " wide *axis"]) -> Float[Tensor, "head d_head *axis"]:
         """What a query norm can put out, of each head: the same for all, or (a norm of all heads) that head's part."""
@@ -223,11 +212,11 @@ class Heads:
         return parts.expand(self.n_heads, *parts.shape[1:])
 
     def query_directions(
-        self, site: Site, position: int
+        self, norm: Norm, position: int
     ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]]:
         """Center c and directions A of all queries {c + A u} a head can make at `position`, u of any length: behind a
         norm that does not scale, or none."""
-        center, axes = site.directions(self.W_Q)
+        center, axes = norm.directions(self.W_Q)
         center, axes = self.turned(center + self.b_Q.cpu(), axes, position)
         return center / self.divisor, _compact(axes / self.divisor)
 
@@ -256,7 +245,7 @@ class Form:
         return replace(heads, divisor=self.divisor, slopes=slopes)
 
 
-def _normed(norm: Site, made: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos head d_head"]:
+def _normed(norm: Norm, made: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos head d_head"]:
     """Queries or keys through their norm: of each head, or (OLMo 2) of all heads together, repeated ones once."""
     heads, d_head = made.shape[1:]
     if norm.d == d_head:
@@ -371,12 +360,12 @@ def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
     return None
 
 
-def read_heads(seen: AttentionInput, sites: Sequence[Site], known: Form | None = None, *, bent: bool = False) -> Heads:
+def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None = None, *, bent: bool = False) -> Heads:
     """The key and query maps of one layer, checked on one prompt against the attention the model really paid.
 
     Args:
         seen: the layer during the prompt.
-        sites: the model's norms, for those inside attention.
+        norms: the model's norms, for those inside attention.
         known: the form of the layer's scores, where it was checked on this prompt before: it is not checked again.
         bent: whether scores may be squashed (a soft cap), or the softmax have a sink: q·k / divisor is then not what
             the softmax sees, or not all of it.
@@ -395,7 +384,7 @@ def read_heads(seen: AttentionInput, sites: Sequence[Site], known: Form | None =
     W_Q, W_K = _per_query_head(W_Q, n_heads), _per_query_head(W_K, n_heads)
     no_bias = W_Q.new_zeros(n_heads, W_Q.shape[-1])
     b_Q, b_K = (no_bias if (b := weight_of(module, n)) is None else _per_query_head(b, n_heads) for n in ("b_Q", "b_K"))
-    inside = {site.reads: site for site in sites if site.layer == layer}
+    inside = {norm.reads: norm for norm in norms if norm.layer == layer}
     plain = Heads(
         layer,
         W_Q,

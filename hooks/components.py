@@ -37,15 +37,17 @@ from ln_probe.hooks.model import (
     blocks,
     child_of,
     dtype_of,
+    evaluating,
     flat,
     hooks_on,
     probe_tokens,
     run,
     tensors_in,
+    unedited,
     unembedding,
     weight_of,
 )
-from ln_probe.hooks.norm import Site, bias_of, gain_of
+from ln_probe.hooks.norm import Norm, bias_of, gain_of
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
 
@@ -57,15 +59,15 @@ class Source:
     Attributes:
         kind: one of EMBEDDINGS, "attn", "mlp", or "norm" (what a norm in the stream puts in its place).
         layer: its block; -1 for embeddings.
-        site: name of the norm, for "norm".
+        norm: name of the norm, for "norm".
     """
 
     kind: str
     layer: int = -1
-    site: str = ""
+    norm: str = ""
 
     def __str__(self) -> str:
-        return self.site or (self.kind if self.layer < 0 else f"blocks.{self.layer}.{self.kind}")
+        return self.norm or (self.kind if self.layer < 0 else f"blocks.{self.layer}.{self.kind}")
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class Wiring:
 
     Attributes:
         writers: the weights with which the model's sources write.
-        sites: the model's norms.
+        norms: the model's norms.
         reads: of each norm outside attention, and of END, the sources of its input with their factors.
         open: places where the sum does not close, with the message that says how much is missing and since where.
         single: norms of a float64 model that compute in float32 (Hugging Face's RMSNorms do): what has passed one is
@@ -211,7 +213,7 @@ class Wiring:
     """
 
     writers: Writers
-    sites: Sequence[Site]
+    norms: Sequence[Norm]
     reads: Mapping[str, Expression]
     open: Mapping[str, str]
     single: frozenset[str] = frozenset()
@@ -235,8 +237,8 @@ class Wiring:
 
     def norms_within(self, place: str) -> list[str]:
         """The norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
-        sites = [source.site for source in self.at(place) if source.kind == "norm"]
-        return list(dict.fromkeys(name for site in sites for name in (*self.norms_within(site), site)))
+        names = [source.norm for source in self.at(place) if source.kind == "norm"]
+        return list(dict.fromkeys(n for name in names for n in (*self.norms_within(name), name)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,8 +323,8 @@ class _Search:
         return {s: f for s, f in found.items() if abs(f) > self.snap}, float(rest.abs().max()) / largest
 
 
-def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int] = ()) -> Wiring:
-    """Of what every norm's input is a sum; costs one forward pass over eight tokens of a model in evaluation mode.
+def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int] = ()) -> Wiring:
+    """Of what every norm's input is a sum; costs one forward pass over eight tokens.
 
     `bare`: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
@@ -346,17 +348,17 @@ def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int]
         if written.shape[-1] == writers.d_model:
             search.writes.append((source, written))
 
-    def on_norm(site: Site, _m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if site in done:
+    def on_norm(norm: Norm, _m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if norm in done:
             return
-        done.add(site)
-        x, y = (seen(value)[:, : site.d] for value in (tensors_in(args, kwargs)[0], output))  # (of the first head)
-        if (expression := search.see(site.name, x)) is not None:
-            reads[site.name] = expression
-        search.norms.append((Source("norm", site.layer, site.name), y))
-        off = float((site.affine(site.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
+        done.add(norm)
+        x, y = (seen(value)[:, : norm.d] for value in (tensors_in(args, kwargs)[0], output))  # (of the first head)
+        if (expression := search.see(norm.name, x)) is not None:
+            reads[norm.name] = expression
+        search.norms.append((Source("norm", norm.layer, norm.name), y))
+        off = float((norm.affine(norm.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
         if dtype == torch.float64 and off > CLOSES[dtype]:
-            single.add(site.name)
+            single.add(norm.name)
             search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
 
     def on_block(layer: int, _m: nn.Module, args: Any, kwargs: Any) -> None:
@@ -378,13 +380,13 @@ def find_wiring(model: HookedModel, sites: Sequence[Site], bare: Collection[int]
             reads[END] = expression
 
     after = [(module, partial(on_write, source)) for source, module in watched(model)]
-    after += [(s.module, partial(on_norm, s)) for s in outside_attention(sites) if s.d == writers.d_model]
+    after += [(n.module, partial(on_norm, n)) for n in outside_attention(norms) if n.d == writers.d_model]
     before: list[Hook] = [(block, partial(on_block, layer)) for layer, block in enumerate(blocks(model))]
     if (reader := unembedding(model)) is not None:
         before.append((reader, on_end))
-    with hooks_on(after, before):
+    with evaluating(model), unedited(model), hooks_on(after, before):
         run(model, tokens[None], return_type="logits")
-    return Wiring(writers, sites, reads, search.open, frozenset(single))
+    return Wiring(writers, norms, reads, search.open, frozenset(single))
 
 
 @dataclass(frozen=True, eq=False)
@@ -426,9 +428,9 @@ def dot(x: Float[Tensor, "*row d"], f: Float[Tensor, "row reading d"]) -> Float[
     return product
 
 
-def outside_attention(sites: Sequence[Site]) -> list[Site]:
+def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
     """The norms of the residual stream: those of queries and keys stand inside attention."""
-    return [s for s in sites if s.reads not in ("query", "key")]
+    return [n for n in norms if n.reads not in ("query", "key")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,7 +440,6 @@ class Split:
     wiring: Wiring
     record: Record
     _weights: dict[int, Tensor] = field(default_factory=dict)
-    _written: dict[Source, dict[Part, Tensor]] = field(default_factory=dict)
 
     def of(self, record: Record) -> Split:
         """The same parts of another record of the prompt."""
@@ -454,9 +455,9 @@ class Split:
         logits = None if every.logits is None else every.logits[at]
         return self.of(replace(every, **few, logits=logits))
 
-    def site(self, name: str) -> Site:
+    def norm(self, name: str) -> Norm:
         """A norm by its name."""
-        return next(s for s in self.wiring.sites if s.name == name)
+        return next(n for n in self.wiring.norms if n.name == name)
 
     def input(self, place: str) -> Float[Tensor, "row d_model"]:
         """The vectors that are read there."""
@@ -464,7 +465,7 @@ class Split:
 
     def sigma(self, place: str) -> Float[Tensor, "row 1"]:
         """What the norm there divides by, on what it read."""
-        return self.site(place).sigma(self.input(place))
+        return self.norm(place).sigma(self.input(place))
 
     def check(self, place: str, known: dict[Source, Tensor] | None = None) -> float:
         """How much of what is read there is left over when all parts are taken off, relative to the largest summand.
@@ -498,8 +499,8 @@ class Split:
     def _value(self, source: Source) -> Float[Tensor, "row d_model"]:
         if source.kind != "norm":
             return self.wiring.writers.written(source, self.record.seen[source].double())
-        site, x = self.site(source.site), self.input(source.site)
-        return site.affine(site.project(x) / self.sigma(source.site))
+        norm, x = self.norm(source.norm), self.input(source.norm)
+        return norm.affine(norm.project(x) / self.sigma(source.norm))
 
     def read(self, place: str, f: Float[Tensor, "row reading d_model"]) -> dict[Part, Float[Tensor, "row reading"]]:
         """f · x_p for every part p of what is read at `place`; they add up to f · x.
@@ -515,46 +516,12 @@ class Split:
                 values[part] = values[part] + value if part in values else value
         return values
 
-    def vectors(self, place: str) -> dict[Part, Float[Tensor, "row d_model"]]:
-        """The parts of what is read at `place` as vectors; they add up to it (`read` of many readings costs more)."""
-        values: dict[Part, Tensor] = {}
-        for source, factor in self.wiring.at(place).items():
-            if source.kind == "norm":
-                site, sigma = self.site(source.site), self.sigma(source.site)
-                gain = gain_of(site)
-                found = {p: site.project(v) / sigma * gain for p, v in self.vectors(source.site).items()}
-                if site.bias is not None:
-                    part = Part(f"{site.name} bias", "norm bias", site.layer)
-                    found[part] = bias_of(site).expand(len(sigma), -1)
-            else:
-                found = self._vectors(source)
-            for part, value in found.items():
-                scaled = value if factor == 1.0 else factor * value
-                values[part] = values[part] + scaled if part in values else scaled
-        return values
-
-    def _vectors(self, source: Source) -> dict[Part, Float[Tensor, "row d_model"]]:
-        """The parts of what one source wrote (not a norm); made once."""
-        if source not in self._written:
-            seen = self.record.seen[source]
-            if source.kind == "attn":
-                z, weights = seen.double(), self._of_heads(source.layer, seen.double())
-                each = self.wiring.writers.split(source.layer, z, weights).transpose(0, 1) @ weights
-                found = {head_part(source.layer, h): v for h, v in enumerate(each)}
-                if (bias := self.wiring.writers.bias(source, z)) is not None:
-                    found[bias_part(source)] = bias.expand(len(z), -1)
-            else:
-                unit = torch.eye(seen.shape[-1], dtype=torch.float64)
-                found = self._read(source, unit.expand(len(seen), -1, -1))
-            self._written[source] = found
-        return self._written[source]
-
     def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
         if source.kind == "norm":
-            site = self.site(source.site)
-            values = self.read(source.site, site.project(f * gain_of(site)) / self.sigma(source.site)[:, None])
-            if site.bias is not None:
-                values[Part(f"{site.name} bias", "norm bias", site.layer)] = dot(bias_of(site), f)
+            norm = self.norm(source.norm)
+            values = self.read(source.norm, norm.project(f * gain_of(norm)) / self.sigma(source.norm)[:, None])
+            if norm.bias is not None:
+                values[Part(f"{norm.name} bias", "norm bias", norm.layer)] = dot(bias_of(norm), f)
             return values
         seen = self.record.seen[source].double()
         if source.kind == "attn":

@@ -1,551 +1,570 @@
-"""Edit norms: an edited norm computes in place of the module's own forward, through the module's own hook points.
+"""Edit a running model: remove a term of its norms, or hold what they divide by.
 
-`EditedNorm` takes the place of a norm's forward while an edit of it lasts. It calls `hook_in`, `hook_scale`,
-`hook_normalized` and `hook_out` (where the norm has them) once each, on the edited values; what their hooks return is
-used downstream, and gradients flow through them. `PartEdit` replaces what one projection of attention (queries, keys or
-values) reads; `head_edits` has the edit that single heads see. Under both the norm's own points show the intact norm.
-`LinearEdit` holds sigma, so that the norm is linear in its input and gradients are Jᵀg = P(gain·g) / sigma.
+    with without(model, "scaling", sites="attention"):
+        loss = model(tokens, return_type="loss")
+    with linearized(model):                                           # every norm is a linear map
+        model(tokens)[0, -1, answer].backward()
+    with linearized(model, sigma=linearized.sigmas(model, other)):    # every norm divides by another run's sigmas
+        ...
+
+Freezing scale: Heimersheim 2024, "You can remove GPT2's LayerNorm by fine-tuning"; projection and scaling as terms:
+Brody, Alon & Yahav 2023. A norm's own gradient lets sigma answer to every part of its input, which first-order
+attribution (attribution patching: Syed, Rager & Conmy 2023; LRP for transformers: Ali et al. 2022; transcoder circuits:
+Dunefsky et al. 2024) does not want: with sigma held, a gradient times a part is what that part gives through the norm.
+
+Every pass inside runs on the edited model (a loss, `generate`, `run_with_cache`, `run_with_hooks`); afterwards the model
+is unchanged, bit for bit. The hooks are in `norm_edits`.
 """
 
 from __future__ import annotations
 
-import inspect
+import difflib
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.in_memory import is_hugging_face
-from ln_probe.hooks.model import HookedModel, at_least_float32, attentions, blocks, hooks_on, tensors_in
-from ln_probe.hooks.norm import Site, is_heads_first
+from ln_probe.hooks.constants import (
+    FROZEN,
+    OPTIMAL,
+    SCALES,
+    Constant,
+    Rows,
+    announced,
+    check_tokens,
+    default_means,
+    divisors_of,
+    fit,
+    mean_sigmas,
+    some,
+    token_batch,
+)
+from ln_probe.hooks.model import (
+    HookedModel,
+    OneLine,
+    active_dropout,
+    at_least_float32,
+    check_model,
+    edits_on,
+    evaluating,
+    head_count,
+    hooks_on,
+    is_hugging_face,
+    modules_of,
+    n_layers,
+    original_module,
+    queries_per_key,
+    run,
+    tensors_in,
+    unedited,
+    whole_number,
+)
+from ln_probe.hooks.norm import VARIANT_WITHOUT, VARIANTS, Norm
+from ln_probe.hooks.norm_edits import (
+    Edit,
+    HeadEdit,
+    Held,
+    InterventionError,
+    NormEdit,
+    OutputEdit,
+    Readers,
+    installed,
+    prove,
+    sigma_per_token,
+)
+from ln_probe.hooks.norms import norms_of
+from ln_probe.hooks.stream import ActivationError
+from ln_probe.hooks.text import default_tokens
 
-_READ = ("hidden_states", "resid_pre", "input_ids", "inputs_embeds", "input", "x")
-# What attention is handed to keep keys and values in, by the name of its argument: HookedTransformer's, Hugging Face's.
-CACHES = ("past_kv_cache_entry", "past_kv_cache", "past_key_values", "past_key_value", "layer_past")
-
-
-class Positions:
-    """Which vectors that pass through a norm belong to position 0: attention sinks live there, so it is kept apart.
-
-    A norm is handed tensors, not positions. While `watch` lasts, hooks on the model and its blocks note where each
-    forward pass begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left.
-    """
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self.offset = 0  # tokens that came in earlier passes
-        self.shape: tuple[int, int] | None = None  # batch and positions of the pass
-        self.padded: Tensor | None = None  # padding in front of each row of the batch
-
-    def first(self, site: Site, x: Float[Tensor, "*batch d"]) -> Bool[Tensor, "*batch 1"]:
-        """Which vectors of a norm's input belong to position 0.
-
-        Inputs are [batch pos d], [batch pos head d], [batch head pos d] (a norm of queries or keys inside a bridge's
-        attention) or flattened from those.
-        """
-        if x.ndim == 3:
-            batch, length = x.shape[:2]
-        elif self.shape is not None:
-            batch, length = self.shape
-        else:
-            batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
-        start = torch.zeros(batch, dtype=torch.long) if self.padded is None else self.padded[:batch].cpu()
-        first = torch.arange(self.offset, self.offset + length)[None] == start[:, None]
-        if x.ndim == 4:
-            first = first[:, None, :, None] if is_heads_first(site, x, length) else first[:, :, None, None]
-        elif x.ndim == 3:
-            first = first[:, :, None]
-        else:
-            first = first.flatten().repeat_interleave(max(1, x.shape[0] // max(1, first.numel())))[:, None]
-        return first.to(x.device).expand(*x.shape[:-1], 1)
-
-    @contextmanager
-    def watch(self, model: HookedModel | nn.Module) -> Iterator[None]:
-        """While it lasts, note where every forward pass begins."""
-        inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
-        whole = {id(m): m for m in (model, inner) if isinstance(m, nn.Module)}
-        at = [(module, None) for module in whole.values()] + [(b, layer) for layer, b in enumerate(blocks(model))]
-        with hooks_on(before=[(module, partial(self._begin, layer)) for module, layer in at]):
-            try:
-                yield
-            finally:
-                self._reset()
-
-    def _begin(self, layer: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) > 1:
-            kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        given = (*args, *(kwargs.get(n) for n in _READ))
-        read = next((v for v in given if isinstance(v, Tensor) and v.ndim >= 2), None)
-        if read is not None:
-            self.shape = int(read.shape[0]), int(read.shape[1])
-        if layer is None:  # the whole model: a new pass
-            self.offset, self.padded = 0, None
-        caches = [kwargs[n] for n in CACHES if kwargs.get(n) is not None]
-        if caches:
-            self.offset = cached_tokens(caches[0], layer)
-        elif layer is not None and "past_kv_cache_entry" in kwargs:
-            self.offset = 0
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            self.padded = (mask != 0).long().argmax(-1)
+GROUPS = ("attention", "mlp", "final", "all")
+_READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
+PARTS = {"queries": "q", "keys": "k", "values": "v"}  # of attention, and the letters of their hook points
+OWN = "own"  # each token's own sigma
 
 
-def cached_tokens(cache: Any, layer: int | None) -> int:
-    """How many tokens a cache holds: TransformerLens's entry or list of entries, or Hugging Face's."""
-    if isinstance(keys := getattr(cache, "past_keys", None), Tensor):
-        return int(keys.shape[1])
-    if callable(length := getattr(cache, "get_seq_length", None)):
-        return int(length() if layer is None else length(layer))
-    try:
-        return cached_tokens(cache[0], layer)
-    except (TypeError, IndexError, KeyError):
-        return 0
+class NoOpWarning(UserWarning):
+    """An intervention that changes nothing, because no norm has the term."""
 
 
-# From a norm's input and output to another output.
-Change = Callable[[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]], Float[Tensor, "*batch d"]]
-
-# What reads a norm in attention, in the order in which HookedTransformer calls the norm for them; and how the inputs of
-# an attention module and the projections of a bridge's are called.
-PARTS = ("queries", "keys", "values")
-INPUTS = {"queries": "query_input", "keys": "key_input", "values": "value_input"}
-_PROJECTION = {"queries": "q", "keys": "k", "values": "v"}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HANDLES = ("fwd_hooks", "bwd_hooks")  # where a hook point keeps its handles
-
-
-class InterventionError(ValueError):
-    """An intervention that cannot be made, or that would be made twice."""
-
-
-class LostEditError(InterventionError):
-    """An edit that does not reach what the model computes (names the site)."""
-
-
-@contextmanager
-def silent(module: nn.Module, keep: Callable[[nn.Module, int], bool] = lambda _point, _key: False) -> Iterator[None]:
-    """No hook is called at the hook points in a module while it lasts, but those that `keep` keeps, by number.
-
-    Hooks that are added inside work, and stay. Dictionaries and handles of hooks remain those that they were.
-    """
-    taken = []
-    for point in module.modules():
-        if hasattr(point, HANDLES[0]) and any(getattr(point, store) for store in HOOKS):
-            before = {store: list(getattr(point, store).items()) for store in HOOKS}
-            handles = {name: list(getattr(point, name)) for name in HANDLES}
-            taken.append((point, before, handles))
-            for store in HOOKS:
-                kept = [(k, h if keep(point, k) else _nothing) for k, h in before[store]]
-                # A norm of the laboratory computes in another order where there are no hooks, so that rounding differs.
-                refill(
-                    getattr(point, store),
-                    kept if store == "_forward_hooks" else [e for e in kept if e[1] is not _nothing],
-                )
-            for name in HANDLES:
-                setattr(point, name, [h for h in handles[name] if keep(point, h.hook.id)])
-    try:
-        yield
-    finally:
-        for point, before, handles in taken:
-            for store, hooks in before.items():
-                known = {key for key, _ in hooks}
-                refill(
-                    getattr(point, store), hooks + [(k, h) for k, h in getattr(point, store).items() if k not in known]
-                )
-            for name, known_handles in handles.items():
-                setattr(point, name, known_handles + [h for h in getattr(point, name) if h not in known_handles])
-
-
-def _nothing(*_: object) -> None:
-    """A hook that does nothing."""
-
-
-def sounding(store: Mapping[int, Any]) -> list[tuple[int, int]]:
-    """The numbers and identities of the hooks in a dictionary that are not switched off by `silent`."""
-    return [(key, id(hook)) for key, hook in store.items() if hook is not _nothing]
-
-
-def refill(store: dict[int, Any], hooks: Sequence[tuple[int, Any]]) -> None:
-    """Give a dictionary of hooks other entries; not by its own methods, which note what is added (`sealing`)."""
-    OrderedDict.clear(store)
-    for key, hook in hooks:
-        OrderedDict.__setitem__(store, key, hook)
-
-
-class Edit:
-    """A change of what one norm computes.
+@dataclass(frozen=True, repr=False)
+class Intervention(OneLine):
+    """What `without` does while it lasts.
 
     Attributes:
-        site: the norm.
-        label: what it does, for messages.
-        suspended: while True the norm is left alone.
-        calls: how often the norm ran under it.
-        positions: what `change` asks where position 0 is; None if it does not ask.
+        variant: "no_scaling", "no_projection" or "both_removed".
+        sites: names of the norms that are edited.
+        divisors: the constants at position 0 and elsewhere, by norm; empty where scaling stays.
+        matched: whether those divisors are the norms' own sigmas (False for a number the user gave: then a change of
+            the loss mixes the loss of scaling with a change of size).
+        no_ops: norms at which the edit changes nothing, because they do not have the term, and why.
+        only: the part of attention that sees the edited norm ("queries", "keys" or "values"); None: everything does.
+        heads: the (layer, head) that alone see the edited norms; None: everything that reads them.
+
+    Example:
+        >>> with ln_probe.hooks.without(model, "projection", sites="all") as edit:
+        ...     edit.sites[:2], edit.no_ops
     """
 
-    # Whether everything that reads the norm sees the edit; otherwise the norm's own output stays (`keep`).
-    whole = True
-    divides = True  # whether it divides by what `hook_scale` shows
-
-    def __init__(self, site: Site, change: Change, label: str, positions: Positions | None = None) -> None:
-        self.site, self.change, self.label, self.positions = site, change, label, positions
-        self.suspended = False
-        self.calls = 0
-
-    def divisor(self, x: Float[Tensor, "*batch d"], sigma: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch 1"]:
-        """What the edited norm divides by, for `hook_scale`; `sigma` is what the norm would divide by otherwise."""
-        return sigma
-
-    def normalized(self, x: Float[Tensor, "*batch d"], used: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch d"]:
-        """The edited norm before gain and bias, for `hook_normalized`; `used`: what `hook_scale` returned."""
-        return self.site.project(x) / used
-
-    def after(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """What is still to be done to the output once gain and bias are applied."""
-        return self.change(x, y)
-
-    def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
-        """Take an input of the norm, its output, and its output without hooks (edits that only some readers see)."""
-
-    def install(self, model: HookedModel | nn.Module, stack: ExitStack) -> None:
-        """Put the edit on; `stack` takes it off."""
-        stack.callback(EditedNorm.add(self))
-
-    def finish(self) -> None:
-        """Raise LostEditError if what was computed was not read; called when the `with` block ends without an error."""
-
-
-class EditedNorm:
-    """The forward of a norm's module while edits of it last.
-
-    Attributes:
-        site: the norm.
-        edits: in the order in which they were added.
-    """
-
-    def __init__(self, site: Site) -> None:
-        self.site, self.edits = site, list[Edit]()
-        self.before = site.module.__dict__.get("forward")
-        self._warned = False
-
-    @classmethod
-    def add(cls, edit: Edit) -> Callable[[], None]:
-        """Add an edit to what its norm is under; returns what removes it again."""
-        entries = edit.site.module.__dict__  # not by setattr, which a bridge passes to what it wraps
-        there = entries.get("forward")
-        self = entries["forward"] = there if isinstance(there, cls) else cls(edit.site)
-        self.edits.append(edit)
-
-        def remove() -> None:
-            self.edits.remove(edit)
-            if not self.edits and entries.get("forward") is self:
-                set_forward(edit.site.module, self.before)
-
-        return remove
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        active = [e for e in self.edits if not e.suspended]
-        if not active:
-            return self._intact(*args, **kwargs)
-        linear = next((e for e in active if isinstance(e, LinearEdit)), None)
-        edit = next((e for e in active if e.whole and e is not linear), None)
-        x, shown, unhooked = self._edited(linear, edit, args, kwargs)
-        for each in active:
-            each.calls += 1
-            each.keep(x, shown, unhooked)
-        return shown
-
-    def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Refuse a copy of the model (copy.deepcopy, pickle, torch.save): nothing would end the edit in it.
-
-        Raises:
-            InterventionError: always.
-        """
-        raise InterventionError(
-            f"{self.site.name} is under an intervention ({self.edits[0].label if self.edits else 'ended'}), and a copy "
-            "of the model would stay under it for good: copy or save the model outside the `with` block (its "
-            "state_dict can be taken inside)"
-        )
-
-    def _intact(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.site.module
-        return type(module).forward(module, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
-
-    def _edited(
-        self, linear: LinearEdit | None, edit: Edit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The norm's input, its output as the model goes on with it, and its output without any hooks."""
-        points = {n: p for n, p in self.site.module.named_children() if hasattr(p, "fwd_hooks")}
-        hooked = any(getattr(p, store) for p in points.values() for store in HOOKS)
-        x = tensors_in(args, kwargs)[0]
-        if hooked and "hook_in" in points:
-            given, x = x, points["hook_in"](x)
-            args = tuple(x if value is given else value for value in args)
-            kwargs = {name: x if value is given else value for name, value in kwargs.items()}
-        with silent(self.site.module) if hooked else nullcontext():
-            y = self._intact(*args, **kwargs)
-        out = y if linear is None else linear.change(x, y)
-        out = out if edit is None else edit.change(x, out)
-        if not hooked:
-            return x, out, out
-        shown = self._through(points, linear, edit, x, out)
-        return x, _passed(points["hook_out"], shown)[0] if "hook_out" in points else shown, out
-
-    def _through(
-        self, points: Mapping[str, nn.Module], linear: LinearEdit | None, edit: Edit | None, x: Tensor, out: Tensor
-    ) -> Tensor:
-        """The output through `hook_scale` and `hook_normalized`; where their hooks change nothing, it is `out`."""
-        formula = edit or Edit(self.site, lambda _x, y: y, "intact")
-        wide = at_least_float32(x)
-        sigma = self.site.sigma(wide) if linear is None else linear.sigma(x).to(wide)
-        divisor, point = formula.divisor(wide, sigma), points["hook_scale"]
-        if torch.is_grad_enabled() and point._backward_hooks and not divisor.requires_grad and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.site.name}.hook_scale: what this norm divides by is held, so it has no gradient and the "
-                "backward hook there is not called",
-                stacklevel=2,
-            )
-        used, same_scale = _passed(point, divisor)
-        if not (same_scale or formula.divides):
-            raise LostEditError(
-                f"{self.site.name}: a hook at hook_scale changes what this norm divides by, and {formula.label} does "
-                "not divide by it: remove the hook, or put it at hook_normalized"
-            )
-        normalized, same = _passed(points["hook_normalized"], formula.normalized(wide, used))
-        through = formula.after(x, self.site.affine(normalized, live=True).to(out.dtype))
-        if not (same and same_scale):
-            return through
-        if not through.requires_grad:
-            return out
-        # The value is that of `out`, bit for bit; the gradient goes through the hook points.
-        return (through - through.detach()) + out.detach()
-
-
-def _passed(point: nn.Module, given: Tensor) -> tuple[Tensor, bool]:
-    """What the hooks of a point make of a tensor, and whether that is what they were given."""
-    if not any(getattr(point, store) for store in HOOKS):
-        return given, True
-    before = given.detach()
-    out = point(given.clone())  # a hook may write to what it is given
-    return out, out.shape == before.shape and bool(torch.equal(out.detach(), before))
-
-
-class PartEdit(Edit):
-    """An edit that one projection of attention that reads this norm sees alone.
-
-    Attributes:
-        part: one of PARTS.
-        waiting: outputs of the norm, and what the projection should read instead of each.
-        reader: the attention module whose projection did; None until then.
-    """
-
-    whole = False
-
-    def __init__(self, edit: Edit, part: str = "keys") -> None:
-        super().__init__(edit.site, edit.change, edit.label, edit.positions)
-        self.part = part
-        self.waiting: list[tuple[Tensor, Tensor]] = []
-        self.reader: nn.Module | None = None
-        self.adds_positions = False
-
-    def keep(self, x: Tensor, shown: Tensor, intact: Tensor) -> None:
-        self.waiting.append((shown, self.change(x, intact)))
-
-    def install(self, model: HookedModel | nn.Module, stack: ExitStack) -> None:
-        super().install(model, stack)
-        positions = getattr(getattr(model, "cfg", None), "positional_embedding_type", "")
-        self.adds_positions = positions == "shortformer" and self.part != "values"
-        for attn in attentions(model).values():
-            # HookedTransformer and lab models name the input; a bridge has a module for each projection.
-            named = INPUTS[self.part] in inspect.signature(attn.forward).parameters
-            module = attn if named else dict(attn.named_children()).get(_PROJECTION[self.part])
-            if module is None:
-                raise InterventionError(
-                    f"{type(attn).__name__} has no separate projection of {self.part}, so only={self.part!r} cannot be "
-                    "had for this architecture: edit the whole norm with only=None"
-                )
-            hook = partial(self._replace, attn, named)
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            stack.callback(attn.register_forward_hook(self.finish).remove)
-
-    def _replace(self, attn: nn.Module, named: bool, _m: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A pre-hook that replaces what this part is projected from."""
-        name = INPUTS[self.part]
-        new = self._instead(attn, kwargs.get(name, args[0] if args else None))
-        if new is None:
-            return None
-        return (args, {**kwargs, name: new}) if named else ((new, *args[1:]), kwargs)
-
-    def _instead(self, attn: nn.Module, read: object) -> Tensor | None:
-        """What the projection in `attn` should read instead of `read`, if that is this norm's output."""
-        if not isinstance(read, Tensor):
-            return None
-        # HookedTransformer calls the norm for queries, keys and values in this order.
-        own = self.waiting[-3:][PARTS.index(self.part) :][:1] if len(self.waiting) >= len(PARTS) else []
-        for output, changed in (*own, *reversed(self.waiting)):
-            if output.shape == read.shape and torch.equal(output, read):
-                self.waiting.clear()
-                self.reader = attn
-                return changed
-        return None
-
-    def finish(self, attn: nn.Module | None = None, *_: object) -> None:
-        """Raise LostEditError if a changed output was not read, by this attention layer or (None) by any."""
-        if self.waiting and self.reader is attn:
-            why = (
-                f"{self.part} are made of more than this norm's output (positional_embedding_type='shortformer' adds "
-                "position embeddings to it):"
-                if self.adds_positions
-                else f"no projection of {self.part} read this norm's output as it is (split or repeated per head on "
-                "the way?): switch use_split_qkv_input and use_attn_in off, or"
-            )
-            raise LostEditError(
-                f"{self.site.name}: the edit for {self.part} alone was lost, because {why} edit the whole norm with "
-                "only=None"
-            )
-
-
-def set_forward(module: nn.Module, forward: Any) -> None:
-    """Give an instance its own forward, or (None) that of its class; not by setattr, which a bridge passes on."""
-    module.__dict__.pop("forward", None)
-    if forward is not None:
-        module.__dict__["forward"] = forward
-
-
-def edits_on(module: nn.Module) -> list[Edit]:
-    """The edits that a norm's module is under."""
-    forward = module.__dict__.get("forward")
-    return list(forward.edits) if isinstance(forward, EditedNorm) else []
-
-
-def own_forward(module: nn.Module) -> Any:
-    """The forward of its own that a module has, edits apart; None where it has that of its class."""
-    forward = module.__dict__.get("forward")
-    return forward.before if isinstance(forward, EditedNorm) else forward
+    variant: str
+    sites: tuple[str, ...]
+    divisors: Mapping[str, Constant]
+    matched: bool
+    no_ops: Mapping[str, str]
+    only: str | None
+    heads: tuple[tuple[int, int], ...] | None = None
 
 
 @contextmanager
-def quiet(model: HookedModel | nn.Module) -> Iterator[None]:
-    """Without the user's hooks at hook points while it lasts: short passes over tokens of ours run on the model itself.
+def without(
+    model: object,
+    what: str,
+    *,
+    sites: str | Sequence[str] = "attention",
+    scale: str | float | Tensor | Mapping[str, object] = FROZEN,
+    tokens: Rows | None = None,
+    only: str | None = None,
+    heads: Sequence[tuple[int, int]] | None = None,
+) -> Iterator[Intervention]:
+    """Remove projection, scaling or both from some norms of the model inside a `with` block.
 
-    Permanent hooks stay, those that TransformerLens and ln_probe put there, and those that a measurement keeps.
-    """
-    if getattr(cast(nn.Module, model)._forward_hooks, "cover", None) is not None:  # (`sealing` has the others off)
-        yield
-        return
+    Contexts over different norms nest, in any order, and amount to one context over all of them. Hooks at a norm's
+    hook points see the edited values, and what they return is used. With `only` or `heads` they see and change the
+    intact norm, which the other readers use. Gradients reach the gains and biases of edited norms. Call `backward()`
+    inside the block where the model uses gradient checkpointing.
 
-    def belongs(point: nn.Module, key: int) -> bool:
-        permanent = any(h.is_permanent for name in HANDLES for h in getattr(point, name) if h.hook.id == key)
-        users = user_hooks(point)
-        there = {k: hook for store in HOOKS for k, hook in getattr(point, store).items()} | users
-        # (of hooks that were added by name, those of `add_caching_hooks` are the user's too)
-        lens = "transformer_lens.model_bridge." if key in users else "transformer_lens."
-        return permanent or home_of(there.get(key)).startswith(("ln_probe.", lens))
+    Args:
+        model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
+        what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
+        sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
+            ("final"), every norm ("all", norms inside attention included), or names.
+        scale: the constant c that replaces sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
+            over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
+            "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
+            together; a bundled model brings them for "attention" and "all", otherwise they are fitted on entering,
+            which takes minutes (pass `divisors` of what this yields to use them again). A mapping from names of norms:
+            constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (`matched`
+            is then False).
+        tokens: tokens that the first three are measured or fitted on, [batch pos], or a list of rows of their own
+            lengths. None: the prompts that `analyze` measures by default.
+        only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
+        heads: (layer, head) pairs: only these heads' queries, keys and values come from the edited norm; `sites` is
+            left at "attention", and means the norms that these blocks' attention reads. Query heads that share a key
+            are edited together.
 
-    with silent(cast(nn.Module, model), belongs):
-        yield
-
-
-def user_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The functions that TransformerLens wrapped at a hook point, by torch's number of the wrapper."""
-    handles = [h for name in HANDLES for h in getattr(module, name, ())]
-    return {h.hook.id: h.user_hook for h in handles if getattr(h, "user_hook", None) is not None}
-
-
-def unwrapped(function: Any) -> Any:
-    """A function without what `partial` or a binding to an object adds."""
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__func__", function)
-
-
-def home_of(function: Any) -> str:
-    """The module that a function comes from."""
-    function = unwrapped(function)
-    return str(getattr(function, "__module__", None) or type(function).__module__)
-
-
-@contextmanager
-def suspended(model: HookedModel | nn.Module) -> Iterator[None]:
-    """Without any edit, while it lasts: to look at the unedited model from inside an intervention."""
-    asleep = [e for _, module in model.named_modules() for e in edits_on(module) if not e.suspended]
-    for edit in asleep:
-        edit.suspended = True
-    try:
-        yield
-    finally:
-        for edit in asleep:
-            edit.suspended = False
-
-
-@contextmanager
-def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
-    """The model under these edits; on leaving, as it was, also after an exception.
+    Yields:
+        An `Intervention`: the edited norms and their constants.
 
     Raises:
-        InterventionError: a part of attention cannot be reached alone.
-        LostEditError: on leaving, if no projection read an edit that was computed.
+        TypeError: not a TransformerLens or Hugging Face model, or tokens that are neither a tensor nor a list of rows.
+        ValueError, ActivationError: unusable tokens; activations that are not finite.
+        InterventionError: an unknown term, norm or scale; no norm to edit; a norm that is under an intervention
+            already; heads that cannot be edited alone; loss-optimal constants for some readers alone, or of a loss
+            that the model does not have or that has no gradient.
+        LostEditError: an edit does not reach the model's output; names the norm.
+
+    Warns:
+        NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
+        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
+
+    Example:
+        >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
+        ...     loss = model(tokens, return_type="loss")
+        >>> edit.divisors["blocks.1.ln1"]
     """
-    with ExitStack() as stack:
-        for positions in {id(e.positions): e.positions for e in edits if e.positions is not None}.values():
-            stack.enter_context(positions.watch(model))
-        for edit in edits:
-            edit.install(model, stack)
-        yield
-        for edit in edits:
-            edit.finish()
+    if isinstance(scale, str) and scale == OPTIMAL and (only is not None or heads is not None):
+        raise InterventionError('scale="optimal" is fitted for all readers of a norm: leave out only and heads')
+    hooked, variant, norms, chosen = _chosen(model, what, sites)
+    readers = readers_of(hooked, norms, sites, only, heads)
+    if readers is not None:
+        chosen = choose(norms, list(readers.heads))
+    target, originals = _targets(model, hooked, chosen)
+    if readers is not None and target is not hooked:
+        raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
+    _refuse_twice(originals)
+    terms = [norm for norm in chosen if VARIANTS[variant].effect(norm)]
+    make = None if readers is None else partial(HeadEdit, readers)
+    prove(hooked, terms, make=make, kind=None if readers is None else readers.kind)
+    slow = isinstance(scale, str) and scale == OPTIMAL
+    with announced("fitting loss-optimal constants: minutes" if slow else "measuring the constants of norms"):
+        divisors = _divisors(hooked, norms, chosen, variant, scale, tokens)
+    no_ops = {n.name: reason for n in chosen if (reason := no_op(n, variant))}
+    _warn(hooked, what, chosen, no_ops)
+    edits: list[Edit] = [
+        _edit(NormEdit.of(norm, variant, _pair(divisors.get(norm.name)), f"without {what!r}"), own, make)
+        for norm, own in zip(chosen, originals, strict=True)
+        if norm in terms
+    ]
+    pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
+    matched = not divisors or isinstance(scale, str | Mapping)
+    with installed(target, edits):
+        yield Intervention(variant, tuple(n.name for n in chosen), divisors, matched, no_ops, only, pairs)
 
 
-class LinearEdit(Edit):
-    """A forward hook under which a norm is linear. It stands before other edits of the norm, which see its output."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site, self._linear, "linearized")
-        self.given: Tensor | None = None  # the sigma of another run; None: its own
-
-    def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-        """The sigma that is held on these inputs."""
-        if self.given is None:
-            return self.site.sigma(at_least_float32(x.detach()))
-        return fitted(self.site, self.given, x).to(at_least_float32(x))
-
-    def _linear(self, x: Tensor, y: Tensor) -> Tensor:
-        wide = at_least_float32(x)
-        linear = self.site.affine(self.site.project(wide) / self.sigma(wide), live=True).to(y.dtype)
-        if self.given is not None:
-            return linear
-        # 0 + y is y, bit for bit, and its gradient is that of `linear`
-        return (linear - linear.detach()) + y.detach()
+def _chosen(model: object, what: object, sites: str | Sequence[str]) -> tuple[HookedModel, str, list[Norm], list[Norm]]:
+    """Return the hooked model, the variant's name, all norms and those that are edited."""
+    if not isinstance(what, str) or what not in VARIANT_WITHOUT:
+        raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
+    hooked = check_model(model)
+    norms = norms_of(hooked)
+    return hooked, VARIANT_WITHOUT[what], norms, choose(norms, sites)
 
 
-def fitted(site: Site, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-    """A sigma per token of another run, laid out as the norm's input is.
+def _pair(constant: Constant | None) -> Tensor | None:
+    return None if constant is None else constant.pair
 
-    Raises:
-        InterventionError: it is for another number of tokens.
-    """
-    wanted, laid = x.shape[:-1], given.to(x.device)
-    # As the norm was given its inputs (also flattened), for every prompt, or for every head of a token.
-    whole, by_head = ((laid, None), (laid[None], None)), ((laid[..., None], -1), (laid[None, ..., None], -1))
-    for fits, end in (*whole, *(by_head if len(wanted) > 2 else ())):
-        if fits.ndim == len(wanted) and fits.shape[0] in (1, wanted[0]) and fits.shape[1:end] == wanted[1:end]:
-            expanded: Tensor = fits.expand(wanted)[..., None]
-            return expanded
-    raise InterventionError(
-        f"{site.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "
-        "record it on as many tokens (ln_probe.hooks.linearized.sigmas)"
+
+def _edit(edit: NormEdit | Held, own: Norm, make: Callable[[Any], Edit] | None = None) -> Edit:
+    """Return an edit as it is installed: for some readers, or (a norm without hook points) at the norm's output."""
+    if make is not None:
+        return make(edit)
+    return edit if own is edit.norm else OutputEdit(own, edit)
+
+
+def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple[HookedModel, Sequence[Norm]]:
+    """Return what to edit: a hooked model and its norms, or a Hugging Face model in memory and its own."""
+    if not is_hugging_face(given):
+        return hooked, norms
+    whole = cast(nn.Module, given)
+    return cast(HookedModel, given), [replace(n, module=original_module(whole, n.module)) for n in norms]
+
+
+def no_op(norm: Norm, variant: str) -> str:
+    """Return why a variant changes nothing at a norm, which does not have the terms; empty if it may."""
+    chosen = VARIANTS[variant]
+    if not chosen.is_edit or chosen.effect(norm):
+        return ""
+    reasons = {"projection": "it has no projection", "scaling": "it does not scale"}
+    return f"{norm.kind}: " + " and ".join(
+        reasons[term] for term in ("projection", "scaling") if term in chosen.removes
     )
 
 
-def held(module: nn.Module) -> LinearEdit | None:
-    """The linearization that a norm's module is under, if any."""
-    return next((e for e in edits_on(module) if isinstance(e, LinearEdit) and not e.suspended), None)
+def members(norms: Sequence[Norm], group: str) -> list[Norm]:
+    """Return the norms of a group (one of GROUPS)."""
+    return [n for n in norms if group == "all" or _READER_OF_GROUP[group] in n.reads.split("+")]
+
+
+def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
+    """Return the norms that a user asked for, in the order of the forward pass.
+
+    Raises:
+        InterventionError: no norms, an empty group, an unknown name (the nearest are suggested), a name given twice.
+    """
+    if not norms:
+        raise InterventionError("the model has no normalization: there is no projection or scaling to remove")
+    if isinstance(sites, str) and sites in GROUPS:
+        if chosen := members(norms, sites):
+            return chosen
+        raise InterventionError(f"no norm belongs to sites={sites!r}; give names: {some([n.name for n in norms])}")
+    if not isinstance(sites, str | Iterable):
+        raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
+    names = [sites] if isinstance(sites, str) else list(sites)
+    if not names:
+        raise InterventionError(f"an empty list of sites: give names, or one of {', '.join(GROUPS)}")
+    known = {n.name: n for n in norms}
+    for name in names:
+        if isinstance(name, str) and name in GROUPS:
+            raise InterventionError(f"{name!r} is a group of norms: give it alone, sites={name!r}")
+        if not isinstance(name, str) or name not in known:
+            near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
+            raise InterventionError(f"no norm called {name!r}; there are {some(near)}")
+        if names.count(name) > 1:
+            raise InterventionError(f"{name!r} is given twice")
+    return [n for n in norms if n.name in names]
+
+
+def _refuse_twice(norms: Sequence[Norm], *, holds: bool = False) -> None:
+    """Raise InterventionError if a norm is under an edit of this kind already."""
+    for norm in norms:
+        if active := [edit for edit in edits_on(norm.module) if edit.holds == holds]:
+            raise InterventionError(f"{norm.name} is already under {active[0].label}: leave that `with` block first")
+
+
+def _divisors(
+    model: HookedModel,
+    norms: Sequence[Norm],
+    chosen: Sequence[Norm],
+    variant: str,
+    scale: str | float | Tensor | Mapping[str, object],
+    tokens: Rows | None,
+) -> dict[str, Constant]:
+    """Return what each of these norms that scales divides by instead of its sigma.
+
+    Raises:
+        InterventionError: an unknown scale, tokens that are not used, or constants that are missing or not positive.
+    """
+    frozen = [n for n in chosen if VARIANTS[variant].takes_scaling(n)]
+    given = None if tokens is None else check_tokens(model, tokens)
+    if given is not None and not (isinstance(scale, str) and scale in SCALES):
+        raise InterventionError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
+    names = [n.name for n in norms]
+    if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
+        raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
+
+    def measure() -> Mapping[str, Constant]:
+        with unedited(model):
+            if given is not None:
+                return mean_sigmas(model, frozen, given)
+            return default_means(model, norms)
+
+    try:
+        if isinstance(scale, str) and scale == OPTIMAL:
+            return _optimal(model, chosen, frozen, variant, given, measure) if frozen else {}
+        return divisors_of(scale, [n.name for n in frozen], measure)
+    except ActivationError:
+        raise
+    except ValueError as error:
+        raise InterventionError(str(error)) from None
+
+
+def _optimal(
+    model: HookedModel,
+    chosen: Sequence[Norm],
+    frozen: Sequence[Norm],
+    variant: str,
+    given: Sequence[Int[Tensor, " _"]] | None,
+    measure: Callable[[], Mapping[str, Constant]],
+) -> dict[str, Constant]:
+    """Return the loss-optimal constants that the model brings for these norms, or those of a fit."""
+    if given is None and variant == VARIANT_WITHOUT["scaling"]:
+        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
+        if (own := next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)) is not None:
+            return dict(own)
+    prompts = default_tokens(model) if given is None else given
+    with unedited(model):
+        return fit(model, chosen, prompts, start=measure(), variant=variant)
+
+
+def _warn(model: HookedModel, what: str, chosen: Sequence[Norm], no_ops: Mapping[str, str]) -> None:
+    if no_ops:
+        where = "every norm" if len(no_ops) == len(chosen) else some(list(no_ops))
+        reasons = "; ".join(sorted(set(no_ops.values())))
+        warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
+    if dropout := active_dropout(model):
+        warnings.warn(f"dropout is on (at {dropout}), so every pass differs: model.eval()", stacklevel=4)
+    if any(m.training and getattr(m, "gradient_checkpointing", False) is True for m in modules_of(model)):
+        warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
+
+
+def readers_of(
+    model: HookedModel,
+    norms: Sequence[Norm],
+    sites: str | Sequence[str],
+    only: str | None,
+    heads: Sequence[tuple[int, int]] | None,
+) -> Readers | None:
+    """Return who sees an edit, from the arguments of `without`; None: everything that reads the norms.
+
+    Raises:
+        InterventionError: unknown readers, norms that attention does not read, heads that cannot be edited alone.
+    """
+    if heads is not None:
+        if sites != "attention" or only is not None:
+            raise InterventionError("heads says which norms are edited, and for whom: leave out sites and only")
+        return Readers("qkv", _by_norm(model, norms, heads))
+    if only is None:
+        return None
+    if only not in PARTS:
+        raise InterventionError(f"only must be one of {', '.join(map(repr, PARTS))}, got {only!r}")
+    chosen = choose(norms, sites)
+    if wrong := [n for n in chosen if "attention" not in n.reads.split("+")]:
+        raise InterventionError(f"only={only!r} is for norms that attention reads: {wrong[0].name} is none")
+    return Readers(PARTS[only], {n.name: dict.fromkeys(n.attention_layers) for n in chosen})
+
+
+def _by_norm(
+    model: HookedModel, norms: Sequence[Norm], heads: Sequence[tuple[int, int]]
+) -> dict[str, dict[int, tuple[int, ...] | None]]:
+    """Return those heads by block, by the norm that their attention reads."""
+    if not isinstance(heads, Sized) or not len(heads):
+        raise InterventionError(f"heads must be a list of (layer, head) pairs that is not empty, got {heads!r}")
+    by_layer: dict[int, list[int]] = {}
+    for pair in heads:
+        try:
+            layer, head = (whole_number(i, "heads") for i in pair)
+        except (TypeError, ValueError):
+            raise InterventionError(f"heads must be (layer, head) pairs of whole numbers, got {pair!r}") from None
+        if not 0 <= layer < n_layers(model):
+            raise InterventionError(f"heads: there is no layer {layer}; the layers are 0 to {n_layers(model) - 1}")
+        if not 0 <= head < head_count(model, layer):
+            raise InterventionError(f"heads: layer {layer} has the heads 0 to {head_count(model, layer) - 1}")
+        if head in by_layer.setdefault(layer, []):
+            raise InterventionError(f"heads: ({layer}, {head}) is given twice")
+        by_layer[layer].append(head)
+    by_norm: dict[str, dict[int, tuple[int, ...] | None]] = {}
+    for layer, chosen in by_layer.items():
+        norm = next((n for n in norms if layer in n.attention_layers), None)
+        if norm is None:
+            raise InterventionError(f"heads: the attention of layer {layer} reads no norm")
+        group = queries_per_key(model, layer)
+        for key in {head // group for head in chosen}:
+            together = range(key * group, (key + 1) * group)
+            if not set(together) <= set(chosen):
+                raise InterventionError(f"heads {together[0]} to {together[-1]} of layer {layer} share a key: give all")
+        by_norm.setdefault(norm.name, {})[layer] = tuple(sorted(chosen))
+    return by_norm
+
+
+# ---------------------------------------------------------------------------------------- linearized
+
+Sigma = str | Mapping[str, Float[Tensor, "*_"]]
+
+
+class _Linearized:
+    """`linearized(model)` as a context, and `linearized.sigmas(model, tokens)`.
+
+    Example:
+        >>> with ln_probe.hooks.linearized(model):  # a gradient that is additive over the components of the stream
+        ...     model(tokens)[0, -1, 7].backward()
+        >>> ln_probe.hooks.linearized.sigmas(model, tokens)["ln_final"].shape == tokens.shape
+        True
+    """
+
+    @contextmanager
+    def __call__(self, model: object, sigma: Sigma = OWN) -> Iterator[tuple[str, ...]]:
+        """Hold sigma at every norm inside a `with` block, so that each norm is a linear map.
+
+        With the norms' own sigmas the forward pass is unchanged, but for rounding (a bridge recomputes a norm whose
+        scale is replaced: up to 5e-6). `without` nests with it in either order: an edited norm keeps its edit, and what
+        it still divides by is held. Gradients reach gains and biases.
+
+        Args:
+            model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
+            sigma: "own", each token's own sigma, detached; or sigma per token from another run by the norm's name,
+                [pos] or [batch pos] (with heads, as the norm sees them, for norms inside attention), as `sigmas`
+                gives; norms it does not name keep their own.
+
+        Yields:
+            The names of the norms.
+
+        Raises:
+            TypeError: not a TransformerLens model.
+            InterventionError: no norm; linearized already; an unknown name or a sigma that is not positive; at a
+                forward pass, a sigma for another number of tokens.
+            LostEditError: at some norm the edit does not reach the output; names it.
+        """
+        hooked = check_model(model)
+        norms = _all_norms(hooked)
+        given = _given(norms, sigma)
+        target, originals = _targets(model, hooked, norms)
+        _refuse_twice(originals, holds=True)
+        pairs = [(n, own) for n, own in zip(norms, originals, strict=True) if n.scales or n.name in given]
+        prove(hooked, [norm for norm, _ in pairs])
+        with installed(target, [_edit(Held(norm, given.get(norm.name)), own) for norm, own in pairs]):
+            yield tuple(n.name for n in norms)
+
+    def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
+        """Return the sigma of every norm at every token, by the norm's name; one forward pass in evaluation mode.
+
+        Args:
+            model: any hooked model.
+            tokens: [pos] or [batch pos].
+
+        Raises:
+            TypeError, ValueError: not whole numbers, other axes, empty, outside the vocabulary, beyond the context.
+            InterventionError: the model has no norm.
+        """
+        hooked = check_model(model)
+        batch, norms = token_batch(hooked, tokens), _all_norms(hooked)
+        sigmas: dict[str, Tensor] = {}
+
+        def record(norm: Norm, _m: Any, args: Any, kwargs: Any, _output: Any) -> None:
+            x = tensors_in(args, kwargs)[0].detach()
+            sigmas.setdefault(norm.name, norm.sigma(at_least_float32(x))[..., 0])
+
+        with evaluating(hooked), hooks_on([(n.module, partial(record, n)) for n in norms]):
+            run(hooked, batch)
+        return sigmas
+
+
+linearized = _Linearized()
+
+
+# ---------------------------------------------------------------------------------------- the same as hooks
+
+FwdHooks = list[tuple[str, Callable[..., Any]]]
+
+
+def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
+    """Return `linearized` as hooks on the norms' `hook_scale`, for `run_with_hooks(fwd_hooks=…)` and `model.hooks(…)`.
+
+    Args:
+        model, sigma: as for `linearized`.
+
+    Raises:
+        TypeError, InterventionError, LostEditError: as `linearized`.
+    """
+    hooked = check_model(model)
+    norms = _all_norms(hooked)
+    given = _given(norms, sigma)
+    held = [norm for norm in norms if norm.scales or norm.name in given]
+    prove(hooked, held)
+
+    def hold(norm: Norm, scale: Tensor, hook: Any) -> Tensor:
+        if norm.name not in given:
+            return scale.detach()
+        return sigma_per_token(norm, given[norm.name], scale.expand(*scale.shape[:-1], norm.d)).to(scale)
+
+    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in held]
+
+
+def edit_hooks(
+    model: object,
+    what: str,
+    *,
+    sites: str | Sequence[str] = "attention",
+    scale: str | float | Tensor | Mapping[str, object] = FROZEN,
+    tokens: Rows | None = None,
+) -> FwdHooks:
+    """Return `without` as hooks, for `run_with_hooks(fwd_hooks=…)` and `model.hooks(…)`.
+
+    A pass must begin at position 0 (no cache, no padding on the left). Without projection the norms need a `hook_in`,
+    as a bridge's and the laboratory's have it.
+
+    Args:
+        model, what, sites, scale, tokens: as for `without`.
+
+    Raises:
+        TypeError, ValueError, InterventionError, LostEditError: as `without`; a norm without `hook_in`.
+    """
+    hooked, variant, norms, chosen = _chosen(model, what, sites)
+    terms = [norm for norm in chosen if VARIANTS[variant].effect(norm)]
+    prove(hooked, terms)
+    divisors = _divisors(hooked, norms, chosen, variant, scale, tokens)
+    hooks: FwdHooks = []
+    for norm in terms:
+        edit = NormEdit.of(norm, variant, _pair(divisors.get(norm.name)))
+        if edit.adds_mean is not None and "hook_in" not in dict(norm.module.named_children()):
+            raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
+        edit.positions.direct = True  # every pass begins at position 0
+        hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks()]
+    return hooks
+
+
+def _all_norms(model: HookedModel) -> list[Norm]:
+    norms = norms_of(model)
+    if not norms:
+        raise InterventionError("the model has no normalization: it is linear there already")
+    return norms
+
+
+def _given(norms: Sequence[Norm], sigma: Sigma) -> dict[str, Tensor]:
+    if isinstance(sigma, str) and sigma == OWN:
+        return {}
+    if not isinstance(sigma, Mapping):
+        raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
+    names = [n.name for n in norms]
+    for name, value in sigma.items():
+        if name not in names:
+            raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise InterventionError(f"sigma of {name} must be a tensor with a number per token, got {value!r}")
+        if not bool(((value > 0) & torch.isfinite(value)).all()):
+            raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
+    return {name: value.detach() for name, value in sigma.items()}

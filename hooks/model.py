@@ -6,18 +6,21 @@ no model class is imported here.
 
 from __future__ import annotations
 
+import copy
+import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from itertools import chain
 from typing import Any, Protocol, cast, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-
-from ln_probe.hooks.in_memory import is_hugging_face, wrapped
 
 
 @runtime_checkable
@@ -70,31 +73,41 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 def check_weights(model: nn.Module) -> None:
     """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
     that has no float64."""
-    for kind in dict.fromkeys(type(module) for module in model.modules()):
-        name = f"{kind.__module__}.{kind.__name__}"
-        if _QUANTIZED.search(name):
+    modules = modules_of(model)
+    for kind in dict.fromkeys(map(type, modules)):
+        if _QUANTIZED.search(name := f"{kind.__module__}.{kind.__name__}"):
             path = next(path for path, module in model.named_modules() if type(module) is kind)
             raise ValueError(_quantized(f"{plain_path(path)} is a {name}"))
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    devices = {p.device for p in parameters}
+    formats = all(p.dtype in _MEASURABLE for p in parameters)
+    if formats and len(devices) <= 1 and not any(d.type in ("meta", "mps") for d in devices):
+        return
     first: dict[torch.device, str] = {}
     for path, parameter in model.named_parameters():
         if parameter.dtype not in _MEASURABLE:
             raise ValueError(_quantized(f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"))
-        if parameter.device not in first:
-            first[parameter.device] = plain_path(path)
-    meta = first.get(torch.device("meta"))
-    if meta is not None:
-        raise ValueError(
-            f"the model has no weights to measure: {meta} is on the meta device (built without loading, or offloaded). "
-            "Load it onto a real device, as ln_probe.load_model does"
-        )
+        first.setdefault(parameter.device, plain_path(path))
+    if (meta := first.get(torch.device("meta"))) is not None:
+        raise ValueError(f"the model has no weights to measure: {meta} is on the meta device. Load it onto a real one")
     for device, name in first.items():
         if obstacle := device_obstacle(device):
             raise ValueError(f"{name} is on {device}: {obstacle}. Move the model first: model.to('cpu')")
-    if len(first) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in first.items())
-        raise ValueError(
-            f"the model's weights are on several devices ({where}): move it to one, model.to('{next(iter(first))}')"
-        )
+    where = ", ".join(f"{name} on {device}" for device, name in first.items())
+    raise ValueError(f"the model's weights are on several devices ({where}): move it to one")
+
+
+def modules_of(model: object) -> list[nn.Module]:
+    """Return the modules of a model, each once, in an order that depends on its structure alone (ten times as fast as
+    `modules()`)."""
+    seen: dict[int, nn.Module] = {}
+    left = [cast(nn.Module, model)]
+    while left:
+        module = left.pop()
+        if id(module) not in seen:
+            seen[id(module)] = module
+            left.extend(child for child in module._modules.values() if child is not None)
+    return list(seen.values())
 
 
 def plain_path(path: str) -> str:
@@ -130,6 +143,46 @@ def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
     """The attention modules of a model, by layer; blocks without attention are left out."""
     each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks(model)))
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
+
+
+def attention_of(model: HookedModel, layer: int) -> nn.Module:
+    """Return the attention module of a block.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if (attn := attentions(model).get(layer)) is None:
+        raise ValueError(f"block {layer} has no attention whose heads could be edited")
+    return attn
+
+
+def z_point(model: HookedModel, layer: int) -> nn.Module:
+    """Return the hook point of the heads' outputs in a block, [batch pos head d_head] or flat over heads.
+
+    Raises:
+        ValueError: there is none.
+    """
+    point = child_of(attention_of(model, layer), "hook_z")
+    if point is None:
+        raise ValueError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
+    return point
+
+
+def head_count(model: HookedModel, layer: int) -> int:
+    """Return the number of query heads of a block."""
+    weights = getattr(getattr(blocks(model)[layer], "attn", None), "W_Q", None)
+    return int(weights.shape[0]) if isinstance(weights, Tensor) else int(model.cfg.n_heads)
+
+
+def queries_per_key(model: HookedModel, layer: int) -> int:
+    """Return how many query heads of a block share a key (grouped queries); 1 without."""
+    shared = getattr(model.cfg, "n_key_value_heads", None)
+    return max(1, head_count(model, layer) // int(shared)) if shared else 1
+
+
+def by_head(z: Float[Tensor, "batch pos *heads"], heads: int) -> Float[Tensor, "batch pos head d_head"]:
+    """Return what a hook point of heads shows with an axis for them: bridges show it flat."""
+    return z if z.ndim == 4 else z.unflatten(-1, (heads, -1))
 
 
 def n_layers(model: HookedModel) -> int:
@@ -215,6 +268,43 @@ def hooks_on(after: Iterable[Hook] = (), before: Iterable[Hook] = ()) -> Iterato
         yield
 
 
+# The edits that modules are under (`hooks.edits`).
+_EDITS: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+def edits_on(module: nn.Module) -> list[Any]:
+    """Return the edits that a norm's module is under."""
+    return list(_EDITS.get(module, ()))
+
+
+def register_edit(module: nn.Module, edit: Any, stack: ExitStack) -> None:
+    """Note that a module is under an edit until `stack` is closed."""
+    edits = _EDITS.setdefault(module, [])
+    edits.append(edit)
+    stack.callback(edits.remove, edit)
+
+
+@contextmanager
+def unedited(model: HookedModel | nn.Module) -> Iterator[None]:
+    """Run without edits and without the hooks of users at hook points: for passes over tokens of ours."""
+    modules = modules_of(model)
+    edits = [edit for module in modules for edit in edits_on(module) if not edit.suspended]
+    points = [m for m in modules if getattr(m, "fwd_hooks", None) or getattr(m, "bwd_hooks", None)]
+    names = ("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")
+    before = [(point, {name: vars(point)[name] for name in names}) for point in points]
+    try:
+        for edit in edits:
+            edit.suspended = True
+        for point, stores in before:
+            vars(point).update({name: type(store)() for name, store in stores.items()})
+        yield
+    finally:
+        for point, stores in before:
+            vars(point).update(stores)
+        for edit in edits:
+            edit.suspended = False
+
+
 # Names under which Hugging Face configs keep the largest number of positions.
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
@@ -276,7 +366,7 @@ def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str |
 def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
     """Dropout off while it lasts; every module's own mode afterwards."""
     module = cast(nn.Module, model)
-    training, modes = module.training, [(m, m.training) for m in module.modules()]
+    training, modes = module.training, [(m, m.training) for m in modules_of(model)]
     if not any(mode for _, mode in modes):
         yield
         return
@@ -305,14 +395,13 @@ def stretches_positions(model: HookedModel | nn.Module) -> bool:
 
 
 def active_dropout(model: HookedModel) -> str:
-    """Name of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
-    for name, module in model.named_modules():
-        if not module.training:
-            continue
-        rates = [getattr(module, "p", 0.0)] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-        rates += [getattr(module, a, 0.0) for a in ("attention_dropout", "dropout")]
-        if any(isinstance(r, float) and r > 0 for r in rates):
-            return name
+    """Return the name of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
+    for module in modules_of(model):
+        if module.training:
+            rates = [getattr(module, "p", 0.0)] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+            rates += [getattr(module, a, 0.0) for a in ("attention_dropout", "dropout")]
+            if any(isinstance(r, float) and r > 0 for r in rates):
+                return next(name for name, other in model.named_modules() if other is module)
     return ""
 
 
@@ -325,6 +414,115 @@ def logit_factor(model: HookedModel) -> float:
         value = next((v for v in values if isinstance(v, int | float) and v > 0), 1.0)
         factor *= float(value) ** power
     return factor
+
+
+# ---------------------------------------------------------------------------------------- Hugging Face models in memory
+
+# Largest difference of logits, relative to the largest, between a bridge and the model that it wraps.
+_SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4}
+_SAME_LOGITS_HALF = 1e-1
+_COMPARED = 8  # tokens
+
+
+def same_weights(model: nn.Module) -> Any:
+    """Return a copy of a model's structure around the very same parameters and buffers: it costs next to no memory.
+
+    Changes to the copy's modules (wrapping, hooks, attention kernels) leave the model as it is.
+    """
+    shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
+    # What a pass has left on a module with its graph (a bridge's attention pattern) has no copy.
+    left = (value for module in model.modules() for value in vars(module).values())
+    shared |= {id(t): t.detach() for t in left if isinstance(t, Tensor) and not t.is_leaf}
+    return copy.deepcopy(model, dict(shared))
+
+
+def complete_biases(model: nn.Module) -> tuple[str, ...]:
+    """Give a GPT-NeoX without attention biases zero ones: TransformerLens fails without them."""
+    config: Any = model.config
+    if config.model_type != "gpt_neox" or config.attention_bias:
+        return ()
+    for name, module in model.named_modules():
+        if name.endswith((".query_key_value", ".attention.dense")) and isinstance(module, nn.Linear):
+            module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=module.weight.dtype))
+    config.attention_bias = True
+    return ("the model has no attention biases: zeros were put in their place",)
+
+
+def complete_token_ids(config: Any) -> None:
+    """Give a config the ids of special tokens that it lacks, as None.
+
+    TransformerLens and some of transformers' own models read them without a default.
+    """
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if not hasattr(config, name):
+            setattr(config, name, None)
+
+
+def is_hugging_face(model: object) -> bool:
+    """Return whether this is a plain Hugging Face model; imports nothing."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+_WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+
+def wrapped(model: Any) -> nn.Module:
+    """Return a bridge around a copy of a Hugging Face model that shares its parameters.
+
+    Its logits are compared with the model's own each time. Where the model has changed since, the bridge is made anew.
+
+    Raises:
+        ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits.
+    """
+    off = math.inf
+    for bridge in (_WRAPPED.get(model), None):
+        made = _bridge_of(model) if bridge is None else bridge
+        off = _logit_difference(model, made)
+        if off <= _SAME_LOGITS.get(dtype_of(model), _SAME_LOGITS_HALF):
+            _WRAPPED[model] = made.train(model.training)
+            return made
+    raise ValueError(
+        f"the bridge around this {type(model).__name__} computes other logits ({off:.1e} of the largest): save the "
+        "model and load it with ln_probe.load_model"
+    )
+
+
+def _bridge_of(model: Any) -> nn.Module:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    copied = same_weights(model)
+    complete_token_ids(copied.config)
+    complete_biases(copied)
+    copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
+    first = next(model.parameters())
+    options = {"hf_config": copied.config, "tokenizer": None, "dtype": first.dtype, "device": first.device}
+    try:
+        bridge: nn.Module = build_bridge_from_module(copied, type(model).__name__, model_name="local", **options)
+    except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
+        raise ValueError(f"TransformerLens has no bridge for this {type(model).__name__}: {error}") from error
+    return bridge
+
+
+def _logit_difference(model: Any, bridge: Any) -> float:
+    """Return the largest difference of logits on a few tokens, relative to the largest; 0 where there are no logits."""
+    tokens = probe_tokens(bridge, _COMPARED)[None].to(device_of(model))
+    with torch.no_grad(), evaluating(model), evaluating(bridge):
+        own, other = getattr(model(tokens), "logits", None), bridge(tokens, return_type="logits")
+    if own is None or not isinstance(other, Tensor) or own.shape != other.shape:
+        return 0.0
+    return float((other - own).abs().max() / own.abs().max().clamp_min(1e-12))
+
+
+def original_module(model: nn.Module, module: nn.Module) -> nn.Module:
+    """Return the module of a Hugging Face model of which a module of `wrapped(model)` wraps the copy."""
+    copied: Any = _WRAPPED[model].original_model
+    inner = getattr(module, "original_component", None)
+    path = next(path for path, each in copied.named_modules() if each is inner)
+    return model.get_submodule(path.replace("._original_component", ""))
+
+
+# ---------------------------------------------------------------------------------------- small helpers
 
 
 def whole_number(value: object, what: str, least: int | None = None, error: type[Exception] = ValueError) -> int:

@@ -1,14 +1,22 @@
-"""One norm of a model: its formula, the terms of it, and everything that it can put out.
+"""One norm of a model: its formula, its terms, everything that it can put out, and what is left when a term goes.
 
     LN(x) = gain * (Px) / sigma + bias,     P = I - 11ᵀ/d,  sigma = sqrt(mean((Px)²) + eps)
 
 (Brody, Alon & Yahav 2023, section 2; the geometry of the pieces: Gupta, Ozdemir & Anumanchipalli 2024.) An RMSNorm has
 no P, a norm that does not scale has a constant for sigma. The formula is written here and nowhere else.
+
+    intact           Px / sigma
+    no_scaling       Px / c           c = a constant: two numbers, one for position 0
+    no_projection     x / sigma(Px)   1/√(1 - mean_share) times as long as intact
+    both_removed      x / c
+
+before gain and bias: the variants of a norm. Everything that measures, draws or describes them iterates over `VARIANTS`.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -21,11 +29,85 @@ from torch import Tensor, nn
 from ln_probe.hooks.model import HookedModel, OneLine, at_least_float32, device_of, dtype_of, hooks_on
 
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
+KINDS = {  # by whether it projects and whether it scales
+    (True, True): "layernorm",
+    (False, True): "rmsnorm",
+    (True, False): "projection_only",
+    (False, False): "none",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A norm with some of its terms removed.
+
+    Attributes:
+        name: in tables.
+        removes: the terms of the norm that it removes: "scaling", "projection", both or none.
+        label: in legends and sentences ("scaling frozen").
+        color, marker: in pictures, as matplotlib takes them.
+        wording: the beginning of a sentence about it ("Freezing scaling").
+    """
+
+    name: str
+    removes: frozenset[str]
+    label: str
+    color: str
+    marker: str
+    wording: str
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether it changes anything at all."""
+        return bool(self.removes)
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether it removes several terms at once."""
+        return len(self.removes) > 1
+
+    @property
+    def primary(self) -> bool:
+        """Whether its contrasts on the primary sites are fixed before the data. All others are exploratory."""
+        return len(self.removes) == 1
+
+    @property
+    def freezes_scaling(self) -> bool:
+        """Whether a constant replaces sigma."""
+        return "scaling" in self.removes
+
+    def effect(self, norm: Norm) -> frozenset[str]:
+        """Return the terms that it removes and the norm has.
+
+        Two variants with the same effect are the same computation.
+        """
+        return frozenset(term for term in self.removes if term in norm.terms)
+
+    def takes_scaling(self, norm: Norm) -> bool:
+        """Return whether it replaces this norm's sigma by a constant."""
+        return "scaling" in self.effect(norm)
+
+    def takes_projection(self, norm: Norm) -> bool:
+        """Return whether it leaves this norm's mean component in."""
+        return "projection" in self.effect(norm)
+
+
+_BOTH = frozenset({"scaling", "projection"})
+INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED = _TABLE = (
+    Variant("intact", frozenset(), "intact", "#0072b2", "o", ""),
+    Variant("no_scaling", frozenset({"scaling"}), "scaling frozen", "#d55e00", "s", "Freezing scaling"),
+    Variant("no_projection", frozenset({"projection"}), "projection removed", "#009e73", "^", "Removing projection"),
+    Variant("both_removed", _BOTH, "both removed", "#cc79a7", "D", "Freezing scaling and removing projection"),
+)
+# By name, in the order of tables and pictures; and names by what `without` calls them.
+VARIANTS = {variant.name: variant for variant in _TABLE}
+EDITS = [variant for variant in _TABLE if variant.is_edit]
+VARIANT_WITHOUT = {"scaling": "no_scaling", "projection": "no_projection", "both": "both_removed"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Terms(OneLine):
-    """What one norm makes of some vectors, piece by piece; float64.
+    """The terms of one norm on some vectors; float64.
 
     Attributes:
         x: the vectors.
@@ -36,7 +118,7 @@ class Terms(OneLine):
         gain, bias: the affine part; None where the norm has none.
 
     Example:
-        >>> terms = ln_probe.hooks.find_sites(model)[0].decompose(torch.randn(5, 128))
+        >>> terms = ln_probe.hooks.find_norms(model)[0].decompose(torch.randn(5, 128))
         >>> torch.allclose(terms.total(), sum(terms.summands().values()))
         True
     """
@@ -55,11 +137,11 @@ class Terms(OneLine):
         return 1.0 / self.sigma
 
     def total(self) -> Float64[Tensor, "*batch d"]:
-        """The norm's output: gain * normalized + bias."""
+        """Return the norm's output: gain * normalized + bias."""
         return _affine(self.normalized, self.gain, self.bias)
 
     def summands(self) -> dict[str, Float64[Tensor, "*batch d"]]:
-        """The output as a sum of vectors: `input` (gain·x / sigma), `projection` (what taking the mean out adds,
+        """Return the output as a sum of vectors: `input` (gain·x / sigma), `projection` (what removing the mean adds,
         -gain·mu / sigma; zeros where the norm does not project) and `bias` (zeros where it has none).
 
         Each is linear in its part of x once sigma is given, so a direction can be followed through them. They add up
@@ -84,29 +166,29 @@ def _affine(normalized: Tensor, gain: Tensor | None, bias: Tensor | None) -> Ten
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Site(OneLine):
-    """One norm of a model.
+class Norm(OneLine):
+    """One norm of a model. Gain, bias and eps are read from its module each time.
 
     Attributes:
         name: hook-point name without its last part.
         layer: block index; the final norm has the number of layers, one after the embedding 0.
-        kind: "layernorm", "rmsnorm", "projection_only", "scaling_only" (the laboratory's RMSNorm), "none" or "unknown".
-        reads: one of READERS (who takes its output).
-        attention_layers: blocks whose attention takes its output; after a post-norm block, the next one.
-        state: one of `ln_probe.hooks.sites.STATES`.
-        evidence: why `state` and `reads` say so.
+        kind: "layernorm", "rmsnorm", "projection_only", "scaling_only" (the laboratory's RMSNorm) or "none".
+        reads: one of READERS (who reads its output).
         module: the module to put torch hooks on.
-        gain, bias: the affine part as it acts (Gemma's offset included); None where there is none.
-        eps: as found in its answer to a zero vector.
-        radius: length of the normalized vectors if eps were 0; NaN for norms that do not scale.
-        constant_scale: the divisor of a norm that does not scale; NaN for the others.
+        d: length of its vectors.
+        attention_layers: blocks whose attention reads its output; after a post-norm block, the next one.
+        is_identity: whether it stands for the lack of a norm: attention reads the stream itself (`attention_inputs`).
+        has_gain, has_bias: whether its output is multiplied by its weight, and its bias added.
         gain_offset: what the module adds to its weight to make its gain (Gemma's norms: 1).
+        eps_owner: the object that holds eps, and the attribute's name; None: `eps_value`.
+        eps_value: eps as its answer to a zero vector shows it.
+        constant_value: the divisor of a norm that does not scale, as its answers show it.
 
     Example:
-        >>> site = ln_probe.hooks.find_sites(model)[0]
-        >>> site.name, site.kind, site.reads
+        >>> norm = ln_probe.hooks.find_norms(model)[0]
+        >>> norm.name, norm.kind, norm.reads
         ('blocks.0.ln1', 'layernorm', 'attention')
-        >>> site.decompose(torch.randn(5, site.d)).sigma.shape
+        >>> norm.decompose(torch.randn(5, norm.d)).sigma.shape
         torch.Size([5, 1])
     """
 
@@ -114,23 +196,16 @@ class Site(OneLine):
     layer: int
     kind: str
     reads: str
-    state: str
-    evidence: str
     module: nn.Module
     d: int
-    gain: Float[Tensor, " d"] | None
-    bias: Float[Tensor, " d"] | None
-    eps: float
-    radius: float
-    constant_scale: float
     attention_layers: tuple[int, ...] = ()
-    bare: bool = False
+    is_identity: bool = False
+    has_gain: bool = False
+    has_bias: bool = False
     gain_offset: float = 0.0
-
-    @property
-    def stands_in(self) -> bool:
-        """Whether it replaces a norm: what attention reads where there is no norm that ln_probe knows."""
-        return self.bare or self.kind == "unknown"
+    eps_owner: tuple[Any, str] | None = None
+    eps_value: float = 0.0
+    constant_value: float = 1.0
 
     @property
     def projects(self) -> bool:
@@ -139,6 +214,48 @@ class Site(OneLine):
     @property
     def scales(self) -> bool:
         return self.kind in ("layernorm", "rmsnorm", "scaling_only")
+
+    @property
+    def terms(self) -> frozenset[str]:
+        """The terms that it has and that an edit can remove: "scaling", "projection", both or none."""
+        return frozenset(["scaling"] * self.scales + ["projection"] * self.projects)
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square; 0 where the norm does not scale."""
+        return self.eps_value if self.eps_owner is None else float(getattr(*self.eps_owner))
+
+    @property
+    def radius(self) -> float:
+        """Length of the normalized vectors if eps were 0; NaN for norms that do not scale."""
+        return _radius(self.module, self.d) if self.scales else math.nan
+
+    @property
+    def constant_scale(self) -> float:
+        """The divisor of a norm that does not scale; NaN for the others."""
+        if self.scales:
+            return math.nan
+        divisor = getattr(self.module, "divisor", None)  # of the laboratory's norms
+        return float(divisor) if isinstance(divisor, Tensor) else self.constant_value
+
+    @property
+    def gain(self) -> Float[Tensor, " d"] | None:
+        """The gain as it acts, made of the module's present parameter; None where there is none."""
+        return None if (gain := self.live_gain()) is None else gain.detach()
+
+    @property
+    def bias(self) -> Float[Tensor, " d"] | None:
+        """The module's present bias; None where there is none."""
+        return None if (bias := self.live_bias()) is None else bias.detach()
+
+    def live_gain(self) -> Float[Tensor, " d"] | None:
+        """Return the gain with its gradient."""
+        weight = _parameter(self.module, _GAINS, self.d) if self.has_gain else None
+        return None if weight is None else _plus(weight, self.gain_offset)
+
+    def live_bias(self) -> Float[Tensor, " d"] | None:
+        """Return the bias with its gradient."""
+        return _parameter(self.module, _BIASES, self.d) if self.has_bias else None
 
     def _check(self, x: object, axis: int = -1) -> None:
         """Raise TypeError or ValueError unless x holds real vectors of the norm's length along an axis."""
@@ -149,7 +266,7 @@ class Site(OneLine):
             raise ValueError(f"{self.name} normalizes vectors of length {self.d}, got {list(x.shape)}")
 
     def project(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Px, or x itself where the norm does not project.
+        """Return Px, or x itself where the norm does not project.
 
         This and the methods below raise TypeError or ValueError for what does not hold vectors of the norm's length.
         """
@@ -157,7 +274,7 @@ class Site(OneLine):
         return x - x.mean(-1, keepdim=True) if self.projects else x
 
     def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-        """The divisor this norm uses on x (in x's own precision)."""
+        """Return the divisor this norm uses on x (in x's own precision)."""
         if not self.scales:
             self._check(x)
             return torch.full_like(x[..., :1], self.constant_scale)
@@ -170,7 +287,7 @@ class Site(OneLine):
         keep_mean: bool = False,
         divisor: float | Float[Tensor, "*batch 1"] | None = None,
     ) -> Float[Tensor, "*batch d"]:
-        """The norm before gain and bias, Px / sigma, in x's own precision.
+        """Return the norm before gain and bias, Px / sigma, in x's own precision.
 
         Args:
             x: vectors.
@@ -186,23 +303,32 @@ class Site(OneLine):
             raise ValueError(f"{self.name}: a divisor must be positive and finite, got {divisor!r}")
         return (x if keep_mean else self.project(x)) / (self.sigma(x) if divisor is None else divisor)
 
+    def without(
+        self,
+        variant: str,
+        x: Float[Tensor, "*batch d"],
+        constant: float | Float[Tensor, "*batch 1"] | None,
+        sigma: Float[Tensor, "*batch 1"] | None = None,
+    ) -> Float[Tensor, "*batch d"]:
+        """Return the norm before gain and bias under one of VARIANTS, in x's own precision.
+
+        Args:
+            variant: its name.
+            x: vectors.
+            constant: what replaces sigma where the variant removes scaling.
+            sigma: what is divided by where scaling stays; None: the sigma of x.
+        """
+        effect = VARIANTS[variant].effect(self)
+        divisor = constant if "scaling" in effect else sigma
+        return self.normalize(x, keep_mean="projection" in effect, divisor=divisor)
+
     def affine(self, normalized: Float[Tensor, "*batch d"], *, live: bool = False) -> Float[Tensor, "*batch d"]:
-        """Gain and bias applied; `live`: the module's present ones, with gradients (`live_gain`)."""
+        """Return the vectors with gain and bias applied; `live`: gradients reach both."""
         self._check(normalized)
         return _affine(normalized, *((self.live_gain(), self.live_bias()) if live else (self.gain, self.bias)))
 
-    def live_gain(self) -> Float[Tensor, " d"] | None:
-        """The gain, made of the parameter that the module has now: gradients reach it."""
-        weight = None if self.gain is None else _parameter(self.module, _GAINS, self.d)
-        return self.gain if weight is None else _plus(weight, self.gain_offset)
-
-    def live_bias(self) -> Float[Tensor, " d"] | None:
-        """The bias that the module has now."""
-        bias = None if self.bias is None else _parameter(self.module, _BIASES, self.d)
-        return self.bias if bias is None else bias
-
     def decompose(self, x: Float[Tensor, "*batch d"]) -> Terms:
-        """The terms of this norm on its inputs x, in float64; `Terms.total()` is its output.
+        """Return the terms of this norm on its inputs x, in float64; `Terms.total()` is its output.
 
         Raises:
             TypeError: x is no tensor of floating-point numbers.
@@ -217,7 +343,7 @@ class Site(OneLine):
     def reachable(
         self, W: Float[Tensor, "*head d out"] | None = None
     ) -> tuple[Float64[Tensor, "*head out"], Float64[Tensor, "*head out d"]] | None:
-        """All that this norm can put out, or that a map W reads from it: {c + A u, |u| ≤ 1}, on the CPU.
+        """Return all that this norm can put out, or that a map W reads from it: {c + A u, |u| ≤ 1}, on the CPU.
 
         LN(x) = gain·x̂ + bias with x̂ in a ball of radius `radius` (and orthogonal to 1 if the norm projects), so
         A = radius·Wᵀ diag(gain) P and c = Wᵀ bias. None if the norm does not scale: its outputs are unbounded.
@@ -230,8 +356,8 @@ class Site(OneLine):
     def directions(
         self, W: Float[Tensor, "*head d out"] | None = None
     ) -> tuple[Float64[Tensor, "*head out"], Float64[Tensor, "*head out d"]]:
-        """The same set for inputs that are normalized to length 1: in which directions outputs can differ, bounded or
-        not. A norm that does not scale can put out c + A u with u of any length."""
+        """Return the same set for inputs that are normalized to length 1: in which directions outputs can differ,
+        bounded or not. A norm that does not scale can put out c + A u with u of any length."""
         return self._outputs(1.0, W)
 
     def _outputs(self, radius: float, W: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -246,51 +372,65 @@ class Site(OneLine):
         return center, axes - axes.mean(-1, keepdim=True) if self.projects else axes
 
 
-def gain_of(site: Site) -> Float64[Tensor, " d"]:
-    """The gain on the CPU, ones where there is none."""
-    return torch.ones(site.d).double() if site.gain is None else site.gain.detach().cpu().double()
+def gain_of(norm: Norm) -> Float64[Tensor, " d"]:
+    """Return the gain on the CPU, ones where there is none."""
+    return torch.ones(norm.d).double() if (gain := norm.gain) is None else gain.detach().cpu().double()
 
 
-def bias_of(site: Site) -> Float64[Tensor, " d"]:
-    """The bias on the CPU, zeros where there is none."""
-    return torch.zeros(site.d).double() if site.bias is None else site.bias.detach().cpu().double()
+def bias_of(norm: Norm) -> Float64[Tensor, " d"]:
+    """Return the bias on the CPU, zeros where there is none."""
+    return torch.zeros(norm.d).double() if (bias := norm.bias) is None else bias.detach().cpu().double()
 
 
-# Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
-# GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
-SAME_OUTPUT = 5e-2
-# RMS of the vectors that a norm is asked about, the next where its eps hides whether it scales (eps is annealed in
-# studies of norms, up to 1 and beyond). At the last, half precision overflows.
-SIZES = (1.0, 1e2, 1e4)
-
-
-def is_heads_first(site: Site, x: Float[Tensor, "a b c d"], length: int) -> bool:
-    """Whether a norm of queries or keys is given [batch head pos d_head], as inside a bridge's attention.
+def is_heads_first(norm: Norm, x: Float[Tensor, "a b c d"], length: int) -> bool:
+    """Return whether a norm of queries or keys is given [batch head pos d_head], as inside a bridge's attention.
 
     Of as many heads as positions, the layout in memory tells: a position's heads lie side by side.
     """
     return (
-        site.reads in ("query", "key") and x.shape[2] == length and (x.shape[1] != length or x.stride(1) < x.stride(2))
+        norm.reads in ("query", "key") and x.shape[2] == length and (x.shape[1] != length or x.stride(1) < x.stride(2))
     )
 
 
-class SiteError(ValueError):
+class NormError(ValueError):
     """A norm does not behave as a norm (NaN weights, or a formula that ln_probe does not know)."""
 
 
-class UnknownNormError(SiteError):
-    """A module with the hook points of a norm whose formula is none that ln_probe knows."""
+class UnknownNormError(NormError):
+    """A module that stands where a norm would, and whose formula is none that ln_probe knows."""
 
 
-def _length(module: nn.Module, model: HookedModel) -> int:
-    for name in ("w", "weight"):
-        value = getattr(module, name, None)
-        if isinstance(value, Tensor):
-            return value.shape[-1]
-    return int(getattr(module, "length", None) or getattr(module, "d_model", None) or model.cfg.d_model)
+# ---------------------------------------------------------------------------------------- identify the formula
 
-
+# Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
+# GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
+SAME_OUTPUT = 5e-2
+# RMS of the vectors that a norm is tried on; the larger one where its eps hides whether it scales (norm-free
+# checkpoints have an eps of 1e12, which hides it at both).
+_SIZES = (1.0, 1e4)
+# What modules call them; the `w` and `b` of a bridge go on naming a parameter that has been replaced.
+_GAINS, _BIASES = ("weight", "w"), ("bias", "b")
+_EPS = ("eps", "variance_epsilon", "layer_norm_epsilon")
 _BASE, _SHIFTED, _TRIPLED, _ZERO = slice(0, 4), slice(4, 8), slice(8, 12), 12  # the rows of a trial
+
+
+def _parameter(module: nn.Module, names: tuple[str, str], d: int) -> Tensor | None:
+    tensors = (getattr(module, name, None) for name in names)
+    return next((t for t in tensors if isinstance(t, Tensor) and t.numel() == d), None)
+
+
+def _plus(weight: Tensor, offset: float) -> Tensor:
+    """Return the gain of a weight that is an offset from another; in 16-bit formats computed in float32, as norms do."""
+    return at_least_float32(weight) + offset if offset else weight
+
+
+def _radius(module: nn.Module, d: int) -> float:
+    declared = getattr(module, "radius", None)
+    return math.sqrt(d) if declared is None else float(declared)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
 
 
 class _Trial:
@@ -301,110 +441,106 @@ class _Trial:
         self.rows = torch.cat([x, x + 2.0 * size, 3.0 * x, torch.zeros_like(x[:1])]).to(device, dtype)
         seen: dict[str, Tensor] = {}
 
-        def keep(name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
+        def record(name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
             seen.setdefault(name, output.detach().reshape(len(self.rows), -1).double())
 
         points = dict(module.named_children())
-        with torch.no_grad(), hooks_on([(points[n], partial(keep, n)) for n in ("hook_scale", "hook_normalized")]):
-            out = module(self.rows[None])
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
+            with hooks_on([(points[n], partial(record, n)) for n in ("hook_scale", "hook_normalized")]):
+                out = module(self.rows[None])
+            point: Any = points["hook_scale"]
+            point.add_hook(lambda scale, hook: scale.clone())
+            try:
+                edited = module(self.rows[None])
+            finally:
+                point.remove_hooks()
         self.scale, self.normalized = seen["hook_scale"], seen["hook_normalized"]
-        self.out = out.detach().reshape(len(self.rows), -1).double()
+        self.out, self.edited = (t.detach().reshape(len(self.rows), -1).double() for t in (out, edited))
 
     @property
     def scales(self) -> bool:
         return _close(self.normalized[_TRIPLED], self.normalized[_BASE])
 
-    def kept(self, projects: bool) -> Tensor:
-        """The four vectors, without their means where the norm projects."""
+    def projected(self, projects: bool) -> Tensor:
+        """Return the four vectors, without their means where the norm projects."""
         x = self.rows[_BASE].double()
         return x - x.mean(-1, keepdim=True) if projects else x
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
+def check_finite(name: str, gain: Tensor | None, bias: Tensor | None) -> None:
+    """Raise NormError if a norm's gain or bias holds NaN or infinite values."""
+    for label, tensor in (("gain", gain), ("bias", bias)):
+        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+            raise NormError(f"{name}: its {label} holds NaN or infinite values; the checkpoint is damaged")
 
 
-# What modules call them; the `w` and `b` of a bridge go on naming a parameter that has been replaced.
-_GAINS, _BIASES = ("weight", "w"), ("bias", "b")
+def eps_owners(module: nn.Module, model: HookedModel) -> tuple[Any, Any, Any]:
+    """Return the objects that may hold a norm's eps."""
+    return module, getattr(module, "original_component", None), model.cfg
 
 
-def _parameter(module: nn.Module, names: tuple[str, str], d: int) -> Tensor | None:
-    tensors = (getattr(module, name, None) for name in names)
-    return next((t for t in tensors if isinstance(t, Tensor) and t.numel() == d), None)
-
-
-_KIND = {  # by whether it projects and whether it scales
-    (True, True): "layernorm",
-    (False, True): "rmsnorm",
-    (True, False): "projection_only",
-    (False, False): "none",
-}
-
-
-def describe(name: str, module: nn.Module, model: HookedModel) -> dict[str, Any]:
-    """Return d, kind, gain, bias, eps, radius and constant_scale of one norm, from its answers to a few vectors.
+def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict[str, Any]:
+    """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors.
 
     Nothing is taken from its class, which a bridge hides: does adding a multiple of (1, …, 1) change the output
-    (projection)? does the divisor grow with the input (scaling)? is the output gain·normalized + bias?
+    (projection)? does the divisor grow with the input (scaling)? is the output gain·normalized + bias? A norm of the
+    laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`.
+
+    Args:
+        d: length of the vectors that it normalizes.
 
     Raises:
-        SiteError: NaN or infinite parameters or answers.
+        NormError: its gain or bias holds NaN or infinite values.
         UnknownNormError: it is none of the norms that ln_probe knows.
     """
-    d, called = _length(module, model), f"{name} ({type(module).__name__})"
-    found = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
-    gain, bias = (None if t is None else t.detach() for t in found)
-    offset = 0.0
-    for label, tensor in (("gain", gain), ("bias", bias)):
-        if tensor is not None and not torch.isfinite(tensor).all():
-            raise SiteError(f"{name}: its {label} holds NaN or infinite values; the checkpoint is damaged")
+    parameters = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
+    gain, bias = (None if parameter is None else parameter.detach() for parameter in parameters)
+    check_finite(name, gain, bias)
+    affine = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}
+    if (declared := getattr(module, "kind", None)) in (*KINDS.values(), "scaling_only"):
+        return {**affine, "kind": declared, "eps_owner": (0, "eps")}
+    called = f"{name} ({type(module).__name__})"
     dtype = dtype_of(model) if gain is None else gain.dtype
-    sizes = [size for size in SIZES if size == SIZES[0] or 100 * size < torch.finfo(dtype).max]
-    first = _Trial(module, d, device_of(model), dtype, sizes[0])
+    trial = first = _Trial(module, d, device_of(model), dtype, _SIZES[0])
     projects = d > 1 and _close(first.normalized[_SHIFTED], first.normalized[_BASE])
-    larger = (_Trial(module, d, device_of(model), dtype, size) for size in sizes[1:])
-    trial = first if first.scales else next((t for t in larger if t.scales), first)
+    if not first.scales and 100 * _SIZES[1] < torch.finfo(dtype).max:
+        larger = _Trial(module, d, device_of(model), dtype, _SIZES[1])
+        trial = larger if larger.scales else first
     if not trial.scales and not _close(first.normalized[_TRIPLED], 3 * first.normalized[_BASE]):
-        raise UnknownNormError(f"{called} neither keeps nor triples 3x: not a norm ln_probe knows")
-    kind = _KIND[projects, trial.scales]
-    if kind == "rmsnorm" and getattr(module, "kind", None) == "scaling_only":
-        kind = "scaling_only"  # the laboratory's name for it
-    radius, eps, constant = math.nan, 0.0, math.nan
+        raise UnknownNormError(f"{called} is no norm that ln_probe knows: it neither keeps nor triples 3x")
+    eps, owner = 0.0, None
     if trial.scales:
-        # scale² = (mean(kept²) + eps)·d/radius² at x and at 0: two unknowns, two equations.
-        at_zero = float(trial.scale[_ZERO, 0]) ** 2
-        stretch = float(((trial.scale[_BASE, 0] ** 2 - at_zero) / trial.kept(projects).pow(2).mean(-1)).mean())
-        declared = getattr(module, "radius", None)
-        radius = float(declared) if declared is not None else math.sqrt(d)
-        if abs(math.sqrt(d / stretch) / radius - 1) > SAME_OUTPUT:
-            raise UnknownNormError(f"{called} normalizes to length {math.sqrt(d / stretch):.4g}, not {radius:.4g}")
+        # scale² = (mean(projected²) + eps)·d/radius² at x and at 0: two unknowns, two equations.
+        at_zero, radius = float(trial.scale[_ZERO, 0]) ** 2, _radius(module, d)
+        stretch = ((trial.scale[_BASE, 0] ** 2 - at_zero) / trial.projected(projects).pow(2).mean(-1)).mean()
         eps = float(at_zero / stretch)
-        kept = first.kept(projects)
-        expected = kept / (kept.pow(2).mean(-1, keepdim=True) + eps).sqrt() * radius / math.sqrt(d)
-        if trial is not first and not _close(first.normalized[_BASE], expected):
-            raise UnknownNormError(f"{called} does not divide short vectors by sqrt(mean + {eps:.3g}), but long ones")
-        owners = (module, getattr(module, "original_component", None), model.cfg)
-        said = [getattr(o, name, None) for o in owners for name in ("eps", "variance_epsilon", "layer_norm_epsilon")]
-        eps = next((e for e in said if isinstance(e, float) and abs(e - eps) <= 1e-2 * abs(eps) + 1e-30), eps)
-    else:
-        constant = float(trial.scale[0, 0])
+        x = first.projected(projects)
+        expected = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * radius / math.sqrt(d)
+        if not _close(first.normalized[_BASE], expected):
+            raise UnknownNormError(f"{called} is no norm that ln_probe knows: it divides by another number than sigma")
+        owners = eps_owners(module, model)
+        places = [
+            (i, label) for i, own in enumerate(owners) for label in _EPS if isinstance(getattr(own, label, None), float)
+        ]
+        near = (at for at in places if abs(getattr(owners[at[0]], at[1]) - eps) <= 1e-2 * abs(eps) + 1e-30)
+        owner = next(near, None)
+    offset = 0.0
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
         out = trial.out[_BASE]
         made = {more: _affine(trial.normalized[_BASE], _plus(gain, more), bias) for more in (0.0, 1.0)}
         offset = min(made, key=lambda more: float((made[more] - out).abs().mean()))
-        gain = _plus(gain, offset)
         if not _close(made[offset], out):
-            raise UnknownNormError(
-                f"{called}: output is not gain·normalized + bias for its parameters; ln_probe does not know this norm"
-            )
-    if not all(torch.isfinite(t[at]).all() for t in (trial.out, trial.scale) for at in (_BASE, _ZERO)):
-        raise SiteError(f"{name} returns NaN or infinite values on ordinary vectors; the checkpoint is damaged")
+            raise UnknownNormError(f"{called} is no norm that ln_probe knows: its output is not gain·normalized + bias")
+    if not _close(trial.edited[_BASE], trial.out[_BASE]):
+        raise UnknownNormError(
+            f"{called}: TransformerLens computes another norm where a hook edits it: use a later one"
+        )
     return {
-        "d": d, "kind": kind, "gain": gain, "bias": bias, "eps": eps, "radius": radius, "constant_scale": constant,
+        **affine,
+        "kind": KINDS[projects, trial.scales],
         "gain_offset": offset,
-    }  # fmt: skip
-
-
-def _plus(weight: Tensor, offset: float) -> Tensor:
-    """The gain of a weight that is an offset from another; in 16-bit formats computed in float32, as norms do."""
-    return at_least_float32(weight) + offset if offset else weight
+        "eps_owner": owner,
+        "eps_value": eps,
+        "constant_value": 1.0 if trial.scales else float(trial.scale[0, 0]),
+    }

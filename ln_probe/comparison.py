@@ -19,9 +19,9 @@ from ln_probe.analyses.probes.columns import BY_HEAD, PAIRED, SUMMARY
 from ln_probe.analyses.probes.sinks import MUCH
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import step_named
-from ln_probe.hooks.interventions import GROUPS
+from ln_probe.hooks.edits import GROUPS
+from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
 from ln_probe.report import Report, TableNamed
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ln_probe.analyses.text import counted, disarmed, encodable, with_interval
-from ln_probe.hooks.variants import VARIANTS
+from ln_probe.hooks.norm import VARIANTS
 
 if TYPE_CHECKING:
     from ln_probe.analyses.constants import Constants

@@ -30,19 +30,17 @@ from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import TableError
 from ln_probe.exhibits import Exhibits
+from ln_probe.guard import REFUSE, check_finite, hooked_model, unchanged
 from ln_probe.headline import FreezingCost
 from ln_probe.hooks.attention import PATTERN_TOLERANCE
 from ln_probe.hooks.model import HookedModel, n_layers
-from ln_probe.hooks.norm import SAME_OUTPUT
+from ln_probe.hooks.norm import SAME_OUTPUT, SCALING_FROZEN
 from ln_probe.hooks.objective import Loss, Objective
-from ln_probe.hooks.sites import CENTRED
-from ln_probe.hooks.variants import SCALING_FROZEN
 from ln_probe.loading.provenance import ModelSource, source_of
 from ln_probe.passes import Passes
 from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, read_token_names
 from ln_probe.recording import marked, record
 from ln_probe.report import Report, versions
-from ln_probe.seal import REFUSE, Seal, hooked_model
 from ln_probe.settings import Settings, from_the_end, whole_numbers
 
 TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
@@ -101,14 +99,8 @@ def analyze(
         loss: another objective than the next-token loss: a function of (output, tokens [batch pos]) that returns the
             mean loss of each prompt [batch], lower is better; or its name as "module:function".
         optimal: fit loss-optimal constants too (minutes); a bundled model on its default prompts brings its own.
-        hooks: what happens to hooks on the model that neither TransformerLens nor ln_probe nor the loader installed
-            (those of accelerate belong to the model). "refuse": an error if they change the output or a norm's input on
-            the first prompt by a single bit; otherwise they are off during the measurement, with a note. "keep": the
-            model is measured with them, the intact model included, and a note names them.
-
-    The model is sealed while it is measured: `analyze` compares versions and checksums of all weights at the start and
-    at the end. If two threads call it on one model, the second waits; a pass of
-    the model itself in another thread raises an error there.
+        hooks: what happens to hooks on the model that neither TransformerLens nor ln_probe nor the loader installed.
+            "refuse": an error that names them. "keep": the model is measured with them, and a note names them.
 
     A probe that fails is named in `Report.failures`, in the notes and in a ProbeFailedWarning; the other probes'
     results stay.
@@ -120,8 +112,8 @@ def analyze(
         TypeError: not a TransformerLens or Hugging Face model; prompts that hold no text and no token ids.
         ValueError: an unknown probe, a layer or head that does not exist, unusable prompts, NaN activations (names
             the site); a Hugging Face model that TransformerLens has no bridge for, or whose bridge is not the model.
-        SealError: the model is inside `without`, under autocast, compiled, or under hooks that change what it computes;
-            or a weight was changed, or a hook added, during the measurement. Names it.
+        ModelStateError: the model is inside `without`, under autocast, compiled, or has hooks; or a parameter changed
+            during the measurement. Names it.
         ProbeError: a probe that cannot be used (names it), or all of them failed.
         ObjectiveError: a loss that does not return one finite number per prompt, or not twice the same.
         FileNotFoundError: a file of prompts that does not exist.
@@ -135,7 +127,7 @@ def analyze(
     token_names = None
     if isinstance(tokenizer, str | Path | list | tuple):
         token_names = read_token_names(tokenizer)
-    hooked, on_original = hooked_model(model, tokenizer if token_names is None else None, hooks)
+    hooked, on_hooks = hooked_model(model, tokenizer if token_names is None else None, hooks)
     chosen_probes = _probes(probes)
     objective = Objective.of(loss)
     settings = Settings(
@@ -155,11 +147,11 @@ def analyze(
     default = prompts is None
     with (
         ProgressLine(quiet=not progress),
-        Seal(hooked, hooks) as seal,
+        unchanged(hooked),
         one_blas_thread(),
     ):
         passes, ready, calibrated = _first_pass(
-            seal,
+            hooked,
             settings,
             chosen_probes,
             objective,
@@ -182,8 +174,7 @@ def analyze(
             results,
             calibrated.constants,
             exhibits=exhibits,
-            provenance=provenance(source, ready.summary, settings, calibrated, passes.shape, chosen_probes, objective)
-            | seal.plain,
+            provenance=provenance(source, ready.summary, settings, calibrated, passes.shape, chosen_probes, objective),
             notes=(*ready.notes, *calibrated.notes),
         )
     clock.lap("tables")
@@ -191,7 +182,7 @@ def analyze(
         warnings.warn(str(failure), ProbeFailedWarning, stacklevel=2)
     if report.failures and len(report.failures) == len(chosen_probes):
         raise ProbeError("; ".join(map(str, report.failures)))
-    notes = (*on_original, *seal.notes, *report.notes, *([TRAINING] if was_training else []))
+    notes = (*on_hooks, *report.notes, *([TRAINING] if was_training else []))
     timed = {"started": clock.started, "seconds": clock.laps}
     return replace(report, notes=notes, provenance={**report.provenance, **timed})
 
@@ -206,7 +197,7 @@ def _probes(probes: Sequence[str | Probe]) -> tuple[Probe, ...]:
 
 
 def _first_pass(
-    seal: Seal,
+    model: HookedModel,
     settings: Settings,
     probes: Sequence[Probe],
     objective: Objective,
@@ -219,14 +210,14 @@ def _first_pass(
     max_prompts: int | None = None,
 ) -> tuple[Passes, Prompts, Calibration]:
     """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
-    model, clock = cast(HookedModel, seal.model), clock or _Clock()
+    clock = clock or _Clock()
     tell("preparing prompts")
     how: dict[str, Any] = {"max_tokens": settings.max_tokens, "prepend_bos": prepend_bos}
     ready = make_prompts(model, prompts, token_names=token_names, max_prompts=max_prompts, **how)
     other = None if calibration is None else calibration_prompts(model, calibration, **how)
-    seal.compare(ready.tokens[0])
+    check_finite(model, ready.tokens[0])
     objective.check(model, ready.tokens[0])
-    passes = Passes(model, settings, probes=probes, objective=objective, seal=seal)
+    passes = Passes(model, settings, probes=probes, objective=objective)
     clock.lap("preparation")
     labels = groups.tolist() if groups is not None and hasattr(groups, "tolist") else groups  # a tensor's are equal
     calibrated = passes.calibrate(ready.tokens, groups=labels, calibration=other, default=prompts is None)
@@ -339,7 +330,6 @@ def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
         "tau": TAU,
         "rank_tolerance": RANK_TOLERANCE,
         "pattern_tolerance_float32": PATTERN_TOLERANCE[torch.float32],
-        "centred": CENTRED,
         "same_output": SAME_OUTPUT,
     }
     for probe in (*chosen(DEFAULT), *probes):
@@ -371,7 +361,7 @@ def freezing_cost(
         The loss increase at every norm with its CI, the other primary contrasts, and the constants.
 
     Raises:
-        TypeError, ValueError, SealError, FileNotFoundError: as `ln_probe.analyze`; ValueError also where the loss is
+        TypeError, ValueError, ModelStateError, FileNotFoundError: as `ln_probe.analyze`; ValueError also where the loss is
             not applicable (says why).
 
     Example:
@@ -383,11 +373,11 @@ def freezing_cost(
     check_flags(progress=progress)
     objective = Objective.of(loss)
     probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
-    hooked, on_original = hooked_model(model, tokenizer, hooks)
+    hooked, on_hooks = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
-    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal, one_blas_thread():
+    with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():
         passes, ready, calibrated = _first_pass(
-            seal, settings, [probe], objective, prompts, calibration, groups, max_prompts=max_prompts
+            hooked, settings, [probe], objective, prompts, calibration, groups, max_prompts=max_prompts
         )
         results = passes.measure(ready.tokens, calibrated, lambda _p, _i: "", default=prompts is None)[probe.name]
     if isinstance(results, Failure):
@@ -396,7 +386,7 @@ def freezing_cost(
     frozen = table[(table["family"] == "primary") & (table["variant"] == SCALING_FROZEN.name)]
     rows = frozen[frozen["sites"] == "all"]
     asked = (note for note in results.notes if "single norms" not in note)  # which no one asked for here
-    notes = (*ready.notes, *calibrated.notes, *asked, *on_original, *seal.notes)
+    notes = (*ready.notes, *calibrated.notes, *asked, *on_hooks)
     if not len(rows) or frozen["delta_loss"].isna().all():
         why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
         raise ValueError(f"freezing_cost is not applicable: {why}")
@@ -440,7 +430,7 @@ def norm_constants(
         prompts, `.observed` the mean sigmas.
 
     Raises:
-        TypeError, ValueError, SealError, FileNotFoundError: as `ln_probe.analyze`.
+        TypeError, ValueError, ModelStateError, FileNotFoundError: as `ln_probe.analyze`.
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")
@@ -451,5 +441,5 @@ def norm_constants(
     probe = Decomposition()
     hooked, _ = hooked_model(model, tokenizer, hooks)
     settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
-    with ProgressLine(quiet=not progress), Seal(hooked, hooks) as seal:
-        return _first_pass(seal, settings, [probe], Objective(), prompts, calibration, groups)[2].constants
+    with ProgressLine(quiet=not progress), unchanged(hooked):
+        return _first_pass(hooked, settings, [probe], Objective(), prompts, calibration, groups)[2].constants

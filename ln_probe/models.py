@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ln_probe.analyses.arguments import check_flags, received
 from ln_probe.analyses.text import step_named
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ln_probe.hooks.optimal_constants import Shipped
     from ln_probe.hooks.text import BundledPrompts
     from ln_probe.loading.convert import World
 
@@ -122,12 +122,25 @@ def held_out_windows() -> BundledPrompts:
     return BundledPrompts(measured, calibration, content["source"])
 
 
-def shipped_constants(folder: Path) -> Shipped | None:
-    """Return the loss-optimal constants in a checkpoint's folder, as `bench/optimal.py` writes them, or None."""
-    from ln_probe.hooks.optimal_constants import Shipped
+def shipped_constants(folder: Path) -> dict[str, Any] | None:
+    """Return the loss-optimal constants in a checkpoint's folder, as `bench/optimal.py` writes them, or None.
+
+    They are of the groups of norms "attention" and "all": under "every" fitted on all default prompts, under "halves"
+    on every other one, with the SHA-256 of the weights and of the prompts that they were fitted to.
+    """
+    from ln_probe.hooks.constants import Constant
 
     path = folder / "optimal.json"
-    return Shipped.of_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+
+    def constants(pairs: Mapping[str, Sequence[float]]) -> dict[str, Constant]:
+        return {name: Constant(*pair) for name, pair in pairs.items()}
+
+    every = {group: constants(pairs) for group, pairs in content["every"].items()}
+    halves = {group: tuple(map(constants, both)) for group, both in content["halves"].items()}
+    return {**content, "every": every, "halves": halves}
 
 
 def bundled_folder(name: str) -> Path:
@@ -290,7 +303,7 @@ def _load_run(
     if kind == "bundled":
         model.__dict__["bundled_prompts"] = held_out_windows()
         shipped = shipped_constants(folder)
-        if shipped and shipped.weights_sha256 == sha256_of_files([weights_of(folder, step)]):
+        if shipped and shipped["weights_sha256"] == sha256_of_files([weights_of(folder, step)]):
             model.__dict__["shipped_constants"] = shipped
-            model.__dict__["optimal_constants"] = {group: fit.constants for group, fit in shipped.every.items()}
+            model.__dict__["optimal_constants"] = shipped["every"]
     return model

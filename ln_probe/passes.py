@@ -24,6 +24,7 @@ from ln_probe.analyses.constants import (
     Calibration,
     Constants,
     grouped,
+    halves_of,
     observed_radius,
 )
 from ln_probe.analyses.probes import decomposition
@@ -34,24 +35,16 @@ from ln_probe.analyses.probes.decomposition import SiteStatistics
 from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES, SINGLE_NORM_PROMPTS
 from ln_probe.analyses.progress import tell, tell_inner
 from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
-from ln_probe.hooks.capture import AttentionInput, stream_together
-from ln_probe.hooks.interventions import members
-from ln_probe.hooks.model import (
-    HookedModel,
-    device_of,
-    in_missing_head,
-    missing_head,
-    n_layers,
-)
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.constants import Constant, fit, mean_sigmas
+from ln_probe.hooks.edits import members
+from ln_probe.hooks.model import HookedModel, device_of, in_missing_head, missing_head, n_layers
+from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.norms import attention_inputs, layers_in_words
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
-from ln_probe.hooks.scales import mean_sigmas
-from ln_probe.hooks.sites import facts_of, layers_in_words
+from ln_probe.hooks.stream import AttentionInput, stream_together
 from ln_probe.hooks.text import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.prompts import BUNDLED, Prompts, summary
-from ln_probe.seal import Seal, SealError
 from ln_probe.settings import Settings
 
 
@@ -59,26 +52,22 @@ class Passes:
     """The passes over the prompts of one model in evaluation mode.
 
     Args:
-        probes, objective, seal: of the measurement; the seal is checked between batches.
+        probes, objective: of the measurement.
 
     Raises:
         ValueError: a layer or head that does not exist.
     """
 
     def __init__(
-        self, model: HookedModel, settings: Settings, *, probes: Sequence[Probe], objective: Objective, seal: Seal
+        self, model: HookedModel, settings: Settings, *, probes: Sequence[Probe], objective: Objective
     ) -> None:
         settings.check(model)
-        self.model, self.settings, self.probes = model, settings, probes
-        self.objective, self.seal = objective, seal
-        found = facts_of(model)
-        self.left_out = [s.name for s in (*found.sites, *found.unknown) if in_missing_head(model, s.module)]
-        self.found = replace(
-            found,
-            sites=tuple(s for s in found.sites if s.name not in self.left_out),
-            unknown=tuple(s for s in found.unknown if s.name not in self.left_out),
-        )
-        self.sites = list(self.found.sites)
+        self.model, self.settings, self.probes, self.objective = model, settings, probes, objective
+        every = attention_inputs(model)
+        self.left_out = [n.name for n in every if in_missing_head(model, n.module)]
+        # Norms, and identities where attention reads the stream itself.
+        self.inputs = [n for n in every if n.name not in self.left_out]
+        self.sites = [n for n in self.inputs if not n.is_identity]
         self.layers = sorted(set(range(n_layers(model)) if settings.layers is None else settings.layers))
         self.heads = None if settings.heads is None else sorted(set(settings.heads))
         # d_model, and how many layers and heads the model has, asked for or not
@@ -89,13 +78,13 @@ class Passes:
         }
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
         self._reached: dict[int, dict[str, Reached | None]] = {}  # by layer and norm
-        self.attends = any(s.attention_layers for s in self.found.read)
+        self.attends = any(n.attention_layers for n in self.inputs)
         self.wants_heads = self.attends and any(p.needs.attention for p in self.probes)
 
     def _batches(
         self, stage: str, prompts: Sequence[Tensor], watchers: Callable[[int], object] = lambda _: None
     ) -> Iterator[list[tuple[int, Tensor]]]:
-        """Yield the prompts that go through the model together, report progress, and check the seal after each batch.
+        """Yield the prompts that go through the model together, and report progress.
 
         Prompts keep their order. Neighbours share a batch if they are of one length and `watchers` are equal for both.
         """
@@ -111,7 +100,6 @@ class Passes:
                 end += 1
             tell(stage, first, float(len(prompts)), "prompts")
             yield [(number, prompts[number]) for number in range(first, end)]
-            self.seal.rest()
             first = end
 
     def _fits(self, count: int, length: int) -> bool:
@@ -171,7 +159,7 @@ class Passes:
         wanted = self.settings.layers
         statistics = [
             SiteStatistics(s)
-            for s in (*self.sites, *(s for s in self.found.unknown if not s.bare))
+            for s in self.sites
             if wanted is None or s.layer in wanted or set(s.attention_layers) & set(self.layers)
         ]
         by_name = {s.site.name: s for s in statistics}
@@ -180,11 +168,11 @@ class Passes:
         observed: dict[int, list[np.ndarray]] = defaultdict(list)
         unbounded: set[int] = set()
         batch: list[tuple[int, Tensor]] = []
-        frozen = [s.site for s in statistics if not s.site.stands_in]
+        frozen = [s.site for s in statistics]
         places = {site.name: place for place, site in enumerate(frozen)}
         sums: list[np.ndarray] = []  # of sigma, of each prompt: [2 site 2], sums and counts
 
-        def on_norm(place: int, site: Site, x: Tensor, y: Tensor) -> None:
+        def on_norm(place: int, site: Norm, x: Tensor, y: Tensor) -> None:
             if site.name in by_name:
                 number, row = batch[place]
                 added = by_name[site.name].add(x, y, heads=max(1, len(x) // len(row)))
@@ -202,7 +190,7 @@ class Passes:
             except UnsupportedAttentionError as error:
                 unsupported[seen.layer] = str(error)
                 return
-            radius = observed_radius(heads, seen.site, seen.y)
+            radius = observed_radius(heads, seen.norm, seen.y)
             if radius is None:
                 unbounded.add(seen.layer)
             else:
@@ -212,8 +200,8 @@ class Passes:
             sums += [np.zeros((2, len(frozen), 2)) for _ in batch]
             stream_together(
                 self.model,
-                [row for _, row in batch],
-                self.found.read,
+                torch.stack([row for _, row in batch]),
+                self.inputs,
                 layers=self.layers,
                 on_norm=on_norm,
                 on_attention=on_attention if self.wants_heads else None,
@@ -237,7 +225,7 @@ class Passes:
         )
 
     def _constants(
-        self, sites: Sequence[Site], measured: Constants, calibration: Prompts | None
+        self, sites: Sequence[Norm], measured: Constants, calibration: Prompts | None
     ) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
         """Return the constants, what provenance says of the prompts that they come from, and notes.
 
@@ -264,8 +252,10 @@ class Passes:
         given = mean_sigmas(self.model, sites, tokens)
         return replace(measured, source=source, given=given), summary(source, tokens), notes
 
-    def _optimal(self, constants: Constants, rows: Sequence[bytes], *, default: bool) -> dict[str, Halves]:
-        """Return the loss-optimal constants of the primary contrasts' groups of norms.
+    def _optimal(
+        self, constants: Constants, rows: Sequence[bytes], *, default: bool
+    ) -> dict[str, tuple[Mapping[str, Constant], Mapping[str, Constant]]]:
+        """Return the loss-optimal constants of the primary contrasts' groups of norms, fitted on each half of the prompts.
 
         A bundled model brings them for its default prompts; otherwise they are fitted on request. Without the probe
         that measures them there are none.
@@ -274,22 +264,19 @@ class Passes:
             return {}
         ids = [torch.from_numpy(np.frombuffer(row, np.int64).copy()) for row in rows]
         shipped = vars(self.model).get("shipped_constants")
-        if default and isinstance(shipped, Shipped) and shipped.prompts_sha256 == summary("", ids)["sha256"]:
-            return dict(shipped.halves)
-        found: dict[str, Halves] = {}
+        if default and shipped and shipped["prompts_sha256"] == summary("", ids)["sha256"]:
+            return dict(shipped["halves"])
+        fits: dict[str, tuple[Mapping[str, Constant], Mapping[str, Constant]]] = {}
         for group in PRIMARY_SITES if self.settings.optimal else ():
-            sites = [s for s in members(self.sites, group) if s.scales and s.name in constants.sites]
-            if sites and constants.group_count > 1 and not self.objective.obstacle(self.model):
+            norms = [n for n in members(self.sites, group) if n.scales and n.name in constants.sites]
+            if norms and constants.group_count > 1 and not self.objective.obstacle(self.model):
                 tell(f"fitting loss-optimal constants ({group})")
-                found[group] = fit_halves(
-                    self.model,
-                    sites,
-                    ids,
-                    constants.groups.tolist(),
-                    start=constants.pooled,
-                    objective=self.objective,
-                )
-        return found
+                options = {"start": constants.pooled, "objective": self.objective}
+                half = halves_of(constants.groups.tolist())
+                of_half = [[row for row, number in zip(ids, half, strict=True) if number == i] for i in (0, 1)]
+                first, second = (fit(self.model, norms, some, **options) for some in of_half)
+                fits[group] = first, second
+        return fits
 
     def measure(
         self,
@@ -331,8 +318,8 @@ class Passes:
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and self.attends]
 
-        def on_norm(place: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-            for w in norms if not site.stands_in else ():
+        def on_norm(place: int, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+            for w in norms:
                 w.call("norm", batch[place][0], site, x, y)
 
         def on_attention(place: int, seen: AttentionInput) -> None:
@@ -344,8 +331,8 @@ class Passes:
         if norms or attention:
             stream_together(
                 self.model,
-                [row for _, row in batch],
-                self.found.read,
+                torch.stack([row for _, row in batch]),
+                self.inputs,
                 layers=self.layers,
                 on_norm=on_norm if norms else None,
                 on_attention=on_attention if attention else None,
@@ -373,7 +360,8 @@ class Passes:
         unbounded: Sequence[int],
     ) -> tuple[str, ...]:
         notes = []
-        if not self.sites and not self.found.unknown:
+        identities = [n.layer for n in self.inputs if n.is_identity]
+        if not self.sites:
             notes.append(
                 "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "
                 "its keys and queries are measured as they are"
@@ -382,7 +370,8 @@ class Passes:
             idle = " and ".join(p.name for p in self.probes if p.needs.attention)
             unmeasured = f": {idle} {'were' if ' and ' in idle else 'was'} not measured" if idle else ""
             notes.append(f"no norm of this model is read by attention{unmeasured}")
-        notes += self.found.notes
+        if identities and self.sites:
+            notes.append(f"attention reads the residual stream itself, with no norm, in {layers_in_words(identities)}")
         if self.left_out:
             notes.append(
                 f"{', '.join(self.left_out)} was not measured: it belongs to the head, which was drawn at random"
@@ -395,23 +384,12 @@ class Passes:
         notes += [f"head space was not measured. {text}" for text in unsupported.values()]
         if bidirectional:
             notes.append("attention is not causal: every query sees all keys")
-        if wrong := [s for s in self.sites if "is not centred as the others" in s.evidence]:
-            notes.append(
-                f"{wrong[0].name} may have been folded wrongly: {wrong[0].evidence}. Compare its logits with "
-                "the unfolded model's"
-            )
         if beyond := [s for s in statistics if s.reconstruction_error > s.reconstruction_bound]:
             worst = max(beyond, key=lambda s: s.reconstruction_error)
             notes.append(
                 f"{len(beyond)} of {len(statistics)} norms differ from the sum of their terms by more than "
                 f"rounding in {str(worst.dtype).removeprefix('torch.')} explains (reconstruction_bound), most "
                 f"{worst.site.name}, by {worst.reconstruction_error:.1e}: do they compute in a lower precision?"
-            )
-        centred = sum("centred" in s.state for s in self.sites)
-        if centred:
-            notes.append(
-                f"{centred} of {len(self.sites)} norms read a stream that is already centred, so projection is a no-op "
-                "there by construction: its zeros are not findings"
             )
         if any(s.kind in ("rmsnorm", "scaling_only") for s in self.sites):
             notes.append(
@@ -443,8 +421,6 @@ class _ProbeObserver:
     def _guard(self, work: Callable[..., Any], *given: object) -> Any:
         try:
             return work(*given)
-        except SealError:
-            raise
         except Exception as error:
             self.failure = Failure.of(self.probe.name, error)
 

@@ -27,8 +27,8 @@ from ln_probe.exhibits import (
     pooled,
     to_bytes,
 )
-from ln_probe.hooks.capture import AttentionInput, stream, visible_keys
-from ln_probe.hooks.variants import INTACT, SCALING_FROZEN
+from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
+from ln_probe.hooks.stream import AttentionInput, stream, visible_keys
 from ln_probe.passes import Passes
 
 # Bytes before compression. The page is to stay under 6 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
@@ -66,7 +66,7 @@ def record(
     attention = []
     for number, whole in kept.items():
         patterns = _Patterns(passes, calibration, number, layers, heads, whole)
-        stream(passes.model, prompts[number], passes.found.read, layers=layers, on_attention=patterns.add)
+        stream(passes.model, prompts[number], passes.inputs, layers=layers, on_attention=patterns.add)
         if patterns.kept:
             attention.append(patterns.of_prompt(tokens[number]))
     return Exhibits(tuple(attention), tuple(notes) if attention else ())

@@ -1,7 +1,9 @@
 """User's hooks at a norm's hook points, under every edit, against a model whose norms are edited by hand.
 
 `outcome` tries one case: "equal" where logits, what the hook saw and the gradient are those of the model edited by
-hand in plain torch; "refused" where an error says that it cannot be had; "lost" where the numbers differ.
+hand in plain torch; "refused" where an error says that it cannot be had; "lost" where the numbers differ. "allowed" is
+the one difference that is documented: a backward hook at a norm's `hook_in` does not see the gradient that comes
+through the mean (projection removed), or through the readers that alone see an edit.
 """
 
 from __future__ import annotations
@@ -18,15 +20,14 @@ from architectures import VOCAB, bridge_of, hooked_transformer, hugging_face
 from torch import Tensor
 
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.hooks import find_sites, linearized, without
-from ln_probe.hooks.edits import InterventionError
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks import InterventionError, find_norms, linearized, without
+from ln_probe.hooks.norm import Norm
 from ln_probe.loading.convert import World, has_hooked_transformer
 from ln_probe.loading.lab_models import into_transformer_lens
 from ln_probe.loading.provenance import source_of
 
 POINTS = ("hook_in", "hook_scale", "hook_normalized", "hook_out")
-MODES = ("read", "edit", "in place", "backward")
+MODES = ("read", "edit", "backward")
 ORDERS = ("hook first", "edit first")
 CONSTANT = 2.0
 TOKENS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -112,12 +113,12 @@ def logits(model: Any) -> Tensor:
 
 def by_hand(
     model: Any,
-    site: Site,
+    site: Norm,
     formula: Formula,
     sigma: Tensor,
     point: str,
     mode: str,
-    every: list[Site],
+    every: list[Norm],
     run: Callable[[Any], Tensor] = logits,
 ) -> Trace:
     """The run of the model whose norm is a plain function, with the user's function written into it.
@@ -134,9 +135,9 @@ def by_hand(
         if mode == "backward" and value.requires_grad:
             value = value * 1.0
             value.register_hook(lambda g: trace.gradient.append(g.clone()))
-        return change(value) if mode in ("edit", "in place") else value
+        return change(value) if mode == "edit" else value
 
-    def norm(one: Site, mine: bool) -> Callable[..., Tensor]:
+    def norm(one: Norm, mine: bool) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
             here = at if mine else lambda _name, value: value
@@ -146,7 +147,7 @@ def by_hand(
                 return computed(one, Formula(), x, here)
             return computed(one, formula if mine else Formula(held=formula.held), x, here)
 
-        def computed(one: Site, rule: Formula, x: Tensor, here: Callable[[str, Tensor], Tensor]) -> Tensor:
+        def computed(one: Norm, rule: Formula, x: Tensor, here: Callable[[str, Tensor], Tensor]) -> Tensor:
             centred = x - x.mean(-1, keepdim=True) if one.kind == "layernorm" else x
             own = (centred.pow(2).mean(-1, keepdim=True) + one.eps).sqrt()
             if rule.constant:
@@ -197,15 +198,12 @@ def by_hand(
 
 
 def by_ln_probe(
-    model: Any, site: Site, name: str, sigmas: dict[str, Tensor], point: str, mode: str, order: str
+    model: Any, site: Norm, name: str, sigmas: dict[str, Tensor], point: str, mode: str, order: str
 ) -> Trace:
     trace = Trace()
 
     def hook(value: Tensor, hook: Any) -> Tensor | None:
         trace.seen.append(value.detach().clone())
-        if mode == "in place":
-            with torch.no_grad():
-                value.copy_(change(value))
         return change(value) if mode == "edit" else None
 
     def back(gradient: Tensor, hook: Any) -> None:
@@ -220,15 +218,14 @@ def by_ln_probe(
         for context in (first, second) if order == "hook first" else (second, first):
             stack.enter_context(context)
         trace.seen.clear()
-        with torch.set_grad_enabled(mode != "in place"):
-            trace.logits = model(TOKENS)
+        trace.logits = model(TOKENS)
         if mode == "backward":
             trace.logits[0, -1, 5].backward()
     return trace
 
 
 def outcome(
-    model: Any, site: Site, every: list[Site], name: str, point: str, mode: str, order: str, same: float
+    model: Any, site: Norm, every: list[Norm], name: str, point: str, mode: str, order: str, same: float
 ) -> str:
     """ "equal", "refused: why", or "lost: what differs"."""
     sigmas = linearized.sigmas(model, TOKENS.flip(1)) if "given" in name else {}
@@ -249,6 +246,8 @@ def outcome(
         return f"lost: the hook was called {len(got.seen)} times, not {len(want.seen)}"
     if not all(close(a, b, same) for a, b in zip(got.seen, want.seen, strict=True)):
         return "lost: the hook saw other values"
+    if point == "hook_in" and mode == "backward" and (formula.readers or not formula.project):
+        return "allowed"
     # A constant divisor has no gradient: nothing is called on either side.
     if len(got.gradient) != len(want.gradient):
         return f"lost: {len(got.gradient)} backward calls, not {len(want.gradient)}"
@@ -293,14 +292,12 @@ def lab(world: World = "bridge") -> Any:
     return into_transformer_lens(model, replace(source_of(model), dtype="float64"), world)
 
 
-def cases(site: Site) -> Iterator[tuple[str, str, str, str]]:
+def cases(site: Norm) -> Iterator[tuple[str, str, str, str]]:
     """Every (edit, point, mode, order) that can be asked of a norm."""
     there = dict(site.module.named_children())
     for case in itertools.product(EDITS, POINTS, MODES, ORDERS):
         name, point, mode, _ = case
         if point not in there or (site.kind != "layernorm" and "projection" in name):
-            continue
-        if point == "hook_in" and mode == "in place":  # that writes to the stream itself, which other readers see
             continue
         yield case
 
@@ -311,7 +308,7 @@ def tolerance(name: str) -> float:
 
 def every_outcome(model: Any, same: float, reads: str = "attention") -> Iterator[tuple[tuple[str, ...], str]]:
     """Each case of one model at a norm in its second block, and what it comes to."""
-    every = find_sites(model)
+    every = find_norms(model)
     site = next(s for s in every if s.layer == 1 and reads in s.reads)
     for case in cases(site):
         yield case, outcome(model, site, every, *case, same)

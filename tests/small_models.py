@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.norms import find_norms
 
 
 def lab(**options: Any) -> Any:
@@ -26,10 +26,10 @@ def lab(**options: Any) -> Any:
     return model.eval()
 
 
-def norm_of(place: int = 0, **options: Any) -> Site:
+def norm_of(place: int = 0, **options: Any) -> Norm:
     """A norm of a small model in float64, of one block and d_model 16: the first one, or that at another place."""
     model = lab(**({"n_layers": 1, "d_model": 16, "n_heads": 2, "n_ctx": 16} | options)).double()
-    return find_sites(model)[place]
+    return find_norms(model)[place]
 
 
 class DyT(nn.Module):

@@ -14,10 +14,9 @@ from torch import Tensor
 from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.attention import Heads, read_heads
-from ln_probe.hooks.capture import AttentionInput, visible_keys
-from ln_probe.hooks.components import Part, Split
-from ln_probe.hooks.norm import Site, bias_of, gain_of
-from ln_probe.hooks.sites import ModelFacts
+from ln_probe.hooks.components import Part, Split, Wiring
+from ln_probe.hooks.norm import Norm, bias_of, gain_of
+from ln_probe.hooks.stream import AttentionInput, visible_keys
 
 AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
 
@@ -53,7 +52,7 @@ class Head:
 
     heads: Heads
     head: int
-    site: Site
+    site: Norm
     where: str
     split: Split
     seen: AttentionInput
@@ -100,7 +99,7 @@ class Head:
         scores = scores if added is None else scores + added
         return torch.where(self.mask[list(queries)], scores, 0.0)
 
-    def map(self, name: str) -> tuple[Float64[Tensor, "d_model d_head"], Float64[Tensor, " d_head"], Site | None]:
+    def map(self, name: str) -> tuple[Float64[Tensor, "d_model d_head"], Float64[Tensor, " d_head"], Norm | None]:
         """The weight and the bias that make queries (name Q) or keys (K), and the norm behind them."""
         of_layer = self.heads
         W, b = (of_layer.W_Q, of_layer.b_Q) if name == "Q" else (of_layer.W_K, of_layer.b_K)
@@ -121,7 +120,7 @@ class Head:
             values = given.split(values, f, split.record, rows, chosen, self.bound)
         read = torch.stack(list(values.values()), 1)  # [row part d_head+1]
         fixed = {Part(f"b_{name}", "bias", site.layer): b}
-        if not site.bare:
+        if not site.is_identity:
             fixed = {Part("norm bias", "norm bias", site.layer): lift @ W, **fixed}
         parts = [*values, *fixed]
         taken = read[..., -1:] * (gain @ W) if site.projects else torch.zeros_like(read[..., :-1])
@@ -148,7 +147,7 @@ class Head:
         return Side(parts, plain, terms)
 
     def inner(
-        self, norm: Site, name: str, plain: Float[Tensor, "row part d_head"], positions: Sequence[int]
+        self, norm: Norm, name: str, plain: Float[Tensor, "row part d_head"], positions: Sequence[int]
     ) -> tuple[Float64[Tensor, "row 1"], Float64[Tensor, " d_head"], Float64[Tensor, " d_head"] | None]:
         """Sigma of a norm of queries or keys, and its gain and bias for this head.
 
@@ -177,7 +176,7 @@ class Head:
         return Side(made.parts, means.pop("whole"), means)
 
 
-def projected(norm: Site, made: Float[Tensor, "*row d_head"]) -> Float[Tensor, "*row d_head"]:
+def projected(norm: Norm, made: Float[Tensor, "*row d_head"]) -> Float[Tensor, "*row d_head"]:
     """Px of a head's queries or keys; they are a piece of what OLMo 2's norms normalize, which do not project."""
     return norm.project(made) if norm.projects else made
 
@@ -186,27 +185,25 @@ def in_chunks(positions: Sequence[int]) -> list[list[int]]:
     return [list(positions[i : i + AT_ONCE]) for i in range(0, len(positions), AT_ONCE)]
 
 
-def read_by(facts: ModelFacts, layer: int) -> tuple[Site, str]:
-    """The norm that attention of a layer reads, or what replaces it; and the name of that place.
+def read_by(norms: Sequence[Norm], wiring: Wiring, layer: int) -> tuple[Norm, str]:
+    """Return what attention of a layer reads, a norm or the identity, and the name of that place.
+
+    Args:
+        norms: of the model, identities included.
 
     Raises:
-        AttributionError: it is a module that is no norm that ln_probe knows.
+        AttributionError: it reads neither.
         SplitError: what is read there is not known to be a sum.
     """
-    facts.norms()
-    site = next((s for s in facts.read if layer in s.attention_layers), None)
-    if site is None or site.kind == "unknown":
-        what = "nothing that ln_probe knows" if site is None else f"{site.name}, which is no norm that ln_probe knows"
-        raise AttributionError(
-            f"attention of layer {layer} reads {what}: its scores are no sum over parts of the stream. Choose a layer "
-            "that reads a norm or the stream itself (`find_sites`)"
-        )
-    where = f"blocks.{layer}" if site.bare else site.name
-    facts.wiring.at(where)  # raises before the prompt runs
+    site = next((n for n in norms if layer in n.attention_layers), None)
+    if site is None:
+        raise AttributionError(f"attention of layer {layer} reads neither a norm nor the residual stream")
+    where = f"blocks.{layer}" if site.is_identity else site.name
+    wiring.at(where)  # raises before the prompt runs
     return site, where
 
 
-def heads_of(facts: ModelFacts, split: Split, looks: Sequence[AttentionInput], site: Site, where: str) -> list[Head]:
+def heads_of(split: Split, looks: Sequence[AttentionInput], site: Norm, where: str) -> list[Head]:
     """The first head of a layer on each prompt of a record; its maps are checked against the pattern.
 
     Args:
@@ -216,13 +213,13 @@ def heads_of(facts: ModelFacts, split: Split, looks: Sequence[AttentionInput], s
     """
     if not looks:
         raise AttributionError(f"attention that reads {where} shows no pattern, so its scores cannot be checked")
-    if site.bare:
+    if site.is_identity:
         inputs = {**split.record.inputs, where: torch.cat([look.x for look in looks]).cpu()}
         split = split.of(replace(split.record, inputs=inputs))
     found = list[Head]()
     for look in looks:
-        maps = read_heads(look, facts.sites, bent=True)
+        maps = read_heads(look, split.wiring.norms, bent=True)
         first = len(found) * len(look.x)
         own = split.rows(range(first, first + len(look.x)))
-        found.append(Head(maps, 0, site, where, own, look, facts.wiring.bound(where, look.x.dtype)))
+        found.append(Head(maps, 0, site, where, own, look, split.wiring.bound(where, look.x.dtype)))
     return found

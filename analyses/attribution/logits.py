@@ -39,8 +39,7 @@ from ln_probe.analyses.attribution.shared import (
     token_ids,
     token_names,
 )
-from ln_probe.hooks.capture import CachedPrompts, is_cache, record
-from ln_probe.hooks.components import END, Part, Record, Split, Wiring
+from ln_probe.hooks.components import END, Part, Record, Split, Wiring, find_wiring
 from ln_probe.hooks.model import (
     HookedModel,
     before_projection,
@@ -53,8 +52,9 @@ from ln_probe.hooks.model import (
     weight_of,
     whole_number,
 )
-from ln_probe.hooks.norm import Site, bias_of, gain_of
-from ln_probe.hooks.sites import facts_of
+from ln_probe.hooks.norm import Norm, bias_of, gain_of
+from ln_probe.hooks.norms import norms_of
+from ln_probe.hooks.stream import CachedPrompts, is_cache, record
 
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]
@@ -208,11 +208,11 @@ def attribute_logits(
         raise AttributionError(f"components must be one of {', '.join(COMPONENTS)}, got {components!r}")
     wanted = dictionaries(features)
     with evaluating(hooked):
-        facts = facts_of(hooked, checksums=False)
-        sites = facts.norms()
+        sites = norms_of(hooked)
+        wiring = find_wiring(hooked, sites)
         final = next((s for s in reversed(sites) if "unembed" in s.reads.split("+")), None)
         where = END if final is None else final.name
-        facts.wiring.at(where)  # raises before the prompt runs
+        wiring.at(where)  # raises before the prompt runs
         layers = range(n_layers(hooked)) if components == "neurons" else ()
         if layers and is_cache(tokens_or_cache):
             raise AttributionError("neurons are not read from a cache: pass tokens")
@@ -235,7 +235,7 @@ def attribute_logits(
             others = ids_of(against, "against")
         of_features = [i * max(prompts.lengths) + p for i, _, p in asked]
         named = [one.chosen(of_features) for one in wanted]
-        reader = _Reader(hooked, facts.wiring, final, where, wanted, named, prompts.cache)
+        reader = _Reader(hooked, wiring, final, where, wanted, named, prompts.cache)
         order: list[int] = []
         found: list[_Values] = []
         for members in prompts.of_equal_length():
@@ -245,7 +245,7 @@ def attribute_logits(
             if prompts.cache is None:
                 seen = record(hooked, prompts.tokens(members), at, sites, neurons=layers, points=points)
             else:
-                seen = prompts.cache.record(at, facts.wiring, where, points)
+                seen = prompts.cache.record(at, wiring, where, points)
                 seen = replace(seen, logits=reader.logits_of_cache(seen, at))
             chosen, other = None if ids is None else ids[rows], others[rows] if isinstance(others, Tensor) else others
             order += rows
@@ -305,7 +305,7 @@ class _Reader:
 
     model: HookedModel
     wiring: Wiring
-    final: Site | None
+    final: Norm | None
     where: str
     features: Sequence[Features]
     named: Sequence[Sequence[int]]

@@ -36,10 +36,10 @@ from ln_probe.analyses.attribution.shared import (
     part_columns,
     place,
 )
-from ln_probe.hooks.capture import record_attention
-from ln_probe.hooks.components import Part, Split
+from ln_probe.hooks.components import Part, Split, find_wiring
 from ln_probe.hooks.model import check_model, evaluating, whole_number
-from ln_probe.hooks.sites import facts_of
+from ln_probe.hooks.norms import attention_inputs
+from ln_probe.hooks.stream import record_attention
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
 
@@ -206,8 +206,10 @@ def attribute_scores(
     if isinstance(against, str) and against != MEAN:
         raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
     with evaluating(hooked):
-        facts = facts_of(hooked, checksums=False)
-        site, where = read_by(facts, layer)
+        norms = attention_inputs(hooked)
+        bare = [n.layer for n in norms if n.is_identity]
+        wiring = find_wiring(hooked, [n for n in norms if not n.is_identity], bare)
+        site, where = read_by(norms, wiring, layer)
         given = Prompts(hooked, tokens_or_cache)
         points = points_of(hooked, wanted, given.lengths)
         asked = {"query": query, "key": key, "against": None if isinstance(against, str) else against}
@@ -218,15 +220,13 @@ def attribute_scores(
         each: dict[int, Head] = {}
         for members in given.of_equal_length():
             if given.cache is None:
-                kept, every_layer = record_attention(
-                    hooked, given.tokens(members), facts.norms(), {layer: site}, points
-                )
+                kept, every_layer = record_attention(hooked, given.tokens(members), wiring.norms, {layer: site}, points)
                 looks = every_layer[layer]
             else:
                 every = range(sum(given.lengths))
-                kept = given.cache.record(every, facts.wiring, where, points)
+                kept = given.cache.record(every, wiring, where, points)
                 looks = given.cache.attention(site, layer, where)
-            ones = heads_of(facts, Split(facts.wiring, kept), looks, site, where)
+            ones = heads_of(Split(wiring, kept), looks, site, where)
             for number, one in zip(members, ones, strict=True):
                 head = place(head, one.heads.n_heads, "head", f"layer {layer}", "heads")
                 each[number] = replace(one, head=head, features=wanted, first=number * max(given.lengths))

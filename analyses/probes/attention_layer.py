@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ln_probe.analyses.constants import Calibration
 from ln_probe.hooks.attention import Heads
-from ln_probe.hooks.capture import AttentionInput
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.scales import Constant
-from ln_probe.hooks.variants import MEAN_IGNORED, PROJECTION_REMOVED, VARIANTS, no_op, normalized
+from ln_probe.hooks.constants import Constant
+from ln_probe.hooks.edits import no_op
+from ln_probe.hooks.norm import VARIANTS, Norm
+from ln_probe.hooks.stream import AttentionInput
 
 _T = TypeVar("_T")
 Ellipsoids = tuple[np.ndarray, np.ndarray]  # centers and axes of the chosen heads' queries
@@ -71,9 +71,9 @@ class AttentionLayer:
         return self.seen.layer
 
     @property
-    def site(self) -> Site:
-        """The norm that attention reads, or its replacement."""
-        return self.seen.site
+    def site(self) -> Norm:
+        """The norm that attention reads, or the identity where it reads the stream."""
+        return self.seen.norm
 
     @property
     def length(self) -> int:
@@ -99,7 +99,7 @@ class AttentionLayer:
     @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        return variant_outputs(self.site, self.seen.x, 1.0 if self.site.stands_in else self.constant)
+        return variant_outputs(self.site, self.seen.x, 1.0 if self.site.is_identity else self.constant)
 
     @cached_property
     def key_sets(self) -> list[slice]:
@@ -135,11 +135,8 @@ class AttentionLayer:
         return None if bias is None else bias[self.chosen].cpu().numpy()
 
     def no_op(self, variant: str) -> str:
-        """Why a variant changes no key of head space by construction; empty if it does change some."""
-        if (why := no_op(self.site, variant)) or variant != PROJECTION_REMOVED.name:
-            return why
-        ignored = self.once("mean", "ignored", lambda: self.maps.keys_ignore_mean(self.site, self.seen.y.dtype))
-        return f"{self.site.kind}: {MEAN_IGNORED}" if ignored else ""
+        """Why a variant changes no key of head space by construction; empty if it may."""
+        return no_op(self.site, variant)
 
     def keys(self, variant: str) -> Float[Tensor, "key head d_head"]:
         """Keys as attention would see them under a variant, of all heads."""
@@ -158,7 +155,7 @@ class AttentionLayer:
 
 
 def variant_outputs(
-    site: Site, x: Float[Tensor, "pos d"], constant: Constant | float
+    site: Norm, x: Float[Tensor, "pos d"], constant: Constant | float
 ) -> dict[str, Float[Tensor, "pos d"]]:
     """The norm's output before gain and bias under each variant, float64.
 
@@ -175,4 +172,4 @@ def variant_outputs(
         if not wrong > 0:
             raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {wrong}")
     rows = c.rows(len(x)).to(x.device)
-    return {variant: normalized(site, variant, x.double(), rows) for variant in VARIANTS}
+    return {variant: site.without(variant, x.double(), rows) for variant in VARIANTS}

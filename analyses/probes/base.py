@@ -54,9 +54,8 @@ from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.model import HookedModel
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import SCALING_FROZEN, Norm
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.variants import SCALING_FROZEN
 
 # Ranks of findings. An effect: significant, and larger than a named threshold. Described: what the prompts show,
 # without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
@@ -107,7 +106,7 @@ class Run:
     """
 
     model: HookedModel
-    sites: Sequence[Site]
+    sites: Sequence[Norm]
     layers: Sequence[int]
     heads: Sequence[int] | None
     calibration: Calibration
@@ -117,7 +116,7 @@ class Run:
     seed: int = 0
 
     @property
-    def calibrated(self) -> list[Site]:
+    def calibrated(self) -> list[Norm]:
         """The norms of the measured layers."""
         return [s for s in self.sites if s.name in self.calibration.constants.sites]
 
@@ -155,7 +154,7 @@ class Observer:
     Prompts come in their order, but several may be under way at once (`batch_size`): a layer of each, then the next.
     """
 
-    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+    def norm(self, prompt: int, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         """Take in a norm's input and output (norms inside attention: flattened over heads)."""
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:

@@ -42,8 +42,8 @@ from ln_probe.analyses.probes.edited_runs import (
 )
 from ln_probe.analyses.probes.leading import EXACT_WORK, agreement
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, frozen_scaling
+from ln_probe.hooks.edits import GROUPS
+from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS
 
 
 class Causal(Probe):
@@ -156,7 +156,7 @@ def table(
         base, total = (rows[list(MEASURES)].sum(skipna=False) for rows in (intact, mine))
         predicted, groups = mine["predicted"].to_numpy(float), constants.groups[mine.index.to_numpy(int)]
         change, optimal = ((mine[m] - intact["nll"]).to_numpy(float) for m in ("nll", "nll_optimal"))
-        frozen = any(frozen_scaling([variant]))
+        frozen = VARIANTS[variant].freezes_scaling
         known = frozen and np.isfinite(optimal).all()
         uniform = total["nll_uniform"] if frozen else math.nan
         of_optimal = over_groups(optimal if known else np.full(len(mine), math.nan), predicted, groups, seed)
@@ -273,7 +273,7 @@ def by_prompt(measured: Sequence[pd.DataFrame], constants: Constants, moved: Shi
     base = intact.loc[pd.MultiIndex.from_frame(mine[["prompt", "sites"]])].reset_index(drop=True)
     mine = mine.reset_index(drop=True)
     tokens, places, queries = (mine[c].where(mine[c] > 0) for c in ("predicted", "positions", "queries"))
-    frozen = pd.Series(frozen_scaling(mine["variant"]), index=mine.index, dtype=bool)
+    frozen = mine["variant"].map(lambda v: VARIANTS[v].freezes_scaling).astype(bool)
     return pd.DataFrame(
         {
             "prompt": mine["prompt"].astype(np.int64),

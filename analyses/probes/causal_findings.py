@@ -17,8 +17,8 @@ import pandas as pd
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import DESCRIBED, EFFECT, NO_EFFECT, Finding
 from ln_probe.analyses.text import counted, number, percent, signed, with_interval
-from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.variants import INTACT, SCALING_FROZEN, VARIANTS, edits_of_norms
+from ln_probe.hooks.edits import GROUPS
+from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, VARIANTS
 
 # The smallest change of the loss that is called an effect, nats per token: 1 % of perplexity.
 LEAST_CHANGE = 0.01
@@ -136,7 +136,7 @@ def _exploratory_groups(tested: pd.DataFrame, places: Mapping[str, str], unit: s
     """Return the significant changes of the other groups."""
     groups = [dict(r) for r in tested[tested["sites"].isin(GROUPS)].to_dict("records") if is_effect(r)]
     groups.sort(key=lambda r: -abs(r["delta_loss"]))
-    words = {v.name: v.wording[0].lower() + v.wording[1:] for v in edits_of_norms() if not v.is_combined}
+    words = {v.name: v.wording[0].lower() + v.wording[1:] for v in EDITS if not v.is_combined}
     rows = [r for r in groups if r["variant"] in words]
     if not rows:
         return []

@@ -36,10 +36,8 @@ LAYERNORMS = declare(
     """
     site (text): the norm's name in the model
     layer (int): block it belongs to; 0 after the embedding, the number of blocks for the final norm
-    kind (text): what it computes: layernorm, rmsnorm, projection_only, scaling_only or none; unknown: no norm that
-        ln_probe knows, listed because something reads it where a norm would stand (see evidence)
+    kind (text): what it computes: layernorm, rmsnorm, projection_only, scaling_only or none
     reads (text): who reads its output, joined by +: attention, mlp, unembed, query, key, …
-    state (text): of the weights around it: raw, folded, centred or folded+centred
     tokens (int): vectors seen
     """,
     _TERMS,
@@ -61,7 +59,6 @@ LAYERNORMS = declare(
     eps (float): inside the square root of sigma; NaN where the norm does not scale
     reconstruction_bound (float): what rounding explains of reconstruction_error: 1e-5 in float32, 1e-12 in float64,
         in half precision three half-ulps of the largest entry over the RMS
-    evidence (text, hidden): what `state` was read from
     """,
 )
 

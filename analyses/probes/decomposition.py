@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,11 @@ from ln_probe.analyses.probes.base import DESCRIBED, Finding, Observer, Probe, P
 from ln_probe.analyses.probes.columns import LAYERNORMS
 from ln_probe.analyses.text import percent
 from ln_probe.hooks.model import n_layers
-from ln_probe.hooks.norm import Site, bias_of, gain_of
+from ln_probe.hooks.norm import Norm, bias_of, gain_of
+
+# Share of a vector's squared length along the all-ones direction below which a stream is centred: weights that are
+# centred in float32 leave 1e-14, a trained stream that is not centred is above 1e-6.
+CENTRED = 1e-9
 
 
 class Decomposition(Probe):
@@ -64,8 +68,8 @@ def _projection(norms: pd.DataFrame) -> list[str]:
     rows = norms[norms["kind"].isin(["layernorm", "projection_only"])] if len(norms) else norms
     if not len(rows) or rows["mean_share"].isna().all():
         return []
-    if rows["state"].str.contains("centred").all():
-        return ["Projection removes nothing: the residual stream is already centred at every norm, by construction."]
+    if (rows["mean_share"] < CENTRED).all():
+        return ["Projection removes nothing: the residual stream is centred at every norm (folded weights are)."]
     shares = rows["mean_share_tail"].fillna(rows["mean_share"])
     angle = rows["angle_to_ones_deg_tail"].median()
     text = (
@@ -175,7 +179,7 @@ def _measure_terms(
 ) -> tuple[float, float]:
     """The quantities of each position (but ANGLE) into `out`; largest error and |entry| of y.
 
-    What `Site.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
+    What `Norm.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
     """
     n, d = x.shape
     row = np.empty(d)
@@ -215,13 +219,11 @@ def _measure_terms(
 class SiteStatistics:
     """Running statistics of one norm; `add` a prompt at a time, `row` at the end."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Norm) -> None:
         self.everywhere, self.tail = _Sums(), _Sums()
         self.error, self.largest = 0.0, 0.0
         self.out_square, self.out_count = 0.0, 0
         self.dtype = torch.float64
-        if site.kind == "unknown":  # its terms are not known: nothing to divide by, nothing to compare with
-            site = replace(site, constant_scale=math.nan)
         self.site = site
         self._gain, self._bias = (t.contiguous().numpy() for t in (gain_of(site), bias_of(site)))
 
@@ -256,14 +258,12 @@ class SiteStatistics:
 
     @property
     def reconstruction_error(self) -> float:
-        """max |LN(x) - sum of the terms| over the RMS of LN(x); NaN where the terms are not known."""
-        return math.nan if self.site.kind == "unknown" else self.error / self.out_rms
+        """max |LN(x) - sum of the terms| over the RMS of LN(x)."""
+        return self.error / self.out_rms
 
     @property
     def reconstruction_bound(self) -> float:
         """What rounding in the format of its output explains; NaN where there is nothing to compare."""
-        if self.site.kind == "unknown":
-            return math.nan
         if self.dtype in RECONSTRUCTION_BOUND:
             return RECONSTRUCTION_BOUND[self.dtype]
         return HALF_ROUNDINGS * torch.finfo(self.dtype).eps / 2 * self.largest / self.out_rms
@@ -281,13 +281,11 @@ class SiteStatistics:
             "layer": site.layer,
             "kind": site.kind,
             "reads": site.reads,
-            "state": site.state,
             "tokens": self.everywhere.count,
             "gain_mean": math.nan if gain is None else float(gain.mean()),
             "gain_cv": math.nan if gain is None else float(gain.std(correction=0) / gain.mean().abs()),
             "bias_norm": bias_norm,
             "eps": site.eps if site.scales else math.nan,
-            "evidence": site.evidence,
             "reconstruction_error": self.reconstruction_error,
             "reconstruction_bound": self.reconstruction_bound,
         }

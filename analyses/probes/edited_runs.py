@@ -34,15 +34,29 @@ from torch import Tensor
 
 from ln_probe.analyses.probes.leading import every_one_is_run, with_largest
 from ln_probe.analyses.probes.shared_passes import Job, SharedPasses, Sums
-from ln_probe.hooks.edits import Edit, Positions, installed
-from ln_probe.hooks.interventions import GROUPS, lost_edits, members, why_nothing
-from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, dtype_of, evaluating, vocabulary_size
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.constants import (
+    FROZEN,
+    OPTIMAL,
+    UNIFORM,
+    Constant,
+    GradientError,
+    edited_loss,
+    loss_and_gradients,
+)
+from ln_probe.hooks.edits import GROUPS, members, no_op
+from ln_probe.hooks.model import (
+    HookedModel,
+    at_least_float32,
+    device_of,
+    dtype_of,
+    evaluating,
+    hooks_on,
+    tensors_in,
+    vocabulary_size,
+)
+from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS, Norm, Variant
+from ln_probe.hooks.norm_edits import NormEdit, edited_output, lost_edits
 from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
-from ln_probe.hooks.optimal_constants import GradientError, edited_loss, loss_and_gradients
-from ln_probe.hooks.scales import FROZEN, OPTIMAL, UNIFORM, Constant
-from ln_probe.hooks.sites import facts_of
-from ln_probe.hooks.variants import SCALING_FROZEN, VARIANTS, Variant, VariantEdit
 
 _LOSSES = ("nll", "nll_uniform", "nll_optimal", "estimate")
 MEASURES = (*_LOSSES, "predicted", "kl", "agree", "positions", "entropy", "queries")
@@ -75,7 +89,7 @@ _Signature = tuple[tuple[str, frozenset[str]], ...]
 class _Row:
     sites: str
     variant: Variant
-    members: tuple[Site, ...]
+    members: tuple[Norm, ...]
 
     @property
     def is_group(self) -> bool:
@@ -87,7 +101,7 @@ class _Row:
         return self.sites in PRIMARY_SITES and self.variant is SCALING_FROZEN
 
     @property
-    def frozen(self) -> list[Site]:
+    def frozen(self) -> list[Norm]:
         """The norms whose sigma a constant replaces."""
         return [s for s in self.members if self.variant.takes_scaling(s)]
 
@@ -122,7 +136,7 @@ class EditedRuns:
     def __init__(
         self,
         model: HookedModel,
-        sites: Sequence[Site],
+        sites: Sequence[Norm],
         constants: Mapping[str, Constant | float] | Callable[[int], Mapping[str, Constant]],
         *,
         optimal: Callable[[str, int], Mapping[str, Constant]] | None = None,
@@ -146,7 +160,7 @@ class EditedRuns:
         self.gradients: list[dict[str, Any]] = []
         self.too_steep: list[str] = []  # the primary contrasts with a derivative that holds over smaller steps alone
         self.lost = lost_edits(model, sites)
-        self.nothing = {variant: why_nothing(facts_of(model), sites, variant) for variant in VARIANTS}
+        self.nothing = {v: {s.name: why for s in sites if (why := no_op(s, v))} for v in VARIANTS}
         chosen = [(g, found) for g in GROUPS if (found := tuple(members(sites, g)))] + [(s.name, (s,)) for s in sites]
         self.rows = [_Row(name, variant, found) for name, found in chosen for variant in VARIANTS.values()]
         self.whole = not primary_only
@@ -179,7 +193,7 @@ class EditedRuns:
             jobs: dict[tuple[_Signature, str], Job] = {}
             for row in wanted:
                 if self._is_run(row):
-                    jobs |= {(row.signature, way): job for way, job in self._jobs(row, len(tokens), prompt, constants)}
+                    jobs |= {(row.signature, way): job for way, job in self._jobs(row, prompt, constants)}
             effects = passes.effects(jobs)
         self._differentiate(prompt, tokens, effects, intact["nll"])
         estimates = self._estimates(wanted, tokens, constants)
@@ -232,7 +246,7 @@ class EditedRuns:
 
     def _holds(
         self,
-        sites: Sequence[Site],
+        sites: Sequence[Norm],
         tokens: Int[Tensor, " pos"],
         constants: Mapping[str, Constant],
         gradients: Mapping[str, tuple[float, float]],
@@ -254,8 +268,8 @@ class EditedRuns:
             steps = zip(held, gradients[s.name], self.errors[s.name], strict=True)
             moved[s.name] = Constant(*(max(c + math.copysign(e, g), c / 2) for c, g, e in steps))
         with torch.no_grad():
-            rows = tokens[None].to(device_of(self.model))
-            after = float(edited_loss(self.model, sites, rows, moved, SCALING_FROZEN.name, self.objective))
+            rows, pairs = tokens[None].to(device_of(self.model)), {name: c.pair for name, c in moved.items()}
+            after = float(edited_loss(self.model, sites, rows, pairs, SCALING_FROZEN.name, self.objective))
         return min(1.0, abs(after - loss) / promised) if math.isfinite(after) else 1.0
 
     def _is_lost(self, row: _Row) -> bool:
@@ -293,32 +307,27 @@ class EditedRuns:
         keys = {(r.sites, r.variant.name): r for r in single}
         if len(tokens) < 2:  # nothing is predicted
             return dict.fromkeys(keys, (0.0, 0.0))
-        edits = {key: self._edits(r, constants, len(tokens))[0] for key, r in keys.items() if r.signature}
+        edits = {key: self._edits(r, constants)[0] for key, r in keys.items() if r.signature}
         found = norm_estimates(self.model, tokens, edits) if edits else {}
         idle = {key: (0.0, 0.0) for key, r in keys.items() if not r.signature}
         return found | idle if found or not edits else {}
 
-    def _jobs(
-        self, row: _Row, length: int, prompt: int, constants: Mapping[str, Constant]
-    ) -> Iterator[tuple[str, Job]]:
+    def _jobs(self, row: _Row, prompt: int, constants: Mapping[str, Constant]) -> Iterator[tuple[str, Job]]:
         """Yield the ways in which a row is run: more than one of primary contrasts that freeze scaling."""
-        yield FROZEN, Job(self._edits(row, constants, length), whole=self.whole)
+        yield FROZEN, Job(self._edits(row, constants), whole=self.whole)
         if row.is_frozen_primary and row.frozen and not self.no_loss:
             if self.uniform:
                 one = {name: Constant.of(c).uniform for name, c in constants.items()}
-                yield UNIFORM, Job(self._edits(row, one, length), whole=False)
+                yield UNIFORM, Job(self._edits(row, one), whole=False)
             if self.optimal is not None:
                 best = self.optimal(row.sites, prompt)
                 if all(s.name in best for s in row.frozen):
-                    yield OPTIMAL, Job(self._edits(row, best, length), whole=False)
+                    yield OPTIMAL, Job(self._edits(row, best), whole=False)
 
-    def _edits(self, row: _Row, constants: Mapping[str, Constant], length: int) -> list[Edit]:
-        positions = Positions()
-        positions.shape = (1, length)  # of this row of the batch
-        return [
-            VariantEdit(s, row.variant.name, constants.get(s.name) if row.variant.takes_scaling(s) else None, positions)
-            for s in row.members
-        ]
+    def _edits(self, row: _Row, constants: Mapping[str, Constant]) -> list[NormEdit]:
+        pairs = {name: Constant.of(c).pair for name, c in constants.items()}
+        changed = [s for s in row.members if row.variant.effect(s)]
+        return [NormEdit.of(s, row.variant.name, pairs.get(s.name)) for s in changed]
 
     def _sums(
         self,
@@ -365,11 +374,6 @@ class EditedRuns:
                 f"largest estimates; the others are estimated to second order, and count as tests where p-values of "
                 "single norms are adjusted"
             )
-        if any("ignores the mean" in reason for by_site in self.nothing.values() for reason in by_site.values()):
-            said.append(
-                "causal: the weights that read these norms are centred (folding the norms does that), so a model "
-                "without projection is the same by construction: load it unfolded to learn what projection does"
-            )
         if self.meaningless:
             said.append(f"causal: losses, KL and top-1 agreement are left out: {self.meaningless}")
         elif self.no_loss:
@@ -390,7 +394,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def norm_estimates(
-    model: HookedModel, tokens: Int[Tensor, " pos"], edits: Mapping[_Key, Edit]
+    model: HookedModel, tokens: Int[Tensor, " pos"], edits: Mapping[_Key, NormEdit]
 ) -> dict[_Key, tuple[float, float]]:
     """Return the estimated change of the summed next-token loss of one prompt under each edit of one norm.
 
@@ -408,22 +412,23 @@ def norm_estimates(
     Args:
         model: any hooked model with a next-token loss.
         tokens: of the prompt.
-        edits: by any key; those that ask where position 0 is must know that the batch is one prompt.
+        edits: by any key.
 
     Returns:
         Both sums for each key, in nats; nothing if the loss has no gradient at any norm.
     """
-    sites = {e.site.name: e.site for e in edits.values()}
-    seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in sites}
+    norms = {edit.norm.name: edit.norm for edit in edits.values()}
+    seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in norms}
 
-    def record(name: str, x: Tensor, y: Tensor) -> Tensor:
-        """Change nothing; keep what the norm read and gave, with a leaf for the gradient there."""
+    def record(name: str, _m: Any, args: Any, kwargs: Any, y: Tensor) -> Tensor:
+        """Record the norm's input and output, with a leaf for the gradient there."""
+        x = tensors_in(args, kwargs)[0]
         seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
         return y + seen[name][-1][-1]
 
     rows = tokens[None].to(device_of(model))
-    recorders = [Edit(site, partial(record, name), "recorded") for name, site in sites.items()]
-    with evaluating(model), torch.enable_grad(), installed(model, recorders):
+    recorders = [(norm.module, partial(record, name)) for name, norm in norms.items()]
+    with evaluating(model), torch.enable_grad(), hooks_on(recorders):
         logits = at_least_float32(model(rows, return_type="logits"))[0, :-1]
         leaves = [leaf for calls in seen.values() for *_, leaf in calls]
         if not logits.requires_grad:
@@ -440,9 +445,10 @@ def norm_estimates(
     with torch.no_grad():
         for key, edit in edits.items():
             first, second = 0.0, torch.zeros(())
-            for x, y, leaf in seen[edit.site.name]:
+            edit.positions.direct, edit.positions.shape = True, (1, len(tokens))
+            for x, y, leaf in seen[edit.norm.name]:
                 if id(leaf) in slopes:
-                    change = at_least_float32(edit.change(x, y)) - at_least_float32(y)
+                    change = at_least_float32(edited_output(edit.norm, edit, x, y)) - at_least_float32(y)
                     own, of_drawn = (slope * change for slope in slopes[id(leaf)])
                     first += float(own.sum(dtype=torch.float64))
                     second = second.to(y.device) + of_drawn.sum(-1, dtype=torch.float64)  # all calls read one vector

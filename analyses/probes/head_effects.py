@@ -45,15 +45,33 @@ from ln_probe.analyses.probes.leading import (
 from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE, mapped, passed_over
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, interval, sign_test
 from ln_probe.analyses.text import counted, with_interval
-from ln_probe.hooks.edits import LostEditError
-from ln_probe.hooks.head_edits import HeadEdit, attention_of, by_head, head_count, z_instead, z_point
-from ln_probe.hooks.interventions import lost_edits, why_nothing
-from ln_probe.hooks.model import Hook, HookedModel, blocks, device_of, evaluating, hooks_on, run, vocabulary_size
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.constants import Constant
+from ln_probe.hooks.edits import no_op
+from ln_probe.hooks.model import (
+    Hook,
+    HookedModel,
+    attention_of,
+    blocks,
+    by_head,
+    device_of,
+    evaluating,
+    head_count,
+    hooks_on,
+    run,
+    vocabulary_size,
+    z_point,
+)
+from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm
+from ln_probe.hooks.norm_edits import (
+    HeadEdit,
+    InterventionError,
+    NormEdit,
+    Readers,
+    edited_output,
+    lost_edits,
+    z_of,
+)
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.scales import Constant
-from ln_probe.hooks.sites import facts_of
-from ln_probe.hooks.variants import SCALING_FROZEN, VariantEdit, edits_of_norms
 
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")
 
@@ -95,7 +113,7 @@ class HeadRuns:
     def __init__(
         self,
         model: HookedModel,
-        sites: Sequence[Site],
+        sites: Sequence[Norm],
         constants: Mapping[str, Constant],
         *,
         layers: Sequence[int],
@@ -114,21 +132,19 @@ class HeadRuns:
         self.heads = {
             layer: [h for h in range(head_count(model, layer)) if heads is None or h in heads] for layer in self.sites
         }
-        self.nothing = {
-            v.name: why_nothing(facts_of(model), list(self.sites.values()), v.name) for v in edits_of_norms()
-        }
+        self.nothing = {v.name: {s.name: why for s in self.sites.values() if (why := no_op(s, v.name))} for v in EDITS}
         self.every = [(layer, head) for layer, some in self.heads.items() for head in some]
         self.lost: dict[str, str] = {}
         self.silent = meaningless or (self.objective.obstacle(model) if self.sites else "")
         self.exact: frozenset[tuple[int, int]] = frozenset()
         if self.sites and not self.silent:
-            by_site: dict[str, dict[int, list[int]]] = {}
+            by_norm: dict[str, dict[int, tuple[int, ...] | None]] = {}
             for layer, site in self.sites.items():
-                by_site.setdefault(site.name, {})[layer] = self.heads[layer]
+                by_norm.setdefault(site.name, {})[layer] = tuple(self.heads[layer])
+            readers, norms = Readers("qkv", by_norm), list(dict.fromkeys(self.sites.values()))
             try:
-                found = list(dict.fromkeys(self.sites.values()))
-                self.lost = lost_edits(model, found, make=partial(HeadEdit, by_site))
-            except LostEditError as error:  # of all heads alike: no site is to blame
+                self.lost = lost_edits(model, norms, make=partial(HeadEdit, readers), kind=readers.kind)
+            except InterventionError as error:  # this attention has no hook points of queries, keys and values
                 self.silent = str(error)
             else:
                 self.exact = frozenset(self._chosen() if exact is None else exact)
@@ -173,8 +189,8 @@ class HeadRuns:
         rows: list[tuple[Any, ...]] = []
         for layer, site in self.sites.items():
             for variant in self.nothing:
-                no_op = self.nothing[variant].get(site.name, "")
-                change = None if no_op else first.edited[layer, variant] - first.z[layer]
+                why = self.nothing[variant].get(site.name, "")
+                change = None if why else first.edited[layer, variant] - first.z[layer]
                 for head in self.heads[layer]:
                     estimate, nll = 0.0, first.nll
                     if change is not None:
@@ -185,7 +201,7 @@ class HeadRuns:
                     if site.name in self.lost:
                         estimate = nll = math.nan
                     weight = self.objective.weight(tokens)
-                    rows.append((prompt, layer, head, variant, nll, estimate, first.nll, weight, no_op))
+                    rows.append((prompt, layer, head, variant, nll, estimate, first.nll, weight, why))
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     def _first(self, tokens: Int[Tensor, " pos"]) -> _First:
@@ -194,12 +210,12 @@ class HeadRuns:
         inside = False
         shifts: dict[int, Tensor] = {}
 
-        def norm(site: Site, _m: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
+        def norm(site: Norm, _m: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
             if not inside:
                 x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
                 read.setdefault(site.name, []).append((x.detach(), y.detach()))
 
-        def attention(layer: int, site: Site, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        def attention(layer: int, site: Norm, _m: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal inside
             for variant in self.nothing:
                 if self.nothing[variant].get(site.name):
@@ -207,12 +223,14 @@ class HeadRuns:
                 inside = True
                 try:
                     with torch.no_grad():
-                        z = z_instead(self.model, layer, args, kwargs, self._instead(site, variant, read[site.name]))
+                        x, y = read[site.name][-1]
+                        edited = self._edited(site, variant, x, y)
+                        z = z_of(self.model, layer, args, kwargs, y, edited)
                 finally:
                     inside = False
                 if z is None:  # (what `lost_edits` has found out before)
                     raise ValueError(f"{site.name}: the attention of block {layer} does not read this norm's output")
-                found.edited[layer, variant] = by_head(z["z"], head_count(self.model, layer))[0]
+                found.edited[layer, variant] = by_head(z, head_count(self.model, layer))[0]
 
         def handed_on(layer: int, _m: nn.Module, _args: Any, _kwargs: Any, z: Tensor) -> Tensor | None:
             if inside:
@@ -240,20 +258,17 @@ class HeadRuns:
             found.outputs = []
         return found
 
-    def _instead(self, site: Site, variant: str, read: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        def instead(given: Tensor) -> Tensor | None:
-            for x, y in reversed(read):
-                if given.shape == y.shape and torch.equal(given, y):
-                    return VariantEdit(site, variant, self.constants[site.name]).change(x, y)
-            return None
-
-        return instead
+    def _edited(self, site: Norm, variant: str, x: Tensor, y: Tensor) -> Tensor:
+        """Return the norm's output under a variant, from its input and output in one prompt."""
+        edit = NormEdit.of(site, variant, self.constants[site.name].pair)
+        edit.positions.direct, edit.positions.shape = True, (int(x.shape[0]), int(x.shape[1]))
+        return edited_output(site, edit, x, y)
 
     def _exact(self, tokens: Int[Tensor, " pos"], first: _First) -> dict[tuple[int, int, str], float]:
         found: dict[tuple[int, int, str], float] = {}
         at_once = max(1, min(_LOGITS // vocabulary_size(self.model), TOKENS_AT_ONCE) // len(tokens))
         for layer in self.sites:
-            variants = [v.name for v in edits_of_norms() if (layer, v.name) in first.edited]
+            variants = [v.name for v in EDITS if (layer, v.name) in first.edited]
             wanted = [(h, v) for h in self.heads[layer] if (layer, h) in self.exact for v in variants]
             for at in range(0, len(wanted), at_once):
                 some = wanted[at : at + at_once]

@@ -18,8 +18,8 @@ from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, UNSELECTABLE
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Marks, Observer
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.variants import INTACT, VARIANTS, no_op
+from ln_probe.hooks.edits import no_op
+from ln_probe.hooks.norm import INTACT, VARIANTS, Norm
 
 NORMALIZED, HEAD = "normalized", "head"
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
@@ -107,7 +107,7 @@ class KeyObserver(Observer):
             yield self._rows[layer, space]
 
 
-def sphere_theorem(site: Site, variant: str) -> str:
+def sphere_theorem(site: Norm, variant: str) -> str:
     """Why keys at a norm's output can never be unselectable; empty if they can."""
     if site.scales and (variant == INTACT.name or no_op(site, variant)):
         return "normalized keys lie on a sphere" + ("" if site.eps == 0 else " (up to eps)")

@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.capture import stream
+from ln_probe.hooks.constants import check_ids, token_rows
 from ln_probe.hooks.model import OneLine, check_model, evaluating
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.scales import check_ids, token_rows
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.norms import find_norms
+from ln_probe.hooks.stream import stream
 
 OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; sinks of real models have 20 to 1000
 MASSIVE_SIZE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al.'s definition
@@ -73,7 +73,7 @@ class PromptOutliers:
         longest: the sizes of each token where it is longest relative to the median; None before the first norm.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[Norm]) -> None:
         # After a post-norm block the stream is the norm's output; otherwise the norm only looks at it.
         self.post = any(s.attention_layers and s.layer not in s.attention_layers for s in sites)
         self.found: dict[int, Outlier] = {}
@@ -83,7 +83,7 @@ class PromptOutliers:
         self._stream: Tensor | None = None
         self._writers: list[str] = []
 
-    def add(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> Sizes | None:
+    def add(self, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> Sizes | None:
         """Take in a norm's input and output; None for a norm inside attention, which sees heads."""
         if site.reads in _INSIDE:
             return None
@@ -115,14 +115,14 @@ class PromptOutliers:
         if bool((largest > MASSIVE_SIZE).any()):  # rarely, and a median over all entries takes a while
             self.massive |= (largest > MASSIVE_SIZE) & (largest > MASSIVE_RATIO * size.median())
 
-    def _keep_dimensions(self, site: Site, kept: Float[Tensor, "pos d"]) -> None:
+    def _keep_dimensions(self, site: Norm, kept: Float[Tensor, "pos d"]) -> None:
         rows = torch.linspace(0, len(kept) - 1, min(len(kept), _TOKENS_OF_DIMENSIONS)).long()
         typical = kept[rows].abs().median(0).values
         ratio = typical / typical.median().clamp_min(1e-30)
         for at in (ratio > OUTLIER_RATIO).nonzero().flatten().tolist():
             self.dimensions[site.name, at] = float(ratio[at])
 
-    def _written(self, site: Site, x: Float[Tensor, "pos d"], at: int) -> tuple[str, float]:
+    def _written(self, site: Norm, x: Float[Tensor, "pos d"], at: int) -> tuple[str, float]:
         """What was added to the stream since the norm before, and its share of this token's vector."""
         if site.reads == "other":  # a norm of a sublayer's output: not of the stream
             return "", float("nan")
@@ -131,7 +131,7 @@ class PromptOutliers:
         share = float(kept @ site.project(x[at] - before) / (kept @ kept))
         return " and ".join(self._writers) if self._stream is not None else "the embedding", share
 
-    def _follow(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+    def _follow(self, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         if site.reads == "other":
             return
         fed = [
@@ -214,14 +214,14 @@ def outlier_tokens(
     prompts = token_rows(tokens)
     for row in prompts:
         check_ids(hooked, row)
-    sites = [s for s in find_sites(hooked) if s.reads not in _INSIDE]
+    sites = [s for s in find_norms(hooked) if s.reads not in _INSIDE]
     sizes: dict[str, list[Sizes]] = {s.name: [] for s in sites}
     masks, massive, dimensions = [], [], []
     with evaluating(hooked):
         for row in prompts:
             found = PromptOutliers(sites)
 
-            def look(site: Site, x: Tensor, y: Tensor, found: PromptOutliers = found) -> None:
+            def look(site: Norm, x: Tensor, y: Tensor, found: PromptOutliers = found) -> None:
                 sizes[site.name].append(cast(Sizes, found.add(site, x, y)))
 
             stream(hooked, row, sites, on_norm=look)

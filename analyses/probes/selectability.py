@@ -62,7 +62,7 @@ from ln_probe.analyses.probes.keys import (
 )
 from ln_probe.analyses.probes.uniformity import spread
 from ln_probe.analyses.text import number, percent
-from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, SCALING_FROZEN
+from ln_probe.hooks.norm import BOTH_REMOVED, INTACT, SCALING_FROZEN
 
 
 class Selectability(Probe):

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 from ln_probe.analyses.progress import tell_inner
-from ln_probe.hooks.capture import is_causal, window_of
-from ln_probe.hooks.edits import Edit, LostEditError, installed
 from ln_probe.hooks.model import (
     Hook,
     HookedModel,
@@ -39,7 +37,10 @@ from ln_probe.hooks.model import (
     vocabulary_size,
     weight_of,
 )
+from ln_probe.hooks.norm import INTACT
+from ln_probe.hooks.norm_edits import NormEdit, installed
 from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.stream import is_causal, window_of
 
 # Tokens that go through the model at once: on one core, matrix products of GPT-2 small's shape reach 70 billion
 # operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.
@@ -56,7 +57,7 @@ class Job:
         whole: whether distributions and attention are compared too; otherwise the loss is all that is wanted.
     """
 
-    edits: Sequence[Edit]
+    edits: Sequence[NormEdit]
     whole: bool = True
 
 
@@ -107,7 +108,7 @@ class SharedPasses:
         the prompt."""
         waiting: dict[tuple[int, bool], list[_Key]] = {}
         for key, job in jobs.items():
-            start = min(e.site.layer for e in job.edits) if self.outputs else 0
+            start = min(e.norm.layer for e in job.edits) if self.outputs else 0
             waiting.setdefault((start, job.whole), []).append(key)
         most = max(1, TOKENS_AT_ONCE // len(self.tokens))
         done: dict[_Key, Sums] = {}
@@ -121,11 +122,11 @@ class SharedPasses:
 
     def _together(self, jobs: Sequence[Job], start: int, whole: bool) -> list[Sums]:
         rows, tokens = len(jobs), self.tokens.expand(len(jobs), -1)
-        changes: dict[str, dict[int, Edit]] = {}
+        changes: dict[str, dict[int, NormEdit]] = {}
         for row, job in enumerate(jobs):
             for edit in job.edits:
-                changes.setdefault(edit.site.name, {})[row] = edit
-        edits = [_RowEdit(rows, mine) for mine in changes.values()]
+                changes.setdefault(edit.norm.name, {})[row] = edit
+        edits = [_by_row(rows, by_row) for by_row in changes.values()]
         seen: dict[int, list[tuple[float, float]]] = {}
         reference, own = self.reference, self.objective.function is None
         blockwise = reference is not None and reference.unembedding is not None
@@ -136,8 +137,6 @@ class SharedPasses:
             _reading(self.model, skip=blockwise and own) as read,
         ):
             output = run(self.model, tokens, return_type="logits")
-        if idle := next((e for e in edits if not e.calls), None):
-            raise LostEditError(f"{idle.site.name}: the edit was lost, because its block was passed over")
         if reference is None:
             made = [_unknown() for _ in jobs]
         else:
@@ -196,41 +195,16 @@ def _reading(model: HookedModel, *, skip: bool) -> Iterator[list[Tensor]]:
         yield found
 
 
-class _RowEdit(Edit):
-    """The edits of one norm, each on its own row of a batch."""
-
-    def __init__(self, rows: int, edits: Mapping[int, Edit]) -> None:
-        first = next(iter(edits.values()))
-        super().__init__(first.site, self._change, first.label)
-        self.rows, self.edits = rows, edits
-        self.divides = all(edit.divides for edit in edits.values())
-
-    def _change(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        return self._by_row(x, y, lambda edit, mine: edit.change(x[mine], y[mine]))
-
-    def divisor(self, x: Float[Tensor, "*batch d"], sigma: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch 1"]:
-        return self._by_row(x, sigma, lambda edit, mine: edit.divisor(x[mine], sigma[mine]))
-
-    def normalized(self, x: Float[Tensor, "*batch d"], used: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch d"]:
-        intact = super().normalized(x, used)
-        return self._by_row(x, intact, lambda edit, mine: edit.normalized(x[mine], used[mine]))
-
-    def after(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        return self._by_row(x, y, lambda edit, mine: edit.after(x[mine], y[mine]))
-
-    def _by_row(self, x: Tensor, y: Tensor, of_row: Callable[[Edit, slice], Tensor]) -> Tensor:
-        """Rows are the first axis: [batch pos d], [batch head pos d_head], or flattened."""
-        if x.shape[0] % self.rows:
-            raise LostEditError(
-                f"{self.site.name}: its input {list(x.shape)} does not hold {self.rows} rows of a batch, so edits of "
-                "several rows cannot be distinguished"
-            )
-        size = x.shape[0] // self.rows
-        out = y.clone(memory_format=torch.contiguous_format)
-        for row, edit in self.edits.items():
-            mine = slice(row * size, (row + 1) * size)
-            out[mine] = of_row(edit, mine)
-        return out
+def _by_row(rows: int, edits: Mapping[int, NormEdit]) -> NormEdit:
+    """Return the edits of one norm, each on its own row of a batch, as one."""
+    first, none = next(iter(edits.values())), torch.full((2,), math.nan, dtype=torch.float64)
+    variants = [edits[row].variants[0] if row in edits else INTACT.name for row in range(rows)]
+    constants = [edits[row].constants if row in edits else None for row in range(rows)]
+    if all(pair is None for pair in constants):
+        return NormEdit(first.norm, variants, None, first.label)
+    return NormEdit(
+        first.norm, variants, torch.stack([none if pair is None else pair[0] for pair in constants]), first.label
+    )
 
 
 @contextmanager

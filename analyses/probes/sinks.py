@@ -38,9 +38,9 @@ from ln_probe.analyses.probes.columns import OUTLIER_DIMENSIONS, SINK_HEADS, SIN
 from ln_probe.analyses.probes.outliers import LEAST_TOKENS, OUTLIER_RATIO, Outlier, PromptOutliers
 from ln_probe.analyses.text import counted, percent, visible
 from ln_probe.hooks.attention import Heads
-from ln_probe.hooks.capture import visible_keys
 from ln_probe.hooks.model import at_least_float32
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.stream import visible_keys
 
 MUCH = 0.3  # of a query's attention: Gu et al.'s epsilon
 # Of (head, query) of a layer that give it MUCH: a layer of heads that look elsewhere has under a tenth.
@@ -90,14 +90,14 @@ class _Layer:
 class _Prompt:
     """One prompt under way."""
 
-    def __init__(self, number: int, sites: Sequence[Site]) -> None:
+    def __init__(self, number: int, sites: Sequence[Norm]) -> None:
         self.number, self.length = number, 0
         self.outliers = PromptOutliers(sites)
         self.layers: dict[int, _Layer] = {}
         # Attention to one token, as it is and with its own key unscaled, summed over heads and queries; their number.
         self.alone: dict[int, Float64[np.ndarray, " sum"]] = {}
 
-    def norm(self, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+    def norm(self, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         if self.outliers.add(site, x, y) is not None:
             self.length = len(x)
 
@@ -277,7 +277,7 @@ class _Watching(Observer):
             self.under_way[number] = _Prompt(number, self.run.sites)
         return self.under_way[number]
 
-    def norm(self, prompt: int, site: Site, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
+    def norm(self, prompt: int, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
         self._of(prompt).norm(site, x, y)
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:

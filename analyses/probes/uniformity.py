@@ -36,8 +36,8 @@ from ln_probe.analyses.probes.columns import HEADS
 from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, KeyObserver, KeyRows
 from ln_probe.analyses.text import percent
 from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
-from ln_probe.hooks.capture import visible_keys
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.stream import visible_keys
 
 # Of one head on one prompt, means over the queries that see more than one key (columns of the `heads` table).
 MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")
@@ -211,7 +211,7 @@ def angle_to_uniform(
     return torch.cat(found)
 
 
-def _into_keys(norm: Site | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:
+def _into_keys(norm: Norm | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:
     """What reads a key after its QK-norm, as what reads it before (but for the length that the norm divides by)."""
     if norm is None:
         return w
@@ -222,7 +222,7 @@ def _into_keys(norm: Site | None, w: Float[Tensor, "*batch head d_head"]) -> Flo
     return w - w.mean(-1, keepdim=True) if norm.projects else w
 
 
-def mean_angle(heads: Heads, site: Site, q: Float[Tensor, "query head d_head"]) -> Float[Tensor, " head"]:
+def mean_angle(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) -> Float[Tensor, " head"]:
     """Mean of `angle_to_uniform` over the queries that see more than one key; NaN without projection."""
     first = 1 if heads.causal else 0
     if not site.projects or len(q) < 2:

@@ -59,8 +59,8 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.probes.statistics import infer_mean
-from ln_probe.hooks import find_sites
-from ln_probe.hooks.head_edits import by_head
+from ln_probe.hooks import find_norms
+from ln_probe.hooks.model import by_head
 from ln_probe.hooks.model import attentions, hooks_on, run
 
 TABLES = HERE / "tables"
@@ -143,7 +143,7 @@ def directions(model: Any) -> dict[int, Directions]:
     generator = torch.Generator().manual_seed(SEED)
     attn = attentions(model)
     found = {}
-    for site in find_sites(model):
+    for site in find_norms(model):
         for layer in site.attention_layers:
             W = attn[layer].W_K.detach().double()
             W = W if site.gain is None else site.gain.double()[:, None] * W

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import ln_probe
-from ln_probe.hooks.variants import VARIANTS
+from ln_probe.hooks.norm import VARIANTS
 from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, PINK, Figure
 
 DPI = 110

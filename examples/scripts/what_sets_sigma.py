@@ -3,10 +3,10 @@
 import torch
 
 import ln_probe
-from ln_probe.hooks import find_sites
+from ln_probe.hooks import find_norms
 
 model, tokens = ln_probe.load_model("lm-layernorm"), torch.arange(1, 33)[None]
-norm = next(s for s in find_sites(model) if s.name == "ln_final")
+norm = next(s for s in find_norms(model) if s.name == "ln_final")
 names = ["hook_embed", "hook_pos_embed"]
 names += [f"blocks.{layer}.hook_{part}_out" for layer in range(len(model.blocks)) for part in ("attn", "mlp")]
 components = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ln_probe.hooks.in_memory import complete_biases, complete_token_ids
+from ln_probe.hooks.model import complete_biases, complete_token_ids
 from ln_probe.loading.hub import PICKLE_WARNING, PICKLES, SAFETENSORS
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ln_probe.hooks.in_memory import complete_biases, complete_token_ids, same_weights
+from ln_probe.hooks.model import complete_biases, complete_token_ids, same_weights
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer, hooked_obstacle, to_bridge, to_hooked
 from ln_probe.loading.provenance import UNKNOWN_HEAD, ModelSource, remember, sha256_of_state
 

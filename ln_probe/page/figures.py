@@ -29,8 +29,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ln_probe.analyses.probes.base import Picture, even_share
 from ln_probe.analyses.text import disarmed, percent
-from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.variants import INTACT, VARIANTS, Variant
+from ln_probe.hooks.edits import GROUPS
+from ln_probe.hooks.norm import INTACT, VARIANTS, Variant
 
 if TYPE_CHECKING:
     from ln_probe.report import Report

@@ -20,7 +20,7 @@ from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.schema import Column
 from ln_probe.analyses.text import disarmed
 from ln_probe.exhibits import Exhibits
-from ln_probe.hooks.variants import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN
+from ln_probe.hooks.norm import BOTH_REMOVED, INTACT, PROJECTION_REMOVED, SCALING_FROZEN
 from ln_probe.page.figures import SIZE, Figure, draw_grid, in_head_space
 from ln_probe.report import Report
 

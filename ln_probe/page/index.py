@@ -22,8 +22,8 @@ from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss
 from ln_probe.analyses.probes.columns import PAIRED, SUMMARY
 from ln_probe.comparison import Comparison, labels, paired, run_of, setup_differences, step_of, summary
 from ln_probe.exhibits import Exhibits
-from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.variants import Variant, primary_variants
+from ln_probe.hooks.edits import GROUPS
+from ln_probe.hooks.norm import EDITS, Variant
 from ln_probe.page import own_script, policy, render
 from ln_probe.page.figures import GRID, SIZE, SMALLEST, Figure, axis_text, svg, widened
 from ln_probe.page.page import Shown, drawing
@@ -177,7 +177,7 @@ def losses(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
     for place, (name, report) in enumerate(zip(names, reports, strict=True)):
         causal = report.causal
         wanted = (
-            causal["variant"].isin([v.name for v in primary_variants()])
+            causal["variant"].isin([v.name for v in EDITS if v.primary])
             & causal["sites"].isin(_PLACES)
             & causal["delta_loss"].notna()
         )
@@ -240,7 +240,7 @@ def _by_term(
     rows: pd.DataFrame, base: float, each: float, *, shared: bool = True
 ) -> tuple[Figure, list[tuple[mpl.axes.Axes, Variant, pd.DataFrame]]]:
     """Return a figure with a panel for each term, and with each panel the rows that it shows."""
-    terms = [v for v in primary_variants() if (rows["variant"] == v.name).any()]
+    terms = [v for v in EDITS if v.primary and (rows["variant"] == v.name).any()]
     figure = Figure(figsize=(SIZE[0], base + len(terms) * each), layout="constrained")
     panels = figure.subplots(max(1, len(terms)), 1, sharey=shared, squeeze=False)[:, 0]
     for axes, term in zip(panels, terms, strict=False):

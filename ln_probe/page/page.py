@@ -16,7 +16,7 @@ from ln_probe.analyses.probes.base import Picture
 from ln_probe.analyses.probes.columns import CAUSAL, TOKENS
 from ln_probe.analyses.probes.registry import DEFAULT, chosen, find
 from ln_probe.analyses.text import disarmed, percent, shortened
-from ln_probe.hooks.variants import INTACT
+from ln_probe.hooks.norm import INTACT
 from ln_probe.page import figures, own_script, policy, render
 from ln_probe.page.attention import FRAME_HEIGHT, attention_document, frame, scripts
 from ln_probe.page.figures import PICTURES, in_head_space, svg
@@ -243,7 +243,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if len(heads):
         of_model.append(f"{heads['layer'].nunique()} layers × {heads['head'].nunique()} heads")
     if len(norms):
-        kinds = Counter(f"{kind} ({state})" for kind, state in zip(norms["kind"], norms["state"], strict=True))
+        kinds = Counter(norms["kind"])
         of_model.append(f"norms: {', '.join(f'{n} {what}' for what, n in kinds.items())}")
     if of_model:
         yield "Model", "; ".join(of_model)

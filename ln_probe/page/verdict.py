@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from ln_probe.analyses.probes.base import in_layers
 from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, base_loss, is_effect, is_significant
 from ln_probe.analyses.text import counted, number, signed_percent, with_interval
-from ln_probe.hooks.variants import Variant, primary_variants
+from ln_probe.hooks.norm import EDITS, Variant
 from ln_probe.report import Report
 
 _Rows = dict[tuple[Variant, str], dict[str, Any]]  # of the table `causal`, by variant and group of norms
@@ -152,7 +152,7 @@ def _notes(report: Report, rows: _Rows, unit: str) -> Iterator[str]:
 def _rows(causal: pd.DataFrame) -> _Rows:
     """Return the rows of the card that have a loss."""
     rows = {}
-    for variant, sites in product(primary_variants(), _PLACES):
+    for variant, sites in product([v for v in EDITS if v.primary], _PLACES):
         mine = causal[(causal["variant"] == variant.name) & (causal["sites"] == sites)]
         if len(mine) and pd.notna(mine["delta_loss"].iloc[0]):
             rows[variant, sites] = {str(k): v for k, v in mine.iloc[0].items()}

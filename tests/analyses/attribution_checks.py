@@ -10,7 +10,7 @@ import torch
 
 from ln_probe.analyses.attribution import attribute_logits, attribute_scores
 from ln_probe.analyses.attribution.logits import TERMS
-from ln_probe.hooks import find_sites, without
+from ln_probe.hooks import find_norms, without
 
 TOKENS = torch.arange(1, 11)
 HEAD = {"layer": 1, "head": 2, "query": 7}
@@ -34,7 +34,7 @@ def assert_adds_up(model: Any, bound: float, *, at: int = 6) -> None:
     assert found.own == pytest.approx(float(logits[3]), rel=1e-12)
     assert found.to_torch().shape == (len(found.table), 3)
     assert np.allclose(found.table[list(TERMS)].sum(axis=1), found.table["contribution"], rtol=1e-12, atol=1e-13)
-    final = [s for s in find_sites(model) if s.reads == "unembed"]
+    final = [s for s in find_norms(model) if s.reads == "unembed"]
     if not final:
         assert (found.table["projection"] == 0).all()
         return

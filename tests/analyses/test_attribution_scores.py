@@ -14,17 +14,17 @@ from small_models import lab
 import ln_probe
 from ln_probe.analyses.attribution import attribute_logits, attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
-from ln_probe.hooks import find_sites, without
+from ln_probe.hooks import find_norms, without
 from ln_probe.hooks.components import SplitError
 
-pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")]
+pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_terms_are_what_goes_with_them(arch: str) -> None:
     """Each against an edit of the running model that takes the term from both sides at once."""
     model = make_bridge(arch)
-    site = next(s for s in find_sites(model) if s.name == "blocks.1.ln1")
+    site = next(s for s in find_norms(model) if s.name == "blocks.1.ln1")
     found = attribute_scores(model, TOKENS, **HEAD, key=3, against=5).check()
     terms = found.terms.set_index(["side", "term"])["contribution"]
     assert set(found.terms["term"]) == {"projection", "gain", "bias", "sigma"}

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from architectures import make_bridge, make_folded
+from architectures import make_bridge
 from small_models import lab
 
 import ln_probe
@@ -18,10 +18,10 @@ from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.analyses.probes.edited_runs import SINGLE_NORM_PROMPTS, EditedRuns
 from ln_probe.hooks import without
+from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.model import HookedModel
-from ln_probe.hooks.scales import Constant, mean_sigmas
-from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.variants import VARIANTS
+from ln_probe.hooks.norm import VARIANTS
+from ln_probe.hooks.norms import find_norms
 
 PROMPTS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7])]
 NUMBERS = ["loss", "delta_loss", "kl", "top1_agreement", "entropy_change"]
@@ -45,7 +45,7 @@ def measured(
     model: HookedModel, prompts: list[torch.Tensor] = PROMPTS, **options: Any
 ) -> tuple[EditedRuns, pd.DataFrame, list[str]]:
     """The analysis, its table and its notes."""
-    sites = find_sites(model)
+    sites = find_norms(model)
     effects = EditedRuns(model, sites, mean_sigmas(model, sites, prompts), **options)
     frames = [effects.measure(i, row) for i, row in enumerate(prompts)]
     return effects, tabulated(frames), [*effects.notes(), *noted(frames)]
@@ -53,7 +53,7 @@ def measured(
 
 def forward_passes(model: Any, effects: EditedRuns) -> list[int]:
     """Rows of every batch that goes through the model: those of its final norm, which no edit passes over."""
-    (final,) = [s for s in find_sites(model) if s.reads == "unembed"]
+    (final,) = [s for s in find_norms(model) if s.reads == "unembed"]
     rows: list[int] = []
     handle = final.module.register_forward_hook(lambda _m, _args, output: rows.append(len(output)))
     effects.measure(0, PROMPTS[0])
@@ -64,7 +64,7 @@ def forward_passes(model: Any, effects: EditedRuns) -> list[int]:
 def test_primary_contrasts_are_run_with_one_constant_and_with_loss_optimal_ones_too() -> None:
     """Against `without` with the same constants."""
     model = make_bridge("gpt2", torch.float64)
-    sites = find_sites(model)
+    sites = find_norms(model)
     means = mean_sigmas(model, sites, PROMPTS)
     best = {n: Constant(1.1 * c.first, 0.9 * c.rest) for n, c in means.items()}
     effects = EditedRuns(model, sites, means, optimal=lambda group, prompt: best if group == "all" else {})
@@ -84,7 +84,7 @@ def test_primary_contrasts_are_run_with_one_constant_and_with_loss_optimal_ones_
 
 def test_single_norms_are_taken_from_the_first_prompts() -> None:
     model = make_bridge("gpt2")
-    sites = find_sites(model)
+    sites = find_norms(model)
     effects = EditedRuns(model, sites, mean_sigmas(model, sites, PROMPTS))
     early, late = (effects.measure(n, PROMPTS[2]) for n in (SINGLE_NORM_PROMPTS - 1, SINGLE_NORM_PROMPTS))
     assert set(early["sites"]) - set(late["sites"]) == {s.name for s in sites}
@@ -143,19 +143,6 @@ def test_logits_that_mean_nothing_are_left_out() -> None:
     assert "left out: its head is drawn at random" in notes[0]
 
 
-def test_a_folded_model_ignores_the_mean() -> None:
-    """`fold_ln` centres the weights that read a norm: the effect of projection is gone, and that is no finding."""
-    raw, folded = make_bridge("gpt2"), make_folded("gpt2")
-    (_, one, _), (_, two, notes) = measured(raw), measured(folded)
-    one, two = (t.set_index(["variant", "sites"]) for t in (one, two))
-    assert (one["no_op"] == "").all()
-    assert (two.loc["no_projection", "no_op"].str.contains("what reads it ignores the mean")).all()
-    assert two.loc["no_projection", "kl"].abs().max() < 1e-6 < one.loc["no_projection", "kl"].min()
-    constant = ["loss", "kl"]  # scaling does not depend on folding: its constants are those of the same stream
-    np.testing.assert_allclose(two.loc["no_scaling", constant], one.loc["no_scaling", constant], rtol=1e-3)
-    assert any("load it unfolded to learn what projection does" in n for n in notes)
-
-
 def test_a_norm_that_nobody_heeds_does_not_take_the_others_with_it() -> None:
     model = lab()
     with torch.no_grad():
@@ -170,7 +157,7 @@ def test_a_norm_that_nobody_heeds_does_not_take_the_others_with_it() -> None:
 def test_an_edit_that_overflows_is_said_to() -> None:
     """Without scaling at every norm a stream can grow past the format's largest number (SmolLM2 in float32 does)."""
     model = make_bridge("gpt2")
-    sites = find_sites(model)
+    sites = find_norms(model)
     effects = EditedRuns(model, sites, dict.fromkeys((s.name for s in sites), 1e-30))
     frames = [effects.measure(i, row) for i, row in enumerate(PROMPTS)]
     rows = tabulated(frames).set_index(["sites", "variant"])

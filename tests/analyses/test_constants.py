@@ -30,11 +30,11 @@ from ln_probe.analyses.constants import Constants, grouped
 from ln_probe.analyses.probes.causal import Causal, shifts
 from ln_probe.analyses.probes.edited_runs import EditedRuns
 from ln_probe.analyses.probes.statistics import interval
-from ln_probe.hooks import find_sites, without
-from ln_probe.hooks.interventions import NoOpWarning
+from ln_probe.hooks import find_norms, without
+from ln_probe.hooks.constants import Constant, mean_sigmas
+from ln_probe.hooks.edits import NoOpWarning
 from ln_probe.hooks.model import run
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.scales import Constant, mean_sigmas
 
 TOKENS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7]), torch.arange(1, 13), torch.tensor([5])]
 ALONE = ["decomposition"]
@@ -48,7 +48,7 @@ def analyzed(model: Any, prompts: Any = TOKENS, probes: Any = ALONE, **options: 
 def test_the_constants_of_a_prompt_are_means_over_the_other_groups(arch: str) -> None:
     """Computed once more from the sigmas of the prompts that are not equal to it."""
     model = make_bridge(arch)
-    constants, sites = analyzed(model).constants, find_sites(model)
+    constants, sites = analyzed(model).constants, find_norms(model)
     assert constants.groups.tolist() == [0, 1, 2, 0, 3]
     for prompt, row in enumerate(TOKENS):
         others = [other for other in TOKENS if not torch.equal(other, row)]
@@ -89,7 +89,7 @@ def test_labels_form_groups() -> None:
     constants = analyzed(model, groups=["a", "a", "b", "b", "b"]).constants
     assert constants.groups.tolist() == [0, 0, 1, 1, 1]
     assert analyzed(model, groups=torch.tensor([3, 3, 1, 1, 1])).constants.groups.tolist() == [0, 0, 1, 1, 1]
-    expected = mean_sigmas(model, find_sites(model), TOKENS[2:])
+    expected = mean_sigmas(model, find_norms(model), TOKENS[2:])
     assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
     assert constants.effective_groups == pytest.approx((21 + 17) ** 2 / (21**2 + 17**2))
 
@@ -107,7 +107,7 @@ def test_calibration_text_gives_every_prompt_the_same_constants() -> None:
     model = make_bridge("gpt2")
     other = torch.arange(30, 42)[None]
     report = analyzed(model, calibration=other)
-    expected = mean_sigmas(model, find_sites(model), list(other))
+    expected = mean_sigmas(model, find_norms(model), list(other))
     assert report.constants.of(0) == report.constants.of(4) == report.constants.pooled == expected
     assert report.provenance["calibration"]["constants"] == "means over the calibration prompts (tokens)"
     norms = report.layernorms.set_index("site")
@@ -139,7 +139,7 @@ def test_unusable_calibration_text_is_refused() -> None:
 def test_one_group_of_prompts_has_constants_from_elsewhere() -> None:
     model = make_bridge("gpt2")
     report = analyzed(model, torch.stack([TOKENS[0]] * 3))
-    expected = mean_sigmas(model, find_sites(model), [TOKENS[0]])
+    expected = mean_sigmas(model, find_norms(model), [TOKENS[0]])
     assert report.constants.of(2)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
     assert report.constants.source == "the prompt's own means"
     assert any(
@@ -149,7 +149,7 @@ def test_one_group_of_prompts_has_constants_from_elsewhere() -> None:
     report = analyzed(bundled, torch.arange(1, 30)[None])
     own = report.constants
     windows = bundled.bundled_prompts.calibration  # type: ignore[union-attr]
-    assert own.of(0) == mean_sigmas(bundled, find_sites(bundled), list(windows))  # type: ignore[arg-type]
+    assert own.of(0) == mean_sigmas(bundled, find_norms(bundled), list(windows))  # type: ignore[arg-type]
     assert own.source == "means over the calibration prompts (held-out windows of the model's training books)"
     said = "there is one group of prompts only, so the constants are means over the calibration prompts ("
     assert any(n.startswith(said) for n in report.notes)
@@ -191,7 +191,7 @@ def test_intervals_add_what_a_group_does_to_the_others_constants() -> None:
     model = make_bridge("gpt2", torch.float64)
     prompts = [torch.randint(1, 50, (n,), generator=torch.Generator().manual_seed(n)) for n in (6, 9, 12, 7)]
     report = analyzed(model, prompts)
-    constants, sites = report.constants, find_sites(model)
+    constants, sites = report.constants, find_norms(model)
     runs = EditedRuns(model, sites, constants.pooled, primary_only=True, errors=constants.standard_errors)
     for number, row in enumerate(prompts):
         runs.measure(number, row)
@@ -300,7 +300,7 @@ def test_the_intact_loss_is_the_formulas(formula_model: Any) -> None:
 
 
 def test_constants_are_the_formulas(formula_model: Any) -> None:
-    found = mean_sigmas(formula_model, find_sites(formula_model), [torch.tensor(p) for p in PROMPTS])
+    found = mean_sigmas(formula_model, find_norms(formula_model), [torch.tensor(p) for p in PROMPTS])
     assert found["ln_final"].plain == pytest.approx(constants_by_formula(PROMPTS), rel=1e-12)
 
 
@@ -315,7 +315,7 @@ def test_the_increase_with_given_constants_is_the_formulas(formula_model: Any) -
 
 def test_leave_one_out_constants_and_the_increase_with_them_are_the_formulas(formula_model: Any, headline: Any) -> None:
     rows = [torch.tensor(p) for p in PROMPTS]
-    constants = headline.leave_one_out(formula_model, find_sites(formula_model), rows)
+    constants = headline.leave_one_out(formula_model, find_norms(formula_model), rows)
     expected = [constants_by_formula([other for other in PROMPTS if other != prompt]) for prompt in PROMPTS]
     assert expected[0] == expected[2] != expected[1]
     for of_prompt, by_formula in zip(constants, expected, strict=True):
@@ -327,16 +327,16 @@ def test_leave_one_out_constants_and_the_increase_with_them_are_the_formulas(for
     assert change == pytest.approx(by_hand, abs=1e-12)
     rows = [torch.tensor(p) for p in ([0, 1, 2], [0, 1, 2], [3])]
     with pytest.raises(ValueError, match="no other prompt of at least two tokens"):
-        headline.leave_one_out(formula_model, find_sites(formula_model), rows)
+        headline.leave_one_out(formula_model, find_norms(formula_model), rows)
 
 
 def test_scaling_frozen_is_exactly_nothing_where_no_norm_scales() -> None:
     model = ln_probe.load_model("lm-projection_only")
     tokens = torch.arange(1, 33).view(2, 16)
     intact = run(model, tokens, return_type="logits")
-    attention = [s.name for s in find_sites(model) if "attention" in s.reads.split("+")]
+    attention = [s.name for s in find_norms(model) if "attention" in s.reads.split("+")]
     with (
-        pytest.warns(NoOpWarning, match="changes nothing at every site"),
+        pytest.warns(NoOpWarning, match="changes nothing"),
         without(model, "scaling", sites="attention", scale=dict.fromkeys(attention, 0.1)),
     ):
         assert torch.equal(run(model, tokens, return_type="logits"), intact)

@@ -14,15 +14,15 @@ from small_models import norm_of
 
 from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
 from ln_probe.analyses.probes.decomposition import STATISTICS, SiteStatistics, layernorms_table
-from ln_probe.hooks.capture import stream
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.norms import find_norms
+from ln_probe.hooks.stream import stream
 
 TOKENS = torch.arange(2, 26)
 
 
 def statistics_of(model: Any, tokens: torch.Tensor = TOKENS) -> dict[str, SiteStatistics]:
-    found = {s.name: SiteStatistics(s) for s in find_sites(model)}
+    found = {s.name: SiteStatistics(s) for s in find_norms(model)}
     sites = [s.site for s in found.values()]
     stream(model, tokens, sites, on_norm=lambda s, x, y: found[s.name].add(x, y, heads=len(x) // len(tokens)))
     return found
@@ -30,10 +30,10 @@ def statistics_of(model: Any, tokens: torch.Tensor = TOKENS) -> dict[str, SiteSt
 
 def rows_of(model: Any) -> pd.DataFrame:
     """The `layernorms` layernorms_table of one prompt, with its own constants."""
-    found = {s.name: SiteStatistics(s) for s in find_sites(model)}
+    found = {s.name: SiteStatistics(s) for s in find_norms(model)}
     sums: dict[str, Any] = {}
 
-    def on_norm(site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
+    def on_norm(site: Norm, x: torch.Tensor, y: torch.Tensor) -> None:
         sums[site.name] = found[site.name].add(x, y, heads=len(x) // len(TOKENS))
 
     stream(model, TOKENS, [s.site for s in found.values()], on_norm=on_norm)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import ln_probe
 from ln_probe.hooks.components import SplitError
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.norms import find_norms
 
 TOKENS = torch.randint(3, 50, (1, 10), generator=torch.Generator().manual_seed(0))
 PROBES = ("decomposition", "selectability", "uniformity")
@@ -30,7 +30,7 @@ def folder(model: PreTrainedModel, home: Path) -> Any:
 def test_a_large_eps_is_read(arch: str, option: str, kind: str, eps: float) -> None:
     """Studies that anneal eps go through such."""
     model = make_bridge(arch, **{option: eps})
-    for site in find_sites(model):
+    for site in find_norms(model):
         assert (site.kind, site.eps) == (kind, pytest.approx(eps, rel=1e-3))
     report = ln_probe.analyze(model, TOKENS, probes=("decomposition",), progress=False)
     assert (report.layernorms["reconstruction_error"] <= report.layernorms["reconstruction_bound"]).all()
@@ -104,5 +104,5 @@ def test_rows_of_several_lengths() -> None:
     assert constant.first == pytest.approx(float(sigma[:, 0].mean()), rel=1e-5)
     assert constant.rest == pytest.approx(float(sigma[:, 1:].nanmean()), rel=1e-5)
     for wrong in ([[1, 2], []], [[1.5, 2.0]], ["a"]):
-        with pytest.raises(ValueError, match=r"tokens must be whole numbers \[batch pos\], got a list of "):
+        with pytest.raises(ValueError, match="whole numbers"):
             ln_probe.outlier_tokens(model, wrong)  # type: ignore[arg-type]

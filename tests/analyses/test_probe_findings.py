@@ -17,7 +17,7 @@ from ln_probe.analyses.probes.head_effects import HeadEffects
 from ln_probe.analyses.probes.leading import agreement
 from ln_probe.analyses.probes.registry import find
 from ln_probe.analyses.probes.sinks import Sinks
-from ln_probe.hooks.sites import layers_in_words
+from ln_probe.hooks.norms import layers_in_words
 
 
 def numbers(text: str) -> list[float]:

@@ -20,9 +20,9 @@ from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import causal as causal_table
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.edited_runs import EditedRuns
-from ln_probe.hooks.interventions import GROUPS
-from ln_probe.hooks.scales import mean_sigmas
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.constants import mean_sigmas
+from ln_probe.hooks.edits import GROUPS
+from ln_probe.hooks.norms import find_norms
 
 LEAST = 0.93
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def test_signs_and_holm() -> None:
 @cache
 def measured() -> pd.DataFrame:
     model, tokens = lab(), torch.arange(1, 13)
-    sites = find_sites(model)
+    sites = find_norms(model)
     return EditedRuns(model, sites, mean_sigmas(model, sites, [tokens])).measure(0, tokens)
 
 

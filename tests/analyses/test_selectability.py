@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from architectures import make_bridge, make_folded, make_hooked
+from architectures import make_bridge, make_hooked
 
 import ln_probe
 from ln_probe.analyses.constants import observed_radius
@@ -17,22 +18,21 @@ from ln_probe.analyses.probes.keys import HARDEST_PER_VARIANT, SAMPLED, sphere_t
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.analyses.probes.uniformity import received
 from ln_probe.hooks.attention import read_heads
-from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.norms import find_norms
+from ln_probe.hooks.stream import AttentionInput, stream
 
 TOKENS = torch.arange(2, 26)
 
 
 def attention_inputs(model: Any) -> list[AttentionInput]:
     found: list[AttentionInput] = []
-    stream(model, TOKENS, find_sites(model), on_attention=found.append)
+    stream(model, TOKENS, find_norms(model), on_attention=found.append)
     return found
 
 
 def test_variants_by_definition() -> None:
     seen = attention_inputs(make_bridge("gpt2"))[0]
-    out = variant_outputs(seen.site, seen.x, 2.5)
+    out = variant_outputs(seen.norm, seen.x, 2.5)
     x = seen.x.double().numpy()
     projected = x - x.mean(-1, keepdims=True)
     sigma = np.sqrt(projected.var(-1, keepdims=True) + 1e-5)
@@ -44,30 +44,28 @@ def test_variants_by_definition() -> None:
     ):
         np.testing.assert_allclose(out[name], expected, rtol=1e-9, atol=1e-9)
     assert list(out) == list(VARIANTS)
-    torch.testing.assert_close(seen.site.affine(out["intact"]), seen.y.double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen.norm.affine(out["intact"]), seen.y.double(), rtol=1e-4, atol=1e-5)
 
 
 def test_constants_must_be_positive() -> None:
     seen = attention_inputs(make_bridge("gpt2"))[0]
     with pytest.raises(ValueError, match=r"blocks\.0\.ln1: the constant that replaces sigma must be positive, got 0"):
-        variant_outputs(seen.site, seen.x, 0.0)
+        variant_outputs(seen.norm, seen.x, 0.0)
 
 
 def test_no_ops_are_named() -> None:
-    rms = find_sites(make_bridge("llama"))[0]
+    rms = find_norms(make_bridge("llama"))[0]
     assert no_op(rms, "no_projection") == "rmsnorm: it has no projection"
     assert [no_op(rms, v) for v in ("intact", "no_scaling", "both_removed")] == ["", "", ""]
-    layernorm = find_sites(make_bridge("gpt2"))[0]
+    layernorm = find_norms(make_bridge("gpt2"))[0]
     assert [no_op(layernorm, v) for v in VARIANTS] == [""] * len(VARIANTS)
-    centred, free = (Site(**vars(layernorm) | more) for more in ({"state": "centred"}, {"kind": "projection_only"}))
-    assert no_op(centred, "no_projection") == "layernorm: its input is already centred"
-    assert no_op(free, "no_scaling") == "projection_only: it does not scale"
+    assert no_op(replace(layernorm, kind="projection_only"), "no_scaling") == "projection_only: it does not scale"
 
 
 def test_the_theorem_says_whether_eps_spoils_it() -> None:
-    site = find_sites(make_bridge("gpt2"))[0]
+    site = find_norms(make_bridge("gpt2"))[0]
     for eps, said in ((0.0, "normalized keys lie on a sphere"), (1e-5, "normalized keys lie on a sphere (up to eps)")):
-        assert sphere_theorem(Site(**{**vars(site), "eps": eps}), "intact") == said
+        assert sphere_theorem(replace(site, eps_owner=None, eps_value=eps), "intact") == said
     assert sphere_theorem(site, "no_scaling") == ""
 
 
@@ -114,10 +112,10 @@ def test_margins_do_not_depend_on_the_basis_of_the_head() -> None:
 @pytest.mark.parametrize("arch", ["neox", "qwen3"])
 def test_observed_queries_are_within_reach(arch: str) -> None:
     model = make_bridge(arch)
-    sites = find_sites(model)
+    sites = find_norms(model)
     for seen in attention_inputs(model):
         heads = read_heads(seen, sites)
-        radius = observed_radius(heads, seen.site, seen.y)
+        radius = observed_radius(heads, seen.norm, seen.y)
         assert radius.shape == (24, 4)
         assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output
 
@@ -146,15 +144,3 @@ def test_chosen_keys_are_shown_under_every_variant(report: ln_probe.Report) -> N
     assert len({tuple(p) for p in positions.values()}) == 1
     count = len(positions["intact"])
     assert SAMPLED <= count <= SAMPLED + 4 * HARDEST_PER_VARIANT
-
-
-def test_keys_of_a_folded_model_ignore_the_mean(report: ln_probe.Report) -> None:
-    """`fold_ln` centres W_K: a head's keys are then the same without projection, which is no finding. The normalized
-    vectors do change, and so do the keys of a raw model."""
-    half = make_folded("gpt2").to(torch.bfloat16)
-    folded = ln_probe.analyze(half, TOKENS[None], probes=["selectability"], progress=False)
-    for found, expected in ((report, False), (folded, True)):
-        rows = found.heads[found.heads["variant"] == "no_projection"].groupby("space")["no_op"]
-        assert set(rows.get_group("normalized")) == {""}
-        said = rows.get_group("head").str.contains("what reads it ignores the mean")
-        assert said.all() if expected else not said.any()

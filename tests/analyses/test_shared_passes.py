@@ -12,16 +12,16 @@ from architectures import cases, make_bridge
 
 from ln_probe.analyses.probes import shared_passes
 from ln_probe.analyses.probes.edited_runs import EditedRuns
-from ln_probe.hooks.interventions import without
-from ln_probe.hooks.scales import Constant, mean_sigmas
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.constants import Constant, mean_sigmas
+from ln_probe.hooks.edits import without
+from ln_probe.hooks.norms import find_norms
 
 TOKENS = torch.tensor([5, 7, 7, 3, 11, 2, 19, 23])
 SUMS = ["nll", "nll_uniform", "nll_optimal", "kl", "agree", "entropy"]
 
 
 def measured(model: Any) -> pd.DataFrame:
-    sites = find_sites(model)
+    sites = find_norms(model)
     constants = mean_sigmas(model, sites, [TOKENS])
     best = {name: Constant(1.1 * c.first, 0.9 * c.rest) for name, c in constants.items()}
     return EditedRuns(model, sites, constants, optimal=lambda _group, _prompt: best).measure(0, TOKENS)
@@ -41,7 +41,7 @@ def test_together_as_alone(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_agreement_counts_the_intact_models_favorites() -> None:
     model = make_bridge("gpt2", torch.float64)
-    rows, constants = measured(model).set_index(["sites", "variant"]), mean_sigmas(model, find_sites(model), [TOKENS])
+    rows, constants = measured(model).set_index(["sites", "variant"]), mean_sigmas(model, find_norms(model), [TOKENS])
     intact = model(TOKENS[None], return_type="logits")[0].argmax(-1)
     for variant, term in (("no_scaling", "scaling"), ("both_removed", "both")):
         with without(model, term, sites="all", scale=constants):

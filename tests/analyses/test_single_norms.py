@@ -15,27 +15,28 @@ from ln_probe.analyses.probes import edited_runs, leading
 from ln_probe.analyses.probes import statistics as inference
 from ln_probe.analyses.probes.causal import Causal, by_prompt, table
 from ln_probe.analyses.probes.edited_runs import EditedRuns, norm_estimates
-from ln_probe.hooks.edits import Edit
-from ln_probe.hooks.interventions import GROUPS
+from ln_probe.hooks.constants import mean_sigmas
+from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.model import HookedModel
-from ln_probe.hooks.scales import mean_sigmas
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.norm_edits import NormEdit
+from ln_probe.hooks.norms import find_norms
 from ln_probe.page.figures import causal_effects
 
 PROMPTS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7])]
 
 
 def runs_of(model: HookedModel, **options: Any) -> EditedRuns:
-    sites = find_sites(model)
+    sites = find_norms(model)
     return EditedRuns(model, sites, mean_sigmas(model, sites, PROMPTS), **options)
 
 
 @pytest.mark.parametrize("norm", [0, 1, -1])
-def test_the_first_sum_is_the_derivative_of_the_loss(norm: int) -> None:
+def test_the_first_sum_is_the_derivative_of_the_loss(norm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = lab().double()
-    site, tokens = find_sites(model)[norm], PROMPTS[0]
+    site, tokens = find_norms(model)[norm], PROMPTS[0]
     change = torch.randn(len(tokens), site.d, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    first, _ = norm_estimates(model, tokens, {0: Edit(site, lambda _x, y: y + change, "moved")})[0]
+    monkeypatch.setattr(edited_runs, "edited_output", lambda _norm, _edit, _x, y: y + change)
+    first, _ = norm_estimates(model, tokens, {0: NormEdit(site, ["intact"])})[0]
     losses = []
     for step in (1e-5, -1e-5):
 
@@ -47,16 +48,17 @@ def test_the_first_sum_is_the_derivative_of_the_loss(norm: int) -> None:
     assert first == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5)
 
 
-def test_the_second_sum_is_the_divergence_of_the_predictions() -> None:
+def test_the_second_sum_is_the_divergence_of_the_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the final norm it is, over draws of the tokens, KL(intact ‖ edited) to second order."""
     model: Any = lab().double()
-    site = find_sites(model)[-1]
+    site = find_norms(model)[-1]
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(1, int(model.cfg.d_vocab), (200, 9), generator=generator)
     change = 0.02 * torch.randn(9, site.d, dtype=torch.float64, generator=generator)
     sums, divergence = 0.0, 0.0
+    monkeypatch.setattr(edited_runs, "edited_output", lambda _norm, _edit, _x, y: y + change)
     for tokens in rows:
-        sums += norm_estimates(model, tokens, {0: Edit(site, lambda _x, y: y + change, "moved")})[0][1]
+        sums += norm_estimates(model, tokens, {0: NormEdit(site, ["intact"])})[0][1]
         with torch.no_grad():
             before = model(tokens[None]).log_softmax(-1)[0, :-1]
             with model.hooks(fwd_hooks=[(f"{site.name}.hook_out", lambda y, hook: y + change)]):
@@ -89,7 +91,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("large")
 def test_of_a_large_model_the_leading_norms_are_run_and_the_others_estimated() -> None:
     model = lab()
-    runs, every = runs_of(model, first=PROMPTS), runs_of(model, exact=[s.name for s in find_sites(model)])
+    runs, every = runs_of(model, first=PROMPTS), runs_of(model, exact=[s.name for s in find_norms(model)])
     assert len(runs.exact) == 2 < len(runs.sites)
     frames, whole = ([r.measure(i, row) for i, row in enumerate(PROMPTS)] for r in (runs, every))
     assert runs.exact == runs_of(model, first=PROMPTS[::-1]).exact

@@ -14,7 +14,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.probes.sinks import MUCH, _Layer, counting_queries
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.norms import find_norms
 
 LENGTH = 16
 TOKENS = torch.arange(1, LENGTH + 1)
@@ -106,7 +106,7 @@ def test_its_own_key_unscaled_by_brute_force(positions: str) -> None:
     constants = report.provenance["constants"]
     _, cache = model.run_with_cache(TOKENS[None])
     there, without, count = 0.0, 0.0, 0
-    for site in (s for s in find_sites(model) if s.reads == "attention"):
+    for site in (s for s in find_norms(model) if s.reads == "attention"):
         attn = model.blocks[site.layer].attn
         kind = "rot_" if positions == "rotary" else ""
         q, k = (cache[f"blocks.{site.layer}.attn.hook_{kind}{n}"][0] for n in "qk")

@@ -14,12 +14,12 @@ from small_models import norm_of
 from ln_probe.analyses.probes import uniformity as uniformity
 from ln_probe.analyses.probes.attention_layer import variant_outputs
 from ln_probe.hooks.attention import Heads, Rotary
-from ln_probe.hooks.norm import Site
+from ln_probe.hooks.norm import Norm
 
 D, D_HEAD, N = 12, 12, 40
 
 
-def layer(seed: int = 0) -> tuple[Heads, Site, torch.Tensor]:
+def layer(seed: int = 0) -> tuple[Heads, Norm, torch.Tensor]:
     """A head whose W_K is invertible, so that a query with gain * (W_K q) = 1 exists; inputs with a mean."""
     site = norm_of(d_model=D, n_heads=1, n_ctx=64)
     torch.manual_seed(seed)
@@ -29,7 +29,7 @@ def layer(seed: int = 0) -> tuple[Heads, Site, torch.Tensor]:
     return heads, site, torch.randn(N, D, dtype=torch.float64) * 2 + 1
 
 
-def planted(heads: Heads, site: Site) -> torch.Tensor:
+def planted(heads: Heads, site: Norm) -> torch.Tensor:
     """q with gain * (W_K q) = 1, [1 head d_head]."""
     return torch.linalg.solve(site.gain[:, None] * heads.W_K[0], torch.ones(D, dtype=torch.float64))[None, None]
 

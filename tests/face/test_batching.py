@@ -15,8 +15,8 @@ import ln_probe
 from ln_probe import passes
 from ln_probe.analyses.geometry.decide import WEIGHT_GAP
 from ln_probe.analyses.probes.selectability import Selectability
-from ln_probe.hooks.capture import stream, stream_together
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.norms import find_norms
+from ln_probe.hooks.stream import stream, stream_together
 from ln_probe.passes import Passes
 
 LENGTHS = (12, 10, 10, 2, 12, 12, 12)
@@ -82,7 +82,7 @@ def test_events_of_several_prompts_are_those_of_each(arch: str) -> None:
     """Norms inside attention too, whose rows are heads of positions; rotary tables."""
     model = make_bridge(arch, torch.float64)
     rows = [torch.tensor(p) for p in prompts()[4:]]
-    sites = find_sites(model)
+    sites = find_norms(model)
     norms: dict[tuple[int, str], torch.Tensor] = {}
     attention: dict[tuple[int, int], Any] = {}
     stream_together(

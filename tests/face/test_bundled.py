@@ -16,7 +16,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.train import load_run
-from ln_probe.hooks import find_sites
+from ln_probe.hooks import find_norms
 from ln_probe.hooks.text import bundled_texts
 from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.models import bundled_folder, source_of
@@ -161,8 +161,8 @@ def test_a_bundled_model_is_a_transformer_lens_model_that_can_read(name: str, wo
     assert said.tolist() == expected.tolist()
     assert len(losses) == 3
     assert sum(losses) / 3 < 4.6 < math.log(1024) - 2
-    kinds = {site.name: site.kind for site in find_sites(model)}
-    assert kinds == {site.name: site.kind for site in find_sites(trained)}
+    kinds = {site.name: site.kind for site in find_norms(model)}
+    assert kinds == {site.name: site.kind for site in find_norms(trained)}
 
 
 @pytest.mark.parametrize(

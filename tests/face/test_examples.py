@@ -117,7 +117,7 @@ def model() -> object:
 def results(model: object, report: Report) -> Iterator[object]:
     """One of everything that a public function returns, but models, frames and figures."""
     tokens = torch.arange(1, 25)[None]
-    site = hooks.find_sites(model)[0]
+    site = hooks.find_norms(model)[0]
     yield from (report, report.attention(), report.attention(1, 2), report.exhibits, *report.exhibits.attention)
     yield from (*report.declared.values(), ln_probe.compare([report, report]))
     yield from (site, site.decompose(torch.randn(3, 128)), ln_probe.outlier_tokens(model, tokens))

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from ln_probe.hooks.variants import VARIANTS
+from ln_probe.hooks.norm import VARIANTS
 from ln_probe.page import figures
 from ln_probe.page.figures import svg
 from ln_probe.report import Report

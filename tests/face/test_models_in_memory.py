@@ -16,10 +16,10 @@ from faulty import word_tokenizer
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.analyses.probes.selectability import Selectability
-from ln_probe.hooks import find_sites, linearized, without
-from ln_probe.hooks.edits import InterventionError
-from ln_probe.hooks.in_memory import same_weights
-from ln_probe.seal import SealError
+from ln_probe.guard import ModelStateError
+from ln_probe.hooks import find_norms, linearized, without
+from ln_probe.hooks.model import same_weights
+from ln_probe.hooks.norm_edits import InterventionError
 
 pytestmark = pytest.mark.lens
 
@@ -133,7 +133,9 @@ def test_edits_of_a_model_in_memory_are_those_of_its_bridge(architecture: str) -
         intact = model(tokens).logits
         with without(model, "scaling", sites="all", scale=2.0) as edit:
             edited = model(tokens).logits
-            with pytest.raises(SealError, match=r"is under an intervention .without 'scaling'.: analyze edits these"):
+            with pytest.raises(
+                ModelStateError, match=r"is under an intervention .without 'scaling'.: analyze edits these"
+            ):
                 ln_probe.analyze(model, tokens)
         with without(bridge, "scaling", sites="all", scale=2.0) as same:
             assert (edited - bridge(tokens)).abs().max() < 1e-5
@@ -160,4 +162,4 @@ def test_attribution_of_a_model_in_memory() -> None:
     for function, more in ((ln_probe.attribute_logits, {}), (ln_probe.attribute_scores, score)):
         mine, other = (function(make("gpt2").eval(), [tokens], **more) for make in (hugging_face, make_bridge))
         pd.testing.assert_frame_equal(mine.table, other.table)
-    assert [s.name for s in find_sites(hugging_face("gpt2"))] == [s.name for s in find_sites(make_bridge("gpt2"))]
+    assert [s.name for s in find_norms(hugging_face("gpt2"))] == [s.name for s in find_norms(make_bridge("gpt2"))]

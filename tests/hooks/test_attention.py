@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,16 +13,15 @@ from architectures import make_bridge, make_hooked
 from small_models import lab
 
 from ln_probe.analyses.lab.transformer import alibi_slopes
+from ln_probe.hooks import find_norms
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
-from ln_probe.hooks.capture import AttentionInput, stream
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.stream import AttentionInput, stream
 
 TOKENS = torch.arange(3, 27) % 50
 
 
 def layers_of(model: Any, tokens: torch.Tensor = TOKENS) -> list[tuple[AttentionInput, Heads]]:
-    sites = find_sites(model)
+    sites = find_norms(model)
     found: list[tuple[AttentionInput, Heads]] = []
 
     def keep(seen: AttentionInput) -> None:
@@ -123,19 +123,19 @@ def test_every_query_is_in_the_reachable_ellipsoid(arch: str) -> None:
     """q = c + A u with |u| ≤ 1 for any residual vector, near 1 for long ones."""
     seen, heads = layers_of(make_bridge(arch))[0]
     last = len(seen.y) - 1
-    found = heads.query_ellipsoid(seen.site, last)
+    found = heads.query_ellipsoid(seen.norm, last)
     center, axes = found
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(400, 32, generator=generator, dtype=torch.float64) * torch.logspace(-3, 3, 400)[:, None]
-    kept = x - x.mean(-1, keepdim=True) if seen.site.projects else x
-    y = seen.site.affine(kept / seen.site.sigma(x))
+    kept = x - x.mean(-1, keepdim=True) if seen.norm.projects else x
+    y = seen.norm.affine(kept / seen.norm.sigma(x))
     made = torch.stack([heads.queries(row.expand(last + 1, -1))[-1] for row in y]) / heads.divisor
     u = torch.einsum("had,phd->pha", torch.linalg.pinv(axes), made - center)
     back = torch.einsum("hda,pha->phd", axes, u) + center
     torch.testing.assert_close(back, made, rtol=1e-6, atol=1e-8)
     assert float(u.norm(dim=-1).max()) <= 1 + 1e-9
     if arch == "gpt2":  # the axes are no longer than what the norm can put out (others turn queries in float32)
-        full = seen.site.radius * (heads.W_Q * seen.site.gain.double()[:, None]).transpose(1, 2)
+        full = seen.norm.radius * (heads.W_Q * seen.norm.gain.double()[:, None]).transpose(1, 2)
         full = full - full.mean(-1, keepdim=True)
         longest = torch.linalg.matrix_norm(axes, 2) * heads.divisor
         torch.testing.assert_close(longest, torch.linalg.matrix_norm(full, 2), rtol=1e-9, atol=1e-9)
@@ -143,7 +143,7 @@ def test_every_query_is_in_the_reachable_ellipsoid(arch: str) -> None:
 
 def test_unbounded_queries_have_no_ellipsoid() -> None:
     seen, heads = layers_of(make_bridge("gpt2"))[0]
-    without = Site(**{**vars(seen.site), "kind": "projection_only", "constant_scale": 1.0, "radius": math.nan})
+    without = replace(seen.norm, kind="projection_only")
     assert heads.query_ellipsoid(without, 0) is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from architectures import cases
 
 import ln_probe
-from ln_probe.hooks import find_sites, linearized, without
+from ln_probe.hooks import find_norms, linearized, linearized_hooks, without
 
 FAST = {
     "hooked": ("scaling", "linearized", "linearized, given", "linearized in scaling"),
@@ -38,30 +37,20 @@ def model_of(name: str) -> Any:
 @pytest.mark.parametrize("name", cases(*FAST, slow=ALL))
 def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
     model = model_of(name)
-    every = find_sites(model)
+    every = find_norms(model)
     site = next(s for s in every if s.layer == 1 and "attention" in s.reads)
     for number, case in enumerate(compose.cases(site)):
         left_out = name in FAST and (case[0] not in FAST[name] or number % 3)
         if not left_out:
-            assert compose.outcome(model, site, every, *case, compose.tolerance(name)) == "equal", case
+            assert compose.outcome(model, site, every, *case, compose.tolerance(name)) in ("equal", "allowed"), case
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_every_case(name: str) -> None:
-    assert {c: o for c, o in compose.every_outcome(model_of(name), compose.tolerance(name)) if o != "equal"} == {}
-
-
-def test_a_backward_hook_on_a_constant_divisor_warns_once() -> None:
-    model = model_of("gpt2")
-    place = "blocks.1.ln1.hook_scale"
-    hooks = model.hooks(fwd_hooks=[], bwd_hooks=[(place, lambda g, hook: None)])
-    with hooks, without(model, "scaling", sites=["blocks.1.ln1"], scale=2.0):
-        with pytest.warns(UserWarning, match=r"blocks\.1\.ln1\.hook_scale: what this norm divides by is held"):
-            model(compose.TOKENS)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(compose.TOKENS)
+    assert {
+        c: o for c, o in compose.every_outcome(model_of(name), compose.tolerance(name)) if o not in ("equal", "allowed")
+    } == {}
 
 
 @pytest.mark.parametrize("readers", [{"only": "keys"}, {"heads": [(1, 2), (1, 0)]}])
@@ -136,7 +125,7 @@ def test_however_the_model_is_run(name: str, edit: str, run: str) -> None:
     model = model_of(name)
     if run == "autocast":
         model = model.to(torch.float32)
-    every = find_sites(model)
+    every = find_norms(model)
     site = next(s for s in every if s.layer == 1 and "attention" in s.reads)
     place, ones = f"{site.name}.hook_normalized", torch.ones(1)
     with torch.no_grad():
@@ -165,11 +154,11 @@ def test_short_passes_over_tokens_of_ours_run_without_hooks_of_the_user(name: st
         return value
 
     for call, passes in (
-        (find_sites, 0),
+        (find_norms, 0),
         (lambda m: ln_probe.attribute_logits(m, tokens, -1, 7).check(), 1),
         (lambda m: ln_probe.attribute_scores(m, tokens, 1, 0, -1, 0).check(), 1),
         (lambda m: linearized.sigmas(m, tokens), 1),
-        (linearized.fwd_hooks, 0),
+        (linearized_hooks, 0),
     ):
         with torch.no_grad():
             next(model.parameters()).mul_(0.99)  # what is known of a model is kept until its weights change
@@ -182,4 +171,4 @@ def test_short_passes_over_tokens_of_ours_run_without_hooks_of_the_user(name: st
         assert seen == passes * [12] * (1 + calls), call
         assert [(h.hook.id, h.user_hook) for h in model.hook_dict[point].fwd_hooks] == before
         model.reset_hooks()
-        assert find_sites(model)[0].name == "blocks.0.ln1"
+        assert find_norms(model)[0].name == "blocks.0.ln1"

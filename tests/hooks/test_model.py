@@ -25,8 +25,7 @@ def test_models_without_all_their_weights() -> None:
     refuses(half, r"model\.layers\.1\.mlp\.gate_proj\.weight is on the meta device")
     refuses(
         make_bridge("gpt2").to("meta"),
-        r"no weights to measure: transformer\.wte\.weight is on the meta device \(built without loading, or "
-        r"offloaded\)\. Load it onto",
+        r"transformer\.wte\.weight is on the meta device",
     )
 
 
@@ -38,8 +37,7 @@ def test_weights_on_several_devices() -> None:
         block.weight = torch.nn.Parameter(torch.empty(32, device="cuda"))
     refuses(
         model,
-        r"weights are on several devices \(transformer\.wte\.weight on cpu, "
-        r"transformer\.h\.1\.ln_1\.weight on cuda:0\): move it to one, model\.to\('cpu'\)",
+        r"several devices \(transformer\.wte\.weight on cpu, transformer\.h\.1\.ln_1\.weight on cuda:0\)",
     )
 
 
@@ -64,6 +62,3 @@ def test_quantized_models() -> None:
         model = make_hooked()
         model.blocks[0].attn.W_Q = torch.nn.Parameter(torch.zeros(8, 4).to(dtype), requires_grad=False)
         refuses(model, rf"quantized \(blocks\.0\.attn\.W_Q holds {str(dtype).removeprefix('torch.')}\)")
-
-
-# One thread at a time, and a forked process that waits for nobody.

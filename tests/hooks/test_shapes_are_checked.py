@@ -11,8 +11,7 @@ from small_models import lab
 
 from ln_probe.analyses.geometry.keys import centre
 from ln_probe.analyses.probes.uniformity import scores
-from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.variants import changed_output
+from ln_probe.hooks import find_norms
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -25,17 +24,17 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    site = find_sites(lab())[0]
-    x, y = torch.zeros(3, 32), torch.zeros(3, 31)
-    assert "parameter 'y'" in refused(lambda: changed_output(site, "no_scaling", x, y, 1.0))
+    site = find_norms(lab())[0]
+    x = torch.zeros(3, 32)
+    assert "parameter 'constant'" in refused(lambda: site.without("no_scaling", x, torch.ones(2, 1)))
     assert "parameter 'x'" in refused(lambda: site.sigma(torch.zeros(3, 32, dtype=torch.long)))
     q, k = torch.zeros(4, 2, 8), torch.zeros(5, 3, 8)
     assert "parameter 'k'" in refused(lambda: scores(q, k, 1.0))
-    assert refused(lambda: changed_output(site, "no_scaling", x, x, 1.0)) == ""
+    assert refused(lambda: site.without("no_scaling", x, torch.ones(3, 1))) == ""
 
 
 def test_a_tested_error_is_the_functions_own() -> None:
-    site = find_sites(lab())[0]
+    site = find_norms(lab())[0]
     with pytest.raises(TypeError, match="vectors of real numbers"):
         site.decompose(torch.zeros(3, 32, dtype=torch.long))
     assert "parameter 'x'" in refused(lambda: site.decompose(torch.zeros(3, 32, dtype=torch.long)))

@@ -52,7 +52,7 @@ from ln_probe.analyses.lab.train import (
 )
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.statistics import holm
-from ln_probe.hooks.interventions import NoOpWarning, without
+from ln_probe.hooks.edits import NoOpWarning, without
 
 D_VOCAB, N_CTX = 1024, 256
 STEPS, BATCH = 2000, 16

@@ -21,24 +21,29 @@ from torch import Tensor, nn
 
 import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.hooks import linearized, without
-from ln_probe.hooks.capture import stream
-from ln_probe.hooks.interventions import NoOpWarning
+from ln_probe.hooks import find_norms, linearized, without
+from ln_probe.hooks.constants import Constant, mean_sigmas
+from ln_probe.hooks.edits import NoOpWarning
 from ln_probe.hooks.model import evaluating
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.scales import Constant, mean_sigmas
-from ln_probe.hooks.sites import find_sites
-from ln_probe.hooks.variants import VARIANT_WITHOUT, VARIANTS, changed_output, normalized
+from ln_probe.hooks.norm import VARIANT_WITHOUT, VARIANTS, Norm
+from ln_probe.hooks.norm_edits import NormEdit, edited_output
+from ln_probe.hooks.stream import stream
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 TERMS = tuple(VARIANT_WITHOUT)
 GAIN, BIAS = torch.randn(2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-Norm = Callable[[Tensor, nn.Module], Tensor]
+Formula = Callable[[Tensor, nn.Module], Tensor]
 
-pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.interventions.NoOpWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")
 
 
-def by_hand(what: str, scale: float | Tensor) -> Norm:
+def changed_output(norm: Norm, variant: str, x: Tensor, y: Tensor | None, constant: float) -> Tensor:
+    """A norm's output under a variant, with one constant."""
+    pair = torch.tensor([constant, constant], dtype=torch.float64)
+    return edited_output(norm, NormEdit.of(norm, variant, pair), x, y)
+
+
+def by_hand(what: str, scale: float | Tensor) -> Formula:
     """A LayerNorm module's output without a term, written out once more."""
 
     def norm(x: Tensor, module: nn.Module) -> Tensor:
@@ -53,7 +58,7 @@ def by_hand(what: str, scale: float | Tensor) -> Norm:
     return norm
 
 
-def gpt2_by_hand(hf: Any, tokens: Tensor, norms: dict[str, Norm]) -> Tensor:
+def gpt2_by_hand(hf: Any, tokens: Tensor, norms: dict[str, Formula]) -> Tensor:
     """GPT-2 in plain torch; `norms` says which norms are computed by something else than layer_norm."""
 
     def norm(name: str, x: Tensor, module: Any) -> Tensor:
@@ -102,7 +107,7 @@ def test_gpt2_is_the_block_recomputed_in_plain_torch(what: str, sites: Any, name
 @pytest.mark.parametrize("what", TERMS)
 def test_lab_norms(kind: str, what: str) -> None:
     model = lab(norm=kind)
-    site = find_sites(model)[0]
+    site = find_norms(model)[0]
     with torch.no_grad():
         intact = model(TOKENS)
         with without(model, what, sites=["blocks.0.ln1"], scale=2.0) as done:
@@ -123,34 +128,39 @@ def test_lab_norms(kind: str, what: str) -> None:
 def test_a_changed_output_is_gain_times_the_variant_plus_bias(
     kind: str, variant: str, seed: int, shift: float, constant: float
 ) -> None:
-    where = ("a site", 0, kind, "attention", "raw", "", nn.Identity(), 32)
-    site = Site(*where, GAIN, BIAS, eps=1e-5, radius=math.sqrt(32), constant_scale=1.7)
+    module = nn.LayerNorm(32, dtype=torch.float64)
+    with torch.no_grad():
+        module.weight.copy_(GAIN)
+        module.bias.copy_(BIAS)
+    eps = {"eps_value": 1e-5, "constant_value": 1.7}
+    norm = Norm("a norm", 0, kind, "attention", module, 32, has_gain=True, has_bias=True, **eps)
     x = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
-    y = site.affine((x - x.mean(-1, keepdim=True) if site.projects else x) / site.sigma(x))
-    expected = site.affine(normalized(site, variant, x, constant))
-    torch.testing.assert_close(changed_output(site, variant, x, y, constant), expected, rtol=1e-12, atol=1e-12)
-    assert changed_output(site, variant, x.bfloat16(), y.bfloat16(), constant).dtype == torch.bfloat16
+    projected = x - x.mean(-1, keepdim=True) if norm.projects else x
+    removes = VARIANTS[variant].removes
+    divisor = constant if norm.scales and "scaling" in removes else norm.sigma(x)
+    expected = (x if "projection" in removes else projected) / divisor * GAIN + BIAS
+    y = norm.affine(projected / norm.sigma(x))
+    for own in (y, None):
+        made = changed_output(norm, variant, x, own, constant)
+        torch.testing.assert_close(made.detach(), expected, rtol=1e-12, atol=1e-12)
+    assert changed_output(norm, variant, x.bfloat16(), y.bfloat16(), constant).dtype == torch.bfloat16
 
 
-def test_projection_that_changes_nothing_says_why() -> None:
-    """Of a centred stream, of a folded model (`fold_ln` centres the weights that read a norm), of an RMSNorm."""
+def test_projection_that_changes_nothing() -> None:
+    """Of an RMSNorm, which is said; of a centred stream and of folded weights, which is measured."""
     model = process(make_hooked(), center_writing_weights=True)
-    centred = r"without 'projection' changes nothing at every site, by construction \(layernorm: its input is already"
-    for each, sites, most, why in (
-        (model, "all", 1e-6, centred),
-        (make_folded("gpt2"), "all", 1e-5, r"layernorm: what reads it ignores the mean \(its weights are centred"),
-        (make_bridge("llama"), "attention", 0.0, r"by construction \(rmsnorm: it has no projection\)"),
-    ):
-        with torch.no_grad():
+    for each, most in ((model, 1e-6), (make_folded("gpt2"), 1e-5)):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error", NoOpWarning)
             intact = each(TOKENS)
-            with pytest.warns(NoOpWarning, match=why), without(each, "projection", sites=sites) as done:
+            with without(each, "projection", sites="all") as edit:
                 assert difference(each(TOKENS), intact) <= most
-        assert set(done.no_ops) == set(done.sites)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", NoOpWarning)  # scaling goes: that is no no-op
-        intact = model(TOKENS)
-        with without(model, "both", sites="all", scale=1.0):
-            assert difference(model(TOKENS), intact) > 1e-2
+        assert not edit.no_ops
+    llama = make_bridge("llama")
+    with torch.no_grad(), pytest.warns(NoOpWarning, match="has no projection"), without(llama, "projection") as edit:
+        changed = llama(TOKENS)
+    assert torch.equal(changed, llama(TOKENS).detach())
+    assert set(edit.no_ops) == set(edit.sites)
 
 
 @pytest.mark.slow
@@ -173,7 +183,7 @@ def test_default_constants_are_the_pooled_ones_of_analyze(name: str) -> None:
 def test_position_0_of_every_head_is_left_out(length: int) -> None:
     """Norms of queries and keys inside a bridge's attention see heads before positions."""
     model = make_bridge("qwen3", torch.float64)
-    sites = {s.name: s for s in find_sites(model)}
+    sites = {s.name: s for s in find_norms(model)}
     seen: dict[str, Tensor] = {}
     names = ("blocks.0.attn.q_norm", "blocks.0.attn.k_norm")
     for name in names:
@@ -188,7 +198,7 @@ def test_position_0_of_every_head_is_left_out(length: int) -> None:
 
 def test_a_single_position_is_better_than_none() -> None:
     model = lab()
-    sites = find_sites(model)
+    sites = find_norms(model)
     with evaluating(model):
         assert mean_sigmas(model, sites, [torch.tensor([3])])["ln_final"].rest > 0
 
@@ -200,7 +210,7 @@ def test_a_single_position_is_better_than_none() -> None:
 def test_one_constant_and_two(scale: str) -> None:
     hf, model, _ = make_twins("gpt2", torch.float64)
     name = "blocks.1.ln1"
-    site = next(s for s in find_sites(model) if s.name == name)
+    site = next(s for s in find_norms(model) if s.name == name)
     mean = mean_sigmas(model, [site], list(TOKENS))[name]
     divisor = torch.full((2, 10, 1), mean.rest, dtype=torch.float64)
     if scale == "frozen":
@@ -223,7 +233,7 @@ def test_with_a_cache_later_tokens_are_not_position_0(arch: str) -> None:
     """
     hooked = arch == "hooked"
     model = make_hooked(dtype=torch.float64) if hooked else make_bridge(arch, torch.float64)
-    scale = {s.name: {"first": 3.0, "rest": 0.7} for s in find_sites(model)}
+    scale = {s.name: {"first": 3.0, "rest": 0.7} for s in find_norms(model)}
 
     def apart() -> float:
         """The largest difference of the two ways, relative to the largest logit."""
@@ -256,7 +266,7 @@ def test_padding_on_the_left_moves_position_0() -> None:
     model = make_bridge("gpt2", torch.float64)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), TOKENS[:1]], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 10])
-    scale = {s.name: (3.0, 0.7) for s in find_sites(model)}
+    scale = {s.name: (3.0, 0.7) for s in find_norms(model)}
     with torch.no_grad(), without(model, "scaling", sites="all", scale=scale):
         whole = model(TOKENS[:1])
         shifted = model(padded, attention_mask=mask)[:, 3:]
@@ -269,12 +279,12 @@ def test_position_0_of_a_hugging_face_model_in_memory() -> None:
     scale = (3.0, 0.7)
     for arch, heads in (("qwen3", 4), ("gemma3", 4), ("qwen3", 2)):
         model = hugging_face(arch, torch.float64)
-        with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_sites(model)}):
+        with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_norms(model)}):
             few, more = (model(TOKENS[:1, :n]).logits for n in (heads, 7))
         torch.testing.assert_close(few, more[:, :heads], rtol=1e-5, atol=1e-5)
     model.set_attn_implementation("sdpa")
     padded, mask = torch.cat([TOKENS[:1, :2], TOKENS[:1]], 1), torch.tensor([[0] * 2 + [1] * 10])
-    with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_sites(model)}):
+    with torch.no_grad(), without(model, "scaling", sites="all", scale={s.name: scale for s in find_norms(model)}):
         named, bare = model(padded, attention_mask=mask).logits, model(padded, mask).logits
         whole = model(TOKENS[:1], output_hidden_states=True).hidden_states[-1]
         model.generate(TOKENS[:1], max_new_tokens=2, pad_token_id=0)
@@ -297,11 +307,11 @@ def test_one_part_changes_and_the_others_stay(what: str, part: str, worlds: list
     models = [*worlds, *((a, make_bridge(a)) for a in ("neox", "opt", "qwen3"))]
     letter = part[0]
     for name, model in models:
-        site = find_sites(model)[0]
+        site = find_norms(model)[0]
         seen: list[Tensor] = []
         stream(model, TOKENS[0], [site], on_norm=lambda s, x, y, seen=seen: seen.extend((x, y)))
         x, y = seen
-        changed = changed_output(site, VARIANT_WITHOUT[what], x, y, 2.0)
+        changed = changed_output(site, VARIANT_WITHOUT[what], x, y, 2.0).detach()
         attn, places = model.blocks[0].attn, {n: f"blocks.0.attn.hook_{n}" for n in "qkv"}
         W = getattr(attn, f"W_{letter.upper()}")
         b = getattr(attn, f"b_{letter.upper()}", None) if name != "qwen3" else None
@@ -314,7 +324,7 @@ def test_one_part_changes_and_the_others_stay(what: str, part: str, worlds: list
                 assert difference(model(TOKENS[:1]), logits) < 1e-6, name
         assert done.only == part
         for other in set("qkv") - {letter}:
-            assert torch.equal(before[places[other]], after[places[other]]), name
+            assert difference(after[places[other]], before[places[other]]) < 1e-6, name
         mine = after[places[letter]].reshape(len(x), -1)
         torch.testing.assert_close(mine, expected.detach().reshape(len(x), -1), rtol=1e-4, atol=1e-4, msg=name)
         least = 1e-6 if name == "qwen3" else 1e-4  # its keys are normalized once more, which undoes most of it
@@ -327,7 +337,7 @@ def test_a_shared_norm_can_be_edited_for_its_keys_alone() -> None:
     for block in model.blocks:
         block.ln2 = block.ln1
     model.setup()
-    assert find_sites(model)[0].reads == "attention+mlp"
+    assert find_norms(model)[0].reads == "attention+mlp"
     with torch.no_grad():
         _, before = model.run_with_cache(TOKENS)
         with without(model, "scaling", sites="mlp", scale=2.0, only="keys"):
@@ -336,27 +346,11 @@ def test_a_shared_norm_can_be_edited_for_its_keys_alone() -> None:
         assert torch.equal(before[f"blocks.0.{place}"], after[f"blocks.0.{place}"]) == same
 
 
-def test_split_inputs_of_hooked_transformer() -> None:
-    """With one input per head for queries, keys and values, the keys' is still found, also where a hook changes it."""
-    model = make_hooked()
-    model.set_use_split_qkv_input(True)
-    hooks = [("blocks.0.hook_k_input", lambda x, hook: 2 * x + 1)]
-    with torch.no_grad():
-        _, before = model.run_with_cache(TOKENS)
-        with model.hooks(fwd_hooks=hooks), without(model, "scaling", sites=["blocks.0.ln1"], scale=2.0, only="keys"):
-            _, after = model.run_with_cache(TOKENS)
-        site = find_sites(model)[0]
-        x = 2 * before["blocks.0.hook_resid_pre"] + 1
-        keys = torch.einsum("bpd,hdk->bphk", changed_output(site, "no_scaling", x, x, 2.0), model.W_K[0]) + model.b_K[0]
-    torch.testing.assert_close(after["blocks.0.attn.hook_k"], keys, rtol=1e-4, atol=1e-4)
-    assert torch.equal(before["blocks.0.attn.hook_v"], after["blocks.0.attn.hook_v"])
-
-
 @pytest.mark.parametrize("arch", [None, "gpt2", "gemma"])
 def test_gradients_of_gains_and_biases(arch: str | None) -> None:
     """As those of a norm that is written by hand, also of a parameter that is put in while the edit lasts."""
     model = make_hooked(dtype=torch.float64) if arch is None else make_bridge(arch, torch.float64)
-    site = find_sites(model)[0]
+    site = find_norms(model)[0]
     owner = getattr(site.module, "original_component", None) or site.module
     names = [name for name in ("w", "b", "weight", "bias") if isinstance(getattr(owner, name, None), nn.Parameter)]
     kept = {name: getattr(owner, name) for name in names}

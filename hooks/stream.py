@@ -39,7 +39,7 @@ from ln_probe.hooks.model import (
     tensors_in,
     unembedding,
 )
-from ln_probe.hooks.norm import Site, is_heads_first
+from ln_probe.hooks.norm import Norm, is_heads_first
 
 # How attention layers call themselves when they see every key before a query (HookedTransformer and GPT-Neo; the layer
 # types of newer Hugging Face configs).
@@ -115,13 +115,12 @@ class AttentionInput:
 
     Attributes:
         layer: block index.
-        x: input of the norm that attention reads, [pos d_model]; of a site without a known norm, what
-            attention reads.
+        x: input of the norm that attention reads, [pos d_model]; of an identity, what attention reads.
         y: that norm's output, [pos d_model]: what attention reads.
         pattern: attention paid, [head query key].
         cos_sin: rotary tables [pos rotary_dim] each where the pass showed them (bridge), else None.
         attn: the attention module.
-        site: the norm before it, or what replaces one (`Site.stands_in`).
+        norm: the norm that it reads, or the identity where it reads the stream.
     """
 
     layer: int
@@ -130,7 +129,7 @@ class AttentionInput:
     pattern: Float[Tensor, "head query key"]
     cos_sin: tuple[Tensor, Tensor] | None
     attn: nn.Module
-    site: Site
+    norm: Norm
 
     @functools.cached_property
     def causal(self) -> bool:
@@ -144,99 +143,98 @@ class AttentionInput:
 
 
 # From the number of a prompt, a norm, its input and its output; and from the number of a prompt and a layer.
-OnNorm = Callable[[int, Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
+OnNorm = Callable[[int, Norm, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None]
 OnAttention = Callable[[int, AttentionInput], None]
 
 
-def _check_finite(site: Site, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
+def _check_finite(norm: Norm, value: Float[Tensor, "rows d"], what: str, length: int) -> None:
     # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
     if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
         row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # of a position, heads stand together
         at = row * length // len(value)
         raise ActivationError(
-            f"{site.name}: its {what} holds NaN or infinite values (first at position {at}); the model's weights "
+            f"{norm.name}: its {what} holds NaN or infinite values (first at position {at}); the model's weights "
             "or precision are the likely cause: try dtype='float32', or check the checkpoint"
         )
 
 
-def _by_prompt(site: Site, value: Tensor, lengths: Sequence[int]) -> list[Float[Tensor, "rows d"]]:
-    """Of each prompt its rows, position 0 first, without padding: norms inside a bridge's attention see
-    [batch head pos d_head], and some see all of it in one line."""
-    longest = max(lengths)
-    if value.ndim == 4 and is_heads_first(site, value, longest):
+def _by_prompt(norm: Norm, value: Tensor, batch: int, length: int) -> Float[Tensor, "batch rows d"]:
+    """Return the rows of each prompt, position 0 first: norms inside a bridge's attention see [batch head pos d_head],
+    and some see all of it in one line."""
+    if value.ndim == 4 and is_heads_first(norm, value, length):
         value = value.transpose(1, 2)
-    each = value.reshape(len(lengths), -1, site.d)  # heads of a position stand together
-    return [x[: n * (x.shape[0] // longest)] for x, n in zip(each, lengths, strict=True)]
+    return value.reshape(batch, -1, norm.d)  # heads of a position stand together
 
 
 class _Pass:
-    """One forward pass: what has been seen of the layer that is running, and the callbacks."""
+    """One forward pass: what the layer that is running has shown, and the callbacks."""
 
     def __init__(
         self,
         model: HookedModel,
-        sites: Sequence[Site],
-        lengths: Sequence[int],
+        norms: Sequence[Norm],
+        shape: tuple[int, int],
         on_norm: OnNorm | None,
         on_attention: OnAttention | None,
         layers: Collection[int] | None,
     ) -> None:
-        self.lengths, self.on_norm, self.on_attention = lengths, on_norm, on_attention
-        self.site_of = {layer: s for s in sites for layer in s.attention_layers}
-        # Of the layer that is running, what is read in each prompt, and its norm's output; and what its points showed.
-        self.running: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], dict[str, Tensor]]] = {}
+        self.shape, self.on_norm, self.on_attention = shape, on_norm, on_attention
+        self.norm_of = {layer: n for n in norms for layer in n.attention_layers}
+        # Of the layer that is running, the input and output of the norm that it reads; and what its points showed.
+        self.running: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
         self.done: set[str] = set()
-        # Where attention reads the stream itself there is no norm's module: the input of attention is taken.
-        self.after: list[Hook] = [(site.module, partial(self._norm, site)) for site in sites if not site.bare]
+        # Where attention reads the stream itself there is no norm's module: the input of attention is read.
+        self.after: list[Hook] = [(n.module, partial(self._norm, n)) for n in norms if not n.is_identity]
         self.before: list[Hook] = []
         self.attentions = attentions(model) if on_attention is not None else {}
         if layers is not None:
             self.attentions = {layer: attn for layer, attn in self.attentions.items() if layer in layers}
         for layer, attn in self.attentions.items():
-            site = self.site_of.get(layer)
-            if site is not None and site.bare:
-                self.before.append((attn, partial(self._bare, layer, site)))
+            norm = self.norm_of.get(layer)
+            if norm is not None and norm.is_identity:
+                self.before.append((attn, partial(self._stream, layer, norm)))
             children = dict(attn.named_children())
             shown = [name for name in ("hook_pattern", "hook_cos", "hook_sin") if name in children]
-            self.after += [(children[name], partial(self._keep, layer, name)) for name in shown]
+            self.after += [(children[name], partial(self._show, layer, name)) for name in shown]
             self.after.append((attn, partial(self._attention, layer)))
 
-    def _norm(self, site: Site, _m: nn.Module, args: Any, _kwargs: Any, output: Tensor) -> None:
-        if site.name in self.done:
+    def _norm(self, norm: Norm, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        if norm.name in self.done:
             return
-        self.done.add(site.name)
-        x, y = args[0].detach(), output.detach()
-        if x.ndim == 4 and site.reads not in ("query", "key"):  # an input for each head: all the same
+        self.done.add(norm.name)
+        x, y = tensors_in(args, kwargs)[0].detach(), output.detach()
+        if x.ndim == 4 and norm.reads not in ("query", "key"):  # an input for each head: all the same
             x, y = x[:, :, 0], y[:, :, 0]
-        xs, ys = _by_prompt(site, x, self.lengths), _by_prompt(site, y, self.lengths)
-        for prompt, (of_x, of_y) in enumerate(zip(xs, ys, strict=True)):
-            _check_finite(site, of_x, "input", self.lengths[prompt])
-            _check_finite(site, of_y, "output", self.lengths[prompt])
+        xs, ys = _by_prompt(norm, x, *self.shape), _by_prompt(norm, y, *self.shape)
+        for prompt in range(len(xs)):
+            _check_finite(norm, xs[prompt], "input", self.shape[1])
+            _check_finite(norm, ys[prompt], "output", self.shape[1])
             if self.on_norm is not None:
-                self.on_norm(prompt, site, of_x, of_y)
-        read = ys if site.stands_in else xs  # of no known norm: what attention reads, as it is
-        self.running |= {layer: (read, ys, {}) for layer in site.attention_layers if layer in self.attentions}
+                self.on_norm(prompt, norm, xs[prompt], ys[prompt])
+        self.running |= {layer: (xs, ys, {}) for layer in norm.attention_layers if layer in self.attentions}
 
-    def _bare(self, layer: int, site: Site, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        given = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (site.d,) and t.ndim in (3, 4))
-        if (read := next(given, None)) is not None:
+    def _stream(self, layer: int, norm: Norm, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        given = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (norm.d,) and t.ndim in (3, 4))
+        if (x := next(given, None)) is not None:
             # (of the first head, where each has its own input: `use_split_qkv_input`)
-            each = [x[:n] if x.ndim == 2 else x[:n, 0] for x, n in zip(read, self.lengths, strict=True)]
-            for x in each:
-                _check_finite(site, x, "input", len(x))
-            self.running[layer] = each, each, {}
+            x = x if x.ndim == 3 else x[:, :, 0]
+            for prompt in x:
+                _check_finite(norm, prompt, "input", len(prompt))
+            self.running[layer] = x, x, {}
 
-    def _keep(self, layer: int, name: str, _m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
+    def _show(self, layer: int, name: str, _m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
         if layer in self.running:
             self.running[layer][2][name] = output.detach()
 
     def _attention(self, layer: int, attn: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
-        xs, ys, seen = self.running.pop(layer, ((), (), {}))
+        if layer not in self.running:
+            return
+        xs, ys, seen = self.running.pop(layer)
         if "hook_pattern" not in seen or self.on_attention is None:
             return
-        for prompt, n in enumerate(self.lengths):
-            paid, cos_sin = seen["hook_pattern"][prompt, :, :n, :n], _tables_of(seen, prompt, n)
-            look = AttentionInput(layer, xs[prompt], ys[prompt], paid, cos_sin, attn, self.site_of[layer])
+        for prompt in range(len(xs)):
+            pattern, cos_sin = seen["hook_pattern"][prompt], _tables_of(seen, prompt, self.shape[1])
+            look = AttentionInput(layer, xs[prompt], ys[prompt], pattern, cos_sin, attn, self.norm_of[layer])
             self.on_attention(prompt, look)
 
 
@@ -251,17 +249,17 @@ def _tables_of(shown: Mapping[str, Tensor | None], prompt: int, length: int) -> 
 def stream(
     model: HookedModel,
     tokens: Int[Tensor, " pos"],
-    sites: Sequence[Site],
+    norms: Sequence[Norm],
     *,
-    on_norm: Callable[[Site, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None] | None = None,
+    on_norm: Callable[[Norm, Float[Tensor, "pos d"], Float[Tensor, "pos d"]], None] | None = None,
     on_attention: Callable[[AttentionInput], None] | None = None,
     layers: Collection[int] | None = None,
 ) -> None:
     """Run one prompt: `stream_together`, but the callbacks get no number of a prompt."""
     stream_together(
         model,
-        [tokens],
-        sites,
+        tokens[None],
+        norms,
         on_norm=None if on_norm is None else lambda _, *seen: on_norm(*seen),
         on_attention=None if on_attention is None else lambda _, seen: on_attention(seen),
         layers=layers,
@@ -270,23 +268,21 @@ def stream(
 
 def stream_together(
     model: HookedModel,
-    prompts: Sequence[Int[Tensor, " _"]],
-    sites: Sequence[Site],
+    tokens: Int[Tensor, "batch pos"],
+    norms: Sequence[Norm],
     *,
     on_norm: OnNorm | None = None,
     on_attention: OnAttention | None = None,
     layers: Collection[int] | None = None,
 ) -> None:
-    """Run several prompts in one pass, with callbacks at every norm and attention layer.
+    """Run several prompts of equal length in one pass, with callbacks at every norm and attention layer.
 
-    Shorter prompts are padded behind their end, which changes nothing before it where attention is causal and positions
-    do not depend on how long a prompt is (`hooks.model.stretches_positions`). Callbacks come a layer at a time: of all
-    prompts in their order, then of the next layer. They never see padding.
+    Callbacks come a layer at a time: of all prompts in their order, then of the next layer.
 
     Args:
-        model: any hooked model; one that attends to later tokens (`looks_ahead`) takes prompts of equal length only.
-        prompts: token ids of each.
-        sites: the model's norms (`find_sites`), and the replacements of norms (`facts_of`) where they are wanted.
+        model: any hooked model.
+        tokens: of each prompt.
+        norms: the model's norms (`find_norms`), and identities where they are wanted (`attention_inputs`).
         on_norm: gets the number of a prompt, a norm, and its input and output, once per pass, however often the norm is
             called. Norms inside attention come flattened over heads, [pos·head d_head].
         on_attention: gets the number of a prompt and an `AttentionInput` when a layer's attention has run.
@@ -295,17 +291,16 @@ def stream_together(
     Raises:
         ActivationError: a norm's input or output is not finite.
     """
-    watch = _Pass(model, sites, [len(p) for p in prompts], on_norm, on_attention, layers)
+    watch = _Pass(model, norms, (int(tokens.shape[0]), int(tokens.shape[1])), on_norm, on_attention, layers)
     with hooks_on(watch.after, watch.before):
-        # Padded with a token that each has anyway: nothing that a tokenizer may take for padding.
-        run(model, nn.utils.rnn.pad_sequence(list(prompts), batch_first=True, padding_value=int(prompts[0][-1])))
+        run(model, tokens)
 
 
 def record(
     model: HookedModel,
     tokens: Int[Tensor, "*batch pos"],
     positions: Sequence[int],
-    sites: Sequence[Site],
+    norms: Sequence[Norm],
     *,
     neurons: Collection[int] = (),
     points: Mapping[str, nn.Module] | None = None,
@@ -342,7 +337,7 @@ def record(
 
     after = [(module, keep(seen, source)) for source, module in watched(model)]
     after += [(module, keep(shown_at, name)) for name, module in (points or {}).items()]
-    before = [(site.module, keep(inputs, site.name)) for site in outside_attention(sites)]
+    before = [(norm.module, keep(inputs, norm.name)) for norm in outside_attention(norms)]
     if (reader := unembedding(model)) is not None:
         before.append((reader, keep(inputs, END)))
     for layer in neurons:
@@ -358,17 +353,17 @@ def record(
 def record_attention(
     model: HookedModel,
     tokens: Int[Tensor, "batch pos"],
-    sites: Sequence[Site],
-    read: Mapping[int, Site],
+    norms: Sequence[Norm],
+    read: Mapping[int, Norm],
     points: Mapping[str, nn.Module],
 ) -> tuple[Record, dict[int, list[AttentionInput]]]:
     """One forward pass: `record` at every position, and what attention of some layers did in each prompt; `read`: the
-    layers, and the site that each reads."""
+    layers, and the norm that each reads."""
     found: dict[int, list[AttentionInput]] = {layer: [] for layer in read}
-    asked, lengths = list(dict.fromkeys(read.values())), [tokens.shape[1]] * len(tokens)
-    watch = _Pass(model, asked, lengths, None, lambda _, seen: found[seen.layer].append(seen), list(read))
+    asked, shape = list(dict.fromkeys(read.values())), (int(tokens.shape[0]), int(tokens.shape[1]))
+    watch = _Pass(model, asked, shape, None, lambda _, seen: found[seen.layer].append(seen), list(read))
     with hooks_on(watch.after, watch.before):
-        kept = record(model, tokens, range(tokens.numel()), sites, points=points, logits=False)
+        kept = record(model, tokens, range(tokens.numel()), norms, points=points, logits=False)
     return kept, found
 
 
@@ -430,9 +425,9 @@ class CachedPrompts:
         Raises:
             SplitError: the cache lacks something, by name.
         """
-        sites, rows, passed = outside_attention(wiring.sites), torch.tensor(positions), wiring.norms_within(place)
+        norms, rows, passed = outside_attention(wiring.norms), torch.tensor(positions), wiring.norms_within(place)
         wanted = {source for at in (*passed, place) for source in wiring.at(at)}
-        post = any(s.name.endswith("ln2_post") for s in sites)
+        post = any(n.name.endswith("ln2_post") for n in norms)
         seen = {}
         for source, module in watched(self.model):
             if source in wanted:
@@ -441,29 +436,29 @@ class CachedPrompts:
                     names.append(f"blocks.{source.layer}.hook_mlp_out")
                 names = names or [f"blocks.{source.layer}.mlp.hook_out"]
                 seen[source] = self._rows(names)[rows].cpu()
-        inputs = {name: self._rows(self._input_of(name, sites))[rows].cpu() for name in (*passed, place)}
+        inputs = {name: self._rows(self._input_of(name, norms))[rows].cpu() for name in (*passed, place)}
         shown = {name: self._rows([name])[rows].cpu() for name in points}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
 
-    def attention(self, site: Site, layer: int, place: str) -> list[AttentionInput]:
-        """What the attention of a layer did in each prompt; `place`: what `site` reads.
+    def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
+        """What the attention of a layer did in each prompt; `place`: what `norm` reads.
 
         Raises:
             SplitError: the cache lacks something, by name.
         """
         (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
-        x = self._rows(self._input_of(place, outside_attention([site])))
-        normalized = None if site.bare else self.rows([f"{site.name}.hook_normalized"])
-        y = x if site.bare else site.affine(site.normalize(x) if normalized is None else normalized)
+        x = self._rows(self._input_of(place, outside_attention([norm])))
+        normalized = None if norm.is_identity else self.rows([f"{norm.name}.hook_normalized"])
+        y = x if norm.is_identity else norm.affine(norm.normalize(x) if normalized is None else normalized)
         pattern = self._needed([f"{attn}.hook_pattern"])
         shown = {n: self._first([f"{attn}.{n}", f"rotary_emb.{n}"]) for n in ("hook_cos", "hook_sin")}
         xs, ys, module = x.view(batch, length, -1), y.view(batch, length, -1), attentions(self.model)[layer]
         return [
-            AttentionInput(layer, xs[i], ys[i], pattern[i], _tables_of(shown, i, length), module, site)
+            AttentionInput(layer, xs[i], ys[i], pattern[i], _tables_of(shown, i, length), module, norm)
             for i in range(batch)
         ]
 
-    def _input_of(self, place: str, sites: Sequence[Site]) -> list[str]:
+    def _input_of(self, place: str, norms: Sequence[Norm]) -> list[str]:
         """The points that may show what is read at a place."""
         last = f"blocks.{n_layers(self.model) - 1}"
         if place == END:
@@ -473,7 +468,7 @@ class CachedPrompts:
         names = [f"{place}.hook_in"]
         if leaf.isdigit():  # a block, whose attention reads the stream itself
             return [*names, f"{place}.hook_resid_pre"]
-        if any(s.attention_layers and s.layer not in s.attention_layers for s in sites):
+        if any(n.attention_layers and n.layer not in n.attention_layers for n in norms):
             return names  # norms behind attention and MLP: no point of the stream is what they read
         if not block:
             return [*names, f"{last}.hook_resid_post"]

@@ -10,9 +10,9 @@ from architectures import make_bridge
 from small_models import lab
 from torch import Tensor
 
-from ln_probe.hooks.capture import record
+from ln_probe.hooks import find_norms
 from ln_probe.hooks.components import END, Split, SplitError, find_wiring, outside_attention
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks.stream import record
 
 TOKENS = torch.arange(1, 11)
 ROWS = [0, 4, 9]
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def split_of(model: Any, tokens: Tensor = TOKENS, rows: list[int] = ROWS) -> Split:
-    sites = find_sites(model)
+    sites = find_norms(model)
     wiring = find_wiring(model, sites)
     return Split(wiring, record(model, tokens, rows, sites))
 
@@ -42,7 +42,7 @@ def test_every_norm_reads_its_parts(arch: str) -> None:
     assert set(expression.values()) == {1.0}
     assert " + ".join(sorted(map(str, expression))) == " + ".join(sorted(KINDS[arch].split(" + ")))
     f = torch.randn(len(ROWS), 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for site in outside_attention(split.wiring.sites):
+    for site in outside_attention(split.wiring.norms):
         if arch == "bert" and site.name == "ln_final":  # behind the head's own map and activation
             with pytest.raises(
                 SplitError, match=r"written after blocks.1.ln2(_post)?, the last place where the sum closes"
@@ -99,7 +99,7 @@ def test_an_unknown_writer_is_missed_and_placed() -> None:
     model = lab()
     extra = torch.nn.Linear(32, 32)
     model.blocks[0].register_forward_hook(lambda _m, _args, out: out + extra(out).tanh().detach())
-    sites = find_sites(model)
+    sites = find_norms(model)
     wiring = find_wiring(model, sites)
     assert set(wiring.reads) == {"blocks.0.ln1", "blocks.0.ln2", END}  # (the end is what the last norm wrote)
     said = r"at ln_final is not the sum .*e-0[12] of its size is left over .*written after blocks.0.ln2, the last place"
@@ -109,7 +109,7 @@ def test_an_unknown_writer_is_missed_and_placed() -> None:
 
 def test_an_edit_that_was_active_is_noticed() -> None:
     model = lab()
-    sites = find_sites(model)
+    sites = find_norms(model)
     wiring = find_wiring(model, sites)
     model.blocks[1].register_forward_pre_hook(lambda _m, args: (args[0] + 0.01,))
     split = Split(wiring, record(model, TOKENS, ROWS, sites))
@@ -120,7 +120,7 @@ def test_an_edit_that_was_active_is_noticed() -> None:
 
 def test_a_stream_without_norms_ends_somewhere_too() -> None:
     split = split_of(lab(norm=None, norm_mlp=None, norm_final=None))
-    assert split.wiring.sites == []
+    assert split.wiring.norms == []
     assert split.check(END) <= 5e-7
     with pytest.raises(SplitError, match=r"ln_final is no norm of the residual stream: there are the end"):
         split.check("ln_final")

@@ -8,19 +8,19 @@ import pytest
 import torch
 from architectures import make_bridge, make_hooked
 
-from ln_probe.hooks.capture import ActivationError, AttentionInput, stream
-from ln_probe.hooks.norm import Site
-from ln_probe.hooks.sites import find_sites
+from ln_probe.hooks import find_norms
+from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.stream import ActivationError, AttentionInput, stream
 
 TOKENS = torch.arange(1, 21)
 
 
 def test_streamed_norms_are_the_cached_ones() -> None:
     model = make_bridge("neox")
-    sites = find_sites(model)
+    sites = find_norms(model)
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep(site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
+    def keep(site: Norm, x: torch.Tensor, y: torch.Tensor) -> None:
         assert site.name not in seen, "a norm was seen twice in one pass"
         seen[site.name] = x, y
 
@@ -36,13 +36,13 @@ def test_hooked_transformer_counts_once() -> None:
     """HookedTransformer calls ln1 three times a pass (query, key, value)."""
     model = make_hooked()
     calls: list[str] = []
-    stream(model, TOKENS, find_sites(model), on_norm=lambda site, x, y: calls.append(site.name))
+    stream(model, TOKENS, find_norms(model), on_norm=lambda site, x, y: calls.append(site.name))
     assert calls == ["blocks.0.ln1", "blocks.0.ln2", "blocks.1.ln1", "blocks.1.ln2", "ln_final"]
 
 
 def test_only_wanted_layers_and_nothing_left_behind() -> None:
     model = make_bridge("gpt2")
-    sites = find_sites(model)
+    sites = find_norms(model)
     before = sum(len(m._forward_hooks) for _, m in model.named_modules())
     layers: list[int] = []
     patterns: list[weakref.ref[torch.Tensor]] = []
@@ -67,7 +67,7 @@ def test_what_is_not_finite_is_placed() -> None:
         qwen.W_E[7] = float("nan")
     said = r"blocks\.0\.ln1: its input holds NaN or infinite values \(first at position 4\)"
     with pytest.raises(ActivationError, match=said):
-        stream(hooked, TOKENS, find_sites(hooked))
-    inside = [s for s in find_sites(qwen) if s.reads in ("query", "key")]
+        stream(hooked, TOKENS, find_norms(hooked))
+    inside = [s for s in find_norms(qwen) if s.reads in ("query", "key")]
     with pytest.raises(ActivationError, match=r"first at position 5\)"):
         stream(qwen, torch.tensor([1, 2, 3, 4, 5, 7]), inside)

@@ -1,0 +1,461 @@
+"""Constants that replace sigma: for each norm, one at position 0 and one at the other positions.
+
+Position 0 has its own constant because attention sinks are there: in SmolLM2-135M their sigma is hundreds of times the
+others', and a single constant would make their vectors hundreds of times too long (Heimersheim 2024 treats the first
+position separately for the same reason). Values of `scale=` in `without`:
+
+    frozen      the mean sigmas at position 0 and at the other positions
+    uniform     the mean sigma of the other positions everywhere
+    optimal     the two constants per norm that minimize the loss: optimal ablation (Li & Janson 2024)
+
+Loss-optimal constants are found over the logarithms of all constants together by L-BFGS-B (scipy), from the mean sigmas.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Timer
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int
+from rich.console import Console
+from scipy.optimize import minimize  # type: ignore[import-untyped]
+from torch import Tensor
+
+from ln_probe.hooks.model import HookedModel, context_length, device_of, evaluating, vocabulary_size
+from ln_probe.hooks.norm import VARIANTS, Norm
+from ln_probe.hooks.norm_edits import NormEdit, installed
+from ln_probe.hooks.norms import structure_of
+from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.stream import stream
+from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
+
+Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
+SCALES = FROZEN, UNIFORM, OPTIMAL = "frozen", "uniform", "optimal"
+_SOON = 0.5  # seconds
+
+
+@dataclass(frozen=True)
+class Constant:
+    """What a norm divides by instead of its sigma.
+
+    Attributes:
+        first: at position 0; rest: elsewhere.
+    """
+
+    first: float
+    rest: float
+
+    @classmethod
+    def of(cls, given: object) -> Constant:
+        """Return the constant that a number (everywhere the same), a pair, or {"first": …, "rest": …} stands for.
+
+        Raises:
+            ValueError: something else.
+        """
+        if isinstance(given, Constant):
+            return given
+        if isinstance(given, Mapping) and set(given) == {"first", "rest"}:
+            given = (given["first"], given["rest"])
+        values = tuple(map(_number, given if isinstance(given, tuple | list) else (given, given)))
+        if len(values) != 2 or None in values:
+            raise ValueError(f'a constant is a number or {{"first": number, "rest": number}}, got {given!r}')
+        return cls(float(values[0]), float(values[1]))
+
+    @property
+    def plain(self) -> dict[str, float]:
+        """As JSON has it."""
+        return {"first": self.first, "rest": self.rest}
+
+    @property
+    def pair(self) -> Float64[Tensor, " 2"]:
+        """Both numbers as a tensor."""
+        return torch.tensor([self.first, self.rest], dtype=torch.float64)
+
+    @property
+    def uniform(self) -> Constant:
+        """The one constant for all positions."""
+        return Constant(self.rest, self.rest)
+
+    def rows(self, length: int) -> Float64[Tensor, "pos 1"]:
+        """Return the divisor of every position of one prompt."""
+        rows = torch.full((length, 1), self.rest, dtype=torch.float64)
+        rows[:1] = self.first
+        return rows
+
+
+def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int[Tensor, " _"]]) -> dict[str, Constant]:
+    """Return the mean sigma of each norm over the tokens of some prompts, at position 0 and elsewhere.
+
+    Costs one forward pass a prompt. Without other positions, the mean at position 0 stands for them.
+
+    Raises:
+        ActivationError: a norm's input or output is not finite.
+    """
+    first: dict[str, list[np.ndarray]] = {n.name: [] for n in norms}
+    rest: dict[str, list[np.ndarray]] = {n.name: [] for n in norms}
+    length = 0
+
+    def on_norm(norm: Norm, x: Tensor, _y: Tensor) -> None:
+        sigma = norm.sigma(x.double())[:, 0].cpu().numpy()
+        heads = max(1, len(x) // length)
+        first[norm.name].append(sigma[:heads])
+        rest[norm.name].append(sigma[heads:])
+
+    with evaluating(model):
+        for row in prompts:
+            length = len(row)
+            stream(model, row, norms, on_norm=on_norm)
+    means: dict[str, Constant] = {}
+    for name in (name for name in first if first[name]):
+        of_first, of_rest = np.concatenate(first[name]), np.concatenate(rest[name])
+        means[name] = Constant(float(of_first.mean()), float((of_rest if len(of_rest) else of_first).mean()))
+    return means
+
+
+def default_means(model: HookedModel, norms: Sequence[Norm]) -> Mapping[str, Constant]:
+    """Return the mean sigmas of norms over the model's default prompts.
+
+    They are measured again where the modules, a parameter (its place, or the count of in-place edits that PyTorch
+    keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: pass `tokens` then.
+    """
+    structure = structure_of(model)
+    weights = [(p.data_ptr(), -1 if p.is_inference() else p._version) for _, p in model.named_parameters()]
+    origin = tokenizer_of(model), bundled_prompts(model), weights
+    if structure.constants is None or structure.constants[0] != origin:
+        structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
+    known: Mapping[str, Constant] = structure.constants[1]
+    return known
+
+
+@contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Print a line on a terminal or in a notebook if what happens meanwhile takes longer than half a second."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if not (console.is_terminal or console.is_jupyter):
+        yield
+        return
+    timer = Timer(_SOON, console.print, [f"ln_probe: {text}"])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# ---------------------------------------------------------------------------------------- arguments
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
+    """Return calibration tokens as one tensor per prompt: from a tensor [batch pos], or a list of rows.
+
+    Raises:
+        ValueError: not whole numbers, empty, outside the vocabulary, or longer than the context.
+        TypeError: neither a tensor nor a list of rows.
+    """
+    rows = token_rows(tokens)
+    if max(map(len, rows)) < 2:
+        raise ValueError("tokens hold no position besides 0: give at least two positions")
+    for row in rows:
+        check_ids(model, row)
+    return rows
+
+
+def check_ids(model: HookedModel, row: Int[Tensor, " pos"]) -> None:
+    """Raise ValueError if a prompt is longer than the model's context or holds an id outside its vocabulary."""
+    size, limit = vocabulary_size(model), context_length(model)
+    if len(row) > limit:
+        raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompt")
+    if len(wrong := row[(row < 0) | (row >= size)]):
+        raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
+
+
+def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
+    """Return token ids as one tensor per prompt, from a tensor [batch pos] or a list of rows of different lengths.
+
+    Raises:
+        ValueError: something else than whole numbers, other axes, or an empty row.
+        TypeError: neither a tensor nor a list of rows.
+    """
+    if not isinstance(tokens, Tensor | list | tuple):
+        raise TypeError(f"tokens must be a tensor of ids [batch pos] or a list of rows, got {type(tokens).__name__}")
+    rows: list[Tensor] = []
+    if isinstance(tokens, Tensor):
+        rows = list(tokens) if tokens.ndim == 2 else []
+        shape = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+    else:
+        shape = f"a list of {len(tokens)}"
+        try:
+            rows = [row if isinstance(row, Tensor) else torch.tensor(row) for row in tokens]
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            shape = "a list that is no list of rows of ids"
+        if rows and all(row.ndim == 0 for row in rows):
+            shape = f"one row of {len(rows)}: write [[…]]"
+    if not rows or not all(r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in rows):
+        raise ValueError(f"tokens must be whole numbers [batch pos] or a list of rows, none empty, got {shape}")
+    return [row.long() for row in rows]
+
+
+def token_batch(model: HookedModel, tokens: object) -> Int[Tensor, "batch pos"]:
+    """Return token ids that run together: from [pos], [batch pos], or a list of rows of one length.
+
+    Raises:
+        TypeError, ValueError: as `token_rows` and `check_ids`; rows of different lengths.
+    """
+    rows = token_rows(tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens)
+    if len(lengths := {len(row) for row in rows}) > 1:
+        raise ValueError(f"tokens must be rows of one length, got lengths {sorted(lengths)}")
+    for row in rows:
+        check_ids(model, row)
+    return torch.stack(rows)
+
+
+def divisors_of(
+    scale: object, names: Sequence[str], means: Callable[[], Mapping[str, Constant]]
+) -> dict[str, Constant]:
+    """Return what each of these norms divides by.
+
+    Args:
+        scale: "frozen", "uniform", a number, or constants by name (as `Constant.of` takes them).
+        names: of the norms.
+        means: measures the mean sigmas of these norms, where `scale` needs them.
+
+    Raises:
+        ValueError: something else; a name is missing, or a divisor is no positive finite number.
+    """
+    constants: dict[str, Constant] = {}
+    if isinstance(scale, str) and scale in (FROZEN, UNIFORM):
+        measured = means() if names else {}
+        constants = {n: measured[n] if scale == FROZEN else measured[n].uniform for n in names}
+    elif isinstance(scale, Mapping):
+        if missing := [n for n in names if n not in scale]:
+            raise ValueError(f"scale has no entry for {some(missing)}")
+        for n in names:
+            try:
+                constants[n] = Constant.of(scale[n])
+            except ValueError as error:
+                raise ValueError(f"{n}: {error}") from None
+    elif (number := _number(scale)) is None:
+        named = ", ".join(map(repr, SCALES))
+        raise ValueError(f"scale must be one of {named}, a positive number or a mapping, got {scale!r}")
+    elif not (number > 0 and np.isfinite(number)):
+        raise ValueError(f"scale must be a positive finite number, got {number!r}")
+    else:
+        constants = dict.fromkeys(names, Constant.of(number))
+    for name, value in constants.items():
+        if wrong := [v for v in (value.first, value.rest) if not (v > 0 and np.isfinite(v))]:
+            raise ValueError(f"{name}: its divisor must be a positive finite number, got {wrong[0]!r}")
+    return constants
+
+
+def _number(given: Any) -> Any:
+    """Return a number, also that in a tensor or an array without axes; None: it is none."""
+    plain = given.item() if getattr(given, "ndim", None) == 0 else given
+    return plain if isinstance(plain, int | float) and not isinstance(plain, bool) else None
+
+
+def some(names: Sequence[str]) -> str:
+    """Return names for a message; of many the first six."""
+    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
+
+
+# ---------------------------------------------------------------------------------------- loss-optimal constants
+
+# A fit has converged where no derivative of the mean loss by the logarithm of a constant is larger, in nats/token: a
+# change of any constant by 1 % then changes the loss by less than 1e-6. In float32, rounding leaves derivatives of
+# about 5e-5 (lm-layernorm, 32 prompts of 128 tokens).
+GRADIENT = 1e-4
+# Evaluations of the loss and its gradient; lm-layernorm's nine norms take about 100.
+MOST_EVALUATIONS = 300
+# Steps that L-BFGS-B remembers: as many as a small model has constants, so that it knows the curvature along all.
+MEMORY = 20
+# A constant stays within this factor of its norm's mean sigmas. Position 0 has been seen to move by a factor of 24; a
+# norm whose best constant is infinite (its reader is best switched off) would otherwise never converge.
+REACH = 100.0
+# Tokens and logits that pass through the model at once: as many as keep one core's matrix products busy, and 128 MB.
+TOKENS_AT_ONCE, LOGITS_AT_ONCE = 1024, 1 << 25
+
+_Vector = Float64[np.ndarray, " constant"]  # a number for each constant, in the order first, rest of each norm
+
+
+class GradientError(ValueError):
+    """A loss that has no gradient at the constants, so that they cannot be fitted."""
+
+
+def fit(
+    model: HookedModel,
+    norms: Sequence[Norm],
+    prompts: Sequence[Int[Tensor, " _"]],
+    *,
+    start: Mapping[str, Constant],
+    variant: str = "no_scaling",
+    objective: Objective | None = None,
+) -> dict[str, Constant]:
+    """Return the constants that minimize the mean loss over some prompts, for all norms together.
+
+    Takes minutes for a small model: some hundred forward and backward passes over all prompts.
+
+    Args:
+        model: any hooked model.
+        norms: that are edited together; those that do not scale have no constant.
+        prompts: token ids of each.
+        start: the mean sigmas of these norms, by name.
+        variant, objective: as for `loss_and_gradients`.
+
+    Raises:
+        ValueError: no norm that scales, no prompt with a loss, the model has no next-token loss, a missing or
+            non-positive start, or a loss that is not finite at the start.
+        GradientError: the loss has no gradient at the constants.
+
+    Warns:
+        UserWarning: the fit did not converge.
+    """
+    wanted = Objective() if objective is None else objective
+    if obstacle := wanted.obstacle(model):
+        raise ValueError(f"there is no loss to minimize: {obstacle}")
+    names = _frozen(norms, variant, start)
+    if wrong := next((n for n in names if not min(start[n].first, start[n].rest) > 0), None):
+        raise ValueError(f"start: the constants of {wrong} must be positive, got {start[wrong].plain}")
+    counted = [row for row in prompts if wanted.weight(row)]
+    if not counted:
+        raise ValueError(f"none of these {len(prompts)} prompts has a loss: give prompts of at least two tokens")
+    weight = sum(wanted.weight(row) for row in counted)
+    batches = list(_batches(counted, vocabulary_size(model)))
+
+    def mean_loss(logs: _Vector) -> tuple[float, _Vector]:
+        constants = _constants(names, logs)
+        total, gradient = 0.0, np.zeros(len(logs))
+        for rows in batches:
+            loss, slopes = loss_and_gradients(model, norms, rows, constants, variant=variant, objective=wanted)
+            total += loss
+            gradient += np.array([slopes[n] for n in names]).ravel()
+        return total / weight, gradient * np.exp(logs) / weight
+
+    means = np.log([(start[n].first, start[n].rest) for n in names])
+    reach = np.stack([means.min(1) - math.log(REACH), means.max(1) + math.log(REACH)], axis=1).repeat(2, axis=0)
+    return _constants(names, _descend(mean_loss, means.ravel(), reach))
+
+
+def loss_and_gradients(
+    model: HookedModel,
+    norms: Sequence[Norm],
+    tokens: Int[Tensor, "*batch pos"],
+    constants: Mapping[str, Constant],
+    *,
+    variant: str = "no_scaling",
+    objective: Objective | None = None,
+) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Return the loss with constants for the sigmas of some norms, and its derivatives by these constants.
+
+    One forward and one backward pass. The model's parameters get no gradients, and dropout is off.
+
+    Args:
+        model: any hooked model.
+        norms: that are edited; those that do not scale have no constant.
+        tokens: one prompt, or several of equal length.
+        constants: of each of these norms that scales, by name; each positive.
+        variant: "no_scaling" or "both_removed".
+        objective: the loss; None: the next-token loss.
+
+    Returns:
+        The sum of the loss over the prompts, each times its weight (`Objective.weight`); and for each norm that scales
+        the derivatives of this sum by its constant at position 0 and by the one elsewhere.
+
+    Raises:
+        ValueError: no norm of these has a constant under this variant, or a constant is missing.
+        GradientError: the loss has no gradient at the constants, as in a model that rounds its activations.
+        ObjectiveError: the user's loss did not return one number per prompt.
+    """
+    wanted = Objective() if objective is None else objective
+    names = _frozen(norms, variant, constants)
+    rows = (tokens[None] if tokens.ndim == 1 else tokens).to(device_of(model))
+    leaves = {name: constants[name].pair.to(rows.device).requires_grad_() for name in names}
+    with torch.enable_grad():
+        loss = edited_loss(model, norms, rows, leaves, variant, wanted)
+        if not loss.requires_grad:
+            raise GradientError(f"{wanted.name} has no gradient, so constants cannot be fitted: use the mean constants")
+        slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    gradients = {
+        n: (0.0, 0.0) if g is None else (float(g[0]), float(g[1])) for n, g in zip(leaves, slopes, strict=True)
+    }
+    return float(loss.detach()), gradients
+
+
+def edited_loss(
+    model: HookedModel,
+    norms: Sequence[Norm],
+    rows: Int[Tensor, "batch pos"],
+    pairs: Mapping[str, Float64[Tensor, " 2"]],
+    variant: str,
+    objective: Objective,
+) -> Float64[Tensor, ""]:
+    """Return the summed loss of some prompts with these constants at position 0 and elsewhere, by norm."""
+    edits = [NormEdit.of(n, variant, pairs.get(n.name)) for n in norms if VARIANTS[variant].effect(n)]
+    with evaluating(model), installed(model, edits):
+        return objective.sums(model(rows, return_type="logits"), rows).sum()
+
+
+def _frozen(norms: Sequence[Norm], variant: str, constants: Mapping[str, Constant]) -> list[str]:
+    """Return the names of those norms whose sigma a variant replaces by one of these constants.
+
+    Raises:
+        ValueError: there are none, or a constant is missing.
+    """
+    frozen = [n.name for n in norms if VARIANTS[variant].takes_scaling(n)]
+    if not frozen:
+        raise ValueError(f"variant {variant!r} freezes the scaling of none of these {len(norms)} norms")
+    if missing := [name for name in frozen if name not in constants]:
+        raise ValueError(f"there is no constant for {some(missing)}")
+    return frozen
+
+
+def _batches(prompts: Sequence[Int[Tensor, " _"]], vocabulary: int) -> Iterator[Int[Tensor, "batch pos"]]:
+    """Yield the prompts in batches of equal length."""
+    by_length: dict[int, list[Tensor]] = defaultdict(list)
+    for row in prompts:
+        by_length[len(row)].append(row)
+    for length, rows in by_length.items():
+        most = max(1, min(TOKENS_AT_ONCE // length, LOGITS_AT_ONCE // (length * vocabulary)))
+        yield from torch.stack(rows).split(most)
+
+
+def _constants(names: Sequence[str], logs: _Vector) -> dict[str, Constant]:
+    pairs = np.exp(logs).reshape(-1, 2).tolist()
+    return {name: Constant(first, rest) for name, (first, rest) in zip(names, pairs, strict=True)}
+
+
+def _descend(
+    mean_loss: Callable[[_Vector], tuple[float, _Vector]], start: _Vector, bounds: Float64[np.ndarray, "constant 2"]
+) -> _Vector:
+    """Return the lowest point that is evaluated on the way down from the start."""
+    lowest, best, slope_there = math.inf, start, np.zeros_like(start)
+
+    def evaluate(at: _Vector) -> tuple[float, _Vector]:
+        nonlocal lowest, best, slope_there
+        loss, slope = mean_loss(at)
+        if not (math.isfinite(loss) and np.isfinite(slope).all()):
+            if math.isinf(lowest):
+                raise ValueError(f"the loss is {loss} with the mean constants: load the model with dtype='float32'")
+            return lowest + 1.0, np.zeros_like(slope)  # activations overflow: so that the line search goes back
+        if loss < lowest:
+            lowest, best, slope_there = loss, at.copy(), slope
+        return loss, slope
+
+    options = {"maxcor": MEMORY, "ftol": 0.0, "gtol": GRADIENT, "maxfun": MOST_EVALUATIONS}
+    minimize(evaluate, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    at_bound = ((best <= bounds[:, 0]) & (slope_there > 0)) | ((best >= bounds[:, 1]) & (slope_there < 0))
+    largest = float(np.abs(np.where(at_bound, 0.0, slope_there)).max())
+    if largest > GRADIENT:
+        warnings.warn(
+            f"the fit of loss-optimal constants did not converge (a derivative is {largest:.1e})", stacklevel=4
+        )
+    return best

@@ -1,0 +1,396 @@
+"""A term of a norm switched off in a running model: what is proved first, and what is left afterwards."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import bridge_of, hugging_face, make_bridge, make_hooked, make_twins
+from compose import distance as difference
+from small_models import lab
+from torch import Tensor, nn
+
+from ln_probe.hooks import InterventionError, LostEditError, edits, find_norms, linearized, without
+from ln_probe.hooks.norm import UnknownNormError
+
+TOKENS = torch.arange(1, 21).view(2, 10)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")
+
+
+def hook_counts(model: Any) -> dict[str, tuple[int, int]]:
+    return {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()}
+
+
+@pytest.mark.parametrize("only", [None, "keys"])
+def test_the_model_is_left_as_it_was(only: str | None, worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            before = hook_counts(model)
+            modes = {n: m.training for n, m in model.named_modules()}
+            with without(model, "scaling", scale=3.0, only=only):
+                assert difference(model(TOKENS), intact) > 1e-4, name
+            assert torch.equal(model(TOKENS), intact)
+            with pytest.raises(KeyError, match="mine"), without(model, "both", scale=3.0, only=only):
+                raise KeyError("mine")
+            assert torch.equal(model(TOKENS), intact)
+            assert hook_counts(model) == before
+            assert {n: m.training for n, m in model.named_modules()} == modes
+
+
+def test_nested_contexts_amount_to_one(worlds: list[tuple[str, Any]]) -> None:
+    """In either order: constants are those of the unedited model, inside another intervention too."""
+    first, second = ["blocks.0.ln1", "blocks.1.ln2"], ["blocks.1.ln1"]
+    for _, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            with without(model, "scaling", sites=first + second, tokens=TOKENS) as joint:
+                together = model(TOKENS)
+            for outer, inner in ((first, second), (second, first)):
+                with without(model, "scaling", sites=outer, tokens=TOKENS) as one:
+                    alone = model(TOKENS)
+                    with without(model, "scaling", sites=inner, tokens=TOKENS) as two:
+                        assert torch.equal(model(TOKENS), together)
+                    assert torch.equal(model(TOKENS), alone)
+                assert {**one.divisors, **two.divisors} == dict(joint.divisors)
+            assert torch.equal(model(TOKENS), intact)
+
+
+def test_an_intervention_inside_an_intervention_on_the_same_site() -> None:
+    model = make_bridge("gpt2")
+    with torch.no_grad():
+        intact = model(TOKENS)
+        with without(model, "scaling", scale=2.0):
+            outer = model(TOKENS)
+            for only in (None, "queries", "keys", "values"):
+                with (
+                    pytest.raises(InterventionError, match=r"blocks\.1\.ln1 is already under"),
+                    without(model, "projection", sites=["blocks.1.ln1"], only=only),
+                ):
+                    pass
+            assert torch.equal(model(TOKENS), outer)
+        assert torch.equal(model(TOKENS), intact)
+
+
+@pytest.mark.parametrize("options", [{}, {"only": "keys"}, {"heads": [(0, 1)]}])
+@pytest.mark.parametrize("flag", ["use_split_qkv_input", "use_attn_in"])
+def test_an_edit_that_a_bridge_would_lose_is_refused(options: Any, flag: str) -> None:
+    """With split inputs a bridge's attention normalizes by itself: an edit of `ln1` would change nothing, silently."""
+    model = make_bridge("gpt2")
+    with torch.no_grad():
+        intact = model(TOKENS)
+        with without(model, "scaling", scale=2.0, **options):
+            getattr(model, f"set_{flag}")(True)
+            with pytest.raises(LostEditError, match=flag):
+                model(TOKENS)
+        if options:  # columns of queries, keys and values are replaced all the same
+            with without(model, "scaling", scale=2.0, **options):
+                with_flag = model(TOKENS)
+            getattr(model, f"set_{flag}")(False)
+            with without(model, "scaling", scale=2.0, **options):
+                assert difference(with_flag, model(TOKENS)) < 1e-5
+        else:
+            with pytest.raises(LostEditError, match=r"blocks\.0\.ln1"), without(model, "scaling", scale=2.0):
+                pytest.fail("an edit without effect was believed")
+            getattr(model, f"set_{flag}")(False)
+        assert torch.equal(model(TOKENS), intact)
+
+
+@pytest.mark.parametrize("options", [{}, {"only": "keys"}, {"heads": [(0, 1)]}])
+def test_hooks_that_are_removed_inside(options: Any, worlds: list[tuple[str, Any]]) -> None:
+    """`reset_hooks` leaves the edit; what removes permanent hooks makes the next pass raise, and never the leaving."""
+    for name, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            with without(model, "scaling", scale=2.0, **options):
+                edited = model(TOKENS)
+                reset = getattr(model, "reset_hooks", None)
+                if reset is not None:
+                    reset()
+                    assert torch.equal(model(TOKENS), edited), name
+                for point in model.hook_dict.values():
+                    point.remove_hooks(including_permanent=True)
+                with pytest.raises(LostEditError, match=r"blocks\.0"):
+                    model(TOKENS)
+            assert torch.equal(model(TOKENS), intact), name
+
+
+def test_blocks_left_out_of_order(worlds: list[tuple[str, Any]]) -> None:
+    for _, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            first = without(model, "scaling", sites=["blocks.0.ln1"], scale=2.0)
+            second = without(model, "both", sites=["blocks.1.ln1"], scale=2.0)
+            third = linearized(model)
+            for context in (first, second, third):
+                context.__enter__()
+            first.__exit__(None, None, None)
+            with without(model, "both", sites=["blocks.1.ln2"], scale=2.0):
+                model(TOKENS)
+            second.__exit__(None, None, None)
+            assert difference(model(TOKENS), intact) <= 5e-6
+            third.__exit__(None, None, None)
+            assert torch.equal(model(TOKENS), intact)
+
+
+def test_a_norm_that_is_called_on_a_slice_outside_a_pass(worlds: list[tuple[str, Any]]) -> None:
+    """As the logit lens does: row 0 of the slice is not position 0."""
+    for name, model in worlds:
+        scale = {n.name: {"first": 5.0, "rest": 2.0} for n in find_norms(model)}
+        last = find_norms(model)[-1].module
+        seen: list[Tensor] = []
+        with torch.no_grad(), without(model, "scaling", sites="all", scale=scale):
+            handle = last.register_forward_hook(lambda _m, args, y, seen=seen: seen.extend((args[0], y)))
+            model(TOKENS)
+            handle.remove()
+            x, y = seen
+            torch.testing.assert_close(last(x[:, -1:]), y[:, -1:], msg=name)
+            torch.testing.assert_close(last(x[:, 3:5]), y[:, 3:5], msg=name)
+
+
+def test_a_norm_that_nobody_calls_or_reads() -> None:
+    model = lab()
+    with torch.no_grad():
+        model.blocks[1].attn.W_O.zero_()
+    with pytest.raises(LostEditError, match=r"^blocks\.1\.ln1: "), without(model, "scaling", sites="all", scale=2.0):
+        pass
+
+    class Bypassed(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return type(self.inner).forward(self.inner, x)  # type: ignore[no-any-return]
+
+    model = lab()
+    norm = model.blocks[0].ln1
+    model.blocks[0].ln1 = Bypassed(norm)  # type: ignore[assignment]
+    model.setup()
+    with pytest.raises(UnknownNormError, match=r"blocks\.0"):
+        find_norms(model)
+    model = lab()
+    with torch.no_grad(), without(model, "scaling", scale=2.0):
+        model.blocks[0].ln1 = lab().blocks[0].ln1
+        with pytest.raises(LostEditError, match=r"blocks\.0\.ln1"):
+            model(TOKENS)
+
+
+def test_training_mode_is_reported() -> None:
+    model = make_bridge("gpt2")
+    model.train()
+    model.blocks[0].eval()
+    with (
+        pytest.warns(UserWarning, match="dropout"),
+        without(model, "scaling", tokens=TOKENS),
+    ):
+        assert model.training
+    assert model.training
+    assert not model.blocks[0].training  # each module keeps its own mode
+
+
+ONE = torch.arange(1, 9)[None]
+
+
+BOTH: dict[str, Any] = {"blocks.0.ln1": 2.0, "blocks.1.ln1": 2.0}
+
+
+@pytest.mark.parametrize(("what", "options", "word"), [
+    ("scale", {}, "unknown term"), (["scaling"], {}, "unknown term"), ({}, {}, "unknown term"),
+    ("scaling", {"sites": ["blocks.0.ln_1"]}, "blocks.0.ln1"), ("scaling", {"sites": "atention"}, "attention"),
+    ("scaling", {"sites": 0}, "got 0"), ("scaling", {"sites": None}, "got None"), ("scaling", {"sites": []}, "empty"),
+    ("scaling", {"sites": ["ln_final", "ln_final"]}, "twice"), ("scaling", {"sites": [["ln_final"]]}, "no norm"),
+    ("scaling", {"sites": ["attention", "ln_final"]}, "group"),
+    ("scaling", {"scale": "mean"}, "got 'mean'"), ("scaling", {"scale": "resampled"}, "got 'resampled'"),
+    ("scaling", {"scale": True}, "got True"), ("scaling", {"scale": 0.0}, "positive"),
+    ("scaling", {"scale": torch.tensor(-1.0)}, "positive"), ("scaling", {"scale": torch.ones(2)}, "mapping"),
+    ("scaling", {"scale": math.nan}, "got nan"), ("scaling", {"scale": {"blocks.0.ln1": 2.0}}, r"blocks\.1\.ln1"),
+    ("scaling", {"scale": {"blocks.0.ln1": 2.0, "blocks.1.ln1": -1}}, r"blocks\.1\.ln1"),
+    ("scaling", {"scale": BOTH | {"nope": 2.0}}, "nope"), ("scaling", {"scale": BOTH | {"blocks.1.ln1": "x"}}, "'x'"),
+    ("scaling", {"scale": 1.0, "tokens": ONE}, "tokens"), ("scaling", {"tokens": ONE.float()}, "whole numbers"),
+    ("scaling", {"tokens": ONE[:, :1]}, "position"), ("scaling", {"tokens": ONE + 45}, "vocabulary"),
+    ("scaling", {"tokens": torch.zeros(1, 33, dtype=torch.long)}, "context"),
+    ("scaling", {"tokens": [1, 2, 3]}, "one row"), ("scaling", {"tokens": [[1, 2, 10**30]]}, "whole numbers"),
+    ("scaling", {"sites": "all", "only": "keys"}, r"blocks\.0\.ln2"), ("scaling", {"only": "scores"}, "queries"),
+])  # fmt: skip
+def test_bad_arguments(what: Any, options: dict[str, Any], word: str) -> None:
+    model = make_bridge("gpt2")
+    model(TOKENS)  # a bridge puts hooks of its own in its first pass
+    before = hook_counts(model)
+    with pytest.raises(ValueError, match=word), without(model, what, **options):
+        pytest.fail("a bad argument was accepted")
+    assert hook_counts(model) == before
+
+
+@pytest.mark.parametrize(("heads", "word"), [
+    (3, "list"), ([], "empty"), ([(2, 0)], "layer"), ([(-1, 0)], "layer"), ([(0, 4)], "0 to 3"), ([(1, -1)], "0 to 3"),
+    ([(0, 1), (0, 1)], "twice"), ([3], "pairs"), ([(True, False)], "pairs"), ([(0, 1.5)], "pairs"),
+])  # fmt: skip
+def test_heads_that_are_not_there(heads: Any, word: str) -> None:
+    with pytest.raises(InterventionError, match=word), without(make_bridge("gpt2"), "scaling", heads=heads, scale=2.0):
+        pass
+
+
+def test_what_does_not_go_together() -> None:
+    hooked, heads = make_hooked(), [(0, 1)]
+    shortformer = make_hooked(positional_embedding_type="shortformer")
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (make_hooked(normalization_type=None), {}, InterventionError, "no normalization"),
+        (make_hooked(attn_only=True), {"sites": "mlp"}, InterventionError, "mlp"),
+        ("gpt2", {}, TypeError, "load it first"),
+        (hooked, {"heads": heads, "sites": "all"}, InterventionError, "sites"),
+        (hooked, {"heads": heads, "only": "keys"}, InterventionError, "only"),
+        (hooked, {"only": "keys", "scale": "optimal"}, InterventionError, "optimal"),
+        (hugging_face("gpt2"), {"only": "keys"}, InterventionError, "Hugging Face"),
+        (shortformer, {"only": "keys"}, InterventionError, "more than one"),
+        (shortformer, {"heads": heads}, InterventionError, "more than one"),
+        (lab(norm=None), {"heads": heads}, InterventionError, "no norm"),
+        (make_bridge("llama"), {"heads": heads}, InterventionError, "share"),
+    ]
+    for model, options, error, word in cases:
+        with pytest.raises(error, match=word), without(model, "scaling", **({"scale": 2.0} | options)):
+            pass
+
+
+# Single heads; all together they are the whole norm.
+
+C = 0.7  # what is divided by where scaling goes
+
+
+def heads_by_hand(attn: Any, y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """z [batch head pos d_head] of Llama's attention reading y, with loops where it would be a broadcast."""
+
+    def turned(x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat([-right, left], dim=-1) * sin[:, None]
+
+    maps = (attn.q_proj, attn.k_proj, attn.v_proj)
+    q, k, v = ((y @ m.weight.T).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for m in maps)
+    q, k = turned(q), turned(k)
+    made = []
+    for head in range(q.shape[1]):
+        shared = head // attn.num_key_value_groups
+        scores = q[:, head] @ k[:, shared].transpose(-1, -2) / math.sqrt(attn.head_dim)
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+        made.append(scores.softmax(-1) @ v[:, shared])
+    return torch.stack(made, dim=1)
+
+
+def edit_by_hand(block: Any, chosen: list[int]) -> None:
+    """Replace the attention of a Llama block by a hand-written one, in which some heads read x / C for the norm."""
+    attn, norm = block.self_attn, block.input_layernorm
+    seen: list[Tensor] = []
+    norm.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+
+    def forward(hidden_states: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
+        z = heads_by_hand(attn, hidden_states, *options["position_embeddings"])
+        edited = heads_by_hand(attn, norm.weight * seen[-1] / C, *options["position_embeddings"])
+        z[:, chosen] = edited[:, chosen]
+        return z.transpose(1, 2).flatten(-2) @ attn.o_proj.weight.T, None
+
+    attn.forward = forward
+
+
+@pytest.mark.parametrize("heads", [[(0, 0), (0, 1)], [(1, 3), (0, 1), (0, 0), (1, 2)]])
+def test_heads_edited_in_hugging_face_by_hand(heads: list[tuple[int, int]]) -> None:
+    """Of heads that share their keys both."""
+    original, model, _ = make_twins("llama", torch.float64)
+    with torch.no_grad():
+        intact = original(TOKENS).logits
+        for block in original.model.layers:
+            edit_by_hand(block, [])
+        assert difference(original(TOKENS).logits, intact) < 1e-6  # rotary tables are float32
+        for layer, block in enumerate(original.model.layers):
+            edit_by_hand(block, [head for of, head in heads if of == layer])
+        with without(model, "scaling", heads=heads, scale=C) as done:
+            found = model(TOKENS)
+        assert done.heads == tuple(heads)
+        assert difference(found, original(TOKENS).logits) < 5e-6
+        assert difference(found, intact) > 1e-3
+
+
+def test_every_world(worlds: list[tuple[str, Any]]) -> None:
+    for name, model in worlds:
+        with torch.no_grad():
+            intact = model(TOKENS)
+            with without(model, "scaling", scale=C):
+                whole = model(TOKENS)
+            with without(model, "scaling", heads=[(i, h) for i in range(2) for h in range(4)], scale=C):
+                assert difference(model(TOKENS), whole) < 1e-5, name
+            z: list[Tensor] = []
+            hook = ("blocks.1.attn.hook_z", lambda t, hook, z=z: z.append(t.flatten(2).clone()))
+            model.run_with_hooks(TOKENS, fwd_hooks=[hook])
+            with without(model, "scaling", heads=[(1, 2)], scale=C):
+                model.run_with_hooks(TOKENS, fwd_hooks=[hook])
+            changed = (z[-1] - z[0]).unflatten(-1, (4, -1)).abs().amax((0, 1, 3))
+            assert changed[2] > 1e-3, "users' hooks see the edited z"
+            assert float(changed[[0, 1, 3]].max()) == 0.0, name
+            assert torch.equal(model(TOKENS), intact)
+
+
+def test_generate_with_a_cache(worlds: list[tuple[str, Any]]) -> None:
+    """Greedy tokens with a key-value cache are those of whole passes, which know where position 0 is."""
+    for name, model in worlds:
+        if name == "lab":
+            continue
+        scale = {n.name: {"first": 5.0, "rest": 0.7} for n in find_norms(model)}
+        steps = 1 if name == "hooked" else 4  # (its later steps are others than whole passes, unedited too)
+        options = {"max_new_tokens": steps, "do_sample": False, "stop_at_eos": False, "verbose": False}
+        for readers in ({"sites": "all"}, {"heads": [(0, 1), (1, 2)]}, {"only": "keys"}):
+            with torch.no_grad(), without(model, "scaling", scale=scale, **readers):
+                tokens = TOKENS[:1, :4]
+                for _ in range(steps):
+                    tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+                made = model.generate(TOKENS[:1, :4], return_type="tokens", use_past_kv_cache=True, **options)
+            assert torch.equal(made, tokens), (name, readers)
+
+
+def test_a_number_without_axes_is_a_number() -> None:
+    model, two = make_bridge("gpt2"), torch.tensor(2.0)
+    for scale in (two, {"blocks.0.ln1": two, "blocks.1.ln1": [two, 2.0]}):
+        with without(model, "scaling", scale=scale) as done:
+            assert {c.plain["first"] for c in done.divisors.values()} == {2.0}
+
+
+@pytest.mark.parametrize(("seconds", "terminal", "said"), [
+    (0.8, "1", "ln_probe: measuring the constants of norms\n"), (0.0, "1", ""), (0.8, "", ""),
+])  # fmt: skip
+def test_a_terminal_is_told_what_takes_long(
+    seconds: float, terminal: str, said: str, monkeypatch: Any, capsys: Any
+) -> None:
+    measure = edits.mean_sigmas
+    monkeypatch.setattr(edits, "mean_sigmas", lambda *given: (time.sleep(seconds), measure(*given))[1])
+    monkeypatch.setenv("FORCE_COLOR", terminal)
+    with without(make_bridge("gpt2"), "scaling", tokens=TOKENS):
+        assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("edit", [lambda m: without(m, "scaling", scale=2.0), linearized])
+def test_a_copy_inside_is_refused(edit: Callable[[Any], Any], worlds: list[tuple[str, Any]]) -> None:
+    """Nothing would end the edit in it."""
+    for _, model in worlds:
+        with edit(model):
+            state = model.state_dict()
+            with pytest.raises(InterventionError, match="copy"):
+                copy.deepcopy(model)
+        after = copy.deepcopy(model)
+        assert torch.equal(after(TOKENS), model(TOKENS))
+        assert find_norms(after)
+        model.load_state_dict(state)
+
+
+def test_a_hugging_face_model_whose_bridge_ran_with_a_hook() -> None:
+    """Of a pass with a hook a bridge leaves the attention pattern on the module, with its graph."""
+    original = hugging_face("gpt2")
+    bridge_of(original).run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_pre", lambda v, hook: 1.0 * v)])
+    intact = original(TOKENS).logits
+    with without(original, "scaling", scale=2.0):
+        assert difference(original(TOKENS).logits, intact) > 1e-4
+    assert torch.equal(original(TOKENS).logits, intact)

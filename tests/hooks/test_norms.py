@@ -1,0 +1,258 @@
+"""Every norm of a model: what it computes and can put out, and who reads it."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import bridge_of, hugging_face, make_bridge, make_hooked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import lab, norm_of
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+
+from ln_probe.analyses.lab.norms import NORM_KINDS
+from ln_probe.hooks import find_norms, without
+from ln_probe.hooks.norm import Norm, NormError, UnknownNormError
+
+PRE_NORM = [("blocks.0.ln1", "attention"), ("blocks.0.ln2", "mlp"), ("blocks.1.ln1", "attention"),
+            ("blocks.1.ln2", "mlp"), ("ln_final", "unembed")]  # fmt: skip
+RMS = ("llama", "gemma", "qwen3", "olmo2")  # Hugging Face computes these norms in float32, whatever the model's format
+IN_FLOAT32 = 1e-5  # of the output's RMS: how a norm that computes in float32 rounds
+
+
+def check_sum(norm: Norm, bound: float, dtype: torch.dtype) -> None:
+    """The terms add up to what the norm itself says, on streams of any shape."""
+    x = 3 * torch.randn(2, 5, norm.d, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.7
+    x = x.to(dtype)
+    terms = norm.decompose(x)
+    with torch.no_grad():
+        truth = norm.module(x).double()
+    size = float(truth.pow(2).mean().sqrt())
+    assert float((terms.total() - truth).abs().max()) <= bound * size
+    summands = terms.summands()
+    assert list(summands) == ["input", "projection", "bias"]
+    together = torch.stack(list(summands.values())).sum(0)
+    torch.testing.assert_close(together, terms.total(), rtol=1e-12, atol=1e-12 * size)
+    assert norm.projects or not bool(summands["projection"].any())
+    assert norm.bias is not None or not bool(summands["bias"].any())
+    for values in (terms.x, terms.mean_component, terms.projected, terms.normalized, *summands.values()):
+        assert values.shape == x.shape
+        assert values.dtype == torch.float64
+    assert terms.sigma.shape == terms.scale.shape == (2, 5, 1)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "opt", *RMS, "bloom", "bert"])
+def test_norms_of_a_bridge(arch: str) -> None:
+    """Name, reader and kind; gain, bias and eps as they act, whatever the module stores (Gemma: gain - 1)."""
+    for dtype in (torch.float64, torch.float32):
+        model = make_bridge(arch, dtype)
+        every = find_norms(model)
+        norms = [s for s in every if s.reads not in ("query", "key")]  # those take a head's vectors
+        for norm in norms:
+            check_sum(norm, 1e-12 if dtype == torch.float64 and arch not in RMS else IN_FLOAT32, dtype)
+    for norm in every:
+        assert (norm.bias is None) == (norm.kind == "rmsnorm") == (arch in RMS)
+        assert norm.eps == pytest.approx(1e-6 if arch in RMS and arch != "olmo2" else norm.eps, rel=1e-6)
+    if arch not in ("olmo2", "bloom", "bert"):
+        assert [(s.name, s.reads) for s in norms] == PRE_NORM
+        assert [s.layer for s in norms] == [0, 0, 1, 1, 2]
+    if arch == "qwen3":
+        assert [(s.name, s.reads, s.d) for s in every if s not in norms and s.layer == 0] == [
+            ("blocks.0.attn.q_norm", "query", 8), ("blocks.0.attn.k_norm", "key", 8),
+        ]  # fmt: skip
+    if arch == "bloom":  # it hands the stream to attention for the sum: at first, the output of the embedding's norm
+        assert [(s.name, s.layer) for s in norms if s.reads == "other"] == [("embed_ln", 0)]
+        assert [s.attention_layers for s in norms if s.reads == "attention"] == [(0,), (1,)]
+    if arch == "bert":  # attention reads the last norm of the block before, the first one that of the embedding
+        assert [(s.name, s.layer, s.reads, s.attention_layers) for s in norms] == [
+            ("embed_ln", 0, "attention", (0,)), ("blocks.0.ln1", 0, "mlp", ()), ("blocks.0.ln2", 0, "attention", (1,)),
+            ("blocks.1.ln1", 1, "mlp", ()), ("blocks.1.ln2", 1, "other", ()), ("ln_final", 2, "unembed", ()),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, IN_FLOAT32), (torch.bfloat16, 2**-8)])
+def test_a_gain_stored_as_an_offset_is_told_beside_a_large_one(dtype: torch.dtype, bound: float) -> None:
+    """Gemma's checkpoints have single gains of 50 and more: next to them 1 is little, and not for the others."""
+    model = hugging_face("gemma3", dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight[3] = 300.0
+    bridge = bridge_of(model)
+    for norm in (s for s in find_norms(bridge) if s.d == 32):
+        x = torch.randn(2, 5, norm.d, generator=torch.Generator().manual_seed(1)).to(dtype)
+        truth = norm.module(x).double()
+        assert bool(((norm.decompose(x).total() - truth).abs() <= bound * truth.abs() + 1e-6).all()), norm.name
+
+
+@pytest.mark.parametrize("kind", ["LN", "LNPre", "RMS", "RMSPre"])
+def test_norms_of_a_hooked_transformer(kind: str) -> None:
+    for dtype, bound, parallel in ((torch.float64, 1e-12, False), (torch.float32, IN_FLOAT32, True)):
+        model = make_hooked(normalization_type=kind, dtype=dtype, parallel_attn_mlp=parallel)
+        norms = find_norms(model)
+        assert [(s.name, s.reads) for s in norms] == PRE_NORM
+        for norm in norms:
+            check_sum(norm, bound, dtype)
+    assert find_norms(make_hooked(normalization_type=None)) == []
+
+
+@pytest.mark.parametrize("kind", NORM_KINDS)
+@pytest.mark.parametrize("radius", [None, 0.5])
+def test_norms_of_the_laboratory(kind: str, radius: float | None) -> None:
+    norms = find_norms(lab(norm=kind, radius=radius).double())
+    for norm in norms:
+        check_sum(norm, 1e-12, torch.float64)
+    norm = norms[0]
+    assert (norm.name, norm.reads, norm.kind) == ("blocks.0.ln1", "attention", kind)
+    assert norm.scales == (kind in ("layernorm", "scaling_only"))
+    assert norm.projects == (kind in ("layernorm", "projection_only"))
+    if norm.scales:
+        assert norm.radius == pytest.approx(radius or math.sqrt(32))
+    else:
+        assert norm.constant_scale == pytest.approx(float(norm.module.divisor))  # type: ignore[arg-type]
+
+
+def test_two_parallel_norms_with_equal_parameters_are_told_apart() -> None:
+    model = make_hooked(parallel_attn_mlp=True)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.ln2.w.copy_(block.ln1.w)
+            block.ln2.b.copy_(block.ln1.b)
+    assert [s.reads for s in find_norms(model)] == ["attention", "mlp", "attention", "mlp", "unembed"]
+
+
+class Twisted(nn.Module):
+    """A LayerNorm whose output is no affine map of the normalized vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.hook_scale, self.hook_normalized = HookPoint(), HookPoint()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        normalized = self.hook_normalized(x / self.hook_scale((x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()))
+        return self.weight * normalized.roll(1, dims=-1)
+
+
+def test_what_has_no_norms_that_can_be_told_is_refused() -> None:
+    damaged, twisted, norm = make_hooked(), lab(), norm_of()
+    with torch.no_grad():
+        damaged.blocks[1].ln2.w[3] = float("nan")
+    twisted.blocks[0].ln1 = Twisted()
+    twisted.setup()
+    cases: list[tuple[Callable[[Any], object], Any, type[Exception], str]] = [
+        (find_norms, damaged, NormError, r"blocks\.1\.ln2: its gain"),
+        (find_norms, twisted, UnknownNormError, r"blocks\.0\.ln1 \(Twisted\)"),
+        (find_norms, "gpt2", TypeError, r"load it first, ln_probe.load_model\('gpt2'\)"),
+        (find_norms, torch.nn.Linear(2, 2), TypeError, "Linear is not a TransformerLens model: pass a HookedTransform"),
+        (norm.decompose, torch.zeros(2, 7), ValueError, r"blocks\.0\.ln1 normalizes vectors of length 16, got \[2, 7"),
+        (norm.decompose, torch.zeros(2, 16, dtype=torch.long), TypeError, r"real numbers \[… 16\], got torch\.int64"),
+        (norm.decompose, [0.0] * 16, TypeError, r"vectors of real numbers \[… 16\], got list"),
+    ]
+    for call, what, error, said in cases:
+        with pytest.raises(error, match=said):
+            call(what)
+
+
+def test_eps_gain_and_modules_are_those_of_now() -> None:
+    """What is known of a model is kept beside it; what it depends on is looked at each time."""
+    model = make_hooked()
+    norm = find_norms(model)[0]
+    model.blocks[0].ln1.w.data.mul_(2)
+    assert torch.equal(find_norms(model)[0].gain, model.blocks[0].ln1.w)
+    assert torch.equal(norm.gain, model.blocks[0].ln1.w)
+    model.blocks[0].ln1.eps = 0.5
+    assert find_norms(model)[0].eps == norm.eps == 0.5
+    other = make_hooked(normalization_type="RMS")
+    model.blocks[0].ln1 = other.blocks[0].ln1
+    model.setup()
+    assert find_norms(model)[0].kind == "rmsnorm"
+    assert not [name for name in vars(model) if "ln_probe" in name]
+
+
+def test_nothing_keeps_a_model_alive() -> None:
+    for make in (make_hooked, partial(make_bridge, "gpt2")):
+        model = make()
+        gone = weakref.ref(model)
+        with without(model, "scaling", scale=2.0), torch.no_grad():
+            model(torch.arange(5)[None])
+        del model
+        gc.collect()
+        assert gone() is None
+
+
+# Terms, and what a norm can put out.
+
+
+def test_terms_are_what_they_are_called() -> None:
+    norm = norm_of()
+    x = torch.randn(6, 16, dtype=torch.float64) + 2
+    terms = norm.decompose(x)
+    torch.testing.assert_close(terms.mean_component + terms.projected, x)
+    assert float(terms.projected.sum(-1).abs().max()) < 1e-12
+    assert float((terms.mean_component * terms.projected).sum(-1).abs().max()) < 1e-12
+    variance = x.numpy().var(axis=-1)
+    np.testing.assert_allclose(terms.scale[:, 0], 1 / np.sqrt(variance + 1e-5), rtol=1e-12)
+    # on the sphere of radius sqrt(d)·sqrt(s²/(s²+eps)) (science: exactly sqrt(d) only when eps = 0)
+    np.testing.assert_allclose(terms.normalized.norm(dim=-1), 4 * np.sqrt(variance / (variance + 1e-5)), rtol=1e-12)
+    removed = -terms.mean_component / terms.sigma * norm.gain
+    torch.testing.assert_close(terms.summands()["projection"], removed, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shift=st.floats(-100, 100), factor=st.floats(1e-2, 1e3), seed=st.integers(0, 1000))
+def test_projection_forgets_the_mean_and_scaling_the_length(shift: float, factor: float, seed: int) -> None:
+    norm = norm_of()
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    base = norm.decompose(x)
+    torch.testing.assert_close(norm.decompose(x + shift).normalized, base.normalized, rtol=1e-9, atol=1e-9)
+    longer = norm.decompose(x * factor)
+    spread = base.projected.pow(2).mean(-1, keepdim=True)
+    eps_effect = ((spread + norm.eps) / (spread + norm.eps / factor**2)).sqrt()
+    torch.testing.assert_close(longer.normalized, base.normalized * eps_effect, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "scaling_only"])
+def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(norm: str) -> None:
+    """Outputs are c + A u with |u| ≤ 1, near 1 for long vectors; read through a map W they are Wᵀ of that."""
+    norm = norm_of(norm=norm)
+    found = norm.reachable()
+    center, axes = found
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(200, norm.d, generator=generator, dtype=torch.float64) * torch.logspace(-3, 3, 200)[:, None]
+    y = norm.affine(norm.normalize(x))
+    u = (y - center) @ torch.linalg.pinv(axes).T
+    torch.testing.assert_close(u @ axes.T + center, y, rtol=1e-9, atol=1e-9)
+    lengths = u.norm(dim=-1)
+    assert float(lengths.max()) <= 1 + 1e-9
+    assert float(lengths[-1]) == pytest.approx(1, abs=1e-6)
+    W = torch.randn(3, norm.d, 4, generator=generator, dtype=torch.float64)
+    read = norm.reachable(W)
+    torch.testing.assert_close(read[0], torch.stack([w.T @ center for w in W]))
+    torch.testing.assert_close(read[1], torch.stack([w.T @ axes for w in W]))
+    unbounded = replace(norm, kind="projection_only")
+    assert unbounded.reachable() is None
+    assert unbounded.reachable(W) is None
+
+
+def test_vectors_that_are_not_the_norms_are_refused() -> None:
+    norm, x = norm_of(), torch.ones(2, 16)
+    for name in ("project", "sigma", "normalize", "affine", "decompose", "directions", "reachable"):
+        wrong: list[Any] = [torch.ones(3), torch.ones(()), x.long(), [1.0], "x"]
+        for vectors in wrong if name in ("directions", "reachable") else [*wrong, None]:
+            with pytest.raises((TypeError, ValueError), match="normalizes vectors of"):
+                getattr(norm, name)(vectors)
+    for divisor in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"a divisor must be positive and finite, got {divisor}"):
+            norm.normalize(x, divisor=divisor)
