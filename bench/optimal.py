@@ -25,11 +25,10 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.files import sha256_of_file
+from ln_probe.hooks.constants import Constant, fit, mean_sigmas
 from ln_probe.hooks.edits import members, without
 from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.optimal_constants import Halves, Shipped, fit_halves
-from ln_probe.hooks.constants import fit
-from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.text import bundled_prompts
 from ln_probe.models import bundled_folder
 from ln_probe.prompts import summary
