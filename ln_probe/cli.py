@@ -313,7 +313,7 @@ def freezing_cost(
     """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
     target = _target(model)
     import ln_probe
-    from ln_probe.settings import read_groups
+    from ln_probe.arguments import read_groups
 
     try:
         loaded = ln_probe.load_model(

@@ -32,7 +32,6 @@ from ln_probe.analyses.geometry.keys import SPAN_TOLERANCE, QuerySet
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
-    LONGER_OUTPUT,
     NO_EFFECT,
     NOTEWORTHY,
     Finding,
@@ -115,22 +114,21 @@ class _Watching(KeyObserver):
             self.add(attended, HEAD, partial(_in_heads, attended, self.every))
 
     def finish(self) -> ProbeResults:
-        calibration = self.run.calibration
         heads: list[dict[str, object]] = []
         keys: list[dict[str, np.ndarray]] = []
         marks = []
         for block in self.blocks():
             for rows in block.values():
-                heads += head_rows(rows, calibration)
+                heads += head_rows(rows)
                 if rows.space == HEAD:
                     marks.append(rows.marks())
-            keys += key_rows(block, self.run.token, self.run.seed, every_key=self.every_key)
+            keys += key_rows(block, self.run.strings, self.run.seed, every_key=self.every_key)
         tables = {HEADS.name: pd.DataFrame(heads)} if heads else {}
         if keys:
             table = pd.DataFrame({name: np.concatenate([some[name] for some in keys]) for name in KEYS.names})
             known = table["reachable"].to_numpy()
             tables[KEYS.name] = table.assign(reachable=pd.arrays.BooleanArray(known == 1, known < 0))
-        return ProbeResults(tables, (LONGER_OUTPUT,) * (bool(heads) and calibration.projection_matters), marks)
+        return ProbeResults(tables, self.run.notes_on_projection if heads else (), marks)
 
 
 # --------------------------------------------------------------------------------------------------------- measures
@@ -187,8 +185,8 @@ def _of_all_heads(
     bounds = bounds and ellipsoids is not None
     queries = attended.once("query sets", last, lambda: _query_sets(ellipsoids or attended.directions(last)))
     inner = None
-    if bounds and attended.layer in attended.calibration.radii:
-        inner = np.array([attended.calibration.radii[attended.layer][head] for head in attended.chosen])
+    if bounds and attended.radii is not None:
+        inner = np.array([attended.radii[head] for head in attended.chosen])
     request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
     return [_measures(solved, seen) for solved in solve_sets(keys, bias, queries, inner, request, device=device)]
 
