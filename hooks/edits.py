@@ -45,6 +45,7 @@ from ln_probe.hooks.constants import (
     some,
     token_batch,
 )
+from ln_probe.hooks.heads import HeadEdit, Readers
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
@@ -68,12 +69,10 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import VARIANT_WITHOUT, VARIANTS, Norm
 from ln_probe.hooks.norm_edits import (
     Edit,
-    HeadEdit,
     Held,
     InterventionError,
     NormEdit,
     OutputEdit,
-    Readers,
     installed,
     prove,
     sigma_per_token,
@@ -499,6 +498,9 @@ def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
 
     Raises:
         TypeError, InterventionError, LostEditError: as `linearized`.
+
+    Example:
+        >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
     """
     hooked = check_model(model)
     norms = _all_norms(hooked)
@@ -532,6 +534,9 @@ def edit_hooks(
 
     Raises:
         TypeError, ValueError, InterventionError, LostEditError: as `without`; a norm without `hook_in`.
+
+    Example:
+        >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))
     """
     hooked, variant, norms, chosen = _chosen(model, what, sites)
     terms = [norm for norm in chosen if VARIANTS[variant].effect(norm)]

@@ -47,6 +47,7 @@ from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, in
 from ln_probe.analyses.text import counted, with_interval
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.edits import no_op
+from ln_probe.hooks.heads import HeadEdit, Readers, z_of
 from ln_probe.hooks.model import (
     Hook,
     HookedModel,
@@ -64,13 +65,10 @@ from ln_probe.hooks.model import (
 )
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm
 from ln_probe.hooks.norm_edits import (
-    HeadEdit,
     InterventionError,
     NormEdit,
-    Readers,
     edited_output,
     lost_edits,
-    z_of,
 )
 from ln_probe.hooks.objective import Objective
 

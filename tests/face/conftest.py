@@ -126,7 +126,7 @@ def dirty(report: Report, causal: pd.DataFrame) -> list[Report]:
             return [some[i % len(some)] for i in range(count)]
 
         norms = pd.concat([report.layernorms] * 6, ignore_index=True)[:PER_REPORT]
-        norms = norms.assign(**{c: spread(len(norms)) for c in ("site", "kind", "reads", "state", "evidence")})
+        norms = norms.assign(**{c: spread(len(norms)) for c in ("site", "kind", "reads")})
         interventions = pd.concat([causal] * 3, ignore_index=True)
         shown = report.exhibits.attention[0]
         tokens = tuple(spread(max(len(shown.tokens), len(some)))[: len(shown.tokens)])

@@ -11,11 +11,12 @@ import pandas as pd
 from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.geometry.decide import WEIGHT_GAP
 from ln_probe.analyses.probes.columns import CAUSAL, LAYERNORMS
+from ln_probe.analyses.probes.decomposition import CENTRED
 
 TABLES = ("layernorms", "heads", "keys", "causal")
 # Must be the same in both, letter by letter and number by number.
 SAME = {
-    "layernorms": ["site", "layer", "kind", "reads", "state", "tokens"],
+    "layernorms": ["site", "layer", "kind", "reads", "tokens"],
     "heads": ["layer", "head", "space", "variant", "keys", "unselectable", "duplicate", "undecided", "by_theorem",
               "no_op", "unselectable_fraction", "unreachable_fraction", "prompts"],
     "keys": ["layer", "head", "space", "variant", "prompt", "position", "token", "judged_at", "reachable"],
@@ -24,7 +25,7 @@ SAME = {
 }  # fmt: skip
 # Formulas of activations and weights: as near as the arithmetic allows.
 CLOSED_FORM = {
-    "layernorms": [c for c in LAYERNORMS.names if c not in (*SAME["layernorms"], "reconstruction_error", "evidence")],
+    "layernorms": [c for c in LAYERNORMS.names if c not in (*SAME["layernorms"], "reconstruction_error")],
     "heads": ["pattern_max_median", "query_radius", "entropy_ratio", "uniform_angle_deg", "score_spread",
               "score_spread_floor"],
     "keys": ["pattern_max"],
@@ -79,7 +80,7 @@ def differences(one: dict[str, pd.DataFrame], two: dict[str, pd.DataFrame], tole
             x, y = (t[column].to_numpy(float) for t in (a, b))
             compared = ~np.isnan(x)
             if column in ROUNDING_IF_CENTRED:
-                rounding = a["state"].str.contains("centred").to_numpy()
+                rounding = (a["mean_share"] < CENTRED).to_numpy()
                 compared &= ~rounding
                 if max(np.max(x[rounding], initial=0), np.max(y[rounding], initial=0)) > 1e-12:  # (16 eps of float32)²
                     yield f"{table}.{column}: more than rounding in a centred stream"

@@ -86,7 +86,7 @@ def test_events_of_several_prompts_are_those_of_each(arch: str) -> None:
     attention: dict[tuple[int, int], Any] = {}
     stream_together(
         model,
-        rows,
+        torch.stack(rows),
         sites,
         on_norm=lambda i, s, x, y: norms.update({(i, s.name): torch.stack([x, y])}),
         on_attention=lambda i, a: attention.update({(i, a.layer): a}),
