@@ -63,7 +63,7 @@ def holders(model: Any, prompts: int) -> dict[str, set[str]]:
         calls[code] += 1
         if calls[code] <= CALLS and any(refers(value, model) for value in frame.f_locals.values()):
             known.add(code)
-            found["/".join(path.rsplit("/", 3)[1:]).split("work/")[-1]].add(code.co_qualname)
+            found["/".join(path.rsplit("/", 3)[1:])].add(code.co_qualname.split(".<locals>")[0])
 
     sys.setprofile(look)
     try:

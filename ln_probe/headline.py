@@ -164,7 +164,7 @@ def freezing_cost(
         raise ValueError(f"freezing_cost is not applicable: {why}")
     row = rows.iloc[0]
     findings = probe.findings(
-        {"causal": table}, {"prompts": {"source": start.prompts["source"]}, "loss": {"unit": objective.unit}}
+        {"causal": table}, {"prompts": start.provenance["prompts"], "loss": {"unit": objective.unit}}
     )
     return FreezingCost(
         float(row["delta_loss"]),
@@ -174,7 +174,7 @@ def freezing_cost(
         table,
         start.run.constants,
         findings[0].text,
-        start.prompts,
+        start.provenance["prompts"],
         objective.unit,
         tuple(dict.fromkeys(notes)),
     )

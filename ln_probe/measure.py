@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -133,11 +133,13 @@ def analyze(
     if isinstance(tokenizer, str | Path | list | tuple):
         token_names = read_token_names(tokenizer)
     hooked, on_hooks = hooked_model(model, tokenizer if token_names is None else None, hooks)
-    chosen_probes, objective = _probes(probes), Objective.of(loss)
+    cfg: Any = hooked.cfg
+    shape = {"d_model": int(cfg.d_model), "layers": n_layers(hooked), "heads": int(getattr(cfg, "n_heads", 0))}
+    chosen_probes, objective = chosen(probes), Objective.of(loss)
     arguments = {
         "probes": [p if isinstance(p, str) else p.name for p in probes],
-        "layers": None if layers is None else indices(layers, "layer", n_layers(hooked)),
-        "heads": None if heads is None else indices(heads, "head", int(getattr(hooked.cfg, "n_heads", 0))),
+        "layers": None if layers is None else indices(layers, "layer", shape["layers"]),
+        "heads": None if heads is None else indices(heads, "head", shape["heads"]),
         "max_tokens": token_limit(max_tokens),
         "seed": seed_of(seed),
         "tokenizer": str(tokenizer) if isinstance(tokenizer, str | Path) else None,
@@ -159,7 +161,7 @@ def analyze(
             max_prompts=max_prompts,
             **{name: arguments[name] for name in ("layers", "heads", "max_tokens", "seed", "batch_size", "optimal")},
         )
-        run, shape = start.run, shape_of(hooked)
+        run = start.run
         pictures = None
         if start.maps is not None:
             pictures = Pictures(run.prompts, run.strings, run.layers, run.heads or range(shape["heads"]))
@@ -175,7 +177,7 @@ def analyze(
                 "arguments": arguments,
                 "loss": {"name": objective.name, "unit": objective.unit},
                 "started": started,
-                **start.provenance(),
+                **start.provenance,
                 **provenance(chosen_probes, shape["d_model"], run.seed),
             },
             notes=(*on_hooks, *start.notes),
@@ -185,15 +187,6 @@ def analyze(
     if report.failures and len(report.failures) == len(chosen_probes):
         raise ProbeError("; ".join(map(str, report.failures)))
     return replace(report, notes=(*report.notes, *([TRAINING] if was_training else [])))
-
-
-def _probes(probes: Sequence[str | Probe]) -> tuple[Probe, ...]:
-    names = ", ".join(BUILT_IN)
-    if isinstance(probes, str) or not isinstance(probes, Iterable):
-        raise ValueError(f"unknown probes {probes!r}: give a list of {names}")
-    if not probes or any(isinstance(p, str) and p not in BUILT_IN for p in probes):
-        raise ValueError(f"unknown probes {tuple(probes)!r}: give a list of {names}")
-    return chosen(tuple(probes))
 
 
 # ------------------------------------------------------------------------------------- prompts, norms and constants
@@ -208,8 +201,7 @@ class Start:
         inputs: the model's norms, and identities where attention reads the stream.
         limit: how many prompts of a length go through the model together.
         maps: of attention layers; None: no probe needs attention.
-        prompts: source, counts and hash of the prompts.
-        calibrated_on: likewise of the text that the constants come from, where they come from some.
+        provenance: where prompts and constants come from, as plain JSON.
         notes: for the reader.
     """
 
@@ -217,24 +209,8 @@ class Start:
     inputs: Sequence[Norm]
     limit: Callable[[int], int]
     maps: LayerMaps | None
-    prompts: Mapping[str, Any]
-    calibrated_on: Mapping[str, Any]
+    provenance: Mapping[str, Any]
     notes: Sequence[str]
-
-    def provenance(self) -> dict[str, Any]:
-        """Return where prompts and constants come from, as plain JSON."""
-        constants = self.run.constants
-        return {
-            "prompts": dict(self.prompts),
-            "constants": {name: c.plain for name, c in constants.pooled.items()},
-            "calibration": {
-                "constants": constants.source,
-                "given": constants.given is not None,
-                "groups": constants.group_count,
-                "effective_groups": constants.effective_groups,
-                **self.calibrated_on,
-            },
-        }
 
 
 def measure_norms(
@@ -269,7 +245,9 @@ def measure_norms(
     loss = Objective() if loss is None else loss
     check_finite(model, ready.tokens[0])
     loss.check(model, ready.tokens[0])
-    inputs, on_head = _inputs(model)
+    every = attention_inputs(model)
+    of_random_head = [norm.name for norm in every if in_missing_head(model, norm.module)]  # (BERT's head has a norm)
+    inputs = [norm for norm in every if norm.name not in of_random_head]
     norms = [norm for norm in inputs if not norm.is_identity]
     measured = list(range(n_layers(model))) if layers is None else sorted(set(layers))
     # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
@@ -291,20 +269,20 @@ def measure_norms(
         constants = replace(constants, optimal=shipped or {})
     of_heads = None if heads is None else sorted(set(heads))
     run = Run(model, norms, constants, measured, of_heads, loss, ready.tokens, ready.strings, statistics, seed)
-    notes = [*ready.notes, *_notes(inputs, looking), *on_head, *(() if maps is None else maps.notes())]
+    notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
     notes += [*on_overlap, *on_constants, *constants.notes()]
-    return Start(run, inputs, limit, maps, ready.summary, calibrated_on, notes)
-
-
-def _inputs(model: HookedModel) -> tuple[list[Norm], tuple[str, ...]]:
-    """Return the norms of a model and the identities where attention reads the stream; and a note on norms left out.
-
-    Those of a head that was not in the checkpoint are (BERT's head has a norm).
-    """
-    every = attention_inputs(model)
-    left_out = [norm.name for norm in every if in_missing_head(model, norm.module)]
-    note = f"{', '.join(left_out)} was not measured: it belongs to the head, which was drawn at random"
-    return [norm for norm in every if norm.name not in left_out], (note,) if left_out else ()
+    about = {
+        "prompts": dict(ready.summary),
+        "constants": {name: c.plain for name, c in constants.pooled.items()},
+        "calibration": {
+            "constants": constants.source,
+            "given": constants.given is not None,
+            "groups": constants.group_count,
+            "effective_groups": constants.effective_groups,
+            **calibrated_on,
+        },
+    }
+    return Start(run, inputs, limit, maps, about, notes)
 
 
 def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
@@ -382,8 +360,13 @@ def _fitted(
     return halves
 
 
-def _notes(inputs: Sequence[Norm], looking: Sequence[str]) -> list[str]:
-    """Return what a reader has to know about the norms of a model; `looking`: the probes that need attention."""
+def _notes(inputs: Sequence[Norm], looking: Sequence[str], left_out: Sequence[str]) -> list[str]:
+    """Return what a reader has to know about the norms of a model.
+
+    Args:
+        looking: the probes that need attention.
+        left_out: names of norms that are not measured.
+    """
     notes = []
     identities = [norm.layer for norm in inputs if norm.is_identity]
     if len(identities) == len(inputs):
@@ -397,6 +380,8 @@ def _notes(inputs: Sequence[Norm], looking: Sequence[str]) -> list[str]:
         notes.append(f"no norm of this model is read by attention{unmeasured}")
     if 0 < len(identities) < len(inputs):
         notes.append(f"attention reads the residual stream itself, with no norm, in {layers_in_words(identities)}")
+    if left_out:
+        notes.append(f"{', '.join(left_out)} was not measured: it belongs to the head, which was drawn at random")
     return notes
 
 
@@ -473,9 +458,3 @@ def provenance(probes: Sequence[Probe], d_model: int, seed: int) -> dict[str, An
         "random_angle_deg": random_angle(d_model, seed=seed),
         "versions": versions(),
     }
-
-
-def shape_of(model: HookedModel) -> dict[str, int]:
-    """Return the width of a model, and how many layers and heads it has."""
-    cfg: Any = model.cfg
-    return {"d_model": int(cfg.d_model), "layers": n_layers(model), "heads": int(getattr(cfg, "n_heads", 0))}
