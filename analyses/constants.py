@@ -228,9 +228,7 @@ def grouped(labels: Sequence[Hashable]) -> Int64[np.ndarray, " prompt"]:
     return np.array([numbers.setdefault(label, len(numbers)) for label in labels], np.int64)
 
 
-def group_numbers(
-    prompts: Sequence[Int[Tensor, " _"]], labels: Any
-) -> Int64[np.ndarray, " prompt"]:
+def group_numbers(prompts: Sequence[Int[Tensor, " _"]], labels: Any) -> Int64[np.ndarray, " prompt"]:
     """Return the group of each prompt, numbered in the order of their first prompts.
 
     Args:

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+import numpy as np
 from filelock import FileLock
-from llvmlite import binding
+from llvmlite import binding  # type: ignore[import-untyped]
 
 from ln_probe.analyses.progress import tell_delay
 
@@ -64,6 +65,9 @@ def _with_cache(function: Callable[_Args, _Result], **options: Any) -> Callable[
     finally:
         settings.CACHE_DIR = before
 
+
+# Of a constant that a kernel is called with: numba would compile it once for each constant.
+whole: Any = np.int64
 
 _PART: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 _PART |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -149,11 +153,6 @@ def available() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def processors() -> int:
-    """How many processors this process may use."""
-    return available() if _share is None else _share
-
-
 def use_processors(count: int | None) -> None:
     """Use so many from now on (None: all there are). Results do not depend on it."""
     global _share
@@ -167,7 +166,7 @@ def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads
         ValueError: `threads` below 1.
     """
     if threads is None:
-        threads = processors()
+        threads = available() if _share is None else _share
     else:
         from ln_probe.hooks.model import whole_number  # (with torch, which the kernels do without)
 

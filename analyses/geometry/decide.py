@@ -42,7 +42,14 @@ from ln_probe.analyses.geometry.check import (
     query_lead,
     weights_miss,
 )
-from ln_probe.analyses.geometry.compiled import Compilation, compiled, compiled_in_place, compiled_part, in_threads
+from ln_probe.analyses.geometry.compiled import (
+    Compilation,
+    compiled,
+    compiled_in_place,
+    compiled_part,
+    in_threads,
+    whole,
+)
 from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, White, judge, level_query, see, whiten
 from ln_probe.analyses.geometry.nearest import (
     KEPT,
@@ -287,7 +294,7 @@ def search_set(
     """Search for the verdicts that are left: by products, carefully, then where verdicts are given."""
     rows, count, dim, rank = space.rows, space.rows.shape[0], space.rows.shape[1], white.rows.shape[1]
     absent, scores = np.zeros(count, np.bool_), np.empty(max(count, dim))
-    zeros, identity, closest = np.zeros(count), np.eye(dim), np.int64(-1)
+    zeros, identity, closest = np.zeros(count), np.eye(dim), whole(-1)
     room, plain_room = search_room(count, max(rank, 1), dim), search_room(count, dim, dim)
     in_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest)
     in_plain = Verdict(rows, identity, 100.0 * TAU)
@@ -376,7 +383,7 @@ def bound_margins(
 @compiled_part
 def mark_equal(rows: Floats, offset: Floats, i: int, absent: Bools) -> int:
     """Mark key i and the keys that queries cannot tell from it; return one of these, -1 if there is none."""
-    other = np.int64(-1)
+    other: int = whole(-1)
     for j in range(rows.shape[0]):
         equal = offset[j] == offset[i] and rows[j, 0] == rows[i, 0] and squared_distance(rows, i, j) == 0.0
         absent[j] = equal or j == i
@@ -506,7 +513,7 @@ def solve_set(
     if count <= LARGE and (verdicts.code == UNDECIDED).any():
         solve_programs(judged, verdicts, request.budget)
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
-        level = np.zeros(dim) if queries is None else level_query(seen, queries, bias)
+        level = np.zeros(dim) if queries is None or seen is None else level_query(seen, queries, bias)
         space = seen or Seen(judged.rows, np.zeros(count), judged.noise)
         levelled = level is not None
         start = np.zeros(dim) if level is None else level
@@ -584,8 +591,8 @@ def known_answers(
         for bounds, values in zip((answers.attention, answers.inner), known.attention, strict=False):
             for array, value in zip(bounds, values, strict=True):
                 array[:] = value[b]
-        for array, value in zip(answers.margins, known.margins, strict=False):
-            array[:] = value[b]
+        for bound, value in zip(answers.margins, known.margins, strict=False):
+            bound[:] = value[b]
         every.append(answers)
     return every
 

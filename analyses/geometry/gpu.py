@@ -1,10 +1,9 @@
 """Verdicts, margins and attention of all heads of a layer as tensors: for a GPU, where heads are at least 32 wide.
 
-Verdicts come from white queries; margins from the smallest gap, smoothed, and attention from the log of the weight,
-both by accelerated projected ascent in float32 (Y. Nesterov, "Smooth minimization of non-smooth functions", Math.
-Programming 103 (2005) 127-152). Every iterate proposes a query and, by its softmax, weights of the other keys. What
-they prove is computed in float64 on the device, by the rules of `check`. Keys whose bounds are not as narrow as was
-asked for are left to the kernels of `decide`, which start from what is known here.
+Verdicts come from white queries; margins from the smoothed smallest gap and attention from the log of the weight, by
+accelerated projected ascent in float32 (Y. Nesterov, Math. Programming 103 (2005) 127-152). Every iterate proposes a
+query and, by its softmax, weights. What they prove is computed in float64 on the device, by the rules of `check`. The
+kernels of `decide` narrow what is not as narrow as was asked for.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ SHARE, PAIR_BYTES, ON_PROCESSOR = 0.3, 96, 2**28
 # Iterations at most, between looks at how many keys are done, and the share that is enough.
 MARGIN_STEPS, ATTENTION_STEPS, LOOK, ENOUGH = 300, 150, 25, 0.999
 FIRST_TEMPERATURE = 4.0  # smoothing loses the diameter over this times log n at first
+RIDGE = 1e-10  # of the covariance of keys that may lie in a subspace, over their mean square
 CURVATURE = 0.25  # share of the smoothed gap's curvature bound that steps are made for
 
 
@@ -68,7 +68,8 @@ def without_diagonal(scores: Float[Tensor, "set query key"]) -> Float[Tensor, "s
 def select_by_white_queries(space: Points) -> tuple[Bool[Tensor, "set key"], Tensor]:
     """Return which keys their white queries are proved to select by more than tau, copies included, and the queries."""
     rows, (_, count, dim) = space.rows, space.rows.shape
-    factor, failed = torch.linalg.cholesky_ex(rows.mT @ rows / count)
+    gram = rows.mT @ rows / count + RIDGE * torch.eye(dim, dtype=rows.dtype, device=rows.device)
+    factor, failed = torch.linalg.cholesky_ex(gram)
     queries = torch.cholesky_solve(rows.mT, factor).mT
     queries = queries / queries.norm(dim=-1, keepdim=True).clamp_min(1e-300)
     scores = queries @ rows.mT
@@ -82,7 +83,8 @@ def into_ball(u: Float[Tensor, "set key r"]) -> Float[Tensor, "set key r"]:
     """Return points shortened until their length is at most 1, rounding included."""
     u = u.nan_to_num(0.0, 0.0, 0.0)
     length = u.norm(dim=-1, keepdim=True) * (1 + (u.shape[-1] + 8) * EPS)
-    return u / length.clamp_min(1.0)
+    shortened: Tensor = u / length.clamp_min(1.0)
+    return shortened
 
 
 def prove_margins(space: Points, lower_at: Tensor, upper_at: Tensor, heat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,8 +147,7 @@ def ascend(
         gap: how far bounds may be apart: relative for margins, absolute for weights.
         starts: u to start from; None: towards each key.
 
-    Returns:
-        u of the best lower bound and of the best upper bound, and the temperature of the latter.
+    Returns u of the best lower bound and of the best upper bound, and the temperature of the latter.
     """
     rows, offset = (space.rows * radius).float(), space.offset.float()
     count = rows.shape[1]

@@ -118,7 +118,7 @@ class SetGeometry:
         find_copies(judged.rows, first, copies)
         for i in range(number):
 
-            def require(proved: bool, text: str, *values: Any, key: int = i) -> None:
+            def require(proved: Any, text: str, *values: Any, key: int = i) -> None:
                 if not proved:
                     raise CertificateError(f"key {key}{name}: {text.format(*values)}")
 
@@ -300,8 +300,7 @@ def key_geometry(
             radius that is not positive, a budget that is not positive and finite.
 
     Example:
-        >>> keys = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0]])
-        >>> geometry = ln_probe.key_geometry(keys)
+        >>> geometry = ln_probe.key_geometry(torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0]]))
         >>> geometry.verdict.tolist()
         >>> geometry.certify()
     """
@@ -315,8 +314,9 @@ def key_geometry(
     ellipsoids = None if query_set is None else query_sets(query_set, len(values), values.shape[2])
     gap = EXACT_GAP if margins == "exact" else RELATIVE_GAP if margins else None
     solved = solve_sets(values, lift, ellipsoids, None, Request(gap, budget=float(budget) * BUDGET), threads)
-    biases, queries = lift if lift is not None else [None] * len(values), ellipsoids or [None] * len(values)
-    sets = [SetGeometry(*parts) for parts in zip(values, biases, queries, solved, strict=True)]
+    none: list[Any] = [None] * len(values)
+    given = zip(values, none if lift is None else lift, ellipsoids or none, solved, strict=True)
+    sets = [SetGeometry(*parts) for parts in given]
 
     def shaped(arrays: list[np.ndarray]) -> Any:
         return np.stack(arrays) if batched else arrays[0]

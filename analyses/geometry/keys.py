@@ -19,7 +19,7 @@ from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.check import AMPLE, EPS, Floats
-from ln_probe.analyses.geometry.compiled import compiled, compiled_part
+from ln_probe.analyses.geometry.compiled import compiled, compiled_part, whole
 
 Array = np.ndarray | torch.Tensor
 
@@ -466,7 +466,7 @@ def whiten_carefully(rows: Floats, biased: bool) -> White:
             rest[t, j] = rows[j, t]
     most = min(dim, count)
     basis, upper, order = np.zeros((most, count)), np.zeros((most, dim)), np.arange(dim)
-    rank, thinnest, lifted = np.int64(0), np.inf, False
+    rank, thinnest, lifted = whole(0), np.inf, False
     while rank < most:
         pivot, longest = -1, RANK_TOLERANCE**2 * count
         for place in range(rank, plain):

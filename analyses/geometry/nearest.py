@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ln_probe.analyses.geometry.check import TAU, Bools, Floats, Ints
-from ln_probe.analyses.geometry.compiled import compiled, compiled_inline, compiled_part
+from ln_probe.analyses.geometry.compiled import compiled, compiled_inline, compiled_part, whole
 
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
@@ -261,7 +261,7 @@ def to_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bo
     removed = False
     while m > 0:
         s = affine_minimizer(room, m, bordering, careful, sloped)
-        step, blocking = 1.0, np.int64(-1)
+        step, blocking = 1.0, whole(-1)
         if s < 0.0:
             step = np.inf
             for a in range(m):
@@ -398,7 +398,7 @@ def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bor
     if put(keys, search, room, i, key, m, bordering, unit):
         return m + 1
     work, weight = vectors[WORK], vectors[WEIGHT]
-    share, leaving = np.inf, np.int64(-1)
+    share, leaving = np.inf, whole(-1)
     for a in range(m):
         if work[a] > DEPENDS and weight[a] / work[a] < share:
             share, leaving = weight[a] / work[a], a
@@ -486,7 +486,7 @@ def find_verdict(keys: Keys, verdict: Verdict, search: Search, room: Room, i: in
         how many weights there are; the query and the weights are in `room`, either a candidate.
     """
     count, dim = keys.rows.shape
-    vectors, scores, ray, m, ray_key = room.vectors, room.keyed[SCORE], search.ray, np.int64(0), np.int64(-1)
+    vectors, scores, ray, m, ray_key = room.vectors, room.keyed[SCORE], search.ray, whole(0), whole(-1)
     measure_differences(keys, search, i, room)
     closest = np.inf
     if start < 0:
@@ -564,7 +564,7 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
     count, dim = keys.rows.shape
     vectors, scores, offset, u = room.vectors, room.keyed[SCORE], keys.offset, room.points[QUERY]
     measure_differences(keys, search, i, room)
-    start, closest, largest, m = np.int64(-1), np.inf, 0.0, np.int64(0)
+    start, closest, largest, m = whole(-1), np.inf, 0.0, whole(0)
     for j in range(count):
         if not absent[j]:
             apart = np.sqrt(room.keyed[SQUARE, j])
@@ -580,7 +580,7 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
     put(keys, search, room, i, start, m, bordering, unit)
     m += 1
     vectors[WEIGHT, 0], vectors[ALONG, 0] = 1.0 / vectors[E, 0], 0.0
-    lower, upper, used, sources, spent, none = -np.inf, np.inf, 0, 0, 0.0, np.int64(-1)
+    lower, upper, used, sources, spent, none = -np.inf, np.inf, 0, 0, 0.0, whole(-1)
     fresh, careful, idle, rebuilt = True, search.careful, 0, 0
     for step in range(STEPS * (dim + 10)):
         length, ahead = np.sqrt(squared_norm(room, vectors[WEIGHT], m)), 0.0
@@ -594,7 +594,7 @@ def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -
         if not length > SHORT * largest:  # no direction is left: the slope alone makes the query
             row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
         combine(room.products, vectors[row], m, count, scores)
-        value, new, scale = np.inf, np.int64(-1), 1.0 / short
+        value, new, scale = np.inf, whole(-1), 1.0 / short
         for j in range(count):
             scores[j] = scores[j] * scale - offset[j]
         for j in range(count):
