@@ -9,8 +9,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: report test slow lint bench docs clean
 
-report: $(VENV)/.installed      ## reports/index.html about the bundled checkpoints
-	$(BIN)/ln-probe report --out reports
+MODELS ?= lm-layernorm lm-none
+
+report: $(VENV)/.installed      ## reports/index.html about two bundled models; make report MODELS=lm-scaling_only
+	$(BIN)/ln-probe report $(MODELS) --out reports
 
 test: $(VENV)/.installed-dev    ## the fast tests
 	$(PYTEST)
@@ -28,16 +30,9 @@ docs: $(VENV)/.installed-docs   ## docs/_build/index.html, the site; warnings ar
 
 bench: $(VENV)/.installed-dev   ## performance, medians side by side
 	$(BIN)/python bench/geometry.py
-	$(BIN)/python bench/decomposition.py
 	$(BIN)/python bench/attribution.py
-	$(BIN)/python bench/probe.py
 	$(BIN)/python bench/entering.py
-	$(BIN)/python bench/batch.py
-	$(BIN)/python bench/plan.py
-	$(BIN)/python bench/suite.py --checkpoints 24
-	$(BIN)/python bench/recurrence.py
 	$(BIN)/python bench/whole.py
-	$(BIN)/python bench/page.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

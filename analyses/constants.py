@@ -1,4 +1,4 @@
-"""The results of the first pass over the prompts: constants that replace sigma, and how far queries reach.
+"""Constants that replace sigma, and how far queries reach: from the first pass over the prompts.
 
 The first pass stores the sum and count of sigma of every norm on every prompt, at position 0 and elsewhere. The
 constants of a prompt are the means over all prompts outside its group (leave one group out), so no prompt is measured
@@ -10,7 +10,7 @@ no margins. Queries are taken before rotary positions and over the divisor, so s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,8 +34,12 @@ OWN_MEANS = "the prompt's own means"
 # A constant farther than this from the mean sigma of the measured prompts also changes the size of the vectors.
 FAR = 0.05
 
+QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
+
 CONSTANT_COLUMNS = ("constant_first", "constant_rest", "constant_ratio_first", "constant_ratio_rest")
 COLUMNS = ("prompt", "group", "site", "sum_first", "count_first", "sum_rest", "count_rest")
+
+Halves = tuple[Mapping[str, Constant], Mapping[str, Constant]]  # constants fitted on each half of the prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,8 @@ class Constants:
         source: where the constants come from, as text.
         given: constants that other text gave (`calibration=`), for every prompt alike; None: leave-one-out means, or,
             where there is one group only, the means over all prompts of that group, the same for each of them.
+        optimal: loss-optimal constants by group of norms ("attention", "all"), fitted on each half of the prompt groups
+            (`halves_of`); empty: they were not fitted.
     """
 
     sites: tuple[str, ...]
@@ -58,6 +64,7 @@ class Constants:
     counts: Float64[np.ndarray, "prompt site 2"]
     source: str = LEAVE_ONE_OUT
     given: Mapping[str, Constant] | None = None
+    optimal: Mapping[str, Halves] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         prompts = f"{counted(len(self.groups), 'prompt')} in {counted(self.group_count, 'group')}"
@@ -102,6 +109,12 @@ class Constants:
             return dict(self.given)
         sums = self._group_sums if self.group_count == 1 else self._others
         return self._means(sums[:, int(self.groups[prompt])])
+
+    def optimal_of(self, group: str, prompt: int) -> Mapping[str, Constant]:
+        """Return the loss-optimal constants of a group of norms for a prompt, fitted on the half that it is not in."""
+        if group not in self.optimal:
+            return {}
+        return self.optimal[group][1 - halves_of(self.groups.tolist())[prompt]]
 
     @cached_property
     def observed(self) -> pd.DataFrame:
@@ -215,53 +228,30 @@ def grouped(labels: Sequence[Hashable]) -> Int64[np.ndarray, " prompt"]:
     return np.array([numbers.setdefault(label, len(numbers)) for label in labels], np.int64)
 
 
-# ---------------------------------------------------------------------------------------------------------- calibration
+def group_numbers(prompts: Sequence[Int[Tensor, " _"]], labels: Any) -> Int64[np.ndarray, " prompt"]:
+    """Return the group of each prompt, numbered in the order of their first prompts.
 
-QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
+    Args:
+        labels: prompts with equal labels form one group; None: equal prompts do.
 
-
-@dataclass(frozen=True, eq=False)
-class Calibration:
-    """The results of the first pass.
-
-    Attributes:
-        norms: a row per measured norm (columns of the `layernorms` table).
-        constants: of every prompt: what replaces the sigma of each norm.
-        radii: rho of each layer whose queries are bounded, by head.
-        unsupported: why head space is left out, by layer.
-        notes: what a reader has to know about this model, in sentences.
-        calibrated_on: source, counts and hash of the calibration prompts, where constants come from some.
-        optimal: loss-optimal constants, by group of norms ("attention", "all"), fitted on each half of the prompt groups
-            (`halves_of`); empty: they were not fitted.
-        first: the first measured prompts, on which the norms of a large model that are run one by one are chosen.
+    Raises:
+        TypeError, ValueError: labels that are not a list of one hashable value for each prompt.
     """
-
-    norms: pd.DataFrame
-    constants: Constants
-    radii: Mapping[int, Float64[np.ndarray, " head"]]
-    unsupported: Mapping[int, str]
-    notes: tuple[str, ...]
-    calibrated_on: Mapping[str, Any] = field(default_factory=dict)
-    optimal: Mapping[str, tuple[Mapping[str, Constant], Mapping[str, Constant]]] = field(default_factory=dict)
-    first: tuple[Int[Tensor, " _"], ...] = ()
-
-    @property
-    def optimal_of(self) -> Callable[[str, int], Mapping[str, Constant]] | None:
-        """Loss-optimal constants of a group of norms for a prompt, fitted on other prompts; None: there are none."""
-        if not self.optimal:
-            return None
-        half = halves_of(self.constants.groups.tolist())
-        return lambda group, prompt: self.optimal[group][1 - half[prompt]] if group in self.optimal else {}
-
-    def radius(self, layer: int, head: int) -> float:
-        """rho of a head; NaN where there is no bound, and for head -1, the whole layer."""
-        return float(self.radii[layer][head]) if head >= 0 and layer in self.radii else float("nan")
-
-    @property
-    def projection_matters(self) -> bool:
-        """Whether any norm that projects has a mean to take away."""
-        projects = self.norms["kind"].isin(["layernorm", "projection_only"])
-        return bool((projects & (self.norms["mean_share"] > 0)).any())
+    if labels is None:
+        return grouped([tuple(row.tolist()) for row in prompts])
+    if isinstance(labels, Tensor):
+        labels = labels.tolist()
+    if isinstance(labels, str | Set | Mapping) or not isinstance(labels, Sized):  # a set has no order
+        raise TypeError(f"groups must be a list of labels, one for each prompt, got {labels!r}")
+    if len(labels) != len(prompts):
+        counts = f"{len(labels)} labels for {len(prompts)} prompts"
+        raise ValueError(f"groups must hold a label for each prompt: got {counts}")
+    for label in labels:
+        if not isinstance(label, Hashable) or isinstance(label, Tensor):
+            raise TypeError(f"groups: a label must be a text, a number or a tuple (hashable), got {label!r}")
+        if isinstance(label, float | np.floating | np.datetime64) and label != label:
+            raise ValueError("groups: a label is nan, which equals no label, itself included: give it a name")
+    return grouped(labels)
 
 
 def halves_of(groups: Sequence[Hashable]) -> list[int]:

@@ -264,7 +264,13 @@ def _is_kind(values: pd.Series, kind: str) -> bool:
 
 
 def reference(tables: Iterable[Table]) -> str:
-    """The column reference of these tables, as Markdown."""
+    """Return the column reference of these tables, as Markdown.
+
+    Example:
+        >>> from ln_probe.analyses.probes.columns import BUILT_IN
+        >>> from ln_probe.analyses.schema import reference
+        >>> print(reference(BUILT_IN))
+    """
     said = []
     for table in tables:
         said += [f"## `{table.name}`", "", table.about, ""]

@@ -24,7 +24,6 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
 
 import argparse
-import inspect
 import json
 import subprocess
 import sys
@@ -104,15 +103,10 @@ def rows_of(name: str) -> list[list[int]]:
 def report(name: str, rows: list[list[int]], probes: list[str]) -> Tables:
     """Every table of a report; of `keys`, the rows of the first prompt and of two heads."""
     import ln_probe
+    from ln_probe.analyses.probes.selectability import Selectability
 
-    takes = inspect.signature(ln_probe.analyze).parameters
-    options = {k: v for k, v in {"keys": "all", "progress": False}.items() if k in takes}
-    chosen: list[Any] = list(probes)
-    if "keys" not in takes and "selectability" in probes:
-        from ln_probe.analyses.probes.selectability import Selectability
-
-        chosen[probes.index("selectability")] = Selectability(every_key=True)
-    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=chosen, **options).tables)
+    every_key = [Selectability(every_key=True) if probe == "selectability" else probe for probe in probes]
+    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=every_key, progress=False).tables)
     if {"prompt", "head"} <= set(tables.get("keys", ())):
         tables["keys"] = tables["keys"].query("prompt == 0 and head in (0, 3)")
     return tables
@@ -307,13 +301,16 @@ def laboratory(name: str, text: bool) -> Tables:
             raise RuntimeError(f"exit status {done.returncode}: {' '.join(lines[-3:])[-250:]}")
         tables = {p.stem: pd.read_csv(p) for p in sorted(out.glob("*.csv"))}
         tables |= {p.stem: pd.read_parquet(p) for p in sorted(out.glob("*.parquet"))}
-    return {k: t[[c for c in t if not str(c).startswith("seconds")]] for k, t in tables.items()}
+    for key, table in tables.items():
+        timed = table.get("measure", pd.Series("", table.index)).astype(str).str.startswith("seconds")
+        tables[key] = table.loc[~timed, [c for c in table if not str(c).startswith("seconds")]]
+    return tables
 
 
 REPORTS = ("lm-layernorm", "lm-none", "lm-scaling_only", "mgm", "minilm", *TINY)
 LAB = {
     "majority": ("random_keys", "majority_in_space", "majority"),
-    "language_model": ("remove_norm", "fresh_seeds", "language_model"),
+    "language_model": ("remove_norm", "sentences", "language_model"),
     "crasp": ("compiler", "depth", "depth_deep"),
     "approximation": ("longer_inputs", "adaptive_memory", "approximation_text"),
     "counting": ("saturated_states", "rational_recurrence", "counters", "anbk"),
@@ -375,10 +372,18 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(np.asarray(value).tolist())
 
 
+def renamed(old: pd.DataFrame) -> pd.DataFrame:
+    """A committed table with the names of today: attention at the last position is what is attainable."""
+    names = [name for name in old if str(name).startswith("attainable_last")]
+    today = {name: str(name).replace("attainable_last", "attainable") for name in names}
+    return old.drop(columns=[name for name in today.values() if name in old]).rename(columns=today)
+
+
 def compare(name: str, old: pd.DataFrame, new: pd.DataFrame | None) -> str:
     """One line (and a line for each column that differs) on a table beside the committed one."""
     if new is None:
         return "table gone"
+    old = renamed(old)
     notes = []
     for what, columns in (("gone", [c for c in old if c not in new]), ("new", [c for c in new if c not in old])):
         if columns:
@@ -443,13 +448,6 @@ def _disjoint(old: pd.DataFrame, new: pd.DataFrame) -> dict[str, str]:
     return found
 
 
-def at_the_last_position(old: pd.DataFrame) -> pd.DataFrame:
-    """What `attainable` means today: by a query at the last position (`attainable_last` in the committed tables)."""
-    last = [c for c in old if c.startswith("attainable_last")]
-    gone = [c for c in old if c.startswith("attainable") and c not in last]
-    return old.drop(columns=gone).rename(columns=lambda c: c.replace("attainable_last", "attainable")) if last else old
-
-
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
@@ -483,8 +481,7 @@ def run(name: str, *, write: bool) -> None:
         print(f"  {len(tables)} tables, {sum(p.stat().st_size for p in folder.iterdir()):,} bytes")
     else:
         for path in sorted(folder.glob("*.parquet")):
-            old = at_the_last_position(pd.read_parquet(path))
-            print(f"  {path.stem}: {compare(path.stem, old, tables.get(path.stem))}")
+            print(f"  {path.stem}: {compare(path.stem, pd.read_parquet(path), tables.get(path.stem))}")
         if more := sorted(set(tables) - {p.stem for p in folder.glob("*.parquet")}):
             print(f"  new tables: {', '.join(more)}")
     used = sum(os.times()[:4]) - sum(before[:4])

@@ -16,9 +16,7 @@ constants held; `agrees` says whether its size is at most 0.01 or 10 % of delta_
 interval that `ln_probe.freezing_cost` gives (the choice of constants included; its estimate has to be
 delta_leave_one_out, computed here independently), `half_width_prompts` that of the same bootstrap over prompts alone.
 
-Corpora and CAPP-GPT are read from LN_PROBE_SHARED, MGM from LN_PROBE_MGM, SmolLM2 from LN_PROBE_GGUF, the trained
-models from LN_PROBE_FOREIGN (see bench/foreign_models.py), IgLM from LN_PROBE_IGLM: the folder `iglm/trained_models` of
-the wheel (`pip download --no-deps iglm==0.1.0`; its licence is for non-commercial research, and nothing of it is here).
+Corpora and CAPP-GPT are read from LN_PROBE_SHARED, MGM from LN_PROBE_MGM, SmolLM2 from LN_PROBE_GGUF.
 """
 
 from __future__ import annotations
@@ -42,19 +40,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "checkpoints"))
 
-import foreign_models
 import measure
 import plans
-from foreign_models import Measured
 
 import ln_probe
 from ln_probe.analyses.probes import statistics
 from ln_probe.hooks import find_norms, without
+from ln_probe.hooks.constants import mean_sigmas
 from ln_probe.hooks.edits import NoOpWarning
 from ln_probe.hooks.model import context_length, run
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.constants import mean_sigmas
 from ln_probe.hooks.text import bundled_texts, encode, special_tokens, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "headline.csv"
@@ -70,6 +66,21 @@ Constants = Mapping[str, Mapping[str, float]]  # of each norm: {"first": at posi
 
 
 # Models and their prompts
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Two sets of prompts of the same kind, no window of one overlapping one of the other.
+
+    Attributes:
+        prompts: those that are measured.
+        others: those that constants are taken from.
+        loss: of a model's output and the token ids [batch pos], the mean of each prompt; None: the next-token loss.
+    """
+
+    prompts: list[list[int]]
+    others: list[list[int]]
+    loss: Callable[[Any, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,15 +110,6 @@ def _bundled(name: str) -> Case:
     )
 
 
-def _foreign(name: str) -> Case:
-    folder = Path(os.environ.get("LN_PROBE_FOREIGN", ""))
-    return Case(
-        lambda: foreign_models.load(folder, name),
-        lambda _model: foreign_models.measured(name, PROMPTS),
-        "LN_PROBE_FOREIGN",
-    )
-
-
 def _capp_gpt(model: Any) -> Measured:
     """Parts and the model's plans for them, as in `plans.py`; the loss is that of the plan."""
 
@@ -119,53 +121,12 @@ def _capp_gpt(model: Any) -> Measured:
     return Measured(plans.draw(model, PROMPTS, 0), plans.draw(model, PROMPTS, 1), of_plan)
 
 
-# Ids of IgLM's vocabulary, and the conditions that sequences are drawn under: chain and species.
-_CLS = 2
-_RESIDUES, _SEP, _MASK = range(5, 25), 3, 4
-_CONDITIONS = ((31, 26), (32, 26), (31, 27), (32, 27))  # heavy, light; human, mouse
-_LONGEST = 150
-
-
-def _iglm(name: str) -> Case:
-    folder = Path(os.environ.get("LN_PROBE_IGLM", "")) / name
-
-    def prompts(_model: Any) -> Measured:
-        return Measured(_antibodies(folder, 0), _antibodies(folder, 1))
-
-    return Case(lambda: ln_probe.load_model(folder, allow_pickle=True), prompts, "LN_PROBE_IGLM")
-
-
-def _antibodies(folder: Path, seed: int) -> list[list[int]]:
-    """Sequences that IgLM draws at temperature 1 after a chain and a species, up to and with its end token.
-
-    As its package draws them: at most 150 tokens, of residues and the marks of an infilled span alone.
-    """
-    from transformers import GPT2LMHeadModel
-
-    model = GPT2LMHeadModel.from_pretrained(folder).eval()
-    allowed = {*_RESIDUES, _SEP, _MASK, _CLS}
-    banned = [[i] for i in range(model.config.vocab_size) if i not in allowed]
-    torch.manual_seed(seed)
-    rows: list[list[int]] = []
-    for chain, species in _CONDITIONS:
-        begun = torch.tensor([[chain, species]]).repeat(PROMPTS // len(_CONDITIONS), 1)
-        drawn = model.generate(
-            begun, attention_mask=torch.ones_like(begun), do_sample=True, top_k=0, max_length=_LONGEST,
-            bad_words_ids=banned, eos_token_id=_CLS, pad_token_id=0,
-        )  # fmt: skip
-        rows += [[i for i in row if i != 0] for row in drawn.tolist()]
-    return rows
-
-
 CASES = {
     "mgm": _from_checkpoints("mgm", "LN_PROBE_MGM"),
     "smollm2-135m": _from_checkpoints("smollm2-135m", "LN_PROBE_GGUF"),
     "capp-gpt": Case(lambda: measure.load(measure.CASES["capp-gpt-own"]), _capp_gpt),
     **{name: _bundled(name) for name in ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none",
                                          "lm-layernorm-removed")},
-    **{name: _foreign(name) for name in foreign_models.NAMES},
-    "IgLM": _iglm("IgLM"),
-    "IgLM-S": _iglm("IgLM-S"),
 }  # fmt: skip
 
 

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.attribution.logits import attribute_logits
     from ln_probe.analyses.attribution.scores import attribute_scores
-    from ln_probe.analyses.geometry.api import key_geometry
+    from ln_probe.analyses.geometry.key_geometry import key_geometry
     from ln_probe.analyses.probes.outliers import outlier_tokens
     from ln_probe.comparison import Comparison, compare
-    from ln_probe.measure import analyze, freezing_cost, norm_constants
+    from ln_probe.headline import freezing_cost, norm_constants
+    from ln_probe.measure import analyze
     from ln_probe.models import bundled_models, load_model
     from ln_probe.report import Report, load_report
 
@@ -32,11 +33,11 @@ _HOME = {
     "analyze": "ln_probe.measure",
     "bundled_models": "ln_probe.models",
     "compare": "ln_probe.comparison",
-    "freezing_cost": "ln_probe.measure",
-    "key_geometry": "ln_probe.analyses.geometry.api",
+    "freezing_cost": "ln_probe.headline",
+    "key_geometry": "ln_probe.analyses.geometry.key_geometry",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.report",
-    "norm_constants": "ln_probe.measure",
+    "norm_constants": "ln_probe.headline",
     "outlier_tokens": "ln_probe.analyses.probes.outliers",
 }
 _SUBPACKAGES = ("analyses", "hooks")

@@ -73,22 +73,24 @@ class Target:
             BatchError: no list of steps, or a model without training steps.
             ConnectionError: all steps of a model on the hub, and no network.
         """
-        from ln_probe.analyses.lab.run_folder import checkpoint_steps
         from ln_probe.loading import hub
         from ln_probe.models import kind_of
 
-        parsed = [] if steps == "all" else [whole_number(step, 18) for step in steps.split(",")]
-        numbers = [number for number in parsed if number is not None]
-        if self.revision is not None or len(numbers) < len(parsed):
+        numbers = [] if steps == "all" else [whole_number(step, 18) for step in steps.split(",")]
+        if self.revision is not None or None in numbers:
             raise BatchError(f"--checkpoints takes 'all' or training steps such as 0,1000 of a NAME, got {steps!r:.60}")
         path = Path(self.name).expanduser()
         kind = kind_of(self.name, path)
-        if kind not in ("hub", "lab"):
+        revisions = [str(number) for number in numbers]
+        if kind == "lab" and not numbers:
+            from ln_probe.analyses.lab.train import checkpoint_steps
+
+            revisions = [str(step) for step in checkpoint_steps(path)]
+        elif kind == "hub" and not numbers:
+            revisions = hub.checkpoints(hub.official_name(self.name))
+        if kind not in ("hub", "lab") or not revisions:
             raise BatchError(f"{self} has no training steps: leave out --checkpoints, or name the folder of each step")
-        if not numbers:
-            all_steps = hub.checkpoints(hub.official_name(self.name)) if kind == "hub" else checkpoint_steps(path)
-            return [Target(self.name, str(step)) for step in all_steps]
-        return [Target(self.name, str(number)) for number in numbers]
+        return [Target(self.name, revision) for revision in revisions]
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,9 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         Exception: whatever `load_model`, `analyze` and `Report.save` raise.
     """
     from ln_probe.analyses.probes.base import ProbeError
+    from ln_probe.arguments import read_groups
     from ln_probe.measure import analyze
     from ln_probe.models import load_model, source_of
-    from ln_probe.settings import read_groups
 
     folder = out / target.folder
     model: Any = load_model(

@@ -160,8 +160,7 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="[TARGETS]…",
-            help="Names, NAME@REVISION, or paths. None: rebuild the index of --out if it holds reports, else measure "
-            "the bundled models.",
+            help="Names, NAME@REVISION, or paths. None: rebuild the index of the reports in --out.",
         ),
     ] = None,
     from_file: Annotated[
@@ -213,10 +212,12 @@ def report(
     from ln_probe.analyses.progress import ProgressLine
 
     names = [*(targets or ()), *_listed(from_file)]
-    if not names and any(out.glob("*/report.json")):
+    if not names:
+        if not any(out.glob("*/report.json")):
+            raise ArgumentError(f"{out} holds no reports: name a model to measure, such as lm-layernorm")
         typer.echo(f"{_index(out, {})} (nothing was measured: name a model for that)")
         return
-    chosen = [_target(name) for name in names or bundled_models()]
+    chosen = [_target(name) for name in names]
     if checkpoints is not None:
         try:
             chosen = [step for target in chosen for step in target.at_steps(checkpoints)]
@@ -312,7 +313,7 @@ def freezing_cost(
     """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
     target = _target(model)
     import ln_probe
-    from ln_probe.settings import read_groups
+    from ln_probe.arguments import read_groups
 
     try:
         loaded = ln_probe.load_model(
@@ -380,7 +381,6 @@ def lab_run(
         typer.Option(parser=_file_or_folder, metavar="FOLDER", help="A tokenizer's; default: made from the text."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side.")] = 1,
-    collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
     quiet: Quiet = False,
     device: Annotated[str, typer.Option(help="To train on: cpu, cuda, cuda:1.")] = "cpu",
 ) -> None:
@@ -404,7 +404,6 @@ def lab_run(
             texts=tuple(text or ()),
             tokenizer=tokenizer,
             jobs=jobs,
-            collect=collect,
             progress=not quiet,
             device=device,
         )

@@ -1,19 +1,28 @@
-"""The first number of a report, alone: what freezing scaling costs a model, as text and as JSON."""
+"""The first numbers of a report, alone: what freezing scaling costs a model, and the constants of its norms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
+from ln_probe.analyses.arguments import check_flags
+from ln_probe.analyses.constants import Constants
+from ln_probe.analyses.probes.base import Failure, ProbeError
+from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.columns import CAUSAL
+from ln_probe.analyses.processes import one_blas_thread
+from ln_probe.analyses.progress import ProgressLine
 from ln_probe.analyses.text import counted, disarmed, encodable, with_interval
-from ln_probe.hooks.norm import VARIANTS
-
-if TYPE_CHECKING:
-    from ln_probe.analyses.constants import Constants
+from ln_probe.arguments import seed_of, token_limit
+from ln_probe.guard import REFUSE, hooked_model, unchanged
+from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS
+from ln_probe.hooks.objective import Loss, Objective
+from ln_probe.measure import measure_norms
+from ln_probe.passes import second_pass
 
 _SITES = {"all": "every norm", "attention": "attention's norms"}
 
@@ -98,3 +107,112 @@ def _known(value: Any) -> Any:
     if isinstance(value, list):
         return [_known(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def freezing_cost(
+    model: object,
+    prompts: Any = None,
+    *,
+    calibration: Any = None,
+    groups: Sequence[Hashable] | None = None,
+    loss: Loss | str | None = None,
+    max_prompts: int | None = None,
+    max_tokens: int = 512,
+    seed: int = 0,
+    tokenizer: Any = None,
+    progress: bool = True,
+    hooks: str = REFUSE,
+) -> FreezingCost:
+    """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
+
+    Args:
+        model, prompts, calibration, groups, loss, max_prompts, max_tokens, seed, tokenizer, progress, hooks: as for
+            `ln_probe.analyze`; the numbers are those of its `causal` table.
+
+    Returns:
+        The loss increase at every norm with its CI, the other primary contrasts, and the constants.
+
+    Raises:
+        TypeError, ValueError, ModelStateError, FileNotFoundError: as `ln_probe.analyze`; ValueError also where the loss
+            is not applicable (says why).
+
+    Example:
+        >>> cost = ln_probe.freezing_cost(ln_probe.load_model("lm-layernorm"))
+        >>> cost
+        Freezing scaling at every norm raises the loss by … nats/token (…)
+        >>> print(cost)  # all primary contrasts, prompts and constants; on the command line: ln-probe freezing-cost
+    """
+    check_flags(progress=progress)
+    objective = Objective.of(loss)
+    probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
+    hooked, on_hooks = hooked_model(model, tokenizer, hooks)
+    options: dict[str, Any] = {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed), "max_prompts": max_prompts}
+    with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():
+        start = measure_norms(
+            hooked, prompts, probes=[probe], loss=objective, calibration=calibration, groups=groups, **options
+        )
+        results = second_pass(start.run, [probe], start.inputs, start.limit, None, None)[probe.name]
+    if isinstance(results, Failure):
+        raise ProbeError(str(results))
+    table = results.tables["causal"] if results.tables else CAUSAL.empty()
+    frozen = table[(table["family"] == "primary") & (table["variant"] == SCALING_FROZEN.name)]
+    rows = frozen[frozen["sites"] == "all"]
+    asked = (note for note in results.notes if "single norms" not in note)  # which no one asked for here
+    notes = (*start.notes, *asked, *on_hooks)
+    if not len(rows) or frozen["delta_loss"].isna().all():
+        why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
+        raise ValueError(f"freezing_cost is not applicable: {why}")
+    row = rows.iloc[0]
+    findings = probe.findings(
+        {"causal": table}, {"prompts": start.provenance["prompts"], "loss": {"unit": objective.unit}}
+    )
+    return FreezingCost(
+        float(row["delta_loss"]),
+        float(row["delta_loss_low"]),
+        float(row["delta_loss_high"]),
+        float(row["loss"] - row["delta_loss"]),
+        table,
+        start.run.constants,
+        findings[0].text,
+        start.provenance["prompts"],
+        objective.unit,
+        tuple(dict.fromkeys(notes)),
+    )
+
+
+def norm_constants(
+    model: object,
+    prompts: Any = None,
+    *,
+    calibration: Any = None,
+    groups: Sequence[Hashable] | None = None,
+    max_tokens: int = 512,
+    seed: int = 0,
+    tokenizer: Any = None,
+    progress: bool = True,
+    hooks: str = REFUSE,
+) -> Constants:
+    """Measure the constants that replace each norm's sigma when scaling is frozen: one forward pass per prompt.
+
+    Args:
+        model, prompts, calibration, groups, max_tokens, seed, tokenizer, progress, hooks: as for `ln_probe.analyze`.
+
+    Returns:
+        The constants: `.of(i)` those of prompt i (means over the prompts outside its group), `.pooled` those over all
+        prompts, `.observed` the mean sigmas.
+
+    Raises:
+        TypeError, ValueError, ModelStateError, FileNotFoundError: as `ln_probe.analyze`.
+
+    Example:
+        >>> model = ln_probe.load_model("lm-layernorm")
+        >>> scale = ln_probe.norm_constants(model).pooled
+        >>> with ln_probe.hooks.without(model, "scaling", scale=scale): ...
+    """
+    check_flags(progress=progress)
+    hooked, _ = hooked_model(model, tokenizer, hooks)
+    options: dict[str, Any] = {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed)}
+    with ProgressLine(quiet=not progress), unchanged(hooked):
+        return measure_norms(
+            hooked, prompts, probes=[], calibration=calibration, groups=groups, **options
+        ).run.constants

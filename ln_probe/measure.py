@@ -1,11 +1,10 @@
-"""Measure a model: `analyze` returns a `Report`; `freezing_cost` and `norm_constants`, its first numbers alone."""
+"""Measure a model: `analyze` returns a `Report`."""
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -16,31 +15,37 @@ from torch import nn
 
 from ln_probe import __version__
 from ln_probe.analyses.arguments import check_flags
-from ln_probe.analyses.constants import Calibration, Constants
-from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
+from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halves, group_numbers, halves_of
+from ln_probe.analyses.geometry.check import TAU
+from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import columns as declared
-from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults
+from ln_probe.analyses.probes.attention_layer import LayerMaps
+from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, Run
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.analyses.probes.columns import CAUSAL
-from ln_probe.analyses.probes.decomposition import Decomposition
+from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
+from ln_probe.analyses.probes.norm_statistics import NormStatistics
 from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT, chosen
 from ln_probe.analyses.probes.uniformity import random_angle
 from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import TableError
+from ln_probe.arguments import indices, seed_of, token_limit
 from ln_probe.exhibits import Exhibits
-from ln_probe.guard import REFUSE, check_finite, hooked_model, unchanged
-from ln_probe.headline import FreezingCost
+from ln_probe.guard import REFUSE, hooked_model, unchanged
 from ln_probe.hooks.attention import PATTERN_TOLERANCE
-from ln_probe.hooks.model import HookedModel, n_layers
-from ln_probe.hooks.norm import SAME_OUTPUT, SCALING_FROZEN
+from ln_probe.hooks.constants import fit, mean_sigmas
+from ln_probe.hooks.edits import members
+from ln_probe.hooks.model import HookedModel, in_missing_head, n_layers, whole_number
+from ln_probe.hooks.norm import SAME_OUTPUT, Norm
+from ln_probe.hooks.norms import attention_inputs, layers_in_words
 from ln_probe.hooks.objective import Loss, Objective
-from ln_probe.loading.provenance import ModelSource, source_of
-from ln_probe.passes import Passes
-from ln_probe.prompts import Prompts, calibration_prompts, make_prompts, read_token_names
-from ln_probe.recording import marked, record
+from ln_probe.hooks.text import CALIBRATION as CALIBRATION_PART
+from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.loading.provenance import source_of
+from ln_probe.passes import batch_limit, check_finite, first_pass, second_pass
+from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, read_token_names, summary
+from ln_probe.recording import Pictures, marked
 from ln_probe.report import Report, versions
-from ln_probe.settings import Settings, from_the_end, whole_numbers
 
 TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
 
@@ -122,118 +127,265 @@ def analyze(
         >>> report = ln_probe.analyze(model, probes=["causal"])
         >>> report.findings()[0]
     """
-    check_flags(progress=progress)
+    check_flags(progress=progress, optimal=optimal)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
     token_names = None
     if isinstance(tokenizer, str | Path | list | tuple):
         token_names = read_token_names(tokenizer)
     hooked, on_hooks = hooked_model(model, tokenizer if token_names is None else None, hooks)
-    chosen_probes = _probes(probes)
-    objective = Objective.of(loss)
-    settings = Settings(
-        probes=tuple(p if isinstance(p, str) else p.name for p in probes),
-        layers=None if layers is None else from_the_end(layers, n_layers(hooked)),
-        heads=None if heads is None else whole_numbers(heads, "heads"),
-        max_tokens=max_tokens,
-        seed=seed,
-        tokenizer=str(tokenizer) if isinstance(tokenizer, str | Path) else None,
-        batch_size=batch_size,
-        loss=None if loss is None else objective.name,
-        optimal=optimal,
-    )
-    settings.check(hooked)
-    clock = _Clock()
-    was_training = cast(nn.Module, model).training
-    default = prompts is None
-    with (
-        ProgressLine(quiet=not progress),
-        unchanged(hooked),
-        one_blas_thread(),
-    ):
-        passes, ready, calibrated = _first_pass(
+    cfg: Any = hooked.cfg
+    shape = {"d_model": int(cfg.d_model), "layers": n_layers(hooked), "heads": int(getattr(cfg, "n_heads", 0))}
+    chosen_probes, objective = chosen(probes), Objective.of(loss)
+    arguments = {
+        "probes": [p if isinstance(p, str) else p.name for p in probes],
+        "layers": None if layers is None else indices(layers, "layer", shape["layers"]),
+        "heads": None if heads is None else indices(heads, "head", shape["heads"]),
+        "max_tokens": token_limit(max_tokens),
+        "seed": seed_of(seed),
+        "tokenizer": str(tokenizer) if isinstance(tokenizer, str | Path) else None,
+        "batch_size": None if batch_size is None else whole_number(batch_size, "batch_size", 1),
+        "loss": None if loss is None else objective.name,
+        "optimal": bool(optimal),
+    }
+    was_training, default = cast(nn.Module, model).training, prompts is None
+    with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():
+        start = measure_norms(
             hooked,
-            settings,
-            chosen_probes,
-            objective,
             prompts,
-            calibration,
-            groups,
-            prepend_bos,
-            token_names,
-            clock,
-            max_prompts,
+            probes=chosen_probes,
+            loss=objective,
+            calibration=calibration,
+            groups=groups,
+            token_names=token_names,
+            prepend_bos=prepend_bos,
+            max_prompts=max_prompts,
+            **{name: arguments[name] for name in ("layers", "heads", "max_tokens", "seed", "batch_size", "optimal")},
         )
-        results = passes.measure(ready.tokens, calibrated, lambda p, i: ready.strings[p][i], default=default)
-        clock.lap("second pass")
-        tell("pictures of attention")
-        exhibits = record(passes, ready.tokens, ready.strings, calibrated)
-        clock.lap("exhibits")
-        source = source_of(cast(nn.Module, hooked))
+        run = start.run
+        pictures = None
+        if start.maps is not None:
+            pictures = Pictures(run.prompts, run.strings, run.layers, run.heads or range(shape["heads"]))
+        results = second_pass(run, chosen_probes, start.inputs, start.limit, start.maps, pictures, default=default)
         report = assemble(
             chosen_probes,
             results,
-            calibrated.constants,
-            exhibits=exhibits,
-            provenance=provenance(source, ready.summary, settings, calibrated, passes.shape, chosen_probes, objective),
-            notes=(*ready.notes, *calibrated.notes),
+            run.constants,
+            exhibits=Exhibits() if pictures is None else pictures.exhibits(),
+            provenance={
+                "model": asdict(source_of(cast(nn.Module, hooked))),
+                "shape": shape,
+                "arguments": arguments,
+                "loss": {"name": objective.name, "unit": objective.unit},
+                "started": started,
+                **start.provenance,
+                **provenance(chosen_probes, shape["d_model"], run.seed),
+            },
+            notes=(*on_hooks, *start.notes),
         )
-    clock.lap("tables")
     for failure in report.failures:
         warnings.warn(str(failure), ProbeFailedWarning, stacklevel=2)
     if report.failures and len(report.failures) == len(chosen_probes):
         raise ProbeError("; ".join(map(str, report.failures)))
-    notes = (*on_hooks, *report.notes, *([TRAINING] if was_training else []))
-    timed = {"started": clock.started, "seconds": clock.laps}
-    return replace(report, notes=notes, provenance={**report.provenance, **timed})
+    return replace(report, notes=(*report.notes, *([TRAINING] if was_training else [])))
 
 
-def _probes(probes: Sequence[str | Probe]) -> tuple[Probe, ...]:
-    names = ", ".join(BUILT_IN)
-    if isinstance(probes, str) or not isinstance(probes, Iterable):
-        raise ValueError(f"unknown probes {probes!r}: give a list of {names}")
-    if not probes or any(isinstance(p, str) and p not in BUILT_IN for p in probes):
-        raise ValueError(f"unknown probes {tuple(probes)!r}: give a list of {names}")
-    return chosen(tuple(probes))
+# ------------------------------------------------------------------------------------- prompts, norms and constants
 
 
-def _first_pass(
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A measurement up to the constants.
+
+    Attributes:
+        run: all that probes get.
+        inputs: the model's norms, and identities where attention reads the stream.
+        limit: how many prompts of a length go through the model together.
+        maps: of attention layers; None: no probe needs attention.
+        provenance: where prompts and constants come from, as plain JSON.
+        notes: for the reader.
+    """
+
+    run: Run
+    inputs: Sequence[Norm]
+    limit: Callable[[int], int]
+    maps: LayerMaps | None
+    provenance: Mapping[str, Any]
+    notes: Sequence[str]
+
+
+def measure_norms(
     model: HookedModel,
-    settings: Settings,
-    probes: Sequence[Probe],
-    objective: Objective,
     prompts: Any,
-    calibration: Any,
-    groups: Sequence[Hashable] | None,
-    prepend_bos: bool | None = None,
+    *,
+    probes: Sequence[Probe],
+    max_tokens: int,
+    seed: int,
+    loss: Objective | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    calibration: Any = None,
+    groups: Sequence[Hashable] | None = None,
     token_names: Mapping[int, str] | None = None,
-    clock: _Clock | None = None,
+    prepend_bos: bool | None = None,
     max_prompts: int | None = None,
-) -> tuple[Passes, Prompts, Calibration]:
-    """Prepare the prompts, check the model and the loss on the first one, and run the first pass."""
-    clock = clock or _Clock()
+    batch_size: int | None = None,
+    optimal: bool = False,
+) -> Start:
+    """Prepare the prompts, check model and loss on the first one, run the first pass, and choose the constants.
+
+    Args:
+        model: in evaluation mode; the others as of `analyze`, checked.
+    """
     tell("preparing prompts")
-    how: dict[str, Any] = {"max_tokens": settings.max_tokens, "prepend_bos": prepend_bos}
+    how: dict[str, Any] = {"max_tokens": max_tokens, "prepend_bos": prepend_bos}
     ready = make_prompts(model, prompts, token_names=token_names, max_prompts=max_prompts, **how)
     other = None if calibration is None else calibration_prompts(model, calibration, **how)
+    group_of = group_numbers(ready.tokens, groups)
+    on_overlap = () if other is None else _overlap(ready, other)
+    loss = Objective() if loss is None else loss
     check_finite(model, ready.tokens[0])
-    objective.check(model, ready.tokens[0])
-    passes = Passes(model, settings, probes=probes, objective=objective)
-    clock.lap("preparation")
-    calibrated = passes.calibrate(ready.tokens, groups=groups, calibration=other, default=prompts is None)
-    clock.lap("first pass")
-    return passes, ready, calibrated
+    loss.check(model, ready.tokens[0])
+    every = attention_inputs(model)
+    of_random_head = [norm.name for norm in every if in_missing_head(model, norm.module)]  # (BERT's head has a norm)
+    inputs = [norm for norm in every if norm.name not in of_random_head]
+    norms = [norm for norm in inputs if not norm.is_identity]
+    measured = list(range(n_layers(model))) if layers is None else sorted(set(layers))
+    # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
+    statistics = [
+        NormStatistics(norm)
+        for norm in norms
+        if layers is None or norm.layer in measured or set(norm.attention_layers) & set(measured)
+    ]
+    looking = [p.name for p in probes if p.needs.attention]
+    maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
+    limit = batch_limit(model, batch_size, probes)
+    sums = first_pass(model, ready.tokens, inputs, statistics, measured, limit, maps)
+    means = Constants(tuple(s.site.name for s in statistics), group_of, sums[:, 0], sums[:, 1])
+    constants, calibrated_on, on_constants = _constants(model, means, [s.site for s in statistics], other)
+    if any(p.name == Causal.name for p in probes):
+        shipped = _shipped(model, ready) if prompts is None else None
+        if shipped is None and optimal:
+            shipped = _fitted(model, norms, constants, ready, loss)
+        constants = replace(constants, optimal=shipped or {})
+    of_heads = None if heads is None else sorted(set(heads))
+    run = Run(model, norms, constants, measured, of_heads, loss, ready.tokens, ready.strings, statistics, seed)
+    notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
+    notes += [*on_overlap, *on_constants, *constants.notes()]
+    about = {
+        "prompts": dict(ready.summary),
+        "constants": {name: c.plain for name, c in constants.pooled.items()},
+        "calibration": {
+            "constants": constants.source,
+            "given": constants.given is not None,
+            "groups": constants.group_count,
+            "effective_groups": constants.effective_groups,
+            **calibrated_on,
+        },
+    }
+    return Start(run, inputs, limit, maps, about, notes)
 
 
-class _Clock:
-    """Measures the seconds of each stage."""
+def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
+    """Return a note on prompts that the calibration text holds too.
 
-    def __init__(self) -> None:
-        self.started = datetime.now(UTC).isoformat(timespec="seconds")
-        self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
+    Raises:
+        ValueError: the calibration text cannot be used.
+    """
+    if max(map(len, calibration.tokens)) < 2:
+        raise ValueError("calibration: its prompts have one token each, and constants need at least two tokens")
+    rows, others = ([tuple(row.tolist()) for row in given.tokens] for given in (prompts, calibration))
+    if set(rows) == set(others):
+        raise ValueError(
+            f"calibration: these are the {len(rows)} prompts that are measured: leave it out (the constants of a "
+            "prompt are then means over the others), or give other text"
+        )
+    if not (same := sum(row in set(others) for row in rows)):
+        return ()
+    return (
+        f"{same} of {len(rows)} prompts are in the calibration text too: their own sigma is part of their constants",
+    )
 
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self.last = round(now - self.last, 3), now
+
+def _constants(
+    model: HookedModel, measured: Constants, norms: Sequence[Norm], calibration: Prompts | None
+) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
+    """Return the constants, what provenance says of the prompts that they come from, and notes.
+
+    They come from the user's `calibration`, else from the other prompts (`measured`); where all prompts form one
+    group, from the model's calibration windows, else the bundled passages, else the prompts' own means.
+    """
+    notes: tuple[str, ...] = ()
+    if calibration is not None:
+        tokens, source = calibration.tokens, f"{CALIBRATION} ({calibration.source})"
+    elif measured.group_count > 1 or not measured.group_count or not norms:
+        return measured, {}, ()
+    else:
+        own = bundled_prompts(model)
+        if own is None and tokenizer_of(model) is None:
+            note = (
+                "there is one group of prompts and no other text, so the constants are the means of these prompts "
+                "themselves: give more prompts, or calibration="
+            )
+            return replace(measured, source=OWN_MEANS), {}, (note,)
+        tokens = tuple(default_tokens(model, CALIBRATION_PART))
+        source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
+        note = "there is one group of prompts only, so the constants are"
+        notes = (f"{note} {source}: give more prompts, or calibration=",)
+    given = mean_sigmas(model, norms, tokens)
+    return replace(measured, source=source, given=given), summary(source, tokens), notes
+
+
+def _shipped(model: HookedModel, prompts: Prompts) -> dict[str, Halves] | None:
+    """Return the loss-optimal constants that a bundled model brings for its default prompts."""
+    shipped = vars(model).get("shipped_constants")
+    if not shipped or shipped["prompts_sha256"] != summary("", prompts.tokens)["sha256"]:
+        return None
+    return dict(shipped["halves"])
+
+
+def _fitted(
+    model: HookedModel, norms: Sequence[Norm], constants: Constants, prompts: Prompts, loss: Objective
+) -> dict[str, Halves]:
+    """Return loss-optimal constants of the primary contrasts' groups of norms, fitted on each half of the prompts."""
+    halves: dict[str, Halves] = {}
+    half = halves_of(constants.groups.tolist())
+    for group in PRIMARY_SITES:
+        frozen = [n for n in members(norms, group) if n.scales and n.name in constants.sites]
+        if not frozen or constants.group_count < 2 or loss.obstacle(model):
+            continue
+        tell(f"fitting loss-optimal constants ({group})")
+        of_half = [[row for row, number in zip(prompts.tokens, half, strict=True) if number == i] for i in (0, 1)]
+        first, second = (fit(model, frozen, rows, start=constants.pooled, objective=loss) for rows in of_half)
+        halves[group] = first, second
+    return halves
+
+
+def _notes(inputs: Sequence[Norm], looking: Sequence[str], left_out: Sequence[str]) -> list[str]:
+    """Return what a reader has to know about the norms of a model.
+
+    Args:
+        looking: the probes that need attention.
+        left_out: names of norms that are not measured.
+    """
+    notes = []
+    identities = [norm.layer for norm in inputs if norm.is_identity]
+    if len(identities) == len(inputs):
+        notes.append(
+            "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "
+            "its keys and queries are measured as they are"
+        )
+    elif not any(norm.attention_layers for norm in inputs):
+        verb = "were" if len(looking) > 1 else "was"
+        unmeasured = f": {' and '.join(looking)} {verb} not measured" if looking else ""
+        notes.append(f"no norm of this model is read by attention{unmeasured}")
+    if 0 < len(identities) < len(inputs):
+        notes.append(f"attention reads the residual stream itself, with no norm, in {layers_in_words(identities)}")
+    if left_out:
+        notes.append(f"{', '.join(left_out)} was not measured: it belongs to the head, which was drawn at random")
+    return notes
+
+
+# -------------------------------------------------------------------------------------------------------- the report
 
 
 def assemble(
@@ -290,154 +442,19 @@ def assemble(
     )
 
 
-def provenance(
-    source: ModelSource,
-    prompts: Mapping[str, Any],
-    settings: Settings,
-    calibration: Calibration,
-    shape: Mapping[str, int],
-    probes: Sequence[Probe] = (),
-    objective: Objective | None = None,
-) -> dict[str, Any]:
-    """Describe as plain JSON where tables come from: the part that does not depend on when and how they are made."""
-    objective = Objective() if objective is None else objective
-    return {
-        "ln_probe": __version__,
-        "model": asdict(source),
-        "shape": dict(shape),
-        "prompts": dict(prompts),
-        "arguments": settings.plain,
-        "constants": {name: c.plain for name, c in calibration.constants.pooled.items()},
-        "calibration": {
-            "constants": calibration.constants.source,
-            "given": calibration.constants.given is not None,
-            "groups": calibration.constants.group_count,
-            "effective_groups": calibration.constants.effective_groups,
-            **calibration.calibrated_on,
-        },
-        "loss": {"name": objective.name, "unit": objective.unit},
-        "thresholds": _thresholds(probes),
-        "random_angle_deg": random_angle(shape["d_model"], seed=settings.seed),
-        "versions": versions(),
-    }
-
-
-def _thresholds(probes: Sequence[Probe]) -> dict[str, float]:
-    """Return the thresholds that tables depend on: the shared ones, the built-in probes' and those of `probes`."""
-    found = {
+def provenance(probes: Sequence[Probe], d_model: int, seed: int) -> dict[str, Any]:
+    """Return versions, and the thresholds that tables depend on: the shared ones and those of probes, as plain JSON."""
+    thresholds = {
         "tau": TAU,
         "rank_tolerance": RANK_TOLERANCE,
         "pattern_tolerance_float32": PATTERN_TOLERANCE[torch.float32],
         "same_output": SAME_OUTPUT,
     }
     for probe in (*chosen(DEFAULT), *probes):
-        found |= probe.thresholds
-    return found
-
-
-def freezing_cost(
-    model: object,
-    prompts: Any = None,
-    *,
-    calibration: Any = None,
-    groups: Sequence[Hashable] | None = None,
-    loss: Loss | str | None = None,
-    max_prompts: int | None = None,
-    max_tokens: int = 512,
-    seed: int = 0,
-    tokenizer: Any = None,
-    progress: bool = True,
-    hooks: str = REFUSE,
-) -> FreezingCost:
-    """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
-
-    Args:
-        model, prompts, calibration, groups, loss, max_prompts, max_tokens, seed, tokenizer, progress, hooks: as for
-            `ln_probe.analyze`; the numbers are those of its `causal` table.
-
-    Returns:
-        The loss increase at every norm with its CI, the other primary contrasts, and the constants.
-
-    Raises:
-        TypeError, ValueError, ModelStateError, FileNotFoundError: as `ln_probe.analyze`; ValueError also where the loss is
-            not applicable (says why).
-
-    Example:
-        >>> cost = ln_probe.freezing_cost(ln_probe.load_model("lm-layernorm"))
-        >>> cost
-        Freezing scaling at every norm raises the loss by … nats/token (…)
-        >>> print(cost)  # all primary contrasts, prompts and constants; on the command line: ln-probe freezing-cost
-    """
-    check_flags(progress=progress)
-    objective = Objective.of(loss)
-    probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
-    hooked, on_hooks = hooked_model(model, tokenizer, hooks)
-    settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
-    with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():
-        passes, ready, calibrated = _first_pass(
-            hooked, settings, [probe], objective, prompts, calibration, groups, max_prompts=max_prompts
-        )
-        results = passes.measure(ready.tokens, calibrated, lambda _p, _i: "", default=prompts is None)[probe.name]
-    if isinstance(results, Failure):
-        raise ProbeError(str(results))
-    table = results.tables["causal"] if results.tables else CAUSAL.empty()
-    frozen = table[(table["family"] == "primary") & (table["variant"] == SCALING_FROZEN.name)]
-    rows = frozen[frozen["sites"] == "all"]
-    asked = (note for note in results.notes if "single norms" not in note)  # which no one asked for here
-    notes = (*ready.notes, *calibrated.notes, *asked, *on_hooks)
-    if not len(rows) or frozen["delta_loss"].isna().all():
-        why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
-        raise ValueError(f"freezing_cost is not applicable: {why}")
-    row = rows.iloc[0]
-    findings = probe.findings(
-        {"causal": table}, {"prompts": {"source": ready.source}, "loss": {"unit": objective.unit}}
-    )
-    return FreezingCost(
-        float(row["delta_loss"]),
-        float(row["delta_loss_low"]),
-        float(row["delta_loss_high"]),
-        float(row["loss"] - row["delta_loss"]),
-        table,
-        calibrated.constants,
-        findings[0].text,
-        ready.summary,
-        objective.unit,
-        tuple(dict.fromkeys(notes)),
-    )
-
-
-def norm_constants(
-    model: object,
-    prompts: Any = None,
-    *,
-    calibration: Any = None,
-    groups: Sequence[Hashable] | None = None,
-    max_tokens: int = 512,
-    seed: int = 0,
-    tokenizer: Any = None,
-    progress: bool = True,
-    hooks: str = REFUSE,
-) -> Constants:
-    """Measure the constants that replace each norm's sigma when scaling is frozen: one forward pass per prompt.
-
-    Args:
-        model, prompts, calibration, groups, max_tokens, seed, tokenizer, progress, hooks: as for `ln_probe.analyze`.
-
-    Returns:
-        The constants: `.of(i)` those of prompt i (means over the prompts outside its group), `.pooled` those over all
-        prompts, `.observed` the mean sigmas.
-
-    Raises:
-        TypeError, ValueError, ModelStateError, FileNotFoundError: as `ln_probe.analyze`.
-
-    Example:
-        >>> model = ln_probe.load_model("lm-layernorm")
-        >>> scale = ln_probe.norm_constants(model).pooled
-        >>> with ln_probe.hooks.without(model, "scaling", scale=scale): ...
-    """
-    check_flags(progress=progress)
-    probe = Decomposition()
-    hooked, _ = hooked_model(model, tokenizer, hooks)
-    settings = Settings(probes=(probe.name,), max_tokens=max_tokens, seed=seed)
-    with ProgressLine(quiet=not progress), unchanged(hooked):
-        return _first_pass(hooked, settings, [probe], Objective(), prompts, calibration, groups)[2].constants
+        thresholds |= probe.thresholds
+    return {
+        "ln_probe": __version__,
+        "thresholds": thresholds,
+        "random_angle_deg": random_angle(d_model, seed=seed),
+        "versions": versions(),
+    }

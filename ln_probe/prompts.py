@@ -201,7 +201,7 @@ def _of_json(line: str, where: str) -> str | list[int]:
     entry = entry if isinstance(entry, dict) else {}
     if isinstance(text := entry.get(_TEXT_FIELD), str):
         return text
-    ids = next((entry[name] for name in _ID_FIELDS if isinstance(entry.get(name), list)), None)
+    ids: list[int] | None = next((entry[name] for name in _ID_FIELDS if isinstance(entry.get(name), list)), None)
     if ids is None:
         raise ValueError(f'{where}: needs a "text" (a string) or "tokens" (a list of ids)')
     return ids
@@ -232,7 +232,7 @@ def _is_number(value: Any) -> bool:
 def _array(values: Any) -> np.ndarray:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
-        return values.numpy() if values.dtype != torch.bfloat16 else values.float().numpy()
+        values = values.float() if values.dtype == torch.bfloat16 else values
     return np.asarray(values)
 
 

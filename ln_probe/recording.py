@@ -1,4 +1,4 @@
-"""Record what the pictures of a report show, in a separate pass over the first prompts.
+"""Record what the pictures of a report show, during the second pass.
 
 The size is bounded for any corpus: the first prompts are kept as long as they fit; of each prompt, every layer and head
 pooled, and a few heads weight by weight. The marks of the keys are filled in afterwards, from their measurements.
@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import NAMES
+from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Marks
 from ln_probe.exhibits import (
     CELLS,
@@ -28,8 +28,7 @@ from ln_probe.exhibits import (
     to_bytes,
 )
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
-from ln_probe.hooks.stream import AttentionInput, stream, visible_keys
-from ln_probe.passes import Passes
+from ln_probe.hooks.stream import AttentionInput, visible_keys
 
 # Bytes before compression. The page is to stay under 6 MB for 12 × 12 heads and 512 tokens: of that, 2.9 MB may be
 # attention, as base64 (4/3) of what compresses little, beside circuitsvis (0.5 MB compressed), tables and pictures.
@@ -44,32 +43,42 @@ SHOWN_PROMPTS = 8  # prompts whose attention may be kept
 _CODES = np.array([VERDICTS.index(name) for name in NAMES], np.uint8)  # verdicts as the geometry counts them
 
 
-def record(
-    passes: Passes,
-    prompts: Sequence[Int[Tensor, " _"]],
-    tokens: Sequence[Sequence[str]],
-    calibration: Calibration,
-) -> Exhibits:
-    """Record the attention patterns of the first prompts; `marked` adds the keys' marks.
-
-    Returns empty exhibits if no probe needs attention: the pass would cost as much as the statistics of the norms.
+class Pictures:
+    """Records the attention of the first prompts during the second pass; `marked` adds the keys' marks.
 
     Args:
-        passes: of the model, with the layers, heads and probes that were asked for.
-        prompts, tokens: ids and strings of all prompts.
-        calibration: of the first pass.
+        prompts: token ids of all prompts; strings: likewise their strings.
+        layers, heads: the measured ones.
     """
-    if not passes.wants_heads:
-        return Exhibits()
-    heads = tuple(range(passes.shape["heads"]) if passes.heads is None else passes.heads)
-    layers, kept, notes = plan([len(row) for row in prompts], passes.layers, len(heads), len(prompts))
-    attention = []
-    for number, whole in kept.items():
-        patterns = _Patterns(passes, calibration, number, layers, heads, whole)
-        stream(passes.model, prompts[number], passes.inputs, layers=layers, on_attention=patterns.add)
-        if patterns.kept:
-            attention.append(patterns.of_prompt(tokens[number]))
-    return Exhibits(tuple(attention), tuple(notes) if attention else ())
+
+    def __init__(
+        self,
+        prompts: Sequence[Int[Tensor, " _"]],
+        strings: Sequence[Sequence[str]],
+        layers: Sequence[int],
+        heads: Sequence[int],
+    ) -> None:
+        self.strings = strings
+        self.layers, whole, self.notes = plan([len(row) for row in prompts], layers, len(heads), len(prompts))
+        self.prompts = {number: _Patterns(self.layers, tuple(heads), some) for number, some in whole.items()}
+
+    def takes(self, prompt: int) -> bool:
+        """Return whether a prompt is shown."""
+        return prompt in self.prompts
+
+    def attention(self, prompt: int, attended: AttentionLayer) -> None:
+        """Record a layer of a prompt that is shown."""
+        if prompt in self.prompts and attended.layer in self.layers:
+            self.prompts[prompt].add(attended)
+
+    def exhibits(self) -> Exhibits:
+        """Return what was recorded; the keys are not marked yet."""
+        shown = tuple(
+            patterns.of_prompt(number, self.strings[number])
+            for number, patterns in self.prompts.items()
+            if patterns.arrays
+        )
+        return Exhibits(shown, tuple(self.notes) if shown else ())
 
 
 def marked(exhibits: Exhibits, marks: Sequence[Marks]) -> Exhibits:
@@ -102,36 +111,33 @@ def _marked_prompt(shown: PromptAttention, marks: Sequence[Marks]) -> PromptAtte
 
 @dataclass
 class _Patterns:
-    """Collects one prompt's patterns during the pass; `whole`: some heads are kept weight by weight."""
+    """One prompt's attention in some layers and heads; `whole`: some heads are recorded weight by weight."""
 
-    passes: Passes
-    calibration: Calibration
-    prompt: int
-    layers: tuple[int, ...]  # that are kept
+    layers: tuple[int, ...]
     heads: tuple[int, ...]
     whole: bool
-    kept: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)  # arrays by layer and name
+    arrays: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)  # by layer and name
     full: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     causal: bool = True
 
-    def add(self, seen: AttentionInput) -> None:
-        """Keep one layer's pattern."""
+    def add(self, attended: AttentionLayer) -> None:
+        """Record one layer."""
+        seen = attended.seen
         every = seen.pattern.float().cpu().numpy()
         heads = [h for h in self.heads if h < len(every)]
         pattern = every[heads]
         self.causal &= seen.causal
         edges = bin_edges(pattern.shape[-1])
         received = _received(pattern, seen)
-        kept = {"cells": to_bytes(pooled(pattern, edges)), "received": to_bytes(received)}
-        kept |= {"cells_frozen": np.zeros_like(kept["cells"]), "first_change": np.full(len(heads), np.nan, np.float32)}
-        without = None
-        if seen.layer not in self.calibration.unsupported:
-            without = self.passes.attended(self.prompt, seen, self.calibration).pattern(SCALING_FROZEN.name)
-        if without is not None:
-            changed = without.float().cpu().numpy()[heads]
-            kept["cells_frozen"] = to_bytes(pooled(changed, edges))
-            kept["first_change"] = (_received(changed, seen)[:, 0] - received[:, 0]).astype(np.float32)
-        self.kept[seen.layer] = kept
+        arrays = {"cells": to_bytes(pooled(pattern, edges)), "received": to_bytes(received)}
+        arrays["cells_frozen"] = np.zeros_like(arrays["cells"])
+        arrays["first_change"] = np.full(len(heads), np.nan, np.float32)
+        frozen = None if attended.heads is None else attended.pattern(SCALING_FROZEN.name)
+        if frozen is not None:
+            changed = frozen.float().cpu().numpy()[heads]
+            arrays["cells_frozen"] = to_bytes(pooled(changed, edges))
+            arrays["first_change"] = (_received(changed, seen)[:, 0] - received[:, 0]).astype(np.float32)
+        self.arrays[seen.layer] = arrays
         if self.whole:
             chosen = self._least_uniform(seen.layer, heads, pattern)
             self.full |= {(seen.layer, head): to_bytes(every[head]) for head in chosen}
@@ -146,14 +152,14 @@ class _Patterns:
         entropy = -(pattern * np.log(np.maximum(pattern, 1e-30))).sum(-1).mean(-1)
         return sorted(heads[i] for i in np.argsort(entropy, kind="stable")[: math.ceil(FULL_HEADS / len(spaced))])
 
-    def of_prompt(self, tokens: Sequence[str]) -> PromptAttention:
-        """Return the patterns that were kept; their keys are not marked yet."""
-        layers = tuple(layer for layer in self.layers if layer in self.kept)
-        stacked = {name: np.stack([self.kept[layer][name] for layer in layers]) for name in self.kept[layers[0]]}
+    def of_prompt(self, number: int, tokens: Sequence[str]) -> PromptAttention:
+        """Return what was recorded; the keys are not marked yet."""
+        layers = tuple(layer for layer in self.layers if layer in self.arrays)
+        stacked = {name: np.stack([self.arrays[layer][name] for layer in layers]) for name in self.arrays[layers[0]]}
         unknown = np.full(stacked["received"].shape, VERDICTS.index("not measured"), np.uint8)
         nothing = np.full(stacked["received"].shape, np.nan, np.float16)
         return PromptAttention(
-            prompt=self.prompt,
+            prompt=number,
             tokens=tuple(tokens),
             layers=layers,
             heads=self.heads[: stacked["cells"].shape[1]],

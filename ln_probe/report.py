@@ -35,7 +35,7 @@ PAGE_FILE = "report.html"
 FORMAT = 5
 NO_NORMS = "the model has no normalization"  # beginning of the note on such models
 _LONGEST_SLUG = 200  # file systems take 255 bytes, and a training step and a number may follow
-_OPTIONAL = ("numba", "circuitsvis", "gguf", "python-flint", "ray")
+_OPTIONAL = ("numba", "circuitsvis", "gguf", "ray")
 PRINTED, _WIDTH = 6, 100  # findings that `print` shows, and characters a line
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 

@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("ln_probe")
 # Every call of a function whose annotations write out shapes is checked against them (jaxtyping with beartype); other
 # annotations, aliases of types with shapes too, are mypy's. Not checked are the compiled kernels: numba takes the bare
 # function and cannot compile a wrapper around it; what calls them is checked.
-KERNELS = ("compiled", "compiled_in_order")
+KERNELS = ("compiled", "compiled_in_place", "compiled_inline", "compiled_part", "compiled_reordered")
 
 
 def _has_shapes(hints: Iterable[ast.expr | None]) -> bool:
@@ -85,11 +85,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     _compile_once()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of hooks, which need no kernels, begin the second half: the second of two processes starts there, while the
     first compiles."""
     hooks = [item for item in items if item.path.parent.name == "hooks"]
+    for item in hooks:
+        item.add_marker("lens")
     others = [item for item in items if item.path.parent.name != "hooks"]
     half = min(len(items) // 2, len(others))
     items[:] = [*others[:half], *hooks, *others[half:]]

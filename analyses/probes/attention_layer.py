@@ -2,23 +2,99 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ln_probe.analyses.constants import Calibration
-from ln_probe.hooks.attention import Heads
+from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, observed_radius
+from ln_probe.hooks.attention import Form, Heads, Reached, UnsupportedAttentionError, read_heads
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.edits import no_op
 from ln_probe.hooks.norm import VARIANTS, Norm
+from ln_probe.hooks.norms import layers_in_words
 from ln_probe.hooks.stream import AttentionInput
 
 _T = TypeVar("_T")
 Ellipsoids = tuple[np.ndarray, np.ndarray]  # centers and axes of the chosen heads' queries
+
+
+class LayerMaps:
+    """How each attention layer makes its scores: decided in the first pass, read in the second.
+
+    Args:
+        norms: of the model.
+
+    Attributes:
+        unsupported: why head space is left out, by layer.
+        unbounded: layers whose queries have no bound.
+        bidirectional: whether some query sees later keys.
+    """
+
+    def __init__(self, norms: Sequence[Norm]) -> None:
+        self.norms = norms
+        self.unsupported: dict[int, str] = {}
+        self.unbounded: set[int] = set()
+        self.bidirectional = False
+        self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
+        self._reached: dict[int, dict[str, Reached | None]] = defaultdict(dict)  # by layer and norm
+        self._distances: dict[int, list[np.ndarray]] = defaultdict(list)  # of queries from the center, by layer
+
+    def observe(self, seen: AttentionInput) -> None:
+        """Take in a layer of a prompt in the first pass."""
+        self.bidirectional |= not seen.causal
+        if seen.layer in self.unsupported:
+            return
+        try:
+            heads = self._heads(seen, checked=False)
+        except UnsupportedAttentionError as error:
+            self.unsupported[seen.layer] = str(error)
+            return
+        distances = observed_radius(heads, seen.norm, seen.y)
+        if distances is None:
+            self.unbounded.add(seen.layer)
+        else:
+            self._distances[seen.layer].append(distances.numpy())
+
+    def radii(self) -> dict[int, Float64[np.ndarray, " head"]]:
+        """Return how far the observed queries of each head reach, by layer."""
+        return {
+            layer: np.quantile(np.concatenate(distances), QUERY_RADIUS_QUANTILE, axis=0)
+            for layer, distances in self._distances.items()
+        }
+
+    def read(self, seen: AttentionInput) -> Heads | None:
+        """Return the maps of a layer in the second pass; None if its scores are of a kind that is not supported."""
+        return None if seen.layer in self.unsupported else self._heads(seen, checked=True)
+
+    def _heads(self, seen: AttentionInput, *, checked: bool) -> Heads:
+        length = len(seen.y)
+        longest, form = self._forms.get(seen.layer, (0, None))
+        decided = form if longest >= length else None  # to one token any form fits: the longest prompt tells
+        heads = read_heads(seen, self.norms, decided if checked else None)
+        heads = replace(heads, known=self._reached[seen.layer])
+        if decided is not None:
+            return decided.of(heads)
+        self._forms[seen.layer] = length, heads.form
+        return heads
+
+    def notes(self) -> list[str]:
+        """Return what a reader has to know about attention in this model."""
+        notes = []
+        if self.unbounded:
+            notes.append(
+                f"nothing bounds the queries of {layers_in_words(sorted(self.unbounded))} (no scaling before them), so "
+                "there are no margins and no attainable attention there"
+            )
+        notes += [f"head space was not measured. {text}" for text in self.unsupported.values()]
+        if self.bidirectional:
+            notes.append("attention is not causal: every query sees all keys")
+        return notes
 
 
 class AttentionLayer:
@@ -31,8 +107,9 @@ class AttentionLayer:
         seen: what the pass shows of the layer.
         read: its maps, when they are first wanted; None if its scores are of a kind that is not supported (no head
             space then).
-        calibration: of the model.
-        prompt: the prompt's number: its constants replace sigma.
+        constant: what replaces the norm's sigma on this prompt; None: the norm is an identity.
+        radii: how far the observed queries of each head reach, as a share of what the norm allows; None: no bound.
+        prompt: the prompt's number.
         wanted: heads that are measured; None: all.
     """
 
@@ -40,12 +117,13 @@ class AttentionLayer:
         self,
         seen: AttentionInput,
         read: Callable[[], Heads | None],
-        calibration: Calibration,
+        constant: Constant | None,
+        radii: Float64[np.ndarray, " head"] | None,
         prompt: int,
         wanted: Sequence[int] | None = None,
     ) -> None:
-        self.seen, self._read, self.calibration, self.wanted = seen, read, calibration, wanted
-        self.prompt = prompt
+        self.seen, self._read, self.constant, self.radii = seen, read, constant, radii
+        self.prompt, self.wanted = prompt, wanted
         self._known: dict[tuple[str, str | int], Any] = {}
 
     def once(self, what: str, of: str | int, make: Callable[[], _T]) -> _T:
@@ -92,14 +170,9 @@ class AttentionLayer:
         return [] if self.heads is None else self.measured
 
     @cached_property
-    def constant(self) -> Constant:
-        """What replaces the norm's sigma on this prompt."""
-        return self.calibration.constants.of(self.prompt)[self.site.name]
-
-    @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        return variant_outputs(self.site, self.seen.x, 1.0 if self.site.is_identity else self.constant)
+        return variant_outputs(self.site, self.seen.x, self.constant or 1.0)
 
     @cached_property
     def key_sets(self) -> list[slice]:

@@ -50,8 +50,9 @@ import pandas as pd
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from ln_probe.analyses.constants import Calibration
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
+from ln_probe.analyses.probes.norm_statistics import NormStatistics
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.norm import SCALING_FROZEN, Norm
@@ -92,33 +93,41 @@ class Needs:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a probe may look at.
+    """One measurement of a model: all that a probe gets.
 
     Attributes:
         model: in evaluation mode.
-        sites: its norms.
-        layers: measured; heads: likewise, None: all.
-        calibration: constants, query radii and the norms' statistics, from the first pass.
-        token: the string at (prompt, position).
-        meaningless: why nothing that is computed from the model's outputs or its head means anything; empty if it does.
-        objective: the loss: of the next token, or the user's.
+        norms: its norms, in the order of the forward pass.
+        constants: what replaces each norm's sigma on each prompt.
+        layers: the measured ones.
+        heads: the measured ones; None: all.
+        loss: of the next token, or the user's.
+        prompts: token ids of each prompt.
+        strings: token strings of each prompt.
+        statistics: running sums over all prompts, of each norm of the measured layers.
         seed: of resamples and samples.
     """
 
     model: HookedModel
-    sites: Sequence[Norm]
+    norms: Sequence[Norm]
+    constants: Constants
     layers: Sequence[int]
     heads: Sequence[int] | None
-    calibration: Calibration
-    token: Callable[[int, int], str]
-    meaningless: str = ""
-    objective: Objective = field(default_factory=Objective)
+    loss: Objective = field(default_factory=Objective)
+    prompts: Sequence[Int[Tensor, " _"]] = ()
+    strings: Sequence[Sequence[str]] = ()
+    statistics: Sequence[NormStatistics] = ()
     seed: int = 0
 
     @property
-    def calibrated(self) -> list[Norm]:
+    def measured_norms(self) -> list[Norm]:
         """The norms of the measured layers."""
-        return [s for s in self.sites if s.name in self.calibration.constants.sites]
+        return [norm for norm in self.norms if norm.name in self.constants.sites]
+
+    @property
+    def notes_on_projection(self) -> tuple[str, ...]:
+        """What a reader of numbers without projection has to know; nothing where no norm projects."""
+        return (LONGER_OUTPUT,) if any(norm.projects for norm in self.norms) else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +262,38 @@ class Failure:
 
     def __str__(self) -> str:
         return f"the probe {self.probe!r} failed: {self.error}"
+
+
+class ProbeObserver:
+    """A probe's observer; its first exception ends its part, and no other's.
+
+    Args:
+        limit: how many of the first prompts it takes; None: all.
+    """
+
+    def __init__(self, probe: Probe, run: Run, limit: int | None) -> None:
+        self.probe, self.limit = probe, limit
+        self.failure: Failure | None = None
+        self._observer = self._guard(probe.start, run)
+
+    def takes(self, prompt: int) -> bool:
+        """Return whether the probe measures a prompt."""
+        return self.limit is None or prompt < self.limit
+
+    def call(self, event: str, *given: object) -> Any:
+        """Call a method of the observer, unless it has failed."""
+        return None if self.failure is not None else self._guard(getattr(self._observer, event), *given)
+
+    def results(self) -> ProbeResults | Failure:
+        """Return the probe's results, or why there are none."""
+        results = self.call("finish")
+        return results if self.failure is None else self.failure
+
+    def _guard(self, work: Callable[..., Any], *given: object) -> Any:
+        try:
+            return work(*given)
+        except Exception as error:
+            self.failure = Failure.of(self.probe.name, error)
 
 
 # ------------------------------------------------------------------------------------------- findings of several probes

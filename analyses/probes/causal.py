@@ -43,6 +43,7 @@ from ln_probe.analyses.probes.edited_runs import (
 from ln_probe.analyses.probes.leading import EXACT_WORK, agreement
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.edits import GROUPS
+from ln_probe.hooks.model import missing_head
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS
 
 
@@ -85,33 +86,32 @@ class Causal(Probe):
     absent = "how the loss changes when a term is removed in the running model"
 
     def start(self, run: Run) -> Observer:
-        calibration, members = run.calibration, run.calibrated
+        constants, members = run.constants, run.measured_norms
         if not members:
             return Observer()
         layers = ", ".join(map(str, run.layers))
         runs = EditedRuns(
             run.model,
             members,
-            calibration.constants.of,
-            optimal=calibration.optimal_of,
-            meaningless=run.meaningless,
+            constants.of,
+            optimal=constants.optimal_of if constants.optimal else None,
+            meaningless=missing_head(run.model),
             single_norm_prompts=self.single_norm_prompts,
-            first=calibration.first,
+            first=run.prompts[:SINGLE_NORM_PROMPTS],
             exact=[s.name for s in members] if self.every_norm else None,
             uniform=self.uniform,
             primary_only=self.primary_only,
-            errors=calibration.constants.standard_errors if calibration.constants.given is None else None,
-            objective=run.objective,
+            errors=constants.standard_errors if constants.given is None else None,
+            objective=run.loss,
             note=f"groups of the causal table hold the norms of layers {layers} alone"
-            if len(members) < len(run.sites)
+            if len(members) < len(run.norms)
             else "",
         )
-        return _Watching(runs, calibration.constants, run.seed)
+        return _Watching(runs, constants, run.seed)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        source = str(provenance.get("prompts", {}).get("source", ""))
         unit = str(provenance.get("loss", {}).get("unit", "nats/token"))
-        return sentences(tables[CAUSAL.name], source, in_layers(provenance), unit)
+        return sentences(tables[CAUSAL.name], in_layers(provenance), unit)
 
 
 class _Watching(Observer):

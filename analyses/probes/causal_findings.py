@@ -36,12 +36,11 @@ PRIMARY = "primary"
 _NATS = "nats/token"
 
 
-def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: str = _NATS) -> list[Finding]:
+def sentences(effects: pd.DataFrame, layers: str = "", unit: str = _NATS) -> list[Finding]:
     """Findings of a `causal` table, the primary contrasts first.
 
     Args:
         effects: the table.
-        source: of the prompts.
         layers: where norms were edited, as `base.in_layers` puts it.
         unit: of the loss.
     """
@@ -52,7 +51,7 @@ def sentences(effects: pd.DataFrame, source: str = "", layers: str = "", unit: s
     # (There is no number where logits overflow, or where nothing downstream heeds the edit.)
     primary = [r for r in rows if r["sites"] in ("all", "attention") and not math.isnan(r["delta_loss"])]
     findings = [
-        _primary(variant.wording, mine, places, source, unit)
+        _primary(variant.wording, mine, places, unit)
         for variant in VARIANTS.values()
         if variant.primary and (mine := {r["sites"]: r for r in primary if r["variant"] == variant.name})
     ]
@@ -114,9 +113,7 @@ def change(row: Any, unit: str = _NATS, *, of_the_whole: bool = False) -> str:
     return f"does not significantly change the loss ({size} {unit}, {interval}; {_p(row)})"
 
 
-def _primary(
-    wording: str, rows: Mapping[str, dict[str, Any]], places: Mapping[str, str], source: str, unit: str
-) -> Finding:
+def _primary(wording: str, rows: Mapping[str, dict[str, Any]], places: Mapping[str, str], unit: str) -> Finding:
     """One sentence or two about a primary variant: at every norm, and at the norms that attention reads."""
     every, attention = rows.get("all"), rows.get("attention")
     first = every if every is not None else attention

@@ -58,6 +58,7 @@ from ln_probe.hooks.model import (
     evaluating,
     head_count,
     hooks_on,
+    missing_head,
     run,
     vocabulary_size,
     z_point,
@@ -319,16 +320,16 @@ class HeadEffects(Probe):
     absent = "which heads depend on their norm"
 
     def start(self, run: Run) -> Observer:
-        constants = run.calibration.constants
+        constants = run.constants
         runs = HeadRuns(
             run.model,
-            run.sites,
+            run.norms,
             constants.pooled,
             constants_of=constants.of,
             layers=run.layers,
             heads=run.heads,
-            objective=run.objective,
-            meaningless=run.meaningless,
+            objective=run.loss,
+            meaningless=missing_head(run.model),
         )
         return _Watching(runs, constants.groups, run.seed)
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from ln_probe.analyses.constants import Calibration
 from ln_probe.analyses.geometry.decide import DUPLICATE, NAMES, UNSELECTABLE
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Marks, Observer
@@ -35,6 +34,7 @@ class KeyRows:
 
     Attributes:
         heads: the heads measured, a row each in the arrays; (-1,) in normalized space.
+        radii: how far the observed queries of each head reach (`query_radius`).
         dim: dimension of the space the keys lie in.
         theorem: why none of them can be unselectable however many they are; empty if one can.
         no_op: why the variant changes nothing; empty if it does.
@@ -46,6 +46,7 @@ class KeyRows:
     space: str
     variant: str
     heads: Sequence[int]
+    radii: Sequence[float]
     dim: int
     theorem: str
     no_op: str
@@ -83,10 +84,11 @@ class KeyObserver(Observer):
             space: normalized (at the norm's output) or head.
             measure: the measures of a variant, by name; a row per head.
         """
-        site, heads, layer = attended.site, [-1], attended.layer
+        site, heads, radii, layer = attended.site, [-1], [math.nan], attended.layer
         dim = site.d - 1 if site.projects else site.d
         if space == HEAD:
             heads, dim = attended.chosen, int(attended.maps.W_K.shape[-1])
+            radii = [math.nan if attended.radii is None else float(attended.radii[head]) for head in heads]
         block = self._rows.setdefault((layer, space), {})
         known: dict[str, Measures] = {}
         for variant in VARIANTS:
@@ -96,7 +98,7 @@ class KeyObserver(Observer):
                 known[same] = measure(same)
             if variant not in block:
                 theorem = sphere_theorem(site, variant) if space == NORMALIZED else ""
-                block[variant] = KeyRows(layer, space, variant, heads, dim, theorem, why)
+                block[variant] = KeyRows(layer, space, variant, heads, radii, dim, theorem, why)
             block[variant].prompts.append(attended.prompt)
             block[variant].lengths.append(attended.length)
             block[variant].of_prompts.append(known[same])
@@ -127,7 +129,7 @@ HARDEST_PER_VARIANT = 3
 SAMPLED = 5
 
 
-def head_rows(rows: KeyRows, calibration: Calibration) -> Iterator[dict[str, object]]:
+def head_rows(rows: KeyRows) -> Iterator[dict[str, object]]:
     """Yield rows of the `heads` table, one per head."""
     measures = rows.measures
     for row, head in enumerate(rows.heads):
@@ -138,7 +140,7 @@ def head_rows(rows: KeyRows, calibration: Calibration) -> Iterator[dict[str, obj
             "head": head,
             **measured,
             "prompts": len(rows.lengths),
-            "query_radius": calibration.radius(rows.layer, head),
+            "query_radius": rows.radii[row],
             "by_theorem": _by_theorem(rows) if all_selectable else "",
             "no_op": rows.no_op,
         }
@@ -183,13 +185,13 @@ def _by_theorem(rows: KeyRows) -> str:
 
 
 def key_rows(
-    block: Block, token: Callable[[int, int], str], seed: int, *, every_key: bool = False
+    block: Block, strings: Sequence[Sequence[str]], seed: int, *, every_key: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield columns of the `keys` table, for one head under one variant after another.
 
     Args:
         block: of one (layer, space).
-        token: the token string at (prompt, position).
+        strings: token strings of each prompt.
         seed: of the sample.
         every_key: whether every key has a row, instead of the hardest and a sample.
     """
@@ -201,7 +203,9 @@ def key_rows(
         of_head = {v: {name: values[row] for name, values in of_all.items()} for v, of_all in measures.items()}
         rng = np.random.default_rng([seed, first.layer, head + 1])
         picked = np.arange(len(prompt)) if every_key else _pick(of_head, rng)
-        names = np.array([token(int(p), int(i)) for p, i in zip(prompt[picked], position[picked], strict=True)], object)
+        names = np.array(
+            [strings[int(p)][int(i)] for p, i in zip(prompt[picked], position[picked], strict=True)], object
+        )
         for variant, values in of_head.items():
             place = {**block[variant].place, "head": head}
             yield {
@@ -219,10 +223,14 @@ def _hardness(measures: Mapping[str, np.ndarray]) -> np.ndarray:
     keys compete; by the margin where that is not known."""
     value = np.where(np.isnan(measures["attainable"]), measures["margin_upper"], measures["attainable"])
     value = np.where(np.isnan(value), np.inf, value)
-    return np.where(np.isin(measures["verdict"], [UNSELECTABLE, DUPLICATE]), -1.0 + 1e-9 * value, value)
+    return np.where(np.isin(measures["verdict"], [UNSELECTABLE, DUPLICATE]), -1.0 + np.fmin(1e-9 * value, 1.0), value)
 
 
 def _pick(of_head: Mapping[str, Mapping[str, np.ndarray]], rng: np.random.Generator) -> np.ndarray:
-    hard = [np.argsort(_hardness(measures), kind="stable")[:HARDEST_PER_VARIANT] for measures in of_head.values()]
+    hard = []
+    for measures in of_head.values():
+        hardness = _hardness(measures)
+        order = np.argsort(hardness, kind="stable")[:HARDEST_PER_VARIANT]
+        hard.append(order[np.isfinite(hardness[order])])  # infinite: a selectable key of which no more was measured
     count = len(next(iter(of_head.values()))["verdict"])
     return np.unique(np.concatenate([*hard, rng.choice(count, size=min(SAMPLED, count), replace=False)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ def find(name: str) -> Probe:
     return probe
 
 
-def chosen(probes: Sequence[Any]) -> tuple[Probe, ...]:
+def chosen(probes: Any) -> tuple[Probe, ...]:
     """Return the probes that were asked for, by name or as objects, in the order of the list.
 
     Raises:
@@ -49,6 +49,8 @@ def chosen(probes: Sequence[Any]) -> tuple[Probe, ...]:
     """
     from ln_probe.analyses.probes.base import ProbeError
 
+    if isinstance(probes, str) or not isinstance(probes, Iterable) or not list(probes):
+        raise ProbeError(f"probes must be a list of {', '.join(BUILT_IN)}, or of Probe objects, got {probes!r}")
     by_name: dict[str, Probe] = {}
     for each in probes:
         probe = find(each) if isinstance(each, str) else each

@@ -40,7 +40,7 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import INTACT
 from ln_probe.hooks.norm_edits import NormEdit, installed
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.stream import is_causal, window_of
+from ln_probe.hooks.stream import ActivationError, is_causal, window_of
 
 # Tokens that go through the model at once: on one core, matrix products of GPT-2 small's shape reach 70 billion
 # operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.
@@ -97,6 +97,7 @@ class SharedPasses:
             logits = at_least_float32(output.detach())
             self.reference = Reference(logits, find_unembedding(model, read, logits), tokens.to(logits.device))
             self.sums = self.reference.itself()
+            check_logits(self.reference.level.value())
         if objective.function is not None:
             self.sums["nll"] = float(objective.sums(output, tokens[None].to(device_of(model)))[0])
         if self.entropy:
@@ -172,6 +173,12 @@ class SharedPasses:
             return entropy_ratio(wide, window=window_of(attn, wide))[:, 1:]
         entropy: Tensor = torch.special.entr(wide).sum(-1) / math.log(pattern.shape[-1])
         return entropy
+
+
+def check_logits(level: Float[Tensor, " pos"]) -> None:
+    """Raise ActivationError if the intact model's logits are not finite; `level`: their log Σ exp at each position."""
+    if len(places := (~torch.isfinite(level)).nonzero()):
+        raise ActivationError(f"the intact logits at position {int(places[0])} are not finite: try dtype='float32'")
 
 
 def _unknown() -> Sums:

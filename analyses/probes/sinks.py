@@ -274,7 +274,7 @@ class _Watching(Observer):
 
     def _of(self, number: int) -> _Prompt:
         if number not in self.under_way:
-            self.under_way[number] = _Prompt(number, self.run.sites)
+            self.under_way[number] = _Prompt(number, self.run.norms)
         return self.under_way[number]
 
     def norm(self, prompt: int, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
@@ -297,7 +297,7 @@ class _Watching(Observer):
         tables = {}
         if "sinks" in frames:
             sinks = frames["sinks"].sort_values(["prompt", "position"])
-            sinks["token"] = [self.run.token(int(p), int(i)) for p, i in sinks[["prompt", "position"]].to_numpy()]
+            sinks["token"] = [self.run.strings[int(p)][int(i)] for p, i in sinks[["prompt", "position"]].to_numpy()]
             for column in ("emerges_in", "sink_layer"):
                 if sinks[column].notna().all():
                     sinks[column] = sinks[column].astype(np.int64)
@@ -305,7 +305,7 @@ class _Watching(Observer):
         if "heads" in frames:
             tables["sink_heads"] = _by_head(frames["heads"])
         if "dimensions" in frames:
-            layers = {site.name: site.layer for site in self.run.sites}
+            layers = {site.name: site.layer for site in self.run.norms}
             grouped = frames["dimensions"].sort_values("prompt").groupby(["site", "dimension"], sort=False)["ratio"]
             table = grouped.agg(ratio="mean", prompts="size").reset_index()
             tables["outlier_dimensions"] = table.assign(layer=table["site"].map(layers))[OUTLIER_DIMENSIONS.names]

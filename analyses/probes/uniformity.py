@@ -20,7 +20,6 @@ from torch import Tensor
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
-    LONGER_OUTPUT,
     NOTEWORTHY,
     Finding,
     Needs,
@@ -82,17 +81,15 @@ class _Watching(KeyObserver):
         self.add(attended, HEAD, measure)
 
     def finish(self) -> ProbeResults:
-        calibration = self.run.calibration
         rows = [
-            {**r.place, "head": head, "query_radius": calibration.radius(r.layer, head)}
-            | {**_summary(r, row), "no_op": r.no_op}
+            {**r.place, "head": head, "query_radius": r.radii[row]} | {**_summary(r, row), "no_op": r.no_op}
             for block in self.blocks()
             for r in block.values()
             for row, head in enumerate(r.heads)
         ]
         if not rows:
             return ProbeResults()
-        return ProbeResults({HEADS.name: pd.DataFrame(rows)}, (LONGER_OUTPUT,) * calibration.projection_matters)
+        return ProbeResults({HEADS.name: pd.DataFrame(rows)}, self.run.notes_on_projection)
 
 
 def _summary(rows: KeyRows, row: int) -> dict[str, float]:

@@ -366,4 +366,4 @@ def _by_head(report: Report) -> list[Shown]:
         return []
     about = MEASURES[measure]
     text = f"{about.column.meaning[:1].upper()}{about.column.meaning[1:]}."
-    return [Shown("by-head", about.title, drawing("by-head", about.title, draw_heads_map(table, measure), text), True)]
+    return [Shown("by-head", "Every head", drawing("by-head", about.title, draw_heads_map(table, measure), text), True)]

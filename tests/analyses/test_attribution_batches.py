@@ -18,7 +18,7 @@ from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks import linearized
 
 TOKENS = torch.arange(1, 11)
-pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")
+pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
 
 
 class Dictionary:

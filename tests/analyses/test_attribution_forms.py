@@ -15,7 +15,7 @@ from small_models import lab
 import ln_probe
 from ln_probe.analyses.attribution import LogitAttributions, ScoreAttributions, attribute_logits, attribute_scores
 
-pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")
+pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
 
 RAGGED = [torch.arange(3, 13), torch.arange(7, 13), torch.arange(5, 15)]
 ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 8}

@@ -17,7 +17,7 @@ from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks import find_norms, without
 from ln_probe.hooks.components import SplitError
 
-pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")
+pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])

@@ -151,9 +151,6 @@ def test_single_norms_are_named_by_the_size_of_their_change_in_either_direction(
      f"Removing projection at every norm is not applicable ({ABSENT})."),
     ([row("all", "no_scaling", 0.5), row("attention", "no_scaling", 0.0, 0.0, no_op="it does not scale")], {},
      f"{HEEDED} is not applicable (it does not scale)."),
-    ([row("all", "no_scaling", 0.5)], {"source": "sampled"},
-     "The prompts are the model's own samples: a loss change on them estimates a KL divergence."),
-    ([row("all", "no_scaling", 0.001, 0.01, equivalence_bound=0.02)], {"source": "sampled"}, "Holm-adjusted p = 0.5)."),
     ([row("all", "no_scaling", 0.5)], {"unit": "units of task:error"},
      "raises the loss by 0.500 units of task:error, 12 % of the intact loss of 4 (95 % CI +0.490 to +0.510; "
      "Holm-adjusted p = 0.002)."),

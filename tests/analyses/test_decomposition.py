@@ -13,7 +13,8 @@ from architectures import make_bridge, make_hooked
 from small_models import norm_of
 
 from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
-from ln_probe.analyses.probes.decomposition import STATISTICS, SiteStatistics, layernorms_table
+from ln_probe.analyses.probes.decomposition import layernorms_table
+from ln_probe.analyses.probes.norm_statistics import STATISTICS, NormStatistics
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream
@@ -21,8 +22,8 @@ from ln_probe.hooks.stream import stream
 TOKENS = torch.arange(2, 26)
 
 
-def statistics_of(model: Any, tokens: torch.Tensor = TOKENS) -> dict[str, SiteStatistics]:
-    found = {s.name: SiteStatistics(s) for s in find_norms(model)}
+def statistics_of(model: Any, tokens: torch.Tensor = TOKENS) -> dict[str, NormStatistics]:
+    found = {s.name: NormStatistics(s) for s in find_norms(model)}
     sites = [s.site for s in found.values()]
     stream(model, tokens, sites, on_norm=lambda s, x, y: found[s.name].add(x, y, heads=len(x) // len(tokens)))
     return found
@@ -30,7 +31,7 @@ def statistics_of(model: Any, tokens: torch.Tensor = TOKENS) -> dict[str, SiteSt
 
 def rows_of(model: Any) -> pd.DataFrame:
     """The `layernorms` layernorms_table of one prompt, with its own constants."""
-    found = {s.name: SiteStatistics(s) for s in find_norms(model)}
+    found = {s.name: NormStatistics(s) for s in find_norms(model)}
     sums: dict[str, Any] = {}
 
     def on_norm(site: Norm, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -66,7 +67,7 @@ def test_a_norm_that_is_off_is_beyond_the_bound() -> None:
     site = norm_of()
     x = torch.randn(300, 16, dtype=torch.float64)
     for bend, within in ((0.0, True), (1e-11, False)):
-        gathered = SiteStatistics(site)
+        gathered = NormStatistics(site)
         gathered.add(x, site.module(x).detach() + bend)
         assert (gathered.reconstruction_error <= gathered.reconstruction_bound) == within
 
@@ -76,7 +77,7 @@ def test_many_positions_are_measured_like_few() -> None:
     site = norm_of()
     x = torch.randn(1000, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.3
     y = site.module(x).detach()
-    gathered = SiteStatistics(site)
+    gathered = NormStatistics(site)
     gathered.add(x, y)
     row, terms = gathered.row(), site.decompose(x)
     assert row["tokens"] == 1000
@@ -93,7 +94,7 @@ def test_statistics_are_those_of_numpy() -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randn(n, 16, generator=generator, dtype=torch.float64) * 3 + 1 for n in (5, 9)]
     prompts[0][0] *= 100  # a sink at position 0
-    gathered = SiteStatistics(site)
+    gathered = NormStatistics(site)
     sums = [gathered.add(x, site.module(x).detach()) for x in prompts]
     row = gathered.row()
     for prompt, (of_sigma, counts) in zip(prompts, sums, strict=True):
@@ -130,7 +131,7 @@ def test_rmsnorm_has_no_bias_and_no_projection() -> None:
 
 def test_one_position_has_no_tail() -> None:
     site = norm_of()
-    gathered = SiteStatistics(site)
+    gathered = NormStatistics(site)
     x = torch.randn(1, 16, dtype=torch.float64)
     of_sigma, counts = gathered.add(x, site.module(x).detach())
     row = gathered.row()

@@ -13,11 +13,10 @@ from same_findings import BRACKETED
 
 import ln_probe
 from ln_probe import passes
-from ln_probe.analyses.geometry.newton import WEIGHT_GAP
+from ln_probe.analyses.geometry.decide import WEIGHT_GAP
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, stream_together
-from ln_probe.passes import Passes
 
 LENGTHS = (12, 10, 10, 2, 12, 12, 12)
 PROBES = ("decomposition", Selectability(every_key=True), "uniformity", "sinks", "causal", "head_effects")
@@ -71,7 +70,7 @@ def test_together_is_alone(arch: str, passed: list[list[int]]) -> None:
 def test_memory_of_a_gpu_bounds_a_batch(passed: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge("gpt2", torch.float64)
     for memory, expected in ((0, [1] * 7), (1 << 30, [1, 2, 1, 3]), (300_000, [1, 2, 1, 2, 1])):
-        monkeypatch.setattr(Passes, "_gpu_memory", memory)
+        monkeypatch.setattr(passes, "gpu_memory", lambda _, memory=memory: memory)
         ln_probe.analyze(model, prompts(), probes=["uniformity"], progress=False)
         assert [len(p) for p in passed] == expected * 2
         passed.clear()

@@ -84,6 +84,7 @@ def index(shown: Report, visit_once: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_attention_is_drawn_and_its_selectors_work(long_report: Report, long: Any) -> None:
     long.again()
     frame = long.attention()
@@ -238,6 +239,7 @@ def charts_fit(opened: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360), ("dark", 1200), ("light", 390)])
 def test_schemes_and_widths(scheme: str, width: int, long: Any) -> None:
     long.look(width, color_scheme=scheme)
@@ -342,6 +344,7 @@ def place(frame: Any) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_head_has_an_address(shown: Report, opened: Any) -> None:
     opened.again()
     frame = opened.attention()
@@ -364,6 +367,7 @@ def test_a_head_has_an_address(shown: Report, opened: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_map_says_what_is_significant(shown: Report, opened: Any) -> None:
     """Colour begins at the threshold, what is not significant is hatched, the largest heads are a list."""
     opened.again()
@@ -397,6 +401,7 @@ def test_the_map_says_what_is_significant(shown: Report, opened: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) -> None:
     opened.again(at="#L1H3P0")
     frame = opened.attention()
@@ -427,6 +432,7 @@ def test_a_page_opens_at_its_address_and_hostile_ones_do_nothing(opened: Any) ->
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_page_about_some_heads_says_so(visit: Any) -> None:
     """Its map has a place for every head of the model; an address of a head that it has not is answered."""
     options: dict[str, Any] = {"probes": ["uniformity"], "layers": [1], "progress": False}
@@ -450,6 +456,7 @@ SILENT = "for (const kind of ['ResizeObserver', 'IntersectionObserver']) window[
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("observers", ["told", "silent"])
 def test_a_frame_drawn_before_it_had_a_place_is_drawn_again(observers: str, html: str, opened: Any, visit: Any) -> None:
     if observers == "silent":  # as they are where a browser does not draw a frame out of sight
@@ -508,6 +515,7 @@ def test_a_lab_page_shows_its_plots_and_sorts_its_table(visit: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(scheme: str, shown: Report, opened: Any, index: Any, visit: Any, tmp_path: Path) -> None:
     if not AXE:

@@ -55,7 +55,9 @@ def test_the_stand_in_refuses_what_a_gpu_refuses() -> None:
 
 @needs_stand_in
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["gpt2", "mistral", "bloom", "neox", "qwen3", "gptj", "bert"])
+@pytest.mark.parametrize(
+    "arch", [pytest.param("gpt2", marks=pytest.mark.release), "mistral", "bloom", "neox", "qwen3", "gptj", "bert"]
+)
 def test_every_probe_on_a_stand_in(arch: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("on_stand_in.py")
     done = subprocess.run([sys.executable, str(script), arch, str(tmp_path)], capture_output=True, text=True)

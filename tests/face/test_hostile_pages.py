@@ -22,6 +22,7 @@ PUBLIC = """;CircuitsVis = new Proxy(CircuitsVis, { get(all, name) {
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_attention_needs_the_public_render_alone(
     long_report: Report, visit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ def test_the_view_in_a_notebook(long_report: Report, visit: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_hostile_tokens_sites_and_tables(dirty: list[Report], visit: Any, page_of: Any) -> None:
     said, chips = "", set()
     for one in dirty:
@@ -84,6 +86,7 @@ def test_hostile_tokens_sites_and_tables(dirty: list[Report], visit: Any, page_o
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_hostile_names_paths_and_provenance(single: list[Report], visit: Any, page_of: Any, tmp_path: Path) -> None:
     opened = visit("<!DOCTYPE html><body></body>")
     for i, (text, one) in enumerate(zip(HOSTILE, single, strict=True)):
@@ -101,6 +104,7 @@ def test_hostile_names_paths_and_provenance(single: list[Report], visit: Any, pa
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_hostile_names_in_indexes_and_comparisons(dirty: list[Report], single: list[Report], visit: Any) -> None:
     entries = [IndexEntry(t, t, one) for t, one in zip(HOSTILE, single, strict=True)]
     entries += [IndexEntry(t, t, dirty[0]) for t in HOSTILE[:6]]

@@ -29,7 +29,7 @@ from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
 from ln_probe.loading.provenance import sha256_of_files
 from ln_probe.models import bundled_models, load_model, source_of
 
-pytestmark = pytest.mark.usefixtures("no_network")
+pytestmark = [pytest.mark.lens, pytest.mark.usefixtures("no_network")]
 
 HAS_HOOKED = has_hooked_transformer()
 needs_hooked = pytest.mark.skipif(not HAS_HOOKED, reason="this TransformerLens has no HookedTransformer")
@@ -280,7 +280,7 @@ NO_MODEL = "do not make a GPT2LMHeadModel"
     (renamed("tf_model.h5"), FileNotFoundError, "weights"),
     (file("pytorch_model.bin.index.json", "{}"), None, ""),  # safetensors go first
     (lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"), ValueError, "JSON"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_broken_folder_is_one_clear_error(folder: Path, change: Change, error: Any, word: str) -> None:
     change(folder)
     if error is None:
@@ -440,7 +440,7 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
         requests.append((path, step))
         return LabConfig(n_layers=1, d_model=4, n_heads=1, d_vocab=5, n_ctx=4, norm_order="post").build()
 
-    monkeypatch.setattr("ln_probe.analyses.lab.run_folder.load_run", load_run)
+    monkeypatch.setattr("ln_probe.analyses.lab.train.load_run", load_run)
     (tmp_path / "lab.json").write_text("{}")
     source = source_of(load_model(tmp_path, device="cpu", dtype="float64"))
     assert (source.kind, source.world, source.dtype, source.revision) == ("lab", "lab", "float64", None)

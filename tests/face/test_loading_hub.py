@@ -17,6 +17,8 @@ from ln_probe.loading import hub as hub_names
 from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.models import load_model, source_of
 
+pytestmark = pytest.mark.lens
+
 DEFAULT_WORLD = "HookedTransformer" if has_hooked_transformer() else "TransformerBridge"
 PYTHIA = "EleutherAI/pythia-70m"
 TOKENS = torch.arange(3, 30)[None]

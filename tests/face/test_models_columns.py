@@ -19,6 +19,8 @@ import ln_probe
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.loading.convert import has_hooked_transformer
 
+pytestmark = pytest.mark.lens
+
 LENGTH = 23
 TOKENS = torch.randint(3, 50, (1, LENGTH), generator=torch.Generator().manual_seed(11))
 BOUND = 1e-6  # in float64, where no model rounds

@@ -21,6 +21,10 @@ from ln_probe.hooks import find_norms, linearized, without
 from ln_probe.hooks.model import same_weights
 from ln_probe.hooks.norm_edits import InterventionError
 
+pytestmark = pytest.mark.lens
+
+pytestmark = pytest.mark.lens
+
 TOKENS = torch.arange(3, 21)[None]
 
 
@@ -89,7 +93,9 @@ def test_texts_need_its_tokenizer() -> None:
 
 
 def test_a_tokenizer_for_a_model_that_brings_its_own() -> None:
-    with pytest.raises(ValueError, match="tokenizer="):
+    with pytest.raises(
+        ValueError, match=r"tokenizer= is for a Hugging Face model in memory: a TransformerBridge brings"
+    ):
         ln_probe.analyze(make_bridge("gpt2"), TOKENS, tokenizer=object())
 
 
@@ -129,7 +135,7 @@ def test_edits_of_a_model_in_memory_are_those_of_its_bridge(architecture: str) -
         intact = model(tokens).logits
         with without(model, "scaling", sites="all", scale=2.0) as edit:
             edited = model(tokens).logits
-            with pytest.raises(ModelStateError, match="without 'scaling'"):
+            with pytest.raises(ModelStateError, match="without"):
                 ln_probe.analyze(model, tokens)
         with without(bridge, "scaling", sites="all", scale=2.0) as same:
             assert (edited - bridge(tokens)).abs().max() < 1e-5
@@ -146,7 +152,7 @@ def test_edits_of_a_model_in_memory_are_those_of_its_bridge(architecture: str) -
             table = one.get_input_embeddings().weight if one is model else one.W_E
             slope.append(next(p.grad for p in one.parameters() if p.shape == table.shape and p.grad is not None))
     torch.testing.assert_close(slope[0], slope[1], rtol=1e-4, atol=1e-6)
-    with pytest.raises(InterventionError, match="heads"):
+    with pytest.raises(InterventionError, match="only and heads need hook points inside attention"):
         without(model, "scaling", scale=2.0, heads=[(0, 0)]).__enter__()
 
 

@@ -23,6 +23,7 @@ def primary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_headline_is_the_committed_number(name: str) -> None:
     """Of the 64 windows; committed with six digits, and measured on another number of threads."""
@@ -32,6 +33,7 @@ def test_the_headline_is_the_committed_number(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_page_and_the_findings_say_the_number_of_the_table(tmp_path: Path) -> None:
     """As the first command of the README makes them, but for the probes of heads and keys."""
     report: Any = ln_probe.analyze(ln_probe.load_model("lm-layernorm"), probes=["causal"], progress=False)

@@ -26,6 +26,8 @@ from ln_probe.analyses.probes.registry import DEFAULT
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.loading.convert import World, has_hooked_transformer
 
+pytestmark = pytest.mark.lens
+
 EVERY_KEY = (Selectability(every_key=True), *(name for name in DEFAULT if name != "selectability"))
 TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))
 
@@ -104,6 +106,7 @@ def read(folder: Path) -> dict[str, pd.DataFrame]:
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_same_folded_weights_agree_in_float64(tmp_path: Path) -> None:
     """What sets folded GPT-2 apart in float64 is the rounding of the fold alone: with one world's weights, 1e-9."""
     case = Case("gpt2", processed=True, dtype="float64")
@@ -139,6 +142,7 @@ def test_every_column_is_compared() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_the_comparison_sees_differences() -> None:
     report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[:1], progress=False, probes=EVERY_KEY)
     tables = {t: getattr(report, t) for t in TABLES}
@@ -160,6 +164,7 @@ def test_the_comparison_sees_differences() -> None:
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("checkpoint", "tokens", "sites", "how"), [
     ("capp", (0, 53, 2, 96), 9, {}),
     ("mgm", (4, 9669, 1, 128), 17, {}),
