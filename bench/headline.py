@@ -46,11 +46,11 @@ import plans
 import ln_probe
 from ln_probe.analyses.probes import statistics
 from ln_probe.hooks import find_norms, without
+from ln_probe.hooks.constants import mean_sigmas
 from ln_probe.hooks.edits import NoOpWarning
 from ln_probe.hooks.model import context_length, run
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.constants import mean_sigmas
 from ln_probe.hooks.text import bundled_texts, encode, special_tokens, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "headline.csv"

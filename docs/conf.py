@@ -54,6 +54,12 @@ def _links(name: str) -> str:
 """
 
 
+# ln_probe is not on PyPI: a notebook installs it from the published repository, or says where it comes from.
+_install = (
+    f"%pip install -q git+https://github.com/{_repository}"
+    if _repository
+    else "# In a clone of ln_probe, before this notebook: pip install -c constraints.txt -e ."
+)
 (_here / "notebooks").mkdir(exist_ok=True)
 (_here / "_extra" / "colab").mkdir(parents=True, exist_ok=True)
 for _notebook in sorted((_here.parent / "examples").glob("*.py")):
@@ -62,7 +68,7 @@ for _notebook in sorted((_here.parent / "examples").glob("*.py")):
     _text = f"{_head}{_title}{_first}\n{_links(_notebook.stem)}{_cell}{_others}"
     (_here / "notebooks" / _notebook.name).write_text(_text, encoding="utf-8")
     _alone = jupytext.read(_notebook)
-    _alone.cells.insert(1, nbformat.v4.new_code_cell("%pip install -q ln-probe"))
+    _alone.cells.insert(1, nbformat.v4.new_code_cell(_install))
     jupytext.write(_alone, _here / "_extra" / "colab" / f"{_notebook.stem}.ipynb")
 
 

@@ -84,12 +84,13 @@ def claims(source: str) -> list[dict[str, str]]:
 def claims_table(source: str) -> str:
     """`claims` as a Markdown table."""
     lines = [
-        "| place | claim | status | published | here (95 % CI) | agrees | scale, reason, remark |",
+        "| version, place | claim | status | published | here (95 % CI) | agrees | scale, reason, remark |",
         "|---" * 7 + "|",
     ]
     for row in claims(source):
         how = row["how"] + (f". Could have refuted: {row['refutable']}" if row["refutable"] else "")
-        shown = [row[k] for k in ("place", "claim", "status", "published", "here", "agrees")]
+        columns = ("claim", "status", "published", "here", "agrees")
+        shown = [f"{row['version']}, {row['place']}", *(row[k] for k in columns)]
         cells = [*("–" if cell == "-" else cell for cell in shown), how]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ln_probe import analyses, hooks
     from ln_probe.analyses.attribution.logits import attribute_logits
     from ln_probe.analyses.attribution.scores import attribute_scores
-    from ln_probe.analyses.geometry.api import key_geometry
+    from ln_probe.analyses.geometry.key_geometry import key_geometry
     from ln_probe.analyses.probes.outliers import outlier_tokens
     from ln_probe.comparison import Comparison, compare
     from ln_probe.headline import freezing_cost, norm_constants
@@ -34,7 +34,7 @@ _HOME = {
     "bundled_models": "ln_probe.models",
     "compare": "ln_probe.comparison",
     "freezing_cost": "ln_probe.headline",
-    "key_geometry": "ln_probe.analyses.geometry.api",
+    "key_geometry": "ln_probe.analyses.geometry.key_geometry",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.report",
     "norm_constants": "ln_probe.headline",

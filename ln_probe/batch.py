@@ -83,7 +83,7 @@ class Target:
         kind = kind_of(self.name, path)
         revisions = [str(number) for number in numbers]
         if kind == "lab" and not numbers:
-            from ln_probe.analyses.lab.run_folder import checkpoint_steps
+            from ln_probe.analyses.lab.train import checkpoint_steps
 
             revisions = [str(step) for step in checkpoint_steps(path)]
         elif kind == "hub" and not numbers:

@@ -381,7 +381,6 @@ def lab_run(
         typer.Option(parser=_file_or_folder, metavar="FOLDER", help="A tokenizer's; default: made from the text."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side.")] = 1,
-    collect: Annotated[bool, typer.Option("--collect", help="Train nothing: tables of what runs reached.")] = False,
     quiet: Quiet = False,
     device: Annotated[str, typer.Option(help="To train on: cpu, cuda, cuda:1.")] = "cpu",
 ) -> None:
@@ -405,7 +404,6 @@ def lab_run(
             texts=tuple(text or ()),
             tokenizer=tokenizer,
             jobs=jobs,
-            collect=collect,
             progress=not quiet,
             device=device,
         )

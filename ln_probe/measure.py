@@ -16,7 +16,8 @@ from torch import nn
 from ln_probe import __version__
 from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halves, group_numbers, halves_of
-from ln_probe.analyses.geometry.coordinates import RANK_TOLERANCE, TAU
+from ln_probe.analyses.geometry.check import TAU
+from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import columns as declared
 from ln_probe.analyses.probes.attention_layer import LayerMaps
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, Run

@@ -283,7 +283,7 @@ def _load_run(
     """Load the model of a lab run; a bundled one brings its prompts and its loss-optimal constants."""
     import torch
 
-    from ln_probe.analyses.lab.run_folder import load_run, weights_of
+    from ln_probe.analyses.lab.train import load_run, weights_of
     from ln_probe.loading.lab_models import into_transformer_lens
     from ln_probe.loading.provenance import sha256_of_files, sha256_of_state
 

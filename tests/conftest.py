@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("ln_probe")
 # Every call of a function whose annotations write out shapes is checked against them (jaxtyping with beartype); other
 # annotations, aliases of types with shapes too, are mypy's. Not checked are the compiled kernels: numba takes the bare
 # function and cannot compile a wrapper around it; what calls them is checked.
-KERNELS = ("compiled", "compiled_in_order")
+KERNELS = ("compiled", "compiled_in_place", "compiled_inline", "compiled_part", "compiled_reordered")
 
 
 def _has_shapes(hints: Iterable[ast.expr | None]) -> bool:

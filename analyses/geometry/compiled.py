@@ -1,9 +1,19 @@
-"""How inner loops are compiled (numba, without the interpreter lock, cached on disk) and run in several threads."""
+"""How inner loops are compiled (numba, without the interpreter lock, cached on disk) and run in several threads.
+
+Loops round as they are written: sums are not reordered and products not fused. So results do not depend on where arrays
+lie in memory, on threads, or on whether code was just compiled or read from the cache. Loops run on vector registers
+where they go along the last axis of arrays that they add to (`out[j] += a * row[j]`); sums of products do not.
+
+numba takes cached code for valid while a function's own file is unchanged, but the code contains what the function
+calls in other files. So the code of every state of the sources, of every numba and of every kind of processor has a
+folder of its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -12,122 +22,127 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
-from numba.core import event
-from numpy.typing import NDArray
+from filelock import FileLock
+from llvmlite import binding  # type: ignore[import-untyped]
 
-from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import tell_delay
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
-# Sums may be reordered (that is what lets them run on vector registers) and products fused, but NaN and
-# infinity keep their meaning: an overflow must stay visible.
-_FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
-
-# `forceinline`: a compiled function holds copies of those it calls, and without it the linker took whichever copy it
-# had met first. In a process that compiled them these were the functions' own (optimized apart from their caller,
-# rounding otherwise), in one that read them from the cache the caller's: the same keys gave attainable weights that
-# differed in the 12th digit. Inlined, there is nothing left to choose.
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": True}
-
-# Arrays that compiled loops write stand this many numbers away from all others in memory: more than one step of an
-# unrolled loop on 512-bit registers. Before it writes, such a loop checks how far apart its arrays lie and takes a
-# scalar path if that is less, which rounds otherwise: without the distance, the same keys gave weights that differed in
-# the tenth digit from call to call, with the addresses that the allocator happened to give.
-_APART = 64
-
-
-class _Compiling(event.Listener):
-    """Says that loops are being compiled, so that a first call does not seem to hang."""
-
-    depth = 0
-
-    def on_start(self, _event: event.Event) -> None:
-        self.depth += 1
-        if self.depth == 1:
-            tell_delay("compiling kernels: a minute or two, only the first time")
-
-    def on_end(self, _event: event.Event) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            tell_delay("")
-
-
-event.register("numba:compile", _Compiling())  # type: ignore[no-untyped-call]
-
 
 def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Compile `function` on its first call.
 
-    The machine code is cached next to the module, or in the user's cache folder if that one is read-only (both give way
-    to `NUMBA_CACHE_DIR`); where neither can be written it is compiled anew in every process, which costs some seconds.
+    The machine code is cached in the user's cache folder, or below `NUMBA_CACHE_DIR`; where neither can be written it
+    is compiled anew in every process.
     """
-    return _compile(function, fastmath=_FAST_MATH)
+    return _with_cache(function, nogil=True, error_model="numpy")
 
 
-def compiled_in_order(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """The same without reordered sums or fused products: it rounds alike wherever its arrays lie."""
-    return _compile(function)
+def compiled_in_place(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Compile `function`, which makes no arrays: without memory to allocate there are no references to count, which
+    took half of the time of small sets."""
+    return _with_cache(function, nogil=True, error_model="numpy", _nrt=False)
 
 
-def _compile(function: Callable[_Args, _Result], **options: Any) -> Callable[_Args, _Result]:
-    options |= _OPTIONS
-    own, ours = Path(function.__code__.co_filename).resolve().parent, Path(__file__).resolve().parent
-    place = _place(own, _stamp(own) + _stamp(ours))
-    if place is None:
+def compiled_reordered(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Compile `function` with sums in any order and fused products: sums run on vector registers, and what it returns
+    may differ in its last digits with where arrays lie in memory."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": True}
+    return _with_cache(function, fastmath={"reassoc", "contract", "nsz", "arcp"}, **options)
+
+
+def _with_cache(function: Callable[_Args, _Result], **options: Any) -> Callable[_Args, _Result]:
+    folder = cache_folder(Path(function.__code__.co_filename).resolve().parent)
+    if folder is None:
         return cast("Callable[_Args, _Result]", numba.njit(function, **options))
-    settings: Any = numba.config  # (its attributes are made as it is imported)
-    before, settings.CACHE_DIR = settings.CACHE_DIR, str(place)
+    settings: Any = numba.config  # its attributes are set when it is imported
+    before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
     try:
-        made = numba.njit(function, cache=True, **options)
-    except RuntimeError:  # "no locator available": the folder cannot be written after all
-        made = numba.njit(function, **options)
+        return cast("Callable[_Args, _Result]", numba.njit(function, cache=True, **options))
     finally:
         settings.CACHE_DIR = before
-    return cast("Callable[_Args, _Result]", made)
 
 
-def _place(folder: Path, stamp: str) -> Path | None:
-    """The folder for the machine code of these sources, made; None where none can be.
+# Of a constant that a kernel is called with: numba would compile it once for each constant.
+whole: Any = np.int64
 
-    numba takes cached code for valid while the function's own file is unchanged, but it contains what the function
-    calls in other files: so the code of every state of the sources, and of every numba, has its own folder.
-    """
-    name = f"numba-{hashlib.sha256(f'{numba.__version__} {stamp}'.encode()).hexdigest()[:16]}"
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ln_probe"
-    for home in [Path(chosen)] if chosen else [folder / "__pycache__", user]:
-        place = home / name
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            if os.access(place, os.W_OK):
-                return place
-        except OSError:
-            continue
-    return None
+_PART: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
+_PART |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+def compiled_part(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Compile `function` in place for compiled functions to call; nothing else can call it."""
+    return cast("Callable[_Args, _Result]", numba.njit(function, **_PART))
+
+
+def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Compile `function` into those that call it: a short part that is called often with many arrays."""
+    return cast("Callable[_Args, _Result]", numba.njit(function, forceinline=True, **_PART))
 
 
 @cache
-def _stamp(folder: Path) -> str:
-    """What the source files of a folder hold."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        found.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
-    return found.hexdigest()
+def cache_folder(sources: Path) -> Path | None:
+    """Make the folder for the machine code of the Python files of a folder; None where none can be made."""
+    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    digest = hashlib.sha256(f"{numba.__version__} {processor}".encode())
+    for path in sorted({*sources.glob("*.py"), *Path(__file__).resolve().parent.glob("*.py")}):
+        if b"@compiled" in (content := path.read_bytes()):
+            digest.update(path.name.encode() + content)
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ln_probe"
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or user) / f"kernels-{digest.hexdigest()[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder if os.access(folder, os.W_OK) else None
+    except OSError:
+        return None
 
 
-@compiled
-def room(count: int) -> NDArray[np.float64]:
-    """An array of `count` numbers, not set to anything, for a compiled loop to write to."""
-    return np.empty(count + 2 * _APART)[_APART : _APART + count]
+class Compilation:
+    """Compiles kernels once: in the background if it is asked to, and in one process at a time.
 
+    Args:
+        work: calls every kernel with arguments of the types that they are called with.
+    """
 
-@compiled
-def table(rows: int, columns: int) -> NDArray[np.float64]:
-    """The same with two axes."""
-    return room(rows * columns).reshape((rows, columns))
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work, self._lock = work, threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin to compile in a thread; returns at once."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="compilation", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Return when everything is compiled; says what it waits for where that takes a while."""
+        self.start()
+        assert self._thread is not None
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(0.5)
+        if self._thread.is_alive():
+            tell_delay("compiling kernels: about half a minute, only the first time")
+            self._thread.join()
+            tell_delay("")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        folder = cache_folder(Path(__file__).resolve().parent)
+        try:
+            if folder is None:
+                self._work()
+                return
+            with FileLock(folder / "lock"):  # a second process finds the code of the first
+                self._work()
+        except BaseException as error:
+            self._error = error
 
 
 _share: int | None = None  # of the machine, where several processes divide it among them
@@ -136,11 +151,6 @@ _share: int | None = None  # of the machine, where several processes divide it a
 def available() -> int:
     """How many processors there are for this process and its like."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processors() -> int:
-    """How many processors this process may use."""
-    return available() if _share is None else _share
 
 
 def use_processors(count: int | None) -> None:
@@ -156,7 +166,7 @@ def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads
         ValueError: `threads` below 1.
     """
     if threads is None:
-        threads = processors()
+        threads = available() if _share is None else _share
     else:
         from ln_probe.hooks.model import whole_number  # (with torch, which the kernels do without)
 
@@ -164,5 +174,5 @@ def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads
     todo = list(items)
     if threads == 1 or len(todo) < 2:
         return [work(item) for item in todo]
-    with one_blas_thread(), ThreadPoolExecutor(min(threads, len(todo))) as pool:
+    with ThreadPoolExecutor(min(threads, len(todo))) as pool:
         return list(pool.map(work, todo))

@@ -1,72 +1,626 @@
-"""Which keys of one set can be selected? Each stage decides some keys and leaves fewer to the next.
+"""Verdicts, margins and attention of sets of keys: every set in one compiled function, sets in threads.
 
-1. *White queries*: key i under the query `Σ⁻¹ k_i`. Every positive gap is a witness.
-2. *Nearest point* of the hull of the others, by an active-set method in white coordinates (few steps).
-3. *Alone*: where rounding or the tolerance left a key open, first all such keys in normalized coordinates, then each
-   against every key that differs from it, carefully, then by a linear program (HiGHS), which gives query and weights.
+Each stage decides some keys and leaves fewer to the next:
 
-Certificates are computed again in normalized coordinates before they count, and proved once more before they are
-returned (`prove`).
+1. *Own queries*: key i under itself. On a sphere it wins. (Asked for, or where there are more dimensions than keys.)
+2. *White queries*: key i under the query `Σ⁻¹ k_i`.
+3. *Search* for the nearest point of the hull of the others (`nearest`): in white coordinates with products from their
+   Gram matrix, then carefully, then where verdicts are given.
+4. A *linear program* (HiGHS), which gives query and weights, for what rounding left open; not compiled.
+
+Margins are searched with products from the Gram matrix of the keys as the queries see them, and carefully where these
+are too coarse; attention by Newton's method. What is given out is what `check` proves of the queries and weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int8, Int64
+import torch
+from jaxtyping import Float64
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
-from ln_probe.analyses.geometry.checker import SLACK, Rows
-from ln_probe.analyses.geometry.coordinates import (
+from ln_probe.analyses.geometry import gpu
+from ln_probe.analyses.geometry.attention import attention_room, largest_weight
+from ln_probe.analyses.geometry.check import (
+    AMPLE,
+    EPS,
+    SLACK,
     TAU,
+    Bools,
     Floats,
     Ints,
-    KeyCoordinates,
-    count_bias,
-    residuals,
-    score_gaps,
-    unit_rows,
+    Space,
+    attention_bounds,
+    gap_at_least,
+    gap_at_most,
+    into_ball,
+    make_space,
+    query_lead,
+    weights_miss,
 )
-from ln_probe.analyses.geometry.wolfe import BUDGET, Nearest, nearest_points
+from ln_probe.analyses.geometry.compiled import (
+    Compilation,
+    compiled,
+    compiled_in_place,
+    compiled_part,
+    in_threads,
+    whole,
+)
+from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, White, judge, level_query, see, whiten
+from ln_probe.analyses.geometry.nearest import (
+    KEPT,
+    QUERY,
+    VALUE,
+    Keys,
+    Search,
+    Verdict,
+    combine,
+    find_margin,
+    find_verdict,
+    search_room,
+)
 
-# Seconds. HiGHS has been seen to cycle without end on 512 keys with lognormal norms. The limit on iterations comes
-# first on any machine that is not stuck, so verdicts do not depend on how busy it is.
+UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
+NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
+
+# Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
+RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
+# A bracket narrower than this (relative to the RMS norm of the keys as queries see them) is not narrowed further.
+ZERO = 0.01 * TAU
+# The largest weight is found to this (absolute): attention is read to two digits. A part is left to the proof.
+WEIGHT_GAP = 0.01
+PROOF = 1 - 1e-4
+# Multiplications and additions per key, nominally one second, before it is given up.
+BUDGET = 1e9
+# Above this number of keys no matrix of all their products is made.
+MOST_PRODUCTS = 2048
+# Above this number of keys, linear programs for undecided keys cost too much.
+LARGE = 4096
+
+
+class Verdicts(NamedTuple):
+    """Verdicts of the keys of one set, a row each, and what proves them."""
+
+    code: Ints  # index into NAMES
+    first: Ints  # the first key that does not differ from each
+    query: Floats  # "key D": proves selectable
+    used: Ints  # how many weights prove unselectable: `member[i, :used[i]]` and `value[i, :used[i]]`
+    member: Ints
+    value: Floats
+    repaired: Bools  # whether it took more than one search
+
+
+class Margins(NamedTuple):
+    """Bounds of the margins; NaN if they were not asked for."""
+
+    lower: Floats
+    upper: Floats
+    at: Floats  # "key r": u of the query that proves the lower bound
+    used: Ints  # of the weights that prove the upper bound
+    member: Ints
+    value: Floats
+
+
+class Attention(NamedTuple):
+    """Bounds of the largest attention weights; NaN without a set of queries."""
+
+    lower: Floats
+    upper: Floats
+    at: Floats  # "key r": u of the query that gives the lower bound
+    bound_at: Floats  # u whose weights prove the upper bound
+
+
+class Answers(NamedTuple):
+    """What is proved of the keys of one set; `inner`: attention over the queries with |u| no more than asked."""
+
+    verdicts: Verdicts
+    margins: Margins
+    attention: Attention
+    inner: Attention
+
+
+def no_answers(count: int, wide: int, seen: int) -> Answers:
+    """Return answers that say nothing, for keys of `wide` dimensions that queries see in `seen`."""
+
+    def numbers() -> Floats:
+        return np.full(count, np.nan)
+
+    def weights(dim: int) -> tuple[Ints, Ints, Floats]:
+        return np.zeros(count, np.int64), np.zeros((count, dim + 2), np.int64), np.zeros((count, dim + 2))
+
+    def points() -> Floats:
+        return np.zeros((count, seen))
+
+    code, repaired = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+    return Answers(
+        Verdicts(code, np.arange(count), np.zeros((count, wide)), *weights(wide), repaired),
+        Margins(numbers(), numbers(), points(), *weights(seen)),
+        Attention(numbers(), numbers(), points(), points()),
+        Attention(numbers(), numbers(), points(), points()),
+    )
+
+
+@compiled
+def gram_matrix(rows: Floats, columns: Floats) -> Floats:
+    """Return the products of all rows with each other."""
+    count, dim = rows.shape
+    products = np.empty((count, count))
+    for i in range(count):
+        combine(columns, rows[i], dim, count, products[i])
+    return products
+
+
+@compiled
+def transposed(rows: Floats) -> Floats:
+    """Return a transposed copy."""
+    columns = np.empty((rows.shape[1], rows.shape[0]))
+    for j in range(rows.shape[0]):
+        for t in range(rows.shape[1]):
+            columns[t, j] = rows[j, t]
+    return columns
+
+
+@compiled
+def find_copies(rows: Floats, first: Ints, copies: Ints) -> None:
+    """Set the first key within tau of every key, and how many other keys are."""
+    count, reach = rows.shape[0], TAU * (1.0 + SLACK)
+    for j in range(count):
+        first[j], copies[j] = j, 0
+    for i in range(count):
+        for j in range(i + 1, count):
+            if abs(rows[i, 0] - rows[j, 0]) <= reach and squared_distance(rows, i, j) <= reach * reach:
+                copies[i] += 1
+                copies[j] += 1
+                first[j] = min(first[j], i)
+
+
+@compiled_part
+def squared_distance(rows: Floats, i: int, j: int) -> float:
+    """Return the squared distance of two keys."""
+    square = 0.0
+    for t in range(rows.shape[1]):
+        step = rows[i, t] - rows[j, t]
+        square += step * step
+    return square
+
+
+@compiled_in_place
+def set_absent(rows: Floats, i: int, copies: Ints, absent: Bools) -> None:
+    """Mark key i and the keys within tau of it."""
+    for j in range(rows.shape[0]):
+        absent[j] = j == i or (
+            copies[i] > 0 and copies[j] > 0 and squared_distance(rows, i, j) <= (TAU * (1.0 + SLACK)) ** 2
+        )
+
+
+@compiled
+def decide_set(rows: Floats, noise: Floats, biased: bool, own_queries: bool, budget: float, verdicts: Verdicts) -> None:
+    """Set the verdicts of a set that are not known yet.
+
+    Args:
+        own_queries: whether every key is tried under itself first.
+    """
+    count, dim = rows.shape
+    code, copies = verdicts.code, np.zeros(count, np.int64)
+    find_copies(rows, verdicts.first, copies)
+    space = make_space(rows, np.zeros(count), noise)
+    absent, scores, trial = np.zeros(count, np.bool_), np.empty(count), np.zeros(dim)
+    start = np.full(count, -1, np.int64)
+    left = 0
+    for i in range(count):
+        if code[i] == UNDECIDED and copies[i] == count - 1:  # nothing to compete with
+            code[i] = DUPLICATE if copies[i] > 0 else SELECTABLE
+        elif code[i] == UNDECIDED and own_queries and not biased:
+            set_absent(rows, i, copies, absent)
+            prove_query(space, i, rows[i], absent, biased, copies, verdicts, scores)
+        left += code[i] == UNDECIDED
+    if left == 0:
+        return
+    white = whiten(rows, biased)
+    rank = white.rows.shape[1]
+    columns, queries = transposed(white.rows), transposed(white.to_query)
+    products = gram_matrix(white.rows, columns) if count <= MOST_PRODUCTS else np.empty((0, 0))
+    for i in range(count):
+        if code[i] != UNDECIDED:
+            continue
+        set_absent(rows, i, copies, absent)
+        lowered = white.lifted and white.rows[i, rank - 1] < 0.0
+        lead = 1.0
+        if products.shape[0] > 0 and not lowered:
+            best = -np.inf
+            for j in range(count):
+                if not absent[j] and products[i, j] > best:
+                    best, start[i] = products[i, j], j
+            lead = products[i, i] - best
+        if lead > 0.0:
+            combine(queries, white.rows[i], rank - 1 if lowered else rank, dim, trial)
+            prove_query(space, i, trial, absent, biased, copies, verdicts, scores)
+        left -= code[i] != UNDECIDED
+    if left > 0:
+        search_set(space, white, columns, queries, products, biased, budget, copies, start, verdicts)
+
+
+@compiled_in_place
+def prove_query(
+    space: Space, i: int, trial: Floats, absent: Bools, biased: bool, copies: Ints, verdicts: Verdicts, scores: Floats
+) -> None:
+    """Give key i a verdict if a query proves it."""
+    count, last = space.rows.shape[0], trial.shape[0] - 1
+    lead, _ = query_lead(space, i, trial, absent, biased and last < 0, scores)
+    if biased and trial[last] <= 0.0:
+        # One that is added to biased scores must count the bias: a little, which a ten-thousandth of its lead pays.
+        length, low, high = 0.0, np.inf, -np.inf
+        for t in range(last):
+            length += trial[t] * trial[t]
+        for j in range(count):
+            low, high = min(low, space.rows[j, last]), max(high, space.rows[j, last])
+        trial[last] = np.sqrt(length) * max(lead, TAU) / (1e4 * max(high - low, 1.0))
+        lead, _ = query_lead(space, i, trial, absent, biased, scores)
+    if lead > TAU * (1.0 - SLACK):
+        verdicts.code[i] = DUPLICATE if copies[i] > 0 else SELECTABLE
+        for t in range(last + 1):
+            verdicts.query[i, t] = trial[t]
+
+
+@compiled_in_place
+def prove_weights(
+    space: Space, i: int, member: Ints, value: Floats, used: int, biased: bool, verdicts: Verdicts, scores: Floats
+) -> None:
+    """Give key i a verdict if weights prove it."""
+    miss, nearest = weights_miss(space, i, member, value, used, biased, scores)
+    if miss <= TAU * (1.0 + SLACK) and nearest > TAU * (1.0 - SLACK):
+        verdicts.code[i], verdicts.used[i] = UNSELECTABLE, used
+        for a in range(used):
+            verdicts.member[i, a], verdicts.value[i, a] = member[a], value[a]
+
+
+@compiled
+def search_set(
+    space: Space,
+    white: White,
+    columns: Floats,
+    queries: Floats,
+    products: Floats,
+    biased: bool,
+    budget: float,
+    copies: Ints,
+    start: Ints,
+    verdicts: Verdicts,
+) -> None:
+    """Search for the verdicts that are left: by products, carefully, then where verdicts are given."""
+    rows, count, dim, rank = space.rows, space.rows.shape[0], space.rows.shape[1], white.rows.shape[1]
+    absent, scores = np.zeros(count, np.bool_), np.empty(max(count, dim))
+    zeros, identity, closest = np.zeros(count), np.eye(dim), whole(-1)
+    room, plain_room = search_room(count, max(rank, 1), dim), search_room(count, dim, dim)
+    in_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest)
+    in_plain = Verdict(rows, identity, 100.0 * TAU)
+    for i in range(count):
+        if verdicts.code[i] != UNDECIDED:
+            continue
+        set_absent(rows, i, copies, absent)
+        for attempt in range(4):
+            careful = attempt > 0 or products.shape[0] == 0
+            if verdicts.code[i] != UNDECIDED or (attempt == 0 and careful):
+                continue
+            here, verdict, ray = room, in_white, white.lifted
+            keys = Keys(white.rows, columns, products, zeros)
+            if attempt > 1:
+                here, verdict, ray = plain_room, in_plain, biased
+                keys = Keys(rows, space.columns, products, zeros)
+            search = Search(attempt >= 0, careful, attempt != 2, ray, 0.0, 0.0, budget)
+            size = find_verdict(keys, verdict, search, here, i, absent, start[i] if attempt == 0 else closest)
+            prove_weights(space, i, here.members[KEPT], here.vectors[VALUE], size, biased, verdicts, scores)
+            if verdicts.code[i] == UNDECIDED:
+                prove_query(space, i, here.points[QUERY, :dim], absent, biased, copies, verdicts, scores)
+            verdicts.repaired[i] = attempt > 0 and products.shape[0] > 0
+
+
+@compiled_part
+def is_narrow(lower: float, upper: float, gap: float, floor: float) -> bool:
+    """Whether a bracket is as narrow as was asked for, but for rounding."""
+    return upper < np.inf and upper - lower <= max(gap * max(abs(lower), abs(upper)) * 1.001, floor)
+
+
+@compiled
+def bound_margins(
+    seen: Seen, level: Floats, levelled: bool, gap: float, budget: float, verdicts: Verdicts, margins: Margins
+) -> None:
+    """Bracket the margins of a set that are not known as narrowly as is asked for yet.
+
+    Args:
+        level: a u under which all keys score alike, if `levelled`: it proves that no margin is below 0, and the weights
+            that reproduce an unselectable key prove that its margin is about 0.
+    """
+    rows, offset, (count, dim) = seen.rows, seen.offset, seen.rows.shape
+    space = make_space(rows, offset, seen.noise)
+    lower, upper, middle, size = margins.lower, margins.upper, np.zeros(dim), 0.0
+    for j in range(count):
+        for t in range(dim):
+            middle[t] += rows[j, t] / count
+    for j in range(count):
+        for t in range(dim):
+            size += (rows[j, t] - middle[t]) ** 2
+    size = np.sqrt(size / count)
+    floor, products, left = ZERO * size, np.empty((0, 0)), 0
+    for i in range(count):
+        left += not is_narrow(lower[i], upper[i], gap, 2.0 * floor)
+    if left > 0 and count <= MOST_PRODUCTS:
+        products = gram_matrix(rows, space.columns)
+    room = search_room(count, dim, dim)
+    absent, scores, u = np.zeros(count, np.bool_), np.empty(max(count, dim)), np.empty(dim)
+    keys = Keys(rows, space.columns, products, offset)
+    for i in range(count):
+        enough = 2.0 * floor
+        if is_narrow(lower[i], upper[i], gap, enough):
+            continue
+        copy = mark_equal(rows, offset, i, absent)
+        if levelled:
+            keep_query(space, i, level, margins, scores)
+        if copy >= 0:
+            margins.used[i], margins.member[i, 0], margins.value[i, 0] = 1, copy, 1.0
+            upper[i] = gap_at_most(space, i, margins.member[i], margins.value[i], margins.used[i], scores)
+        elif levelled and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
+            enough = max(enough, 1.01 * TAU * size)
+            keep_bound(space, i, verdicts.member[i], verdicts.value[i], verdicts.used[i], margins, scores)
+        for attempt in range(2):
+            careful = attempt == 1 or products.shape[0] == 0
+            if is_narrow(lower[i], upper[i], gap, enough) or (careful and attempt == 0):
+                continue
+            enough = 2.0 * floor
+            search = Search(attempt < 0, careful, attempt < 0, attempt < 0, gap, floor, budget)
+            used = find_margin(keys, search, room, i, absent)
+            for t in range(dim):
+                u[t] = room.points[QUERY, t]
+            into_ball(u, dim)
+            keep_query(space, i, u, margins, scores)
+            keep_bound(space, i, room.members[KEPT], room.vectors[VALUE], used, margins, scores)
+
+
+@compiled_part
+def mark_equal(rows: Floats, offset: Floats, i: int, absent: Bools) -> int:
+    """Mark key i and the keys that queries cannot tell from it; return one of these, -1 if there is none."""
+    other: int = whole(-1)
+    for j in range(rows.shape[0]):
+        equal = offset[j] == offset[i] and rows[j, 0] == rows[i, 0] and squared_distance(rows, i, j) == 0.0
+        absent[j] = equal or j == i
+        if equal and j != i:
+            other = j
+    return other
+
+
+@compiled_part
+def keep_query(space: Space, i: int, u: Floats, margins: Margins, scores: Floats) -> None:
+    """Keep a query of the unit ball if it proves a better lower bound."""
+    least = gap_at_least(space, i, u, scores)
+    if not least <= margins.lower[i]:
+        margins.lower[i] = least
+        for t in range(u.shape[0]):
+            margins.at[i, t] = u[t]
+
+
+@compiled_part
+def keep_bound(space: Space, i: int, member: Ints, value: Floats, used: int, margins: Margins, scores: Floats) -> None:
+    """Keep weights if they prove a better upper bound."""
+    most = gap_at_most(space, i, member, value, used, scores)
+    if not most >= margins.upper[i]:
+        margins.upper[i], margins.used[i] = most, used
+        for a in range(used):
+            margins.member[i, a], margins.value[i, a] = member[a], value[a]
+
+
+@compiled
+def bound_attention(seen: Seen, radius: float, starts: Floats, budget: float, attention: Attention) -> None:
+    """Bracket the largest attention weights over the queries with |u| <= radius that are not known yet.
+
+    Args:
+        starts: directions of u in which good queries are expected, a row for each key.
+    """
+    rows, offset, (count, dim) = seen.rows, seen.offset, seen.rows.shape
+    lower, upper, gap = attention.lower, attention.upper, WEIGHT_GAP * PROOF
+    space = make_space(rows, offset, seen.noise)
+    scaled, columns = rows * radius, space.columns * radius
+    room = attention_room(count, dim)
+    tries, middle = np.zeros((2, dim)), np.zeros((1, dim))
+    u, proof, scores, mean = np.zeros(dim), np.zeros(dim), np.empty((2, count)), np.empty(dim)
+    for i in range(count):
+        if upper[i] - lower[i] <= WEIGHT_GAP:
+            continue
+        length, start = 0.0, 0.0
+        for t in range(dim):
+            length += rows[i, t] * rows[i, t]
+            start += starts[i, t] * starts[i, t]
+        for t in range(dim):
+            tries[0, t] = rows[i, t] / np.sqrt(length) if length > 0.0 else 0.0
+            tries[1, t] = starts[i, t] / np.sqrt(start) if start > 0.0 else 0.0
+        low, high = largest_weight(scaled, columns, offset, i, tries, gap, budget, room, u, proof)
+        if high - low > gap:  # once more, from the middle
+            keep_attention(space, i, u, proof, radius, scores, mean, attention)
+            largest_weight(scaled, columns, offset, i, middle, gap, budget, room, u, proof)
+        keep_attention(space, i, u, proof, radius, scores, mean, attention)
+
+
+@compiled_part
+def keep_attention(
+    space: Space, i: int, u: Floats, proof: Floats, radius: float, scores: Floats, mean: Floats, attention: Attention
+) -> None:
+    """Keep what two points of the unit ball, brought to a radius, prove, where it is better than what is known."""
+    dim, alike = u.shape[0], True
+    into_ball(u, dim)
+    into_ball(proof, dim)
+    for t in range(dim):
+        u[t] *= radius
+        proof[t] *= radius
+        alike = alike and u[t] == proof[t]
+    low, high = attention_bounds(space, i, u, radius, scores, mean)
+    if not alike:
+        _, high = attention_bounds(space, i, proof, radius, scores, mean)
+    if not low <= attention.lower[i]:
+        attention.lower[i] = low
+        for t in range(dim):
+            attention.at[i, t] = u[t]
+    if not high >= attention.upper[i]:
+        attention.upper[i] = high
+        for t in range(dim):
+            attention.bound_at[i, t] = proof[t]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of every set."""
+
+    gap: float | None = RELATIVE_GAP  # width of a margin's bracket, as a share of the margin; None: no margins
+    attention: bool = True  # whether attention is asked for, where there is a set of queries
+    own_queries: bool = False  # try every key under itself first
+    budget: float = BUDGET  # multiplications and additions per key
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One set of keys with the coordinates in which it was solved."""
+
+    judged: Judged
+    seen: Seen | None
+    answers: Answers
+
+
+def solve_set(
+    keys: Floats,
+    bias: Floats | None,
+    queries: QuerySet | None,
+    request: Request,
+    inner: float | None = None,
+    known: Answers | None = None,
+) -> Solved:
+    """Solve one set of valid float64 keys.
+
+    Args:
+        inner: also bracket attention over the queries with |u| no more than this.
+        known: answers that are known already.
+    """
+    if bias is not None and (bias == bias[0]).all():
+        bias = None
+    judged = judge(keys, bias, queries)
+    seen = None if queries is None else see(keys, bias, queries)
+    (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
+    answers = known or no_answers(count, wide, dim)
+    verdicts, margins = answers.verdicts, answers.margins
+    own = request.own_queries or wide >= count
+    decide_set(judged.rows, judged.noise, judged.biased, own, request.budget, verdicts)
+    if count <= LARGE and (verdicts.code == UNDECIDED).any():
+        solve_programs(judged, verdicts, request.budget)
+    if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
+        level = np.zeros(dim) if queries is None or seen is None else level_query(seen, queries, bias)
+        space = seen or Seen(judged.rows, np.zeros(count), judged.noise)
+        levelled = level is not None
+        start = np.zeros(dim) if level is None else level
+        bound_margins(space, start, levelled, request.gap, request.budget, verdicts, margins)
+        if seen is None:  # margins are relative to a size that is itself rounded
+            doubt = AMPLE * EPS * (count + wide)
+            margins.lower[:] *= 1.0 - doubt
+            margins.upper[:] *= 1.0 + doubt
+        if not space.offset.any():  # the zero query gives no key less than 0
+            np.maximum(margins.lower, 0.0, out=margins.lower)
+    if seen is not None and request.attention:
+        for radius, attention, starts in (
+            (1.0, answers.attention, margins.at),
+            (inner, answers.inner, answers.attention.at),
+        ):
+            if radius is not None and radius > 0.0:
+                bound_attention(seen, float(radius), starts, request.budget, attention)
+        np.fmax(answers.attention.lower, answers.inner.lower, out=answers.attention.lower)
+    return Solved(judged, seen, answers)
+
+
+def solve_sets(
+    keys: Float64[np.ndarray, "set key d"],
+    bias: Float64[np.ndarray, "set key"] | None = None,
+    queries: Sequence[QuerySet] | None = None,
+    inner: Float64[np.ndarray, " set"] | None = None,
+    request: Request = Request(),
+    threads: int | None = None,
+    device: torch.device | None = None,
+) -> list[Solved]:
+    """Solve sets of valid float64 keys, `threads` at a time (default: as many as there are processors).
+
+    Results do not depend on the number of threads.
+
+    Args:
+        bias: added to the scores of each key.
+        queries: a set of queries for each set of keys.
+        inner: also bracket attention over this share of each set of queries (of `u`, about the center).
+        device: where white queries and projected ascent are tried first, on all sets together (`gpu`).
+    """
+    compilation.wait()
+    known = None if device is None else known_answers(keys, bias, queries, inner, request, device)
+
+    def one(b: int) -> Solved:
+        return solve_set(
+            np.ascontiguousarray(keys[b]),
+            None if bias is None else bias[b],
+            None if queries is None else queries[b],
+            request,
+            None if inner is None else float(inner[b]),
+            None if known is None else known[b],
+        )
+
+    return in_threads(one, range(len(keys)), threads)
+
+
+def known_answers(
+    keys: np.ndarray,
+    bias: np.ndarray | None,
+    queries: Sequence[QuerySet] | None,
+    inner: np.ndarray | None,
+    request: Request,
+    device: torch.device,
+) -> list[Answers] | None:
+    """Return what a device proves about sets of keys; None if they are not suited for it."""
+    if bias is not None or not gpu.is_suited(keys, queries):
+        return None
+    weight_gap = WEIGHT_GAP if request.attention else None
+    known = gpu.solve(keys, queries, inner, request.gap, weight_gap, device)
+    every = []
+    for b in range(len(keys)):
+        answers = no_answers(keys.shape[1], keys.shape[2], keys.shape[2])
+        answers.verdicts.code[known.selected[b]] = SELECTABLE
+        answers.verdicts.query[:] = known.query[b]
+        for bounds, values in zip((answers.attention, answers.inner), known.attention, strict=False):
+            for array, value in zip(bounds, values, strict=True):
+                array[:] = value[b]
+        for bound, value in zip(answers.margins, known.margins, strict=False):
+            bound[:] = value[b]
+        every.append(answers)
+    return every
+
+
+# Seconds, against cycling without end; the limit on iterations comes first on any machine that is not stuck.
 TIME_LIMIT = 20.0
-_PASSES = 4  # over all numbers of the program, per iteration: pricing, two triangular solves, part of a factorization
+PASSES = 4  # over all numbers of the program, per iteration: pricing, two triangular solves, part of a factorization
 
 
 def separate(
-    others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool, budget: float = BUDGET
+    others: Float64[np.ndarray, "other dim"], key: Float64[np.ndarray, " dim"], ray: bool, budget: float
 ) -> tuple[Float64[np.ndarray, " dim"], Float64[np.ndarray, " other"]]:
-    """The query in the unit box with the largest score gap, and convex weights from its dual.
+    """Return the query in the unit box with the largest score gap, and convex weights from its dual.
 
-    Either may be all zero if the solver fails: the caller checks both.
-
-    Args:
-        others, key: in well-scaled coordinates.
-        ray: whether the query's last coordinate must not be negative (keys with a bias).
-        budget: multiply-adds, which limit the iterations.
+    Either may be all zero if the solver fails. With `ray` the query's last coordinate must not be negative.
     """
     number, dim = others.shape
     difference = others - key
     size = max(float(np.abs(difference).max()), 1e-300)
-    box = [(-1.0, 1.0)] * dim
-    if ray:
-        box[-1] = (0.0, 1.0)
+    exact = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+    steps = int(min(max(budget / (PASSES * number * dim), 1.0), 1e9))
     solved = linprog(
         np.append(np.zeros(dim), -1.0),
         A_ub=np.column_stack([difference / size, np.ones(number)]),
         b_ub=np.zeros(number),
-        bounds=[*box, (0.0, None)],
+        bounds=[*[(-1.0, 1.0)] * (dim - ray), *[(0.0, 1.0)] * ray, (0.0, None)],
         method="highs",
-        options={
-            "primal_feasibility_tolerance": 1e-10,
-            "dual_feasibility_tolerance": 1e-10,
-            "time_limit": TIME_LIMIT,
-            "maxiter": int(min(max(budget / (_PASSES * number * dim), 1.0), 1e9)),
-        },
+        options={**exact, "time_limit": TIME_LIMIT, "maxiter": steps},
     )
     if solved.x is None:
         return np.zeros(dim), np.zeros(number)
@@ -75,218 +629,34 @@ def separate(
     return np.asarray(solved.x[:dim]), weights / total if total > 0.0 else weights
 
 
-# Above this number of keys, linear programs for the undecided keys cost too much.
-LARGE = 4096
-# From so many keys on the query along each key is tried, too.
-MANY = 768
-# Multiply-adds (scores of all keys under all white queries) up to which white queries are tried on every key of a large
-# set: about a second, and on a sphere they decide nearly all (20,000 LayerNorm'd keys, d = 8).
-WHITE = 1e10
-
-# White coordinates make much of a direction in which keys spread less than this than in another: mostly rounding.
-THIN = 1e5
-
-# Steps per dimension that the search in white coordinates may take: most runs take two, and where it takes more it is
-# because one key decides what white is (norms × lognormal(4)) and normalized coordinates are better.
-_STEPS = 6
-UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
-
-# Of targets and a unit query for each: the proven score gaps, and the key that comes nearest.
-Prover = Callable[[Ints, Floats], tuple[Floats, Ints]]
-NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
+def solve_programs(judged: Judged, verdicts: Verdicts, budget: float) -> None:
+    """Decide what is undecided by linear programs, one key after the other; what these do not prove stays so."""
+    rows = judged.rows
+    space = make_space(rows, np.zeros(len(rows)), judged.noise)
+    first, copies = np.empty(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    find_copies(rows, first, copies)
+    absent, scores = np.zeros(len(rows), np.bool_), np.empty(max(rows.shape))
+    for i in map(int, np.flatnonzero(verdicts.code == UNDECIDED)):
+        set_absent(rows, i, copies, absent)
+        others = np.flatnonzero(~absent)
+        query, weights = separate(rows[others], rows[i], judged.biased, budget)
+        prove_query(space, i, np.array(query), absent, judged.biased, copies, verdicts, scores)
+        support = np.flatnonzero(weights)
+        if verdicts.code[i] == UNDECIDED and 0 < len(support) <= verdicts.member.shape[1]:
+            member, value = others[support], weights[support]
+            prove_weights(space, i, member, value, len(support), judged.biased, verdicts, scores)
+        verdicts.repaired[i] = verdicts.code[i] != UNDECIDED
 
 
-@dataclass(frozen=True)
-class Verdicts:
-    """Verdicts on one set of keys, with what is to prove them, in the order of the keys."""
-
-    code: Int8[np.ndarray, " key"]  # index into NAMES
-    query: Float64[np.ndarray, "key dim"]  # over normalized keys, unit length; NaN where there is none
-    weights: Rows  # over other keys
-    source: Int64[np.ndarray, " key"]  # whose row of weights a key has: its own, or its representative's
-    gap: Float64[np.ndarray, " key"]  # proven of its query, where it was proved already; else NaN
-
-    def row(self, i: int) -> tuple[Ints, Floats]:
-        """Weights of the others that reproduce key i."""
-        return self.weights.row(int(self.source[i]))
+def _compile_kernels() -> None:
+    keys = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.0, 1.0], [1.0, 1.0]])
+    queries = QuerySet(np.array([0.5, 0.0]), np.eye(2))
+    solve_set(keys, np.array([0.0, 0.0, 0.0, 0.0, 1.0]), queries, Request(), 0.5)
 
 
-def decide(
-    sets: KeyCoordinates,
-    threads: int | None = 1,
-    only: Ints | None = None,
-    budget: float = BUDGET,
-    prove: Prover | None = None,
-) -> Verdicts:
-    """Verdict and certificate for every key of a set; `threads` are used for large ones only.
-
-    Keys within tau of each other are solved for once, as one: what is found counts for all of them if the checker finds
-    that it proves it of each (`prove`).
-
-    Args:
-        only: indices of the keys to decide; the others stay undecided. None: all.
-        budget: multiply-adds per key, after which it stays undecided.
-        prove: asked instead of looking at queries here, if it is to be asked anyway: the proven gap of each.
-    """
-    work = _Deciding(sets, threads, budget, prove)
-    if len(sets.leaders) == 1:  # nothing to compete with
-        work.code[:] = SELECTABLE
-        work.query[:] = 0.0
-        return work.verdicts()
-    if only is None:
-        if len(sets.leaders) <= LARGE or len(sets.leaders) ** 2 * sets.normalized.shape[1] <= WHITE:
-            work.white_queries()
-            thin = len(sets.stretch) > 0 and sets.stretch.max() > THIN * sets.stretch.min()
-            if thin or len(sets.leaders) > MANY:
-                work.own_queries()
-    else:
-        work.allowed = np.isin(sets.leaders, sets.representative[only])
-        work.white_queries()
-        work.starts[:] = -1
-    work.nearest_points()
-    work.alone()
-    return work.verdicts()
+compilation = Compilation(_compile_kernels)
 
 
-class _Deciding:
-    """The state of the decision on one set; each method is a stage that decides some of its leaders."""
-
-    def __init__(self, sets: KeyCoordinates, threads: int | None, budget: float, prove: Prover | None = None) -> None:
-        self.sets, self.threads, self.budget, self.prove = sets, threads, budget, prove
-        self.gap = np.full(len(sets.normalized), np.nan)
-        number, dim = sets.normalized.shape
-        self.columns = np.ascontiguousarray(sets.normalized.T)
-        self.code = np.zeros(number, np.int8)
-        self.query = np.full((number, dim), np.nan)
-        self.pieces: list[tuple[Ints, Ints, Ints, Floats]] = []  # of rows of weights, see Rows.gathered
-        self.allowed = np.ones(len(sets.leaders), bool)
-        self.starts = np.full(len(sets.leaders), -1, np.int64)  # a good first point of each active set
-        place = np.zeros(number, np.int64)
-        place[sets.leaders] = np.arange(len(sets.leaders))
-        self.place = place[sets.representative]  # of every key's representative among the leaders
-
-    def left(self) -> Ints:
-        """Places (among the leaders) of what is undecided."""
-        return np.flatnonzero((self.code[self.sets.leaders] == UNDECIDED) & self.allowed)
-
-    def verdicts(self) -> Verdicts:
-        """What has been found, for all keys."""
-        group = self.sets.representative
-        code, query = self.code[group], self.query[group]
-        many = np.bincount(group, minlength=len(group))[group] > 1
-        code[many & (code == SELECTABLE)] = DUPLICATE
-        return Verdicts(code, query, Rows.gathered(len(group), self.pieces), group, self.gap)
-
-    def white_queries(self) -> None:
-        """Every key under the query that points at it where keys are white."""
-        todo = self.left()
-        self._try_queries(todo, self.sets.query(self.sets.white[todo]))
-
-    def own_queries(self) -> None:
-        """Every key left under itself: on a sphere it wins, where white queries look along rounding noise."""
-        todo = self.left()
-        if len(todo) and not self.sets.biased:
-            self._try_queries(todo, unit_rows(self.sets.normalized[self.sets.leaders[todo]]))
-
-    def nearest_points(self) -> None:
-        """The active-set method in white coordinates."""
-        todo, (size, dim) = self.left(), self.sets.white.shape
-        if len(todo):
-            budget = min(self.budget, float(_STEPS * dim * dim * (size + 6 * dim)))
-            nearest, queries = nearest_leaders(self.sets, todo, starts=self.starts[todo], budget=budget)
-            self._try_weights(todo, nearest.weights)
-            self._try_queries(todo, queries)
-
-    def alone(self) -> None:
-        """What rounding or the tolerance left open: together, in normalized coordinates, then alone (see `alone`)."""
-        if not len(todo := self.left()):
-            return
-        sets, starts = self.sets, self.starts[todo]
-        rows = np.ascontiguousarray(sets.normalized[sets.leaders])
-        near = nearest_points(rows, todo, tau=TAU, starts=starts, ray=sets.biased, careful=True, budget=self.budget)
-        self._try_weights(todo, near.weights)
-        self._try_queries(todo, unit_rows(near.query))
-        for k in self.left():
-            for query, index, value in alone(self.sets, int(self.sets.leaders[k]), self.budget):
-                self._try_weights(np.array([k]), Rows(np.array([0, len(index)]), index, value), leaders=False)
-                self._try_queries(np.array([k]), query[None])
-                if self.code[self.sets.leaders[k]] != UNDECIDED:
-                    break
-
-    def _try_queries(self, todo: Ints, found: Floats) -> None:
-        """Queries with a gap above TAU select their keys; the rival that came nearest is where to start from else."""
-        sets = self.sets
-        targets = sets.leaders[todo]
-        if self.prove is not None and len(sets.leaders) == len(sets.normalized) and not sets.biased:
-            gaps, rivals = self.prove(targets, found)
-            self.gap[targets] = gaps
-        else:
-            gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
-            if sets.biased and (found[:, -1] <= 0.0).any():
-                found = count_bias(found, gaps, sets.normalized[:, -1])
-                gaps, rivals = score_gaps(self.columns, targets, found, sets.representative)
-        good = gaps > TAU
-        self.code[targets[good]] = SELECTABLE
-        self.query[targets[good]] = found[good]
-        self.starts[todo] = np.where(rivals >= 0, self.place[rivals], -1)
-
-    def _try_weights(self, todo: Ints, weights: Rows, leaders: bool = True) -> None:
-        """Weights (over the leaders, or over all keys) that reproduce keys within TAU decide them."""
-        keys, sizes = self.sets.leaders[todo], np.diff(weights.start)
-        index, value = self.sets.leaders[weights.index] if leaders else weights.index, weights.value
-        rest = residuals(self.sets.normalized, keys, sizes, value, index, self.sets.biased)
-        good = (rest <= TAU) & (self.code[keys] == UNDECIDED) & (sizes > 0)
-        entries = np.repeat(good, sizes)
-        self.code[keys[good]] = UNSELECTABLE
-        self.pieces.append((keys[good], sizes[good], index[entries], value[entries]))
-
-
-def nearest_leaders(
-    sets: KeyCoordinates,
-    targets: Ints,
-    counts: Ints | None = None,
-    starts: Ints | None = None,
-    budget: float = BUDGET,
-) -> tuple[Nearest, Floats]:
-    """The nearest points of the hull of the other leaders in white coordinates, and their queries over normalized keys.
-
-    Arguments as for `nearest_points`.
-    """
-    nearest = nearest_points(
-        sets.white,
-        targets,
-        tau=TAU,
-        counts=counts,
-        starts=starts,
-        ray=sets.lifted,
-        stretch=sets.stretch,
-        slope=sets.slope,
-        budget=budget,
-    )
-    return nearest, sets.query(nearest.query)
-
-
-def alone(sets: KeyCoordinates, i: int, budget: float) -> Iterator[tuple[Floats, Ints, Floats]]:
-    """Queries and weights, of two solvers, for key i against every key that differs."""
-    apart = np.linalg.norm(sets.normalized - sets.normalized[i], axis=1)
-    others = np.flatnonzero(apart > TAU * (1 + SLACK))
-    if len(others) == 0:
-        yield np.zeros(sets.normalized.shape[1]), np.empty(0, np.int64), np.empty(0)
-        return
-
-    def asked(queries: Floats) -> Floats:
-        queries = unit_rows(queries)
-        if sets.biased:
-            scores = sets.normalized @ queries[0]
-            queries = count_bias(queries, scores[i] - scores[others].max(keepdims=True), sets.normalized[:, -1])
-        return np.asarray(queries[0])
-
-    # In normalized coordinates: the span that representatives share may lack a direction in which this key differs.
-    points = np.ascontiguousarray(sets.normalized[np.append(others, i)] - sets.normalized[i])
-    many = np.array([len(others)])
-    nearest = nearest_points(points, many, tau=TAU, counts=many, ray=sets.biased, careful=True, budget=budget)
-    yield asked(nearest.query), others[nearest.weights.index], nearest.weights.value
-    if len(others) <= LARGE:  # a program over a whole pool would take minutes
-        query, dual = separate(points[:-1], points[-1], sets.biased, budget)
-        used = np.flatnonzero(dual)
-        yield asked(query[None]), others[used], dual[used]
+def start_compilation() -> None:
+    """Begin to compile the kernels in the background, so that the first set of keys need not wait for all of it."""
+    compilation.start()

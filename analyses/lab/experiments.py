@@ -25,22 +25,26 @@ class Experiment:
     """One entry of the registry.
 
     Attributes:
-        module, function: what runs it.
-        summary: a line for `lab list`.
-        source: the publication it repeats.
+        path: module and function below this package that run it: `function(request) -> Results`.
+        summary: a line for `lab list`. source: the publication it repeats.
         duration: with the default seeds and with `--quick`, as text; on one core unless it says otherwise.
         seeds, quick_seeds: how many by default.
         needs_text: whether the user has to give text files.
     """
 
-    module: str
-    summary: str
+    path: str
     source: str
     duration: tuple[str, str]
     seeds: int = 3
     quick_seeds: int = 1
     needs_text: bool = False
-    function: str = "run"
+    summary: str = ""
+
+    def run(self, request: Request) -> Results:
+        """Run it, or resume it."""
+        module, _, function = self.path.rpartition(".")
+        results: Results = getattr(importlib.import_module(f"{__package__}.{module}"), function)(request)
+        return results
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,6 @@ class Request:
         quick: the size that takes minutes instead of the published one.
         texts, tokenizer: text files, and a tokenizer's folder, for experiments on text.
         jobs: processes that train side by side.
-        collect: train nothing: make tables of what runs have reached so far.
         progress: show progress bars.
         device: to train on; measurements are made on the CPU.
     """
@@ -64,194 +67,111 @@ class Request:
     texts: tuple[Path, ...] = ()
     tokenizer: Path | None = None
     jobs: int = 1
-    collect: bool = False
     progress: bool = True
     device: str = "cpu"
 
 
+BRODY, WANG, YANG = "Brody, Alon & Yahav 2023", "Wang & E 2024, section 6", "Yang, Cadilhac & Chiang 2025"
 EXPERIMENTS = {
     "majority": Experiment(
-        "ln_probe.analyses.lab.majority.majority",
-        "majority of a bag of tokens: {layernorm, scaling_only} x {radius sqrt(d), 1/sqrt(d)}, and no scaling",
-        "Brody, Alon & Yahav 2023, section 4.1",
-        seeds=10,
-        quick_seeds=2,
-        duration=("3 hours", "1 minute"),
-    ),
+        "majority.majority.run", f"{BRODY}, section 4.1", ("3 hours", "1 minute"), seeds=10, quick_seeds=2,
+        summary="majority of a bag of tokens: {layernorm, scaling_only} x {radius sqrt(d), 1/sqrt(d)}, and no scaling"),
     "majority_in_space": Experiment(
-        "ln_probe.analyses.lab.majority.majority_in_space",
-        "majority in 3 dimensions: keys and queries before and after each term, as points to look at from all sides",
-        "Brody, Alon & Yahav 2023, figures 1a and 1b",
-        seeds=5,
-        duration=("15 minutes", "1 minute"),
-    ),
+        "majority.majority.run_in_space", f"{BRODY}, figures 1a and 1b", ("15 minutes", "1 minute"), seeds=5,
+        summary="majority in 3 dimensions: angles of queries to the all-ones direction, and accuracy"),
     "random_keys": Experiment(
-        "ln_probe.analyses.lab.majority.random_keys",
-        "heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them",
-        "Brody, Alon & Yahav 2023, figures 1c and 1d",
-        quick_seeds=2,
-        duration=("5 minutes", "1 minute"),
-    ),
+        "majority.random_keys.run", f"{BRODY}, figures 1c and 1d", ("5 minutes", "1 minute"), quick_seeds=2,
+        summary="heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them"),
     "language_model": Experiment(
-        "ln_probe.analyses.lab.language_model.published_language_model",
-        "unselectable keys of language models trained with and without scaling, at a size a CPU trains",
-        "Brody, Alon & Yahav 2023, section 4.2",
-        quick_seeds=2,
-        duration=("20 minutes", "2 minutes"),
-        needs_text=True,
-    ),
+        "language_model.published.run", f"{BRODY}, section 4.2",
+        ("20 minutes", "2 minutes"), quick_seeds=2, needs_text=True,
+        summary="unselectable keys of language models trained with and without scaling, at a size a CPU trains"),
     "encoder": Experiment(
-        "ln_probe.analyses.lab.language_model.encoder",
-        "encoders of BERT's shape on masked text, without scaling and without projection: loss and unselectable keys",
-        "Brody, Alon & Yahav 2023, section 4.2, with encoders",
-        duration=("about 25 minutes (24 runs of 1 minute)", "2 minutes"),
-        needs_text=True,
-    ),
+        "language_model.encoder.run", f"{BRODY}, section 4.2, with encoders",
+        ("about 25 minutes (24 runs of 1 minute)", "2 minutes"), needs_text=True,
+        summary="encoders of BERT's shape on masked text, without scaling, without projection"),
     "encoder_passages": Experiment(
-        "ln_probe.analyses.lab.language_model.encoder_passages",
-        "these encoders fine-tuned to tell which of the texts a passage is from: what leaving out a term costs",
-        "Brody, Alon & Yahav 2023, in place of SST-2",
-        duration=("about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)", "2 minutes"),
-        needs_text=True,
-    ),
+        "language_model.sentences.run_passages", f"{BRODY}, in place of SST-2",
+        ("about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)", "2 minutes"), needs_text=True,
+        summary="these encoders fine-tuned to tell which of the texts a passage is from"),
     "language_model_full": Experiment(
-        "ln_probe.analyses.lab.language_model.published_language_model",
-        "the same with GPT-2's vocabulary and windows of 1024 (--tokenizer: GPT-2's)",
-        "Brody, Alon & Yahav 2023, section 4.2",
-        seeds=1,
-        duration=("90 minutes", "3 minutes"),
-        needs_text=True,
-        function="run_full",
-    ),
+        "language_model.published.run_full", f"{BRODY}, section 4.2",
+        ("90 minutes", "3 minutes"), seeds=1, needs_text=True,
+        summary="the same with GPT-2's vocabulary and windows of 1024 (--tokenizer: GPT-2's)"),
     "language_model_bundled": Experiment(
-        "ln_probe.analyses.lab.language_model.bundled_seeds",
-        "the models that ship with ln_probe, with more seeds: held-out loss and unselectable keys",
-        "the shape and schedule of the bundled models",
-        duration=("about 4 hours (8 runs of half an hour)", "2 minutes"),
-        needs_text=True,
-    ),
+        "language_model.two_by_two.run", "the shape and schedule of the bundled models",
+        ("about 4 hours (8 runs of half an hour)", "2 minutes"), needs_text=True,
+        summary="the models that ship with ln_probe, with more seeds: held-out loss and unselectable keys"),
     "fresh_seeds": Experiment(
-        "ln_probe.analyses.lab.language_model.fresh_seeds",
-        "pre-registered 2 x 2 over seeds 10 to 19: scaling and projection before attention, loss and unselectable keys",
-        "the shape and schedule of the bundled models, smaller",
-        seeds=10,
-        duration=("about 40 minutes (40 runs of 1 minute)", "2 minutes"),
-        needs_text=True,
-    ),
+        "language_model.two_by_two.run_fresh", "the shape and schedule of the bundled models, smaller",
+        ("about 40 minutes (40 runs of 1 minute)", "2 minutes"), seeds=10, needs_text=True,
+        summary="pre-registered 2 x 2 over seeds 10 to 19: scaling and projection before attention"),
     "fresh_seeds_long": Experiment(
-        "ln_probe.analyses.lab.language_model.fresh_seeds",
-        "the same over seeds 20 to 29, trained as long as the bundled models",
-        "the shape and schedule of the bundled models, smaller",
-        seeds=10,
-        duration=("about 10 minutes of a GPU with --jobs 12 --device cuda (40 runs)", "2 minutes"),
-        needs_text=True,
-        function="run_long",
-    ),
+        "language_model.two_by_two.run_long", "the shape and schedule of the bundled models, smaller",
+        ("about 10 minutes of a GPU with --jobs 12 --device cuda (40 runs)", "2 minutes"), seeds=10, needs_text=True,
+        summary="the same over seeds 20 to 29, trained as long as the bundled models"),
     "depth": Experiment(
-        "ln_probe.analyses.lab.crasp.depth",
-        "which L_k (k alternating blocks) each depth learns, under four norms, and the theory's prediction",
-        "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
-        duration=("about 2 hours with --jobs 2 (156 runs of 30-100 seconds)", "2 minutes"),
-    ),
+        "crasp.depth.run", f"{YANG}, Knee-Deep in C-RASP",
+        ("about 2 hours with --jobs 2 (156 runs of 30-100 seconds)", "2 minutes"),
+        summary="which L_k (k alternating blocks) each depth learns, under four norms, and the theory's prediction"),
     "depth_deep": Experiment(
-        "ln_probe.analyses.lab.crasp.depth",
-        "depths 4 to 10 on L6 to L12, without positions and with rotary and ALiBi",
-        "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP",
-        duration=("about 2.5 hours (45 runs of 2-5 minutes)", "2 minutes"),
-        function="run_deep",
-    ),
+        "crasp.depth.run_deep", f"{YANG}, Knee-Deep in C-RASP",
+        ("about 2.5 hours (45 runs of 2-5 minutes)", "2 minutes"),
+        summary="depths 4 to 10 on L6 to L12, without positions and with rotary and ALiBi"),
     "approximation": Experiment(
-        "ln_probe.analyses.lab.approximation.approximation",
-        "relative attention on sums of inputs: trained error and the least-squares optimum, with a norm and without",
-        "Wang & E 2024, section 6",
-        duration=("about 50 minutes with --jobs 2 (402 runs of 15 seconds)", "2 minutes"),
-    ),
+        "approximation.approximation.run", WANG,
+        ("about 50 minutes with --jobs 2 (402 runs of 15 seconds)", "2 minutes"),
+        summary="relative attention on sums of inputs: trained and least-squares errors, with a norm and without"),
     "approximation_text": Experiment(
-        "ln_probe.analyses.lab.approximation.approximation_text",
-        "layers against heads, and attention with the dot product or without, on text",
-        "Wang & E 2024, section 6 (1a and 3b)",
-        duration=("15 minutes (54 runs of 5-40 seconds)", "1 minute"),
-        needs_text=True,
-    ),
+        "approximation.text_models.run", f"{WANG} (1a and 3b)",
+        ("15 minutes (54 runs of 5-40 seconds)", "1 minute"), needs_text=True,
+        summary="layers against heads, and attention with the dot product or without, on text"),
     "longer_inputs": Experiment(
-        "ln_probe.analyses.lab.approximation.longer_inputs",
-        "logarithmic, linear and T5 positions fitted to 1000 inputs and put on up to 8000, trained and least squares",
-        "Wang & E 2024, section 6 (4a and 4b)",
-        duration=("2 minutes (36 runs of 3 seconds)", "20 seconds"),
-    ),
+        "approximation.longer_inputs.run", f"{WANG} (4a and 4b)", ("2 minutes (36 runs of 3 seconds)", "20 seconds"),
+        summary="logarithmic, linear and T5 positions fitted to 1000 inputs and put on up to 8000"),
     "adaptive_memory": Experiment(
-        "ln_probe.analyses.lab.approximation.adaptive_memory",
-        "a memory whose place the last input chooses: heads, FFN and dot product, and the least possible error",
-        "Wang & E 2024, adaptive memory (no experiment of it alone)",
-        duration=("10 minutes (36 runs of 15 seconds)", "1 minute"),
-    ),
+        "approximation.approximation.run_adaptive", "Wang & E 2024, adaptive memory (no experiment of it alone)",
+        ("10 minutes (36 runs of 15 seconds)", "1 minute"),
+        summary="a memory whose place the last input chooses: heads, FFN and dot product"),
     "compiler": Experiment(
-        "ln_probe.analyses.lab.crasp.compiler",
-        "C-RASP programs as transformer weights against the interpreter, and which operations need a norm",
-        "Yang, Cadilhac & Chiang 2025, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
-        seeds=1,
-        duration=("20 minutes", "2 minutes"),
-    ),
+        "crasp.compiler.run", f"{YANG}, Knee-Deep in C-RASP; Yang & Chiang 2024, Counting Like Transformers",
+        ("20 minutes", "2 minutes"), seeds=1,
+        summary="C-RASP programs as transformer weights against the interpreter, and which operations need a norm"),
     "counting": Experiment(
-        "ln_probe.analyses.lab.counting.counting",
-        "LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with each LayerNorm term inside the cell",
-        "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
-        duration=("about 80 minutes with --jobs 2 (189 runs, 15 s to 4 min)", "2 minutes"),
-    ),
+        "counting.counting.run", "Merrill et al. 2020; Weiss, Goldberg & Yahav 2018",
+        ("about 80 minutes with --jobs 2 (189 runs, 15 s to 4 min)", "2 minutes"),
+        summary="LSTM, GRU, RNNs, QRNNs and a transformer on counter languages, with LayerNorm terms in the cell"),
     "counting_traces": Experiment(
-        "ln_probe.analyses.lab.counting.counting_traces",
-        "cell states over a^n b^n (c^n): the dimension that counts, and where a norm in the cell ends the count",
-        "Weiss, Goldberg & Yahav 2018",
-        duration=("about 90 minutes (45 runs of 1-5 minutes)", "1 minute"),
-    ),
+        "counting.traces.run", "Weiss, Goldberg & Yahav 2018",
+        ("about 90 minutes (45 runs of 1-5 minutes)", "1 minute"),
+        summary="cell states over a^n b^n (c^n): the dimension that counts, with a norm in the cell"),
     "counters": Experiment(
-        "ln_probe.analyses.lab.counting.counters",
-        "counters by hand in float32: LSTM, ReLU-RNN and GRU on a^n b^n, and what each norm does to them (no training)",
-        "Weiss, Goldberg & Yahav 2018, section 3",
-        seeds=1,
-        duration=("4 minutes", "30 seconds"),
-    ),
+        "counting.counters.run", "Weiss, Goldberg & Yahav 2018, section 3", ("4 minutes", "30 seconds"), seeds=1,
+        summary="counters by hand in float32: LSTM, ReLU-RNN and GRU on a^n b^n, with each norm (no training)"),
     "remove_norm": Experiment(
-        "ln_probe.analyses.lab.language_model.remove_norm",
-        "the bundled lm-layernorm fine-tuned while its norms become constants, and the same with its norms kept",
-        "Heimersheim 2024; Baroni et al. 2025",
-        duration=("about 30 minutes (6 runs of 5 minutes)", "1 minute"),
-        needs_text=True,
-    ),
+        "language_model.remove_norm.run", "Heimersheim 2024; Baroni et al. 2025",
+        ("about 30 minutes (6 runs of 5 minutes)", "1 minute"), needs_text=True,
+        summary="the bundled lm-layernorm fine-tuned while its norms become constants"),
     "saturated_states": Experiment(
-        "ln_probe.analyses.lab.counting.saturated_states",
-        "distinct states of saturated cells over length: LSTM and ifo-pooling grow, the others do not (no training)",
-        "Merrill et al. 2020, sections 2 and 3",
-        seeds=5,
-        duration=("10 minutes", "10 seconds"),
-    ),
+        "counting.saturated_states.run", "Merrill et al. 2020, sections 2 and 3",
+        ("10 minutes", "10 seconds"), seeds=5,
+        summary="distinct states of saturated cells over length (no training)"),
     "rational_recurrence": Experiment(
-        "ln_probe.analyses.lab.counting.rational_recurrence",
-        "QRNNs as weighted automata, and how many states an automaton for each saturated cell needs (no training)",
-        "Merrill et al. 2020",
-        seeds=5,
-        duration=("3 minutes", "15 seconds"),
-    ),
+        "counting.rational_recurrence.run", "Merrill et al. 2020", ("3 minutes", "15 seconds"), seeds=5,
+        summary="QRNNs as weighted automata, and how many states an automaton for a cell needs (no training)"),
     "counting_budget": Experiment(
-        "ln_probe.analyses.lab.counting.qrnn_budget",
-        "single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond",
-        "Merrill et al. 2020, section 5",
-        duration=("about 2.5 hours (24 runs of 6 minutes)", "1 minute"),
-    ),
+        "counting.counting.run_budget", "Merrill et al. 2020, section 5",
+        ("about 2.5 hours (24 runs of 6 minutes)", "1 minute"),
+        summary="single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond"),
     "sentences": Experiment(
-        "ln_probe.analyses.lab.language_model.sentences",
-        "a decoder without scaling and an encoder without norms, read on sentences: unselectable keys",
-        "Brody, Alon & Yahav 2023, tables 3 and 4",
-        duration=("about 5 minutes (12 runs of 15 to 20 seconds)", "2 minutes"),
-        needs_text=True,
-    ),
+        "language_model.sentences.run", f"{BRODY}, tables 3 and 4",
+        ("about 5 minutes (12 runs of 15 to 20 seconds)", "2 minutes"), needs_text=True,
+        summary="a decoder without scaling and an encoder without norms, read on sentences: unselectable keys"),
     "anbk": Experiment(
-        "ln_probe.analyses.lab.counting.anbk",
-        "an LSTM that tags a^n b^2n by an absolute value or a threshold of its count, tested on longer words",
-        "code released with Merrill et al. 2020",
-        duration=("about 10 minutes (12 runs)", "1 minute"),
-    ),
-}
+        "counting.counting.run_anbk", "code released with Merrill et al. 2020",
+        ("about 10 minutes (12 runs)", "1 minute"),
+        summary="an LSTM that tags a^n b^2n by an absolute value or a threshold of its count, tested on longer words"),
+}  # fmt: skip
 
 
 class UnknownExperimentError(KeyError):
@@ -289,15 +209,11 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
-    results: Results = getattr(importlib.import_module(experiment.module), experiment.function)(request)
+    results = experiment.run(request)
     write_results(
-        results,
-        request.out,
-        experiment=name,
-        command=command,
-        ln_probe_version=ln_probe_version,
+        results, request.out, experiment=name, command=command, ln_probe_version=ln_probe_version,
         seconds=time.perf_counter() - began,
-    )
+    )  # fmt: skip
     return results
 
 

@@ -1,11 +1,6 @@
-"""What an experiment found: tidy tables, means and 95 % intervals over seeds, with the published figures.
+"""Tables of an experiment: estimates with 95 % intervals over seeds, tests, and the files that they are written to.
 
-summary.csv       a row per (what was varied, measure): center, interval, number of seeds, published figure
-<table>.csv       the values behind it, a row per seed; .parquet if it is long
-<figure>.png
-results.json      command, versions, settings, runs that diverged
-
-Intervals over seeds for the three kinds of numbers the laboratory measures, and Holm's adjustment.
+Three kinds of numbers are measured (`interval`):
 
 mean    anything without a natural bound: Student's t over seeds
 share   a share of words, keys or draws, between 0 and 1: the beta (Clopper-Pearson) interval of a binomial with as many
@@ -13,7 +8,8 @@ share   a share of words, keys or draws, between 0 and 1: the beta (Clopper-Pear
         intervals for proportions with small expected number of positive counts"); it cannot leave 0 to 1
 log     errors over many orders of magnitude: Student's t of the logarithms; it cannot fall below 0
 
-A single seed has no interval.
+A single seed has no interval. Differences are paired by seed, and Holm's p is over the contrasts that an experiment
+tests.
 """
 
 from __future__ import annotations
@@ -39,36 +35,23 @@ from ln_probe.analyses.lab.norms import NORM_KINDS, PROJECTS, SCALES
 from ln_probe.analyses.probes.statistics import holm
 
 LEVEL = 0.95
+EQUIVALENCE = 0.90  # level of the interval whose larger end is the equivalence bound
 AGREEMENT = 1e-6  # spread of shares over seeds below which they agree: one in a million words; 0.1 three times is 1e-17
 # Fewer hits than this: the lower end, at most 0.025^(1/hits), is below 1e-400, and solvers of it overflow.
 _NO_HITS = 0.004
 Kind = Literal["mean", "share", "log"]
+MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")  # columns of a center and its interval
+
+# ------------------------------------------------------------------------------------------------------- intervals
 
 
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:
-    """The center over seeds and its 95 % interval.
-
-    Args:
-        values: one per seed.
-        kind: see above. The center is the mean, of "log" the geometric mean.
-
-    Returns:
-        center, low, high; low and high are NaN for a single seed.
-
-    Raises:
-        ValueError: no values, a share outside 0 to 1, a logarithm of what is not positive, an unknown kind.
-    """
-    if not len(values):
-        raise ValueError("no values to take an interval over")
+    """Return the center over seeds (of "log" the geometric mean) and its 95 % interval, NaN for a single seed."""
     if kind == "share":
         return share_interval(values)
     if kind == "log":
-        if not (values > 0).all():
-            raise ValueError(f"the logarithm needs positive values, the least is {values.min():g}")
         center, low, high = np.exp(interval(np.log(values)))
         return float(center), float(low), float(high)
-    if kind != "mean":
-        raise ValueError(f"unknown kind of interval {kind!r}: known are mean, share, log")
     center = float(values.mean())
     if len(values) == 1:
         return center, np.nan, np.nan
@@ -77,23 +60,18 @@ def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[f
 
 
 def share_interval(shares: Float[np.ndarray, " seed"]) -> tuple[float, float, float]:
-    """The mean of one share per seed and its Korn-Graubard interval.
+    """Return the mean of one share per seed and its Korn-Graubard interval.
 
     The effective number of trials is p (1 - p) over the variance of the mean, times (z / t)² for estimating that
     variance from few seeds. Where all seeds agree, variance says nothing: then each seed counts as one trial, so three
     seeds of three at 1 give [0.29, 1].
-
-    Raises:
-        ValueError: a share outside 0 to 1.
     """
-    if not ((shares >= 0) & (shares <= 1)).all():
-        raise ValueError(f"shares lie between 0 and 1, got {shares.min():g} to {shares.max():g}")
     p = float(shares.mean())
     return p, *share_interval_of(p, float(shares.std(ddof=1)) if len(shares) > 1 else np.nan, len(shares))
 
 
 def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]:
-    """`share_interval` from the mean, the standard deviation over seeds and their number."""
+    """Return `share_interval` from the mean, the standard deviation over seeds and their number."""
     if seeds == 1:
         return np.nan, np.nan
     trials = float(seeds)
@@ -104,13 +82,7 @@ def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]
 
 
 def binomial_interval(hits: float, trials: float) -> tuple[float, float]:
-    """The exact (Clopper-Pearson) 95 % interval of a share; hits and trials need not be whole numbers.
-
-    Raises:
-        ValueError: hits below 0 or above trials.
-    """
-    if not 0 <= hits <= trials or trials <= 0:
-        raise ValueError(f"hits must lie between 0 and trials > 0, got {hits:g} of {trials:g}")
+    """Return the exact (Clopper-Pearson) 95 % interval of a share; hits and trials need not be whole numbers."""
     tail = (1 - LEVEL) / 2
     low = 0.0 if hits < _NO_HITS else float(stats.beta.ppf(tail, hits, trials - hits + 1))
     high = 1.0 if hits == trials else float(stats.beta.ppf(1 - tail, hits + 1, trials - hits))
@@ -118,7 +90,7 @@ def binomial_interval(hits: float, trials: float) -> tuple[float, float]:
 
 
 def paired_p(differences: Float[np.ndarray, " seed"]) -> float:
-    """Two-sided p of Student's paired t test; NaN with one seed.
+    """Return the two-sided p of Student's paired t test; NaN with one seed.
 
     Where all differences are the same, t knows no end: 1 if they are 0, else that of the sign test, 2^(1 - n).
     """
@@ -133,98 +105,35 @@ def _t(seeds: int) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1))
 
 
-EQUIVALENCE = 0.90  # level of the interval whose larger end is the equivalence bound
-
-
-def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
-    """Both main effects per seed, of `norm`, `seed` and `value`; several rows of a norm and seed are averaged."""
-    cells = values.groupby(["seed", "norm"])["value"].mean().unstack()
-    changed = {}
-    for term, with_term in {"scaling": SCALES, "projection": PROJECTS}.items():
-        lacking = [n for n in NORM_KINDS if n in cells and n not in with_term]
-        having = [n for n in NORM_KINDS if n in with_term] if "none" in cells else ["layernorm"]
-        if lacking:
-            changed[term] = (
-                cells[having].mean(axis=1, skipna=False) - cells[lacking].mean(axis=1, skipna=False)
-            ).dropna()
-    return changed
-
-
-def effect_rows(differences: Mapping[str, pd.Series], factor: float = 1.0) -> Iterator[dict[str, Any]]:
-    """A row per contrast: `contrast`, `estimate` with `low` and `high`, `p`, `bound`, `seeds`, `agreeing`."""
-    for contrast, per_seed in differences.items():
-        values = per_seed.to_numpy(float) * factor
-        estimate, low, high = interval(values)
-        t = float(stats.t.ppf((1 + EQUIVALENCE) / 2, len(values) - 1))
-        half = t * values.std(ddof=1) / np.sqrt(len(values))
-        yield {
-            "contrast": contrast,
-            "estimate": estimate,
-            "low": low,
-            "high": high,
-            "p": paired_p(values),
-            "bound": abs(estimate) + half,
-            "seeds": len(values),
-            "agreeing": int((np.sign(values) == np.sign(estimate)).sum()),
-        }
-
-
-RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
-LONG = 1000  # rows; a longer table is parquet
-STATISTICS = ("mean", "ci_low", "ci_high", "median", "sd", "seeds")
-PUBLISHED_FOLDER = Path(__file__).with_name("published")  # results that are committed, a folder per experiment
-PACKAGES = ("torch", "transformer-lens", "numpy")
-
-
-@dataclass(frozen=True)
-class Results:
-    """Everything `ln-probe lab run` writes.
-
-    Attributes:
-        summary: as `summarize` makes it.
-        tables: other tables by name (a row per seed, or per point of a map), in long form.
-        figures: matplotlib figures by name.
-        settings: what was run (sizes, steps, seeds), as plain JSON.
-        diverged: runs whose loss stopped being a number, by name and step.
-    """
-
-    summary: pd.DataFrame
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
-    figures: Mapping[str, Figure] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    diverged: tuple[str, ...] = ()
+# ---------------------------------------------------------------------------------------------------------- tables
 
 
 def summarize(
     values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame | None = None, kind: Kind = "mean"
 ) -> pd.DataFrame:
-    """Center, median and 95 % interval over seeds for every combination of `keys`.
+    """Return center, median and 95 % interval over seeds for every combination of `keys`.
 
     Args:
         values: long form: the columns of `keys`, `seed` and `value`.
         keys: columns that set rows apart ("norm", "step", "measure", …).
         published: the columns of `keys` (or some of them) and `published`; NaN where nothing was published.
-        kind: of `interval`: "share" for what lies between 0 and 1, "log" for errors.
+        kind: of `interval`.
 
     Returns:
         keys, then `mean` (geometric if `kind` is "log"), `ci_low`, `ci_high` (NaN with one seed), `median`, `sd`,
         `seeds`, `published`.
-
-    Raises:
-        ValueError: a seed occurs twice under the same keys.
     """
     keys = list(keys)
     repeated = values.duplicated([*keys, "seed"])
     if repeated.any():
-        first = values[repeated][[*keys, "seed"]].iloc[0]
-        raise ValueError(f"two values for {first.to_dict()}")
+        raise ValueError(f"two values for {values[repeated][[*keys, 'seed']].iloc[0].to_dict()}")
     rows = []
     for key, group in values.dropna(subset="value").groupby(keys, sort=False, dropna=False):
         x = group["value"].to_numpy(float)
         sd = float(x.std(ddof=1)) if len(x) > 1 else np.nan
         cell = key if isinstance(key, tuple) else (key,)
         rows.append((*cell, *interval(x, kind), float(np.median(x)), sd, len(x)))
-    table = pd.DataFrame(rows, columns=[*keys, *STATISTICS])
+    table = pd.DataFrame(rows, columns=[*keys, *MEAN, "median", "sd", "seeds"])
     if published is None:
         return table.assign(published=np.nan)
     on = [k for k in keys if k in published.columns]
@@ -234,7 +143,7 @@ def summarize(
 def summarize_kinds(
     parts: Sequence[tuple[pd.DataFrame, Kind]], keys: Sequence[str], published: pd.DataFrame | None = None
 ) -> pd.DataFrame:
-    """`summarize` of values of several kinds, one below the other; empty ones are left out."""
+    """Return `summarize` of values of several kinds, one below the other; empty ones are left out."""
     tables = [summarize(values, keys, published, kind) for values, kind in parts]
     return pd.concat([t for t in tables if len(t)] or tables, ignore_index=True)
 
@@ -247,50 +156,16 @@ def select(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
 
 
 def minus_reference(values: pd.DataFrame, reference: pd.Series, same: Sequence[str]) -> pd.DataFrame:
-    """Every other row's `value` minus that of the reference row with the same `same`; rows without one are left out."""
+    """Return every other row's `value` minus that of the reference row with the same `same`, where there is one."""
     of = values[reference][[*same, "value"]]
     pairs = values[~reference].merge(of, on=list(same), suffixes=("", "_reference"), validate="m:1")
     return pairs.assign(value=pairs["value"] - pairs.pop("value_reference"))
 
 
-MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")  # columns of a center and its interval
-
-
-def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Return differences of logarithms (`contrasted`) as factors: `keys`, FACTOR, `seeds`, `p`, `p_holm`."""
-    of = {c: np.exp(differences[c].astype(float)) for c in MEAN}
-    renamed = differences.assign(**of).rename(columns=dict(zip(MEAN, FACTOR, strict=True)))
-    return renamed[[*keys, *FACTOR, "seeds", "p", "p_holm"]]
-
-
-def effects(
-    values: pd.DataFrame,
-    keys: Sequence[str],
-    switch: Sequence[str],
-    bounds: tuple[float, float] = (-np.inf, np.inf),
-) -> pd.DataFrame:
-    """What a norm changes: each value minus the one of the same seed without a norm, with intervals over seeds.
-
-    Runs of one seed see the same batches, so what they share drops out of the difference.
-
-    Args:
-        values: long form, as for `summarize`; a column `norm`, which is "none" without one.
-        keys: columns that set rows apart, `norm` among them.
-        switch: those of `keys` that tell of the norm (`norm` and where it stands); the others must be equal.
-        bounds: between which the difference must lie (of shares: -1 and 1); intervals end there.
-
-    Returns:
-        A row per key with a norm: keys, `mean`, `ci_low`, `ci_high`, `median`, `sd`, `seeds` of the difference, `p`
-        of the paired t test and `p_holm`, adjusted over all rows; seeds without a partner are left out.
-    """
-    same = [k for k in keys if k not in switch] + ["seed"]
-    return contrasted(minus_reference(values, values["norm"] == "none", same), keys, bounds)
-
-
 def differences(
     wide: pd.DataFrame, pairs: Mapping[str, tuple[Hashable, Hashable]], name: str = "contrast"
 ) -> pd.DataFrame:
-    """Differences of pairs of columns in long form; a pair that lacks a column is left out.
+    """Return differences of pairs of columns in long form; a pair that lacks a column is left out.
 
     Args:
         wide: a column per cell; its index names what a difference is taken within, `seed` among it.
@@ -312,63 +187,148 @@ def contrasted(
     bounds: tuple[float, float] = (-np.inf, np.inf),
     tested: Mapping[str, Any] | None = None,
 ) -> pd.DataFrame:
-    """Means of paired differences with intervals, p and Holm's p over all rows that are tested.
+    """Return means of paired differences with intervals, p and Holm's p over all rows that are tested.
 
     Args:
         differences: long form, as for `summarize`; `value` is a difference within a seed.
         keys: columns that set contrasts apart.
-        bounds: between which a difference must lie; intervals end there.
+        bounds: between which a difference must lie (of shares: -1 and 1); intervals end there.
         tested: columns and their values (as `select`) in the rows that are tested; p of the others is NaN.
 
     Returns:
-        As `effects`.
+        keys, `mean`, `ci_low`, `ci_high`, `median`, `sd`, `seeds` of the difference, `p` (paired t test), `p_holm`.
     """
-    found = summarize(differences, keys).drop(columns="published")
+    table = summarize(differences, keys).drop(columns="published")
     groups = differences.dropna(subset="value").groupby(list(keys), sort=False, dropna=False)["value"]
     p = pd.Series([paired_p(group.to_numpy(float)) for _, group in groups], dtype=float)
-    p = p.where(p.index.isin(select(found, **(tested or {})).index))
-    found["ci_low"], found["ci_high"] = found["ci_low"].clip(lower=bounds[0]), found["ci_high"].clip(upper=bounds[1])
-    return found.assign(p=p, p_holm=holm(p.to_numpy(float)))
+    p = p.where(p.index.isin(select(table, **(tested or {})).index))
+    table["ci_low"], table["ci_high"] = table["ci_low"].clip(lower=bounds[0]), table["ci_high"].clip(upper=bounds[1])
+    return table.assign(p=p, p_holm=holm(p.to_numpy(float)))
+
+
+def effects(
+    values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str], bounds: tuple[float, float] = (-np.inf, np.inf)
+) -> pd.DataFrame:
+    """Return what a norm changes: each value minus the one of the same seed without a norm, as `contrasted`.
+
+    Args:
+        values: long form, as for `summarize`; a column `norm`, which is "none" without one.
+        keys: columns that set rows apart, `norm` among them.
+        switch: those of `keys` that tell of the norm (`norm` and where it stands); the others must be equal.
+        bounds: as `contrasted`.
+    """
+    same = [k for k in keys if k not in switch] + ["seed"]
+    return contrasted(minus_reference(values, values["norm"] == "none", same), keys, bounds)
+
+
+def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return differences of logarithms (`contrasted`) as factors: `keys`, FACTOR, `seeds`, `p`, `p_holm`."""
+    of = {c: np.exp(differences[c].astype(float)) for c in MEAN}
+    renamed = differences.assign(**of).rename(columns=dict(zip(MEAN, FACTOR, strict=True)))
+    return renamed[[*keys, *FACTOR, "seeds", "p", "p_holm"]]
+
+
+def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
+    """Return both main effects per seed, of `norm`, `seed` and `value`; rows of one norm and seed are averaged.
+
+    With all four norms the effect of scaling is the mean of the norms that scale minus the mean of those that do not;
+    that of projection likewise. Without the norm "none" it is LayerNorm minus the norm that lacks the term.
+    """
+    cells = values.groupby(["seed", "norm"])["value"].mean().unstack()
+    per_seed = {}
+    for term, with_term in (("scaling", SCALES), ("projection", PROJECTS)):
+        lacking = [n for n in NORM_KINDS if n in cells and n not in with_term]
+        having = [n for n in NORM_KINDS if n in with_term] if "none" in cells else ["layernorm"]
+        if lacking:
+            change = cells[having].mean(axis=1, skipna=False) - cells[lacking].mean(axis=1, skipna=False)
+            per_seed[term] = change.dropna()
+    return per_seed
+
+
+def effect_rows(differences: Mapping[str, pd.Series], factor: float = 1.0) -> Iterator[dict[str, Any]]:
+    """Yield a row per contrast: `contrast`, `estimate` with `low` and `high`, `p`, `bound`, `seeds`, `agreeing`.
+
+    `bound` is the larger end, in absolute value, of the 90 % CI: two one-sided tests at 5 % exclude larger effects.
+    `agreeing` seeds have the sign of the estimate.
+    """
+    for contrast, per_seed in differences.items():
+        values = per_seed.to_numpy(float) * factor
+        estimate, low, high = interval(values)
+        t = float(stats.t.ppf((1 + EQUIVALENCE) / 2, len(values) - 1))
+        half = t * values.std(ddof=1) / np.sqrt(len(values))
+        yield {
+            "contrast": contrast, "estimate": estimate, "low": low, "high": high, "p": paired_p(values),
+            "bound": abs(estimate) + half, "seeds": len(values),
+            "agreeing": int((np.sign(values) == np.sign(estimate)).sum()),
+        }  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+
+RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
+LONG = 1000  # rows; a longer table is parquet
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything `ln-probe lab run` writes.
+
+    Attributes:
+        tables: by name; `summary` is what the command prints.
+        figures: matplotlib figures by name.
+        settings: what was run (sizes, steps, seeds), as plain JSON.
+        diverged: runs whose loss stopped being a number, by name and step.
+    """
+
+    tables: Mapping[str, pd.DataFrame]
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    diverged: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        return self.tables["summary"]
 
 
 def write_results(
     results: Results, out: Path, *, experiment: str, command: str, ln_probe_version: str, seconds: float
 ) -> None:
     """Write every table and figure into `out`, `results.json` last."""
-    files = {SUMMARY_FILE: results.summary}
-    files |= {f"{name}.{'parquet' if len(t) > LONG else 'csv'}": t for name, t in results.tables.items()}
+    files = {f"{name}.{'parquet' if len(t) > LONG else 'csv'}": t for name, t in results.tables.items()}
+    files = {SUMMARY_FILE if name.startswith("summary.") else name: table for name, table in files.items()}
     for name, table in files.items():
         csv = name.endswith(".csv")
         content = table.to_csv(index=False, float_format="%.6g").encode() if csv else table.to_parquet(index=False)
         write_atomically(out / name, content)
     for name, figure in results.figures.items():
-        write_atomically(out / f"{name}.png", png(figure))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
+        write_atomically(out / f"{name}.png", buffer.getvalue())
     about = {
-        "experiment": experiment,
-        "command": command,
-        "versions": {"ln-probe": ln_probe_version} | {name: version(name) for name in PACKAGES},
-        "seconds": round(seconds, 1),
-        "settings": dict(results.settings),
-        "diverged": list(results.diverged),
-        "tables": list(files),
-        "figures": [f"{name}.png" for name in results.figures],
-    }
+        "experiment": experiment, "command": command,
+        "versions": {"ln-probe": ln_probe_version} | {n: version(n) for n in ("torch", "transformer-lens", "numpy")},
+        "seconds": round(seconds, 1), "settings": dict(results.settings), "diverged": list(results.diverged),
+        "tables": list(files), "figures": [f"{name}.png" for name in results.figures],
+    }  # fmt: skip
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
 
 
+# --------------------------------------------------------------------------------------------------------- figures
+
+
 def panels(
-    count: int, width: float, height: float, *, columns: int | None = None, shared: bool = False, margin: float = 0.0
+    count: int, width: float, height: float, *, columns: int | None = None, shared: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """Make a figure of panels in rows; the places that the last row has left over stay empty.
 
     Args:
-        width, height: of a panel, in inches; `margin` is added to the figure's width.
+        width, height: of a panel, in inches.
         columns: most panels side by side; None: all.
         shared: whether all have the same vertical axis.
     """
     columns = max(1, min(columns or count, count))
     rows = max(1, -(-count // columns))
-    figure = Figure(figsize=(width * columns + margin, height * rows), layout="constrained")
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, sharey=shared).flat)
     for unused in axes[count:]:
         unused.set_axis_off()
@@ -392,39 +352,13 @@ def heat_map(
     return image
 
 
-def png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
-    return buffer.getvalue()
-
-
-def kept() -> list[str]:
-    """The experiments of which results are kept."""
-    return sorted(p.parent.name for p in PUBLISHED_FOLDER.glob("*/results.json"))
-
-
-def folder(experiment: str) -> Path:
-    """Where the kept results of an experiment lie.
-
-    Raises:
-        FileNotFoundError: nothing was kept of it (says what was), or this is an installed package, which has none.
-    """
-    found = PUBLISHED_FOLDER / experiment
-    if not kept():
-        raise FileNotFoundError("an installed ln_probe holds no kept results: they are in the source's analyses/lab")
-    if not found.is_dir():
-        raise FileNotFoundError(f"no kept results of {experiment!r}: there are {', '.join(kept())}")
-    return found
-
-
-def table_at(where: Path, name: str) -> pd.DataFrame:
-    """A table of a results folder, whichever way it was written.
-
-    Raises:
-        FileNotFoundError: the folder has none of that name.
-    """
-    if (where / f"{name}.parquet").exists():
-        return pd.read_parquet(where / f"{name}.parquet")
-    if (where / f"{name}.csv").exists():
-        return pd.read_csv(where / f"{name}.csv")
-    raise FileNotFoundError(f"{where} holds no table {name!r} (.csv or .parquet)")
+def lines(ax: Axes, table: pd.DataFrame, x: str, by: str, y: str = "mean", published: bool = True) -> None:
+    """Draw a line per value of the column `by` with its interval; published figures as crosses."""
+    for number, (name, line) in enumerate(table.groupby(by, sort=False)):
+        line = line.sort_values(x)
+        ax.plot(line[x], line[y], f"C{number}o-", markersize=3, label=str(name))
+        if "ci_low" in line:
+            ax.fill_between(line[x], line["ci_low"], line["ci_high"], color=f"C{number}", alpha=0.15, lw=0)
+        if published and "published" in line:
+            ax.plot(line[x], line["published"], f"C{number}x")
+    ax.set_xlabel(x)

@@ -20,17 +20,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ln_probe.analyses.files import write_atomically
-from ln_probe.analyses.lab.run_folder import TEXT_BOUNDARY
-from ln_probe.analyses.lab.train import Task, step_generator, with_gradients
+from ln_probe.analyses.lab.train import TEXT_BOUNDARY, Task, step_generator
 from ln_probe.analyses.lab.transformer import LabTransformer
 
 VALID_SHARE = 0.05  # the end of every text is held out
 # From this size on, logits are made piece by piece: those of one window of 1024 tokens over GPT-2's vocabulary are
-# 206 MB, and a batch of 16 would need some 10 GB with its gradients. Processor time per window, forward and backward:
-# pieces of 16 positions 0.24 s, 64: 0.42, 256: 0.39; torch's cross-entropy, recomputed piece by piece, 0.39 to 0.82.
-LARGE_VOCABULARY, PIECE = 16_384, 16
+# 206 MB, and a batch of 16 would need some 10 GB with its gradients.
+LARGE_VOCABULARY, PIECE = 16_384, 64
 
 
 class TextTask:
@@ -42,10 +41,6 @@ class TextTask:
         n_ctx: length of a window in tokens.
         tokenizer: a folder to read a tokenizer from instead (GPT-2's, say), with `<|endoftext|>` in its vocabulary.
         valid_windows: windows that the held-out loss is measured on, spread evenly.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: too little text for one held-out window, or a tokenizer of another size or without a boundary.
     """
 
     name = "language_model"
@@ -92,13 +87,10 @@ class TextTask:
     @property
     def identity(self) -> dict[str, Any]:
         return {
-            "files": self._files,
-            "d_vocab": self.d_vocab,
-            "n_ctx": self.n_ctx,
-            "train_tokens": len(self.train_tokens),
+            "files": self._files, "d_vocab": self.d_vocab, "n_ctx": self.n_ctx, "train_tokens": len(self.train_tokens),
             "valid_tokens": len(self.valid_tokens),
             "tokenizer_sha256": hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest(),
-        }
+        }  # fmt: skip
 
     def windows(
         self, tokens: Int[Tensor, " tokens"], starts: Int[Tensor, " batch"], length: int
@@ -135,37 +127,17 @@ class TextTask:
 
 def piecewise_loss(model: LabTransformer, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:
     """The mean next-token loss in nats, with the logits of PIECE positions in memory at a time."""
-    x = model.stream(tokens)[:, :-1].flatten(0, 1)
-    b_U = model.W_U.new_zeros(model.cfg.d_vocab) if model.b_U is None else model.b_U
-    inputs = (x, model.W_U, b_U)
-    total, gradients = _cross_entropy(x.detach(), model.W_U.detach(), b_U.detach(), tokens[:, 1:].flatten())
-    return with_gradients(total / len(x), inputs, [gradient / len(x) for gradient in gradients])
 
+    def summed(x: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, model.W_U.T, model.b_U), wanted, reduction="sum")
 
-def _cross_entropy(x: Tensor, W_U: Tensor, b_U: Tensor, wanted: Tensor) -> tuple[float, tuple[Tensor, Tensor, Tensor]]:
-    """Summed cross-entropy of x W_U + b_U; gradients are made on the way, while the logits are in the cache."""
-    dx, dW, db = torch.empty_like(x), torch.zeros_like(W_U), torch.zeros_like(b_U)
-    total = 0.0
-    for part, targets, into in zip(x.split(PIECE), wanted[:, None].split(PIECE), dx.split(PIECE), strict=True):
-        p = torch.addmm(b_U, part, W_U)
-        top, right = p.amax(-1, keepdim=True), p.gather(1, targets)
-        p.sub_(top).exp_()
-        z = p.sum(-1, keepdim=True)
-        total += (z.log() + top - right).sum().item()
-        p.div_(z).scatter_add_(1, targets, torch.full_like(z, -1.0))
-        torch.mm(p, W_U.T, out=into)
-        dW.addmm_(part.T, p)
-        db += p.sum(0)
-    return total, (dx, dW, db)
+    x, wanted = model.stream(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    pieces = zip(x.split(PIECE), wanted.split(PIECE), strict=True)
+    return torch.stack([checkpoint(summed, *piece, use_reentrant=False) for piece in pieces]).sum() / len(x)
 
 
 def read_tokenizer(folder: Path, d_vocab: int) -> Tokenizer:
-    """The fast tokenizer of a Hugging Face folder.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        ValueError: no tokenizer in it, one of another size than d_vocab, or without `<|endoftext|>`.
-    """
+    """The fast tokenizer of a Hugging Face folder."""
     from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():

@@ -1,9 +1,15 @@
-"""One trainer for every experiment of the laboratory: deterministic, resumable, streamed to disk.
+"""One trainer for every experiment of the laboratory, and the folder of a run.
 
-A batch depends on the seed and the step alone, and everything else that moves (weights, Adam's moments, the step) is
-in one checkpoint, so an interrupted run continues bit for bit (on the same device, with the same number of threads:
-sums are split among them). A run is a folder (`run_folder`). The runs of one experiment are trained side by side, a run
-that diverges is named and the others are kept.
+A batch depends on the seed and the step alone, and everything else that moves (weights, moments, the step) is one dict
+in `state.pt`, so an interrupted run continues bit for bit (on the same device, with the same number of threads).
+
+lab.json            what the run is (task, model, training, data): two runs never share a folder
+metrics.jsonl       a line per evaluation
+checkpoints/        models kept on the way
+model.safetensors   the final one
+state.pt            where an interrupted run goes on
+diverged.json       the loss stopped being a number
+.lock               held by the process that trains it
 """
 
 from __future__ import annotations
@@ -28,52 +34,27 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock, Timeout
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ln_probe.analyses.files import replacing, write_atomically
+from ln_probe.analyses.files import PARTIAL, replacing, write_atomically
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.run_folder import (
-    DIVERGED_FILE,
-    LAB_FILE,
-    LOCK_FILE,
-    METRICS_FILE,
-    MODEL_FILE,
-    STATE_FILE,
-    check,
-    checkpoint_path,
-    checkpoint_steps,
-    claim,
-    load_weights,
-    metric_rows,
-    read_metrics,
-    save_model,
-    weights_of,
-    why_diverged,
-)
+from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.processes import follow_parent
 from ln_probe.analyses.progress import ProgressLine, tell
+from ln_probe.analyses.text import step_named
 
-FORMAT = 1
-
-_CHOICES = {"optimizer": ("adamw", "adam"), "schedule": ("cosine", "linear", "constant")}
+LAB_FILE, METRICS_FILE, MODEL_FILE = "lab.json", "metrics.jsonl", "model.safetensors"
+STATE_FILE, DIVERGED_FILE, LOCK_FILE = "state.pt", "diverged.json", ".lock"
+TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Schedule and sizes of a run. `lr` warms up linearly, then goes to `lr_end` as `schedule` says.
-
-    Attributes:
-        steps: updates in the run. batch: examples per update.
-        decay_steps: updates after which `lr_end` would be reached; None means `steps`.
-        clip: largest gradient norm; 0 means none.
-        evaluate_every: updates between lines of `metrics.jsonl`.
-        evaluate_at: more steps to evaluate at.
-        save_at: steps whose model is kept; the last always is.
-        state_every: updates between resumable states.
-
-    Raises (on construction):
-        ValueError: a size below 1, an unknown optimizer or schedule.
+    """Schedule and sizes of a run. `lr` warms up linearly, then goes to `lr_end` as `schedule` says, in `decay_steps`
+    updates (None: `steps`). `clip` 0 means none. `save_at`: steps whose model is kept, beside the last.
     """
 
     steps: int
@@ -93,15 +74,8 @@ class TrainConfig:
     decay_steps: int | None = None
     evaluate_at: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "evaluate_every", "state_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(known)}")
-
     def lr_at(self, step: int) -> float:
+        """The rate of an update, counted from 0."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         part = (step - self.warmup) / max(1, (self.decay_steps or self.steps) - self.warmup)
@@ -112,6 +86,7 @@ class TrainConfig:
         return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * min(1.0, part))) / 2
 
     def evaluates_at(self, done: int) -> bool:
+        """Whether metrics are written after so many updates."""
         return done % self.evaluate_every == 0 or done == self.steps or done in self.evaluate_at
 
 
@@ -126,11 +101,7 @@ def text_training(size: Any, seed: int, lr: float, **others: Any) -> TrainConfig
 
 @runtime_checkable
 class ModelSpec(Protocol):
-    """What describes a model: `LabConfig`, or a frozen dataclass of a task's own.
-
-    `build` makes the module from torch's global generator (the trainer seeds it); `to_dict` is plain JSON and all that
-    decides what is built.
-    """
+    """What describes a model; `build` draws from torch's global generator, `to_dict` is plain JSON that decides it."""
 
     def build(self) -> nn.Module: ...
     def to_dict(self) -> dict[str, Any]: ...
@@ -138,10 +109,7 @@ class ModelSpec(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """What a run trains on. `identity` is everything that decides its batches, as plain JSON.
-
-    `batch` is the input of `loss`, and depends on its arguments alone. `evaluate` runs without gradients.
-    """
+    """What a run trains on. `identity`, plain JSON, decides its batches; `batch` depends on its arguments alone."""
 
     name: str
 
@@ -156,20 +124,17 @@ class Task(Protocol):
         return
 
 
-PAD = -100  # at padding nothing is to be said; torch's default ignore_index
-Words = tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]  # tokens, and what is to be said at each (or PAD)
+PAD = -100  # at padding there is no label; torch's default ignore_index
+Words = tuple[Int[Tensor, "word pos"], Int[Tensor, "word pos"]]  # tokens and labels (or PAD)
 
 
 class WordsTask(Task):
-    """Say something at every letter of words; the loss is the mean over letters that are not PAD.
+    """Label every letter of words; the loss is the mean over letters that are not PAD."""
 
-    Attributes:
-        answers: how many of a model's logits are answers, the first; None: all.
-    """
-
-    answers: int | None = None
+    answers: int | None = None  # how many of a model's logits are answers, the first; None: all
 
     def logits(self, model: nn.Module, tokens: Int[Tensor, "word pos"]) -> Float[Tensor, "word pos answer"]:
+        """The logits that are answers."""
         logits: Tensor = model(tokens)
         return logits[..., : self.answers]
 
@@ -177,57 +142,142 @@ class WordsTask(Task):
         return F.cross_entropy(self.logits(model, batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PAD)
 
 
-def with_gradients(value: float, inputs: Iterable[Tensor], gradients: Iterable[Tensor]) -> Float[Tensor, ""]:
-    """A scalar with this value and these gradients, for a loss whose gradients are computed along with it."""
-    terms = [(g * (x - x.detach())).sum() for x, g in zip(inputs, gradients, strict=True)]  # each is 0
-    return value + torch.stack(terms).sum()
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """Return the random stream of one step: independent of earlier steps."""
+    digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a model's weights as safetensors."""
+    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    write_atomically(path, save({k: v.contiguous() for k, v in tensors.items()}, {"format": "pt"}))
+
+
+def load_weights(model: nn.Module, weights: Path) -> None:
+    """Put a saved model's weights into a module, as float32; ValueError if damaged, of another shape or not finite."""
+    if not weights.is_file():
+        raise FileNotFoundError(f"{weights} is missing")
+    try:
+        tensors = load(weights.read_bytes())  # not mapped into memory, where another process could overwrite it
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{weights} cannot be read ({error}): it is truncated or corrupt") from error
+    built = model.state_dict()
+    shapes, wanted = ({k: tuple(v.shape) for k, v in t.items()} for t in (tensors, built))
+    if wrong := [k for k in sorted({*wanted, *shapes}) if wanted.get(k) != shapes.get(k)]:
+        raise ValueError(
+            f"{weights} does not fit {weights.parent / LAB_FILE}: {wrong[0]} is of shape {shapes.get(wrong[0])} in the "
+            f"file, {wanted.get(wrong[0])} in the model"
+        )
+    for name, tensor in tensors.items():
+        # A kernel's lag 0 may be infinite by construction.
+        if tensor.is_floating_point() and not torch.equal(built[name], tensor) and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{weights}: {name} holds NaN or infinite numbers; nothing can be measured on it")
+    model.load_state_dict(tensors)
+
+
+def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
+    """Load the model of a lab run's folder, the final one or that of `step`, in float32, with the folder's tokenizer.
+
+    Raises:
+        FileNotFoundError: the folder holds no lab run, is unfinished, or has no such step (says which it has).
+        ValueError: a file does not fit the configuration in its folder, or the model is no `LabTransformer`.
+    """
+    path = Path(path)
+    if not (path / LAB_FILE).is_file():
+        raise FileNotFoundError(f"{path} holds no {LAB_FILE}: not a lab run's folder")
+    weights = weights_of(path, step)
+    try:
+        config = LabConfig(**json.loads((path / LAB_FILE).read_text(encoding="utf-8"))["model"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path / LAB_FILE} does not describe a LabTransformer ({error}): load other models of the laboratory with "
+            "`Run.model()` of their experiment"
+        ) from error
+    model = LabTransformer(config, tokenizer=_tokenizer(path))
+    load_weights(model, weights)
+    return model.eval()
+
+
+def _tokenizer(path: Path) -> Any:
+    file = path / "tokenizer.json"
+    if not file.exists():
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ValueError(f"{file} is not a tokenizer ({error}): restore it") from error
+
+
+def read_metrics(run: Path) -> pd.DataFrame:
+    """Return a row per evaluation: `step`, `train_loss` (mean since the row before), the task's own, `seconds`."""
+    file = run / METRICS_FILE
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    table = pd.DataFrame([json.loads(line) for line in lines if line.endswith("\n")])  # not half a line of a kill
+    return table.drop(columns="check", errors="ignore")  # bundled runs have a checksum in every line
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Where the model of a step is kept."""
+    return run / "checkpoints" / f"step-{step:07d}.safetensors"
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Return the steps whose model a run's folder holds, ascending."""
+    files = (run / "checkpoints").glob("step-*.safetensors")
+    return sorted(step for path in files if (step := step_named(path.stem)) is not None)
+
+
+def weights_of(run: Path, step: int | None = None) -> Path:
+    """Return the file of the model kept at `step`, or of the final one; FileNotFoundError lists the steps."""
+    weights = run / MODEL_FILE if step is None else checkpoint_path(run, step)
+    if not weights.exists():
+        steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
+        what = "no final model (unfinished?)" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(f"{run} holds {what}; steps it has: {steps}")
+    return weights
+
+
+def measured_once(run: Path, name: str, weights: Path, measure: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """Return a table measured of a file of weights, which is kept in a folder as NAME-KEY.csv."""
+    file = run / f"{name}-{hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}.csv"
+    if not file.exists():
+        write_atomically(file, measure().to_csv(index=False).encode())
+    return pd.read_csv(file)
+
+
+def _claim(out: Path, identity: dict[str, Any]) -> None:
+    """Make `out` this run's folder; FileExistsError if it holds something else."""
+    path = out / LAB_FILE
+    if path.exists():
+        existing = json.loads(path.read_text(encoding="utf-8"))
+        if wrong := sorted(k for k in {*identity, *existing} if existing.get(k) != identity.get(k)):
+            raise FileExistsError(f"{out} holds another run (not the same: {', '.join(wrong)}): choose another folder")
+    else:
+        if out.exists() and any(p.suffix != PARTIAL for p in out.iterdir()):  # half a file is what a kill can leave
+            raise FileExistsError(f"{out} is not empty and holds no lab run: choose another folder")
+        write_atomically(path, (json.dumps(identity, indent=1) + "\n").encode())
 
 
 class DivergedError(RuntimeError):
     """The loss of a run is no longer a number."""
 
 
-def step_generator(seed: int, step: int) -> torch.Generator:
-    """The random stream of one step: independent of earlier steps."""
-    digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _identity(task: Task, model: ModelSpec, training: TrainConfig) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(  # through JSON, to be compared with what a file holds
-        json.dumps(
-            {
-                "format": FORMAT,
-                "task": task.name,
-                "model": model.to_dict(),
-                "training": asdict(training),
-                "data": task.identity,
-            }
-        )
-    )
-    return plain
-
-
-def _save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> None:
-    with replacing(path) as aside:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **counters}, aside)
-
-
 def train(
     task: Task,
     spec: ModelSpec,
     training: TrainConfig,
-    out: Path,
+    out: str | Path,
     *,
-    until: int | None = None,
     progress: bool = True,
     device: str = "cpu",
 ) -> nn.Module:
-    """Train one model into the folder `out`, resuming where an earlier call stopped; the model comes back on the CPU.
+    """Train a model, resuming where an earlier call stopped; it comes back on the CPU.
 
-    Divisors that were not given are measured on the first batch, in a pass through `task.loss`. With `until`, it stops
-    after that step, ready to go on. On another device than the CPU batches are moved there and evaluations are made
-    on the CPU.
+    Divisors that were not given are measured on the first batch, in a pass through `task.loss`. Evaluations are made on
+    the CPU.
 
     Raises:
         FileExistsError: `out` holds something that is not this run, or another process trains it now.
@@ -235,25 +285,19 @@ def train(
         DivergedError: the loss became NaN or infinite, now or in an earlier call (what was saved before stays).
     """
     out = Path(out)
-    claim(out, _identity(task, spec, training))
+    about = {"task": task.name, "model": spec.to_dict(), "training": asdict(training), "data": task.identity}
+    _claim(out, json.loads(json.dumps(about)))  # as a file would hold it
     try:
         lock = nullcontext() if (out / MODEL_FILE).exists() else FileLock(out / LOCK_FILE, timeout=0)
         with lock, _deterministic(device), ProgressLine() if progress else nullcontext():
-            return _train(task, spec, training, out, until, torch.device(device)).cpu()
+            return _train(task, spec, training, out, torch.device(device)).cpu()
     except Timeout:
         raise FileExistsError(f"{out} is being trained by another process: wait for it") from None
 
 
-def _train(
-    task: Task,
-    spec: ModelSpec,
-    training: TrainConfig,
-    out: Path,
-    until: int | None,
-    device: torch.device,
-) -> nn.Module:
+def _train(task: Task, spec: ModelSpec, training: TrainConfig, out: Path, device: torch.device) -> nn.Module:
     if (out / DIVERGED_FILE).exists():
-        raise DivergedError(why_diverged(out))
+        raise DivergedError(_why_diverged(out))
     torch.manual_seed(training.seed)
     model = spec.build()
     if (out / MODEL_FILE).exists():
@@ -263,17 +307,15 @@ def _train(
         task.loss(model, task.batch(0, training.batch, training.seed))
     model.to(device)
     optimizer = _optimizer(model, training)
-    state = out / STATE_FILE
-    counters = _restore(model, optimizer, state)
-    start = int(counters["step"])
+    state = _restored(model, optimizer, out / STATE_FILE)
+    start, total, counted = state["step"], state["loss"], state["counted"]
     task.write_files(out)
-    (out / "checkpoints").mkdir(exist_ok=True)
     metrics = out / METRICS_FILE
-    rows = [row for row in metric_rows(metrics) if row["step"] <= start]  # what came after the state is done again
-    write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    began = time.perf_counter() - counters["seconds"]
-    stop = training.steps if until is None else max(start, min(until, training.steps))
-    for step in range(start, stop):
+    rows = read_metrics(out)  # what came after the state is done again
+    lines = [json.dumps(row) + "\n" for row in rows.to_dict("records") if row["step"] <= start]
+    write_atomically(metrics, "".join(lines).encode())
+    began = time.perf_counter() - state["seconds"]
+    for step in range(start, training.steps):
         tell(out.name, step, training.steps, "steps")
         if step in training.save_at:
             save_model(model, checkpoint_path(out, step))
@@ -282,51 +324,45 @@ def _train(
         loss = task.loss(model, _moved(task.batch(step, training.batch, training.seed), device))
         value = loss.item()
         if not math.isfinite(value):
-            raise _diverged(out, training, step, value)
+            raise _diverged(out, training, step, f"the loss is {value}")
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if training.clip:
             nn.utils.clip_grad_norm_(model.parameters(), training.clip)
         optimizer.step()
-        done = step + 1
-        counters["loss"], counters["counted"] = counters["loss"] + value, counters["counted"] + 1
+        done, total, counted = step + 1, total + value, counted + 1
         if training.evaluates_at(done):
-            row = {"step": done, "train_loss": counters["loss"] / counters["counted"]}
             with torch.no_grad():
-                row |= task.evaluate(model.cpu())
+                row = {"step": done, "train_loss": total / counted, **task.evaluate(model.cpu())}
             model.to(device)
-            for name, found in row.items():
-                if name.endswith("loss") and not math.isfinite(found):
-                    raise _diverged(out, training, done, found)
-            rows.append(row | {"seconds": round(time.perf_counter() - began, 1)})
+            if not all(math.isfinite(x) for name, x in row.items() if name.endswith("loss")):
+                raise _diverged(out, training, done, "a measured loss is not finite")
             with metrics.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-            counters["loss"], counters["counted"] = 0.0, 0.0
-        if done % training.state_every == 0 or done == stop:
+                file.write(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}) + "\n")
+            total, counted = 0.0, 0
+        if done % training.state_every == 0 or done == training.steps:
             if not all(bool(w.isfinite().all()) for w in model.parameters()):  # what was saved before stays
-                raise _diverged(out, training, done, math.nan, "a weight")
-            counters |= {"step": done, "seconds": time.perf_counter() - began}
-            _save_state(state, model, optimizer, counters)
-    if stop < training.steps:
-        return model
+                raise _diverged(out, training, done, "a weight is not finite")
+            numbers = {"step": done, "loss": total, "counted": counted, "seconds": time.perf_counter() - began}
+            with replacing(out / STATE_FILE) as aside:
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **numbers}, aside)
     save_model(model, checkpoint_path(out, training.steps))
     save_model(model, out / MODEL_FILE)
-    state.unlink(missing_ok=True)
+    (out / STATE_FILE).unlink(missing_ok=True)
     return model
 
 
-def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, float]:
-    """Where an interrupted run stopped, put back into model and optimizer; zeros if there is no saved state."""
-    counters = {"step": 0.0, "loss": 0.0, "counted": 0.0, "seconds": 0.0}
+def _restored(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
+    """Where an interrupted run stopped, put back into model and optimizer; the beginning if there is no saved state."""
     if not path.exists():
-        return counters
+        return {"step": 0, "loss": 0.0, "counted": 0, "seconds": 0.0}
     try:
-        saved = torch.load(path, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        return {name: float(saved[name]) for name in counters}
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
     except (KeyError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         raise ValueError(f"{path} is damaged, or of another model: delete it to start again") from error
+    return state
 
 
 @contextmanager
@@ -355,20 +391,20 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _diverged(out: Path, training: TrainConfig, step: int, value: float, what: str = "the loss") -> DivergedError:
+def _diverged(out: Path, training: TrainConfig, step: int, what: str) -> DivergedError:
     """The error to raise, its mark left in the run's folder."""
-    message = (
-        f"{out}: {what} is {value} at step {step} (seed {training.seed}); the last state before it is "
-        f"kept. Lower lr (now {training.lr:g}) or clip (now {training.clip:g})"
-    )
+    message = f"{out}: {what} at step {step} (seed {training.seed}). Lower lr (now {training.lr:g}) or clip"
     write_atomically(out / DIVERGED_FILE, (json.dumps({"step": step, "message": message}) + "\n").encode())
     return DivergedError(message)
 
 
+def _why_diverged(run: Path) -> str:
+    return str(json.loads((run / DIVERGED_FILE).read_text(encoding="utf-8"))["message"])
+
+
 def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer:
     kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
     groups = [  # decay is for matrices alone
         {"params": matrices, "weight_decay": training.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -378,10 +414,7 @@ def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train.
-
-    `keys` set it apart from the others but for the seed, column by column ("norm": "layernorm", …).
-    """
+    """One model to train; `keys` set it apart but for the seed, column by column ("norm": "layernorm", …)."""
 
     keys: Mapping[str, str | int | float]
     task: Task
@@ -402,11 +435,7 @@ class Run:
         return (self.folder / MODEL_FILE).exists()
 
     def model(self, step: int | None = None) -> nn.Module:
-        """The trained model, the final one or that of a saved step.
-
-        Raises:
-            FileNotFoundError: it is not there (lists the steps that are).
-        """
+        """Load the trained model, the final one or that of a saved step."""
         model = self.spec.build()
         load_weights(model, weights_of(self.folder, step))
         return model.eval()
@@ -425,16 +454,9 @@ def planned(
     spec: Callable[[Cell], ModelSpec] | None = None,
     keys: Callable[[Cell], Mapping[str, str | int | float]] = vars,
 ) -> list[Run]:
-    """Every run: all cells with the first seed, then all with the next, so that a part of it is already a result.
+    """List every run: all cells with the first seed, then all with the next, in folders `runs/{name}-seed{seed}`.
 
-    Args:
-        name: of a cell; a run's folder is `runs/{name}-seed{seed}`.
-        task, training: of a cell and a seed.
-        spec: of a cell; None: its method `spec`.
-        keys: a cell's columns in the tables; by default its fields.
-
-    Raises:
-        ValueError: two cells have the same name, so that their runs would share a folder.
+    `spec` is by default a cell's method `spec`, `keys` (its columns in the tables) its fields.
     """
     cells = list(cells)
     names = [name(cell) for cell in cells]
@@ -454,54 +476,28 @@ def planned(
 
 
 def carry_out(runs: Sequence[Run], request: Request) -> tuple[str, ...]:
-    """Train the unfinished runs, or (`request.collect`) only check that the folders belong to these runs.
+    """Train the unfinished runs, `request.jobs` processes at a time; return a message for each that diverged.
 
-    Returns:
-        What became of the runs that diverged, a message each.
-
-    Raises:
-        FileExistsError: a run's folder holds another run.
-        ValueError: as `train_all`; or there is nothing to collect.
+    Ctrl-C, or a run that cannot go on (as `train`), stops all: what they have saved stays.
     """
-    if request.collect:
-        if runs and not any(run.folder.exists() for run in runs):
-            raise ValueError(f"{request.out} holds none of these {len(runs)} runs: leave out --collect to train them")
-        for run in runs:
-            if (run.folder / LAB_FILE).exists():
-                check(run.folder, _identity(run.task, run.spec, run.training))
+    if request.jobs == 1:
+        for i, run in enumerate(runs):
+            if request.progress:
+                print(f"[{i + 1}/{len(runs)}] {run.name}", file=sys.stderr)
+            _one(run, request.progress, request.device)
     else:
-        train_all(runs, jobs=request.jobs, progress=request.progress, device=request.device)
+        _side_by_side(runs, request)
     return tuple(diverged(runs).values())
 
 
-def train_all(
-    runs: Sequence[Run], *, jobs: int = 1, until: int | None = None, progress: bool = True, device: str = "cpu"
-) -> None:
-    """Train what is not finished yet, `jobs` at a time in separate processes; runs that diverge are left as such.
-
-    With `until`, every run stops after that step, ready to go on. Ctrl-C, or a run that cannot go on, stops all: what
-    they have saved stays.
-
-    Raises:
-        ValueError: jobs below 1.
-        FileExistsError, ValueError: of the first run that `train` refuses.
-    """
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
-    if jobs == 1:
-        for i, run in enumerate(runs):
-            if progress:
-                print(f"[{i + 1}/{len(runs)}] {run.name}", file=sys.stderr)
-            _one(run, until, progress, device)
-        return
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+def _side_by_side(runs: Sequence[Run], request: Request) -> None:
+    threads = max(1, (os.cpu_count() or 1) // request.jobs)
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(threads,))
+    pool = ProcessPoolExecutor(request.jobs, mp_context=context, initializer=_begin, initargs=(threads,))
     try:
-        waiting = [pool.submit(_one, run, until, False, device) for run in runs]
-        tell("training", 0, len(runs), "runs")
-        with ProgressLine() if progress else nullcontext():
+        waiting = [pool.submit(_one, run, False, request.device) for run in runs]
+        with ProgressLine() if request.progress else nullcontext():
             for count, done in enumerate(as_completed(waiting), 1):
                 done.result()
                 tell("training", count, len(runs), "runs")
@@ -518,20 +514,16 @@ def _begin(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _one(run: Run, until: int | None, progress: bool, device: str) -> None:
+def _one(run: Run, progress: bool, device: str) -> None:
     with suppress(DivergedError):  # which has left its mark
-        train(run.task, run.spec, run.training, run.folder, until=until, progress=progress, device=device)
+        train(run.task, run.spec, run.training, run.folder, progress=progress, device=device)
 
 
 def finished(runs: Iterable[Run], *, checkpoints: bool = False) -> list[Run]:
-    """Return the runs that have their final model, or with `checkpoints` those that have any.
-
-    Raises:
-        ValueError: none has.
-    """
+    """Return the runs that have their final model, or with `checkpoints` those that have any; ValueError if none."""
     done = [run for run in runs if (checkpoint_steps(run.folder) if checkpoints else run.finished)]
     if not done:
-        raise ValueError("no run has got there yet: leave out --collect to train")
+        raise ValueError("no run is finished")
     return done
 
 
@@ -542,13 +534,13 @@ def shared_settings(run: Run, varied: Sequence[str]) -> dict[str, Any]:
 
 
 def diverged(runs: Sequence[Run]) -> dict[str, str]:
-    """Messages of the runs whose loss became NaN or infinite, by the run's name."""
+    """Return messages of the runs whose loss became NaN or infinite, by the run's name."""
     marked = [run for run in runs if (run.folder / DIVERGED_FILE).exists()]
-    return {run.name: f"{run.name}: {why_diverged(run.folder)}" for run in marked}
+    return {run.name: f"{run.name}: {_why_diverged(run.folder)}" for run in marked}
 
 
 def curves(runs: Sequence[Run]) -> pd.DataFrame:
-    """Metrics of all runs so far in long form: a row per (keys, seed, step, measure) with its `value`."""
+    """Return the metrics of all runs so far in long form: a row per (keys, seed, step, measure) with its `value`."""
     frames = []
     for run in runs:
         wide = read_metrics(run.folder)

@@ -223,10 +223,14 @@ def _hardness(measures: Mapping[str, np.ndarray]) -> np.ndarray:
     keys compete; by the margin where that is not known."""
     value = np.where(np.isnan(measures["attainable"]), measures["margin_upper"], measures["attainable"])
     value = np.where(np.isnan(value), np.inf, value)
-    return np.where(np.isin(measures["verdict"], [UNSELECTABLE, DUPLICATE]), -1.0 + 1e-9 * value, value)
+    return np.where(np.isin(measures["verdict"], [UNSELECTABLE, DUPLICATE]), -1.0 + np.fmin(1e-9 * value, 1.0), value)
 
 
 def _pick(of_head: Mapping[str, Mapping[str, np.ndarray]], rng: np.random.Generator) -> np.ndarray:
-    hard = [np.argsort(_hardness(measures), kind="stable")[:HARDEST_PER_VARIANT] for measures in of_head.values()]
+    hard = []
+    for measures in of_head.values():
+        hardness = _hardness(measures)
+        order = np.argsort(hardness, kind="stable")[:HARDEST_PER_VARIANT]
+        hard.append(order[np.isfinite(hardness[order])])  # infinite: a selectable key of which no more was measured
     count = len(next(iter(of_head.values()))["verdict"])
     return np.unique(np.concatenate([*hard, rng.choice(count, size=min(SAMPLED, count), replace=False)]))

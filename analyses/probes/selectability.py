@@ -4,7 +4,8 @@ Two spaces. `normalized`: the norm's output before gain and bias (the paper's cl
 head = -1). `head`: keys as attention sees them, after gain, bias, W_K, b_K, any QK-norm and rotary positions. Verdicts
 there are those of `key_geometry` on the same keys: some query of any length, in any direction that W_Q does not remove.
 Margins and attention are over the queries that the head can make: behind a norm that does not scale, or none, nothing
-bounds them, and there are none. The queries of all variants are the intact model's.
+bounds them, and there are none. The queries of all variants are the intact model's. Margins and attention are measured
+in head space, intact and with scaling frozen, which is what findings and pictures compare (`every=True`: everywhere).
 
 Keys are judged among those that one query sees: all of them, or those of its window (`AttentionLayer.key_sets`).
 Attainable attention is the largest weight at the last position that sees them all.
@@ -15,19 +16,19 @@ Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float64
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE
-from ln_probe.analyses.geometry.api import set_attention, set_geometry
-from ln_probe.analyses.geometry.compiled import in_threads
-from ln_probe.analyses.geometry.inputs import SPAN_TOLERANCE, GivenSet, QuerySet
-from ln_probe.analyses.geometry.witnesses import SetGeometry
+from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, solve_sets
+from ln_probe.analyses.geometry.key_geometry import reachable
+from ln_probe.analyses.geometry.keys import SPAN_TOLERANCE, QuerySet
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import (
     DESCRIBED,
@@ -56,10 +57,11 @@ from ln_probe.analyses.probes.keys import (
     concatenated,
     head_rows,
     key_rows,
+    sphere_theorem,
 )
 from ln_probe.analyses.probes.uniformity import spread
 from ln_probe.analyses.text import number, percent
-from ln_probe.hooks.norm import BOTH_REMOVED, SCALING_FROZEN
+from ln_probe.hooks.norm import BOTH_REMOVED, INTACT, SCALING_FROZEN
 
 
 class Selectability(Probe):
@@ -68,10 +70,12 @@ class Selectability(Probe):
     Args:
         every_key: whether the table `keys` has a row for every key; otherwise the hardest keys of each head and a
             seeded sample.
+        every: whether margins and attention are measured under every variant, and margins in normalized space;
+            otherwise in head space, intact and with scaling frozen.
     """
 
-    def __init__(self, every_key: bool = False) -> None:
-        self.every_key = every_key
+    def __init__(self, every_key: bool = False, every: bool = False) -> None:
+        self.every_key, self.every = every_key, every
 
     name = "selectability"
     summary = "which keys a query can select, by what margin"
@@ -87,7 +91,7 @@ class Selectability(Probe):
     }
 
     def start(self, run: Run) -> Observer:
-        return _Watching(run, self.every_key)
+        return _Watching(run, self)
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
         heads = tables[HEADS.name]
@@ -100,14 +104,14 @@ class Selectability(Probe):
 
 
 class _Watching(KeyObserver):
-    def __init__(self, run: Run, every_key: bool) -> None:
+    def __init__(self, run: Run, probe: Selectability) -> None:
         super().__init__()
-        self.run, self.every_key = run, every_key
+        self.run, self.every_key, self.every = run, probe.every_key, probe.every
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        self.add(attended, NORMALIZED, partial(_at_the_norm, attended))
+        self.add(attended, NORMALIZED, partial(_at_the_norm, attended, self.every))
         if attended.heads is not None:
-            self.add(attended, HEAD, partial(_in_heads, attended))
+            self.add(attended, HEAD, partial(_in_heads, attended, self.every))
 
     def finish(self) -> ProbeResults:
         heads: list[dict[str, object]] = []
@@ -130,90 +134,88 @@ class _Watching(KeyObserver):
 # --------------------------------------------------------------------------------------------------------- measures
 
 
-def _at_the_norm(attended: AttentionLayer, variant: str) -> Measures:
-    """Measure keys at the norm's output: no set of queries, so relative margins and no attention."""
-    keys = np.ascontiguousarray(attended.outputs[variant].cpu().numpy())
-    sets = [_measures(set_geometry(keys[seen], threads=None), seen) for seen in attended.key_sets]
-    return _stacked([concatenated(sets)])
+# Variants whose margins and attention findings and pictures compare.
+_COMPARED = (INTACT.name, SCALING_FROZEN.name)
 
 
-def _in_heads(attended: AttentionLayer, variant: str) -> Measures:
+def _at_the_norm(attended: AttentionLayer, every: bool, variant: str) -> Measures:
+    """Measure keys at the norm's output: no set of queries, so relative margins and no attention.
+
+    Outputs of a norm that scales lie on a sphere, where every key is selected by the query along it.
+    """
+    keys = attended.outputs[variant].cpu().numpy()
+    request = Request(gap=RELATIVE_GAP if every else None, own_queries=bool(sphere_theorem(attended.site, variant)))
+    sets = [_measures(solve_sets(keys[None, seen], request=request, threads=1)[0], seen) for seen in attended.key_sets]
+    return {name: values[None] for name, values in concatenated(sets).items()}
+
+
+def _in_heads(attended: AttentionLayer, every: bool, variant: str) -> Measures:
     """Measure keys as attention sees them, of the chosen heads."""
-    every = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
+    on_device = attended.keys(variant).permute(1, 0, 2)[attended.chosen]
+    device = on_device.device if on_device.is_cuda else None
+    keys = np.ascontiguousarray(on_device.cpu().numpy())
     _, most = spread(attended, variant)
-    biases = attended.key_bias  # made on the model's device, and once: not by the threads
+    biases = attended.key_bias
+    asked = every or variant in _COMPARED
+    sets = [
+        _of_all_heads(attended, keys[:, seen], None if biases is None else biases[:, seen], seen, asked, device)
+        for seen in attended.key_sets
+    ]
+    measures = [concatenated([of_heads[row] for of_heads in sets]) for row in range(len(keys))]
+    return {name: np.stack([of_head[name] for of_head in measures]) for name in measures[0]} | {
+        "pattern_max": np.stack([most[head] for head in attended.chosen])
+    }
 
-    def one(place: int) -> Measures:
-        keys, bias = every[place], None if biases is None else biases[place]
-        sets = [
-            _in_head(attended, place, keys[seen], None if bias is None else bias[seen], seen)
-            for seen in attended.key_sets
-        ]
-        return concatenated(sets) | {"pattern_max": most[attended.chosen[place]]}
 
-    return _stacked(in_threads(one, range(len(every))))
-
-
-def _in_head(
+def _of_all_heads(
     attended: AttentionLayer,
-    place: int,
-    keys: Float64[np.ndarray, "key d"],
-    bias: Float64[np.ndarray, " key"] | None,
+    keys: Float64[np.ndarray, "head key d"],
+    bias: Float64[np.ndarray, "head key"] | None,
     seen: slice,
-) -> Measures:
-    """Measure keys of one head over the queries that it can make at the last position, and the observed ones there.
+    bounds: bool,
+    device: torch.device | None,
+) -> list[Measures]:
+    """Measure one set of keys of each head over the queries that it can make at the last position, and the observed
+    ones there.
 
     Where queries have no bound there are verdicts alone, over every direction that the head has.
     """
-    reachable = attended.reachable(seen.stop - 1)
-    if reachable is None:
-        directions = _query_set(attended.directions(seen.stop - 1), place, in_order=False)
-        own = GivenSet(keys, bias, directions).own
-        return _measures(set_geometry(own.points, own.lift, gap=None), seen)
-    geometry = set_geometry(keys, bias, _query_set(reachable, place))
-    measures = _measures(geometry, seen)
-    if attended.radii is None or geometry.attainable is None:
-        return measures
-    rho = float(attended.radii[attended.chosen[place]])
-    shrunk = _query_set((reachable[0], reachable[1] * rho), place)
-    observed = set_attention(keys, bias, shrunk, None, geometry.attainable.point)
-    return measures | {
-        "attainable": observed.weight,
-        "attainable_upper": observed.upper,
-        # The observed set lies in the reachable one: a weight of its queries counts here too.
-        "attainable_reachable": np.fmax(geometry.attainable.weight, observed.weight),
-    }
+    last = seen.stop - 1
+    ellipsoids = attended.reachable(last)
+    bounds = bounds and ellipsoids is not None
+    queries = attended.once("query sets", last, lambda: _query_sets(ellipsoids or attended.directions(last)))
+    inner = None
+    if bounds and attended.radii is not None:
+        inner = np.array([attended.radii[head] for head in attended.chosen])
+    request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
+    return [_measures(solved, seen) for solved in solve_sets(keys, bias, queries, inner, request, device=device)]
 
 
-def _query_set(queries: tuple[np.ndarray, np.ndarray], place: int, *, in_order: bool = True) -> QuerySet:
-    """The queries of one of the chosen heads, from centers and axes of all; with `in_order`, axes row by row in memory
-    (their order there decides how sums round)."""
-    center, axes = queries[0][place], queries[1][place]
-    return QuerySet(center, np.ascontiguousarray(axes) if in_order else axes).compact()
+def _query_sets(ellipsoids: tuple[np.ndarray, np.ndarray]) -> list[QuerySet]:
+    """Return the sets of queries of all chosen heads, from centers and axes."""
+    return [
+        QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)).compact()
+        for center, axes in zip(*ellipsoids, strict=True)
+    ]
 
 
-def _measures(geometry: SetGeometry, seen: slice) -> Measures:
+def _measures(solved: Solved, seen: slice) -> Measures:
     """Return the record of every key: `verdict` as an index into NAMES, the others as in the `keys` table."""
-    count = len(geometry.representative)
+    answers, count = solved.answers, len(solved.answers.verdicts.code)
+    known = solved.seen is not None and not np.isnan(answers.margins.lower).all()
     nothing = np.full(count, np.nan)
-    lower, upper = (nothing, nothing) if geometry.margins is None else geometry.bounds
-    reachable = geometry.reachable  # -1 where there is no set of queries
     return {
-        "verdict": geometry.proved.verdicts.code,
-        "margin_lower": lower,
-        "margin_upper": upper,
-        "reachable": np.full(count, -1, np.int8) if reachable is None else reachable.astype(np.int8),
-        "attainable": nothing,
-        "attainable_upper": nothing,
-        "attainable_reachable": nothing if geometry.attainable is None else geometry.attainable.weight,
+        "verdict": answers.verdicts.code.astype(np.int8),
+        "margin_lower": answers.margins.lower,
+        "margin_upper": answers.margins.upper,
+        # -1 where there is no set of queries, or margins were not measured
+        "reachable": reachable(solved).astype(np.int8) if known else np.full(count, -1, np.int8),
+        "attainable": answers.inner.lower,
+        "attainable_upper": answers.inner.upper,
+        "attainable_reachable": answers.attention.lower,
         "pattern_max": nothing,
         "judged_at": np.full(count, seen.stop - 1, np.int32),
     }
-
-
-def _stacked(heads: Sequence[Measures]) -> Measures:
-    """Return the measures of all heads, a row each."""
-    return {name: np.stack([measures[name] for measures in heads]) for name in heads[0]}
 
 
 # --------------------------------------------------------------------------------------------------------- findings

@@ -49,8 +49,7 @@ from torch import Tensor
 
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 from ln_probe.hooks import linearized
-from ln_probe.hooks.model import by_head, head_count
-from ln_probe.hooks.model import blocks, hooks_on, run, vocabulary_size
+from ln_probe.hooks.model import blocks, by_head, head_count, hooks_on, run, vocabulary_size
 
 TABLES = HERE / "tables"
 NAMES = ("lm-layernorm", "mgm", "capp-gpt")

@@ -1,6 +1,6 @@
 """Summarize what every prompt and head gave: tables with means and 95 % CIs over prompts, which the site shows.
 
-python examples/checkpoints/summary.py    # writes tables/{parts,plans-capp-gpt,heads}-summary.csv
+python examples/checkpoints/summary.py    # writes tables/{parts,plans-capp-gpt,heads,books}-summary.csv
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import pandas as pd
 from ln_probe.analyses.probes.statistics import interval
 
 TABLES = Path(__file__).parent / "tables"
+# The books of the cases NAME-books and how many prompts each has, in the order of the prompts (`measure.books`).
+BOOKS = {"King James Bible": 22, "Shakespeare": 21, "Moby Dick": 21}
 
 
 def over_prompts(rows: pd.DataFrame) -> tuple[float, float, float]:
@@ -33,6 +35,21 @@ def heads() -> dict[str, pd.DataFrame]:
     """First-order and exact effects of every head, by model."""
     names = (p for p in sorted(TABLES.glob("heads-*.csv")) if "summary" not in p.stem)
     return {p.stem.removeprefix("heads-"): pd.read_csv(p) for p in names}
+
+
+def books() -> pd.DataFrame:
+    """Return the mean loss increase on each book's prompts, for the primary contrasts of the bundled models."""
+    book_of_prompt = [book for book, prompts in BOOKS.items() for _ in range(prompts)]
+    tables = []
+    for path in sorted(TABLES.glob("*-books/causal_prompts.csv")):
+        rows = pd.read_csv(path)
+        rows = rows[rows["sites"].isin(["attention", "all"]) & rows["variant"].isin(["no_scaling", "no_projection"])]
+        rows = rows.assign(
+            model=path.parent.name.removesuffix("-books"), book=rows["prompt"].map(book_of_prompt.__getitem__)
+        )
+        keys = ["model", "sites", "variant", "book"]
+        tables.append(rows.groupby(keys, sort=False).agg(prompts=("prompt", "size"), delta_loss=("delta_loss", "mean")))
+    return pd.concat(tables).reset_index()
 
 
 def summaries() -> dict[str, pd.DataFrame]:
@@ -58,6 +75,7 @@ def summaries() -> dict[str, pd.DataFrame]:
         "plans-capp-gpt-summary": grouped(
             pd.read_csv(TABLES / "plans-capp-gpt.csv"), ["sites", "without", "constants"]
         ),
+        "books-summary": books(),
         "heads-summary": pd.DataFrame(estimates, columns=["model", "variant", "heads", "rank_correlation", "largest"]),
     }
 

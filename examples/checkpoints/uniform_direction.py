@@ -60,8 +60,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.probes.statistics import infer_mean
 from ln_probe.hooks import find_norms
-from ln_probe.hooks.model import by_head
-from ln_probe.hooks.model import attentions, hooks_on, run
+from ln_probe.hooks.model import attentions, by_head, hooks_on, run
 
 TABLES = HERE / "tables"
 NAMES = (

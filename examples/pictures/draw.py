@@ -21,7 +21,7 @@ import torch
 
 import ln_probe
 from ln_probe.hooks.norm import VARIANTS
-from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, PINK, Figure
+from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, Figure
 
 DPI = 110
 
@@ -69,33 +69,6 @@ def projection_and_scaling(model: Any, layer: int = 1) -> Figure:
     return figure
 
 
-def selectable() -> Figure:
-    """Keys in two dimensions: which are on the hull, the query that selects one, the mixture that makes another."""
-    keys = np.random.default_rng(7).normal(size=(14, 2)) * [1.4, 1.0]
-    found = ln_probe.key_geometry(keys)
-    on_hull = found.verdict == "selectable"
-    best = int(np.flatnonzero(on_hull)[np.argmax(found.margin_lower[on_hull])])
-    stuck = int(np.flatnonzero(~on_hull)[np.argmin(np.linalg.norm(keys[~on_hull], axis=1))])
-    around = keys[on_hull]
-    around = around[np.argsort(np.arctan2(*(around - around.mean(0)).T))]
-    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
-    axes = figure.subplots()
-    axes.fill(*around.T, facecolor=BLUE, alpha=0.08, edgecolor=BLUE, lw=1)
-    weights = found.weights(stuck)
-    for i in np.flatnonzero(weights > 1e-9):
-        axes.plot(*np.array([keys[stuck], keys[i]]).T, color=ORANGE, lw=3 * weights[i], alpha=0.6)
-    axes.plot(*keys[on_hull].T, "o", color=BLUE, label="selectable: some query gives it the highest score")
-    axes.plot(*keys[~on_hull].T, "X", color=ORANGE, label="unselectable: a mixture of the others")
-    query = found.witness(best)
-    query = query / np.linalg.norm(query)
-    axes.annotate("", keys[best] + 1.1 * query, keys[best], arrowprops={"arrowstyle": "->", "color": GREEN, "lw": 2})
-    axes.annotate(f"query\nmargin {found.margin_lower[best]:.2g}", keys[best] + 1.2 * query, color=GREEN, fontsize=9)
-    axes.update_datalim([keys[best] + 1.9 * query])  # room for the arrow
-    axes.autoscale_view()
-    _bare(axes)
-    return figure
-
-
 def reachable() -> Figure:
     """Queries that a head can make, queries of the size that occur, and how much attention each key can get."""
     rng = np.random.default_rng(3)
@@ -120,30 +93,6 @@ def reachable() -> Figure:
     right.spines[["top", "right"]].set_visible(False)
     right.legend(frameon=False, fontsize=8)
     right.set_title("most attention each key can get", fontsize=10)
-    return figure
-
-
-def uniform() -> Figure:
-    """One query along the all-ones direction: attention over keys before and after projection."""
-    keys = np.random.default_rng(5).normal(size=(12, 16)) + 0.8
-    projected = keys - keys.mean(1, keepdims=True)
-    query = np.ones(16) / 4
-    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, vectors, title, colour in zip(
-        panels,
-        (keys, projected),
-        ("with the mean left in", "projected off the all-ones direction"),
-        (PINK, BLUE),
-        strict=True,
-    ):
-        weights = np.exp(vectors @ query)
-        axes.bar(range(len(keys)), weights / weights.sum(), color=colour)
-        axes.axhline(1 / len(keys), color=GRID, lw=1, ls="--")
-        axes.set(title=title, xlabel="key", xticks=[])
-        axes.title.set_fontsize(10)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("attention")
     return figure
 
 
@@ -183,12 +132,10 @@ def _bare(axes: object) -> None:
 
 
 def concepts(model: Any) -> dict[str, Callable[[], Figure]]:
-    """The four drawings, by file name."""
+    """Return the drawings of docs/concepts.md, by file name."""
     return {
         "projection_and_scaling": lambda: projection_and_scaling(model),
-        "selectable": selectable,
         "reachable": reachable,
-        "uniform": uniform,
     }
 
 

@@ -11,9 +11,8 @@ import pandas as pd
 import torch
 from scipy.optimize import linprog
 
-from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask, majority_model
-from ln_probe.analyses.lab.run_folder import read_metrics
-from ln_probe.analyses.lab.train import Run, TrainConfig
+from ln_probe.analyses.lab.majority.majority import MajoritySize, MajorityTask, majority_model
+from ln_probe.analyses.lab.train import Run, TrainConfig, read_metrics
 
 
 def assert_same_run(one: Any, one_folder: Path, other: Any, other_folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ln_probe.analyses.lab.approximation.approximation_targets import D_HEAD
+from ln_probe.analyses.lab.approximation.relative import D_HEAD
 from ln_probe.analyses.lab.experiments import Request, run
 from ln_probe.analyses.lab.results import Results
 

@@ -130,9 +130,7 @@ def test_a_bidirectional_model_has_no_next_token_loss() -> None:
     assert table[["loss", "delta_loss", "delta_loss_low"]].isna().all(axis=None)
     assert table["kl"].notna().all()
     assert table["entropy_change"].notna().all()
-    assert [note[:70] for note in notes] == [
-        "causal: the loss is not applicable: attention is bidirectional, so the"
-    ]
+    assert [note[:70] for note in notes] == ["causal: the loss is not applicable: attention is bidirectional, so the"]
 
 
 def test_logits_that_mean_nothing_are_left_out() -> None:

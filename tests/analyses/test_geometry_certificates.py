@@ -12,7 +12,7 @@ from geometry_families import FAMILIES, TAU, Case, bench, log_uniform, lognormal
 from rational_checker import RationalChecker, Report
 
 import ln_probe
-from ln_probe.analyses.geometry.api import KeyGeometry
+from ln_probe.analyses.geometry.key_geometry import KeyGeometry
 
 # Families with keys about as far from each other, or from the others' hull, as tau.
 NEAR_TIES = ("copies 0.3 to 3 tau apart", "chains of near-equal keys", "on a facet, and a few tau beside it")

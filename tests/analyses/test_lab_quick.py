@@ -18,8 +18,8 @@ from ln_probe.analyses.lab.experiments import EXPERIMENT_FILE, EXPERIMENTS
 from ln_probe.analyses.lab.results import RESULTS_FILE, Results
 
 # What a finished run leaves; those that train nothing are killed once their folder is theirs.
-FINISHED = ("runs/*/model.safetensors", "runs/*.json")
-TRAIN_NOTHING = ("random_keys", "counters", "saturated_states", "rational_recurrence")
+FINISHED = "runs/*/model.safetensors"
+TRAIN_NOTHING = ("random_keys", "compiler", "counters", "saturated_states", "rational_recurrence")
 WORDS = ("the lamp", "was lit", "and the ships", "came home", "before the ice.", "Again", "no one", "spoke;", "it was")
 
 
@@ -34,11 +34,11 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def killed_after_one(experiment: str, out: Path, options: list[str]) -> None:
     """Run the command until a first run is finished, and kill it there."""
-    marks = (EXPERIMENT_FILE,) if experiment in TRAIN_NOTHING else FINISHED
+    mark = EXPERIMENT_FILE if experiment in TRAIN_NOTHING else FINISHED
     command = [sys.executable, "-m", "ln_probe", "lab", "run", experiment, "--quick", "--seeds", "1", "--quiet"]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums are split among them
     process = subprocess.Popen([*command, "--out", str(out), *options], env=os.environ | threads)
-    while process.poll() is None and not any(any(out.glob(mark)) for mark in marks):
+    while process.poll() is None and not any(out.glob(mark)):
         time.sleep(0.05)
     process.kill()
     process.wait()
@@ -48,7 +48,7 @@ def killed_after_one(experiment: str, out: Path, options: list[str]) -> None:
 def assert_same(one: Results, other: Results) -> None:
     """Two results are the same to the bit, but for the seconds that evaluations took."""
     assert list(one.tables) == list(other.tables)
-    for a, b in zip((one.summary, *one.tables.values()), (other.summary, *other.tables.values()), strict=True):
+    for a, b in zip(one.tables.values(), other.tables.values(), strict=True):
         kept = [t[t["measure"] != "seconds"] if "measure" in t else t for t in (a, b)]
         pd.testing.assert_frame_equal(*kept, check_exact=True)
 
@@ -68,6 +68,6 @@ def test_killed_after_its_first_run_and_resumed(
     whole = ran(experiment, tmp_path / "whole", (0,), **given)
     assert_same(resumed, whole)
     weights = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("model.safetensors"))
-    assert bool(weights) == (experiment not in (*TRAIN_NOTHING, "compiler"))
+    assert bool(weights) == (experiment not in TRAIN_NOTHING)
     for path in weights:
         assert (tmp_path / "killed" / path).read_bytes() == (tmp_path / "whole" / path).read_bytes(), path

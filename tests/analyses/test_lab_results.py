@@ -14,18 +14,9 @@ from lab_models import is_interior
 from scipy import stats
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.majority import random_keys
-from ln_probe.analyses.lab.majority.majority_task import MajoritySize, MajorityTask
-from ln_probe.analyses.lab.majority.random_keys import HEAD, NORMAL, NORMALIZED, Cell, unselectable
-from ln_probe.analyses.lab.results import (
-    Results,
-    binomial_interval,
-    interval,
-    paired_p,
-    share_interval,
-    summarize,
-    write_results,
-)
+from ln_probe.analyses.lab.majority.majority import MajoritySize, MajorityTask
+from ln_probe.analyses.lab.majority.random_keys import HEAD, NORMAL, Cell, unselectable
+from ln_probe.analyses.lab.results import Results, binomial_interval, paired_p, share_interval, summarize, write_results
 from ln_probe.analyses.lab.train import Run, TrainConfig, planned
 from ln_probe.analyses.lab.transformer import LabConfig
 
@@ -54,28 +45,6 @@ def test_paired_tests_of_what_does_not_vary() -> None:
     assert paired_p(x) == pytest.approx(stats.ttest_rel(x, np.zeros(4)).pvalue)
 
 
-@pytest.mark.parametrize(("call", "said"), [
-    (lambda: interval(np.array([])), "no values to take an interval over"),
-    (lambda: interval(np.ones(2), "harmonic"), "unknown kind of interval 'harmonic': known are mean, share, log"),  # type: ignore[arg-type]
-    (lambda: interval(np.array([1.0, 0.0]), "log"), "the logarithm needs positive values, the least is 0"),
-    (lambda: share_interval(np.array([0.5, 1.2])), "shares lie between 0 and 1, got 0.5 to 1.2"),
-    (lambda: binomial_interval(3, 2), "hits must lie between 0 and trials > 0, got 3 of 2"),
-])  # fmt: skip
-def test_bad_input(call: object, said: str) -> None:
-    assert callable(call)
-    with pytest.raises(ValueError, match=said):
-        call()
-
-
-def test_next_to_no_hits_are_none() -> None:
-    """0.025^(1/hits) is below the smallest double there is from 0.0049 hits on; solvers give anything, or overflow."""
-    for hits in (0.0, 5e-324, 1e-300, 1e-9, 0.003):
-        assert binomial_interval(hits, 5.0)[0] == 0.0
-    low, high = binomial_interval(0.02, 5.0)
-    assert 0 < low < 1e-70
-    assert low < 0.004 < high
-
-
 def test_a_seed_counts_once_and_missing_values_do_not() -> None:
     values = pd.DataFrame({"norm": ["a", "a", "b"], "seed": [0, 1, 0], "value": [1.0, np.nan, np.nan]})
     assert summarize(values, ["norm"])[["norm", "mean", "seeds"]].to_numpy().tolist() == [["a", 1.0, 1]]
@@ -87,7 +56,7 @@ def test_a_seed_counts_once_and_missing_values_do_not() -> None:
 def test_what_is_written(tmp_path: Path) -> None:
     long = pd.DataFrame({"seed": range(2000), "value": 0.5})
     summary = summarize(pd.DataFrame({"norm": ["a"], "seed": [0], "value": [1.0]}), ["norm"])
-    results = Results(summary, tables={"short": long[:3], "long": long}, diverged=("seed 4",))
+    results = Results({"summary": summary, "short": long[:3], "long": long}, diverged=("seed 4",))
     write_results(results, tmp_path, experiment="toy", command="cmd", ln_probe_version="1", seconds=2.0)
     about = json.loads((tmp_path / "results.json").read_text())
     assert about["tables"] == ["summary.csv", "short.csv", "long.parquet"]
@@ -106,27 +75,6 @@ def test_a_square_by_linear_programs(space: str) -> None:
     assert unselectable(cell, 4) == (verdicts.any(1).mean(), pytest.approx(verdicts.mean()))
     assert 0 < verdicts.mean() < 1
     assert not np.array_equal(keys, cell.keys(seed=5))
-
-
-def test_squares_that_are_known() -> None:
-    assert unselectable(Cell(NORMALIZED, 5, 5, 60, 10), 0) == (0.0, 0.0)  # on a sphere
-    assert unselectable(Cell(NORMAL, 8, 8, 9, 10), 0) == (0.0, 0.0)  # a simplex
-    assert unselectable(Cell(NORMAL, 3, 3, 60, 10), 0)[0] == 1.0
-    x = Cell(NORMALIZED, 6, 6, 4, 3).keys(0)
-    np.testing.assert_allclose(x.sum(-1), 0, atol=1e-12)
-    np.testing.assert_allclose(np.linalg.norm(x, axis=-1), np.sqrt(6), rtol=1e-12)
-
-
-def test_the_maps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(random_keys, "COUNTS", (10, 60))
-    monkeypatch.setattr(random_keys, "DRAWS", 15)
-    monkeypatch.setattr(random_keys, "HEADS", ((8, 2),))
-    found = random_keys.run(Request(tmp_path, (0, 1), quick=True, progress=False))
-    maps = found.tables["maps"]
-    assert set(maps["space"]) == {NORMAL, NORMALIZED, HEAD, "a head"}
-    published = found.summary.dropna(subset="published").set_index(["space", "d"])
-    assert published.loc[NORMAL, 3]["mean"] == published.loc[NORMAL, 3]["published"] == 1
-    assert list(found.figures) == ["maps"]
 
 
 def test_runs_are_planned_seed_by_seed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from crasp_reference import ALPHABET, BOOLEANS, Expression
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.crasp import compiler, depth_task, temporal
+from ln_probe.analyses.lab.crasp import compiler, temporal
 from ln_probe.analyses.lab.crasp import read_back as reading
 from ln_probe.analyses.lab.crasp.compiler import PROGRAMS
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
@@ -184,7 +184,7 @@ def test_2000_random_programs_are_compiled_and_read_back(drawn: Expression) -> N
 
 def test_a_comparison_that_is_counted_needs_scaling() -> None:
     """Random words of 120 letters; the same weights with a constant in the norm's place count differences."""
-    program = parse(depth_task.gate_program(2))
+    program = parse(compiler.gate_program(2))
     words = [["ab"[i] for i in row] for row in torch.randint(2, (20, 120), generator=torch.Generator().manual_seed(0))]
 
     def share_right(norm: str, **options: Any) -> float:
@@ -193,7 +193,7 @@ def test_a_comparison_that_is_counted_needs_scaling() -> None:
 
     assert share_right("layernorm") == share_right("scaling_only") == 1
     assert max(share_right("none"), share_right("projection_only"), share_right("layernorm", eps=1e-2)) < 1
-    layers = [compile_program(parse(depth_task.gate_program(depth))).layers for depth in (1, 2, 3)]
+    layers = [compile_program(parse(compiler.gate_program(depth))).layers for depth in (1, 2, 3)]
     assert layers == [1, 2, 3]
 
 
@@ -214,14 +214,14 @@ def test_positions_in_a_compiled_program() -> None:
         plain = compile_program(parse(PROGRAMS[name][0]), n_ctx=64)
         words = compiler.random_words(plain.alphabet, 40, 9, torch.Generator().manual_seed(0))
         assert np.array_equal(with_positions(plain, "rotary").run(words), truth(plain, words)), name
-    biased = with_positions(compile_program(parse(depth_task.MAJORITY), n_ctx=64), "alibi")
+    biased = with_positions(compile_program(parse(compiler.MAJORITY), n_ctx=64), "alibi")
     right = [bool(biased.run([n * "a" + (n - 1) * "b"])[0, -1]) for n in range(2, 31)]
     assert right == [n < FIRST_WRONG_WITH_ALIBI for n in range(2, 31)]
 
 
 @pytest.mark.slow
 def test_depth_198() -> None:
-    program = parse(depth_task.last_block(200))
+    program = parse(compiler.last_block(200))
     compiled = compile_program(program, n_ctx=402)
     assert compiled.attending == program.depth == 198
     words = ["aabb" * 100, "ab" * 200, "a" * 398 + "ba"]
@@ -231,9 +231,9 @@ def test_depth_198() -> None:
 @pytest.mark.parametrize(("source", "options", "error", "word"), [
     ("n := #[Q_a] + 1", {}, CRaspError, "count"),
     ("x := 2147483647 * #[Q_a] > 2147483646 * #[Q_b]", {"n_ctx": 10**6}, CRaspError, "float64"),
-    (depth_task.MAJORITY, {"norm": "batchnorm"}, ValueError, "batchnorm"),
-    (depth_task.MAJORITY, {"n_ctx": 1}, ValueError, "n_ctx"),
-    (depth_task.MAJORITY, {"alphabet": "aba"}, ValueError, "alphabet"),
+    (compiler.MAJORITY, {"norm": "batchnorm"}, ValueError, "batchnorm"),
+    (compiler.MAJORITY, {"n_ctx": 1}, ValueError, "n_ctx"),
+    (compiler.MAJORITY, {"alphabet": "aba"}, ValueError, "alphabet"),
     ("x := #[true] > 1", {}, ValueError, "alphabet"),
 ])  # fmt: skip
 def test_what_is_not_compiled(source: str, options: dict[str, Any], error: type[Exception], word: str) -> None:
@@ -244,7 +244,7 @@ def test_what_is_not_compiled(source: str, options: dict[str, Any], error: type[
 @pytest.mark.parametrize(("words", "word"), [(["a", "ab"], "lengths"), (["abc"], "alphabet"), (["abab"], "context")])
 def test_words_that_are_not_run(words: list[str], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        compile_program(parse(depth_task.MAJORITY), n_ctx=4).run(words)
+        compile_program(parse(compiler.MAJORITY), n_ctx=4).run(words)
 
 
 def test_what_cannot_be_read_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from architectures import cases, make_bridge, make_hooked
 from jaxtyping import Float
 
 import ln_probe
-from ln_probe.analyses.geometry.coordinates import TAU
+from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, Run
 from ln_probe.analyses.probes.selectability import Selectability
@@ -93,7 +93,7 @@ def check(model: Any, tokens: torch.Tensor = TOKENS, **options: Any) -> tuple[An
     """Every verdict of head space against `key_geometry` of the same keys; the table, and the sets of keys."""
     recorder = Recorder()
     report = ln_probe.analyze(
-        model, tokens, probes=[Selectability(every_key=True), recorder], progress=False, **options
+        model, tokens, probes=[Selectability(every_key=True, every=True), recorder], progress=False, **options
     )
     table = report.keys.query("space == 'head'").set_index(["layer", "head", "variant", "prompt"]).sort_index()
     compared = 0

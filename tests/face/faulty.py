@@ -76,7 +76,7 @@ def write_prompts(path: Path, prompts: Sequence[str | list[Any]] = ROWS) -> Path
 
 def lab_model(folder: Path, seed: int = 0, d_vocab: int = 20) -> Path:
     """A lab run's folder with a model that was never trained."""
-    from ln_probe.analyses.lab.run_folder import save_model
+    from ln_probe.analyses.lab.train import save_model
     from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
     torch.manual_seed(seed)

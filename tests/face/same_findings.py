@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.geometry.coordinates import TAU
-from ln_probe.analyses.geometry.newton import WEIGHT_GAP
+from ln_probe.analyses.geometry.check import TAU
+from ln_probe.analyses.geometry.decide import WEIGHT_GAP
 from ln_probe.analyses.probes.columns import CAUSAL, LAYERNORMS
 from ln_probe.analyses.probes.decomposition import CENTRED
 

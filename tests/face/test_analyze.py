@@ -177,7 +177,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
     model = make_hooked()
     with torch.no_grad():
         model.blocks[0].mlp.W_out[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"W_out: nan at \[0, 0\]"):
+    with pytest.raises(ValueError, match="W_out"):
         ln_probe.analyze(model, torch.arange(20)[None], progress=False)
 
 

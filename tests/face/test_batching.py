@@ -13,7 +13,7 @@ from same_findings import BRACKETED
 
 import ln_probe
 from ln_probe import passes
-from ln_probe.analyses.geometry.newton import WEIGHT_GAP
+from ln_probe.analyses.geometry.decide import WEIGHT_GAP
 from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, stream_together

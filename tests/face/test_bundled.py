@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.run_folder import load_run
+from ln_probe.analyses.lab.train import load_run
 from ln_probe.hooks import find_norms
 from ln_probe.hooks.text import bundled_texts
 from ln_probe.loading.convert import has_hooked_transformer

@@ -47,7 +47,7 @@ def test_tables_of_a_page_can_be_made(page: Path) -> None:
 
 
 def test_every_claim_of_the_sources_has_its_figure_or_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = re.findall(r"^```\{claims\} (\w+)$", (TOP / "docs" / "sources.md").read_text(encoding="utf-8"), re.M)
+    sources = re.findall(r"^```\{claims\} (\w+)$", (TOP / "docs" / "laboratory.md").read_text(encoding="utf-8"), re.M)
     assert len(sources) == 5
     rows = [row for source in sources for row in MEASURED["claims"](source)]
     assert len(rows) >= 40
@@ -119,111 +119,73 @@ def test_summaries_follow_from_the_values(name: str) -> None:
     pd.testing.assert_frame_equal(kept, SUMMARY["summaries"]()[name], rtol=1e-5, check_dtype=False)
 
 
-def change(value: float, low: float, high: float, digits: int = 3) -> str:
-    return f"{value:+.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+BUNDLED = [f"lm-{norm}" for norm in ("layernorm", "scaling_only", "projection_only", "none")]
+PRETRAINED = [
+    "minilm-wikitext",
+    "minilm-books",
+    "mgm",
+    "capp-gpt-own",
+    "capp-gpt-plans",
+    "smollm2-135m",
+    "smollm2-135m-books",
+]
 
 
-def causal(case: str, sites: str, column: str = "delta_loss", variant: str = "no_scaling") -> str:
-    rows = pd.read_csv(TABLES / case / "causal.csv").set_index(["sites", "variant"])
-    row = rows.loc[(sites, variant)]
-    return change(*(row[f"{column}{end}"] for end in ("", "_low", "_high")))
-
-
-def row_of(table: str, seeds: int, **place: object) -> pd.Series[Any]:
-    """The only row of a published table of a lab experiment that is about this."""
-    rows = pd.read_csv(PUBLISHED / table)
+def one_row(table: Path, **place: object) -> pd.Series[Any]:
+    """Return the only row of a table with these values."""
+    rows = pd.read_csv(table)
     for column, value in place.items():
         rows = rows[rows[column] == value]
-    (row,) = (row for _, row in rows.iterrows())
-    assert row["seeds"] == seeds
-    return row
+    assert len(rows) == 1
+    return rows.iloc[0]
 
 
-def over_seeds(measure: str) -> str:
-    row = row_of("language_model_bundled/summary.csv", 3, norm="layernorm", layer=-1, measure=measure)
-    return change(row["mean"], row["ci_low"], row["ci_high"])
+def with_interval(row: pd.Series[Any], columns: tuple[str, str, str], digits: int) -> str:
+    mean, low, high = row[list(columns)]
+    return f"{mean:+.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def majority(contrast: str, step: int = 1000) -> str:
-    row = row_of("majority/contrasts.csv", 10, contrast=contrast, step=step, measure="train_loss")
-    return f"{change(row['mean'], row['ci_low'], row['ci_high'], 2)} nats (Holm p = {row['p_holm']:.2g})"
+def percents(shares: pd.Series[Any]) -> str:
+    """Return the range of shares in whole percent."""
+    return " to ".join(map(str, sorted(set((100 * shares).round().astype(int))))) + " %"
 
 
-BUNDLED = [f"lm-{norm}" for norm in ("layernorm", "scaling_only", "projection_only", "none")]
-
-
-def figures_of_readme() -> list[str]:
-    """Every loss change with an interval that README states."""
-    found = [
-        over_seeds("delta_loss_no_scaling"),
-        over_seeds("delta_loss_no_projection"),
-        causal("lm-layernorm-wikitext", "all"),
-        majority("size 1/sqrt(d), with projection"),
-        majority("size 1/sqrt(d), without projection"),
-        majority("size 1/sqrt(d) of values alone"),
-        majority("size 1/sqrt(d) of queries and keys alone"),
-        majority("size 1/sqrt(d) of queries and keys, beside such values"),
-        majority("no projection, at radius sqrt(d)"),
-        majority("the published gap"),
-        majority("the published gap", 17000),
-        majority("size 1/sqrt(d), without projection", 17000),
-        majority("no projection, at radius sqrt(d)", 17000),
+def figures_of_findings() -> list[str]:
+    """Return every measured figure of README's findings, in their order, from the committed tables."""
+    geometry = pd.read_csv(TABLES / "geometry-summary.csv").query("space == 'head'")
+    pretrained = geometry[geometry["checkpoint"].isin(PRETRAINED) & geometry["variant"].isin(["intact", "no_scaling"])]
+    assert len(pretrained) == 2 * len(PRETRAINED)
+    assert (pretrained["unselectable"] == 0).all()  # not rounded to 0 %
+    paper = pd.read_csv(PUBLISHED / "language_model" / "summary.csv")
+    paper = paper.query("space == 'head' and measure == 'unselectable_fraction' and norm == 'layernorm'")
+    majority: dict[str, Any] = {
+        "table": PUBLISHED / "majority" / "contrasts.csv",
+        "step": 1000,
+        "measure": "train_loss",
+        "seeds": 10,
+    }
+    contrasts = ("the published gap", "size 1/sqrt(d) of values alone", "no projection, at radius sqrt(d)")
+    causal: dict[str, Any] = {"table": TABLES / "lm-layernorm-books" / "causal.csv", "sites": "all"}
+    books = pd.read_csv(TABLES / "books-summary.csv")
+    books = books.query("model == 'lm-layernorm' and sites == 'all' and variant == 'no_scaling'")
+    removed: dict[str, Any] = {"table": PUBLISHED / "remove_norm" / "effects.csv", "difference": "removed - kept"}
+    seeds, prompts = ("mean", "ci_low", "ci_high"), ("delta_loss", "delta_loss_low", "delta_loss_high")
+    return [
+        percents(pretrained["unselectable"]),
+        percents(paper[paper["step"] == paper["step"].max()]["mean"]),
+        percents(paper[paper["step"] == 0]["mean"]),
+        *(with_interval(one_row(**majority, contrast=contrast), seeds, 2) for contrast in contrasts),
+        with_interval(one_row(**causal, variant="no_scaling"), prompts, 3),
+        *(f"{increase:+.3f}" for increase in books["delta_loss"]),
+        with_interval(one_row(**causal, variant="no_projection"), prompts, 3),
+        with_interval(one_row(**removed, measure="valid_loss"), seeds, 3),
     ]
-    for name in BUNDLED:
-        case = f"{name}-books"
-        found += [causal(case, sites) for sites in ("attention", "all")]
-        found += [causal(case, sites, "delta_loss_optimal") for sites in ("attention", "all")]
-        found.append(causal(case, "all", variant="no_projection"))
-    return found
 
 
-def test_readme_states_what_the_tables_hold() -> None:
-    stated = re.findall(r"[+-]\d+\.\d+ \[-?\d+\.\d+, -?\d+\.\d+\](?: nats \(Holm p = [\d.e-]+\))?", README)
-    said_in_words = {change(0.0, 0.0, 0.0), change(math.nan, math.nan, math.nan)}  # "nothing: it does not scale"
-    assert set(stated) == set(figures_of_readme()) - said_in_words
-    losses = [
-        json.loads((TOP / f"ln_probe/data/checkpoints/{n}/recipe.json").read_text())["valid_loss"] for n in BUNDLED
-    ]
-    assert " | ".join(f"{loss:.3f}" for loss in losses) in README
-    intact = [pd.read_csv(TABLES / f"{n}-books" / "causal.csv")["loss"][0] for n in BUNDLED]
-    assert " | ".join(f"{loss:.2f}" for loss in intact) in README
-
-
-def test_readme_states_how_many_keys_of_small_heads_are_unselectable() -> None:
-    shares, at_first = [], []
-    for experiment, seeds in (("language_model", 3), ("language_model_full", 1)):
-        rows = pd.read_csv(PUBLISHED / experiment / "summary.csv")
-        rows = rows[rows["measure"] == "unselectable_fraction"]
-        assert (rows["seeds"] == seeds).all()
-        trained = rows[rows["step"] == rows["step"].max()]
-        assert (trained.query("space == 'normalized' and norm == 'layernorm'")["mean"] == 0).all()
-        trained = trained[trained["space"] == "head"]
-        untrained = rows.query("step == 0 and space == 'head'").groupby("norm")["mean"].mean()
-        at_first.append([round(100 * untrained[norm]) for norm in ("layernorm", "projection_only")])
-        for norm in ("layernorm", "projection_only"):
-            percent = (100 * trained.loc[trained["norm"] == norm, "mean"]).round().astype(int)
-            shares.append(" to ".join(map(str, sorted(set(percent)))))
-    readme = " ".join(README.split())
-    assert f"d 8, heads of 2 dimensions), {shares[0]} % of a window's 256 keys cannot" in readme
-    assert f"(three seeds), and {shares[2]} % of 1024 (one seed)" in readme
-    assert f"Without scaling it is {shares[1]} % and {shares[3]} %." in readme
-    assert f"Before training it is {at_first[0][0]} and {at_first[0][1]} %, too" in readme
-
-
-def test_readme_states_how_far_the_seeds_of_the_bundled_models_are_apart() -> None:
-    rows = pd.read_csv(PUBLISHED / "language_model_bundled" / "seeds.csv").query("layer == -1")
-    assert set(rows["seed"]) == {0, 1, 2}
-    ends = rows.groupby(["measure", "norm"])["value"].agg(["min", "max"])
-    frozen, removed = ends.loc["delta_loss_no_scaling"], ends.loc["delta_loss_no_projection"]
-    ranges = [
-        f"{frozen['min'][norm]:+.2f} to {frozen['max'][norm]:+.2f} (`lm-{norm}`)"
-        for norm in ("layernorm", "scaling_only", "projection_only", "none")
-    ]
-    lowest, highest = removed.loc["none"]
-    others = removed.drop("none")["max"].max()
-    readme = " ".join(README.split())
-    assert f"Three seeds, on longer windows: scaling frozen at every norm {', '.join(ranges)}; projection" in readme
-    assert f"projection removed at most {others:+.3f}, but {lowest:+.3f} to {highest:+.2f} for `lm-none`" in readme
+def test_figures_of_readme_are_those_of_the_tables() -> None:
+    findings = " ".join(README.partition("## Three findings")[2].partition("\n## ")[0].split())
+    typed = re.findall(r"[+-]\d\.\d+(?: \[[-\d., ]+\])?|\d+(?: to \d+)? %", findings.partition("1. ")[2])
+    assert typed == figures_of_findings()
 
 
 # ------------------------------------------------------------------------------------------------- code and links
@@ -231,7 +193,7 @@ def test_readme_states_how_far_the_seeds_of_the_bundled_models_are_apart() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_d7_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mpl.use("Agg")
     names: dict[str, object] = {"__name__": "__main__"}
@@ -239,11 +201,8 @@ def test_d7_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyt
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
-def test_d7_the_readme_is_short_and_begins_with_what_to_type() -> None:
-    assert len(README.splitlines()) <= 150
-    begin = README[: README.index("\n## ")]
-    places = [begin.index(said) for said in ("pip install -c constraints.txt", "make report", "](examples/report.png)")]
-    assert places == sorted(places)
+def test_readme_is_short_and_its_code_has_ten_lines() -> None:
+    assert len(README.splitlines()) <= 95
     code = BLOCK.findall(README)[0].splitlines()
     assert len([line for line in code if line.strip()]) <= 10
 

@@ -117,7 +117,7 @@ def arrows() -> dict[str, set[str]]:
 def test_imports_go_one_way(arrows: dict[str, set[str]]) -> None:
     assert {"ln_probe", "ln_probe.cli", "ln_probe.hooks.norms", "ln_probe.analyses.lab.train"} <= set(arrows)
     assert "ln_probe.hooks.norm" in arrows["ln_probe.hooks.norms"]
-    assert len(arrows) > 90, "every room is seen"
+    assert len(arrows) > 60, "every room is seen"
     wrong = [f"{a} -> {b}" for a, into in arrows.items() for b in sorted(into) if floor(b) > floor(a)]
     assert wrong == [], "hooks import no analyses, and neither imports the face"
 

@@ -440,7 +440,7 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
         requests.append((path, step))
         return LabConfig(n_layers=1, d_model=4, n_heads=1, d_vocab=5, n_ctx=4, norm_order="post").build()
 
-    monkeypatch.setattr("ln_probe.analyses.lab.run_folder.load_run", load_run)
+    monkeypatch.setattr("ln_probe.analyses.lab.train.load_run", load_run)
     (tmp_path / "lab.json").write_text("{}")
     source = source_of(load_model(tmp_path, device="cpu", dtype="float64"))
     assert (source.kind, source.world, source.dtype, source.revision) == ("lab", "lab", "float64", None)

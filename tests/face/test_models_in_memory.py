@@ -23,6 +23,8 @@ from ln_probe.hooks.norm_edits import InterventionError
 
 pytestmark = pytest.mark.lens
 
+pytestmark = pytest.mark.lens
+
 TOKENS = torch.arange(3, 21)[None]
 
 
@@ -91,7 +93,9 @@ def test_texts_need_its_tokenizer() -> None:
 
 
 def test_a_tokenizer_for_a_model_that_brings_its_own() -> None:
-    with pytest.raises(ValueError, match="tokenizer="):
+    with pytest.raises(
+        ValueError, match="tokenizer="
+    ):
         ln_probe.analyze(make_bridge("gpt2"), TOKENS, tokenizer=object())
 
 
@@ -131,7 +135,7 @@ def test_edits_of_a_model_in_memory_are_those_of_its_bridge(architecture: str) -
         intact = model(tokens).logits
         with without(model, "scaling", sites="all", scale=2.0) as edit:
             edited = model(tokens).logits
-            with pytest.raises(ModelStateError, match="without 'scaling'"):
+            with pytest.raises(ModelStateError, match="without"):
                 ln_probe.analyze(model, tokens)
         with without(bridge, "scaling", sites="all", scale=2.0) as same:
             assert (edited - bridge(tokens)).abs().max() < 1e-5

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_models import lab
 
-from ln_probe.analyses.geometry.compiled import room
+from ln_probe.analyses.geometry.keys import centre
 from ln_probe.analyses.probes.uniformity import scores
 from ln_probe.hooks import find_norms
 
@@ -41,4 +41,4 @@ def test_a_tested_error_is_the_functions_own() -> None:
 
 
 def test_compiled_kernels_are_not_wrapped() -> None:
-    assert type(room).__module__.startswith("numba")
+    assert type(centre).__module__.startswith("numba")

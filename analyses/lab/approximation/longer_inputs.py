@@ -1,14 +1,9 @@
 """Do relative encodings go on beyond the length they were fitted to?
 
 After Wang & E (2024), section 6, targets 4a and 4b, whose weights go on at any lag: dot-product-free attention without
-an FFN (as published) with logarithmic, linear or T5 positions, trained on 1000 inputs, or solved by least squares for
-them, and put on up to 8000. Such a model is affine in its inputs, so its squared error on any length is a sum over lags
-and nothing is sampled. A table of positions has no entry beyond its length: it is left out.
-
-Two things happen to a softmax over more inputs: a lag gets weight that it did not have, and all others lose what it
-gets. An encoding whose weights add up (linear; logarithmic with a slope above 1) keeps its near lags and misses the far
-ones; one whose weights do not (logarithmic with a slope of 1/2, which *is* 4a; T5, constant from lag 128 on) is scaled
-down.
+an FFN (as published), trained on 1000 inputs, or solved by least squares for them, and put on up to 8000. Such a model
+is affine in its inputs, so its squared error on any length is a sum over lags and nothing is sampled. A softmax over
+more inputs gives weight to new lags, which all others lose.
 """
 
 from __future__ import annotations
@@ -21,9 +16,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from ln_probe.analyses.lab.approximation import approximation
 from ln_probe.analyses.lab.approximation.approximation import FFN_FREE, RATES, ApproximationTask
-from ln_probe.analyses.lab.approximation.approximation import training as approximation_training
-from ln_probe.analyses.lab.approximation.approximation_targets import (
+from ln_probe.analyses.lab.approximation.relative import (
     AFFINE_TARGETS,
     LENGTH,
     RelativeConfig,
@@ -34,16 +29,12 @@ from ln_probe.analyses.lab.approximation.approximation_targets import (
     linear_optimum,
 )
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, summarize
+from ln_probe.analyses.lab.results import Results, panels, select, summarize
 from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
-from ln_probe.analyses.text import counted
 
 LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
-KERNELS = ("log", "linear", "t5")
-HEADS, HEADS_QUICK = (1, 16), (1,)
 STEPS, QUICK_STEPS = 600, 100  # published: 10,000
-KEYS = ("target", "kernel", "heads", "length")
-FAR = 4000  # the length
+KEYS = ["target", "kernel", "heads", "length", "measure"]
 
 
 @dataclass(frozen=True)
@@ -58,94 +49,74 @@ class Cell:
         return RelativeConfig(LENGTH, self.heads, FFN_FREE, self.kernel)
 
 
-def grid(quick: bool) -> tuple[Cell, ...]:
-    heads = HEADS_QUICK if quick else HEADS
-    return tuple(Cell(t, kernel, h) for t in AFFINE_TARGETS for kernel in KERNELS for h in heads)
-
-
 def training(quick: bool, seed: int) -> TrainConfig:
     """The approximation experiment's schedule with fewer steps."""
     steps = QUICK_STEPS if quick else STEPS
-    return replace(approximation_training(quick, seed, RATES[0]), steps=steps, evaluate_every=steps)
+    return replace(approximation.training(quick, seed, RATES[0]), steps=steps, evaluate_every=steps)
 
 
 def solved_errors(cells: Sequence[Cell]) -> pd.DataFrame:
-    """Errors of the least-squares solutions for 1000 inputs on every length: KEYS, `measure`, `value`."""
+    """Errors of the least-squares solutions for 1000 inputs on every length: KEYS, `value`."""
     rows = []
     for cell in cells:
-        found = linear_optimum(cell.target, cell.kernel, cell.heads)
-        weights = [design(cell.kernel, found.slopes, n) @ np.asarray(found.coefficients) for n in LENGTHS]
+        solution = linear_optimum(cell.target, cell.kernel, cell.heads)
+        weights = [design(cell.kernel, solution.slopes, n) @ np.asarray(solution.coefficients) for n in LENGTHS]
         rows += _errors(vars(cell), [(0.0, some) for some in weights])
-    return pd.DataFrame(rows, columns=[*KEYS, "measure", "value"])
+    return pd.DataFrame(rows, columns=[*KEYS, "value"])
 
 
 def trained_errors(runs: Sequence[Run]) -> pd.DataFrame:
-    """Errors of the trained models on every length: KEYS, `measure`, `seed`, `value`; those that are finished."""
+    """Errors of the trained models on every length: KEYS, `seed`, `value`; those that are finished."""
     rows = []
-    for run in runs:
-        if run.finished:
-            model = cast("RelativeTransformer", run.model())
-            rows += _errors({**run.keys, "seed": run.seed}, [affine(model, n) for n in LENGTHS])
-    return pd.DataFrame(rows, columns=[*KEYS, "measure", "seed", "value"])
+    for run in (run for run in runs if run.finished):
+        model = cast("RelativeTransformer", run.model())
+        rows += _errors({**run.keys, "seed": run.seed}, [affine(model, n) for n in LENGTHS])
+    return pd.DataFrame(rows, columns=[*KEYS, "seed", "value"])
 
 
 def _errors(about: Mapping[str, Any], outputs: Sequence[tuple[float, np.ndarray]]) -> list[dict[str, Any]]:
     """Rows of affine outputs, a constant and the weight of each lag for each of LENGTHS."""
     rows = []
     for length, output in zip(LENGTHS, outputs, strict=True):
-        mse, relative = error(about["target"], *output)
-        rows += [{**about, "length": length, "measure": "mse", "value": mse}]
-        rows += [{**about, "length": length, "measure": "relative_mse", "value": relative}]
+        for measure, value in zip(("mse", "relative_mse"), error(about["target"], *output), strict=True):
+            rows.append({**about, "length": length, "measure": measure, "value": value})
     return rows
 
 
 def run(request: Request) -> Results:
     """Train what is not trained, and put every model and every solution on longer inputs."""
+    heads = (1,) if request.quick else (1, 16)
+    cells = [Cell(t, k, h) for t in AFFINE_TARGETS for k in ("log", "linear", "t5") for h in heads]
     runs = planned(
-        grid(request.quick),
-        request,
-        name=lambda cell: f"{cell.target}-{cell.kernel}-{cell.heads}",
-        task=lambda cell, _: ApproximationTask(cell.target),
-        training=lambda _, seed: training(request.quick, seed),
-    )
+        cells, request, name=lambda cell: f"{cell.target}-{cell.kernel}-{cell.heads}",
+        task=lambda cell, _: ApproximationTask(cell.target), training=lambda _, seed: training(request.quick, seed),
+    )  # fmt: skip
     lost = carry_out(runs, request)
-    solved = solved_errors(grid(request.quick))
-    return replace(findings(trained_errors(runs), solved, request.quick), diverged=lost)
+    tables = analyse(trained_errors(runs), solved_errors(cells))
+    return Results(tables, plot(tables), {"lengths": LENGTHS, "training": vars(runs[0].training)}, lost)
 
 
-def findings(trained: pd.DataFrame, solved: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and figures from errors on every length (`trained_errors`, `solved_errors`)."""
-    keys = [*KEYS, "measure"]
-    summary = summarize(trained, keys, kind="log").drop(columns="published")
-    summary = solved.rename(columns={"value": "solved"}).merge(summary, on=keys, how="left", validate="1:1")
-    return Results(
-        summary,
-        tables={"errors": trained, "solved": solved},
-        figures={"longer": _curves(summary)},
-        settings={
-            "lengths": LENGTHS,
-            "training": vars(training(quick, 0)),
-            "seeds": sorted({int(seed) for seed in trained["seed"]}),
-            "published": "none that could be checked here",
-        },
-    )
+def analyse(trained: pd.DataFrame, solved: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Errors over length, trained beside solved (`trained_errors`, `solved_errors`)."""
+    summary = summarize(trained, KEYS, kind="log").drop(columns="published")
+    solutions = solved.rename(columns={"value": "solved"})
+    return {
+        "summary": solutions.merge(summary, on=KEYS, how="left", validate="1:1"),
+        "errors": trained,
+        "solved": solved,
+    }
 
 
-def _curves(summary: pd.DataFrame) -> Figure:
-    """Error relative to the best constant over length; a line per number of heads, dashed for least squares."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    panels = [(t, k) for t in AFFINE_TARGETS for k in KERNELS]
-    part = summary[summary["measure"] == "relative_mse"]
-    for (target, kernel), ax in zip(panels, figure.subplots(2, 3, sharex=True, sharey=True).flat, strict=True):
-        cell = part[(part["target"] == target) & (part["kernel"] == kernel)]
-        for number, heads in enumerate(dict.fromkeys(cell["heads"])):
-            line = cell[cell["heads"] == heads].sort_values("length")
-            ax.plot(line["length"], line["mean"], f"C{number}o-", markersize=3)
-            ax.plot(line["length"], line["solved"].clip(lower=1e-16), f"C{number}--", label=counted(heads, "head"))
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Error relative to the best constant over length; dashed: least squares."""
+    part = select(tables["summary"], measure="relative_mse")
+    groups = list(part.groupby(["target", "kernel"], sort=False))
+    figure, axes = panels(len(groups), 3, 2.5, columns=3, shared=True)
+    for ((target, kernel), cell), ax in zip(groups, axes, strict=True):
+        for number, (heads, line) in enumerate(cell.groupby("heads")):
+            ax.plot(line["length"], line["mean"], f"C{number}o-", markersize=3, label=f"{heads} heads")
+            ax.plot(line["length"], line["solved"].clip(lower=1e-16), f"C{number}--")
         ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="inputs")
-        ax.set_xticks(LENGTHS, labels=[str(n) if n != 1250 else "" for n in LENGTHS], fontsize=7)
-        ax.minorticks_off()
-        if len(cell):
-            ax.legend(fontsize=7)
-    figure.axes[0].set_ylabel("error / best constant's")
-    return figure
+    axes[0].set_ylabel("error / best constant's")
+    axes[0].legend(fontsize=7)
+    return {"longer": figure}

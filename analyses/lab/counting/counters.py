@@ -2,7 +2,7 @@
 
 Weiss, Goldberg & Yahav (2018, section 3) claim that LSTMs and ReLU-RNNs can count, squashing RNNs and GRUs cannot. So
 weights are written down that decide a^n b^n, and the largest N is measured such that a network is exact on every n = 1
-… N (in the sense of `counting_tasks.counted`). An LSTM adds 1 or -1 to one cell; a ReLU-RNN to one unit, and a second
+… N (in the sense of `tasks.counted`). An LSTM adds 1 or -1 to one cell; a ReLU-RNN to one unit, and a second
 one, less by 1, makes min(count, 1) of it. `mirrored` is an LSTM whose cells are pairs (c, -c), so that a projection has
 nothing to do. A GRU's state is an average of numbers between -1 and 1: it can only move by a share of the way, here
 2^-k of it. Then n letters up and n down leave an error of n²/2^k steps, so it counts to the n at which that is three
@@ -11,17 +11,19 @@ quarters of a step, until float32 does not hold the step (k = 24): bounded, wher
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
 from jaxtyping import Float
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from ln_probe.analyses.lab.counting.counting_tasks import ACCEPTED, TERMS, allowed_next, counted_words
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentConfig, RecurrentTagger
+from ln_probe.analyses.lab.counting.tasks import ACCEPTED, TERMS, allowed_next, counted_words
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, folder, panels, select, summarize, table_at
+from ln_probe.analyses.lab.results import Results, panels, select, summarize
 
 LARGEST, LARGEST_GRU, QUICK_LARGEST = 1000, 3000, 100
 UNREAD = 0.73  # of a step: the error at which 0 and 1 are no longer distinguished
@@ -43,13 +45,7 @@ class Cell:
     step: int = 0
 
     def build(self) -> RecurrentTagger:
-        """The network.
-
-        Raises:
-            ValueError: an unknown model, or a norm that its cell has no place for.
-        """
-        if self.model not in (*SITES, "gru"):
-            raise ValueError(f"unknown model {self.model!r}: known are {', '.join(SITES)} and gru")
+        """The network."""
         cell = self.model.removeprefix("mirrored ")
         hidden = 6 if self.model.startswith("mirrored") else 4
         cfg = RecurrentConfig(cell, 4, 3, d_embed=4, hidden=hidden, norm=self.norm, norm_site=self.norm_site)
@@ -130,23 +126,27 @@ def grid() -> tuple[Cell, ...]:
 
 
 def run(request: Request) -> Results:
+    """Measure every network by hand."""
     rows = []
     for cell in grid():
         largest = QUICK_LARGEST if request.quick else LARGEST_GRU if cell.model == "gru" else LARGEST
         site = "none" if cell.norm == "none" else cell.norm_site
         rows.append((cell.model, cell.norm, site, cell.step, 0, exact_to(cell.build(), largest)))
-    return findings(pd.DataFrame(rows, columns=[*KEYS, "step", "seed", "value"]))
+    tables = analyse(pd.DataFrame(rows, columns=[*KEYS, "step", "seed", "value"]))
+    return Results(tables, plot(tables), {"arithmetic": "float32"})
 
 
-def findings(values: pd.DataFrame) -> Results:
-    """Tables and a figure of KEYS, `step`, `seed`, `value`; `trained` is what `counting` found."""
-    summary = summarize(values, [*KEYS, "step"]).drop(columns=["published", "ci_low", "ci_high", "median", "sd"])
-    trained = select(table_at(folder("counting"), "summary"), task="anbn", measure="exact_to")
-    summary = summary.merge(trained[[*KEYS, "mean"]].rename(columns={"mean": "trained"}), on=list(KEYS), how="left")
+def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The largest n of every network: KEYS, `step`, `mean`, `seeds`."""
+    return {"summary": summarize(frame, [*KEYS, "step"])[[*KEYS, "step", "mean", "seeds"]], "values": frame}
+
+
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """How far GRUs count, by the size of their steps."""
     figure, (ax,) = panels(1, 5, 3.4)
-    gru = summary[summary["model"] == "gru"]
+    gru = select(tables["summary"], model="gru")
     ax.plot(gru["step"], gru["mean"], "o-", label="exact to")
     ax.plot(gru["step"], (UNREAD * 2.0 ** gru["step"]) ** 0.5, ":", label=f"n²/2^k = {UNREAD}")
     ax.set(xlabel="k: a GRU's step is 2^-k", ylabel="n", yscale="log")
     ax.legend(fontsize=7)
-    return Results(summary, {"values": values}, {"gru": figure}, {"arithmetic": "float32"})
+    return {"gru": figure}

@@ -1,23 +1,15 @@
 """Which recurrent networks count, and what a LayerNorm term inside the cell does to the counter.
 
-Three parts:
-
-* tagging of prefixes (L5, a^n b^n S*), trained at length 64 and tested up to 1024, recurrent networks without a norm
-  up to 2048 as in the source (Merrill et al. 2020, section 5);
-* next-token prediction of a^n b^n and a^n b^n c^n: to which n is the network exact? (Weiss et al. 2018, section 5);
-* a majority gate without training: uniform attention over a prefix of length t gives (#a / t, #b / t). Projecting out
-  the all-ones direction takes half the difference, (d, -d) / (2t) with d = #a - #b; scaling divides by its size and
-  leaves sign(d) (1, -1) for every t.
-
-QRNNs differ in their pooling, too (f, fo as published, ifo). Hypothesis, written down before the runs with f and ifo,
-after section 3 of the source: with ifo-pooling, which can count, the accuracy on L5 is higher than with f and with fo.
-
-The norm is a switch in the LSTM, the GRU and the ReLU-RNN (`recurrent`), and in a one-layer transformer.
+`counting`: tagging of prefixes, trained at 64 letters (Merrill et al. 2020, section 5); next-token prediction of a^n
+b^n and a^n b^n c^n (Weiss et al. 2018, section 5); and a majority gate without training: uniform attention over a
+prefix of length t gives (#a / t, #b / t), of which LayerNorm makes sign(#a - #b) (1, -1). `counting_budget`: QRNN and
+QRNN+ with ten times the updates, read where they first reach the published accuracy. `anbk`: an LSTM that tags a^n b^2n
+by an absolute value of its count, or by a threshold (released code of Merrill et al.).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,15 +19,20 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.counting.counting_tasks import (
-    ACCEPTED,
+from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
+from ln_probe.analyses.lab.counting.tasks import (
+    ABSOLUTE,
     LETTERS,
-    MAX_TESTED_N,
     PREFIX_VOCABULARY,
     PUBLISHED_LENGTHS,
+    TAGS,
     TERMS,
     TEST_LENGTHS,
+    THRESHOLD,
     TRAIN_LENGTH,
+    TRAINED_TAGS,
+    WORDS_RIGHT,
+    AnbkTask,
     CountingTask,
     PrefixTask,
     bos,
@@ -43,10 +40,20 @@ from ln_probe.analyses.lab.counting.counting_tasks import (
     farthest,
     trained_to,
 )
-from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import Kind, Results, effects, panels, summarize_kinds
+from ln_probe.analyses.lab.results import (
+    Kind,
+    Results,
+    contrasted,
+    differences,
+    effects,
+    lines,
+    panels,
+    select,
+    summarize,
+    summarize_kinds,
+)
 from ln_probe.analyses.lab.train import ADAM, ModelSpec, Run, Task, TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
@@ -59,16 +66,11 @@ def gate_table(lengths: Sequence[int] = GATE_LENGTHS, eps: float = 1e-5) -> pd.D
 
     Columns: `norm, length, output`: half the difference between the two cases in the first coordinate, so 1 is a full
     gate and what is near 0 is hard to read. `eps` is torch's default.
-
-    Raises:
-        ValueError: a length that is not odd and positive.
     """
     rows = []
     for norm in NORM_KINDS:
         gate = Norm(norm, 2, eps=eps, divisor=None if norm in SCALES else 1.0, gain=False, bias=False).double()
         for length in lengths:
-            if length < 1 or length % 2 == 0:
-                raise ValueError(f"lengths must be odd and positive, got {length}: of an even one no half is one more")
             more, less = (length + 1) / (2 * length), (length - 1) / (2 * length)
             with torch.no_grad():
                 out = gate(torch.tensor([[more, less], [less, more]], dtype=torch.float64))
@@ -80,21 +82,17 @@ KEYS = ("task", "model", "norm", "norm_site")
 
 # Accuracy in % at PUBLISHED_LENGTHS (Merrill et al. 2020, section 5, table of the two languages).
 PUBLISHED = {
-    ("L5", "lstm"): (100, 100, 99.6, 97.9, 94.1, 89.5),
-    ("L5", "qrnn"): (90.2, 78.3, 67.0, 61.3, 58.6, 57.7),
-    ("L5", "qrnn+"): (99.6, 87.3, 81.5, 82.1, 84.1, 87.0),
-    ("L5", "qrnn x2"): (100, 99.3, 90.7, 65.8, 58.1, 59.2),
-    ("anbnaS", "lstm"): (100, 100, 99, 95.5, 92.7, 88.6),
-    ("anbnaS", "qrnn"): (80.0, 82, 79, 80.4, 79.5, 76.5),
+    ("L5", "lstm"): (100, 100, 99.6, 97.9, 94.1, 89.5), ("L5", "qrnn"): (90.2, 78.3, 67.0, 61.3, 58.6, 57.7),
+    ("L5", "qrnn+"): (99.6, 87.3, 81.5, 82.1, 84.1, 87.0), ("L5", "qrnn x2"): (100, 99.3, 90.7, 65.8, 58.1, 59.2),
+    ("anbnaS", "lstm"): (100, 100, 99, 95.5, 92.7, 88.6), ("anbnaS", "qrnn"): (80.0, 82, 79, 80.4, 79.5, 76.5),
     ("anbnaS", "qrnn+"): (82.0, 82.7, 78.8, 80.2, 77.8, 76.3),
     ("anbnaS", "qrnn x2"): (100, 98.1, 91.6, 89.6, 84.9, 78.7),
-}
+}  # fmt: skip
 PUBLISHED_BUDGET = "up to 100 epochs of 100,000 words, until 10 epochs bring nothing (Merrill et al.)"
 # A model whose accuracy at the training length is this far below the published one is not compared at longer words.
 # One whose accuracy is not this far above that of a constant answer counts as equal to it.
 TRAINED = 0.01
 CHOSEN_SEEDS = 3  # that every cell has; L5's LSTM and transformer got seven more after these had been seen
-PUBLISHED_EXACT = "LSTM and ReLU-RNN go well past the largest trained n, GRU does not (Weiss et al.)"
 # Cells of `recurrent`, of one layer but for the last.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+", "qrnn x2")
 TRANSFORMER = "transformer"
@@ -124,18 +122,9 @@ class TransformerSpec:
 
     def build(self) -> TransformerTagger:
         cfg = LabConfig(
-            n_layers=1,
-            d_model=16,
-            n_heads=1,
-            d_vocab=max(self.d_vocab, self.d_out) + 1,
-            n_ctx=self.n_ctx,
-            norm=self.norm,
-            norm_mlp=self.norm,
-            norm_final=self.norm,
-            positions="none",
-            tied=False,
-            init="torch",
-        )
+            n_layers=1, d_model=16, n_heads=1, d_vocab=max(self.d_vocab, self.d_out) + 1, n_ctx=self.n_ctx,
+            norm=self.norm, norm_mlp=self.norm, norm_final=self.norm, positions="none", tied=False, init="torch",
+        )  # fmt: skip
         return TransformerTagger(cfg, self.d_out)
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,17 +193,9 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     steps, quick_steps = (100_000 if slow else 30_000, 1500) if counting else (10_000, 1000)
     steps = quick_steps if quick else steps
     return TrainConfig(
-        steps=steps,
-        batch=10 if counting else 16,
-        lr=3e-3 if slow else 1e-2,
-        lr_end=1e-4,
-        warmup=100,
-        clip=1.0,
-        seed=seed,
-        evaluate_every=steps,
-        state_every=1000,
-        **ADAM,
-    )
+        steps=steps, batch=10 if counting else 16, lr=3e-3 if slow else 1e-2, lr_end=1e-4, warmup=100, clip=1.0,
+        seed=seed, evaluate_every=steps, state_every=1000, **ADAM,
+    )  # fmt: skip
 
 
 def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run]:
@@ -231,14 +212,20 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid, show the gate, and say what each norm term does to counting."""
     runs = make_runs(request)
     lost = carry_out(runs, request)
-    table = curves(runs)
-    table = table[table["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
-    return replace(findings(table, request.quick), diverged=lost)
+    frame = curves(runs)
+    frame = frame[frame["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
+    tables = analyse(frame)
+    trained = {f"{c.task}, {c.model}": vars(training(c, request.quick, 0)) for c in grid(request.quick)}
+    return Results(tables, plot(tables), {"training": trained, "published_budget": PUBLISHED_BUDGET}, lost)
 
 
-def findings(table: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and figures from the values of every run: KEYS, `seed`, `step`, `measure`, `value`."""
-    values = table.drop(columns="step", errors="ignore")
+def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Make the tables of the values of every run: KEYS, `seed`, `step`, `measure`, `value`.
+
+    `effects` are tested at the farthest length and on the largest exact n, Holm over these; `effects_fresh` is over
+    the seeds that cells got after the first CHOSEN_SEEDS had been seen.
+    """
+    values = frame.drop(columns="step", errors="ignore")
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     kinds: list[tuple[pd.DataFrame, Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
     summary = summarize_kinds(kinds, [*KEYS, "measure"], published_table())
@@ -249,34 +236,19 @@ def findings(table: pd.DataFrame, quick: bool = False) -> Results:
     summary = summary.merge(least, on=[*KEYS, "measure"], how="left")
     summary = summary.merge(constant_answers(tagged), on=["task", "measure"], how="left")
     more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
-    changed, fresh = _tested(values), _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
-    gate = gate_table()
-    return Results(
-        summary,
-        tables={"values": table, "effects": changed, "effects_fresh": fresh, "gate": gate},
-        figures=dict(draw(summary, table, quick)),
-        settings={
-            "train_length": TRAIN_LENGTH,
-            "accepted": ACCEPTED,
-            "published_exact": PUBLISHED_EXACT,
-            "published_budget": PUBLISHED_BUDGET,
-            "max_trained_n": {task: trained_to(task, quick) for task in LETTERS},
-            "seeds": sorted({int(seed) for seed in table["seed"]}),
-            "chosen_seeds": f"cells with more than {CHOSEN_SEEDS} seeds got them after the first {CHOSEN_SEEDS} had "
-            "been seen: effects_fresh is over the later ones alone",
-            "training": {f"{c.task}, {c.model}": vars(training(c, quick, 0)) for c in grid(quick)},
-        },
-    )
+    fresh = _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
+    return {
+        "summary": summary, "values": frame, "effects": _tested(values), "effects_fresh": fresh, "gate": gate_table(),
+    }  # fmt: skip
 
 
 def _tested(values: pd.DataFrame) -> pd.DataFrame:
-    """`effects`, tested at the farthest length and on the largest exact n, Holm over these."""
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     keys, switch = [*KEYS, "measure"], ["norm", "norm_site"]
     parts = [effects(values[shares], keys, switch, bounds=(-1, 1)), effects(values[~shares], keys, switch)]
-    found = pd.concat(parts, ignore_index=True)
-    found.loc[~found.index.isin(farthest(found).index), "p"] = float("nan")
-    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
+    changed = pd.concat(parts, ignore_index=True)
+    changed.loc[~changed.index.isin(farthest(changed).index), "p"] = float("nan")
+    return changed.assign(p_holm=holm(changed["p"].to_numpy(float)))
 
 
 def published_table() -> pd.DataFrame:
@@ -289,84 +261,140 @@ def published_table() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
 
-def draw(summary: pd.DataFrame, values: pd.DataFrame, quick: bool = False) -> Iterator[tuple[str, Figure]]:
-    """Every picture by name, of what there is."""
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Accuracy over length of plain models and of each norm; the n on which each network is exact."""
+    summary, figures = tables["summary"], {}
     accuracy = summary[summary["measure"].str.startswith("accuracy_").astype(bool)]
-    if len(plain := accuracy[accuracy["norm_site"] == "none"]):
-        yield "lengths", _over_lengths(plain)
-    if len(accuracy[accuracy["norm"] != "none"]):
-        yield "norms_over_lengths", _terms_over_lengths(accuracy)
-    if len(counted := values[values["measure"].isin(["exact_from", "exact_to"])]):
-        yield "exact", _exact_ranges(counted, quick)
+    accuracy = accuracy.assign(length=accuracy["measure"].str.removeprefix("accuracy_").astype(int))
+    plain = accuracy[accuracy["norm_site"] == "none"]
+    normed = accuracy.assign(place=accuracy["model"] + ", on its " + accuracy["norm_site"])
+    for name, part, by, panel in (("lengths", plain, "model", "task"), ("norms_over_lengths", normed, "norm", "place")):
+        groups = list(part.groupby(panel, sort=False))
+        figure, axes = panels(max(1, len(groups)), 3.8, 3.0, columns=4, shared=True)
+        for (title, cell), ax in zip(groups, axes, strict=False):
+            lines(ax, cell, "length", by)
+            ax.set(title=title, xscale="log", xlabel="length (trained at 64)")
+            ax.legend(fontsize=6)
+        figures[name] = figure
+    ends = select(tables["values"], measure=["exact_from", "exact_to"])
+    wide = ends.pivot_table(index=[*KEYS, "seed"], columns="measure", values="value", sort=False).reset_index()
+    if len(wide):
+        figure, (ax,) = panels(1, 7, 0.09 * len(wide) + 1)
+        ax.hlines(range(len(wide)), wide["exact_from"], wide["exact_to"], linewidth=2)
+        ax.set_yticks(range(len(wide)), labels=wide["task"] + ", " + wide["model"] + ", " + wide["norm"], fontsize=4)
+        ax.set(xlabel="n with exact answers, a line per seed")
+        figures["exact"] = figure
+    return figures
 
 
-def _over_lengths(part: pd.DataFrame) -> Figure:
-    """Accuracy of the plain models over length, a panel per task; published figures dotted."""
-    tasks = list(dict.fromkeys(part["task"]))
-    figure, axes = panels(len(tasks), 4.6, 3.8, shared=True)
-    for task, ax in zip(tasks, axes, strict=True):
-        for number, (model, line) in enumerate(part[part["task"] == task].groupby("model", sort=False)):
-            _draw_line(ax, line, f"C{number}", str(model))
-            ax.plot(_lengths(line), line["published"], color=f"C{number}", linestyle=":")
-        ax.set(title=task, ylabel="accuracy; dotted: published")
-        ax.legend(fontsize=7)
-    return figure
+# ------------------------------------------------------------------------------------------------- a longer budget
+
+BUDGET_TASKS, BUDGET_MODELS = ("L5", "anbnaS"), ("qrnn", "qrnn+")
+BUDGET_RATES = (1e-3, 1e-2)  # Adam's default, and what `counting` takes
+UPDATES, EVALUATIONS = 100_000, 20
+BUDGET_KEYS = ["task", "model", "lr"]
+AT_END, WHEN_REACHED = "at the end", "when the published accuracy is first reached"
 
 
-def _terms_over_lengths(accuracy: pd.DataFrame) -> Figure:
-    """Accuracy over length with each term and without, a panel per model and place of the norm."""
-    normed = accuracy[accuracy["norm"] != "none"]
-    places = list(dict.fromkeys(zip(normed["task"], normed["model"], normed["norm_site"], strict=True)))
-    figure, axes = panels(len(places), 3.6, 2.8, columns=4, shared=True)
-    for (task, model, site), ax in zip(places, axes, strict=True):
-        cell = accuracy[(accuracy["task"] == task) & (accuracy["model"] == model)]
-        for number, norm in enumerate(("none", *TERMS)):
-            line = cell[(cell["norm"] == norm) & ((cell["norm_site"] == site) | (norm == "none"))]
-            _draw_line(ax, line, f"C{number}", norm)
-        ax.set_title(f"{task}: {model}, on its {site}", fontsize=9)
-    axes[0].legend(fontsize=7)
-    return figure
+@dataclass(frozen=True)
+class BudgetCell:
+    task: str
+    model: str
+    lr: float
+
+    def spec(self) -> ModelSpec:
+        return Cell(self.task, self.model).spec()
 
 
-def _lengths(line: pd.DataFrame) -> list[int]:
-    return [int(m.removeprefix("accuracy_")) for m in line["measure"]]
+def run_budget(request: Request) -> Results:
+    """Train QRNNs longer and read the accuracy beyond where the published one is reached."""
+    quick = request.quick
+    cells = [BudgetCell(t, m, lr) for lr in BUDGET_RATES for t in BUDGET_TASKS for m in BUDGET_MODELS]
+    updates = 2000 if quick else UPDATES
+    usual = training(Cell("L5", "qrnn"), quick, 0)
+    runs = planned(
+        [BudgetCell("L5", model, BUDGET_RATES[1]) for model in BUDGET_MODELS] if quick else cells,
+        request,
+        name=lambda cell: f"{cell.task}-{cell.model}-lr{cell.lr:g}",
+        task=lambda cell, _: PrefixTask(cell.task, PUBLISHED_LENGTHS[: 3 if quick else None]),
+        training=lambda cell, seed: replace(
+            usual, seed=seed, steps=updates, lr=cell.lr, evaluate_every=updates // EVALUATIONS, state_every=5000
+        ),
+    )
+    lost = carry_out(runs, request)
+    frame = curves(runs)
+    frame = frame[frame["measure"].str.startswith("accuracy_").astype(bool)].reset_index(drop=True)
+    return Results(analyse_budget(frame, updates), {}, {"training": vars(usual), "updates": updates}, lost)
 
 
-def _draw_line(ax: Any, line: pd.DataFrame, color: str, label: str) -> None:
-    lengths = _lengths(line)
-    ax.plot(lengths, line["mean"], color=color, marker="o", markersize=3, label=label)
-    ax.fill_between(lengths, line["ci_low"].clip(0), line["ci_high"].clip(upper=1), color=color, alpha=0.12, lw=0)
-    ax.set(xscale="log", xlabel="length (trained at 64)")
-    if lengths:
-        ax.set_xticks(lengths, labels=lengths)
-    ax.minorticks_off()
+def analyse_budget(frame: pd.DataFrame, updates: int) -> dict[str, pd.DataFrame]:
+    """Accuracies at the end, and where each run first reached the published one at the training length.
+
+    `readings`: BUDGET_KEYS, `seed`, `read` (AT_END or WHEN_REACHED; no row of the second if it was not reached),
+    `step`, `measure`, `value`. Runs that have not come to the end are left out.
+    """
+    trained, parts = f"accuracy_{TRAIN_LENGTH}", []
+    done = frame.groupby([*BUDGET_KEYS, "seed"])["step"].transform("max") >= updates
+    for (task, model, _, _), one in frame[done].groupby([*BUDGET_KEYS, "seed"], sort=False):
+        parts.append(one[one["step"] == one["step"].max()].assign(read=AT_END))
+        there = one[(one["measure"] == trained) & (one["value"] >= PUBLISHED[str(task), str(model)][0] / 100)]
+        if len(there):
+            parts.append(one[one["step"] == there["step"].min()].assign(read=WHEN_REACHED))
+    columns = [*BUDGET_KEYS, "seed", "read", "step", "measure", "value"]
+    readings = pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
+    at_end = readings[readings["read"] == AT_END]
+    summary = summarize(at_end, [*BUDGET_KEYS, "measure"], published_table(), kind="share")
+    summary = summary.merge(constant_answers(sorted(set(frame["task"]))), on=["task", "measure"], how="left")
+    return {"summary": summary, "values": frame, "readings": readings}
 
 
-def _exact_ranges(values: pd.DataFrame, quick: bool) -> Figure:
-    """The n's on which each network is exact, a line per seed, a panel per task; dotted: the largest trained n."""
-    keys = ["task", "model", "norm", "norm_site"]
-    ends = values.pivot(index=[*keys, "seed"], columns="measure", values="value")
-    cells = values[keys].drop_duplicates()
-    tasks = list(dict.fromkeys(cells["task"]))
-    figure, axes = panels(len(tasks), 5.2, 0.28 * cells["task"].value_counts().max() + 1.2)
-    for task, ax in zip(tasks, axes, strict=True):
-        names, trained = [], trained_to(str(task), quick)
-        for place, cell in enumerate(cells[cells["task"] == task].itertuples(index=False, name=None)):
-            _, model, norm, site = cell
-            names.append(model if norm == "none" else f"{model}, {norm} on {site}")
-            seeds = ends.loc[cell]
-            for number, (first, last) in enumerate(zip(seeds["exact_from"], seeds["exact_to"], strict=True)):
-                at = place + (number - (len(seeds) - 1) / 2) * 0.7 / len(seeds)
-                if last:
-                    ax.plot([first, last], [at, at], "C0|-", linewidth=2, markersize=4)
-                else:
-                    ax.plot(0, at, "x", color="C3", markersize=4)  # on none
-        ax.axvline(trained, color="k", linewidth=0.8, linestyle=":")
-        ax.set_yticks(range(len(names)), labels=names, fontsize=8)
-        ax.set(
-            title=task,
-            xlim=(-3, MAX_TESTED_N * trained),
-            xlabel=f"n with exact answers (x: none; dotted: trained to {trained})",
-        )
-        ax.invert_yaxis()
-    return figure
+# -------------------------------------------------------------------------------------------------------- a^n b^2n
+
+ANBK_UPDATES, ANBK_QUICK_UPDATES = 1000, 60
+ANBK_KEYS = ["form", "lr"]
+
+
+@dataclass(frozen=True)
+class AnbkCell:
+    form: str
+    lr: float
+
+    def spec(self) -> RecurrentConfig:
+        return RecurrentConfig("lstm", PREFIX_VOCABULARY, 2)
+
+
+def run_anbk(request: Request) -> Results:
+    """Adam at a constant rate, as released."""
+    updates = ANBK_QUICK_UPDATES if request.quick else ANBK_UPDATES
+    runs = planned(
+        [AnbkCell(form, lr) for lr in BUDGET_RATES for form in (ABSOLUTE, THRESHOLD)],
+        request,
+        name=lambda cell: f"{cell.form.replace(' ', '_')}-lr{cell.lr:g}",
+        task=lambda cell, _: AnbkTask(cell.form),
+        training=lambda cell, seed: TrainConfig(
+            steps=updates,
+            batch=16,
+            lr=cell.lr,
+            schedule="constant",
+            warmup=0,
+            clip=0.0,
+            seed=seed,
+            evaluate_every=updates // 5,
+            **ADAM,
+        ),
+    )
+    lost = carry_out(runs, request)
+    frame = select(curves(runs), measure=[TRAINED_TAGS, TAGS, WORDS_RIGHT])
+    return Results(analyse_anbk(frame), {}, {"updates": updates, "constant_answer": [2 / 3, 1 / 2]}, lost)
+
+
+def analyse_anbk(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """What every run has right at the end (ANBK_KEYS, `seed`, `step`, `measure`, `value`), and the forms compared."""
+    last = frame[frame["step"] == frame.groupby([*ANBK_KEYS, "seed"])["step"].transform("max")]
+    wide = select(last, measure=TAGS).pivot_table(index=["seed", "lr"], columns="form", values="value")
+    pairs = differences(wide, {f"{THRESHOLD} minus {ABSOLUTE}": (THRESHOLD, ABSOLUTE)})
+    return {
+        "summary": summarize(last, [*ANBK_KEYS, "measure"], kind="share"),
+        "values": frame,
+        "contrasts": contrasted(pairs, ["contrast", "lr"], (-1.0, 1.0)),
+    }

@@ -1,23 +1,10 @@
 """Which recurrent cells are weighted finite automata? What of that can be stated exactly.
 
 Merrill et al. (2020) call a cell rationally recurrent if each of its units computes what a weighted finite automaton
-computes, and prove that a QRNN is and an LSTM is not. A theorem is not measured; two related things are:
-
-    automaton   a QRNN layer with f-, fo- or ifo-pooling and weights as the laboratory starts them is written down as an
-                automaton of 14 states a unit (two letters): its weights of random words against the layer's states
-    rank        of a block of the Hankel matrix of the last layer's units of saturated cells (`saturated_states`; words
-                of up to `block` letters before and after), in exact arithmetic: no automaton with fewer states gives
-                the same numbers. A rank that stops growing excludes nothing; one that grows does
-    enough      states of an automaton that there is: a single QRNN layer's 14, or a state for each of a finite cell's
-
-Weighted finite automata: the one that a quasi-recurrent unit is, and how many states a unit's would need.
-
-An automaton gives a word the weight `start · A_1 · … · A_n · final`, a matrix for each letter. What some automaton
-gives is a rational series; a cell whose units are such series is rationally recurrent (Merrill et al. 2020). A unit
-with pooling c_t = keep_t c_(t-1) + added_t whose gates see the last two letters alone is one for all weights:
-`of_pooling` writes its automaton down. The smallest automaton of a series has as many states as the rank of its Hankel
-matrix, H[u, v] = series(u v) (Carlyle & Paz 1971, "Realizations by stochastic finite automata"; Fliess 1974, "Matrices
-de Hankel"), so the rank of any block of it is a lower bound of the number of states.
+computes (`start · A_1 · … · A_n · final`, a matrix for each letter), and prove that a QRNN is and an LSTM is not. Two
+related things are measured: a QRNN layer written down as an automaton (`of_pooling`) against the layer's states, and
+the rank of a block of the Hankel matrix H[u, v] = series(u v) of saturated cells, in exact arithmetic: no automaton
+with fewer states gives the same numbers (Carlyle & Paz 1971; Fliess 1974). A rank that stops growing excludes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +19,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.lab.counting.counting_tasks import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.counting.recurrent import QRNNLayer, RecurrentConfig
 from ln_probe.analyses.lab.counting.saturated_states import (
     LETTERS,
@@ -43,6 +29,7 @@ from ln_probe.analyses.lab.counting.saturated_states import (
     drawn,
     start,
 )
+from ln_probe.analyses.lab.counting.tasks import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
 
@@ -82,15 +69,8 @@ def of_pooling(
 
     Args:
         keep, added, out: at a letter, by the letter before; the last row: there is none.
-
-    Raises:
-        ValueError: arrays of other or unequal shapes.
     """
     befores, letters = keep.shape
-    if not keep.shape == added.shape == out.shape or befores != letters + 1:
-        raise ValueError(
-            f"keep, added and out must all be [letters + 1, letters], got {keep.shape}, {added.shape}, {out.shape}"
-        )
     contexts = befores * letters + 1  # (before, letter), then the empty word
     start, final = np.zeros(2 * contexts), np.zeros(2 * contexts)
     moves = np.zeros((letters, 2 * contexts, 2 * contexts))
@@ -156,27 +136,16 @@ def run(request: Request) -> Results:
                     ranks.append((cell, layers, hidden, f"rank, {name}", block, seed, float(value)))
             enough = max(map(states_enough, nets))  # infinite: none is known
             ranks.append((cell, layers, hidden, "enough, largest", 0, seed, enough))
-    return findings(
+    tables = analyse(
         pd.DataFrame(ranks, columns=[*KEYS, "seed", "value"]),
         pd.DataFrame(errors, columns=["pooling", "seed", "value"]),
-        request.quick,
     )
+    return Results(tables, {}, {"draws": DRAWS_QUICK if request.quick else DRAWS, "words": f"{WORDS} of {LENGTH}"})
 
 
-def findings(ranks: pd.DataFrame, errors: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables from the ranks (KEYS, `seed`, `value`) and the largest errors (`pooling`, …) of seeds."""
-    summary = summarize(ranks[np.isfinite(ranks["value"])], list(KEYS))
-    return Results(
-        summary,
-        tables={"values": ranks, "errors": errors},
-        settings={
-            "draws": DRAWS_QUICK if quick else DRAWS,
-            "networks": NETWORKS_QUICK if quick else NETWORKS,
-            "words": f"{WORDS} of {LENGTH} letters",
-            "seeds": sorted({int(s) for s in ranks["seed"]}),
-            "published": "theorems, no figures: QRNNs are rationally recurrent, LSTMs are not (Merrill et al. 2020)",
-        },
-    )
+def analyse(ranks: pd.DataFrame, errors: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of the ranks (KEYS, `seed`, `value`), beside the largest errors (`pooling`, `seed`, `value`)."""
+    return {"summary": summarize(ranks[np.isfinite(ranks["value"])], list(KEYS)), "values": ranks, "errors": errors}
 
 
 def states_enough(net: list[SaturatedLayer]) -> float:
@@ -206,13 +175,7 @@ def largest_error(pooling: str, seed: int, networks: int) -> float:
 
 
 def drawn_layer(pooling: str) -> tuple[Tensor, QRNNLayer]:
-    """A QRNN's embedding [letter width] and first layer, in float64, with SPREAD times the weights that it starts with.
-
-    Raises:
-        ValueError: an unknown pooling.
-    """
-    if pooling not in POOLINGS:
-        raise ValueError(f"unknown pooling {pooling!r}: known are {', '.join(POOLINGS)}")
+    """A QRNN's embedding [letter width] and first layer, in float64, with SPREAD times the weights it starts with."""
     model = RecurrentConfig("qrnn" if pooling == "fo" else f"qrnn {pooling}", PREFIX_VOCABULARY, 2).build().double()
     layer = cast("QRNNLayer", model.layers[0])
     with torch.no_grad():

@@ -1,50 +1,36 @@
 """How many states can a saturated recurrent cell be in after n letters?
 
-Merrill et al. (2020, "A Formal Hierarchy of RNN Architectures", sections 2 and 3) look at the limit of large weights:
-what a cell can then tell apart is its space complexity. Theory: a saturated Elman RNN, GRU and
-QRNN with f- or fo-pooling have a number of states that no length changes; an LSTM, and a QRNN with ifo-pooling, add to
-their state and have polynomially many, at most as length to the power of their counters (hidden units times layers):
-one counter grows linearly. A ReLU-RNN does not saturate and is drawn with small whole weights; of that no theorem is
-quoted. No training: weights are drawn, and every state that a word over {a, b} reaches is found.
-
-    states      distinct states after all words of a length (breadth first, given up beyond CAP)
-    visited     distinct states along one random word of a length
-    exponent    of a draw: the power of the length with which `states` grows, over the last two doublings below CAP
-    settled     draws whose set of states came back, so that their number at every length is known
-
-Every recurrent cell of the laboratory in the limit of large weights, its state a row of whole numbers.
-
-In that limit (Merrill et al. 2020, "A Formal Hierarchy of RNN Architectures", section 2) a sigmoid is 0 or 1 and a
-tanh -1, 0 or 1:
+Merrill et al. (2020, "A Formal Hierarchy of RNN Architectures", sections 2 and 3) look at the limit of large weights,
+in which a sigmoid is 0 or 1 and a tanh -1, 0 or 1. A saturated Elman RNN, GRU and QRNN with f- or fo-pooling have a
+number of states that no length changes; an LSTM, and a QRNN with ifo-pooling, have polynomially many, at most as length
+to the power of their counters. A ReLU-RNN does not saturate: its weights are drawn from -1, 0 and 1. No training:
+weights are drawn, and every state that a word over {a, b} reaches is found.
 
     rnn_tanh    h = sign(W x + U h + b)
     gru         h = z h + (1 - z) sign(W x + U (r h) + b), r and z 0 or 1
     lstm        c = f c + i sign(…), h = o tanh(c): c is no product of weights, so its tanh does not saturate
     qrnn f      c = f c + (1 - f) z, out = c          gates of the last two inputs (Bradbury et al. 2017)
-    qrnn fo     the same, out = o c                   the laboratory's
+    qrnn fo     the same, out = o c
     qrnn ifo    c = f c + i z, out = o c
     qrnn+       qrnn fo under a layer of sigmoids, 0 or 1, which has no state
     rnn_relu    h = max(0, W x + U h + b)
-
-ReLU has no such limit: with weights λ times as large an output is λ times as large, not saturated. A ReLU-RNN is taken
-as it is instead, with weights drawn from -1, 0 and 1, so that its state is whole numbers too, of any size.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Shaped
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, panels, summarize, summarize_kinds
+from ln_probe.analyses.lab.results import Results, lines, panels, select, summarize, summarize_kinds
 
 LETTERS = 2
 CAP = 50_000  # states; more of them take minutes, and have grown beyond doubt
@@ -52,7 +38,6 @@ POOLED = ("qrnn f", "qrnn fo", "qrnn ifo")
 PLUS = "plus"  # the stateless layer above a QRNN that makes it a QRNN+
 _GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "qrnn f": 2, "qrnn fo": 3, "qrnn ifo": 4, PLUS: 1, "lstm": 4}
 _STACKS = {"qrnn+": ("qrnn fo", PLUS)}  # cells that are layers of several kinds
-KNOWN = (*(cell for cell in _GATES if cell != PLUS), *_STACKS)
 States = Shaped[np.ndarray, "state number"]
 
 
@@ -122,15 +107,7 @@ class SaturatedLayer:
 
 
 def drawn(cell: str, layers: int, rng: np.random.Generator, hidden: int) -> list[SaturatedLayer]:
-    """Layers with normal weights (a ReLU-RNN's: -1, 0 or 1).
-
-    Raises:
-        ValueError: an unknown cell, sizes below 1.
-    """
-    if cell not in KNOWN:
-        raise ValueError(f"unknown cell {cell!r}: known are {', '.join(KNOWN)}")
-    if layers < 1 or hidden < 1:
-        raise ValueError(f"layers and hidden must be at least 1, got {layers} and {hidden}")
+    """Layers with normal weights (a ReLU-RNN's: -1, 0 or 1)."""
     below, *above = _STACKS.get(cell, (cell,))
     made: list[SaturatedLayer] = []
     for kind in (*(below,) * layers, *above):
@@ -299,7 +276,8 @@ def run(request: Request) -> Results:
             (*named, COUNTING, seed, float((known > GROWING).mean()) if len(known) else np.nan),
         ]
     values = pd.DataFrame(counts, columns=[*KEYS, "length", "seed", "value"])
-    return findings(values, pd.DataFrame(growth, columns=[*KEYS, "seed", "value"]), request.quick)
+    tables = analyse(values, pd.DataFrame(growth, columns=[*KEYS, "seed", "value"]))
+    return Results(tables, plot(tables), {"draws": DRAWS_QUICK if request.quick else DRAWS, "cap": CAP})
 
 
 def _draw(cell: Cell, rng: np.random.Generator, quick: bool) -> tuple[dict[tuple[str, int], float], float, bool]:
@@ -313,38 +291,22 @@ def _draw(cell: Cell, rng: np.random.Generator, quick: bool) -> tuple[dict[tuple
     return found, exponent(reached.counts, reached.settled), reached.settled
 
 
-def findings(values: pd.DataFrame, growth: pd.DataFrame, quick: bool = False) -> Results:
-    """Tables and a figure from counts (with `length`; geometric means over seeds) and exponents."""
-    summary = summarize(values, [*KEYS, "length"], kind="log")
+def analyse(values: pd.DataFrame, growth: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of counts (with `length`; geometric means over seeds), and the exponents."""
     powers = growth["measure"].str.startswith(EXPONENT).astype(bool)
-    grown = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")
-    return Results(
-        summary,
-        tables={"values": values, "growth": growth, "exponents": grown},
-        figures={"states": draw(summary)},
-        settings={
-            "draws": DRAWS_QUICK if quick else DRAWS,
-            "cap": CAP,
-            "seeds": sorted({int(s) for s in values["seed"]}),
-            "published": "theorems, no figures: O(1) states but for LSTM and ifo-pooling (Merrill et al., section 3)",
-        },
-    )
+    exponents = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")
+    summary = summarize(values, [*KEYS, "length"], kind="log")
+    return {"summary": summary, "values": values, "growth": growth, "exponents": exponents}
 
 
-def draw(summary: pd.DataFrame) -> Figure:
-    """Distinct states over length, the largest draw of every cell; dotted: constant in theory."""
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Distinct states over length, the largest draw of every cell."""
     figure, axes = panels(2, 5.5, 4.6)
-    colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    styles = {CONSTANT: ":", GROWS: "-", UNSATURATED: "--"}
+    summary = tables["summary"]
+    named = summary.assign(line=summary["cell"] + summary["layers"].map(", {} × ".format) + summary["hidden"].map(str))
     for kind, ax in zip(("states", "visited"), axes, strict=True):
-        part = summary[summary["measure"] == f"{kind}, largest"]
-        for number, (key, line) in enumerate(part.groupby(["cell", "layers", "hidden", "theory"], sort=False)):
-            cell, layers, hidden, theory = key
-            look = {"color": colors[number % len(colors)], "linestyle": styles[str(theory)]}
-            ax.plot(
-                line["length"], line["mean"], marker="o", markersize=3, label=f"{cell}, {layers} × {hidden}", **look
-            )
+        lines(ax, select(named, measure=f"{kind}, largest"), "length", "line", published=False)
         where = "along a random word" if kind == "visited" else "after all words"
-        ax.set(xscale="log", yscale="log", xlabel="length", ylabel=f"distinct states {where}")
+        ax.set(xscale="log", yscale="log", ylabel=f"distinct states {where}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, title="layers × units")
-    return figure
+    return {"states": figure}

@@ -8,7 +8,7 @@ compared with the interpreter on all short words and on random long ones, under 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,16 +16,78 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.crasp import depth_task
 from ln_probe.analyses.lab.crasp.crasp import Program, parse
-from ln_probe.analyses.lab.crasp.depth_task import gate_program
 from ln_probe.analyses.lab.crasp.weights import TINY_EPS, compile_program
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.results import Results, panels, summarize
+from ln_probe.analyses.lab.results import Results, lines, panels, summarize
 from ln_probe.analyses.lab.train import step_generator
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request
+
+# -------------------------------------------------------------------------------------------------------- programs
+
+MAJORITY = "majority := #[Q_a] > #[Q_b]"
+
+DYCK_1 = """
+open := #[Q_"("]
+close := #[Q_")"]
+never_negative := #[open < close] == 0
+dyck := open == close and never_negative
+"""
+
+A_N_B_N = """
+in_order := #[Q_a and #[Q_b] > 0] == 0    // no a after a b
+a_n_b_n := in_order and #[Q_a] == #[Q_b]
+"""
+
+A_N_B_N_C_N = """
+in_order := #[Q_a and #[Q_b or Q_c] > 0 or Q_b and #[Q_c] > 0] == 0
+a_n_b_n_c_n := in_order and #[Q_a] == #[Q_b] and #[Q_b] == #[Q_c]
+"""
+
+L_5 = "l_5 := #[Q_a] - #[Q_b] < 5 and #[Q_b] - #[Q_a] < 5"
+
+SYMBOLS = "ab"
+
+
+def block_symbol(number: int) -> str:
+    """The letter of the block with this number (from 1): a, b, a, b, …"""
+    return SYMBOLS[(number - 1) % 2]
+
+
+def _reached(last: int) -> list[str]:
+    """Definitions `in_j`: the position lies in block j or later of a word that begins with a (depth j - 1)."""
+    lines = ["in_1 := true"]
+    for block in range(2, last + 1):
+        lines.append(f"in_{block} := #[in_{block - 1} and Q_{block_symbol(block)}] > 0")
+    return lines
+
+
+def last_block(k: int) -> str:
+    """A program that holds exactly on the last block of a word of L_k; its depth is max(0, k - 2).
+
+    A position is in the last block if an earlier one was in block k - 1 and it carries the last letter.
+    """
+    if k == 1:
+        return "last := true"
+    return "\n".join([*_reached(k - 1), f"last := in_{k - 1} and Q_{block_symbol(k)}"])
+
+
+def blocks(k: int) -> str:
+    """A program that accepts L_k (k blocks, beginning with a) among words over {a, b}; its depth is max(2, k)."""
+    begins = "begins_with_a := #[Q_b and #[Q_a] == 0] == 0"
+    return "\n".join([begins, *_reached(k + 1), f"member := begins_with_a and in_{k} and not in_{k + 1}"])
+
+
+def gate_program(depth: int) -> str:
+    """A program whose every level asks for the majority of the one below: comparisons of counts of comparisons."""
+    lines = ["level_1 := #[Q_a] > #[Q_b]"]
+    lines += [f"level_{i} := 2 * #[level_{i - 1}] > #[true]" for i in range(2, depth + 1)]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------ experiment
 
 EVERY_WORD_TO, QUICK_EVERY_WORD_TO = 8, 6  # letters; the answers at a word's letters are those of its prefixes
 LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30
@@ -38,13 +100,13 @@ CASES = "x := Q_a ? min(#[Q_a], 3) : (#[Q_b] > 2 ? max(#[Q_a] - #[Q_b], -1) : 2 
 # Every program of the laboratory and of its interpreter's tests that ends in a Boolean, but the deepest (198 levels),
 # and the symbols of its words.
 PROGRAMS: dict[str, tuple[str, Sequence[str]]] = {
-    "majority": (depth_task.MAJORITY, "ab"),
-    "Dyck-1": (depth_task.DYCK_1, "()"),
-    "a^n b^n": (depth_task.A_N_B_N, "ab"),
-    "a^n b^n c^n": (depth_task.A_N_B_N_C_N, "abc"),
-    "within 5": (depth_task.L_5, "ab"),
-    **{f"last block of L{k}": (depth_task.last_block(k), "ab") for k in range(1, 9)},
-    **{f"member of L{k}": (depth_task.blocks(k), "ab") for k in range(1, 6)},
+    "majority": (MAJORITY, "ab"),
+    "Dyck-1": (DYCK_1, "()"),
+    "a^n b^n": (A_N_B_N, "ab"),
+    "a^n b^n c^n": (A_N_B_N_C_N, "abc"),
+    "within 5": (L_5, "ab"),
+    **{f"last block of L{k}": (last_block(k), "ab") for k in range(1, 9)},
+    **{f"member of L{k}": (blocks(k), "ab") for k in range(1, 6)},
     **{f"majority of majorities, depth {k}": (gate_program(k), "ab") for k in range(1, 4)},
     "names": ("x := #[Q_a] > 0  y := #[x] > 1  z := y and x", "ab"),
     "unused depth": ("x := #[#[Q_a] > 0] > 0  y := Q_b", "ab"),
@@ -112,16 +174,10 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
             shares[measure] = float(right.all(1).mean()), len(right)
             shares[f"{measure}_answers"] = float(right.mean()), len(right)
         about = {
-            "program": name,
-            "norm": norm,
-            "suffices": enough,
-            "depth": program.depth,
-            "layers": compiled.layers,
-            "attending": compiled.attending,
-            "d_model": compiled.model.cfg.d_model,
-            "every_word_to": every_word_to,
+            "program": name, "norm": norm, "suffices": enough, "depth": program.depth, "layers": compiled.layers,
+            "attending": compiled.attending, "d_model": compiled.model.cfg.d_model, "every_word_to": every_word_to,
             "seed": seed,
-        }
+        }  # fmt: skip
         rows += [{**about, "words": n, "measure": measure, "value": value} for measure, (value, n) in shares.items()]
     return rows
 
@@ -161,32 +217,21 @@ def run(request: Request) -> Results:
         every_word_to = QUICK_EVERY_WORD_TO if request.quick and len(alphabet) > 2 else EVERY_WORD_TO
         rows += agreement(name, seed, QUICK_WORDS if request.quick else WORDS, every_word_to)
     lengths = lengths_table(QUICK_LENGTHS if request.quick else LENGTHS)
-    return findings(pd.DataFrame(rows), operations_table(), lengths)
+    tables = analyse(pd.DataFrame(rows), operations_table(), lengths)
+    settings = {"every_word_to": EVERY_WORD_TO, "letters": LETTERS, "few_words": FEW_WORDS, "arithmetic": "float64"}
+    return Results(tables, plot(tables), settings)
 
 
-def findings(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame) -> Results:
-    """Make the summary and the figure from the rows of `agreement`, `operations_table` and `lengths_table`."""
-    return Results(
-        summarize(table, [*KEYS, "measure"]),
-        tables={"agreement": table, "operations": operations, "lengths": lengths},
-        figures={"lengths": length_curves(lengths)},
-        settings={
-            "every_word_to": EVERY_WORD_TO,
-            "letters": LETTERS,
-            "words": int(table.loc[table["measure"] == "random_words", "words"].max()),
-            "few_words": FEW_WORDS,
-            "lengths_program": LENGTHS_PROGRAM,
-            "arithmetic": "float64",
-            "published": "the equivalence at every depth and the construction with LayerNorm are theorems, not figures",
-        },
-    )
+def analyse(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of the rows of `agreement`, beside the other two tables."""
+    summary = summarize(table, [*KEYS, "measure"])
+    return {"summary": summary, "agreement": table, "operations": operations, "lengths": lengths}
 
 
-def length_curves(lengths: pd.DataFrame) -> Figure:
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Draw the share of right answers over length."""
     figure, (ax,) = panels(1, 6, 3.6)
-    for name, line in lengths.groupby("means", sort=False):
-        ax.plot(line["letters"], line["value"], marker="o", markersize=4, label=str(name))
-    ax.set(xscale="log", xlabel="letters", ylabel="answers right", title="A majority of majorities, compiled")
+    lines(ax, tables["lengths"], "letters", "means", "value")
+    ax.set(xscale="log", ylabel="answers right", title="A majority of majorities, compiled")
     ax.legend(fontsize=7)
-    return figure
+    return {"lengths": figure}

@@ -40,6 +40,7 @@ try:
         UnexpectedToken,
     )
     from lark.exceptions import VisitError
+    from lark.lexer import PatternStr
 except ImportError as error:
     raise ImportError("Reading C-RASP needs the package lark: pip install 'ln-probe[lab]'.") from error
 
@@ -86,23 +87,6 @@ TIMES: "*"
 %ignore /[ \t\r\n\f]+/
 %ignore /\/\/[^\n]*/
 """
-# What the parser may expect, as text; the terminals that begin an expression are reported as one.
-_BEGINS_EXPRESSION = {"COUNT", "EXTREME", "CONSTANT", "SYMBOL", "INT", "LPAR"}
-_IN_WORDS = {  # those that are a text themselves are shown as that text
-    "NAME": "a name",
-    "OR": "`or`",
-    "AND": "`and`",
-    "NOT": "`not`",
-    "COMPARE": "a comparison",
-    "INT": "an integer",
-    "COUNT": "`#[`",
-    "EXTREME": "`min(`",
-    "CONSTANT": "`true`",
-    "SYMBOL": "a symbol",
-    "$END": "the end",
-}
-
-
 # Brackets or operators inside each other: walks recurse, three calls a level; the stack has room for about 1000.
 DEEPEST = 150
 _BRACKET = re.compile(r'//[^\n]*|Q_"[^"\n]*"|[\[(]|[\])]')
@@ -131,38 +115,19 @@ class CRaspError(ValueError):
 
 # What each rule of the grammar takes and is.
 _KINDS: dict[str, tuple[tuple[Kind, ...], Kind]] = {
-    "symbol": ((), "Boolean"),
-    "constant": ((), "Boolean"),
-    "integer": ((), "count"),
-    "negate": (("Boolean",), "Boolean"),
-    "logic": (("Boolean", "Boolean"), "Boolean"),
-    "compare": (("count", "count"), "Boolean"),
-    "count": (("Boolean",), "count"),
-    "arithmetic": (("count", "count"), "count"),
-    "multiple": (("count",), "count"),
-    "minus": (("count",), "count"),
-    "extreme": (("count", "count"), "count"),
-    "conditional": (("Boolean", "count", "count"), "count"),
-}
+    "symbol": ((), "Boolean"), "constant": ((), "Boolean"), "integer": ((), "count"),
+    "negate": (("Boolean",), "Boolean"), "logic": (("Boolean", "Boolean"), "Boolean"),
+    "compare": (("count", "count"), "Boolean"), "count": (("Boolean",), "count"),
+    "arithmetic": (("count", "count"), "count"), "multiple": (("count",), "count"), "minus": (("count",), "count"),
+    "extreme": (("count", "count"), "count"), "conditional": (("Boolean", "count", "count"), "count"),
+}  # fmt: skip
 # What it computes of its parts' values, by its operator or, where it has but one, by its rule.
 _COMPUTE: dict[str, Callable[..., Any]] = {
-    "negate": np.logical_not,
-    "or": np.logical_or,
-    "and": np.logical_and,
-    "<": np.less,
-    "<=": np.less_equal,
-    "==": np.equal,
-    "!=": np.not_equal,
-    ">=": np.greater_equal,
-    ">": np.greater,
-    "count": partial(np.cumsum, axis=0, dtype=np.int64),
-    "+": np.add,
-    "-": np.subtract,
-    "minus": np.negative,
-    "min": np.minimum,
-    "max": np.maximum,
-    "conditional": np.where,
-}
+    "negate": np.logical_not, "or": np.logical_or, "and": np.logical_and, "<": np.less, "<=": np.less_equal,
+    "==": np.equal, "!=": np.not_equal, ">=": np.greater_equal, ">": np.greater,
+    "count": partial(np.cumsum, axis=0, dtype=np.int64), "+": np.add, "-": np.subtract, "minus": np.negative,
+    "min": np.minimum, "max": np.maximum, "conditional": np.where,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -331,38 +296,27 @@ def _parser() -> Lark:
 
 
 def _syntax_error(source: str, error: UnexpectedInput, start: str) -> CRaspError:
+    terminals: Any
     line, column = error.line, error.column
-    expected: set[str] = set()
     if isinstance(error, UnexpectedCharacters):
-        expected = _acceptable(source[: error.pos_in_stream], start)
-        problem = f"unexpected {error.char!r}"
+        problem, terminals = f"unexpected {error.char!r}", error.allowed or ()
     elif isinstance(error, UnexpectedEOF) or (isinstance(error, UnexpectedToken) and error.token.type == "$END"):
-        expected = set(getattr(error, "accepts", None) or error.expected)
         problem = f"the {'program' if start == 'program' else 'formula'} ends too early"
         lines = source.rstrip().split("\n")
-        line, column = len(lines), len(lines[-1]) + 1
+        line, column, terminals = len(lines), len(lines[-1]) + 1, getattr(error, "accepts", None) or error.expected
     else:
         assert isinstance(error, UnexpectedToken)
-        expected = set(error.accepts or error.expected)
-        problem = f"unexpected {str(error.token)!r}"
-    return CRaspError(source, line, column, problem, _in_words(expected))
+        problem, terminals = f"unexpected {str(error.token)!r}", error.accepts or error.expected
+    if {"COUNT", "INT", "NAME"} <= {*terminals}:
+        return CRaspError(source, line, column, problem, "an expression")
+    return CRaspError(source, line, column, problem, " or ".join(sorted(map(_in_words, terminals))))
 
 
-def _acceptable(source: str, start: str) -> set[str]:
-    """What could follow a beginning of a program; not all that the lexer would read there could."""
-    parser = _parser().parse_interactive(source, start=start)
-    parser.exhaust_lexer()
-    return {str(name) for name in parser.accepts()}  # type: ignore[no-untyped-call]
-
-
-def _in_words(terminals: set[str]) -> str:
-    if definition := {"NAME", "$END"} <= terminals:
-        terminals = terminals - {"NAME"}
-    if expression := terminals >= _BEGINS_EXPRESSION:
-        terminals = terminals - _BEGINS_EXPRESSION - {"NAME", "MINUS", "NOT"}
-    texts = {t.name: f"`{t.pattern.value}`" for t in _parser().terminals} | _IN_WORDS
-    known = sorted(texts[t] for t in terminals)
-    return " or ".join(["an expression"] * expression + known + ["the next definition"] * definition)
+def _in_words(terminal: str) -> str:
+    """A terminal as text, or by its name."""
+    patterns = {t.name: t.pattern for t in _parser().terminals}
+    pattern = patterns.get(terminal)
+    return f"`{pattern.value}`" if isinstance(pattern, PatternStr) else "the end" if terminal == "$END" else terminal
 
 
 _RESERVED = frozenset({"and", "or", "not", "true", "false", "min", "max"})

@@ -1,46 +1,28 @@
 """Does depth decide which L_k a transformer learns, and does the norm move the boundary?
 
 After Yang, Cadilhac & Chiang (2025, "Knee-Deep in C-RASP"): transformers of depth d should length-generalize on L_k for
-k <= d + 2 and not beyond. Theirs is post-norm LayerNorm at d_model 256 or 512; here a small model (d_model 64, MLP 256,
-one head, no positions, words of 51 to 100 letters in training) with the norm as a switch: every norm of the model is of
-the same kind, in post- and in pre-norm order. The theory's prediction is the depth of a C-RASP program.
-
-What the depth runs show: where the boundary lies and at which threshold, and what each norm term costs beyond it.
-
-The outcome is continuous: the share of words exactly right, at each length and over all lengths beyond the training's
-(`REACH`). Whether a run "generalizes" needs a threshold, so it is swept. What scaling or projection changes is tested
-over all depths of a side at once, from pairs of runs of one seed that differ in it alone: as many as there are seeds.
-Runs of one seed at several depths are no independent trials either: shares of runs have intervals over seeds.
-
-That scaling costs reach beyond the boundary was seen in the first seeds, and more were trained for it: what they tell
-by themselves is tested apart (`fresh_terms`).
-
-`depth_deep` asks under LayerNorm alone whether the boundary goes on at depths 4 to 10 (L6 to L12), and what rotary or
-ALiBi positions change within it. Hypothesis for depths 7 to 10, written down before their runs (those of 4 to 6 had
-been seen): with one block more than the theory allows the reach is lower, at every depth.
+k <= d + 2 and not beyond. Theirs is post-norm LayerNorm at d_model 256 or 512; here a small model with the norm as a
+switch. The outcome is continuous: the share of words exactly right, over all lengths beyond the training's (`REACH`).
+That scaling costs reach beyond the boundary was seen in the first seeds, and more were trained for it: what they show
+by themselves is tested apart (`fresh_terms`). `depth_deep` goes on to depths 10 under LayerNorm, and to positions.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import numpy as np
 import pandas as pd
+import torch
+from jaxtyping import Bool, Int
 from matplotlib.figure import Figure
+from torch import Tensor, nn
 
-from ln_probe.analyses.lab.crasp.depth_task import (
-    BINS,
-    EVALUATION_WORDS,
-    KEYS,
-    TRAIN_LENGTHS,
-    BlockTask,
-    Cell,
-    measure,
-    predicted_depth,
-)
+from ln_probe.analyses.lab.crasp.compiler import last_block
+from ln_probe.analyses.lab.crasp.crasp import parse
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import (
@@ -51,16 +33,128 @@ from ln_probe.analyses.lab.results import (
     effects,
     heat_map,
     interval,
+    lines,
     paired_p,
     panels,
     select,
     summarize,
 )
-from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import (
+    PAD,
+    TrainConfig,
+    Words,
+    WordsTask,
+    carry_out,
+    curves,
+    diverged,
+    planned,
+    step_generator,
+)
+from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
 
+BOS, A, B = 0, 1, 2
+D_VOCAB = 3
+
+
+def sample_block_words(k: int, lengths: tuple[int, int], size: int, generator: torch.Generator) -> Words:
+    """Words of L_k: the length uniform in `lengths` (both included), the k - 1 places of change distinct and uniform.
+
+    Returns:
+        BOS and the word, padded on the right; 1 in the last block, 0 before it, PAD at BOS and padding.
+    """
+    low, high = lengths
+    length = torch.randint(low, high + 1, (size, 1), generator=generator)
+    place = torch.arange(1, high)  # a change at p: letter p (from 0) begins a new block
+    order = torch.rand(size, high - 1, generator=generator).masked_fill(place >= length, torch.inf)
+    changes = torch.zeros(size, high, dtype=torch.long)
+    chosen = order.argsort(dim=1)[:, : k - 1]
+    changes[:, 1:].scatter_(1, chosen, 1)
+    block = changes.cumsum(1)  # from 0
+    inside = torch.arange(high) < length
+    letters = torch.where(block % 2 == 0, A, B).masked_fill(~inside, A)
+    labels = (block == k - 1).long().masked_fill(~inside, PAD)
+    return (
+        torch.cat([torch.full((size, 1), BOS), letters], dim=1),
+        torch.cat([torch.full((size, 1), PAD), labels], dim=1),
+    )
+
+
+def exact_match(predicted: Int[Tensor, "word pos"], labels: Int[Tensor, "word pos"]) -> Bool[Tensor, " word"]:
+    """Whether every label of a word is right, the published measure."""
+    return ((predicted == labels) | (labels == PAD)).all(dim=1)
+
+
+def predicted_depth(k: int) -> int:
+    """The depth of the C-RASP program that labels the last block of L_k: what the theory says a transformer needs."""
+    return parse(last_block(k)).depth
+
+
+TRAIN_LENGTHS = (51, 100)
+BINS = (TRAIN_LENGTHS, (101, 150), (151, 200), (201, 250))  # up to 2.5 times the training length
+EVALUATION_WORDS = 500  # per bin: a standard error of at most 2.3 points
+EVALUATION_SEED = 10_000  # apart from every training seed
+KEYS = ("depth", "k", "norm", "norm_order", "positions")
+
+
+class BlockTask(WordsTask):
+    """Label the last block of words of L_k; loss per letter, measured as exact match per length bin.
+
+    Args:
+        k: blocks.
+        words: per bin (BINS; the first is trained on) that are measured.
+    """
+
+    name = "depth"
+    answers = 2
+
+    def __init__(self, k: int, words: int = EVALUATION_WORDS) -> None:
+        self.k, self.words = k, words
+        sample_block_words(k, TRAIN_LENGTHS, 1, torch.Generator())  # raises what is wrong with k now, not in a run
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"k": self.k, "lengths": TRAIN_LENGTHS, "bins": BINS, "words": self.words}
+
+    def batch(self, step: int, size: int, seed: int) -> Words:
+        return sample_block_words(self.k, TRAIN_LENGTHS, size, step_generator(seed, step))
+
+    @cached_property
+    def _evaluation(self) -> dict[tuple[int, int], Words]:
+        return {b: sample_block_words(self.k, b, self.words, step_generator(EVALUATION_SEED, b[0])) for b in BINS}
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {
+            measure(lengths): float(exact_match(self.logits(model, words).argmax(-1), labels).float().mean())
+            for lengths, (words, labels) in self._evaluation.items()
+        }
+
+
+def measure(lengths: tuple[int, int]) -> str:
+    """The name under which a bin's exact match stands in the tables."""
+    return f"exact_match_{lengths[0]}_{lengths[1]}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One square of the grid."""
+
+    depth: int
+    k: int
+    norm: str = "layernorm"
+    norm_order: Literal["pre", "post"] = "post"
+    positions: Literal["learned", "none", "sinusoidal", "rotary", "alibi"] = "none"
+
+    def spec(self) -> LabConfig:
+        """The published shape, smaller: one head, ReLU, torch's initialization; the final norm only in pre-norm."""
+        return LabConfig(
+            n_layers=self.depth, d_model=64, n_heads=1, d_mlp=256, d_vocab=D_VOCAB, n_ctx=BINS[-1][1] + 1,
+            norm=self.norm, norm_mlp=self.norm, norm_final=self.norm if self.norm_order == "pre" else None,
+            norm_order=self.norm_order, positions=self.positions, tied=False, act_fn="relu", init="torch",
+        )  # fmt: skip
+
+
 HIT = 0.99  # the threshold of a hit; `sweep` shows what the others would say
-THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 REACH = "reach"  # mean exact match over the bins beyond the training lengths
 WITHIN, BEYOND = "within", "beyond"  # of what the theory says this depth suffices for
 ALL_DEPTHS, BOTH = "all", "both"
@@ -74,52 +168,22 @@ TERMS = {
 # Exact match in % at lengths 351-400 after training on 201-250 (1.6 times the longest training word), by depth
 # 1, 2, 3, …: the published table of this bin. One seed, the best of four configurations, blocks with a third norm.
 PUBLISHED = {
-    3: (100, 100, 100, 100, 100, 100),
-    4: (22, 100, 100, 100, 100, 100),
-    5: (11, 51, 100, 100, 100, 100),
-    6: (10, 8, 37, 100, 98, 100),
-    7: (8, 8, 20, 49, 100, 100),
-    8: (5, 6, 19, 52, 75, 95),
-    10: (2, 2, 2, 6, 12, 49, 77, 96, 96, 98),
-    12: (0, 0, 0, 1, 2, 4, 21, 30, 27, 62),
-}
+    3: (100, 100, 100, 100, 100, 100), 4: (22, 100, 100, 100, 100, 100), 5: (11, 51, 100, 100, 100, 100),
+    6: (10, 8, 37, 100, 98, 100), 7: (8, 8, 20, 49, 100, 100), 8: (5, 6, 19, 52, 75, 95),
+    10: (2, 2, 2, 6, 12, 49, 77, 96, 96, 98), 12: (0, 0, 0, 1, 2, 4, 21, 30, 27, 62),
+}  # fmt: skip
 PUBLISHED_BIN = (151, 200)  # ours that lies farthest out while still at or beyond theirs
 PUBLISHED_MODELS = "post-norm, d_model 256 or 512; one seed, the best of four configurations, blocks with a third norm"
 
 
-def findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
-    """Tables and figures from the exact match of every run; `failed` are those that diverged (misses)."""
-    values = table.drop(columns="step", errors="ignore")
-    hits, swept = hit_rates(table, failed), sweep(table)
-    terms, fresh = term_effects(values), fresh_terms(values)
-    summary = summarized(values)
-    return Results(
-        summary,
-        tables={
-            "exact_match": table,
-            "hits": hits,
-            "sweep": swept,
-            "terms": terms,
-            "terms_fresh": fresh,
-            "effects": effects(values, [*KEYS, "measure"], ["norm"]),
-        },
-        figures=_figures(summary),
-        settings={
-            "train_lengths": TRAIN_LENGTHS,
-            **_settings(table, Cell(1, 3), training(quick, 0)),
-            "published": f"exact match at 351-400 letters after training on 201-250; {PUBLISHED_MODELS}",
-        },
-    )
-
-
-def _settings(table: pd.DataFrame, cell: Cell, schedule: TrainConfig) -> dict[str, Any]:
+def analyse(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
+    """Make the tables of the exact match of every run; `failed` are KEYS and seed of those that diverged (misses)."""
+    values = frame.drop(columns="step", errors="ignore")
     return {
-        "bins": BINS,
-        "hit": HIT,
-        "model": cell.spec().to_dict(),
-        "training": vars(schedule),
-        "seeds": sorted({int(seed) for seed in table["seed"]}),
-    }
+        "summary": summarized(values), "exact_match": frame, "hits": hit_rates(frame, failed),
+        "terms": term_effects(values), "terms_fresh": fresh_terms(values),
+        "effects": effects(values, [*KEYS, "measure"], ["norm"]),
+    }  # fmt: skip
 
 
 def summarized(values: pd.DataFrame) -> pd.DataFrame:
@@ -166,33 +230,8 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
 
-def share_over_seeds(right: pd.Series, seeds: pd.Series) -> tuple[float, float]:
-    """95 % interval of the share of runs that are right, each seed's runs one observation."""
-    _, low, high = interval(right.groupby(seeds.to_numpy()).mean().to_numpy(float), "share")
-    return low, high
-
-
 def _side(frame: pd.DataFrame) -> pd.Series:
     return frame["k"].map(predicted_depth).le(frame["depth"]).map({True: WITHIN, False: BEYOND})
-
-
-def sweep(table: pd.DataFrame) -> pd.DataFrame:
-    """How many runs clear a threshold in every bin, for every threshold, on either side of the theory's boundary.
-
-    Returns:
-        `norm, norm_order, positions, side, threshold, hits, runs, low, high` (95 % over seeds), `worst`, `best`: the
-        least and the largest value that any of these runs has in its worst bin. A threshold between the best run beyond
-        and the worst run within tells the sides apart.
-    """
-    rows = []
-    for key, part in worst_bins(table).groupby(["norm", "norm_order", "positions", "side"], sort=False):
-        x = part["value"]
-        for threshold in THRESHOLDS:
-            right = x >= threshold
-            found = (threshold, int(right.sum()), len(x), *share_over_seeds(right, part["seed"]), x.min(), x.max())
-            rows.append((*cast("tuple[Any, ...]", key), *found))
-    columns = ["norm", "norm_order", "positions", "side", "threshold", "hits", "runs", "low", "high", "worst", "best"]
-    return pd.DataFrame(rows, columns=columns)
 
 
 def outcomes(values: pd.DataFrame) -> pd.DataFrame:
@@ -254,54 +293,30 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
     return fresh.assign(p_holm=holm(fresh["p"].to_numpy(float)))
 
 
-def _figures(summary: pd.DataFrame) -> dict[str, Figure]:
-    """The boundary as a map; curves over length of the post-norm runs, where there are any."""
-    found = {} if summary[summary["positions"] == "none"].empty else {"boundary": _heat_maps(summary)}
-    post = select(summary, norm_order="post", positions="none")
-    if len(post):
-        found["lengths"] = length_curves(post, "norm", 2)
-    return found
-
-
-def _heat_maps(summary: pd.DataFrame) -> Figure:
-    """Exact match in the farthest bin, depth against k, a map per norm and order."""
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """The boundary as a map; curves over length of the post-norm runs."""
+    summary = tables["summary"]
     far = select(summary, measure=measure(BINS[-1]), positions="none")
-    orders, norms = _in_order(far["norm_order"]), _in_order(far["norm"])
-    figure = Figure(figsize=(2.7 * len(norms) + 0.6, 2.5 * len(orders) + 0.4), layout="constrained")
-    axes = figure.subplots(len(orders), len(norms), squeeze=False).flat
-    for (order, norm), ax in zip(itertools.product(orders, norms), axes, strict=True):
-        part = select(far, norm_order=order, norm=norm).pivot(index="depth", columns="k", values="mean")
-        if part.empty:
-            ax.set_axis_off()
-            continue
-        image = heat_map(ax, part.rename(columns="L{}".format), "{:.0%}".format, 0.6, vmin=0, vmax=1)
+    groups = list(far.groupby(["norm_order", "norm"], sort=False))
+    figure, axes = panels(max(1, len(groups)), 2.8, 2.5, columns=4)
+    for ((order, norm), part), ax in zip(groups, axes, strict=False):
+        square = part.pivot(index="depth", columns="k", values="mean").rename(columns="L{}".format)
+        heat_map(ax, square, "{:.0%}".format, 0.6, vmin=0, vmax=1)
         ax.set(title=f"{norm}, {order}-norm", ylabel="depth")
-    figure.colorbar(image, ax=figure.axes, label=f"exact match, {BINS[-1][0]}-{BINS[-1][1]} letters", shrink=0.8)
-    return figure
+    return {"boundary": figure, "lengths": length_curves(select(summary, norm_order="post", positions="none"), "norm")}
 
 
-def length_curves(part: pd.DataFrame, by: str, columns: int, *, height: float = 2.6) -> Figure:
-    """Exact match over length: a panel per (depth, k), a line per value of the column `by`; stars are published."""
-    squares = list(dict.fromkeys(zip(part["depth"], part["k"], strict=True)))
-    figure, axes = panels(len(squares), 4.2, height, columns=columns, shared=True)
-    lengths, order = [sum(b) / 2 for b in BINS], _in_order(part[by])
-    for (depth, k), ax in zip(squares, axes, strict=True):
-        cell = select(part, depth=depth, k=k)
-        for name in _in_order(cell[by]):
-            line = cell[cell[by] == name].set_index("measure").reindex([measure(b) for b in BINS])
-            color = f"C{order.index(name)}"
-            ax.plot(lengths, line["mean"], color=color, marker="o", markersize=3, label=name)
-            ax.fill_between(lengths, line["ci_low"], line["ci_high"], color=color, alpha=0.15)
-            ax.plot(lengths, line["published"], "r*")
-        side = "within" if predicted_depth(int(k)) <= depth else "beyond"
-        ax.set(title=f"depth {depth}, L{k}: {side} the theory's reach", xlabel="letters", ylim=(0, 1.05))
-    axes[0].set_ylabel("exact match")
+def length_curves(part: pd.DataFrame, by: str) -> Figure:
+    """Exact match over length: a panel per (depth, k), a line per value of the column `by`; crosses are published."""
+    middles = {measure(lengths): sum(lengths) / 2 for lengths in BINS}
+    part = part.assign(letters=part["measure"].map(middles))
+    squares = list(part.groupby(["depth", "k"], sort=False))
+    figure, axes = panels(max(1, len(squares)), 3.6, 2.4, columns=4, shared=True)
+    for ((depth, k), cell), ax in zip(squares, axes, strict=False):
+        lines(ax, cell, "letters", by)
+        ax.set(title=f"depth {depth}, L{k}", ylim=(0, 1.05))
     axes[0].legend(fontsize=7)
     return figure
-
-
-def _in_order(column: Sequence[str] | pd.Series) -> list[str]:
-    return list(dict.fromkeys(column))
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -322,22 +337,14 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     return (*squares, *positions)
 
 
-def training(quick: bool, seed: int) -> TrainConfig:
+def training(quick: bool) -> TrainConfig:
+    """The schedule of every run."""
     steps = 300 if quick else 2000
-    return TrainConfig(
-        steps=steps,
-        batch=32,
-        lr=1e-3,
-        lr_end=1e-5,
-        warmup=100,
-        clip=1.0,
-        seed=seed,
-        evaluate_every=steps,
-    )
+    return TrainConfig(steps=steps, batch=32, lr=1e-3, lr_end=1e-5, warmup=100, clip=1.0, evaluate_every=steps)
 
 
 def exact_matches(
-    cells: Iterable[Cell], request: Request, schedule: Callable[[bool, int], TrainConfig], words: int, name: str
+    cells: Iterable[Cell], request: Request, schedule: TrainConfig, words: int, name: str
 ) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]:
     """Train a run per seed and cell, called by a format string over KEYS, each bin measured on so many words.
 
@@ -345,33 +352,26 @@ def exact_matches(
         Exact match of every run in every bin; KEYS and seed of runs that diverged, and their messages.
     """
     runs = planned(
-        cells,
-        request,
-        name=lambda cell: name.format(**vars(cell)),
-        task=lambda cell, _: BlockTask(cell.k, words),
-        training=lambda _, seed: schedule(request.quick, seed),
-    )
+        cells, request, name=lambda cell: name.format(**vars(cell)), task=lambda cell, _: BlockTask(cell.k, words),
+        training=lambda _, seed: replace(schedule, seed=seed),
+    )  # fmt: skip
     carry_out(runs, request)
     table, lost = curves(runs), diverged(runs)
     failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
-    return table[table["measure"].isin([measure(b) for b in BINS])], failed, tuple(lost.values())
+    return select(table, measure=[measure(b) for b in BINS]), failed, tuple(lost.values())
 
 
 def run(request: Request) -> Results:
     """Train the missing runs of the grid and report where the boundary lies under each norm."""
-    words, name = 200 if request.quick else EVALUATION_WORDS, "{norm_order}-{positions}-L{k}-depth{depth}-{norm}"
-    table, failed, lost = exact_matches(grid(request.quick), request, training, words, name)
-    return replace(findings(table, request.quick, failed), diverged=lost)
+    schedule, words = training(request.quick), 200 if request.quick else EVALUATION_WORDS
+    name = "{norm_order}-{positions}-L{k}-depth{depth}-{norm}"
+    frame, failed, lost = exact_matches(grid(request.quick), request, schedule, words, name)
+    tables = analyse(frame, failed)
+    return Results(tables, plot(tables), {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
 
 
 POSITIONS = ("none", "rotary", "alibi")
 DEPTHS = tuple(range(4, 11))
-DEEP_QUICK_STEPS, DEEP_QUICK_WORDS = 60, 100
-CUT = (
-    "the norms other than LayerNorm, and pre-norm order",
-    "squares farther than one from the boundary, and depth 10 on L13",
-    "rotary and ALiBi positions beyond the boundary, and at depths 5 to 10",
-)
 
 
 def deep_grid(quick: bool) -> tuple[Cell, ...]:
@@ -382,36 +382,27 @@ def deep_grid(quick: bool) -> tuple[Cell, ...]:
     return (*squares, *(Cell(4, 6, positions=p) for p in ("rotary", "alibi")))
 
 
-def deep_training(quick: bool, seed: int) -> TrainConfig:
-    """The schedule of the other depths; quick: with fewer steps."""
-    whole = training(quick, seed)
-    if not quick:
-        return whole
-    return replace(whole, steps=DEEP_QUICK_STEPS, warmup=DEEP_QUICK_STEPS // 4, evaluate_every=DEEP_QUICK_STEPS)
-
-
 def run_deep(request: Request) -> Results:
-    """`run` at DEPTHS."""
-    words, name = DEEP_QUICK_WORDS if request.quick else EVALUATION_WORDS, "{positions}-L{k}-depth{depth}"
-    table, failed, lost = exact_matches(deep_grid(request.quick), request, deep_training, words, name)
-    return replace(deep_findings(table, request.quick, failed), diverged=lost)
+    """`run` at DEPTHS under LayerNorm."""
+    schedule, words = training(request.quick), 100 if request.quick else EVALUATION_WORDS
+    if request.quick:
+        schedule = replace(schedule, steps=60, warmup=15, evaluate_every=60)
+    name = "{positions}-L{k}-depth{depth}"
+    frame, failed, lost = exact_matches(deep_grid(request.quick), request, schedule, words, name)
+    tables = analyse_deep(frame, failed)
+    figures = {"deep": length_curves(tables["summary"], "positions")}
+    return Results(tables, figures, {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
 
 
-def deep_findings(table: pd.DataFrame, quick: bool = False, failed: pd.DataFrame | None = None) -> Results:
-    """As `findings`, of DEPTHS."""
-    values = table.drop(columns="step", errors="ignore")
-    contrasts, summary = reach_contrasts(values), summarized(values)
-    return Results(
-        summary,
-        tables={"exact_match": table, "hits": hit_rates(table, failed), "contrasts": contrasts},
-        figures={} if table.empty else {"deep": length_curves(summary, "positions", 4)},
-        settings={
-            **_settings(table, Cell(4, 6), deep_training(quick, 0)),
-            "cut": CUT,
-            "published": "exact match at 1.4 to 1.6 times the longest training word (351-400 letters); "
-            f"{PUBLISHED_MODELS}",
-        },
-    )
+def analyse_deep(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
+    """As `analyse`, of DEPTHS."""
+    values = frame.drop(columns="step", errors="ignore")
+    return {
+        "summary": summarized(values),
+        "exact_match": frame,
+        "hits": hit_rates(frame, failed),
+        "contrasts": reach_contrasts(values),
+    }
 
 
 def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:

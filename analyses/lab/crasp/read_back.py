@@ -20,9 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ln_probe.analyses.lab.crasp.cases import Sum
 from ln_probe.analyses.lab.crasp.crasp import Program
-from ln_probe.analyses.lab.crasp.temporal import Formula, Formulas, program_of
+from ln_probe.analyses.lab.crasp.temporal import Formula, Formulas, Sum, program_of
 from ln_probe.analyses.lab.crasp.weights import BOS, CompiledProgram
 from ln_probe.analyses.lab.norms import SCALES
 from ln_probe.analyses.lab.transformer import Block
@@ -32,7 +31,7 @@ LENGTHS = (999.0, 1499.0)  # of which t + 1 is tried: any number of letters is a
 BEYOND = 100.0  # how far beyond the outermost bend a sum is tried
 DIGITS = 6  # to which vectors that are the same agree
 
-Requirement = tuple[Sum[Formula], bool]  # a sum of counts, and whether it is below 0
+Requirement = tuple[Sum, bool]  # a sum of counts, and whether it is below 0
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,7 @@ class _Answer:
 
 
 def read_back(compiled: CompiledProgram) -> Program:
-    """Read a compiled model's weights as a program, with at most a level of counts per block.
-
-    Raises:
-        ValueError: attention that is not uniform, norms that do not scale, more than MOST_STATES vectors, or a stream
-            that is not one of finitely many vectors.
-    """
+    """Read a compiled model's weights as a program, with at most a level of counts per block."""
     model = compiled.model
     uniform = all(not bool(W.any()) for block in model.blocks for W in (block.attn.W_Q, block.attn.W_K))
     if not uniform or model.cfg.positions != "none":
@@ -120,7 +114,7 @@ def _answers(
 
     `values` are of BOS and of every vector, `seen` the weight with which each hidden unit reads a coordinate.
     """
-    constant = np.atleast_1d(~values[1:].any(axis=0))
+    constant = np.asarray(~values[1:].any(axis=0))
     fixed = values[0] * constant @ seen  # what units read of the coordinates that BOS alone brings
     answers = []
     for column, weights in enumerate(seen):
@@ -164,9 +158,9 @@ def _between(
     return _Answer((first, last), (*above, *below))
 
 
-def _less_than(values: Int[np.ndarray, " vector"], bound: int, holds: Sequence[Formula]) -> Sum[Formula]:
+def _less_than(values: Int[np.ndarray, " vector"], bound: int, holds: Sequence[Formula]) -> Sum:
     """The sum of counts that is below 0 where the sum over BOS and the letters so far is less than a bound."""
-    total: Sum[Formula] = Sum((), int(values[0]) - bound)
+    total: Sum = Sum((), int(values[0]) - bound)
     for formula, value in zip(holds, values[1:], strict=True):
         total = total.plus(Sum(((formula, int(value)),)))
     return total

@@ -8,19 +8,22 @@ Chiang 2025, "Knee-Deep in C-RASP", where depth is preserved both ways):
 
 The syntax is C-RASP's without names, choices, `min` and `max`. Equal parts are one object, so a formula that is a tree
 of astronomical size as text can be a graph of some hundred nodes: `program_of` writes a definition for each.
+
+A comparison becomes the question whether a sum of counts `constant + Σ factor · #[P]` is below 0. ADD, SUB, integer
+factors and CONST stay inside the sum. CONDITIONAL, MIN and MAX are cases: a count is one sum where a guard holds,
+another where another does, and a comparison of counts with cases is a Boolean function of comparisons of sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 from jaxtyping import Bool
 
-from ln_probe.analyses.lab.crasp.cases import Reading, Sum
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, Expression, Program, parse, parse_expression
 
 MOST_CASES = 64  # of one count: each choice, `min` or `max` may double them
@@ -29,6 +32,7 @@ MOST_DEPTH = 256  # nested counts, as many as layers that the compiler makes
 MOST_LETTERS = 1_000_000  # of a formula as text
 _NEGATION = {"<=": ">", ">=": "<", "==": "!="}
 
+Read = TypeVar("Read")
 Holds = Bool[np.ndarray, "pos *word"]
 Operation = Literal["symbol", "constant", "not", "and", "or", "below"]
 
@@ -88,11 +92,7 @@ class Formula:
         return known[self]
 
     def __str__(self) -> str:
-        """The formula as text, in the syntax of this module.
-
-        Raises:
-            ValueError: it would be longer than MOST_LETTERS (a graph can be small whose text is not).
-        """
+        """The formula as text, in the syntax of this module."""
         known: dict[Formula, str] = {}
         for node in self.nodes():
             known[node] = _written(node, [known[part] for part in node.parts])
@@ -119,6 +119,22 @@ def _written(node: Formula, parts: Sequence[str]) -> str:
         side += [str(sign * node.constant)] if sign * node.constant > 0 or not side else []
         sides.append(" + ".join(side))
     return f"({sides[0]} < {sides[1]})"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """`constant + Σ factor · #[formula]`, formulas ascending."""
+
+    terms: tuple[tuple[Formula, int], ...] = ()
+    constant: int = 0
+
+    def plus(self, other: Sum, times: int = 1) -> Sum:
+        """This and `times` the other."""
+        factors = dict(self.terms)
+        for formula, factor in other.terms:
+            factors[formula] = factors.get(formula, 0) + times * factor
+        terms = tuple(sorted((f, n) for f, n in factors.items() if n))
+        return Sum(terms, self.constant + times * other.constant)
 
 
 class Formulas:
@@ -175,7 +191,7 @@ class Formulas:
     def any_of(self, formulas: Sequence[Formula]) -> Formula:
         return reduce(self.either, formulas, self.false)
 
-    def below(self, total: Sum[Formula]) -> Formula:
+    def below(self, total: Sum) -> Formula:
         """That a sum of counts is below 0."""
         terms = [(f, n) for f, n in total.terms if f is not self.false]
         if not terms:
@@ -183,32 +199,108 @@ class Formulas:
         return self._node("below", "", [f for f, _ in terms], [n for _, n in terms], total.constant)
 
 
-class _Translation(Reading[Formula]):
-    """Expressions of C-RASP as formulas; the definition of a name is translated once."""
+Cases = tuple[tuple[Formula, Sum], ...]  # guards, one of which holds at any position, and the count there
 
-    most_pairs = MOST_CASES
+
+class _Translation:
+    """Expressions of C-RASP as formulas and cases of counts, each translated once."""
 
     def __init__(self, source: str) -> None:
-        self.store = Formulas()
-        super().__init__(source, self.store, self.store.true, self.store.false)
+        self.source, self.store = source, Formulas()
+        self.booleans: dict[int, Formula] = {}  # by the identity of an expression, which the program keeps alive
+        self.counts: dict[int, Cases] = {}
 
-    def symbol(self, at: Expression) -> Formula:
-        return self.store.symbol(at.value)
+    def _refuse(self, at: Expression, problem: str, expected: str) -> CRaspError:
+        return CRaspError(self.source, at.line, at.column, problem, expected)
 
-    def against_zero(self, total: Sum[Formula], operator: str, at: Expression) -> Formula:
+    def boolean(self, at: Expression) -> Formula:
+        """The formula of a Boolean."""
+        return self._once(self.booleans, self._boolean, at)
+
+    def count(self, at: Expression) -> Cases:
+        """The cases of a count."""
+        return self._once(self.counts, lambda here: tuple(self._cases(here)), at)
+
+    def _once(self, known: dict[int, Read], read: Callable[[Expression], Read], at: Expression) -> Read:
+        if id(at) not in known:
+            try:
+                known[id(at)] = read(at)
+            except OverflowError as error:
+                raise self._refuse(at, f"too wide: {error}", "a formula of fewer parts") from None
+        return known[id(at)]
+
+    def _boolean(self, at: Expression) -> Formula:
+        store = self.store
+        match at.operation:
+            case "symbol":
+                return store.symbol(at.value)
+            case "constant":
+                return store.true if at.value == "true" else store.false
+            case "name":
+                return self.boolean(at.parts[0])
+            case "negate":
+                return store.negate(self.boolean(at.parts[0]))
+            case "logic":
+                left, right = (self.boolean(part) for part in at.parts)
+                return store.both(left, right) if at.value == "and" else store.either(left, right)
+        return store.any_of(
+            [
+                store.both(guard, self._against_zero(total.plus(other, -1), at.value))
+                for guard, total, other in self._pairs(at)
+            ]
+        )
+
+    def _against_zero(self, total: Sum, operator: str) -> Formula:
         if operator in _NEGATION:
-            return self.negate(self.against_zero(total, _NEGATION[operator], at))
-        below, above = self.store.below(total), self.store.below(Sum[Formula]().plus(total, -1))
-        return below if operator == "<" else above if operator == ">" else self.either(below, above)
+            return self.store.negate(self._against_zero(total, _NEGATION[operator]))
+        below, above = self.store.below(total), self.store.below(Sum().plus(total, -1))
+        return below if operator == "<" else above if operator == ">" else self.store.either(below, above)
+
+    def _cases(self, at: Expression) -> Iterator[tuple[Formula, Sum]]:
+        store = self.store
+        match at.operation:
+            case "integer":
+                yield store.true, Sum((), int(at.value))
+            case "name":
+                yield from self.count(at.parts[0])
+            case "count":
+                counted = self.boolean(at.parts[0])
+                yield store.true, Sum(((counted, 1),)) if counted is not store.false else Sum()
+            case "multiple" | "minus":
+                factor = -1 if at.operation == "minus" else int(at.value)
+                yield from ((guard, Sum().plus(total, factor)) for guard, total in self.count(at.parts[0]))
+            case "arithmetic":
+                for guard, total, other in self._pairs(at):
+                    yield guard, total.plus(other, 1 if at.value == "+" else -1)
+            case "conditional":
+                test = self.boolean(at.parts[0])
+                for side, part in ((test, at.parts[1]), (store.negate(test), at.parts[2])):
+                    yield from self._where(side, self.count(part))
+            case _:  # min, max
+                for guard, total, other in self._pairs(at):
+                    first = self._against_zero(total.plus(other, -1), "<" if at.value == "min" else ">")
+                    yield from self._where(guard, ((first, total), (store.negate(first), other)))
+
+    def _where(self, holds: Formula, cases: Cases) -> Iterator[tuple[Formula, Sum]]:
+        """The cases that there are where something holds."""
+        for guard, total in cases:
+            if (here := self.store.both(holds, guard)) is not self.store.false:
+                yield here, total
+
+    def _pairs(self, at: Expression) -> Iterator[tuple[Formula, Sum, Sum]]:
+        """Every case of the first part with every case of the second, and where both hold."""
+        left, right = (self.count(part) for part in at.parts)
+        if len(left) * len(right) > MOST_CASES:
+            problem = f"too wide: {len(left)} times {len(right)} cases"
+            raise self._refuse(at, problem, f"at most {MOST_CASES} (fewer choices)")
+        for guard, total in left:
+            for other_guard, other in right:
+                if (holds := self.store.both(guard, other_guard)) is not self.store.false:
+                    yield holds, total, other
 
 
 def formula_of(program: Program) -> Formula:
-    """The formula that holds where a C-RASP program's output does; as deep as the program, or less deep.
-
-    Raises:
-        CRaspError: the output is a count; counts nested deeper than MOST_DEPTH, a count of more than MOST_CASES cases,
-            a formula of more than MOST_NODES parts. Says the line and the column.
-    """
+    """The formula that holds where a C-RASP program's output does; as deep as the program, or less deep."""
     output = program.output
     if output.kind == "count":
         raise program.error(output, "the output is a count, and a formula is true or false", "a Boolean")
@@ -221,11 +313,7 @@ def formula_of(program: Program) -> Formula:
 
 
 def program_of(formula: Formula) -> Program:
-    """A C-RASP program, exactly as deep, whose output holds where a formula does: a definition per part.
-
-    Raises:
-        CRaspError: a sum that may leave 64 bits.
-    """
+    """A C-RASP program, exactly as deep, whose output holds where a formula does: a definition per part."""
     nodes = formula.nodes()
     names = {node: f"p{place}" for place, node in enumerate(nodes)}
     lines = [f"{names[node]} := {_written(node, [names[part] for part in node.parts])}" for node in nodes]
@@ -233,12 +321,7 @@ def program_of(formula: Formula) -> Program:
 
 
 def parse_formula(source: str) -> Formula:
-    """Parse a formula of Kₜ[#].
-
-    Raises:
-        CRaspError: it is malformed, a count, or has what only C-RASP has; too deep or too wide (as `formula_of`). Says
-            the line, the column and what was expected.
-    """
+    """Parse a formula of Kₜ[#]."""
     parsed = parse_expression(source)
     for part in parsed.walk():
         if part.operation in ("conditional", "extreme"):

@@ -426,27 +426,11 @@ def _assemble(
         W_V, W_O = _attention(stream, held, sums)
         blocks.append((*((W_V, W_O) if sums else (W_V[:, :0], W_O[:0])), *_mlp(stream, held, sums, after)))
     cfg = LabConfig(
-        n_layers=len(blocks),
-        d_model=stream.d_model,
-        n_heads=1,
-        d_head=max(1, *(W_V.shape[1] for W_V, *_ in blocks)),
-        d_mlp=max(W_in.shape[1] for *_, W_in, _ in blocks),
-        d_vocab=len(letters) + 1,
-        n_ctx=n_ctx,
-        norm=norm,
-        norm_mlp=norm,
-        eps=eps,
-        norm_final=None,
-        norm_order="post",
-        divisor=None if norm in SCALES else 0.5,
-        positions="none",
-        tied=False,
-        act_fn="relu",
-        bias_qkv=False,
-        bias_out=False,
-        bias_mlp=False,
-        bias_unembed=False,
-    )
+        n_layers=len(blocks), d_model=stream.d_model, n_heads=1, d_head=max(1, *(W_V.shape[1] for W_V, *_ in blocks)),
+        d_mlp=max(W_in.shape[1] for *_, W_in, _ in blocks), d_vocab=len(letters) + 1, n_ctx=n_ctx, norm=norm,
+        norm_mlp=norm, eps=eps, norm_final=None, norm_order="post", divisor=None if norm in SCALES else 0.5,
+        positions="none", tied=False, act_fn="relu", bias_qkv=False, bias_out=False, bias_mlp=False, bias_unembed=False,
+    )  # fmt: skip
     model = LabTransformer(cfg).double()
     with torch.no_grad():
         for parameter in model.parameters():

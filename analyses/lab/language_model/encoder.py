@@ -1,24 +1,17 @@
 """Encoders of BERT's shape on masked text, without scaling or without projection: their loss and their keys.
 
 After the comparison of Brody, Alon & Yahav 2023, section 4.2, made there with decoders: the norm that attention reads
-differs, and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, the published decoders', and
-d 64 with four heads of 16, in which few keys are out of reach anyway. Norms without scaling divide by a constant
-measured at initialization, so that all start at the same size. Every query of an encoder sees all keys of its context.
-
-An encoder is bidirectional and post-norm, with learned positions and a norm on the embeddings (Devlin et al. 2019). The
-norms that attention reads have no gain and bias: the one on the embeddings, and the one that ends every block but the
-last. MLPs read `norm`, the unembedding `norm_mlp`. Left out of BERT: segment embeddings (one segment), dropout, and the
-dense layer before the unembedding.
+differs, and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, and d 64 with four heads of
+16. An encoder is bidirectional and post-norm, with learned positions and a norm on the embeddings (Devlin et al. 2019);
+left out of BERT are segment embeddings, dropout, and the dense layer before the unembedding.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
-import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
@@ -26,7 +19,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published_language_model import (
+from ln_probe.analyses.lab.language_model.published import (
     BEFORE,
     FRACTION,
     HEAD,
@@ -34,15 +27,7 @@ from ln_probe.analyses.lab.language_model.published_language_model import (
     NORMALIZED,
     unselectable_at_checkpoints,
 )
-from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import (
-    Results,
-    contrasted,
-    minus_reference,
-    panels,
-    select,
-    summarize_kinds,
-)
+from ln_probe.analyses.lab.results import Results, contrasted, lines, minus_reference, panels, select, summarize_kinds
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
 from ln_probe.analyses.lab.train import Run, carry_out, curves, finished, planned, shared_settings, text_training
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, norm_or_nothing
@@ -54,21 +39,9 @@ class EncoderConfig(LabConfig):
 
     Attributes:
         norm_read: kind of the norm on the embeddings and at the end of every block but the last; None leaves it out.
-
-    Raises (on construction):
-        ValueError: an unknown norm, a causal or pre-norm shape, a final norm, or what `LabConfig` refuses.
     """
 
     norm_read: str | None = "layernorm"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.norm_read not in (*NORM_KINDS, None):
-            raise ValueError(f"unknown norm_read {self.norm_read!r}: known norms are {', '.join(NORM_KINDS)}")
-        needs = {"causal": False, "norm_order": "post", "norm_final": None}
-        for name, wanted in needs.items():
-            if getattr(self, name) != wanted:
-                raise ValueError(f"an encoder has {name}={wanted!r}, got {getattr(self, name)!r}")
 
     def build(self) -> Encoder:
         """A model of this shape, initialized from torch's global generator: the same weights under every norm."""
@@ -95,64 +68,40 @@ class Encoder(LabTransformer):
 LAYERS = 4
 KEYS = ["shape", "norm", "step", "layer", "space", "measure"]
 ACCURACY = "valid_accuracy"
-LOSSES = (LOSS, ACCURACY)
 WHOLE = "layernorm"  # what the others are compared with
-LEFT_OUT = {
-    "projection_only": "scaling where attention reads",
-    "scaling_only": "projection where attention reads",
-    "projection_only everywhere": "scaling everywhere",
-    "scaling_only everywhere": "projection everywhere",
-}
-WIDTH = 0.17  # of a bar
 
 
-def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables and plots from KEYS, `seed`, `value`: shares at kept steps, loss and accuracy at the last."""
-    shares = values["measure"].isin((FRACTION, ACCURACY))
-    summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS)
-    differences = effects_of_terms(values, int(settings["training"]["steps"]))
-    return Results(
-        summary=summary,
-        tables={"seeds": values, "curves": losses, "effects": differences},
-        figures={"unselectable": draw(summary)},
-        settings={**settings, "seeds": sorted({int(s) for s in values["seed"]})},
-    )
+def analyse(frame: pd.DataFrame, losses: pd.DataFrame, steps: int) -> dict[str, pd.DataFrame]:
+    """Summary of KEYS, `seed`, `value`: shares at kept steps, loss and accuracy at the last; and what terms change.
 
-
-def effects_of_terms(values: pd.DataFrame, step: int) -> pd.DataFrame:
-    """What leaving out a term changes at a step against LayerNorm: loss, and unselectable keys (mean over layers).
-
-    Returns:
-        shape, norm, space, measure, and the columns of `contrasted`; Holm's p is over all rows. After a norm that
-        scales no key is unselectable by theorem, so what is normalized is not compared.
+    `effects`: at the last step against LayerNorm, loss, and unselectable keys (mean over layers); Holm's p over all
+    rows. After a norm that scales no key is unselectable by theorem, so what is normalized is not compared.
     """
-    told = select(values[values["space"] != NORMALIZED], step=step, measure=[LOSS, FRACTION])
+    shares = frame["measure"].isin((FRACTION, ACCURACY))
+    told = select(frame[frame["space"] != NORMALIZED], step=steps, measure=[LOSS, FRACTION])
     same = ["shape", "space", "measure", "seed"]
     means = cast("pd.DataFrame", told.groupby([*same, "norm"], sort=False, as_index=False)["value"].mean())
     pairs = minus_reference(means, means["norm"] == WHOLE, same)
-    return contrasted(pairs, ["shape", "norm", "space", "measure"])
+    return {
+        "summary": summarize_kinds([(frame[shares], "share"), (frame[~shares], "mean")], KEYS),
+        "seeds": frame,
+        "curves": losses,
+        "effects": contrasted(pairs, ["shape", "norm", "space", "measure"]),
+    }
 
 
-def draw(summary: pd.DataFrame) -> Figure:
-    """Unselectable keys at the last step, a panel per shape and space: bars over layers, whiskers over seeds."""
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Unselectable keys at the last step over layers, a panel per shape and space."""
+    summary = tables["summary"]
     rows = select(summary, measure=FRACTION, step=summary["step"].max())
-    shapes, spaces = list(dict.fromkeys(rows["shape"])), (BEFORE, NORMALIZED, HEAD)
-    figure, axes = panels(len(shapes) * len(spaces), 11 / len(spaces), 2.8, columns=len(spaces), shared=True)
-    norms = list(dict.fromkeys(rows["norm"]))
-    for (shape, space), ax in zip(itertools.product(shapes, spaces), axes, strict=True):
-        for number, norm in enumerate(norms):
-            one = select(rows, shape=shape, space=space, norm=norm)
-            if one.empty:
-                continue
-            reach = np.nan_to_num(np.vstack([one["mean"] - one["ci_low"], one["ci_high"] - one["mean"]]))
-            at = one["layer"] + 1 + WIDTH * (number - (len(norms) - 1) / 2)
-            ax.bar(at, one["mean"], 0.9 * WIDTH, yerr=reach, color=f"C{number}", label=norm, error_kw={"lw": 0.8})
-        ax.set(title=f"{shape}: {space}", xticks=range(1, LAYERS + 1), xlabel="layer")
-        if space == spaces[0]:
-            ax.set_ylabel("unselectable keys")
-            if ax.containers:
-                ax.legend(fontsize=7)
-    return figure
+    groups = list(rows.groupby(["shape", "space"], sort=False))
+    figure, axes = panels(len(groups), 3.7, 2.8, columns=3, shared=True)
+    for ((shape, space), part), ax in zip(groups, axes, strict=True):
+        lines(ax, part, "layer", "norm", published=False)
+        ax.set(title=f"{shape}: {space}")
+    axes[0].set_ylabel("unselectable keys")
+    axes[0].legend(fontsize=7)
+    return {"unselectable": figure}
 
 
 HEADS = 4
@@ -195,18 +144,9 @@ def encoder_config(shape: str, norm: str, size: Size) -> EncoderConfig:
     """An encoder of one of SHAPES and NORMS."""
     read, others = NORMS[norm]
     return EncoderConfig(
-        n_layers=LAYERS,
-        d_model=SHAPES[shape],
-        n_heads=HEADS,
-        d_vocab=size.d_vocab + 1,
-        n_ctx=size.n_ctx,
-        causal=False,
-        norm_order="post",
-        norm=others,
-        norm_mlp=others,
-        norm_final=None,
-        norm_read=read,
-    )
+        n_layers=LAYERS, d_model=SHAPES[shape], n_heads=HEADS, d_vocab=size.d_vocab + 1, n_ctx=size.n_ctx, causal=False,
+        norm_order="post", norm=others, norm_mlp=others, norm_final=None, norm_read=read,
+    )  # fmt: skip
 
 
 def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | None = None) -> list[Run]:
@@ -228,28 +168,21 @@ def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | N
     )
 
 
-def run(request: Request, size: Size | None = None) -> Results:
-    """Train (or resume), measure, and compare; at the request's size or another."""
-    size = size or (TINY if request.quick else SMALL)
+def run(request: Request) -> Results:
+    """Train (or resume), measure, and compare."""
+    size = TINY if request.quick else SMALL
     runs = make_runs(request, size)
     lost = carry_out(runs, request)
     started = finished(runs, checkpoints=True)
     task = cast(MaskedTextTask, started[0].task)
-    losses = select(curves(started), measure=["train_loss", *LOSSES])
+    losses = select(curves(started), measure=["train_loss", LOSS, ACCURACY])
     fractions = unselectable_at_checkpoints(started, task.text.held_out(size.contexts), key_places())
-    last = select(losses, step=size.steps, measure=[*LOSSES]).assign(layer=-1, space="-")
+    last = select(losses, step=size.steps, measure=[LOSS, ACCURACY]).assign(layer=-1, space="-")
     values = pd.concat([fractions, last], ignore_index=True)[[*KEYS, "seed", "value"]]
     varied = ("norm", "norm_mlp", "norm_read", "d_model", "d_head", "d_mlp", "lr", "lr_end")
-    shared = shared_settings(started[0], varied)
-    settings = {
-        **shared,
-        "training": shared["training"] | {"lr": RATES},
-        "model": shared["model"] | {"d_model": SHAPES},
-        "contexts": size.contexts,
-        "unigram_loss": task.unigram_loss(),
-        "published": "decoders only (section 4.2: the experiment language_model); of an encoder no figure was at hand",
-    }
-    return replace(findings(values, losses, settings), diverged=lost)
+    settings = shared_settings(started[0], varied) | {"unigram_loss": task.unigram_loss(), "contexts": size.contexts}
+    tables = analyse(values, losses, size.steps)
+    return Results(tables, plot(tables), settings, lost)
 
 
 def key_places() -> dict[tuple[int, str], str]:

@@ -1,9 +1,8 @@
 """What happens in a language model whose norms are removed: fine-tuned without them, next to the same with them.
 
-The bundled lm-layernorm is trained on while its norms are replaced one by one by constants, their own mean sigmas
-(position 0 apart at first: `ReplaceableNorm`), after Heimersheim 2024, "You can remove GPT2's LayerNorm by
-fine-tuning", and Baroni et al. 2025. The same batches with norms kept are the control: what differs between the two is
-the norms, what both have in common is the training. Each seed draws its own batches. A norm computes
+The bundled lm-layernorm is trained on while its norms are replaced one by one by constants, after Heimersheim 2024,
+"You can remove GPT2's LayerNorm by fine-tuning", and Baroni et al. 2025. The same batches with norms kept are the
+control. A norm computes
 
     LAYERNORM      Px / sigma
     TWO_CONSTANTS  Px / c0 at position 0, Px / c elsewhere: the mean sigmas that the norm had before it was replaced
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
@@ -32,25 +30,25 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published_language_model import (
-    HEAD,
-    LOSS,
-    NORMALIZED,
-    key_places,
-    unselectable_keys,
-)
+from ln_probe.analyses.lab.language_model.published import HEAD, LOSS, NORMALIZED, key_places, unselectable_keys
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import (
-    Results,
-    contrasted,
-    differences,
-    panels,
-    select,
-    summarize,
-)
-from ln_probe.analyses.lab.run_folder import LAB_FILE, MODEL_FILE, kept_beside, load_run, save_model, weights_of
+from ln_probe.analyses.lab.results import Results, contrasted, differences, panels, select, summarize
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, curves, finished, planned, text_training
+from ln_probe.analyses.lab.train import (
+    LAB_FILE,
+    MODEL_FILE,
+    Run,
+    TrainConfig,
+    carry_out,
+    curves,
+    finished,
+    load_run,
+    measured_once,
+    planned,
+    save_model,
+    text_training,
+    weights_of,
+)
 from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.uniformity import entropy_ratio
 
@@ -69,16 +67,10 @@ class ReplaceableNorm(nn.Module):
     seen: Tensor
 
     def __init__(self, norm: Norm) -> None:
-        """Take over gain and bias of a LayerNorm with both, at the usual radius.
-
-        Raises:
-            ValueError: another norm.
-        """
+        """Take over gain and bias of a LayerNorm with both, at the usual radius."""
         super().__init__()
-        if norm.kind != "layernorm" or norm.w is None or norm.b is None or norm.radius != math.sqrt(norm.d_model):
-            raise ValueError(f"only a LayerNorm with gain and bias can be replaced here, not {norm.extra_repr()}")
         self.d_model, self.eps = norm.d_model, norm.eps
-        self.w, self.b = norm.w, norm.b
+        self.w, self.b = cast("nn.Parameter", norm.w), cast("nn.Parameter", norm.b)
         for name in ("first", "rest"):
             self.register_buffer(name, torch.zeros(()))
         for name in ("stage", "seen"):
@@ -113,11 +105,7 @@ def replaceable_norms(model: LabTransformer) -> list[ReplaceableNorm]:
 
 
 def plain(model: LabTransformer) -> LabTransformer:
-    """The same function as an ordinary lab model, which `analyze` takes: LayerNorm everywhere or one constant a norm.
-
-    Raises:
-        ValueError: some norms are replaced and others are not, or position 0 still has separate constants.
-    """
+    """The same function as an ordinary lab model, for `analyze`: LayerNorm everywhere or one constant a norm."""
     stages = {int(norm.stage) for norm in replaceable_norms(model)}
     kinds = {LAYERNORM: "layernorm", ONE_CONSTANT: "projection_only"}
     if len(stages) > 1 or not stages <= set(kinds):
@@ -223,7 +211,6 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
 START = "lm-layernorm"
 BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
 KEYS = ["model", "measure"]
-MEASURED = 1  # version of what `measures` measures
 TESTED = (LOSS, "entropy_ratio", "sink_rate", "attention_on_first", "unselectable_head", "unselectable_normalized")
 
 
@@ -283,24 +270,16 @@ def training(size: Size, seed: int) -> TrainConfig:
 
 
 def make_runs(request: Request, size: Size, start: Path) -> list[Run]:
-    """A run with norms removed and one with norms kept for each seed.
-
-    Raises:
-        ValueError: a tokenizer is given: the model has its own.
-    """
+    """A run with norms removed and one with norms kept for each seed."""
     if request.tokenizer is not None:
         raise ValueError(f"{START} reads text with its own tokenizer: leave out --tokenizer {request.tokenizer}")
     shape = Start(start).build().cfg
     text = TextTask(request.texts, shape.d_vocab, shape.n_ctx, tokenizer=start, valid_windows=size.valid_windows)
     return planned(
-        (REMOVED, KEPT),
-        request,
-        keys=lambda cell: {"model": cell},
-        name=lambda cell: cell,
-        task=lambda cell, _: Removal(text, size.schedule if cell == REMOVED else None),
-        spec=lambda _: Start(start),
+        (REMOVED, KEPT), request, keys=lambda cell: {"model": cell}, name=lambda cell: cell,
+        task=lambda cell, _: Removal(text, size.schedule if cell == REMOVED else None), spec=lambda _: Start(start),
         training=lambda _, seed: training(size, seed),
-    )
+    )  # fmt: skip
 
 
 def run(request: Request, size: Size | None = None, start: Path | None = None) -> Results:
@@ -327,19 +306,16 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
             loss = task.evaluate(at_once(start, task, size, seed, stage))[LOSS]
             rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
     trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
+    norms = len(replaceable_norms(Start(start).build()))
     settings = {
-        "text_is_that_of_the_start": task.text.identity["files"] == trained_on,
         "start": START if start == start_folder() else str(start),
-        "norms": len(replaceable_norms(Start(start).build())),
-        "training": vars(training(size, 0)) | {"seed": None},
-        "schedule": asdict(size.schedule),
-        "contexts": size.contexts,
-        "data": task.text.identity,
-        "seeds": seeds,
-        "finished": [each.name for each in done],
-    }
+        "text_is_that_of_the_start": task.text.identity["files"] == trained_on, "norms": norms,
+        "training": vars(training(size, 0)) | {"seed": None}, "schedule": asdict(size.schedule),
+        "contexts": size.contexts, "data": task.text.identity, "finished": [each.name for each in done],
+    }  # fmt: skip
     values = pd.concat(rows, ignore_index=True)[[*KEYS, "seed", "value"]]
-    return replace(findings(values, curves(runs), settings), diverged=lost)
+    tables = analyse(values, curves(runs))
+    return Results(tables, plot(tables, size.schedule, norms), settings, lost)
 
 
 def write_plain(run: Run, out: Path) -> None:
@@ -375,37 +351,27 @@ def measured(run: Run, size: Size) -> pd.DataFrame:
         model = plain(cast(LabTransformer, run.model()))
         return pd.DataFrame(measures(model, text, size.contexts), columns=["measure", "value"])
 
-    table = kept_beside(run.folder, "measures", weights_of(run.folder), MEASURED, made)
+    table = measured_once(run.folder, "measures", weights_of(run.folder), made)
     return table.assign(model=run.keys["model"], seed=run.seed)
 
 
-def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables and plots from the values of every seed and the curves, as they are kept."""
-    one = values["model"].eq(BEFORE) & values["seed"].ne(values["seed"].min())  # it is one model for every seed
-    compared, summary = paired(values), summarize(values[~one], KEYS)
-    return Results(
-        summary=summary,
-        tables={"effects": compared, "seeds": values, "curves": losses},
-        figures={"losses": _plot(losses, Schedule(**settings["schedule"]), int(settings["norms"]))},
-        settings=dict(settings),
-    )
+def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary, and differences of the same seed: removed compared with kept, and each with the start.
 
-
-def paired(values: pd.DataFrame) -> pd.DataFrame:
-    """Differences of the same seed: removed compared with kept (`removed - kept`), and each with the start.
-
-    Tested, with Holm's p, are those of TESTED.
+    Holm's p is over the measures TESTED of `removed - kept`.
     """
-    wide = values.pivot(index=["measure", "seed"], columns="model", values="value")
+    one = frame["model"].eq(BEFORE) & frame["seed"].ne(frame["seed"].min())  # it is one model for every seed
+    wide = frame.pivot(index=["measure", "seed"], columns="model", values="value")
     pairs = {f"{left} - {right}": (left, right) for left, right in ((REMOVED, KEPT), (REMOVED, BEFORE), (KEPT, BEFORE))}
     tested = {"difference": f"{REMOVED} - {KEPT}", "measure": [*TESTED]}
-    return contrasted(differences(wide, pairs, "difference"), ["difference", "measure"], tested=tested)
+    effects = contrasted(differences(wide, pairs, "difference"), ["difference", "measure"], tested=tested)
+    return {"summary": summarize(frame[~one], KEYS), "effects": effects, "seeds": frame, "curves": losses}
 
 
-def _plot(losses: pd.DataFrame, schedule: Schedule, norms: int) -> Figure:
+def plot(tables: Mapping[str, pd.DataFrame], schedule: Schedule, norms: int) -> dict[str, Figure]:
     """Held-out loss over fine-tuning, a line per seed: norms removed and kept."""
     figure, (ax,) = panels(1, 7, 4.2)
-    rows = select(losses, measure=LOSS)
+    rows = select(tables["curves"], measure=LOSS)
     for (model, seed), one in rows.groupby(["model", "seed"]):
         label = str(model) if seed == rows["seed"].min() else None
         ax.plot(one["step"], one["value"], color="C0" if model == KEPT else "C1", label=label)
@@ -413,4 +379,4 @@ def _plot(losses: pd.DataFrame, schedule: Schedule, norms: int) -> Figure:
     ax.axvspan(schedule.replaced(norms), schedule.over(norms), color="0.95", label="position 0 joins")
     ax.set(xlabel="step", ylabel="held-out loss, nats per token")
     ax.legend()
-    return figure
+    return {"losses": figure}

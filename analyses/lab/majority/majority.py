@@ -1,212 +1,272 @@
-"""The majority experiment: figures at the published steps, how much of the gap is projection, and how much size.
+"""Majority: what projection and scaling buy a transformer that has to attend uniformly.
 
-Brody, Alon & Yahav 2023, section 4.1; the task and the published model are in `majority_task`.
+Every position of a sequence predicts the class that occurs most often in it (Brody, Alon & Yahav 2023, section 4.1).
+The published comparison confounds projection with size, for its layer without projection scales to norm 1/√d instead of
+√d. So both are varied: {layernorm, scaling_only} × {radius √d, 1/√d}, with the norms that do not scale, and with
+queries and keys or values alone made small. `majority_in_space` is the task of figures 1a and 1b: d 3, 10 classes,
+sequences of 30. Data as published: partitions of the length in the order of a random depth-first search, ten examples
+for each. Equal tokens of a sequence have equal outputs, so the loss is computed from one row per distinct token
+(`bag_logits`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64, UInt8
 from matplotlib.figure import Figure
+from torch import Tensor, nn
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.majority.majority_task import (
-    EPOCH,
-    PARTS,
-    STEPS,
-    STEPS_SHOWN,
-    MajoritySize,
-    PartShrunk,
-    majority_model,
-    majority_runs,
-    published_training,
-    query_angles,
-)
-from ln_probe.analyses.lab.norms import calibrate
+from ln_probe.analyses.lab.norms import Norm, calibrate
 from ln_probe.analyses.lab.results import (
     Results,
     contrasted,
     differences,
+    minus_reference,
+    panels,
     select,
     summarize_kinds,
 )
-from ln_probe.analyses.lab.train import ModelSpec, Run, carry_out, curves, shared_settings, train_all
-from ln_probe.analyses.lab.transformer import LabTransformer
+from ln_probe.analyses.lab.train import (
+    ADAM,
+    ModelSpec,
+    Run,
+    Task,
+    TrainConfig,
+    carry_out,
+    curves,
+    finished,
+    planned,
+    shared_settings,
+    step_generator,
+)
+from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
-WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
-# Read off the published plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits.
-PUBLISHED = pd.DataFrame(
-    [
-        (*cell, step, measure, value)
-        for cell, step, measure, value in (
-            (WITH, 1000, "train_loss", 0.75), (WITH, 2000, "train_loss", 0.4), (WITH, 5000, "train_loss", 0.21),
-            (WITHOUT, 1000, "train_loss", 1.5), (WITHOUT, 2000, "train_loss", 0.86),
-            (WITHOUT, 5000, "train_loss", 0.43),
-            (WITH, 1000, "test_accuracy", 0.74), (WITH, 5000, "test_accuracy", 0.93),
-            (WITHOUT, 1000, "test_accuracy", 0.52), (WITHOUT, 5000, "test_accuracy", 0.85),
-            (WITH, 0, "angle_deg", 70.0), (WITH, 17000, "angle_deg", 11.0),
-            (WITHOUT, 0, "angle_deg", 70.0), (WITHOUT, 17000, "angle_deg", 83.0),
-            (WITHOUT, -1, "times_the_steps_to_0.4", 3.0),
-        )
-    ],
-    columns=["norm", "radius", "step", "measure", "published"],
-)  # fmt: skip
-MEASURES = ("train_loss", "test_loss", "test_accuracy", "angle_deg", "score_sd")
+PER_PARTITION, TRAIN_SHARE = 10, 0.8  # published
+BATCH, EPOCH, STEPS = 6000, 14, 17_000  # published; the published loss is the mean of an epoch's 14 steps
+EPOCHS_OF_DECAY = 10_000  # the published schedule: linear to 0 over ten times the published 1000 epochs
+STEPS_SHOWN = (1000, 2000, 5000, STEPS)
+PARTS = ("queries and keys", "values")  # what a norm before attention feeds, and `PartShrunk` makes small
+KEYS = ["norm", "radius", "step", "measure"]
+TESTED, ACCURACY, ANGLE = "train_loss", "test_accuracy", "angle_deg"
 LEVELS = (0.75, 0.4, 0.21)  # training losses of the published model with projection at 1K, 2K and 5K steps
 WHENEVER = -1  # the `step` of measures that are not taken at a step
-_SMALL_SCORES, _SMALL_VALUES = (f"1/sqrt(d) for {part}" for part in PARTS)
-MATCHED = ("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)")  # the cells that were not published
-# Differences between cells, each paired by seed (same data, same order): the first minus the second.
-CONTRASTS: dict[str, tuple[Hashable, Hashable]] = {
-    "the published gap": (WITHOUT, WITH),
-    "no projection, at radius sqrt(d)": (MATCHED[0], WITH),
-    "no projection, at radius 1/sqrt(d)": (WITHOUT, MATCHED[1]),
-    "size 1/sqrt(d), with projection": (MATCHED[1], WITH),
-    "size 1/sqrt(d), without projection": (WITHOUT, MATCHED[0]),
-    "size 1/sqrt(d) of queries and keys alone": (("scaling_only", _SMALL_SCORES), MATCHED[0]),
-    "size 1/sqrt(d) of values alone": (("scaling_only", _SMALL_VALUES), MATCHED[0]),
-    "size 1/sqrt(d) of queries and keys, beside such values": (WITHOUT, ("scaling_only", _SMALL_VALUES)),
-}
-TESTED = "train_loss"  # the tested measure: Holm's p is over it, at the steps shown
-KEYS = ["norm", "radius", "step", "measure"]
+
+# ------------------------------------------------------------------------------------------------------------ data
 
 
-def findings(
-    table: pd.DataFrame,
-    start: pd.DataFrame,
-    settings: Mapping[str, Any] | None = None,
-) -> Results:
-    """Tables and plots from what the runs have reached; `start` is of before training (`start_angles`).
+@dataclass(frozen=True)
+class MajoritySize:
+    """Sizes of the task; the defaults are the published ones."""
 
-    Raises:
-        ValueError: nothing has been measured.
+    classes: int = 20
+    length: int = 50
+    margin: int = 6  # how often the majority class must occur more than the next
+    examples: int = 100_000
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Sequences as counts: `counts` [example token], the class to predict, and which examples to look at."""
+
+    counts: UInt8[np.ndarray, "example token"]
+    label: UInt8[np.ndarray, " example"]
+    chosen: Int64[np.ndarray, " batch"]
+
+
+def partitions(total: int, smallest: int, parts: int, rng: np.random.Generator) -> Iterator[tuple[int, ...]]:
+    """Yield ways to write `total` as at most `parts` ascending numbers of at least `smallest`, depth first.
+
+    At every level the next number is tried in random order, as in the published data: examples are then not a uniform
+    sample of all partitions, but those under whichever first numbers came up.
     """
-    if table.empty:
-        raise ValueError("no run has been evaluated yet: leave out --collect to train")
-    table = select(table, measure=[*MEASURES]).reset_index(drop=True)
-    steps = [s for s in STEPS_SHOWN if s in set(table["step"])]
-    at_steps, times = select(table, step=steps), _times(table)
-    summary = summarized(pd.concat([start, at_steps, _all_reached(times)], ignore_index=True), PUBLISHED)
-    contrasts = _contrasts(at_steps)
-    return Results(
-        summary=summary,
-        tables={"contrasts": contrasts, "curves": table, "steps_to": times},
-        figures={"curves": _plot(table)},
-        settings={
-            **(settings or {}),
-            "published": "read off the plots of figures 1 to 3",
-            "seeds": sorted({int(seed) for seed in table["seed"]}),
-        },
-    )
+    if total == 0:
+        yield ()
+        return
+    if parts == 1:
+        if total >= smallest:
+            yield (total,)
+        return
+    for number in rng.permutation(np.arange(smallest, total + 1)).tolist():
+        left = total - number
+        if left == 0 or left >= number:
+            for rest in partitions(left, number, parts - 1, rng):
+                yield (number, *rest)
 
 
-def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
-    """`summarize` with the interval of a share for accuracies; those of angles end at 0° and 90°."""
-    shares = values["measure"].eq("test_accuracy")
-    found = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS, published)
-    angles = found["measure"].eq("angle_deg")
-    found.loc[angles, ["ci_low", "ci_high"]] = found.loc[angles, ["ci_low", "ci_high"]].clip(0.0, 90.0)
-    return found
+def make_data(seed: int, size: MajoritySize) -> tuple[Bags, Bags]:
+    """Return training and test examples: 80 % and 20 % of every class.
 
-
-def start_angles(runs: Iterable[Run]) -> pd.DataFrame:
-    """Angles before training, in long form (every class is as frequent as any other)."""
-    rows = []
-    for run in runs:
-        torch.manual_seed(run.seed)
-        model = cast(LabTransformer, run.spec.build())
-        with calibrate(model):
-            angle = float(query_angles(model).mean())
-        rows.append({**run.keys, "seed": run.seed, "step": 0, "measure": "angle_deg", "value": angle})
-    return pd.DataFrame(rows)
-
-
-def _times(table: pd.DataFrame) -> pd.DataFrame:
-    """Steps of every run to a training loss, and how many times those of `WITH` with the same seed.
-
-    Columns: norm, radius, seed, level, `steps` (interpolated between evaluations), `reached`, `times` (NaN if `WITH`
-    has not come there). Of a run that has not come there, `steps` is its last: both are lower bounds.
+    The seed is that of the search, of the classes and of the split.
     """
-    rows = []
-    losses = select(table, measure=TESTED).sort_values("step", kind="stable")
-    for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
-        for level in LEVELS:
-            steps = _first_below(run["step"], run["value"], level)
-            reached = not math.isnan(steps)
-            rows.append((norm, radius, seed, level, steps if reached else float(run["step"].iloc[-1]), reached))
-    found = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
-    first = select(found, norm=WITH[0], radius=WITH[1], reached=True)
-    reference = first.rename(columns={"steps": "reference"})[["seed", "level", "reference"]]
-    times = found.merge(reference, on=["seed", "level"], how="left")
-    return times.assign(times=times["steps"] / times["reference"]).drop(columns="reference")
+    rng = np.random.default_rng([seed, 0])
+    rows: list[np.ndarray] = []
+    for parts in partitions(size.length, 1, min(size.length, size.classes), rng):
+        if len(parts) == 1 or parts[-1] - parts[-2] < size.margin:
+            continue
+        for _ in range(PER_PARTITION):
+            row = np.zeros(size.classes, np.uint8)
+            row[rng.permutation(size.classes)[: len(parts)]] = parts
+            rows.append(row)
+        if len(rows) > size.examples:
+            break
+    counts = np.stack(rows)
+    label = counts.argmax(1).astype(np.uint8)
+    classes = [rng.permutation(np.flatnonzero(label == wanted)) for wanted in np.unique(label)]
+    train = np.concatenate([where[: round(TRAIN_SHARE * len(where))] for where in classes])
+    test = np.concatenate([where[round(TRAIN_SHARE * len(where)) :] for where in classes])
+    return Bags(counts, label, np.sort(train)), Bags(counts, label, np.sort(test))
 
 
-def _all_reached(times: pd.DataFrame) -> pd.DataFrame:
-    """`_times` in long form, of the cells whose seeds have all come there: of the others a mean would be too small."""
-    complete = times[times.groupby(["norm", "radius", "level"])["reached"].transform("all")]
-    parts = []
-    for column, name in (("steps", "steps_to"), ("times", "times_the_steps_to")):
-        measure = [f"{name}_{level:g}" for level in complete["level"]]
-        parts.append(complete.assign(value=complete[column], measure=measure, step=WHENEVER))
-    return pd.concat(parts, ignore_index=True)[["norm", "radius", "seed", "step", "measure", "value"]]
+# ---------------------------------------------------------------------------------------------------------- models
 
 
-def _first_below(step: pd.Series, loss: pd.Series, level: float) -> float:
-    below = np.flatnonzero(loss.to_numpy() <= level)
-    if not len(below):
-        return np.nan
-    i = int(below[0])
-    if i == 0:
-        return float(step.iloc[0])
-    part = (loss.iloc[i - 1] - level) / (loss.iloc[i - 1] - loss.iloc[i])
-    return float(step.iloc[i - 1] + part * (step.iloc[i] - step.iloc[i - 1]))
+def majority_model(norm: str, radius: float | None = None, size: MajoritySize | None = None, d: int = 8) -> LabConfig:
+    """The published model: one pre-norm layer, d 8, one head, MLP 8, no positions, 584 parameters.
 
-
-def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
-    """Paired differences of `CONTRASTS` with their intervals, over the seeds whose cells have all come that far.
-
-    (All of those that any seed has taken that far: to the end only some are trained.)
+    No bias on queries, keys and values, no gain and bias before attention, no final norm, eps 0, tied embedding; it
+    starts as torch's layers do.
     """
-    wide = table.pivot(index=["seed", "step", "measure"], columns=["norm", "radius"], values="value")
-    cells = [cell for cell in (WITH, WITHOUT, *MATCHED) if cell in wide]
-    parts = [part.dropna(subset=[c for c in cells if part[c].notna().any()]) for _, part in wide.groupby(level="step")]
-    pairs = differences(pd.concat(parts) if parts else wide, CONTRASTS)
-    return contrasted(pairs, ["contrast", "step", "measure"], tested={"measure": TESTED})
+    size = size or MajoritySize()
+    return LabConfig(
+        n_layers=1, d_model=d, n_heads=1, d_vocab=size.classes, n_ctx=size.length, d_mlp=8, norm=norm, radius=radius,
+        norm_final=None, eps=0.0, positions="none", causal=False, act_fn="relu", affine=False, bias_qkv=False,
+        bias_unembed=False, init="torch",
+    )  # fmt: skip
 
 
-def _plot(table: pd.DataFrame) -> Figure:
-    """Loss, accuracy and angle over steps: mean and 95 % interval over seeds, published figures as crosses."""
-    shown = {"train_loss": "training loss (nats)", "test_accuracy": "test accuracy", "angle_deg": "query to ones (°)"}
-    figure = Figure(figsize=(15, 4.2))
-    axes = figure.subplots(1, len(shown))
-    cells = list(dict.fromkeys(zip(table["norm"], table["radius"], strict=True)))
-    means = summarized(table[table["measure"].isin(shown)])
-    for axis, (measure, label) in zip(axes, shown.items(), strict=True):
-        for i, cell in enumerate(cells):
-            rows = select(means[means["step"] % 100 == 0], norm=cell[0], radius=cell[1], measure=measure)
-            rows = rows.sort_values("step")
-            axis.plot(rows["step"], rows["mean"], color=f"C{i}", label=f"{cell[0]}, radius {cell[1]}")
-            axis.fill_between(rows["step"], rows["ci_low"], rows["ci_high"], color=f"C{i}", alpha=0.2, lw=0)
-            told = select(PUBLISHED, norm=cell[0], radius=cell[1], measure=measure)
-            axis.plot(told["step"], told["published"], "x", color=f"C{i}")
-        axis.set_xlabel("step")
-        axis.set_ylabel(label)
-        bottom, top = means.loc[means["measure"] == measure, "mean"].agg(["min", "max"])
-        axis.set_ylim(*((0, 90) if measure == "angle_deg" else (0.8 * bottom, 1.05 * top)))  # wide intervals are cut
-    axes[0].set_yscale("log")
-    axes[-1].legend(fontsize=7, title="x: published", title_fontsize=7)
-    figure.tight_layout()
-    return figure
+@dataclass(frozen=True)
+class PartShrunk:
+    """The majority model with what queries and keys read, or what values read, divided by d after the norm.
+
+    From radius √d that is radius 1/√d for this part alone. The factor stands in the forward pass and not in the initial
+    weights, as it does where the norm is small: Adam's steps do not depend on the size of a gradient, so the two train
+    differently.
+    """
+
+    model: LabConfig
+    part: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "part_shrunk", "part": self.part, **self.model.to_dict()}
+
+    def build(self) -> LabTransformer:
+        """A model of this shape, initialized from torch's global generator."""
+        model = self.model.build()
+        attention = ShrunkAttention(self.model, self.part)
+        attention.load_state_dict(model.blocks[0].attn.state_dict())
+        model.blocks[0].attn = attention
+        model.setup()  # type: ignore[no-untyped-call]
+        return model
 
 
-MILESTONE = 5_000  # steps that every run gets to before any goes on
-EPOCHS_OF_DECAY = 10_000  # the published schedule: linear to 0 over ten times the published 1000 epochs
+class ShrunkAttention(Attention):
+    """Attention whose queries and keys, or whose values, are made of an input divided by d_model."""
+
+    def __init__(self, cfg: LabConfig, part: str) -> None:
+        super().__init__(cfg)
+        self.shrinks_scores = part == PARTS[0]
+
+    def _project(self, x: Tensor, W: Tensor, b: Tensor | None) -> Float[Tensor, "batch pos head d_head"]:
+        shrunk = (W is not self.W_V) == self.shrinks_scores
+        return super()._project(x / self.cfg.d_model if shrunk else x, W, b)
+
+
+def bag_logits(model: LabTransformer, bags: Bags) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits [row label], the label and the weight of every distinct token of the chosen examples.
+
+    Of a model of one layer and one head without positions: token a attends to token c with n_c exp(score(a, c)).
+    """
+    cfg, block = model.cfg, model.blocks[0]
+    E, attention, ln2 = model.embed.W_E, block.attn, cast("Norm", block.ln2)
+    y = block.ln1(E)[None]
+    q, k, v = (attention._project(y, W, None)[0, :, 0] for W in (attention.W_Q, attention.W_K, attention.W_V))
+    scores = q @ k.T / cfg.attn_scale
+    factors = (scores - scores.amax(-1, keepdim=True)).exp()
+    written = torch.cat([v @ attention.W_O[0], E.new_ones(len(E), 1)], dim=1)  # the last column sums the weights
+    table = (factors[:, :, None] * written).permute(1, 0, 2)  # [key query d + 1]
+    counts = torch.from_numpy(bags.counts[bags.chosen])
+    example, token = counts.nonzero(as_tuple=True)
+    n = counts.to(E.dtype)
+    sums = (n @ table.flatten(1)).view(len(n), *table.shape[1:])[example, token]
+    mid = E[token] + sums[:, :-1] / sums[:, -1:]
+    mid = mid if attention.b_O is None else mid + attention.b_O
+    stream = mid + block.mlp(ln2(mid)[None])[0]
+    labels = torch.from_numpy(bags.label[bags.chosen].astype(np.int64))[example]
+    return stream @ model.W_U, labels, n[example, token]
+
+
+class MajorityTask(Task):
+    """Sequences whose most frequent class leads by `size.margin`; all positions predict it.
+
+    Args:
+        seed: of the data; the published experiment drew new data in every run.
+        size: sizes.
+    """
+
+    name = "majority"
+
+    def __init__(self, seed: int, size: MajoritySize | None = None) -> None:
+        self.seed, self.size = seed, size or MajoritySize()
+        self._order: tuple[tuple[int, int], Int64[np.ndarray, " example"]] | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"seed": self.seed, **vars(self.size)}
+
+    @cached_property
+    def data(self) -> tuple[Bags, Bags]:
+        return make_data(self.seed, self.size)
+
+    def batch(self, step: int, size: int, seed: int) -> Bags:
+        """Batches of a shuffled epoch; the last of an epoch has the remaining examples."""
+        train = self.data[0]
+        epoch, place = divmod(step, math.ceil(len(train.chosen) / size))
+        if self._order is None or self._order[0] != (epoch, seed):
+            shuffled = torch.randperm(len(train.chosen), generator=step_generator(seed, epoch)).numpy()
+            self._order = (epoch, seed), train.chosen[shuffled]
+        return Bags(train.counts, train.label, self._order[1][place * size : (place + 1) * size])
+
+    def loss(self, model: nn.Module, batch: Bags) -> Float[Tensor, ""]:
+        """Mean cross-entropy over all positions."""
+        logits, labels, weights = bag_logits(cast("LabTransformer", model), batch)
+        return (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Test loss and accuracy (per position), and the angle of effective queries to the all-ones direction."""
+        lab, test = cast("LabTransformer", model), self.data[1]
+        logits, labels, weights = bag_logits(lab, test)
+        losses, right = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
+        share = torch.from_numpy(test.counts[test.chosen].sum(0, dtype=np.int64)).double()
+        return {
+            "test_loss": float((losses.double() * weights).sum() / weights.double().sum()),
+            ACCURACY: float((right * weights.double()).sum() / weights.double().sum()),
+            ANGLE: float((query_angles(lab).detach() * share).sum() / share.sum()),
+        }
+
+
+def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
+    """Return the angle (0-90 degrees) of each token's W_K q to the all-ones direction.
+
+    At 0 degrees, projected keys all score alike. A shrunk input changes the length of W_K q, not its angle.
+    """
+    attention = model.blocks[0].attn
+    effective = model.blocks[0].ln1(model.embed.W_E) @ attention.W_Q[0] @ attention.W_K[0].T
+    cosine = F.cosine_similarity(effective, torch.ones_like(effective), dim=-1).abs()
+    return torch.rad2deg(torch.acos(cosine.clamp(max=1.0)))
+
+
+# ------------------------------------------------------------------------------------------------------ experiment
+
 QUICK = MajoritySize(examples=20_000)
 RADII = {"sqrt(d)": None, "1/sqrt(d)": 1 / math.sqrt(8)}
 CELLS = (
@@ -214,23 +274,75 @@ CELLS = (
     *((norm, "sqrt(d)") for norm in ("projection_only", "none")),
     *(("scaling_only", f"1/sqrt(d) for {part}") for part in PARTS),
 )
+WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
+MATCHED = ("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)")  # the cells that were not published
+_SMALL_SCORES, _SMALL_VALUES = (("scaling_only", f"1/sqrt(d) for {part}") for part in PARTS)
+# Differences between cells, each paired by seed (same data, same order): the first minus the second.
+CONTRASTS: dict[str, tuple[Hashable, Hashable]] = {
+    "the published gap": (WITHOUT, WITH),
+    "no projection, at radius sqrt(d)": (MATCHED[0], WITH),
+    "no projection, at radius 1/sqrt(d)": (WITHOUT, MATCHED[1]),
+    "size 1/sqrt(d), with projection": (MATCHED[1], WITH),
+    "size 1/sqrt(d), without projection": (WITHOUT, MATCHED[0]),
+    "size 1/sqrt(d) of queries and keys alone": (_SMALL_SCORES, MATCHED[0]),
+    "size 1/sqrt(d) of values alone": (_SMALL_VALUES, MATCHED[0]),
+    "size 1/sqrt(d) of queries and keys, beside such values": (WITHOUT, _SMALL_VALUES),
+}
+PUBLISHED = pd.DataFrame(  # read off the plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits
+    [
+        (*cell, step, measure, value)
+        for cell, step, measure, value in (
+            (WITH, 1000, TESTED, 0.75), (WITH, 2000, TESTED, 0.4), (WITH, 5000, TESTED, 0.21),
+            (WITHOUT, 1000, TESTED, 1.5), (WITHOUT, 2000, TESTED, 0.86), (WITHOUT, 5000, TESTED, 0.43),
+            (WITH, 1000, ACCURACY, 0.74), (WITH, 5000, ACCURACY, 0.93),
+            (WITHOUT, 1000, ACCURACY, 0.52), (WITHOUT, 5000, ACCURACY, 0.85),
+            (WITH, 0, ANGLE, 70.0), (WITH, 17000, ANGLE, 11.0),
+            (WITHOUT, 0, ANGLE, 70.0), (WITHOUT, 17000, ANGLE, 83.0),
+            (WITHOUT, WHENEVER, "times_the_steps_to_0.4", 3.0),
+        )
+    ],
+    columns=["norm", "radius", "step", "measure", "published"],
+)  # fmt: skip
 
 
-def model_of(norm: str, radius: str, size: MajoritySize) -> ModelSpec:
-    for part in PARTS:
-        if radius.endswith(part):
-            return PartShrunk(majority_model(norm, None, size), part)
-    return majority_model(norm, RADII[radius], size)
+def published_training(steps: int, seed: int, *, lr: float = 1e-3, batch: int = BATCH, **others: Any) -> TrainConfig:
+    """The published optimizer: Adam with a linear schedule to 0, without warm-up, weight decay and clipping."""
+    return TrainConfig(
+        steps=steps, batch=batch, lr=lr, lr_end=0.0, warmup=0, clip=0.0, seed=seed, state_every=500, schedule="linear",
+        **ADAM, **others,
+    )  # fmt: skip
 
 
-def make_runs(request: Request) -> list[Run]:
+def make_runs(
+    request: Request,
+    cells: Sequence[tuple[str, str]],
+    size: MajoritySize,
+    spec: Callable[[str, str], ModelSpec],
+    training: Callable[[int], TrainConfig],
+) -> list[Run]:
+    """A run per seed and cell (norm and radius), all cells of a seed on the same data in the same order."""
+    tasks = {seed: MajorityTask(seed, size) for seed in request.seeds}
+    return planned(
+        cells, request, keys=lambda cell: {"norm": cell[0], "radius": cell[1]},
+        name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_').replace(' ', '_')}",
+        task=lambda _, seed: tasks[seed], spec=lambda cell: spec(*cell), training=lambda _, seed: training(seed),
+    )  # fmt: skip
+
+
+def majority_runs(request: Request) -> list[Run]:
+    """The runs of the experiment."""
     size = QUICK if request.quick else MajoritySize()
     steps, every = (1000, 50) if request.quick else (STEPS, 100)
-    return majority_runs(
+
+    def spec(norm: str, radius: str) -> ModelSpec:
+        part = next((part for part in PARTS if radius.endswith(part)), None)
+        return PartShrunk(majority_model(norm, None, size), part) if part else majority_model(norm, RADII[radius], size)
+
+    return make_runs(
         request,
         CELLS,
         size,
-        lambda norm, radius: model_of(norm, radius, size),
+        spec,
         lambda seed: published_training(
             steps,
             seed,
@@ -243,9 +355,151 @@ def make_runs(request: Request) -> list[Run]:
 
 
 def run(request: Request) -> Results:
-    """Train all cells (to 5K steps first, then to the end) and compare them."""
-    runs = make_runs(request)
-    if not request.collect:
-        train_all(runs, jobs=request.jobs, until=MILESTONE, progress=request.progress, device=request.device)
+    """Train all cells and compare them."""
+    runs = majority_runs(request)
     lost = carry_out(runs, request)
-    return replace(findings(curves(runs), start_angles(runs), shared_settings(runs[0], KEYS)), diverged=lost)
+    tables = analyse(curves(runs), start_angles(runs))
+    return Results(tables, plot(tables), shared_settings(runs[0], KEYS), lost)
+
+
+def start_angles(runs: Sequence[Run]) -> pd.DataFrame:
+    """Angles before training, in long form (every class is as frequent as any other)."""
+    rows = []
+    for run in runs:
+        torch.manual_seed(run.seed)
+        model = cast(LabTransformer, run.spec.build())
+        with calibrate(model):
+            angle = float(query_angles(model).mean())
+        rows.append({**run.keys, "seed": run.seed, "step": 0, "measure": ANGLE, "value": angle})
+    return pd.DataFrame(rows)
+
+
+def analyse(frame: pd.DataFrame, start: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Make the tables of the metrics of every run; `start` is of before training (`start_angles`).
+
+    Returns:
+        `summary` at the steps shown; `contrasts` (paired by seed, Holm's p over the training losses); `steps_to`, the
+        steps of every run to a training loss; `curves`.
+    """
+    frame = select(frame, measure=["train_loss", "test_loss", ACCURACY, ANGLE, "score_sd"]).reset_index(drop=True)
+    at_steps, times = select(frame, step=list(STEPS_SHOWN)), steps_to(frame)
+    complete = times[times.groupby(["norm", "radius", "level"])["reached"].transform("all")]
+    speeds = [  # of cells whose seeds have all come there: of the others a mean would be too small
+        complete.assign(value=complete[column], measure=[f"{name}_{x:g}" for x in complete["level"]], step=WHENEVER)
+        for column, name in (("steps", "steps_to"), ("times", "times_the_steps_to"))
+    ]
+    values = pd.concat([start, at_steps, *speeds], ignore_index=True)[[*KEYS, "seed", "value"]]
+    summary = summarized(values, PUBLISHED)
+    return {"summary": summary, "contrasts": _contrasts(at_steps), "curves": frame, "steps_to": times}
+
+
+def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
+    """`summarize` with the interval of a share for accuracies; those of angles end at 0° and 90°."""
+    shares = values["measure"].eq(ACCURACY)
+    summary = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS, published)
+    angles = summary["measure"].eq(ANGLE)
+    summary.loc[angles, ["ci_low", "ci_high"]] = summary.loc[angles, ["ci_low", "ci_high"]].clip(0.0, 90.0)
+    return summary
+
+
+def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
+    """Steps of every run to a training loss, and how many times those of `WITH` with the same seed.
+
+    Columns: norm, radius, seed, level, `steps` (interpolated between evaluations), `reached`, `times` (NaN if `WITH`
+    has not come there). Of a run that has not come there, `steps` is its last: both are lower bounds.
+    """
+    rows = []
+    losses = select(frame, measure=TESTED).sort_values("step", kind="stable")
+    for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
+        step, loss = run["step"].to_numpy(float), run["value"].to_numpy(float)
+        for level in LEVELS:
+            below = np.flatnonzero(loss <= level)
+            steps = step[-1]
+            if len(below):
+                i = int(below[0])
+                part = (loss[i - 1] - level) / (loss[i - 1] - loss[i]) if i else 1.0
+                steps = step[i - 1] + part * (step[i] - step[i - 1]) if i else step[0]
+            rows.append((norm, radius, seed, level, float(steps), bool(len(below))))
+    times = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
+    first = select(times, norm=WITH[0], radius=WITH[1], reached=True)
+    reference = first.rename(columns={"steps": "reference"})[["seed", "level", "reference"]]
+    times = times.merge(reference, on=["seed", "level"], how="left")
+    return times.assign(times=times["steps"] / times["reference"]).drop(columns="reference")
+
+
+def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
+    """Paired differences of `CONTRASTS` over the seeds whose cells have all come that far.
+
+    (All of those that any seed has taken that far: to the end only some are trained.)
+    """
+    wide = table.pivot(index=["seed", "step", "measure"], columns=["norm", "radius"], values="value")
+    cells = [cell for cell in (WITH, WITHOUT, *MATCHED) if cell in wide]
+    parts = [part.dropna(subset=[c for c in cells if part[c].notna().any()]) for _, part in wide.groupby(level="step")]
+    pairs = differences(pd.concat(parts) if parts else wide, CONTRASTS)
+    return contrasted(pairs, ["contrast", "step", "measure"], tested={"measure": TESTED})
+
+
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Loss, accuracy and angle over steps: mean and 95 % interval over seeds, published figures as crosses."""
+    shown = {TESTED: "training loss (nats)", ACCURACY: "test accuracy", ANGLE: "query to ones (°)"}
+    figure, axes = panels(len(shown), 5, 4.2)
+    curve = select(tables["curves"], measure=list(shown))
+    means = summarized(curve[curve["step"] % 100 == 0])
+    for axis, (measure, label) in zip(axes, shown.items(), strict=True):
+        for i, cell in enumerate(dict.fromkeys(zip(curve["norm"], curve["radius"], strict=True))):
+            rows = select(means, norm=cell[0], radius=cell[1], measure=measure).sort_values("step")
+            axis.plot(rows["step"], rows["mean"], color=f"C{i}", label=f"{cell[0]}, radius {cell[1]}")
+            axis.fill_between(rows["step"], rows["ci_low"], rows["ci_high"], color=f"C{i}", alpha=0.2, lw=0)
+            told = select(PUBLISHED, norm=cell[0], radius=cell[1], measure=measure)
+            axis.plot(told["step"], told["published"], "x", color=f"C{i}")
+        axis.set(xlabel="step", ylabel=label)
+    axes[0].set_yscale("log")
+    axes[-1].legend(fontsize=7, title="x: published", title_fontsize=7)
+    return {"curves": figure}
+
+
+# ------------------------------------------------------------------------------------------ in three dimensions
+
+IN_SPACE = MajoritySize(10, 30)  # published, with d 3
+# Of 9,600 examples (the partitions of 30 are few), 7 seconds of a core: with the published batch (6000) and rate (1e-3)
+# 300 steps, which take as long, leave accuracy at a third.
+SPACE_STEPS, SPACE_STEPS_QUICK, SPACE_BATCH, SPACE_RATE = 3000, 600, 500, 1e-2
+SPACE_CELLS = (*CELLS[:2], WITHOUT, *CELLS[4:6])
+
+
+def run_in_space(request: Request) -> Results:
+    """Figures 1a and 1b: d 3, 10 classes, sequences of 30; angles before and after training, and accuracy."""
+    radii = {"sqrt(d)": None, "1/sqrt(d)": 1 / math.sqrt(3)}
+    steps = SPACE_STEPS_QUICK if request.quick else SPACE_STEPS
+    runs = make_runs(
+        request,
+        SPACE_CELLS,
+        IN_SPACE,
+        lambda norm, radius: replace(majority_model(norm, radii[radius], IN_SPACE, d=3), d_head=3),
+        lambda seed: published_training(
+            steps, seed, lr=SPACE_RATE, batch=SPACE_BATCH, evaluate_every=max(1, steps // 10), save_at=(0,)
+        ),
+    )
+    lost = carry_out(runs, request)
+    done = finished(runs)
+    rows = [
+        {**run.keys, "seed": run.seed, "step": step, "measure": ANGLE, "value": float(query_angles(model).mean())}
+        for run in done
+        for step in (0, steps)
+        for model in [cast("LabTransformer", run.model(step))]
+    ]
+    scores = pd.concat([pd.DataFrame(rows), select(curves(done), step=steps, measure=[ACCURACY, "test_loss"])])
+    return Results(analyse_in_space(scores), {}, shared_settings(runs[0], KEYS), lost)
+
+
+def analyse_in_space(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Angles and accuracies, and after training their differences from LayerNorm's of the same seed."""
+    scores = scores[[*KEYS, "seed", "value"]].reset_index(drop=True)
+    trained = select(scores[scores["step"] > 0], measure=[ANGLE, ACCURACY])
+    whole = (trained["norm"] == WITH[0]) & (trained["radius"] == WITH[1])
+    contrasts = contrasted(minus_reference(trained, whole, ["seed", "step", "measure"]), KEYS)
+    most = contrasts["measure"].map({ANGLE: 90.0, ACCURACY: 1.0})
+    contrasts[["ci_low", "ci_high"]] = contrasts[["ci_low", "ci_high"]].clip(-most, most, axis=0)
+    summary = summarized(scores)
+    summary["ci_low"] = summary["ci_low"].clip(lower=0.0)  # of losses
+    return {"summary": summary, "scores": scores, "contrasts": contrasts}

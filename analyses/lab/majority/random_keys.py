@@ -8,7 +8,7 @@ sees them through its own W_K, and there the guarantee is lost, so a third map s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ import pandas as pd
 from jaxtyping import Float64
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, binomial_interval, select, share_interval_of, summarize
+from ln_probe.analyses.lab.results import Results, binomial_interval, panels, share_interval_of, summarize
 from ln_probe.analyses.progress import ProgressLine, tell
 
 DRAWS = 100  # published; per seed
@@ -97,11 +97,13 @@ def run(request: Request) -> Results:
             for measure, value in zip(MEASURES, unselectable(cell, seed, request.jobs), strict=True):
                 rows.append((cell.space, cell.d_model, cell.d, cell.n, measure, seed, value))
     table = pd.DataFrame(rows, columns=[*KEYS, "seed", "value"])
-    return findings(summarize(table, KEYS).drop(columns="published"), next(cells(request.quick)).draws)
+    draws = next(cells(request.quick)).draws
+    tables = analyse(summarize(table, KEYS).drop(columns="published"), draws)
+    return Results(tables, plot(tables), {"draws": draws, "distribution": "normal", "eps": 0})
 
 
-def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
-    """Tables and maps from the mean, spread and number of seeds of every square.
+def analyse(maps: pd.DataFrame, draws: int = DRAWS) -> dict[str, pd.DataFrame]:
+    """Add intervals to the mean, spread and number of seeds of every square; the summary has those at n = 60 and heads.
 
     Whether a draw has any unselectable key is a yes or no: its interval is the binomial one over all seeds' draws. The
     share of unselectable keys has the interval of a share over seeds. Squares of whole heads have HEAD_DRAWS draws.
@@ -116,33 +118,18 @@ def findings(maps: pd.DataFrame, draws: int = DRAWS) -> Results:
     maps = maps.assign(ci_low=[low for low, _ in bounds], ci_high=[high for _, high in bounds])
     shown = maps[((maps["n"] == COUNTS[-1]) & maps["d"].isin(SHOWN)) | (maps["space"] == WHOLE_HEAD)]
     on = [k for k in KEYS if k in PUBLISHED.columns]
-    return Results(
-        summary=shown.merge(PUBLISHED, how="left", on=on, validate="many_to_one"),
-        tables={"maps": maps},
-        figures={"maps": _plot(maps[maps["space"] != WHOLE_HEAD])},
-        settings={
-            "draws": draws,
-            "seeds": int(maps["seeds"].max()),
-            "distribution": "normal",
-            "eps": 0,
-            "published": "figures 1c and 1d, read off the heat map: not to two digits",
-        },
-    )
+    return {"summary": shown.merge(PUBLISHED, how="left", on=on, validate="many_to_one"), "maps": maps}
 
 
-def _plot(means: pd.DataFrame) -> Figure:
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    spaces = (NORMAL, NORMALIZED, HEAD)
-    axes = figure.subplots(len(MEASURES), len(spaces), sharex=True, sharey=True, squeeze=False)
-    titles = {"any_unselectable": "draws with any unselectable key", "unselectable_fraction": "unselectable keys"}
-    for row, measure in enumerate(MEASURES):
-        for column, space in enumerate(spaces):
-            grid = select(means, space=space, measure=measure).pivot(index="n", columns="d", values="mean")
-            axis = axes[row, column]
-            image = axis.pcolormesh(
-                grid.columns, grid.index, grid.to_numpy(), vmin=0, vmax=1, cmap="magma_r", shading="nearest"
-            )
-            axis.set_title(f"{titles[measure]}\n{space}", fontsize=9)
-            axis.set(xlabel="d" if space != HEAD else "d_head", ylabel="n")
-    figure.colorbar(image, ax=axes, shrink=0.6)
-    return figure
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Draw the maps."""
+    means = tables["maps"]
+    means = means[means["space"] != WHOLE_HEAD]
+    groups = list(means.groupby(["measure", "space"], sort=False))
+    figure, axes = panels(len(groups), 4.2, 3.6, columns=3)
+    for ((measure, space), part), axis in zip(groups, axes, strict=True):
+        grid = part.pivot(index="n", columns="d", values="mean")
+        axis.pcolormesh(grid.columns, grid.index, grid.to_numpy(), vmin=0, vmax=1, cmap="magma_r", shading="nearest")
+        axis.set_title(f"{str(measure).replace('_', ' ')}\n{space}", fontsize=9)
+        axis.set(xlabel="d", ylabel="n")
+    return {"maps": figure}

@@ -8,6 +8,8 @@ Every prefix of a random word gets a label (Merrill et al. 2020, "A Formal Hiera
 
 Words of a^n b^n and a^n b^n c^n between BOS and EOS, for prediction of the next token (Weiss, Goldberg & Yahav 2018,
 "On the Practical Computational Power of Finite Precision RNNs", section 5).
+
+Words a^n b^2n with a tag at every letter (`AnbkTask`): code released with Merrill et al. 2020, not in the publication.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.train import PAD, Words, WordsTask, step_generator
 
-PREFIX_LANGUAGES = ("L5", "anbnS", "anbnaS")
 PREFIX_VOCABULARY = 2  # a, b
 MAX_DIFFERENCE = 5
 
@@ -32,16 +33,10 @@ EOS = 0  # of the counted words; then the letters from 1 on, then BOS, which is 
 
 
 def prefix_labels(language: str, tokens: Int[Tensor, "word pos"]) -> Bool[Tensor, "word pos"]:
-    """Whether each prefix of each word lies in the language.
-
-    Raises:
-        ValueError: an unknown language.
-    """
+    """Whether each prefix of each word lies in the language."""
     is_a = tokens == 0
     if language == "L5":
         return torch.where(is_a, 1, -1).cumsum(1).abs() < MAX_DIFFERENCE
-    if language not in PREFIX_LANGUAGES:
-        raise ValueError(f"unknown language {language!r}: known ones are {', '.join(PREFIX_LANGUAGES)}")
     place = torch.arange(1, tokens.shape[1] + 1)
     n = (is_a.long().cumprod(1)).sum(1, keepdim=True)  # the a's a word begins with
     b_run = ((~is_a | (place <= n)).long().cumprod(1).sum(1, keepdim=True)) - n  # the b's that follow
@@ -51,13 +46,7 @@ def prefix_labels(language: str, tokens: Int[Tensor, "word pos"]) -> Bool[Tensor
 
 
 def sample_prefixes(language: str, length: int, size: int, generator: torch.Generator) -> Words:
-    """Random words of one length, tokens 0 (a) and 1 (b), and the labels of their prefixes, 0 and 1.
-
-    Raises:
-        ValueError: length or size below 1, an unknown language.
-    """
-    if length < 1 or size < 1:
-        raise ValueError(f"length and size must be at least 1, got length={length}, size={size}")
+    """Random words of one length, tokens 0 (a) and 1 (b), and the labels of their prefixes, 0 and 1."""
     tokens = torch.randint(PREFIX_VOCABULARY, (size, length), generator=generator)
     if language in ("anbnS", "anbnaS"):
         n = torch.randint(length // 2 + 1, (size, 1), generator=generator)
@@ -68,13 +57,7 @@ def sample_prefixes(language: str, length: int, size: int, generator: torch.Gene
 
 
 def bos(letters: int) -> int:
-    """The token that begins a^n b^n (2 letters) or a^n b^n c^n (3); those below it are what can be predicted.
-
-    Raises:
-        ValueError: letters not 2 or 3.
-    """
-    if letters not in (2, 3):
-        raise ValueError(f"letters must be 2 (a^n b^n) or 3 (a^n b^n c^n), got {letters}")
+    """The token that begins a^n b^n (2 letters) or a^n b^n c^n (3); those below it are what can be predicted."""
     return letters + 1
 
 
@@ -82,13 +65,8 @@ def counted_words(letters: int, n: Int[Tensor, " word"]) -> Words:
     """The words a^n b^n (c^n) as (inputs, targets) of a language model, padded on the right.
 
     Inputs are BOS and the word, targets the word and EOS (PAD beyond).
-
-    Raises:
-        ValueError: letters not 2 or 3, an n below 1.
     """
     first = torch.full((len(n), 1), bos(letters))
-    if int(n.min()) < 1:
-        raise ValueError(f"n must be at least 1, got {int(n.min())}")
     n = n[:, None]
     place = torch.arange(letters * int(n.max()) + 1)
     letter = 1 + place // n
@@ -218,3 +196,50 @@ def farthest(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of the longest words and of the largest exact n."""
     lengths = [int(m.removeprefix("accuracy_")) for m in table["measure"].unique() if m.startswith("accuracy_")]
     return table[table["measure"].isin([*([f"accuracy_{max(lengths)}"] if lengths else []), "exact_to"])]
+
+
+# ------------------------------------------------------------------------------------------------------ a^n b^2n
+
+ABSOLUTE, THRESHOLD = "absolute value", "threshold"
+ANBK_TRAINED, ANBK_TESTED = torch.arange(2, 300, 2), torch.arange(310, 320, 2)  # as released
+TAGS, WORDS_RIGHT, TRAINED_TAGS = "tags right, n 310 to 318", "words right, n 310 to 318", "tags right, n 2 to 298"
+
+
+def tagged_words(n: Int[Tensor, " word"], form: str) -> Words:
+    """The words a^n b^2n (a is 0, b is 1) and their tags, padded on the right (tags PAD).
+
+    Every a is tagged 0, of the 2n b's the n in the middle 1: the tag is 1 while the difference between the numbers of
+    a's and b's is at most n/2 either way, an absolute value. The threshold form keeps 1 to the end.
+    """
+    n = n[:, None]
+    place = torch.arange(3 * int(n.max()))
+    tags = place >= n + n // 2
+    if form == ABSOLUTE:
+        tags &= place < 2 * n + n // 2
+    return (place >= n).long(), tags.long().masked_fill(place >= 3 * n, PAD)
+
+
+class AnbkTask(WordsTask):
+    """Tag every letter of a^n b^2n in one of its forms."""
+
+    name = "anbk"
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"form": self.form, "trained": ANBK_TRAINED.tolist(), "tested": ANBK_TESTED.tolist()}
+
+    def batch(self, step: int, size: int, seed: int) -> Words:
+        """Words of neighboring n."""
+        first = int(torch.randint(len(ANBK_TRAINED) - size + 1, (), generator=step_generator(seed, step)))
+        return tagged_words(ANBK_TRAINED[first : first + size], self.form)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        shares = {}
+        for name, n in ((TRAINED_TAGS, ANBK_TRAINED[::8]), (TAGS, ANBK_TESTED)):
+            tokens, tags = tagged_words(n, self.form)
+            right, inside = model(tokens).argmax(-1) == tags, tags != PAD
+            shares[name] = float(right[inside].double().mean())
+        return shares | {WORDS_RIGHT: float((right | ~inside).all(1).double().mean())}

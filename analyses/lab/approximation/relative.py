@@ -1,35 +1,20 @@
-"""One attention layer with relative positions, with or without the dot product, on sequences of +1 and -1.
+"""One attention layer with relative positions on sequences of +1 and -1, its targets, and their least-squares optimum.
 
 Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), equation 1:
 
     X <- X + Attn(X),  X <- X + FFN(X),  Attn_h(X)_t = W_O W_V softmax_s(<W_Q x_t, W_K x_s> + p_h phi(t - s)) x_s
 
 with phi(z) = -log z (z >= 1) or -z (z >= 0), minus infinity elsewhere, and p_h > 0 trained. T5's encoding (their Table
-1) is linear below a lag B, logarithmic from there to D, and constant beyond: here minus its bucket, without rounding it
-to a whole number, with T5's B = 16 and D = 128 (Raffel et al. 2020, section 2.1). A fourth choice here is a learned
-bias per head and lag ("table"). Published without a norm; here one can stand before or after each sublayer.
-
-Only the output at the last position is wanted and a token has two values, so attention needs the weight of the +1s and
-of the -1s alone: exactly the same numbers as the whole matrix, 1000 times cheaper.
-
-Targets of the approximation experiment and the least-squares optimum of what is to learn them.
-
-Inputs are independent +1s and -1s, x_1 … x_1000; the output is wanted at position 1000 (Wang & E 2024, section 6):
+1) is linear below a lag B, logarithmic from there to D, and constant beyond. A fourth choice here is a learned bias per
+head and lag ("table"). Published without a norm. Only the output at the last position is wanted and a token has two
+values, so attention needs the weight of the +1s and of the -1s alone. Targets on inputs x_1 … x_1000 (section 6):
 
     1b   sum over 64 units of ReLU(<w_k, (x_48, x_56, x_99)>)         2a   sum over 64 units of ReLU(w_k x_99)
     2b   x_48 + x_56 + x_99                                          4a   sum over s < 1000 of x_s (1000 - s)^-0.5
-    4b   sum over s of x_s e^(-5 (1000 - s))
+    4b   sum over s of x_s e^(-5 (1000 - s))                   adaptive   x_99 if x_1000 = +1, else x_48
 
-4a begins at lag 1: as written it is infinite at s = 1000. 2a has one input of +1 or -1, so it is affine in x_99. How
-the w_k were drawn is not published: here from a normal distribution with variance 1/64.
-
-For a linear target and fixed slopes the best output is a least-squares problem in the coefficients of the heads and of
-the residual. The inputs are uncorrelated with variance 1, so its squared error is a squared distance of coefficients.
-
-Relative attention that is affine in its inputs: its squared error as a sum over lags, and what a sample is off by.
-
-Without an FFN, the dot product and a norm, the output is a constant and a weight per lag. Inputs are independent +1s
-and -1s, so the squared error is a sum over lags, and so is the variance of a squared error over inputs.
+4a begins at lag 1: as written it is infinite at s = 1000. 2a is affine in x_99. How the w_k were drawn is not
+published: here from a normal distribution with variance 1/64. `adaptive` is no experiment of the source.
 """
 
 from __future__ import annotations
@@ -47,11 +32,9 @@ from jaxtyping import Float
 from scipy.optimize import least_squares  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
+from ln_probe.analyses.lab.norms import Norm
 
-KERNELS = ("log", "linear", "t5", "table")
 T5_LINEAR, T5_LARGEST = 16, 128  # B and D: of T5's 32 buckets 16 hold a lag each, 16 reach to lag 128
-NORM_ORDERS = ("pre", "post")
 D_MODEL, D_HEAD = 32, 8  # a head carries one number (a token has two values), so neither limits what can be expressed
 
 
@@ -63,9 +46,6 @@ class RelativeConfig:
         length: positions of the input. heads, width: attention heads, hidden units of the FFN (0: no FFN).
         kernel: "log", "linear", "t5" or "table". dot_product: False means W_Q = W_K = 0.
         norm, norm_order: kind of both norms ("none": as published, no norm), before or after their sublayers.
-
-    Raises (on construction):
-        ValueError: a size that is too small, an unknown kernel, norm or order.
     """
 
     length: int
@@ -76,14 +56,6 @@ class RelativeConfig:
     norm: str = "none"
     norm_order: str = "pre"
     eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        for name, least in (("length", 2), ("heads", 1), ("width", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name, known in (("kernel", KERNELS), ("norm", NORM_KINDS), ("norm_order", NORM_ORDERS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: known are {', '.join(known)}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -164,20 +136,15 @@ class RelativeTransformer(nn.Module):
         return output
 
 
-try:
-    import mpmath
-except ImportError as missing:
-    raise ImportError("Solving exactly needs the package mpmath: pip install 'ln-probe[lab]'.") from missing
-
-
 LENGTH = 1000
 SPARSE = (48, 56, 99)  # positions, from 1, that 1b and 2b look at
 SPARSE_ONE = 99  # that 2a looks at
 UNITS = 64
-TARGETS = ("1b", "2a", "2b", "4a", "4b")
+ADAPTIVE = "adaptive"
+IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions that `adaptive` reads, by what the last input is
+TARGETS = ("1b", "2a", "2b", "4a", "4b", ADAPTIVE)
 # Slopes from one that spreads over the whole sequence to one that sees the nearest lag alone, in the logarithm.
 SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0), "t5": (1e-4, 30.0)}
-DIGITS = 400  # of the extended precision; with 64 heads the normal equations' least pivots are below 1e-150
 SEARCHED = 4  # heads up to which slopes are searched for; with more they are laid out evenly
 STARTS = 8  # of the search over slopes, from 1, 2, … 8 parts of that range; more found nothing better
 
@@ -206,15 +173,9 @@ def lag_weights(target: str, length: int = LENGTH) -> Float[np.ndarray, " lag"] 
 
 
 def evaluate(target: str, x: Float[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
-    """The target's value for each input.
-
-    Raises:
-        ValueError: an unknown target, or inputs that are not 1000 long.
-    """
-    if target not in TARGETS:
-        raise ValueError(f"unknown target {target!r}: known ones are {', '.join(TARGETS)}")
-    if x.shape[-1] != LENGTH:
-        raise ValueError(f"inputs must have {LENGTH} positions, got {x.shape[-1]}")
+    """The target's value for each input."""
+    if target == ADAPTIVE:
+        return torch.where(x[..., -1] > 0, x[..., IF_PLUS - 1], x[..., IF_MINUS - 1])
     weights = lag_weights(target)
     if weights is not None:
         return x.flip(-1) @ torch.from_numpy(weights).to(x)
@@ -228,15 +189,11 @@ def variance(target: str) -> float:
     weights = lag_weights(target)
     if weights is not None:
         return float((weights**2).sum())
-    values, _ = _truth_table(target)
-    return float(values.var())
-
-
-def _truth_table(target: str) -> tuple[Float[np.ndarray, " row"], Float[np.ndarray, "row input"]]:
-    """The values of 1b or 2a on all inputs that matter, and those inputs."""
+    if target == ADAPTIVE:
+        return 1.0
     units = _units(target).numpy()
     inputs = np.array(list(itertools.product((-1.0, 1.0), repeat=units.shape[1])))
-    return np.maximum(inputs @ units.T, 0).sum(1), inputs
+    return float(np.maximum(inputs @ units.T, 0).sum(1).var())
 
 
 @dataclass(frozen=True)
@@ -276,16 +233,8 @@ def fit(target: str, kernel: str, slopes: Sequence[float] | Float[np.ndarray, " 
 
 @cache
 def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
-    """The least-squares optimum over coefficients and slopes (variable projection, several starts).
-
-    Raises:
-        ValueError: a target that is not linear, a kernel without slopes, no heads.
-    """
+    """The least-squares optimum over coefficients and slopes (variable projection, several starts)."""
     linear_weights(target)
-    if kernel not in SLOPE_RANGE:
-        raise ValueError(f"kernel {kernel!r} has no slopes to search over: known are {', '.join(SLOPE_RANGE)}")
-    if heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}")
     low, high = np.log(SLOPE_RANGE[kernel])
 
     def residuals(log_slopes: Float[np.ndarray, " head"]) -> Float[np.ndarray, " lag"]:
@@ -303,123 +252,12 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
     return min(found, key=lambda one: one.mse)
 
 
-@dataclass(frozen=True)
-class Extended:
-    """An output in extended precision, told in float64.
-
-    Attributes:
-        mse: its squared error. largest: the largest of its coefficients.
-        left: what it leaves of the target's weight of each lag.
-    """
-
-    mse: float
-    largest: float
-    left: Float[np.ndarray, " lag"]
-
-
-def extended_solution(
-    target: str,
-    kernel: str,
-    slopes: Sequence[float],
-    coefficients: Sequence[float] | None = None,
-) -> Extended:
-    """What some coefficients, or the best, leave of a target, with DIGITS digits.
-
-    Columns of many heads are so nearly dependent that float64 solves another problem than the one asked: the best
-    coefficients are then too large for it, and it finds smaller ones that leave more.
-
-    Args:
-        coefficients: of the heads and, last, of the residual; None: the best, by normal equations.
-
-    Raises:
-        ValueError: a target that is not linear, or heads whose columns are dependent even with so many digits.
-    """
-    with mpmath.workdps(DIGITS):
-        columns = [_extended_attention(kernel, slope) for slope in slopes]
-        columns.append([mpmath.mpf(lag == 0) for lag in range(LENGTH)])
-        wanted = _extended_weights(target)
-        solved = [mpmath.mpf(x) for x in coefficients or ()]
-        if coefficients is None:
-            gram = mpmath.matrix([[mpmath.fdot(a, b) for b in columns] for a in columns])
-            right = mpmath.matrix([mpmath.fdot(a, wanted) for a in columns])
-            try:
-                solved = list(mpmath.cholesky_solve(gram, right))
-            except ValueError as error:
-                raise ValueError(f"{len(slopes)} heads are linearly dependent to {DIGITS} digits") from error
-        rows = zip(wanted, zip(*columns, strict=True), strict=True)
-        left = [weight - mpmath.fdot(solved, row) for weight, row in rows]
-        mse = float(mpmath.fsum(x**2 for x in left))
-        return Extended(mse, float(max(map(abs, solved))), np.array([float(x) for x in left]))
-
-
-def _extended_attention(kernel: str, slope: float) -> list[Any]:
-    p = mpmath.mpf(slope)
-    if kernel == "log":
-        raw = [mpmath.mpf(0), *(mpmath.mpf(z) ** -p for z in range(1, LENGTH))]
-    elif kernel == "linear":
-        raw = [mpmath.exp(-p * z) for z in range(LENGTH)]
-    else:
-        raw = [mpmath.exp(p * mpmath.mpf(x)) for x in lag_features(kernel, LENGTH).tolist()]
-    total = mpmath.fsum(raw)
-    return [x / total for x in raw]
-
-
-def _extended_weights(target: str) -> list[Any]:
-    if target == "4a":
-        return [mpmath.mpf(0), *(1 / mpmath.sqrt(z) for z in range(1, LENGTH))]
-    if target == "4b":
-        return [mpmath.exp(-5 * z) for z in range(LENGTH)]
-    return [mpmath.mpf(x) for x in linear_weights(target).tolist()]
-
-
 def linear_weights(target: str) -> Float[np.ndarray, " lag"]:
     """`lag_weights` of a linear target; ValueError if it is another."""
     weights = lag_weights(target)
     if weights is None:
         raise ValueError(f"target {target!r} is not linear: it has no weight per lag")
     return weights
-
-
-@cache
-def table_optimum(target: str, heads: int, width: int) -> float:
-    """The least squared error found for a learned bias per lag, `heads` heads and `width` ReLUs.
-
-    A table can put any positive weights on any lags (one alone in the limit): so a sum is one head, and three heads
-    hand the FFN the three inputs. One or two heads pack several inputs into one number by weights 1 : 2 (: 4), which
-    ReLUs between its values take apart; 1b needs 3 ReLUs behind three heads, 6 behind one.
-    """
-    if lag_weights(target) is not None:
-        return 0.0  # positive weights: one head's attention, times a coefficient
-    values, inputs = _truth_table(target)
-    if inputs.shape[1] == 1:
-        return _affine_error(values, inputs)
-    best = np.inf
-    for order in itertools.permutations(range(3)):
-        a, b, c = inputs[:, order].T
-        packed = {1: [(a + 2 * b + 4 * c) / 7], 2: [a, (b + 2 * c) / 3]}.get(heads, [a, b, c])
-        best = min(best, _packed_error(values, np.stack(packed, axis=1), width))
-    return best
-
-
-def _affine_error(values: Float[np.ndarray, " row"], features: Float[np.ndarray, "row feature"]) -> float:
-    columns = np.column_stack([np.ones(len(values)), features])
-    error = values - columns @ np.linalg.lstsq(columns, values, rcond=None)[0]
-    return float((error**2).mean())
-
-
-def _packed_error(values: Float[np.ndarray, " row"], seen: Float[np.ndarray, "row head"], width: int) -> float:
-    """The best affine function of what the heads see and of at most `width` ReLUs that bend between its values."""
-    bends = []
-    for column in seen.T:
-        levels = np.unique(column)
-        bends += [np.maximum(column - level, 0) for level in levels[1:-1]]
-    if seen.shape[1] == 3:
-        bends += [np.maximum(seen @ signs, 0) for signs in ((1, 1, 1), (1, 1, -1), (1, -1, 1), (-1, 1, 1))]
-    if seen.shape[1] == 2:
-        sums = seen @ np.array([1.0, 3.0])
-        bends += [np.maximum(sums - level, 0) for level in np.unique(sums)[1:-1]]
-    chosen = itertools.combinations(bends, min(width, len(bends)))
-    return min(_affine_error(values, np.column_stack([seen, *some])) for some in chosen)
 
 
 AFFINE_TARGETS = ("4a", "4b")  # have a weight for every lag, however long the inputs are
@@ -438,15 +276,8 @@ def affine(model: RelativeTransformer, length: int) -> tuple[float, Float[np.nda
 
     Returns:
         The constant and the weight of each lag 0 … length - 1, in float64.
-
-    Raises:
-        ValueError: a model that is not affine, or a table of positions.
     """
     cfg = model.cfg
-    if not plain(cfg):
-        raise ValueError("not affine in its inputs: the model has an FFN, the dot product or a norm")
-    if cfg.kernel == "table":
-        raise ValueError(f"a table of {cfg.length} positions says nothing of longer inputs")
     with torch.no_grad():
         attention = design(cfg.kernel, model.log_slope.double().exp().numpy(), length)[:, :-1]  # [lag head]
         embed, out = model.embed.double(), model.out.weight[0].double()
@@ -460,28 +291,32 @@ def affine(model: RelativeTransformer, length: int) -> tuple[float, Float[np.nda
 
 
 def error(target: str, constant: float, weights: Float[np.ndarray, " lag"]) -> tuple[float, float]:
-    """The squared error of an affine function on its length, and relative to that of the best constant.
-
-    Raises:
-        ValueError: a target that is not 4a or 4b.
-    """
-    if target not in AFFINE_TARGETS:
-        raise ValueError(f"target {target!r} has no longer inputs: known are {', '.join(AFFINE_TARGETS)}")
+    """The squared error of an affine function on its length, and relative to that of the best constant."""
     wanted = lag_weights(target, len(weights))
     assert wanted is not None
     found = constant**2 + float(((weights - wanted) ** 2).sum())
     return found, found / float((wanted**2).sum())
 
 
-def sampling_error(left: Float[np.ndarray, " lag"], inputs: int) -> float:
-    """The standard error of a mean squared error over so many random inputs, relative to it; NaN where it is 0.
+def adaptive_by_hand(grain: float = 1e-7) -> RelativeTransformer:
+    """Two heads with the dot product and no FFN whose error is near 0, in float64.
 
-    Of an affine function off by `left` on +1s and -1s: (sum left x)² has the mean sum left² and the variance
-    2 (sum left²)² - 2 sum left⁴. So it is sqrt(2 / inputs) at most, and less where few lags are off; a constant that is
-    off as well makes it less, too.
+    Args:
+        grain: of a head's weight on all lags but its own together.
     """
-    scale = float(np.abs(left).max())
-    if scale == 0:
-        return float("nan")
-    squares = (left / scale) ** 2  # whose squares would be too small for float64
-    return float(np.sqrt(2 * max(0.0, 1 - float((squares**2).sum() / squares.sum() ** 2)) / inputs))
+    model = RelativeConfig(LENGTH, 2, 0, "table", True).build().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embed[0, 0], model.embed[1, 0] = -1.0, 1.0  # the input itself, in one dimension of the stream
+        model.embed[:, 1] = 1.0
+        for head, (place, used_for) in enumerate(((IF_PLUS, 1.0), (IF_MINUS, -1.0))):
+            model.bias[head] = np.log(grain / LENGTH)
+            model.bias[head, LENGTH - place] = 0.0
+            # The score of a token: 0 where the head is used, else large for +1s and as small for -1s.
+            model.W_Q[head, 0, 0], model.W_Q[head, 1, 0] = -used_for, 1.0
+            model.W_K[head, 0, 0] = -np.log(grain) * np.sqrt(D_HEAD)
+            model.W_V[head, 0, 0] = model.W_O[head, 0, 2] = 1.0
+        model.out.weight[0, 2] = 1.0  # the sum of both: one of them is 1
+        model.out.bias[0] = -1.0
+    return model

@@ -1,20 +1,17 @@
 """The published language models: d 8, four layers, four heads, and only the norm before attention varies.
 
 After Brody, Alon & Yahav 2023, section 4.2: a GPT-2 with `ln_1` either LayerNorm or its projection alone (nothing
-divides there, so `divisor` is 1), both without gain and bias, and attention without input bias. Which share of the keys
-of a context can no query select? The published table looks at the vectors before and after the norm; a head sees them
-through W_K in two dimensions, where nearly all keys are unselectable with or without scaling. A third model divides
-the projected vectors by a constant measured at initialization, so that scaling is taken away at equal size.
-
-Two sizes: one that a CPU trains in minutes, and the published one (GPT-2's vocabulary, windows of 1024).
+divides there, so `divisor` is 1), both without gain and bias. A third model divides the projected vectors by a constant
+measured at initialization. Which share of the keys of a context can no query select: before the norm, after it, and as
+a head sees them? Two sizes: one that a CPU trains in minutes, and the published one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import pandas as pd
 import torch
@@ -22,19 +19,29 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ln_probe.analyses.geometry.api import key_geometry
 from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, panels, select, summarize_kinds
-from ln_probe.analyses.lab.run_folder import checkpoint_steps, kept_beside, read_metrics, weights_of
+from ln_probe.analyses.lab.results import Results, lines, panels, select, summarize_kinds
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import Run, carry_out, curves, finished, planned, shared_settings, text_training
+from ln_probe.analyses.lab.train import (
+    Run,
+    carry_out,
+    checkpoint_steps,
+    curves,
+    finished,
+    measured_once,
+    planned,
+    read_metrics,
+    shared_settings,
+    text_training,
+    weights_of,
+)
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 LAYERS, D_MODEL, HEADS = 4, 8, 4  # published
 GPT2_VOCABULARY, GPT2_CONTEXT, GPT2_EMBED_STD = 50257, 1024, 0.02
 CONTEXTS = 16  # held-out windows whose keys are measured
-MEASURED = 1  # version of what is measured of a checkpoint
 BEFORE, NORMALIZED, HEAD = "before the norm", "normalized", "head"
 NORMS = (("layernorm", None, "-"), ("projection_only", 1.0, "1"), ("projection_only", None, "measured"))
 KEYS = ["norm", "divisor", "step", "layer", "space", "measure"]
@@ -84,19 +91,9 @@ FULL_TINY = Size(GPT2_VOCABULARY, GPT2_CONTEXT, batch=1, steps=40, valid_windows
 def published_model(norm: str, divisor: float | None, size: Size) -> LabConfig:
     """The published shape at a size of vocabulary and window."""
     return LabConfig(
-        n_layers=LAYERS,
-        d_model=D_MODEL,
-        n_heads=HEADS,
-        d_vocab=size.d_vocab,
-        n_ctx=size.n_ctx,
-        norm=norm,
-        divisor=divisor,
-        affine=False,
-        bias_qkv=False,
-        bias_unembed=False,
-        act_fn="gelu_new",
-        embed_std=size.embed_std,
-    )
+        n_layers=LAYERS, d_model=D_MODEL, n_heads=HEADS, d_vocab=size.d_vocab, n_ctx=size.n_ctx, norm=norm,
+        divisor=divisor, affine=False, bias_qkv=False, bias_unembed=False, act_fn="gelu_new", embed_std=size.embed_std,
+    )  # fmt: skip
 
 
 def make_runs(request: Request, size: Size) -> list[Run]:
@@ -143,14 +140,12 @@ def _run(request: Request, size: Size) -> Results:
     reached = min(int(table["step"].max()) if len(table) else 0 for table in evaluated)  # the last step of all runs
     at_kept = losses[losses["step"].isin({*fractions["step"], reached})]
     values = pd.concat([fractions, at_kept], ignore_index=True)[[*KEYS, "seed", "value"]]
-    seeds = sorted({run.seed for run in started})
-    settings = {**shared_settings(started[0], ("norm", "divisor")), "seeds": seeds, "contexts": CONTEXTS}
-    return replace(findings(values, losses, settings), diverged=lost)
+    settings = shared_settings(started[0], ("norm", "divisor")) | {"contexts": CONTEXTS, "published": PUBLISHED_HOW}
+    tables = analyse(values, losses, size.steps, size.d_vocab)
+    return Results(tables, plot(tables), settings, lost)
 
 
-def unselectable_share(
-    keys: Float[Tensor, "batch pos d_model"] | Float[Tensor, "batch pos head d_head"],
-) -> float:
+def unselectable_share(keys: Float[Tensor, "batch pos d_model"] | Float[Tensor, "batch pos head d_head"]) -> float:
     """Share of keys that no query can select among those of their context, or of their context and head."""
     sets = keys.transpose(1, 2).flatten(0, 1) if keys.ndim == 4 else keys
     verdict = key_geometry(sets.detach().double().numpy(), margins=False).verdict
@@ -189,46 +184,33 @@ def unselectable_at_checkpoints(
     for run in runs:
         for step in checkpoint_steps(run.folder):
             name, weights = f"unselectable-{step:07d}", weights_of(run.folder, step)
-            table = kept_beside(run.folder, name, weights, MEASURED, partial(measured, run, step))
+            table = measured_once(run.folder, name, weights, partial(measured, run, step))
             rows.append(table.assign(step=step, measure=FRACTION, seed=run.seed, **dict(run.keys)))
     return pd.concat(rows, ignore_index=True)
 
 
-def findings(values: pd.DataFrame, losses: pd.DataFrame, settings: Mapping[str, Any]) -> Results:
-    """Tables and plots from KEYS, `seed`, `value`: shares and losses at the kept steps."""
-    shares = values["measure"] == FRACTION
-    summary = summarize_kinds([(values[shares], "share"), (values[~shares], "mean")], KEYS, PUBLISHED)
-    # Published models were trained to the end, and on another vocabulary than a small one: losses do not compare.
-    other = summary["step"] != settings["training"]["steps"]
-    if settings["model"]["d_vocab"] != GPT2_VOCABULARY:
+def analyse(frame: pd.DataFrame, losses: pd.DataFrame, steps: int, d_vocab: int) -> dict[str, pd.DataFrame]:
+    """Summary of KEYS, `seed`, `value`: shares and losses at the kept steps, beside what was published at the end.
+
+    Losses of a small vocabulary do not compare with the published ones.
+    """
+    shares = frame["measure"] == FRACTION
+    summary = summarize_kinds([(frame[shares], "share"), (frame[~shares], "mean")], KEYS, PUBLISHED)
+    other = summary["step"] != steps
+    if d_vocab != GPT2_VOCABULARY:
         other |= summary["measure"] == LOSS
     summary.loc[other, "published"] = float("nan")
-    return Results(
-        summary=summary,
-        tables={"curves": losses, "seeds": values},
-        figures={"unselectable": _plot(summary)},
-        settings={**settings, "published": PUBLISHED_HOW},
-    )
+    return {"summary": summary, "curves": losses, "seeds": frame}
 
 
-def _plot(summary: pd.DataFrame) -> Figure:
-    """Unselectable fractions over training, a panel per layer; published figures as crosses at the end."""
-    figure, axes = panels(LAYERS, 15 / LAYERS, 4.6, shared=True)
-    rows = select(summary, measure=FRACTION).sort_values("step")
-    styles = {BEFORE: ":", NORMALIZED: "-", HEAD: "--"}
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Unselectable fractions over training, a panel per layer."""
+    rows = select(tables["summary"], measure=FRACTION).sort_values("step")
+    figure, axes = panels(LAYERS, 3.75, 4.6, shared=True)
+    named = rows.assign(line=rows["norm"] + ", " + rows["divisor"] + ": " + rows["space"])
     for layer, axis in enumerate(axes):
-        for i, (norm, _, label) in enumerate(NORMS):
-            for space, style in styles.items():
-                one = select(rows, norm=norm, divisor=label, layer=layer, space=space)
-                if one.empty:
-                    continue
-                name = f"{norm}{'' if label == '-' else f', divisor {label}'}: {space}"
-                axis.plot(one["step"], one["mean"], style, color=f"C{i}", label=name)
-                axis.fill_between(one["step"], one["ci_low"], one["ci_high"], color=f"C{i}", alpha=0.15, lw=0)
-                axis.plot(one["step"], one["published"], "x", color=f"C{i}")
-        axis.set_title(f"layer {layer}")
-        axis.set_xlabel("step")
+        lines(axis, select(named, layer=layer), "step", "line")
+        axis.set(title=f"layer {layer}")
     axes[0].set_ylabel("unselectable keys (x: published)")
-    axes[0].set_ylim(-0.02, 1.02)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    return figure
+    return {"unselectable": figure}

@@ -2,32 +2,27 @@
 
 The two language-model comparisons of Wang & E (2024, section 6: 1a and 3b), which train on OpenWebText for a GPU,
 scaled down to models that a CPU trains in seconds on text the user gives; with LayerNorm, each of its terms, or none.
+The laboratory's transformer has its attention replaced: scores are <q, k> / sqrt(d_head) - p_h log(1 + t - s), with a
+trained slope p_h per head; without the dot product the first term is gone. One more lag than in `relative` (1 + t - s),
+because the first token of a text can attend to itself only.
 
 Hypotheses, written down before the runs of 1a (those of 3b had been seen): four layers of one head have a lower loss
 than one layer of 16 heads, and both have a lower one than one layer of one head (`SIZES`).
-
-Transformers on text with logarithmic relative positions, with the dot product or without.
-
-The laboratory's transformer with its attention replaced: scores are <q, k> / sqrt(d_head) - p_h log(1 + t - s), with a
-trained slope p_h per head; without the dot product the first term is gone. One more lag than in `relative_transformer`
-(1 + t - s), because the first token of a text can attend to itself only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.approximation.rates import paired
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import Results, contrasted, differences, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, differences, minus_reference, select, summarize
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
@@ -55,16 +50,9 @@ class RelativeTextConfig:
     def build(self) -> LabTransformer:
         """A model of this shape, initialized from torch's global generator."""
         cfg = LabConfig(
-            n_layers=self.layers,
-            d_model=self.d_model,
-            n_heads=self.heads,
-            d_vocab=self.d_vocab,
-            n_ctx=self.n_ctx,
-            norm=self.norm,
-            norm_mlp=self.norm,
-            norm_final=self.norm,
-            positions="alibi",
-        )
+            n_layers=self.layers, d_model=self.d_model, n_heads=self.heads, d_vocab=self.d_vocab, n_ctx=self.n_ctx,
+            norm=self.norm, norm_mlp=self.norm, norm_final=self.norm, positions="alibi",
+        )  # fmt: skip
         model = LabTransformer(cfg)
         for block in model.blocks:
             attention = RelativeAttention(cfg, self.dot_product)
@@ -133,14 +121,7 @@ def grid(quick: bool) -> tuple[Cell, ...]:
 def training(quick: bool, seed: int) -> TrainConfig:
     steps = QUICK_STEPS if quick else STEPS
     return TrainConfig(
-        steps=steps,
-        batch=16,
-        lr=3e-3,
-        lr_end=1e-4,
-        warmup=steps // 4,
-        clip=1.0,
-        seed=seed,
-        evaluate_every=steps,
+        steps=steps, batch=16, lr=3e-3, lr_end=1e-4, warmup=steps // 4, clip=1.0, seed=seed, evaluate_every=steps
     )
 
 
@@ -148,53 +129,35 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid and compare held-out losses."""
     task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
     runs = planned(
-        grid(request.quick),
-        request,
-        name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
-        task=lambda *_: task,
-        training=lambda _, seed: training(request.quick, seed),
-    )
+        grid(request.quick), request, name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
+        task=lambda *_: task, training=lambda _, seed: training(request.quick, seed),
+    )  # fmt: skip
     lost = carry_out(runs, request)
-    table = curves(runs)
-    about = {"training": vars(training(request.quick, 0)), "text": task.identity}
-    return replace(findings(table[table["measure"] == "valid_loss"], about), diverged=lost)
+    settings = {"training": vars(training(request.quick, 0)), "text": task.identity, "published": PUBLISHED}
+    return Results(analyse(select(curves(runs), measure="valid_loss")), {}, settings, lost)
 
 
-def findings(table: pd.DataFrame, about: Mapping[str, Any]) -> Results:
-    """Tables from the held-out loss of every run: KEYS, `seed`, `value`."""
-    values = table.drop(columns="step", errors="ignore")
-    summary = summarize(values, [*KEYS, "measure"])
-    products, sizes = _products(values), _sizes(values)
-    return Results(
-        summary,
-        tables={"losses": table, "dot_product": products, "sizes": sizes},
-        settings={
-            "training": about.get("training"),
-            "seeds": sorted({int(seed) for seed in table["seed"]}),
-            "text": about.get("text"),
-            "published": PUBLISHED,
-        },
-    )
+def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Held-out losses (KEYS, `seed`, `value`), what the dot product changes (3b), and layers against heads (1a).
 
-
-def _products(values: pd.DataFrame) -> pd.DataFrame:
-    """3b: with the dot product minus without, for every size and, in a separate test, pooled over those with LayerNorm.
-
-    The pooled test was named after its values had been seen.
+    `dot_product` has every size and, in a separate test named after its values had been seen, the mean over those with
+    LayerNorm (POOLED).
     """
+    values = frame.drop(columns=["step", "measure"], errors="ignore")
     keys, normed = ["layers", "heads", "norm"], values[values["norm"] == "layernorm"]
-    parts = [paired(values, keys)]
+    having = values["dot_product"].astype(bool)
+    products = [contrasted(minus_reference(values, ~having, [*keys, "seed"]), keys)]
     wide = normed.pivot_table(index="seed", columns=["dot_product", "layers", "heads"], values="value")
     if {True, False} <= set(normed["dot_product"]):
-        having, lacking = (cast("pd.DataFrame", wide[has]) for has in (True, False))
-        gaps = (having.reindex(columns=lacking.columns) - lacking).dropna()  # seeds that have all sizes
+        with_product, without = (cast("pd.DataFrame", wide[has]) for has in (True, False))
+        gaps = (with_product.reindex(columns=without.columns) - without).dropna()  # seeds that have all sizes
         pooled = gaps.mean(axis=1).rename("value").reset_index()
-        parts.append(contrasted(pooled.assign(layers=POOLED, heads=POOLED, norm="layernorm"), keys))
-    return pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
-
-
-def _sizes(values: pd.DataFrame) -> pd.DataFrame:
-    """1a: `contrast` and what `contrasted` gives of differences within a seed."""
-    sized = values[values["dot_product"].astype(bool) & (values["norm"] == "layernorm")]
-    wide = sized.pivot_table(index="seed", columns=["layers", "heads"], values="value", sort=False)
-    return contrasted(differences(wide, SIZES), ["contrast"])
+        products.append(contrasted(pooled.assign(layers=POOLED, heads=POOLED, norm="layernorm"), keys))
+    sized = values[having & (values["norm"] == "layernorm")]
+    by_size = sized.pivot_table(index="seed", columns=["layers", "heads"], values="value", sort=False)
+    return {
+        "summary": summarize(frame.drop(columns="step", errors="ignore"), [*KEYS, "measure"]),
+        "losses": frame,
+        "dot_product": pd.concat([part for part in products if len(part)] or products, ignore_index=True),
+        "sizes": contrasted(differences(by_size, SIZES), ["contrast"]),
+    }

@@ -1,0 +1,540 @@
+"""What a user may give (keys, a bias, a set of queries), checked, and the coordinates in which it is measured.
+
+Arrays and tensors of any floating-point type become float64. Verdicts are about the keys themselves (`Judged`):
+centred, over their RMS norm, a bias over its own RMS as one more coordinate. If the set of queries lacks directions, so
+do these points, and the center's part along them is a bias. Margins and attention are about the keys as the queries see
+them (`Seen`): `z = Aᵀk`, in nats, with `c·k` and the bias added to the scores. docs/geometry.md says why.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from numpy.typing import NDArray
+
+from ln_probe.analyses.geometry.check import AMPLE, EPS, Floats
+from ln_probe.analyses.geometry.compiled import compiled, compiled_part, whole
+
+Array = np.ndarray | torch.Tensor
+
+# Squares of numbers between these, and products of several of them, stay far within float64's range.
+SMALLEST, LARGEST = 1e-60, 1e60
+# A direction along which the axes are shorter than this share of the longest is not part of the set's span: queries do
+# not differ along it, and neither do the keys that they see. In float64 the span is then known to about 1e-7, the
+# tolerance of verdicts. Directions above it are kept as they are, however short the axes are along them.
+SPAN_TOLERANCE = 1e-9
+# Axes whose squares have a Cholesky factor with pivots of at least this share of the largest span all directions.
+CLEARLY = 1e-4
+# A direction in which the keys' RMS is no more than this (relative to that of all directions) is not part of the span.
+RANK_TOLERANCE = 1e-9
+# Pivots of a Cholesky factorization above this share of the diagonal have at least six digits; with smaller ones the
+# factor is found from the keys instead of their Gram matrix.
+CHOLESKY_IS_ENOUGH = 1e-8
+# A bias that is an affine function of the keys up to this share of its spread changes no verdict: the function's slope
+# can be absorbed into the query.
+AFFINE_BIAS = 1e-12
+# Scores that differ by less than this share of the largest coordinate are alike.
+LEVEL = 1e-10
+# Biases that differ by less than this much of what they may be off are taken for equal.
+UNSEEN = 2.0
+
+
+def key_sets(
+    keys: Any, bias: Any
+) -> tuple[Float64[np.ndarray, "set key d"], Float64[np.ndarray, "set key"] | None, bool]:
+    """Return copies of keys and bias as a batch of sets in float64, and whether they were given as a batch.
+
+    Raises:
+        TypeError: not of a floating-point type.
+        ValueError: no keys, no dimensions, NaN or infinite values, numbers outside 1e±60, shapes that do not fit.
+    """
+    values = floats("keys", keys)
+    if values.ndim not in (2, 3):
+        raise ValueError(f'keys must have the shape "keys d" or "batch keys d", got {values.shape}')
+    for size, what in zip(values.shape[-2:], ("keys", "dimensions"), strict=True):
+        if size == 0:
+            raise ValueError(f"there are no {what}: keys have the shape {values.shape}; give at least one")
+    if len(values) == 0:
+        raise ValueError(f"there are no sets of keys: keys have the shape {values.shape}; give at least one")
+    check_finite("key", values)
+    lift = None
+    if bias is not None:
+        lift = floats("bias", bias)
+        if lift.shape not in (values.shape[:-1], values.shape[-2:-1]):
+            raise ValueError(f"bias must have the shape {values.shape[:-1]}, one value per key, got {lift.shape}")
+        lift = np.ascontiguousarray(np.broadcast_to(lift, values.shape[:-1]))
+        check_finite("bias", lift[..., None])
+    if values.ndim == 3:
+        return values, lift, True
+    return values[None], None if lift is None else lift[None], False
+
+
+def floats(name: str, values: Any) -> NDArray[np.float64]:
+    """Return a copy of an array or tensor of any floating-point type, in float64.
+
+    Raises:
+        TypeError: of another type, sparse, or without values (the "meta" device).
+    """
+    if isinstance(values, torch.Tensor):
+        kind, floating = str(values.dtype), values.is_floating_point()
+        if values.layout is not torch.strided:
+            raise TypeError(f"{name} must be dense, got a tensor of layout {values.layout}: call .to_dense() first")
+        if values.is_meta:
+            raise TypeError(f"{name} must have values, got a tensor of shape {tuple(values.shape)} on the meta device")
+        if floating:
+            return np.array(values.detach().to(device="cpu").to(torch.float64).numpy(), order="C")
+    else:
+        if hasattr(values, "toarray"):  # scipy's sparse matrices
+            raise TypeError(f"{name} must be dense, got {type(values).__name__}: call .toarray() first")
+        given = values
+        try:
+            values = np.asarray(values)
+        except ValueError as error:
+            raise ValueError(f"{name} must be a rectangular array, one row per key: {error}") from error
+        kind, floating = str(values.dtype), values.dtype.kind == "f"
+        if floating:
+            return np.array(values, dtype=np.float64, order="C")
+        if values.ndim == 0 and values.dtype.kind in "OUS":  # None, text, a dict: what NumPy makes no array of
+            raise TypeError(f"{name} must be an array or tensor of floats, got {type(given).__name__}")
+    raise TypeError(f"{name} must be of a floating-point type, got {kind}: convert them first, e.g. to float64")
+
+
+def check_finite(name: str, values: Float64[np.ndarray, "*batch key d"]) -> None:
+    """Check that all values are finite and of a size that can be used.
+
+    Raises:
+        ValueError: they are not.
+    """
+    bad = ~np.isfinite(values).all(axis=-1)
+    if bad.any():
+        place = np.argwhere(bad)[0]
+        what = "NaN" if np.isnan(values[tuple(place)]).any() else "an infinite value"
+        where = f"{name} {place[-1]}" + (f" of set {place[0]}" if len(place) > 1 else "")
+        raise ValueError(f"{where} contains {what} ({bad.sum()} of {bad.size} do): remove or repair it first")
+    check_size(name, values)
+
+
+def check_size(name: str, values: Float64[np.ndarray, "*shape"]) -> None:
+    """Check that the largest number of an array is 0 or of a size that float64's products can hold.
+
+    Raises:
+        ValueError: it is not.
+    """
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest != 0.0 and not SMALLEST <= largest <= LARGEST:
+        raise ValueError(f"the largest {name} is {largest:.3g}: scale it to between {SMALLEST:g} and {LARGEST:g} first")
+
+
+@dataclass(frozen=True)
+class QuerySet:
+    """All queries `center + axes @ u` with `|u| <= 1`; scores are plain products with keys, in nats.
+
+    `slack`: how far, relative to the length of each row of the axes, a query of the set that was given may lie from one
+    of this (not 0 only where axes were reduced in number).
+    """
+
+    center: Float64[np.ndarray, " d"]
+    axes: Float64[np.ndarray, "d r"]
+    slack: float = 0.0
+
+    @cached_property
+    def missing(self) -> Float64[np.ndarray, "d m"]:
+        """Orthonormal directions that the span of the axes lacks (relative singular value below SPAN_TOLERANCE)."""
+        d, r = self.axes.shape
+        if r >= d:
+            with suppress(np.linalg.LinAlgError):
+                pivots = np.linalg.cholesky(self.axes @ self.axes.T).diagonal()
+                if pivots.min() > CLEARLY * pivots.max():
+                    return np.zeros((d, 0))
+        left, values, _ = np.linalg.svd(self.axes)
+        rank = int(((values >= SPAN_TOLERANCE * values[0]) & (values > 0.0)).sum())
+        return np.ascontiguousarray(left[:, rank:])
+
+    @cached_property
+    def outside(self) -> Float64[np.ndarray, " d"]:
+        """The part of the center along the missing directions: every query of the span has it."""
+        along = self.missing.T @ self.center
+        if np.linalg.norm(along) <= SPAN_TOLERANCE * np.linalg.norm(self.center):
+            return np.zeros_like(self.center)
+        return np.asarray(self.missing @ along)
+
+    @cached_property
+    def level(self) -> Float64[np.ndarray, " r"] | None:
+        """A u of any length whose query is 0, where the axes are as many as they need to be."""
+        d, r = self.axes.shape
+        if not self.center.any():
+            return np.zeros(r)
+        return -np.linalg.solve(self.axes, self.center) if r == d and self.missing.shape[1] == 0 else None
+
+    def in_span(self, rows: Float64[np.ndarray, "row d"]) -> Float64[np.ndarray, "row d"]:
+        """Return each row without its part along the missing directions."""
+        missing = self.missing
+        if missing.shape[1] == 0:
+            return rows
+        left = rows - (rows @ missing) @ missing.T
+        return np.asarray(left - (left @ missing) @ missing.T)
+
+    def compact(self) -> QuerySet:
+        """Return the same set with at most d axes (only `axes @ axes.T` matters).
+
+        Orthogonal triangularization by reflections changes each row of the axes by no more than a small multiple of
+        r·d·eps of its length (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 19.4).
+        """
+        d, r = self.axes.shape
+        if r == 0:
+            return QuerySet(self.center, np.zeros((d, 1)))
+        if r <= d:
+            return self
+        fewer = np.ascontiguousarray(np.asarray(np.linalg.qr(self.axes.T, mode="r")).T)
+        return QuerySet(self.center, fewer, 4.0 * r * d * EPS)
+
+
+def query_sets(given: Any, number: int, d: int) -> list[QuerySet]:
+    """Return a query set for each of `number` sets of keys of dimension `d`, from what a user may give.
+
+    Raises:
+        TypeError: not a number or a pair of floating-point arrays.
+        ValueError: a radius that is not positive, shapes that do not fit, NaN, infinite values or numbers outside
+            1e±60.
+    """
+    if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
+        radius = float(given)
+        if not (radius > 0.0 and np.isfinite(radius)):
+            raise ValueError(f"the radius of a query set must be positive and finite, got {radius}")
+        check_size("radius of the query set", np.array(radius))
+        return [QuerySet(np.zeros(d), radius * np.eye(d))] * number
+    if not (isinstance(given, (tuple, list)) and len(given) == 2):
+        what = f"{type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else type(given).__name__
+        raise TypeError(f"query_set must be a radius or a pair (center, axes), got {what}")
+    center, axes = (
+        floats(f"the {name} of the query set", part) for name, part in zip(("center", "axes"), given, strict=True)
+    )
+    for name, values in (("center", center), ("axes", axes)):
+        if not np.isfinite(values).all():
+            raise ValueError(f"the {name} of the query set contains NaN or infinite values: repair it first")
+        check_size(f"entry of the {name} of the query set", values)
+    if center.shape not in ((d,), (number, d)):
+        wanted = f"({d},) or ({number}, {d}), got {center.shape}"
+        raise ValueError(f"the center of the query set must have the shape {wanted}")
+    if axes.ndim not in (2, 3) or axes.shape[-2] != d or (axes.ndim == 3 and len(axes) != number):
+        wanted = f"({d}, r) or ({number}, {d}, r), got {axes.shape}"
+        raise ValueError(f"the axes of the query set must have the shape {wanted}")
+    centers = np.broadcast_to(center, (number, d))
+    half_axes = np.broadcast_to(axes, (number, *axes.shape[-2:]))
+    return [
+        QuerySet(np.array(c, order="C"), np.array(a, order="C")).compact()
+        for c, a in zip(centers, half_axes, strict=True)
+    ]
+
+
+class Judged(NamedTuple):
+    """The keys where verdicts are given."""
+
+    rows: Floats  # "key D": centred, over their RMS norm; a bias over its own is the last coordinate
+    noise: Floats  # how far each may be off
+    biased: bool  # queries look up along the last coordinate, weights may exceed the target there
+    size: float  # the RMS norm of the keys
+    lift_size: float  # of the bias; 0: it has no spread
+
+
+class Seen(NamedTuple):
+    """The keys as queries `u` of the unit ball see them, in nats."""
+
+    rows: Floats  # "key r"
+    offset: Floats  # added to `rows @ u`
+    noise: Floats
+
+
+@compiled
+def centre(keys: Floats) -> tuple[Floats, float]:
+    """Return the centred keys, and how far their mean may be off because it was rounded."""
+    count, dim = keys.shape
+    points, mean = np.empty((count, dim)), np.zeros(dim)
+    alike = True
+    for j in range(count):
+        for t in range(dim):
+            mean[t] += keys[j, t]
+            alike = alike and keys[j, t] == keys[0, t]
+    for t in range(dim):
+        mean[t] /= count
+    left = np.zeros(dim)
+    for j in range(count):
+        for t in range(dim):
+            points[j, t] = 0.0 if alike else keys[j, t] - mean[t]
+            left[t] += points[j, t]
+    off = 0.0
+    for t in range(dim):
+        left[t] /= count
+        off += left[t] * left[t]
+    for j in range(count):  # far from zero the mean was off by its own rounding: once more, near zero
+        for t in range(dim):
+            points[j, t] -= left[t]
+    return points, float(np.sqrt(off))
+
+
+def over_rms(points: Floats, off: float, noise: Floats, width: int) -> tuple[Floats, Floats, float]:
+    """Return points over their RMS norm in the first coordinates of `width`, how far each may be off, and that norm.
+
+    Args:
+        points: centred.
+        off: how far their mean may be off.
+        noise: how far they may be off beside rounding.
+    """
+    length = np.sqrt(np.einsum("ij,ij->i", points, points))
+    size = float(np.sqrt((length * length).mean()))
+    unit = size if size > 0.0 else 1.0
+    rows = np.zeros((len(points), width))
+    rows[:, : points.shape[1]] = points / unit
+    return rows, (4.0 * EPS * length + EPS * off + noise) / unit, size
+
+
+@compiled
+def see_points(points: Floats, axes: Floats, center: Floats, slack: float) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return centred keys as queries see them, the scores of the center, and how far both may be off."""
+    count, dim = points.shape
+    wide = axes.shape[1]
+    rows, offset = np.zeros((count, wide)), np.zeros(count)
+    noise, own, lengths = np.empty(count), np.empty(count), np.zeros(dim)
+    for t in range(dim):
+        for s in range(wide):
+            lengths[t] += axes[t, s] * axes[t, s]
+        lengths[t] = np.sqrt(lengths[t])
+    share = AMPLE * (dim + wide + 5) * EPS
+    for j in range(count):
+        far, beside = 0.0, 0.0
+        for t in range(dim):
+            x = points[j, t]
+            for s in range(wide):
+                rows[j, s] += x * axes[t, s]
+            offset[j] += x * center[t]
+            far += abs(x) * lengths[t]
+            beside += abs(x * center[t])
+        noise[j], own[j] = share * far + slack * far, share * beside
+    return rows, offset, noise, own
+
+
+def judge(keys: Floats, bias: Floats | None, queries: QuerySet | None) -> Judged:
+    """Return the keys where verdicts are given."""
+    points, off = centre(keys)
+    nothing = np.zeros(len(keys))
+    if (queries is None or queries.missing.shape[1] == 0) and bias is None:
+        rows, noise, size = over_rms(points, off, nothing, keys.shape[1])
+        return Judged(rows, noise, False, size, 0.0)
+    lift, doubt, own_noise = nothing, nothing, nothing
+    if bias is not None:
+        lift = bias - bias.mean()
+        doubt = EPS * np.abs(lift)
+    if queries is not None and queries.missing.shape[1]:
+        if queries.outside.any():  # every query has this part of the center, so it acts as a bias
+            outside = queries.outside
+            d, columns = queries.missing.shape
+            lost = AMPLE * (3 * d + 8) * EPS * columns**0.5 * float(np.linalg.norm(queries.center))
+            share = AMPLE * (d + 6) * EPS
+            level = points @ outside
+            lift = lift + level
+            doubt = doubt + share * (np.abs(points) @ np.abs(outside)) + AMPLE * lost * np.abs(points).sum(axis=1)
+            doubt = doubt + EPS * np.abs(lift)
+        length = np.linalg.norm(points, axis=1)
+        flat = queries.in_span(points)
+        rounding = (points.shape[1] + 16) * EPS
+        points = flat if np.linalg.norm(flat) > rounding * np.linalg.norm(length) else np.zeros_like(flat)
+        own_noise = AMPLE * (points.shape[1] + 8) * EPS * length
+    biased = bias is not None or (queries is not None and bool(queries.outside.any()))
+    rows, noise, size = over_rms(np.ascontiguousarray(points), off, own_noise, keys.shape[1] + biased)
+    if not biased:
+        return Judged(rows, noise, False, size, 0.0)
+    alike = bool((lift == lift[0]).all())
+    lift = lift - lift.mean()
+    rms = float(np.linalg.norm(lift)) / len(lift) ** 0.5
+    if alike or rms <= UNSEEN * float(doubt.max()):
+        return Judged(rows, noise, True, size, 0.0)
+    rows[:, -1] = lift / rms
+    return Judged(rows, noise + 4 * EPS * np.abs(lift / rms) + AMPLE * doubt / rms, True, size, rms)
+
+
+def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
+    """Return the keys as a set of queries sees them."""
+    points, _ = centre(keys)
+    rows, offset, noise, own = see_points(points, queries.axes, queries.center, queries.slack)
+    if bias is not None:
+        lift = bias - bias.mean()
+        offset = offset + lift
+        own = own + EPS * np.abs(lift) + EPS * np.abs(offset)
+    return Seen(rows, offset, noise + own)
+
+
+def level_query(seen: Seen, queries: QuerySet, bias: Floats | None) -> Floats | None:
+    """Return a u of the unit ball under which all keys score alike, as far as rounding goes; None if there is none."""
+    u = queries.level if bias is None else None
+    if u is None or np.linalg.norm(u) > 1.0:  # the keys may need less of a query than its being 0
+        u = -np.linalg.lstsq(seen.rows, seen.offset - seen.offset.mean(), rcond=None)[0]
+    scores = seen.rows @ u + seen.offset
+    off, size = float(np.ptp(scores)), float(np.abs(seen.rows).max())
+    return u if np.linalg.norm(u) <= 1.0 and off <= LEVEL * size else None
+
+
+class White(NamedTuple):
+    """Coordinates in which the keys have the same RMS along every direction of their span.
+
+    `rows = judged @ to_query`, so `to_query @ query` is a query there, as one where verdicts are given.
+    """
+
+    rows: Floats  # "key rank"
+    to_query: Floats  # "D rank"
+    thinnest: float  # the least RMS along a direction, about
+    lifted: bool  # the last coordinate is what of the bias is not an affine function of the key
+
+
+@compiled
+def whiten(rows: Floats, biased: bool) -> White:
+    """Return white coordinates of the keys where verdicts are given."""
+    count, dim = rows.shape
+    if count > dim:
+        upper = np.zeros((dim, dim))
+        for j in range(count):
+            for s in range(dim):
+                x = rows[j, s]
+                for t in range(s, dim):
+                    upper[s, t] += x * rows[j, t]
+        thinnest = cholesky(upper, count)
+        if thinnest > 0.0:
+            inverse = np.zeros((dim, dim))
+            invert_upper(upper, dim, inverse)
+            white = np.zeros((count, dim))
+            for j in range(count):
+                for s in range(dim):
+                    x = rows[j, s]
+                    for t in range(s, dim):
+                        white[j, t] += x * inverse[s, t]
+            return White(white, inverse, thinnest, biased)
+    return whiten_carefully(rows, biased)
+
+
+@compiled_part
+def cholesky(upper: Floats, count: int) -> float:
+    """Factorize `upper / count = Rᵀ R` in place; return the least diagonal entry, or 0 if it is not well determined."""
+    dim, least = upper.shape[0], np.inf
+    for s in range(dim):
+        for t in range(s, dim):
+            upper[s, t] /= count
+    for s in range(dim):
+        diagonal = upper[s, s]
+        for k in range(s):
+            x = upper[k, s]
+            diagonal -= x * x
+        if not diagonal > CHOLESKY_IS_ENOUGH * upper[s, s] or not diagonal > CHOLESKY_IS_ENOUGH / dim:
+            return 0.0
+        for k in range(s):
+            x = upper[k, s]
+            for t in range(s + 1, dim):
+                upper[s, t] -= x * upper[k, t]
+        root = np.sqrt(diagonal)
+        upper[s, s] = root
+        for t in range(s + 1, dim):
+            upper[s, t] /= root
+        least = min(least, root)
+    return float(least)
+
+
+@compiled_part
+def invert_upper(upper: Floats, size: int, inverse: Floats) -> None:
+    """Set the inverse of an upper triangular matrix, in the first `size` rows and columns of zeros."""
+    for s in range(size - 1, -1, -1):
+        inverse[s, s] = 1.0
+        for k in range(s + 1, size):
+            x = upper[s, k]
+            for t in range(k, size):
+                inverse[s, t] -= x * inverse[k, t]
+        for t in range(s, size):
+            inverse[s, t] /= upper[s, s]
+
+
+@compiled
+def whiten_carefully(rows: Floats, biased: bool) -> White:
+    """Whiten keys that may lie in a subspace, or nearly: orthogonalize their coordinates, the longest rest first."""
+    count, dim = rows.shape
+    plain = dim - 1 if biased else dim
+    rest = np.empty((dim, count))
+    for t in range(dim):
+        for j in range(count):
+            rest[t, j] = rows[j, t]
+    most = min(dim, count)
+    basis, upper, order = np.zeros((most, count)), np.zeros((most, dim)), np.arange(dim)
+    rank, thinnest, lifted = whole(0), np.inf, False
+    while rank < most:
+        pivot, longest = -1, RANK_TOLERANCE**2 * count
+        for place in range(rank, plain):
+            square = 0.0
+            for j in range(count):
+                square += rest[order[place], j] * rest[order[place], j]
+            if square > longest:
+                pivot, longest = place, square
+        if pivot < 0:
+            break
+        order[rank], order[pivot] = order[pivot], order[rank]
+        root = orthogonalize(rest, basis, upper, order, rank, dim)
+        thinnest = min(thinnest, root)
+        rank += 1
+    if biased and rank < most:
+        square = 0.0
+        for j in range(count):
+            square += rest[dim - 1, j] * rest[dim - 1, j]
+        if np.sqrt(square / count) > AFFINE_BIAS:
+            order[dim - 1] = order[rank]  # what stood there is not part of the span
+            order[rank] = dim - 1
+            thinnest = min(thinnest, orthogonalize(rest, basis, upper, order, rank, dim))
+            rank += 1
+            lifted = True
+    square_part = np.zeros((rank, rank))
+    for s in range(rank):
+        for t in range(s, rank):
+            square_part[s, t] = upper[s, order[t]]
+    inverse = np.zeros((rank, rank))
+    invert_upper(square_part, rank, inverse)
+    to_query = np.zeros((dim, rank))
+    for s in range(rank):
+        for t in range(s, rank):
+            to_query[order[s], t] = inverse[s, t]
+    white = np.empty((count, rank))
+    for t in range(rank):
+        for j in range(count):
+            white[j, t] = basis[t, j]
+    return White(white, to_query, thinnest, lifted)
+
+
+@compiled_part
+def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.int64], rank: int, dim: int) -> float:
+    """Make the next column the next row of the basis, of RMS one, and take it out of the columns after it; return the
+    RMS that it had."""
+    count = rest.shape[1]
+    column = rest[order[rank]]
+    for k in range(rank):  # once more: what rounding left along the earlier ones
+        product = 0.0
+        for j in range(count):
+            product += basis[k, j] * column[j]
+        product /= count
+        for j in range(count):
+            column[j] -= product * basis[k, j]
+        upper[k, order[rank]] += product
+    square = 0.0
+    for j in range(count):
+        square += column[j] * column[j]
+    root = np.sqrt(square / count)
+    upper[rank, order[rank]] = root
+    for j in range(count):
+        basis[rank, j] = column[j] / root
+    for s in range(rank + 1, dim):
+        product = 0.0
+        for j in range(count):
+            product += basis[rank, j] * rest[order[s], j]
+        product /= count
+        upper[rank, order[s]] = product
+        for j in range(count):
+            rest[order[s], j] -= product * basis[rank, j]
+    return float(root)

@@ -1,0 +1,639 @@
+"""The point of a convex hull that is nearest to a key, with offsets or without: one active-set search, compiled.
+
+With scores `h_j + u·z_j`, |u| ≤ 1, the margin of key i is a concave maximum and, by duality, a convex minimum:
+
+    max_u min_j [h_i - h_j + u·(z_i - z_j)]  =  min_w  |Σ w_j (z_j - z_i)| - Σ w_j (h_j - h_i),   w convex.
+
+Without offsets h it is the distance of z_i to the hull of the others, and whether it is 0 is the verdict. The search is
+Wolfe's (P. Wolfe, "Finding the nearest point in a polytope", Math. Programming 11 (1976) 128-149), which keeps an
+active set of affinely independent points `P_a = f_a (z_a - z_i)`:
+
+1. x is the combination of the active points with the weights so far; it gives a query u = -x/|x| (a bound from below)
+   and convex weights (a bound from above). Stop if they answer the question.
+2. The key that scores highest under u enters the active set.
+3. Go to the minimizer over the active set's affine hull as far as the weights stay convex; a point whose weight is used
+   up leaves, and step 3 is repeated.
+
+On the affine hull the offset is an affine function, of slope d within the hull's own directions; with p the point
+nearest to the origin the minimizer is p + s·d, s = |p| / √(1 - |d|²), and if |d| ≥ 1 there is none: the way is along d
+until a weight is used up.
+
+Only products of differences enter: from the matrix of all products of keys, or made from the keys themselves, without
+cancellation (`careful`). The factors f_a bring differences to about one length: keys whose lengths differ by eight
+decades leave a Gram matrix nothing of the short ones otherwise.
+
+The weights of the affine minimizer are `G⁻¹ e`, made to sum to one, where `G = c·eeᵀ + P Pᵀ` and `e` says what a point
+adds to the sum of the weights (0 for the ray below). The inverse is updated in O(m²) when a point comes or goes.
+
+For keys with a bias, the last coordinate, the hull is extended downwards by a ray: a surplus of bias does no harm.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ln_probe.analyses.geometry.check import TAU, Bools, Floats, Ints
+from ln_probe.analyses.geometry.compiled import compiled, compiled_inline, compiled_part, whole
+
+# Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
+CLEAR = 1e-3
+# Pivots of the bordered Gram matrix below this share of the new point's squared length mean that the point lies in the
+# affine hull of the active set as far as float64 can tell.
+PIVOT = 1e-14
+# Products x·p carry errors of about 1e-16·|x|·|p|; this leaves room for sums over thousands of terms.
+NOISE = 1e-12
+# A hull whose slope is this near to 1 has its minimizer too far out for float64 to tell it from none.
+STEEP = 1.0 - 1e-12
+# |x| below this share of the longest difference has no direction left; the slope alone makes the query then.
+SHORT = 1e-11
+# Weights that would become less than this are dropped; those above count as 0 and stay.
+BLOCKED = -1e-13
+# Points of the active set with less than this share in a dependent one cannot be exchanged for it.
+DEPENDS = 1e-9
+# Differences shorter than the unit by more than this keep some of their shortness.
+LONGER = 1e3
+# Squared distances read off products are noise below this share of the keys' own squares.
+SQUARE_NOISE = 1e-13
+# Keys that enter together in the first steps of a search for a margin, and how many such steps there are: most of the
+# keys that score highest at first stay.
+TOGETHER, FIRST_STEPS = 3, 4
+# Steps without a better bound after which the inverse has drifted, how often that is put right, and steps per dimension
+# at most.
+IDLE, REBUILT, STEPS = 3, 5, 40
+
+
+# What is known of each point of the active set, a row of `Room.vectors` each:
+FACTOR = 0  # what the difference is multiplied by
+E = 1  # what the weight counts in the sum of the weights
+WEIGHT = 2
+LEAD = 3  # the offset beyond the target's, times the factor
+LAST = 4  # the last coordinate (keys with a bias)
+SOLUTION = 5  # inverse @ e
+BORDER = 6  # its products with a new point
+WORK = 7
+BASE = 8  # weights of the point of the affine hull that is nearest to the origin
+ALONG = 9  # change of the weights that goes up the slope
+VALUE = 10  # weights that are returned
+COEFFICIENT = 11  # of the combination that makes the best query
+# Rows of `Room.members`: the key of each point (-1: the ray), those of VALUE and of COEFFICIENT.
+MEMBER, KEPT, SOURCE = 0, 1, 2
+# Rows of `Room.keyed`, of each key: its squared distance from the target, its factor, its score.
+SQUARE, SCALE, SCORE = 0, 1, 2
+# Rows of `Room.points`: x in the coordinates of the search, and the query in those of verdicts, or u.
+X, QUERY = 0, 1
+
+
+class Room(NamedTuple):
+    """What a search writes to: room for an active set of `capacity` points among `count` keys."""
+
+    vectors: Floats  # "12 capacity"
+    members: Ints  # "3 capacity"
+    gram: Floats  # "capacity capacity": products of the points with each other
+    inverse: Floats  # of G
+    products: Floats  # "capacity count": products of the points with the difference of every key
+    keyed: Floats  # "3 count"
+    near: Floats  # "dim count": differences of all keys from the target
+    points: Floats  # "2 dim"
+
+
+@compiled
+def search_room(count: int, dim: int, judged: int) -> Room:
+    """Return room for searches among `count` keys of `dim` dimensions, `judged` where verdicts are given."""
+    capacity = dim + 3
+    return Room(
+        np.zeros((12, capacity)),
+        np.zeros((3, capacity), np.int64),
+        np.empty((capacity, capacity)),
+        np.empty((capacity, capacity)),
+        np.empty((capacity, count)),
+        np.empty((3, count)),
+        np.empty((dim, count)),
+        np.zeros((2, max(judged, dim))),
+    )
+
+
+@compiled_part
+def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -> None:
+    """Compute `out[j] = Σ_t weight[t] table[t, j]` over the first `rows` rows for the first `count` columns."""
+    for j in range(count):
+        out[j] = 0.0
+    t = 0
+    while t + 4 <= rows:
+        a, b, c, d = weight[t], weight[t + 1], weight[t + 2], weight[t + 3]
+        for j in range(count):
+            out[j] += a * table[t, j] + b * table[t + 1, j] + c * table[t + 2, j] + d * table[t + 3, j]
+        t += 4
+    while t < rows:
+        a = weight[t]
+        for j in range(count):
+            out[j] += a * table[t, j]
+        t += 1
+
+
+@compiled_inline
+def append(room: Room, m: int) -> bool:
+    """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent."""
+    inverse, vectors = room.inverse, room.vectors
+    solution, border, work, e = vectors[SOLUTION], vectors[BORDER], vectors[WORK], vectors[E]
+    combine(inverse, border, m, m, work)
+    pivot = border[m]
+    known = 0.0
+    for a in range(m):
+        pivot -= work[a] * border[a]
+        known += work[a] * e[a]
+    if not pivot > PIVOT * border[m]:
+        return False
+    for a in range(m):
+        scaled = work[a] / pivot
+        for b in range(m):
+            inverse[a, b] += scaled * work[b]
+        inverse[a, m] = -scaled
+        inverse[m, a] = -scaled
+    inverse[m, m] = 1.0 / pivot
+    last = (e[m] - known) / pivot
+    for a in range(m):
+        solution[a] -= work[a] * last
+    solution[m] = last
+    return True
+
+
+@compiled_part
+def take_out(room: Room, k: int, m: int) -> None:
+    """Take point `k` of `m` out: the last one moves to its place, the inverse loses one rank."""
+    last, inverse, gram, vectors = m - 1, room.inverse, room.gram, room.vectors
+    if k != last:
+        room.members[MEMBER, k] = room.members[MEMBER, last]
+        for row in range(LAST + 1):
+            vectors[row, k] = vectors[row, last]
+        vectors[SOLUTION, k], vectors[SOLUTION, last] = vectors[SOLUTION, last], vectors[SOLUTION, k]
+        for j in range(room.products.shape[1]):
+            room.products[k, j] = room.products[last, j]
+        for b in range(m):
+            inverse[k, b], inverse[last, b] = inverse[last, b], inverse[k, b]
+        for b in range(m):
+            inverse[b, k], inverse[b, last] = inverse[b, last], inverse[b, k]
+        gram[k, k] = gram[last, last]
+        for b in range(last):
+            if b != k:
+                gram[k, b] = gram[last, b]
+                gram[b, k] = gram[last, b]
+    pivot = inverse[last, last]
+    for a in range(last):
+        scaled = inverse[a, last] / pivot
+        for b in range(last):
+            inverse[a, b] -= scaled * inverse[last, b]
+        vectors[SOLUTION, a] -= scaled * vectors[SOLUTION, last]
+
+
+@compiled_part
+def rebuild(room: Room, m: int, bordering: float) -> bool:
+    """Invert from scratch, to get rid of accumulated rounding; False if the points have become dependent."""
+    vectors = room.vectors
+    for a in range(m):
+        for b in range(a + 1):
+            vectors[BORDER, b] = room.gram[a, b] + bordering * vectors[E, a] * vectors[E, b]
+        if not append(room, a):
+            return False
+    return True
+
+
+@compiled_part
+def refine(room: Room, right: Floats, values: Floats, m: int, bordering: float) -> None:
+    """Refine the solution `values` of `G values = right` by one step."""
+    border, work, e = room.vectors[BORDER], room.vectors[WORK], room.vectors[E]
+    combine(room.gram, values, m, m, border)
+    total = 0.0
+    for a in range(m):
+        total += e[a] * values[a]
+    for a in range(m):
+        border[a] = right[a] - bordering * e[a] * total - border[a]
+    combine(room.inverse, border, m, m, work)
+    for a in range(m):
+        values[a] += work[a]
+
+
+@compiled_inline
+def squared_norm(room: Room, weight: Floats, m: int) -> float:
+    """Return the squared length of the combination of the active points with some weights."""
+    work, square = room.vectors[WORK], 0.0
+    combine(room.gram, weight, m, m, work)
+    for a in range(m):
+        square += weight[a] * work[a]
+    return max(square, 0.0)
+
+
+@compiled_inline
+def affine_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bool) -> float:
+    """Set BASE and ALONG: the minimizer's weights are `base + s·along`; return s, or -1 if there is none."""
+    vectors = room.vectors
+    e, lead, solution, base, along = vectors[E], vectors[LEAD], vectors[SOLUTION], vectors[BASE], vectors[ALONG]
+    if careful:
+        refine(room, e, solution, m, bordering)
+    ones, slope = 0.0, 0.0
+    for a in range(m):
+        ones += e[a] * solution[a]
+    for a in range(m):
+        base[a] = solution[a] / ones
+        along[a] = 0.0
+    if not sloped:
+        return 0.0 if ones > 0.0 else -1.0
+    combine(room.inverse, lead, m, m, along)
+    if careful:
+        refine(room, lead, along, m, bordering)
+    for a in range(m):
+        slope += e[a] * along[a]
+    for a in range(m):
+        along[a] -= slope * base[a]
+    square, steep = squared_norm(room, base, m), squared_norm(room, along, m)
+    return -1.0 if steep >= STEEP else float(np.sqrt(square / (1.0 - steep)))
+
+
+@compiled_inline
+def to_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bool) -> tuple[int, bool]:
+    """Go to the affine minimizer as far as the weights stay convex, without the points that block.
+
+    Returns:
+        how many points are left, and whether some left.
+    """
+    weight, base, along = room.vectors[WEIGHT], room.vectors[BASE], room.vectors[ALONG]
+    removed = False
+    while m > 0:
+        s = affine_minimizer(room, m, bordering, careful, sloped)
+        step, blocking = 1.0, whole(-1)
+        if s < 0.0:
+            step = np.inf
+            for a in range(m):
+                if along[a] < 0.0 and -weight[a] / along[a] < step:
+                    step, blocking = -weight[a] / along[a], a
+            if blocking < 0:
+                return (m if sloped else 0), True
+            for a in range(m):
+                weight[a] = max(weight[a] + step * along[a], 0.0)
+        else:
+            for a in range(m):
+                goal = base[a] + s * along[a]
+                if goal < BLOCKED:
+                    share = weight[a] / (weight[a] - goal)
+                    if share < step:
+                        step, blocking = share, a
+            for a in range(m):
+                weight[a] = max(weight[a] + step * (base[a] + s * along[a] - weight[a]), 0.0)
+        if blocking < 0:
+            break
+        take_out(room, blocking, m)
+        m -= 1
+        removed = True
+    total = 0.0
+    for a in range(m):
+        total += room.vectors[E, a] * weight[a]
+    for a in range(m):
+        weight[a] /= total
+    return m, removed
+
+
+class Keys(NamedTuple):
+    """The keys among which a search is made."""
+
+    rows: Floats  # "key dim"
+    columns: Floats  # "dim key"
+    products: Floats  # "key key": of all rows with each other; 0 × 0: not known
+    offset: Floats  # added to the scores
+
+
+class Verdict(NamedTuple):
+    """What a search for a verdict needs of the coordinates in which verdicts are given."""
+
+    judged: Floats  # "key D": the keys there
+    queries: Floats  # "dim D": what a query along each coordinate of the search is there
+    close: float  # distances above this in the coordinates of the search are above tau there
+
+
+class Search(NamedTuple):
+    """How a search is made."""
+
+    verdict: bool  # a verdict is sought, else a margin
+    careful: bool  # products are made from the keys
+    scaled: bool  # a verdict is sought among differences of length one
+    ray: bool
+    gap: float  # a margin's bounds may differ by this share of the larger magnitude, or by `floor`
+    floor: float
+    budget: float  # multiplications and additions, after which the search ends
+
+
+@compiled_inline
+def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
+    """Set squared distances of all keys from key i, and the factors of their differences."""
+    count, dim = keys.rows.shape
+    square, products = room.keyed[SQUARE], keys.products
+    if search.careful:
+        for j in range(count):
+            square[j] = 0.0
+        for t in range(dim):
+            own = keys.rows[i, t]
+            for j in range(count):
+                room.near[t, j] = keys.columns[t, j] - own
+                square[j] += room.near[t, j] * room.near[t, j]
+    else:
+        own = products[i, i]
+        for j in range(count):
+            square[j] = max(products[j, j] + own - 2.0 * products[i, j], SQUARE_NOISE * (products[j, j] + own))
+    for j in range(count):
+        scaled = search.verdict and search.scaled
+        room.keyed[SCALE, j] = 1.0 / np.sqrt(max(square[j], 1e-300)) if scaled else 1.0
+
+
+@compiled_inline
+def put(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> bool:
+    """Let a key (-1: the ray) in as point `m`, without weight; False if it depends on the others."""
+    count, dim = keys.rows.shape
+    products, gram, vectors, members = room.products, room.gram, room.vectors, room.members
+    if key < 0:
+        vectors[FACTOR, m], vectors[E, m], vectors[LEAD, m], vectors[LAST, m] = 1.0, 0.0, 0.0, -unit
+        own = keys.rows[i, dim - 1]
+        for j in range(count):
+            products[m, j] = -unit * (keys.columns[dim - 1, j] - own)
+        gram[m, m] = unit * unit
+    else:
+        square, factor = room.keyed[SQUARE, key], room.keyed[SCALE, key]
+        if not search.verdict and square > 0.0:
+            factor = min(unit / np.sqrt(square), LONGER)
+        vectors[FACTOR, m], vectors[E, m] = factor, (1.0 if search.verdict else factor)
+        vectors[LEAD, m] = factor * (keys.offset[key] - keys.offset[i])
+        vectors[LAST, m] = factor * (keys.rows[key, dim - 1] - keys.rows[i, dim - 1])
+        if search.careful:
+            for t in range(dim):
+                room.points[X, t] = factor * room.near[t, key]
+            combine(room.near, room.points[X], dim, count, products[m])
+        else:
+            matrix = keys.products
+            constant = matrix[i, i] - matrix[key, i]
+            for j in range(count):
+                products[m, j] = factor * (matrix[key, j] - matrix[i, j] + constant)
+        gram[m, m] = factor * (factor * square)
+    members[MEMBER, m], vectors[WEIGHT, m] = key, 0.0
+    for b in range(m):
+        if members[MEMBER, b] >= 0:
+            gram[m, b] = vectors[FACTOR, b] * products[m, members[MEMBER, b]]
+        else:
+            gram[m, b] = vectors[LAST, b] * vectors[LAST, m]
+        gram[b, m] = gram[m, b]
+        vectors[BORDER, b] = gram[m, b] + bordering * vectors[E, m] * vectors[E, b]
+    vectors[BORDER, m] = gram[m, m] + bordering * vectors[E, m] * vectors[E, m]
+    return append(room, m)
+
+
+@compiled_inline
+def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> int:
+    """Let a key in, for another of the active set if it depends on that.
+
+    Returns:
+        the size of the active set, negative if the key is not in it.
+    """
+    vectors, members = room.vectors, room.members
+    for a in range(m):
+        if members[MEMBER, a] == key:
+            return -m
+    if put(keys, search, room, i, key, m, bordering, unit):
+        return m + 1
+    work, weight = vectors[WORK], vectors[WEIGHT]
+    share, leaving = np.inf, whole(-1)
+    for a in range(m):
+        if work[a] > DEPENDS and weight[a] / work[a] < share:
+            share, leaving = weight[a] / work[a], a
+    if leaving < 0:
+        return -m
+    for a in range(m):
+        weight[a] = max(weight[a] - share * work[a], 0.0)
+    take_out(room, leaving, m)
+    if put(keys, search, room, i, key, m - 1, bordering, unit):
+        weight[m - 1] = share
+        return m
+    return 1 - m
+
+
+@compiled_part
+def is_inside(verdict: Verdict, room: Room, i: int, m: int, ray: bool) -> bool:
+    """Whether the active weights reproduce key i within tau where verdicts are given."""
+    judged, out, members = verdict.judged, room.points[QUERY], room.members
+    dim, total = judged.shape[1], 0.0
+    for t in range(dim):
+        out[t] = 0.0
+    for a in range(m):
+        j = members[MEMBER, a]
+        if j >= 0:
+            share = room.vectors[WEIGHT, a] * room.vectors[FACTOR, a]
+            total += share
+            for t in range(dim):
+                out[t] += share * (judged[j, t] - judged[i, t])
+    if ray:
+        out[dim - 1] = min(out[dim - 1], 0.0)
+    square = 0.0
+    for t in range(dim):
+        square += out[t] * out[t]
+    return total > 0.0 and np.sqrt(square) <= TAU * (1.0 - CLEAR) * total
+
+
+@compiled_part
+def make_query(keys: Keys, verdict: Verdict, room: Room, i: int, m: int, ray: bool) -> float:
+    """Set the query against x where verdicts are given; return its length."""
+    x, query, members = room.points[X], room.points[QUERY], room.members
+    dim, wide = keys.rows.shape[1], verdict.queries.shape[1]
+    for t in range(dim):
+        x[t] = 0.0
+    for a in range(m):
+        j = members[MEMBER, a]
+        if j >= 0:
+            share = room.vectors[WEIGHT, a] * room.vectors[FACTOR, a]
+            for t in range(dim):
+                x[t] += share * (keys.rows[j, t] - keys.rows[i, t])
+        else:
+            x[dim - 1] += room.vectors[WEIGHT, a] * room.vectors[LAST, a]
+    if ray:
+        x[dim - 1] = min(x[dim - 1], 0.0)
+    combine(verdict.queries, x, dim, wide, query)
+    square = 0.0
+    for s in range(wide):
+        query[s] = -query[s]
+        square += query[s] * query[s]
+    return float(np.sqrt(square))
+
+
+@compiled_inline
+def keep_weights(room: Room, m: int) -> int:
+    """Copy the active weights as weights of keys, which sum to one; return how many there are."""
+    vectors, kept, total = room.vectors, 0, 0.0
+    for a in range(m):
+        if room.members[MEMBER, a] >= 0 and vectors[WEIGHT, a] > 0.0:
+            room.members[KEPT, kept] = room.members[MEMBER, a]
+            vectors[VALUE, kept] = vectors[WEIGHT, a] * vectors[FACTOR, a]
+            total += vectors[VALUE, kept]
+            kept += 1
+    for a in range(kept):
+        vectors[VALUE, a] /= total
+    return kept
+
+
+@compiled_part
+def find_verdict(keys: Keys, verdict: Verdict, search: Search, room: Room, i: int, absent: Bools, start: int) -> int:
+    """Search for a query that selects key i among the keys that are not absent, or for weights that reproduce it.
+
+    Args:
+        start: the first active key; negative: the closest one.
+
+    Returns:
+        how many weights there are; the query and the weights are in `room`, either a candidate.
+    """
+    count, dim = keys.rows.shape
+    vectors, scores, ray, m, ray_key = room.vectors, room.keyed[SCORE], search.ray, whole(0), whole(-1)
+    measure_differences(keys, search, i, room)
+    closest = np.inf
+    if start < 0:
+        for j in range(count):
+            if not absent[j] and room.keyed[SQUARE, j] < closest:
+                closest, start = room.keyed[SQUARE, j], j
+    put(keys, search, room, i, start, m, 1.0, 1.0)
+    m += 1
+    bordering = max(room.gram[0, 0], 1e-300)
+    vectors[WEIGHT, 0] = 1.0
+    rebuild(room, m, bordering)
+    largest, shortest, idle, spent = np.sqrt(room.gram[0, 0]), np.inf, 0, 0.0
+    fresh, careful, separated = True, search.careful, False
+    for _ in range(STEPS * (dim + 10)):
+        combine(room.products, vectors[WEIGHT], m, count, scores)
+        square, total, lowest = squared_norm(room, vectors[WEIGHT], m), 0.0, 0.0
+        for a in range(m):
+            lowest += vectors[WEIGHT, a] * vectors[LAST, a]
+            if room.members[MEMBER, a] >= 0:
+                total += vectors[WEIGHT, a] * vectors[FACTOR, a]
+        lift = ray and lowest > NOISE * largest  # some of the ray would shorten x: let it in first
+        if ray and not lift and lowest > 0.0:
+            square = max(square - lowest * lowest, 0.0)
+            own = keys.rows[i, dim - 1]
+            for j in range(count):
+                scores[j] -= lowest * (keys.columns[dim - 1, j] - own)
+        length = np.sqrt(square)
+        idle = 0 if length < shortest else idle + 1
+        shortest = min(shortest, length)
+        if length <= verdict.close * total and is_inside(verdict, room, i, m, ray):
+            break
+        spent += 2.0 * m * (count + 3.0 * m)
+        if spent > search.budget:
+            break
+        new = ray_key
+        if not lift:
+            value, least = np.inf, np.inf
+            for j in range(count):
+                if not absent[j]:
+                    least = min(least, scores[j])
+                    product = room.keyed[SCALE, j] * scores[j]
+                    if product < value:
+                        value, new = product, j
+            if least > 0.0 and least > TAU * (1.0 + CLEAR) * make_query(keys, verdict, room, i, m, ray):
+                separated = True
+                break
+            if value >= square * (1.0 - 1e-10) - NOISE * length * largest:
+                break
+        size = -m
+        if idle < IDLE and m < dim + 2:
+            size = let_in(keys, search, room, i, new, m, bordering, largest)
+            m = abs(size)
+        if size > 0:
+            fresh, largest = False, max(largest, np.sqrt(room.gram[m - 1, m - 1]))
+        else:  # nothing new: rounding, put right once
+            if fresh or m == 0 or not rebuild(room, m, bordering):
+                break
+            fresh, careful, idle = True, True, 0
+        m, removed = to_minimizer(room, m, bordering, careful, not search.verdict)
+        fresh = fresh and not removed
+        if m == 0:
+            return 0
+    if not separated:
+        make_query(keys, verdict, room, i, m, ray)
+    return keep_weights(room, m)
+
+
+@compiled_part
+def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -> int:
+    """Bracket the margin of key i among the keys that are not absent.
+
+    Returns:
+        how many weights there are; u of the best query and the weights are in `room`.
+    """
+    count, dim = keys.rows.shape
+    vectors, scores, offset, u = room.vectors, room.keyed[SCORE], keys.offset, room.points[QUERY]
+    measure_differences(keys, search, i, room)
+    start, closest, largest, m = whole(-1), np.inf, 0.0, whole(0)
+    for j in range(count):
+        if not absent[j]:
+            apart = np.sqrt(room.keyed[SQUARE, j])
+            largest = max(largest, apart)
+            if apart - offset[j] < closest:
+                closest, start = apart - offset[j], j
+    for t in range(dim):
+        u[t] = 0.0
+    if start < 0:
+        return 0
+    bordering = max(room.keyed[SQUARE, start], 1e-24 * largest * largest, 1e-300)
+    unit = np.sqrt(bordering)
+    put(keys, search, room, i, start, m, bordering, unit)
+    m += 1
+    vectors[WEIGHT, 0], vectors[ALONG, 0] = 1.0 / vectors[E, 0], 0.0
+    lower, upper, used, sources, spent, none = -np.inf, np.inf, 0, 0, 0.0, whole(-1)
+    fresh, careful, idle, rebuilt = True, search.careful, 0, 0
+    for step in range(STEPS * (dim + 10)):
+        length, ahead = np.sqrt(squared_norm(room, vectors[WEIGHT], m)), 0.0
+        for a in range(m):
+            ahead += vectors[WEIGHT, a] * vectors[LEAD, a]
+        level = length - ahead
+        idle += 1
+        if level < upper:
+            upper, used, idle = level, keep_weights(room, m), 0
+        row, short = WEIGHT, length
+        if not length > SHORT * largest:  # no direction is left: the slope alone makes the query
+            row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
+        combine(room.products, vectors[row], m, count, scores)
+        value, new, scale = np.inf, whole(-1), 1.0 / short
+        for j in range(count):
+            scores[j] = scores[j] * scale - offset[j]
+        for j in range(count):
+            if scores[j] < value and not absent[j]:
+                value, new = scores[j], j
+        value += offset[i]
+        if value > lower:
+            lower, sources = value, m
+            for a in range(m):
+                vectors[COEFFICIENT, a] = vectors[row, a] * vectors[FACTOR, a] / short
+                room.members[SOURCE, a] = room.members[MEMBER, a]
+        spent += 2.0 * m * (count + 4.0 * m)
+        left = upper - lower
+        if left <= search.floor or left <= search.gap * max(abs(upper), abs(lower)) or spent > search.budget:
+            break
+        if value >= level - 0.1 * NOISE * (largest + abs(ahead)):
+            break
+        size, entering = -m, 0
+        while m < dim + 2 and new >= 0 and idle < IDLE:
+            last = let_in(keys, search, room, i, new, m, bordering, unit)
+            size, m = max(size, last), abs(last)
+            entering += 1
+            if last < 0 or entering >= TOGETHER or step >= FIRST_STEPS:
+                break
+            scores[new], value, new = np.inf, level - offset[i] - search.gap * abs(level), none
+            for j in range(count):
+                if scores[j] < value and not absent[j]:
+                    value, new = scores[j], j
+        if size > 0:
+            fresh = False
+        else:  # nothing new: rounding, put right once
+            if fresh or m == 0 or rebuilt == REBUILT or not rebuild(room, m, bordering):
+                break
+            fresh, careful, idle, rebuilt = True, True, 0, rebuilt + 1
+        m, removed = to_minimizer(room, m, bordering, careful, not search.verdict)
+        fresh = fresh and not removed
+        if m == 0:
+            break
+    for a in range(sources):
+        for t in range(dim):
+            u[t] -= vectors[COEFFICIENT, a] * (keys.rows[room.members[SOURCE, a], t] - keys.rows[i, t])
+    return used

@@ -1,1 +1,0 @@
-"""Counting: recurrent networks and a transformer on counter languages, with each LayerNorm term inside the cell."""

@@ -1,0 +1,253 @@
+"""How a network counts, letter by letter, and where exactly a norm in its cell ends the count.
+
+Weiss, Goldberg & Yahav (2018) claim that LSTMs and ReLU-RNNs count and GRUs do not, and show it by traces of an LSTM's
+cell state over a^n b^n and a^n b^n c^n. Here networks are trained as `counting` trains them, with a norm in the LSTM's
+cell and without; of each, the dimension that counts is looked for, followed beyond the trained n, and compared with
+what the network itself does. Tasks, models and names of runs are those of `counting`.
+
+Over each run of one letter (a phase) a line is laid through each dimension of the state by least squares; a dimension
+is a candidate for a phase if it goes one way there and the other way in an earlier phase, straight in both
+(`STRAIGHT`), and counts if these lines also tell every letter apart (`READABLE`). The state is an LSTM's c as it is
+carried on (normed, if a norm stands on it), any other cell's h. `reads_to` shares nothing with the fit: after how many
+b's the network first allows what comes after a^n b^n, its own count of n.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from ln_probe.analyses.lab.counting import counting
+from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
+from ln_probe.analyses.lab.counting.tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, CountingTask, bos
+from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.lab.results import Results, lines, panels, summarize
+from ln_probe.analyses.lab.train import Run, carry_out, read_metrics
+
+# R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
+# what bends by several letters, and is asked for beside READABLE, not in its place.
+STRAIGHT = 0.999
+SETTLING = 5  # letters at the beginning of a phase that are left out of every fit: gates turn over there
+# Of a letter: what a count may be off its line and still be right when it is rounded, all through the longest trained
+# word.
+READABLE = 0.5
+SLACK = 30  # letters beyond the longest run that a network is given to end a phase in
+PHASES = "abc"
+SITES = ("state", "readout", "gates")
+KEYS = counting.KEYS
+NETWORK = (*KEYS, "seed", "phase")
+# Of a network and the phase in which it counts down; exact_* and accepted_to are the run's own evaluation. holds_to is
+# of the phase before, holds_to_in of the phase itself, in the longest tested word; off_* in the longest trained one.
+MEASURES = (
+    "dimensions_counting", "slope_before", "slope_in", "r2_before", "r2_in", "holds_to", "reads_to", "reads_last_as",
+    "exact_from", "exact_to", "accepted_to", "holds_to_in", "off_before", "off_in", "counts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """The states of a layer for some words, [word hidden]."""
+
+    h: Float[Tensor, "word hidden"]
+    c: Float[Tensor, "word hidden"]
+
+
+class LetterByLetter:
+    """A trained tagger of one layer that reads a^n b^n (2 letters) or a^n b^n c^n letter by letter, in float64."""
+
+    def __init__(self, model: nn.Module, letters: int) -> None:
+        if not isinstance(model, RecurrentTagger) or model.cfg.n_layers != 1 or model.cfg.cell.startswith("qrnn"):
+            what = model.cfg if isinstance(model, RecurrentTagger) else type(model).__name__
+            raise ValueError(f"traces are of one LSTM, GRU or Elman layer, got {what}")
+        self.model = copy.deepcopy(model).double().eval()
+        self.letters, self.layer = letters, cast("NormedLayer", self.model.layers[0])
+        with torch.no_grad():
+            self._inputs = self.layer.inputs(self.model.embed(torch.arange(bos(letters) + 1))[None])[0]
+
+    def start(self) -> State:
+        """After the token that begins every word."""
+        zero = torch.zeros(1, self.model.cfg.hidden, dtype=torch.float64)
+        return self.read(State(zero, zero), bos(self.letters))
+
+    @torch.no_grad()
+    def read(self, state: State, token: int) -> State:
+        """After one more token."""
+        return State(*self.layer.step(self._inputs[token].expand(len(state.h), -1), state.h, state.c))
+
+    @torch.no_grad()
+    def allows(self, state: State, token: int) -> Tensor:
+        """Whether the network gives a token a probability that counts as accepted, [word]."""
+        accepted: Tensor = self.model.out(state.h).softmax(-1)[:, token] > ACCEPTED
+        return accepted
+
+    def phases(self, n: int) -> Float[np.ndarray, "phase letter hidden"]:
+        """The state (an LSTM's c) after every letter of a^n b^n (c^n)."""
+        state, trace = self.start(), []
+        for phase in range(self.letters):
+            for _ in range(n):
+                state = self.read(state, 1 + phase)
+                trace.append((state.c if self.model.cfg.cell == "lstm" else state.h)[0].numpy())
+        return np.stack(trace).reshape(self.letters, n, -1)
+
+    def letters_read(self, phase: int, n: Int[np.ndarray, " word"], most: int) -> Float[np.ndarray, " word"]:
+        """After how many letters of a phase a network first allows what follows it, of each n; NaN: not by `most`."""
+        after = EOS if phase == self.letters - 1 else 2 + phase
+        state, counts = self._before(phase, n), np.full(len(n), np.nan)
+        for count in range(most + 1):
+            counts[self.allows(state, after).numpy() & np.isnan(counts)] = count
+            if not np.isnan(counts).any():
+                break
+            state = self.read(state, 1 + phase)
+        return counts
+
+    def _before(self, phase: int, n: Int[np.ndarray, " word"]) -> State:
+        """The state after a^n … up to a phase, for each n (ascending)."""
+        states, state = [], self.start()
+        for count in range(1, int(n.max()) + 1):
+            state = self.read(state, 1)
+            if count in n:
+                here = state
+                for earlier in range(1, phase):
+                    for _ in range(count):
+                        here = self.read(here, 1 + earlier)
+                states.append(here)
+        return State(torch.cat([s.h for s in states]), torch.cat([s.c for s in states]))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line through some letters of a trace (counted from 1), by its slope per letter.
+
+    Attributes:
+        r2: the share of variance it explains; NaN where nothing moves.
+        off: the largest distance of the trace from it, in letters (of its slope); infinite where the slope is 0.
+    """
+
+    slope: float
+    r2: float
+    off: float
+
+
+def line_through(trace: Float[np.ndarray, " letter"]) -> Line:
+    """Lay the least-squares line through all letters but the first SETTLING."""
+    letter, settled = np.arange(1, len(trace) + 1)[SETTLING:], trace[SETTLING:]
+    slope, start = (float(x) for x in np.polyfit(letter, settled, 1))
+    rest = settled - start - slope * letter
+    spread = float(((settled - settled.mean()) ** 2).sum())
+    still = spread <= 1e-20 * max(1.0, float(np.abs(settled).max())) ** 2 * len(settled)  # nothing but rounding moves
+    r2 = float("nan") if still else 1 - float((rest**2).sum()) / spread
+    return Line(slope, r2, float(np.abs(rest).max()) / abs(slope) if slope and not still else float("inf"))
+
+
+def holds_to(trace: Float[np.ndarray, " letter"]) -> int:
+    """Return up to which letter of a phase a trace is a straight count, within READABLE of a line.
+
+    The line is laid anew through the letters up to each; where it first leaves one of them by more, a count can no
+    longer be read off any line by rounding. 0 if that is so from the beginning.
+    """
+    for last in range(SETTLING + 3, len(trace) + 1):
+        if line_through(trace[:last]).off > READABLE:
+            return last - 1 if last > SETTLING + 3 else 0
+    return len(trace)
+
+
+def counter_of(trace: Float[np.ndarray, "phase letter hidden"], phase: int) -> tuple[int, int, int]:
+    """Return the dimension that counts for a phase, the earlier phase in which it goes the other way, and how many do.
+
+    A candidate has slopes of opposite sign and R² of STRAIGHT or more in both. The straightest is named; if none is a
+    candidate, the straightest of those that turn (dimension 0 if none turns).
+    """
+    fits = [[line_through(trace[p, :, d]) for d in range(trace.shape[2])] for p in range(phase + 1)]
+    best, candidates = (float("nan"), 0, 0), set[int]()
+    for earlier in range(phase):
+        for dimension, (there, here) in enumerate(zip(fits[earlier], fits[phase], strict=True)):
+            least = min(there.r2, here.r2)
+            if there.slope * here.slope < 0 and not np.isnan(there.r2 + here.r2):
+                best = (least, dimension, earlier) if not best[0] >= least else best
+                if least >= STRAIGHT:
+                    candidates.add(dimension)
+    return best[1], best[2], len(candidates)
+
+
+def grid(quick: bool) -> tuple[counting.Cell, ...]:
+    """Networks without a norm, then LSTMs with one."""
+    plain = [counting.Cell("anbn", model) for model in ("lstm", "gru", "rnn_relu")]
+    if quick:
+        return (*plain[:2], counting.Cell("anbn", "lstm", "layernorm", "state"))
+    normed = [counting.Cell("anbn", "lstm", norm, site) for site in SITES for norm in TERMS]
+    return (*plain, *(counting.Cell("anbncn", cell.model) for cell in plain), *normed)
+
+
+def run(request: Request) -> Results:
+    """Train the missing runs of the grid and follow every cell."""
+    runs = counting.make_runs(request, grid(request.quick))
+    lost = carry_out(runs, request)
+    parts = [followed(run) for run in runs if run.finished]
+    tables = analyse(*(pd.concat([part[i] for part in parts], ignore_index=True) for i in range(3)))
+    return Results(tables, plot(tables), {"straight": STRAIGHT, "readable": READABLE, "settling": SETTLING}, lost)
+
+
+def followed(run: Run) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The rows of a finished run: `networks`, `traces` (of the dimension that counts), `readings`."""
+    task = cast("CountingTask", run.task)
+    reader, trained, tested = LetterByLetter(run.model(), task.letters), task.max_n, MAX_TESTED_N * task.max_n
+    short, long = reader.phases(trained), reader.phases(tested)
+    evaluated = read_metrics(run.folder).iloc[-1]
+    networks, traces, readings = [], [], []
+    for phase in range(1, task.letters):
+        dimension, earlier, candidates = counter_of(short, phase)
+        there, here = (line_through(short[p, :, dimension]) for p in (earlier, phase))
+        n = np.arange(1, tested + 1)
+        read = reader.letters_read(phase, n, tested + SLACK)
+        keys = {**dict(run.keys), "seed": run.seed, "phase": PHASES[phase]}
+        numbers = (
+            candidates, there.slope, here.slope, there.r2, here.r2, holds_to(long[earlier, :, dimension]),
+            _longest_run(read == n), read[-1], *evaluated[["exact_from", "exact_to", "accepted_to"]].astype(float),
+            holds_to(long[phase, :, dimension]), there.off, here.off,
+            int(candidates > 0 and max(there.off, here.off) <= READABLE),
+        )  # fmt: skip
+        about = {"dimension": dimension, "before": PHASES[earlier], "trained_n": trained, "tested_n": tested}
+        networks.append(pd.DataFrame([{**keys, **about, **dict(zip(MEASURES, numbers, strict=True))}]))
+        for word in (short, long):
+            values = word[..., dimension].reshape(-1)
+            letter = np.arange(1, len(values) + 1)
+            traces.append(pd.DataFrame({**keys, "n": word.shape[1], "letter": letter, "value": values}))
+        readings.append(pd.DataFrame({**keys, "n": n, "read": read}))
+    return pd.concat(networks), pd.concat(traces), pd.concat(readings)
+
+
+def _longest_run(right: np.ndarray) -> int:
+    """The end of the longest run of n's (from 1 on) where this is so; 0: it is nowhere."""
+    ends = np.flatnonzero(np.diff(np.concatenate([[False], right, [False]]).astype(int)))
+    return int(ends[1::2][np.argmax(ends[1::2] - ends[::2])]) if len(ends) else 0
+
+
+def analyse(networks: pd.DataFrame, traces: pd.DataFrame, readings: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of MEASURES over seeds, beside the tables of `followed`."""
+    values = networks.melt([*NETWORK], [*MEASURES], "measure", "value")
+    values["value"] = values["value"].astype(float)
+    summary = summarize(values, [*KEYS, "phase", "measure"])
+    return {"summary": summary, "networks": networks, "traces": traces, "readings": readings}
+
+
+def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """The dimension that counts, or comes nearest, over letters; and after how many letters a phase ends, over n."""
+    figures = {}
+    for name, x, y, by in (("traces", "letter", "value", "n"), ("readings", "n", "read", "seed")):
+        groups = list(tables[name].groupby([*KEYS, "phase"], sort=False))
+        figure, axes = panels(max(1, len(groups)), 3.3, 2.3, columns=4)
+        for (network, part), ax in zip(groups, axes, strict=False):
+            shown = part[part["seed"] == part["seed"].min()] if name == "traces" else part
+            lines(ax, shown, x, by, y, published=False)
+            ax.set_title(", ".join(map(str, cast("tuple[Any, ...]", network))), fontsize=7)
+        figures[name] = figure
+    return figures
