@@ -10,7 +10,7 @@ no margins. Queries are taken before rotary positions and over the divisor, so s
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set, Sized
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -241,7 +241,7 @@ def group_numbers(prompts: Sequence[Int[Tensor, " _"]], labels: Any) -> Int64[np
         return grouped([tuple(row.tolist()) for row in prompts])
     if isinstance(labels, Tensor):
         labels = labels.tolist()
-    if isinstance(labels, str | Set | Mapping) or not isinstance(labels, Sized):  # a set has no order
+    if isinstance(labels, str | Set | Mapping) or not isinstance(labels, Collection):  # a set has no order
         raise TypeError(f"groups must be a list of labels, one for each prompt, got {labels!r}")
     if len(labels) != len(prompts):
         counts = f"{len(labels)} labels for {len(prompts)} prompts"
@@ -251,7 +251,7 @@ def group_numbers(prompts: Sequence[Int[Tensor, " _"]], labels: Any) -> Int64[np
             raise TypeError(f"groups: a label must be a text, a number or a tuple (hashable), got {label!r}")
         if isinstance(label, float | np.floating | np.datetime64) and label != label:
             raise ValueError("groups: a label is nan, which equals no label, itself included: give it a name")
-    return grouped(labels)
+    return grouped(list(labels))
 
 
 def halves_of(groups: Sequence[Hashable]) -> list[int]:

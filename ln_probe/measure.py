@@ -136,7 +136,7 @@ def analyze(
     cfg: Any = hooked.cfg
     shape = {"d_model": int(cfg.d_model), "layers": n_layers(hooked), "heads": int(getattr(cfg, "n_heads", 0))}
     chosen_probes, objective = chosen(probes), Objective.of(loss)
-    arguments = {
+    arguments: dict[str, Any] = {
         "probes": [p if isinstance(p, str) else p.name for p in probes],
         "layers": None if layers is None else indices(layers, "layer", shape["layers"]),
         "heads": None if heads is None else indices(heads, "head", shape["heads"]),

@@ -176,8 +176,14 @@ def second_pass(
         attention = [w for w in watching if w.probe.needs.attention and maps is not None]
         drawn = pictures is not None and any(map(pictures.takes, numbers))
         if norms or attention or drawn:
-            on = {"on_norm": on_norm if norms else None, "on_attention": on_attention if attention or drawn else None}
-            stream_together(run.model, tokens, inputs, layers=run.layers, **on)
+            stream_together(
+                run.model,
+                tokens,
+                inputs,
+                layers=run.layers,
+                on_norm=on_norm if norms else None,
+                on_attention=on_attention if attention or drawn else None,
+            )
         for number in numbers:
             for observer in watching:
                 if observer.probe.needs.output:
