@@ -94,7 +94,7 @@ def test_texts_need_its_tokenizer() -> None:
 
 def test_a_tokenizer_for_a_model_that_brings_its_own() -> None:
     with pytest.raises(
-        ValueError, match=r"tokenizer= is for a Hugging Face model in memory: a TransformerBridge brings"
+        ValueError, match="tokenizer="
     ):
         ln_probe.analyze(make_bridge("gpt2"), TOKENS, tokenizer=object())
 
@@ -152,7 +152,7 @@ def test_edits_of_a_model_in_memory_are_those_of_its_bridge(architecture: str) -
             table = one.get_input_embeddings().weight if one is model else one.W_E
             slope.append(next(p.grad for p in one.parameters() if p.shape == table.shape and p.grad is not None))
     torch.testing.assert_close(slope[0], slope[1], rtol=1e-4, atol=1e-6)
-    with pytest.raises(InterventionError, match="only and heads need hook points inside attention"):
+    with pytest.raises(InterventionError, match="heads"):
         without(model, "scaling", scale=2.0, heads=[(0, 0)]).__enter__()
 
 
