@@ -8,7 +8,8 @@ position separately for the same reason). Values of `scale=` in `without`:
     uniform     the mean sigma of the other positions everywhere
     optimal     the two constants per norm that minimize the loss: optimal ablation (Li & Janson 2024)
 
-Loss-optimal constants are found over the logarithms of all constants together by L-BFGS-B (scipy), from the mean sigmas.
+Loss-optimal constants are searched over the logarithms of all constants together by L-BFGS-B (scipy), from the mean
+sigmas.
 """
 
 from __future__ import annotations

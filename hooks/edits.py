@@ -12,8 +12,8 @@ Brody, Alon & Yahav 2023. A norm's own gradient lets sigma answer to every part 
 attribution (attribution patching: Syed, Rager & Conmy 2023; LRP for transformers: Ali et al. 2022; transcoder circuits:
 Dunefsky et al. 2024) does not want: with sigma held, a gradient times a part is what that part gives through the norm.
 
-Every pass inside runs on the edited model (a loss, `generate`, `run_with_cache`, `run_with_hooks`); afterwards the model
-is unchanged, bit for bit. The hooks are in `norm_edits`.
+Every pass inside runs on the edited model (a loss, `generate`, `run_with_cache`, `run_with_hooks`); afterwards the
+model is unchanged, bit for bit. The hooks are in `norm_edits`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Edits that some readers of a norm see: single heads, or queries, keys or values.
 
-Columns of `hook_q`, `hook_k` and `hook_v` are replaced by what the edited norm gives there, y W + b. The norm itself stays
-intact for its other readers.
+Columns of `hook_q`, `hook_k` and `hook_v` are replaced by what the edited norm gives there, y W + b. The norm itself
+stays intact for its other readers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class HeadEdit(Edit):
             stack.callback(attn.register_forward_pre_hook(self._enter).remove)
             stack.callback(attn.register_forward_hook(self._leave).remove)
 
-    def _end(self, _module: nn.Module, _args: Any, y: Tensor) -> None:
+    def _end(self, *hook: Any) -> None:
+        y: Tensor = hook[2]
         if self.suspended:
             return
         self.calls += 1

@@ -10,7 +10,8 @@ no P, a norm that does not scale has a constant for sigma. The formula is writte
     no_projection     x / sigma(Px)   1/√(1 - mean_share) times as long as intact
     both_removed      x / c
 
-before gain and bias: the variants of a norm. Everything that measures, draws or describes them iterates over `VARIANTS`.
+before gain and bias: the variants of a norm. Everything that measures, draws or describes them iterates over
+`VARIANTS`.
 """
 
 from __future__ import annotations
@@ -420,7 +421,7 @@ def _parameter(module: nn.Module, names: tuple[str, str], d: int) -> Tensor | No
 
 
 def _plus(weight: Tensor, offset: float) -> Tensor:
-    """Return the gain of a weight that is an offset from another; in 16-bit formats computed in float32, as norms do."""
+    """Return the gain of a weight that is an offset from another; in 16-bit formats in float32, as norms do."""
     return at_least_float32(weight) + offset if offset else weight
 
 

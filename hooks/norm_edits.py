@@ -60,7 +60,7 @@ class LostEditError(InterventionError):
 
 
 class Positions:
-    """Which vectors that pass through a norm belong to position 0: attention sinks live there, so it has its own constant.
+    """Which vectors of a norm belong to position 0: attention sinks live there, so it has a constant of its own.
 
     A norm is handed tensors, not positions. While `watch` lasts, hooks on the model and its blocks note where each
     forward pass begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A
@@ -277,8 +277,8 @@ class NormEdit(Edit):
         Args:
             pair: the constants at position 0 and elsewhere; not used where scaling stays.
         """
-        freezes = pair is not None and VARIANTS[variant].takes_scaling(norm)
-        return cls(norm, [variant], pair[None] if freezes else None, label)
+        takes_scaling = VARIANTS[variant].takes_scaling(norm)
+        return cls(norm, [variant], None if pair is None or not takes_scaling else pair[None], label)
 
     @property
     def freezes(self) -> bool:
@@ -574,7 +574,7 @@ def lost_edits(
 
 
 def _detach(model: HookedModel) -> None:
-    """Detach what a pass with gradients has left on modules (a bridge's attention): a model with it cannot be copied."""
+    """Detach what a pass with gradients left on modules (a bridge's attention): a model with it cannot be copied."""
     for module in modules_of(model):
         graph = {k: v for k, v in vars(module).items() if isinstance(v, Tensor) and v.grad_fn is not None}
         vars(module).update({name: value.detach() for name, value in graph.items()})

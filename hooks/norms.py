@@ -158,7 +158,7 @@ def norm_modules(model: HookedModel | nn.Module) -> dict[str, nn.Module]:
 
 
 def _survey(model: HookedModel) -> list[tuple[str, dict[str, Any]]]:
-    """Return the path and the fields of every norm, and of an identity for every block whose attention reads the stream.
+    """Return path and fields of every norm, and of an identity for every block whose attention reads the stream.
 
     Raises:
         NormError, UnknownNormError: as `find_norms`.
@@ -189,7 +189,7 @@ def _survey(model: HookedModel) -> list[tuple[str, dict[str, Any]]]:
             stream = [t.flatten() for t in seen.blocks.get(layer, [])]
             if not any(torch.equal(t.flatten(), s) for t in reading for s in stream if t.shape[-1:] == (d,)):
                 raise UnknownNormError(
-                    f"blocks.{layer}.attn reads neither a norm nor the residual stream: ln_probe cannot measure this model"
+                    f"blocks.{layer}.attn reads neither a norm nor the residual stream: this model is not supported"
                 )
             place = {"name": f"blocks.{layer}.attn", "layer": layer, "attention_layers": (layer,)}
             rest = {"kind": "none", "reads": "attention", "d": d, "is_identity": True}

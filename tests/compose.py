@@ -296,7 +296,7 @@ def cases(site: Norm) -> Iterator[tuple[str, str, str, str]]:
     """Every (edit, point, mode, order) that can be asked of a norm."""
     there = dict(site.module.named_children())
     for case in itertools.product(EDITS, POINTS, MODES, ORDERS):
-        name, point, mode, _ = case
+        name, point, _mode, _ = case
         if point not in there or (site.kind != "layernorm" and "projection" in name):
             continue
         yield case

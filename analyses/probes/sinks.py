@@ -129,6 +129,7 @@ class _Prompt:
     ) -> None:
         """Add to `alone` what these tokens get in a layer, as it is and if their own key alone were not scaled."""
         heads, site, seen = attended.maps, attended.site, attended.seen
+        assert attended.constant is not None
         constant = attended.constant.rest  # the other tokens', at position 0 too
         positions = torch.tensor(wanted, device=seen.x.device)
         unscaled = site.affine(site.project(seen.x[positions].double()) / constant)

@@ -142,7 +142,7 @@ class Page(HTMLParser):
 def lab_page(out: Path, norms: dict[str, float], **more: Any) -> str:
     """The page of an experiment that gave these means; more of its results are options of Results."""
     values = pd.DataFrame({"norm": list(norms), "seed": 0, "value": list(norms.values())})
-    results = Results(summarize(values, ["norm"]), settings={"steps": 7}, **more)
+    results = Results({"summary": summarize(values, ["norm"])}, settings={"steps": 7}, **more)
     write_results(results, out, experiment="toy", command="ln-probe lab run toy", ln_probe_version="0", seconds=1)
     return write_lab_page(out).read_text()
 

@@ -216,23 +216,24 @@ def test_freezing_cost() -> None:
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Requests that an experiment called `toy` gets, which returns at once."""
     seen: list[Request] = []
-    module = types.ModuleType("toy_experiment")
+    module = types.ModuleType("toy")
 
     def run(request: Request) -> Results:
         seen.append(request)
         values = pd.DataFrame({"norm": "a", "seed": request.seeds, "value": [float(s) for s in request.seeds]})
-        return Results(summarize(values, ["norm"]), diverged=("seed 9",) * request.collect)
+        return Results({"summary": summarize(values, ["norm"])}, diverged=("seed 9",) * (len(request.seeds) == 6))
 
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "toy_experiment", module)
-    toy = Experiment("toy_experiment", "a toy", "nobody", seeds=3, quick_seeds=2, duration=("1 s", "1 s"))
+    monkeypatch.setitem(sys.modules, "ln_probe.analyses.lab.toy", module)
+    toy = Experiment("toy.run", "nobody", ("1 s", "1 s"), seeds=3, quick_seeds=2, summary="a toy")
     monkeypatch.setitem(EXPERIMENTS, "toy", toy)
     return seen
 
 
 def test_every_experiment_has_something_to_run() -> None:
     for name, experiment in EXPERIMENTS.items():
-        assert callable(getattr(importlib.import_module(experiment.module), experiment.function)), name
+        module, _, function = experiment.path.rpartition(".")
+        assert callable(getattr(importlib.import_module(f"ln_probe.analyses.lab.{module}"), function)), name
 
 
 def test_an_experiment_is_run(requests: list[Request]) -> None:
@@ -243,7 +244,7 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
     assert json.loads(Path("runs/results.json").read_text())["experiment"] == "toy"
     ends(0, *line, "--seeds", "5")
     assert requests[-1].seeds == (0, 1, 2, 3, 4)
-    _, said = ends(1, *line, "--collect")
+    _, said = ends(1, *line, "--seeds", "6")
     assert "diverged: seed 9" in said
 
 

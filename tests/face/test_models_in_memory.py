@@ -93,9 +93,7 @@ def test_texts_need_its_tokenizer() -> None:
 
 
 def test_a_tokenizer_for_a_model_that_brings_its_own() -> None:
-    with pytest.raises(
-        ValueError, match="tokenizer="
-    ):
+    with pytest.raises(ValueError, match="tokenizer="):
         ln_probe.analyze(make_bridge("gpt2"), TOKENS, tokenizer=object())
 
 

@@ -115,7 +115,7 @@ def test_probes_that_cannot_be_used(make: Callable[[], Any]) -> None:
 
 def test_unknown_names() -> None:
     for probes in ("causal", ["casual"], [], ["unembedding"]):
-        with pytest.raises(ValueError, match="list of|no probe"):
+        with pytest.raises(ValueError, match=r"list of|no probe"):
             ln_probe.analyze(lab(), TOKENS, probes=probes, progress=False)
 
 

@@ -86,7 +86,7 @@ def sentences(text: TextTask, count: int) -> list[Int[Tensor, " pos"]]:
 def make_runs(request: Request) -> list[Run]:
     """A run per seed, model and norm; within a seed and model all see the same batches."""
     decoders = published.TINY if request.quick else DECODERS
-    encoders = encoder.TINY if request.quick else ENCODERS
+    encoders = replace(encoder.TINY, n_ctx=LONGEST) if request.quick else ENCODERS  # sentences must fit
     sizes: dict[str, published.Size | encoder.Size] = {DECODER: decoders, ENCODER: encoders}
     texts = {
         shape: TextTask(request.texts, s.d_vocab, s.n_ctx, tokenizer=request.tokenizer, valid_windows=s.valid_windows)
