@@ -23,8 +23,6 @@ from ln_probe.hooks.norm_edits import InterventionError
 
 pytestmark = pytest.mark.lens
 
-pytestmark = pytest.mark.lens
-
 TOKENS = torch.arange(3, 21)[None]
 
 
