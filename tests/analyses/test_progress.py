@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numba
 import pytest
 
-import ln_probe.analyses.geometry.compiled  # noqa: F401  (listens to the compiler)
 from ln_probe.analyses.progress import ProgressLine, tell, tell_inner
 
 
@@ -34,12 +32,3 @@ def test_the_time_left_is_shown_once_it_is_more_than_a_guess() -> None:
         assert "left" not in str(line)
         line.stage_started -= 60
         assert str(line).endswith("0:03:00 left")
-
-
-def test_compilation_is_named() -> None:
-    lines: list[str] = []
-    with ProgressLine(quiet=True) as line:
-        line.refresh = lambda: lines.append(str(line))  # type: ignore[method-assign]
-        numba.njit(lambda x: x + 1)(1.0)
-        assert "compiling" in lines[0]
-        assert "compiling" not in str(line)

@@ -17,6 +17,7 @@ from small_models import DyT
 
 import ln_probe
 from ln_probe.analyses.probes.selectability import Selectability
+from ln_probe.hooks.norm import UnknownNormError
 from ln_probe.loading.convert import has_hooked_transformer
 
 pytestmark = pytest.mark.lens
@@ -97,21 +98,15 @@ def test_columns_are_those_of_hugging_face(case: str, world: str, tmp_path: Path
     check(report, attentions(original), windows, causal=arch != "bert")
 
 
-def test_dyt_in_place_of_every_norm() -> None:
-    """A Hugging Face model in memory whose norms are no norms."""
+def test_norms_of_another_formula_are_refused() -> None:
+    """A norm of another formula is named, and nothing is measured."""
     model = hugging_face("neox", torch.float64)
     for block in model.gpt_neox.layers:
         block.input_layernorm = DyT(block.input_layernorm, 0.6)
         block.post_attention_layernorm = DyT(block.post_attention_layernorm, 0.6)
     model.gpt_neox.final_layer_norm = DyT(model.gpt_neox.final_layer_norm, 0.6)
-    patterns = attentions(model)
-    report = ln_probe.analyze(
-        model, TOKENS, progress=False, probes=("decomposition", Selectability(every_key=True), "uniformity")
-    )
-    check(report, patterns, [None, None])
-    assert set(report.layernorms["kind"]) == {"unknown"}
-    assert len(report.layernorms) == 5
-    assert report.heads.query("space == 'head'")["margin_median"].isna().all()
+    with pytest.raises(UnknownNormError, match=r"blocks\.0\.ln1"):
+        ln_probe.analyze(model, TOKENS, progress=False, probes=["decomposition"])
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer")
