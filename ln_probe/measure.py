@@ -17,6 +17,7 @@ from ln_probe import __version__
 from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halves, group_numbers, halves_of
 from ln_probe.analyses.geometry.check import TAU
+from ln_probe.analyses.geometry.decide import start_compilation
 from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import columns as declared
 from ln_probe.analyses.probes.attention_layer import LayerMaps
@@ -136,6 +137,8 @@ def analyze(
     cfg: Any = hooked.cfg
     shape = {"d_model": int(cfg.d_model), "layers": n_layers(hooked), "heads": int(getattr(cfg, "n_heads", 0))}
     chosen_probes, objective = chosen(probes), Objective.of(loss)
+    if any(probe.needs.attention for probe in chosen_probes):
+        start_compilation()  # the first pass goes on beside it
     arguments: dict[str, Any] = {
         "probes": [p if isinstance(p, str) else p.name for p in probes],
         "layers": None if layers is None else indices(layers, "layer", shape["layers"]),

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float64
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE
@@ -151,14 +150,12 @@ def _at_the_norm(attended: AttentionLayer, every: bool, variant: str) -> Measure
 
 def _in_heads(attended: AttentionLayer, every: bool, variant: str) -> Measures:
     """Measure keys as attention sees them, of the chosen heads."""
-    on_device = attended.keys(variant).permute(1, 0, 2)[attended.chosen]
-    device = on_device.device if on_device.is_cuda else None
-    keys = np.ascontiguousarray(on_device.cpu().numpy())
+    keys = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
     _, most = spread(attended, variant)
     biases = attended.key_bias
     asked = every or variant in _COMPARED
     sets = [
-        _of_all_heads(attended, keys[:, seen], None if biases is None else biases[:, seen], seen, asked, device)
+        _of_all_heads(attended, keys[:, seen], None if biases is None else biases[:, seen], seen, asked)
         for seen in attended.key_sets
     ]
     measures = [concatenated([of_heads[row] for of_heads in sets]) for row in range(len(keys))]
@@ -173,7 +170,6 @@ def _of_all_heads(
     bias: Float64[np.ndarray, "head key"] | None,
     seen: slice,
     bounds: bool,
-    device: torch.device | None,
 ) -> list[Measures]:
     """Measure one set of keys of each head over the queries that it can make at the last position, and the observed
     ones there.
@@ -188,7 +184,7 @@ def _of_all_heads(
     if bounds and attended.radii is not None:
         inner = np.array([attended.radii[head] for head in attended.chosen])
     request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
-    return [_measures(solved, seen) for solved in solve_sets(keys, bias, queries, inner, request, device=device)]
+    return [_measures(solved, seen) for solved in solve_sets(keys, bias, queries, inner, request)]
 
 
 def _query_sets(ellipsoids: tuple[np.ndarray, np.ndarray]) -> list[QuerySet]:
