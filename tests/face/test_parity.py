@@ -27,6 +27,7 @@ from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.loading.convert import World, has_hooked_transformer
 
 pytestmark = pytest.mark.lens
+SLOW = (pytest.mark.slow, pytest.mark.release)
 
 EVERY_KEY = (Selectability(every_key=True), *(name for name in DEFAULT if name != "selectability"))
 TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))
@@ -76,7 +77,7 @@ def report_in(world: World, folder: Path, case: Case) -> Any:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=str(c), marks=[] if str(c) == "gpt2-raw-float32" else [pytest.mark.slow]) for c in CASES],
+    [pytest.param(c, id=str(c), marks=[] if str(c) == "gpt2-raw-float32" else SLOW) for c in CASES],
 )
 def test_worlds_agree(case: Case, kept: Path, tmp_path: Path) -> None:
     hugging_face(case.arch, torch.float64).save_pretrained(tmp_path / "model")
