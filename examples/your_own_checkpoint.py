@@ -51,23 +51,20 @@ of_raw = ln_probe.analyze(raw, tokens, progress=False)
 {k: of_raw.provenance["model"][k] for k in ("world", "architecture", "logits_max_difference")}
 
 # %%
-of_raw.layernorms[["site", "state", "mean_share", "gain_mean", "bias_norm", "reconstruction_error"]]
+of_raw.layernorms[["site", "mean_share", "gain_mean", "bias_norm", "reconstruction_error"]]
 
 # %% [markdown]
 # ## Folded: what TransformerLens does on request
 #
 # `fold_ln` moves gain and bias into the weights that follow; `center_writing_weights` makes everything that writes to
 # the residual stream sum to zero. The model computes the same function, but its norms do less: projection has nothing
-# left to take off *by construction*, and a report states this instead of printing zeros as a finding.
+# left to take off *by construction*: `mean_share`, the share of a vector's squared length that it removes, is 0 to rounding.
 
 # %%
 folded = ln_probe.load_model(folder, world="bridge")
 folded.enable_compatibility_mode(center_unembed=False, fold_value_biases=False, disable_warnings=True)
 of_folded = ln_probe.analyze(folded, tokens, progress=False)
-of_folded.layernorms[["site", "state", "mean_share", "gain_mean", "bias_norm", "reconstruction_error"]]
-
-# %%
-[note for note in of_folded.notes if "centred" in note]
+of_folded.layernorms[["site", "mean_share", "gain_mean", "bias_norm", "reconstruction_error"]]
 
 # %% [markdown]
 # ## The same model, so the same heads
