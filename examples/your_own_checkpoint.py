@@ -58,7 +58,8 @@ of_raw.layernorms[["site", "mean_share", "gain_mean", "bias_norm", "reconstructi
 #
 # `fold_ln` moves gain and bias into the weights that follow; `center_writing_weights` makes everything that writes to
 # the residual stream sum to zero. The model computes the same function, but its norms do less: projection has nothing
-# left to take off *by construction*: `mean_share`, the share of a vector's squared length that it removes, is 0 to rounding.
+# left to take off *by construction*: `mean_share`, the share of a vector's squared length that it removes, is 0 to
+# rounding.
 
 # %%
 folded = ln_probe.load_model(folder, world="bridge")
