@@ -1,4 +1,4 @@
-"""Files that are written aside and renamed into place, so that nobody reads half of one; text, JSON and hashes."""
+"""Files that are written aside and renamed into place, so that no reader sees half of one; text, JSON and hashes."""
 
 from __future__ import annotations
 
