@@ -36,7 +36,7 @@ TOKEN_LENGTH = 14  # characters of a token on an axis
 FRAME_HEIGHT = 1000  # pixels of a notebook's frame
 _HEAD = re.compile(r"\bL(\d{1,5})H(\d{1,5})\b")
 # circuitsvis sets tokens as HTML in some of its elements. These look alike and mean nothing in HTML.
-_LOOKALIKES = str.maketrans({"<": "\uff1c", ">": "\uff1e", "&": "\uff06"})
+_LOOKALIKES = str.maketrans({"<": "\u2039", ">": "\u203a"})
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class HeadCell:
     """One head of the map.
 
     Attributes:
-        layer, head: which; what: its measurement as a sentence.
+        layer, head: which.
+        change, certainty: its measurement as text.
         value: change of the loss (NaN: not measured).
         step: how many of the scale's steps it reaches, negative where the loss falls.
         estimate: whether it is a first-order estimate; tested: whether it has a p; significant: whether that passes.
@@ -53,7 +54,8 @@ class HeadCell:
 
     layer: int
     head: int
-    what: str
+    change: str
+    certainty: str = ""
     value: float = math.nan
     step: int = 0
     estimate: bool = False
@@ -64,6 +66,12 @@ class HeadCell:
     @property
     def name(self) -> str:
         return f"L{self.layer}H{self.head}"
+
+    @property
+    def what(self) -> str:
+        """The head and its measurement."""
+        certainty = f" ({self.certainty})" if self.certainty else ""
+        return f"Layer {self.layer}, head {self.head}: {self.change}{certainty}"
 
     @property
     def classes(self) -> str:
@@ -130,7 +138,7 @@ def _shown(attention: PromptAttention | None) -> set[tuple[int, int]]:
 
 def _value(row: Mapping[str, Any]) -> float:
     """Return the change as run, or else as estimated."""
-    return float(row["estimate"] if row["method"] == "estimate" else row["delta_loss"])
+    return float(row["estimate"] if math.isnan(row["delta_loss"]) else row["delta_loss"])
 
 
 def _cell(
@@ -140,22 +148,17 @@ def _cell(
     steps: tuple[float, ...],
     unit: str,
 ) -> HeadCell:
-    name = f"Layer {pair[0]}, head {pair[1]}"
     if row is None or math.isnan(value := _value(row)):
-        return HeadCell(*pair, f"{name}: not measured", shown=pair in shown)
-    estimate, tested = row["method"] == "estimate", math.isfinite(row["p"])
-    change = interval((value, math.nan, math.nan), unit)
-    if estimate:
-        certainty = "first-order estimate, not tested"
-    elif tested:
-        change = interval((value, row["delta_loss_low"], row["delta_loss_high"]), unit)
-        certainty = f"Holm-adjusted p = {row['p']:.2g}, {row['n']:.0f} prompts"
+        return HeadCell(*pair, "not measured", shown=pair in shown)
+    estimate, tested = math.isnan(row["delta_loss"]), math.isfinite(row["p"])
+    ends = (math.nan, math.nan) if estimate else (row["delta_loss_low"], row["delta_loss_high"])
+    if tested:
+        certainty = "p < 0.001" if row["p"] < 0.001 else f"p = {row['p']:.2g}"
     else:
-        certainty = f"not tested ({row['n']:.0f} prompts)"
+        certainty = "first-order estimate" if estimate else f"not tested, {row['n']:.0f} prompts"
     step = sum(abs(value) >= least for least in steps) * (-1 if value < 0 else 1)
-    significant = bool(row["p"] < SIGNIFICANCE)
-    what = f"{name}: {change}; {certainty}"
-    return HeadCell(*pair, what, value, step, estimate, tested, significant, pair in shown)
+    change = interval((value, *ends), unit)
+    return HeadCell(*pair, change, certainty, value, step, estimate, tested, row["p"] < SIGNIFICANCE, pair in shown)
 
 
 def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], unit: str) -> Iterator[tuple[str, str]]:
@@ -164,13 +167,12 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     known = [cell for cell in cells if not math.isnan(cell.value)]
     if not known:
         return
-    if any(cell.step < 0 for cell in known):
-        yield from ((f"less{i}", f"≤ −{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
-    yield "more0", f"within ±{steps[0]:.2g}"
-    yield from ((f"more{i + 1}", f"≥ +{step:.2g}") for i, step in enumerate(steps))
+    yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
+    yield "more0", "0"
+    yield from ((f"more{i + 1}", f"+{step:.2g}") for i, step in enumerate(steps))
     if any(not cell.significant and not cell.estimate for cell in known):
-        untested = sorted({cell.what.rpartition("; ")[2] for cell in known if not cell.tested and not cell.estimate})
-        yield "more4 pale", "pale: not significant" if not untested else f"pale: {', '.join(untested)}"
+        untested = {cell.certainty for cell in known if not cell.tested and not cell.estimate}
+        yield "more4 pale", f"pale: {', '.join(sorted(untested)) or 'not significant'}"
     if any(cell.estimate for cell in known):
         yield "more4 pale estimate", "hatched: first-order estimate, not tested"
     if len(known) < len(cells):
@@ -262,5 +264,5 @@ def linked(text: str, report: Report) -> Markup:
             parts += escape(disarmed(text[end : match.start()]))
             parts += Markup('<a href="#{0}">{0}</a>').format(match[0])
             end = match.end()
-    return parts + escape(disarmed(text[end:]))
-
+    # No line ends between a number and its unit.
+    return Markup(str(parts + escape(disarmed(text[end:]))).replace(" %", "&nbsp;%"))

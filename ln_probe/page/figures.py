@@ -22,7 +22,7 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 from markupsafe import escape
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ln_probe.analyses.text import disarmed, percent, with_interval
 from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, Variant
@@ -185,7 +185,7 @@ def loss_changes(report: Report) -> Figure:
 def forest(names: Sequence[str], reports: Sequence[Report]) -> Figure:
     """Change of the loss at every norm against the intact model, by model, with 95 % confidence intervals.
 
-    The number is the change with scaling frozen; the first ROWS models are drawn, the first on top.
+    The number is the change with scaling frozen.
     """
     by_model = [[c for c in contrasts(report) if c.sites == "all"] for report in reports[:ROWS]]
     headlines = [next((c for c in rows if c.variant is SCALING_FROZEN), None) for rows in by_model]
@@ -230,8 +230,9 @@ def loss_over_training(runs: Mapping[str, Sequence[tuple[int, Report]]]) -> Figu
                     figure.point_out(dot, f"{name}, step {point[0]}: {interval(point[1:])}")
         later = [step for reports in runs.values() for step, _ in reports if step > 0]
         axes.set_xscale("symlog", linthresh=max(1.0, min(later, default=1.0)))
-    axes.set_xlabel("training step")
-    figure.supylabel("change of the loss", fontsize=SMALLEST)
+    axes.set_xlabel("training step", fontsize=SMALLEST)
+    units = sorted({unit_of(report) for reports in runs.values() for _, report in reports})
+    figure.supylabel(f"change of the loss, {' or '.join(units)}", fontsize=SMALLEST)
     return figure
 
 
@@ -249,10 +250,10 @@ def _rows(texts: Sequence[tuple[str, str, bool]]) -> tuple[Figure, mpl.axes.Axes
         axes.text(0, place - 0.2, label, transform=across, fontsize=SMALLEST, va="bottom")
         weight = "bold" if significant else "normal"
         axes.text(1, place - 0.2, value, transform=across, fontsize=SMALLEST, va="bottom", ha="right", weight=weight)
-    axes.set_ylim(max(1, len(texts)) - 0.4, -0.75)
+    axes.set_ylim(max(1, len(texts)) - 0.5, -0.75)
     axes.set_yticks([])
-    axes.grid(axis="x", color=GRID, alpha=0.35)
-    axes.axvline(0, color=SOFT, lw=1.2)
+    rows = np.arange(max(1, len(texts)))
+    axes.vlines(0 * rows, rows - 0.14, rows + 0.45, color=SOFT, lw=1.2)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure, axes
 
@@ -347,12 +348,14 @@ def keys_over_depth(report: Report) -> Figure:
 
     Above: the share of keys that no query can select. Below: the most attention that the median key can receive.
     """
-    heads, about = report.tables["heads"], report.provenance.get("selectability", {})
+    heads, about = report.tables["heads"], dict(report.provenance.get("selectability", {}))
+    if keys := about.get("keys_per_prompt"):
+        about["uniform"] = 1 / keys
     figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
-    for axes, column, title, baseline, name in (
-        (panels[0], "unselectable", "Keys that no query can select", about.get("random_unselectable"), "random"),
-        (panels[1], "attainable_median", "Most attention that a key can receive", _uniform(about), "uniform"),
+    for axes, column, title, source, name, dashes in (
+        (panels[0], "unselectable", "Keys that no query can select", "random_unselectable", "random directions", ":"),
+        (panels[1], "attainable_median", "Most attention that a key can receive", "uniform", "uniform attention", "--"),
     ):
         _dress(axes, title)
         for shift, variant in ((-0.1, INTACT), (0.1, SCALING_FROZEN)):
@@ -364,30 +367,29 @@ def keys_over_depth(report: Report) -> Figure:
                 ends = f"median head {percent(middle)}, heads {percent(low)} to {percent(high)}"
                 figure.point_out(dot, f"layer {layer}, {variant.label}: {ends}")
             axes.plot([], [], variant.marker, ms=5, label=variant.label, **style)
+        baseline = about.get(source)
         if baseline is not None:
-            line = axes.axhline(baseline, color=INK, ls=":", lw=1.3, label=name)
+            line = axes.axhline(baseline, color=INK, ls=dashes, lw=1.3, label=name)
             figure.point_out(line, f"{name}: {percent(baseline)}")
         axes.set_ylim(0, max(0.01, 1.05 * axes.get_ylim()[1]))
         axes.yaxis.set_major_formatter(lambda value, _place: f"{100 * value:.3g} %")
-    panels[1].legend(frameon=False, fontsize=SMALLEST, loc="upper left", bbox_to_anchor=(-0.1, -0.24), ncols=3)
+    entries = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
     layers = sorted({int(layer) for layer in heads["layer"]})
+    panels[1].set_xlim(min(layers, default=0) - 0.5, max(layers, default=0) + 0.5)
     panels[1].set_xticks(layers[:: -(-len(layers) // TICKS) or 1])
     panels[1].set_xlabel("layer", fontsize=SMALLEST, loc="right")
     return figure
-
-
-def _uniform(about: Mapping[str, Any]) -> float | None:
-    return 1 / about["n"] if about.get("n") else None
 
 
 def few_log_ticks(axes: mpl.axes.Axes, *, share: bool = False) -> None:
     """Label a logarithmic axis with plain numbers, several of them even within one decade."""
     low, high = axes.get_ylim()
     narrow = high < 8 * low
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, 3.0)))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, 2.0, 5.0)))
     factor, unit = (100, " %") if share else (1, "")
     axes.yaxis.set_major_formatter(lambda value, _place: f"{factor * value:.3g}{unit}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _dress(axes: mpl.axes.Axes, title: str) -> None:

@@ -98,17 +98,19 @@ class Table {
 }
 
 // A table is filled when it is opened.
+async function fill(element) {
+  const source = element.querySelector("script.rows");
+  if (!element.open || !source) return;
+  source.remove();
+  try {
+    new Table(element, await unpack(source.textContent));
+  } catch (error) {
+    element.querySelector(".tools").textContent = `The rows cannot be shown: ${error.message}.`;
+  }
+}
 for (const element of document.querySelectorAll("details.table")) {
-  element.addEventListener("toggle", async () => {
-    const source = element.querySelector("script.rows");
-    if (!element.open || !source) return;
-    source.remove();
-    try {
-      new Table(element, await unpack(source.textContent));
-    } catch (error) {
-      element.querySelector(".tools").textContent = `The rows cannot be shown: ${error.message}.`;
-    }
-  });
+  element.addEventListener("toggle", () => fill(element));
+  fill(element);
 }
 
 // A link to something folded unfolds it.

@@ -11,13 +11,13 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from ln_probe.analyses.text import counted, disarmed, number, percent, shortened
+from ln_probe.analyses.text import counted, number, percent
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 from ln_probe.page import circuitsvis_script, figures, own_script, render
 from ln_probe.page.attention import attention_data, head_map, linked
 from ln_probe.page.figures import contrasts, unit_of
 from ln_probe.page.tables import CHOSEN, Table, figure_text, hardest_keys, table
-from ln_probe.report import Report
+from ln_probe.report import Report, answers
 
 # What a finding is about, as the answer names it, and the section of the page that shows more.
 QUESTIONS = {
@@ -50,7 +50,6 @@ def report_page(report: Report, index: str = "") -> str:
     attention, (own_pictures, failures) = attention_data(report), _own_pictures(report)
     tables, heads = list(_tables(report)), head_map(report)
     own = own_script("page.js", "heads.js")
-    keys = report.tables["keys"]
     return render(
         "report.html",
         own,
@@ -58,7 +57,7 @@ def report_page(report: Report, index: str = "") -> str:
         **attention,
         name=title_of(report.name),
         index=quote(index),
-        facts=list(_facts(report)),
+        facts=report_facts(report),
         answers=list(_answers(report, {"heads", "keys", "loss"} | {f"table-{t.name}" for t in tables})),
         loss=drawing("change", figures.loss_changes, report) if contrasts(report) else None,
         by_book=_by_book(report),
@@ -68,7 +67,7 @@ def report_page(report: Report, index: str = "") -> str:
         norms=drawing("depth", figures.norms_over_depth, report) if len(report.tables["layernorms"]) else None,
         keys=drawing("selection", figures.keys_over_depth, report) if len(report.tables["heads"]) else None,
         selectable=list(_selectable_keys(report)),
-        hardest=_rows(hardest_keys(keys)) if len(keys) else None,
+        hardest=hardest_keys(report.tables["keys"]),
         own_pictures=own_pictures,
         tables=tables,
         limits=list(_limits(report)),
@@ -83,7 +82,7 @@ def notebook_cell(report: Report) -> str:
     return render(
         "cell.html",
         name=report.name,
-        findings=[f.text for f in report.findings()],
+        findings=report.findings(),
         notes=report.notes,
         pictures=[d.svg for d in drawings],
     )
@@ -104,8 +103,12 @@ def flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
     return [(prefix.removesuffix(" · "), figure_text(values))]
 
 
+def report_facts(report: Report) -> list[str]:
+    """Return what was measured as phrases: model, text, loss; what is unknown is left out."""
+    return list(_facts(report))
+
+
 def _facts(report: Report) -> Iterator[str]:
-    """Say what was measured: model, text, loss; what is unknown is left out."""
     of, heads = report.provenance, report.tables["heads"]
     if title_of(report.name) != report.name:
         yield report.name
@@ -126,7 +129,7 @@ def _facts(report: Report) -> Iterator[str]:
 
 def _answers(report: Report, sections: set[str]) -> Iterator[tuple[str, str, Markup]]:
     """Yield each finding: what it is about, the section that shows more (may be empty), and its sentences."""
-    for finding in report.findings():
+    for finding in answers(report):
         title, section = QUESTIONS.get(finding.question, ("", finding.picture))
         yield title, section if section in sections else "", linked(finding.text, report)
 
@@ -146,7 +149,9 @@ def _selectable_keys(report: Report) -> Iterator[str]:
     shares = report.tables["heads"].dropna(subset="unselectable").groupby("variant")["unselectable"].mean()
     if INTACT.name not in shares:
         return
-    of = f" (each head has {about['n']} keys of {about['d_head']} dimensions)" if {"n", "d_head"} <= set(about) else ""
+    of = ""
+    if {"keys_per_prompt", "d_head"} <= set(about):
+        of = f" ({about['keys_per_prompt']:.0f} keys of {about['d_head']} dimensions per prompt and head)"
     yield f"{percent(float(shares[INTACT.name]))} of keys can be selected by no query{of}."
     if SCALING_FROZEN.name in shares:
         yield f"With scaling frozen: {percent(float(shares[SCALING_FROZEN.name]))}."
@@ -154,21 +159,12 @@ def _selectable_keys(report: Report) -> Iterator[str]:
         yield f"As many keys of random directions: {percent(random)}."
 
 
-def _rows(frame: Any) -> tuple[list[str], list[list[str]]]:
-    """Return a small frame's columns and rows as text."""
-    rows = [
-        [shortened(disarmed(value), 40) if isinstance(value, str) else figure_text(value) for value in row]
-        for row in frame.itertuples(index=False, name=None)
-    ]
-    return [str(c) for c in frame.columns], rows
-
-
 def _tables(report: Report) -> Iterator[Table]:
     """Yield the tables that have rows, those of the user's probes last."""
     names = [*CHOSEN, *(name for name in report.tables if name not in CHOSEN)]
     for name in names:
         if len(rows := report.tables.get(name, ())):
-            yield table(report.declared[name], rows)
+            yield table(report.declared[name], rows, loss=unit_of(report))
 
 
 def _limits(report: Report) -> Iterator[str]:

@@ -11,20 +11,21 @@ import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.schema import Table as Declared
-from ln_probe.analyses.text import disarmed, shortened, visible
+from ln_probe.analyses.text import disarmed, percent, shortened, visible
 from ln_probe.page import packed
 
 DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.4 MB compressed for the widest table
 DIGITS = 6  # significant digits on the page; the parquet files have full precision
+PLAIN = ("", "text", "true/false", "index", "count")  # units that need not be said
 FIRST = 8  # columns shown before a reader asks for all
 # The columns of a table that are shown first, where these are not the first ones.
 CHOSEN = {
-    "layernorms": ("site", "reads", "projected_share", "angle_to_ones_deg", "input_norm", "output_norm", "sigma_mean"),
+    "layernorms": ("site", "reads", "projected_share", "angle_to_ones_deg", "input_norm", "sigma_mean", "sigma_cv"),
     "heads": ("layer", "head", "variant", "unselectable", "attainable_median", "margin_median", "entropy_ratio"),
     "keys": ("layer", "head", "variant", "token", "position", "verdict", "margin_lower", "attainable"),
     "causal": ("sites", "variant", "loss", "delta_loss", "delta_loss_low", "delta_loss_high", "p", "n"),
-    "causal_prompts": ("prompt", "stratum", "sites", "variant", "loss", "delta_loss", "kl", "n"),
-    "head_effects": ("layer", "head", "delta_loss", "delta_loss_low", "delta_loss_high", "p", "method", "n"),
+    "causal_prompts": ("prompt", "stratum", "sites", "variant", "loss", "delta_loss", "shift", "n"),
+    "head_effects": ("layer", "head", "delta_loss", "delta_loss_low", "delta_loss_high", "p", "estimate", "n"),
     "sinks": ("prompt", "position", "token", "kind", "length_ratio", "received", "uniform", "received_no_scaling"),
 }
 
@@ -51,11 +52,12 @@ class Table:
     data: str = field(repr=False)
 
 
-def table(declared: Declared, frame: pd.DataFrame, *, links: Sequence[str] = ()) -> Table:
+def table(declared: Declared, frame: pd.DataFrame, *, loss: str = "nats/token", links: Sequence[str] = ()) -> Table:
     """Return a frame as a page shows it, without columns that have no value.
 
     Args:
         frame: rows of the declared table, with all its columns or some.
+        loss: the unit of the loss.
         links: relative addresses for the cells of the first column, one per row.
     """
     columns = [str(c) for c in frame.columns if frame[c].notna().any()]
@@ -64,18 +66,31 @@ def table(declared: Declared, frame: pd.DataFrame, *, links: Sequence[str] = ())
     data = {c: [_text(v, c) for v in rows[c]] if c in text else [_number(v) for v in rows[c].tolist()] for c in columns}
     first = [c for c in CHOSEN.get(declared.name, ()) if c in columns] or columns[:FIRST]
     content = {"columns": columns, "text": text, "rows": len(rows), "data": data, "links": links, "first": first}
-    meanings = [(c.name, f"{c.meaning} ({c.unit})" if c.unit else c.meaning) for c in declared.columns]
-    meanings = [pair for pair in meanings if pair[0] in columns]
+    meanings = [
+        (name, meaning if unit in PLAIN else f"{meaning} ({loss if unit == 'loss' else unit})")
+        for name, (unit, meaning) in declared.columns.items()
+        if name in columns
+    ]
     about = declared.title, declared.about, meanings
     return Table(declared.name, *about, len(frame), len(rows), len(columns), packed(content))
 
 
-def hardest_keys(keys: pd.DataFrame, count: int = 8) -> pd.DataFrame:
-    """Return the keys with the least attainable attention at the intact norms, unselectable ones first."""
+def hardest_keys(keys: pd.DataFrame, count: int = 8) -> list[tuple[str, ...]]:
+    """Return the keys with the least attainable attention at the intact norms, unselectable ones first, as text."""
     rows = keys[keys["variant"] == "intact"]
     rank = rows["verdict"].map({"unselectable": 0, "duplicate": 1, "undecided": 2}).fillna(3)
-    order = rows.assign(rank=rank).sort_values(["rank", "attainable", "margin_upper"], kind="stable")
-    return order[[c for c in CHOSEN["keys"] if c != "variant"]].head(count)
+    order = rows.assign(rank=rank).sort_values(["rank", "attainable", "margin_upper"], kind="stable").head(count)
+    return [
+        (
+            f"L{row['layer']}H{row['head']}",
+            shortened(visible(row["token"]), 24),
+            f"{row['prompt']}, {row['position']}",
+            disarmed(str(row["verdict"])),
+            "–" if math.isnan(row["attainable"]) else percent(row["attainable"]),
+            percent(1 / row["n"]) if row["n"] else "–",
+        )
+        for row in order.to_dict("records")
+    ]
 
 
 def figure_text(value: Any) -> str:
