@@ -35,17 +35,12 @@ from ln_probe.hooks.constants import (
     OPTIMAL,
     SCALES,
     Constant,
-    Rows,
-    announced,
-    check_tokens,
     default_means,
     divisors_of,
     fit,
     mean_sigmas,
     some,
-    token_batch,
 )
-from ln_probe.hooks.heads import HeadEdit, Readers
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
@@ -57,7 +52,6 @@ from ln_probe.hooks.model import (
     head_count,
     hooks_on,
     is_hugging_face,
-    modules_of,
     n_layers,
     original_module,
     queries_per_key,
@@ -69,17 +63,19 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import VARIANT_WITHOUT, VARIANTS, Norm
 from ln_probe.hooks.norm_edits import (
     Edit,
+    HeadEdit,
     Held,
     InterventionError,
     NormEdit,
     OutputEdit,
+    Readers,
     installed,
     prove,
     sigma_per_token,
 )
-from ln_probe.hooks.norms import norms_of
+from ln_probe.hooks.norms import norms_of, structure_of
 from ln_probe.hooks.stream import ActivationError
-from ln_probe.hooks.text import default_tokens
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, token_batch
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -99,11 +95,7 @@ class Intervention(OneLine):
         variant: "no_scaling", "no_projection" or "both_removed".
         sites: names of the norms that are edited.
         divisors: the constants at position 0 and elsewhere, by norm; empty where scaling stays.
-        matched: whether those divisors are the norms' own sigmas (False for a number the user gave: then a change of
-            the loss mixes the loss of scaling with a change of size).
         no_ops: norms at which the edit changes nothing, because they do not have the term, and why.
-        only: the part of attention that sees the edited norm ("queries", "keys" or "values"); None: everything does.
-        heads: the (layer, head) that alone see the edited norms; None: everything that reads them.
 
     Example:
         >>> with ln_probe.hooks.without(model, "projection", sites="all") as edit:
@@ -113,10 +105,7 @@ class Intervention(OneLine):
     variant: str
     sites: tuple[str, ...]
     divisors: Mapping[str, Constant]
-    matched: bool
     no_ops: Mapping[str, str]
-    only: str | None
-    heads: tuple[tuple[int, int], ...] | None = None
 
 
 @contextmanager
@@ -147,8 +136,8 @@ def without(
             "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
             together; a bundled model brings them for "attention" and "all", otherwise they are fitted on entering,
             which takes minutes (pass `divisors` of what this yields to use them again). A mapping from names of norms:
-            constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (`matched`
-            is then False).
+            constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (a change of
+            the loss then mixes the loss of scaling with a change of size).
         tokens: tokens that the first three are measured or fitted on, [batch pos], or a list of rows of their own
             lengths. None: the prompts that `analyze` measures by default.
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
@@ -187,22 +176,17 @@ def without(
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
     _refuse_twice(originals)
     terms = [norm for norm in chosen if VARIANTS[variant].effect(norm)]
-    make = None if readers is None else partial(HeadEdit, readers)
-    prove(hooked, terms, make=make, kind=None if readers is None else readers.kind)
-    slow = isinstance(scale, str) and scale == OPTIMAL
-    with announced("fitting loss-optimal constants: minutes" if slow else "measuring the constants of norms"):
-        divisors = _divisors(hooked, norms, chosen, variant, scale, tokens)
+    prove(hooked, terms, readers)
+    divisors = _divisors(hooked, norms, chosen, variant, scale, tokens)
     no_ops = {n.name: reason for n in chosen if (reason := no_op(n, variant))}
     _warn(hooked, what, chosen, no_ops)
-    edits: list[Edit] = [
-        _edit(NormEdit.of(norm, variant, _pair(divisors.get(norm.name)), f"without {what!r}"), own, make)
-        for norm, own in zip(chosen, originals, strict=True)
-        if norm in terms
-    ]
-    pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
-    matched = not divisors or isinstance(scale, str | Mapping)
+    edits: list[Edit] = []
+    for norm, own in zip(chosen, originals, strict=True):
+        edit = NormEdit.of(norm, variant, _pair(divisors.get(norm.name)), f"without {what!r}")
+        if norm in terms:
+            edits.append(_at_output(edit, own) if readers is None else HeadEdit(readers, norm, edit))
     with installed(target, edits):
-        yield Intervention(variant, tuple(n.name for n in chosen), divisors, matched, no_ops, only, pairs)
+        yield Intervention(variant, tuple(n.name for n in chosen), divisors, no_ops)
 
 
 def _chosen(model: object, what: object, sites: str | Sequence[str]) -> tuple[HookedModel, str, list[Norm], list[Norm]]:
@@ -218,10 +202,8 @@ def _pair(constant: Constant | None) -> Tensor | None:
     return None if constant is None else constant.pair
 
 
-def _edit(edit: NormEdit | Held, own: Norm, make: Callable[[Any], Edit] | None = None) -> Edit:
-    """Return an edit as it is installed: for some readers, or (a norm without hook points) at the norm's output."""
-    if make is not None:
-        return make(edit)
+def _at_output(edit: NormEdit | Held, own: Norm) -> Edit:
+    """Return an edit as it is installed: of a norm without hook points (`own` is another module) at its output."""
     return edit if own is edit.norm else OutputEdit(own, edit)
 
 
@@ -345,9 +327,10 @@ def _warn(model: HookedModel, what: str, chosen: Sequence[Norm], no_ops: Mapping
         where = "every norm" if len(no_ops) == len(chosen) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    if dropout := active_dropout(model):
-        warnings.warn(f"dropout is on (at {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    if any(m.training and getattr(m, "gradient_checkpointing", False) is True for m in modules_of(model)):
+    modules = structure_of(model).modules
+    if dropout := active_dropout(modules):
+        warnings.warn(f"dropout is on (in {dropout}), so every pass differs: model.eval()", stacklevel=4)
+    if any(getattr(m, "gradient_checkpointing", False) is True and m.training for m in modules if m is not None):
         warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
@@ -449,13 +432,11 @@ class _Linearized:
             LostEditError: at some norm the edit does not reach the output; names it.
         """
         hooked = check_model(model)
-        norms = _all_norms(hooked)
-        given = _given(norms, sigma)
-        target, originals = _targets(model, hooked, norms)
+        norms, held, given = _held(hooked, sigma)
+        target, originals = _targets(model, hooked, held)
         _refuse_twice(originals, holds=True)
-        pairs = [(n, own) for n, own in zip(norms, originals, strict=True) if n.scales or n.name in given]
-        prove(hooked, [norm for norm, _ in pairs])
-        with installed(target, [_edit(Held(norm, given.get(norm.name)), own) for norm, own in pairs]):
+        edits = [Held(norm, given.get(norm.name)) for norm in held]
+        with installed(target, [_at_output(edit, own) for edit, own in zip(edits, originals, strict=True)]):
             yield tuple(n.name for n in norms)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
@@ -502,11 +483,7 @@ def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
     """
-    hooked = check_model(model)
-    norms = _all_norms(hooked)
-    given = _given(norms, sigma)
-    held = [norm for norm in norms if norm.scales or norm.name in given]
-    prove(hooked, held)
+    _, held, given = _held(check_model(model), sigma)
 
     def hold(norm: Norm, scale: Tensor, hook: Any) -> Tensor:
         if norm.name not in given:
@@ -559,17 +536,25 @@ def _all_norms(model: HookedModel) -> list[Norm]:
     return norms
 
 
-def _given(norms: Sequence[Norm], sigma: Sigma) -> dict[str, Tensor]:
-    if isinstance(sigma, str) and sigma == OWN:
-        return {}
-    if not isinstance(sigma, Mapping):
-        raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
-    names = [n.name for n in norms]
-    for name, value in sigma.items():
-        if name not in names:
-            raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise InterventionError(f"sigma of {name} must be a tensor with a number per token, got {value!r}")
-        if not bool(((value > 0) & torch.isfinite(value)).all()):
-            raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
-    return {name: value.detach() for name, value in sigma.items()}
+def _held(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dict[str, Tensor]]:
+    """Return the model's norms, those whose sigma is held, and the sigmas of another run by name.
+
+    Raises:
+        InterventionError, LostEditError: as `linearized`.
+    """
+    norms, given = _all_norms(model), dict[str, Tensor]()
+    if not (isinstance(sigma, str) and sigma == OWN):
+        if not isinstance(sigma, Mapping):
+            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
+        names = [n.name for n in norms]
+        for name, value in sigma.items():
+            if name not in names:
+                raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                raise InterventionError(f"sigma of {name} must be a tensor with a number per token, got {value!r}")
+            if not bool(((value > 0) & torch.isfinite(value)).all()):
+                raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
+            given[name] = value.detach()
+    held = [norm for norm in norms if norm.scales or norm.name in given]
+    prove(model, held)
+    return norms, held, given

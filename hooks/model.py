@@ -385,23 +385,14 @@ def _configs(model: HookedModel | nn.Module) -> list[Any]:
     return [getattr(model, "config", None), getattr(original, "config", None), getattr(model, "cfg", None)]
 
 
-def stretches_positions(model: HookedModel | nn.Module) -> bool:
-    """Whether rotary angles depend on how long the prompt is (Hugging Face's `longrope` and `dynamic`)."""
-    for config in _configs(model):
-        for name in ("rope_parameters", "rope_scaling"):
-            if any(kind in str(getattr(config, name, "")) for kind in ("longrope", "dynamic")):
-                return True
-    return False
-
-
-def active_dropout(model: HookedModel) -> str:
-    """Return the name of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
-    for module in modules_of(model):
-        if module.training:
-            rates = [getattr(module, "p", 0.0)] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-            rates += [getattr(module, a, 0.0) for a in ("attention_dropout", "dropout")]
-            if any(isinstance(r, float) and r > 0 for r in rates):
-                return next(name for name, other in model.named_modules() if other is module)
+def active_dropout(modules: Iterable[nn.Module | None]) -> str:
+    """Return the class of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
+    for module in modules:
+        if module is not None and module.training:
+            names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ("attention_dropout", "dropout")
+            rates = (getattr(module, name, 0.0) for name in names)
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
+                return type(module).__name__
     return ""
 
 
@@ -543,40 +534,19 @@ def whole_number(value: object, what: str, least: int | None = None, error: type
     return found
 
 
-LINE = 160  # characters of a whole line
-TEXT = 40  # of a text in it
-FEW = 4  # entries of a tuple, list or mapping that are written out
-
-
 class OneLine:
-    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of lists."""
+    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of long lists."""
 
     def __repr__(self) -> str:
         shown = [f.name for f in fields(self) if f.repr and not f.name.startswith("_")]  # type: ignore[arg-type]
-        text = f"{type(self).__name__}({', '.join(f'{name}={brief(getattr(self, name))}' for name in shown)})"
-        return text if len(text) <= LINE else text[: LINE - 2] + "…)"
+        return f"{type(self).__name__}({', '.join(f'{name}={brief(getattr(self, name))}' for name in shown)})"
 
 
 def brief(value: Any) -> str:
-    """A value in a few words."""
-    shape = getattr(value, "shape", None)
-    if shape is not None and len(shape):
-        return f"<{str(value.dtype).removeprefix('torch.')} {' × '.join(map(str, shape))}>"
-    if shape is not None:
-        return f"{value.item():.4g}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, str):
-        return repr(value if len(value) <= TEXT else value[: TEXT - 1] + "…")
-    if isinstance(value, Mapping):
-        if len(value) > FEW:
-            return f"<{len(value)} entries>"
-        return "{" + ", ".join(f"{key!r}: {brief(v)}" for key, v in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        if len(value) > FEW:
-            return f"<{len(value)} of them>"
-        inside = ", ".join(map(brief, value))
-        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
-    if callable(value):
-        return getattr(value, "__name__", type(value).__name__)
-    return " ".join(repr(value).split())
+    """Return a value in a few words."""
+    if len(getattr(value, "shape", ())):
+        return f"<{str(value.dtype).removeprefix('torch.')} {' × '.join(map(str, value.shape))}>"
+    if isinstance(value, Mapping | tuple | list) and len(value) > 4:
+        return f"<{len(value)} of them>"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"

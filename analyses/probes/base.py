@@ -56,7 +56,7 @@ from ln_probe.analyses.probes.norm_statistics import NormStatistics
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.norm import SCALING_FROZEN, Norm
-from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.task import Objective
 
 # Ranks of findings. An effect: significant, and larger than a named threshold. Described: what the prompts show,
 # without a claim beyond them. No effect: looked for and not seen, or nothing by construction.

@@ -47,7 +47,6 @@ from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, in
 from ln_probe.analyses.text import counted, with_interval
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.edits import no_op
-from ln_probe.hooks.heads import HeadEdit, Readers, z_of
 from ln_probe.hooks.model import (
     Hook,
     HookedModel,
@@ -67,10 +66,12 @@ from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm
 from ln_probe.hooks.norm_edits import (
     InterventionError,
     NormEdit,
+    Readers,
     edited_output,
     lost_edits,
+    z_of,
 )
-from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.task import Objective
 
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")
 
@@ -142,7 +143,7 @@ class HeadRuns:
                 by_norm.setdefault(site.name, {})[layer] = tuple(self.heads[layer])
             readers, norms = Readers("qkv", by_norm), list(dict.fromkeys(self.sites.values()))
             try:
-                self.lost = lost_edits(model, norms, make=partial(HeadEdit, readers), kind=readers.kind)
+                self.lost = lost_edits(model, norms, readers)
             except InterventionError as error:  # this attention has no hook points of queries, keys and values
                 self.silent = str(error)
             else:

@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ln_probe.hooks.constants import check_ids, token_rows
 from ln_probe.hooks.model import OneLine, check_model, evaluating
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream
+from ln_probe.hooks.task import check_ids, token_rows
 
 OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; sinks of real models have 20 to 1000
 MASSIVE_SIZE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al.'s definition
