@@ -27,10 +27,10 @@ from jaxtyping import Float64, Int
 from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, device_of, evaluating, vocabulary_size
+from ln_probe.hooks.model import HookedModel, device_of, evaluating, unedited, vocabulary_size
 from ln_probe.hooks.norm import VARIANTS, Norm
 from ln_probe.hooks.norm_edits import NormEdit, installed
-from ln_probe.hooks.norms import structure_of
+from ln_probe.hooks.norms import Structure
 from ln_probe.hooks.stream import stream
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
 
@@ -115,17 +115,18 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
     return means
 
 
-def default_means(model: HookedModel, norms: Sequence[Norm]) -> Mapping[str, Constant]:
+def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> Mapping[str, Constant]:
     """Return the mean sigmas of norms over the model's default prompts.
 
     They are measured again where the modules, a parameter (its place, or the count of in-place edits that PyTorch
     keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: pass `tokens` then.
     """
-    structure = structure_of(model)
-    weights = [(p.data_ptr(), -1 if p.is_inference() else p._version) for _, p in model.named_parameters()]
+    parameters = [p for m in structure.modules if m is not None for p in m._parameters.values() if p is not None]
+    weights = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
     origin = tokenizer_of(model), bundled_prompts(model), weights
     if structure.constants is None or structure.constants[0] != origin:
-        structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
+        with unedited(model):
+            structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
     known: Mapping[str, Constant] = structure.constants[1]
     return known
 

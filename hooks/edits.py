@@ -73,7 +73,7 @@ from ln_probe.hooks.norm_edits import (
     prove,
     sigma_per_token,
 )
-from ln_probe.hooks.norms import norms_of, structure_of
+from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.stream import ActivationError
 from ln_probe.hooks.task import Rows, check_tokens, default_tokens, token_batch
 
@@ -167,39 +167,62 @@ def without(
     """
     if isinstance(scale, str) and scale == OPTIMAL and (only is not None or heads is not None):
         raise InterventionError('scale="optimal" is fitted for all readers of a norm: leave out only and heads')
-    hooked, variant, norms, chosen = _chosen(model, what, sites)
-    readers = readers_of(hooked, norms, sites, only, heads)
-    if readers is not None:
-        chosen = choose(norms, list(readers.heads))
-    target, originals = _targets(model, hooked, chosen)
-    if readers is not None and target is not hooked:
+    choice = _choice(model, what, sites, only, heads)
+    target, originals = _targets(model, choice.model, choice.norms)
+    if choice.readers is not None and target is not choice.model:
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
     _refuse_twice(originals)
-    terms = [norm for norm in chosen if VARIANTS[variant].effect(norm)]
-    prove(hooked, terms, readers)
-    divisors = _divisors(hooked, norms, chosen, variant, scale, tokens)
-    no_ops = {n.name: reason for n in chosen if (reason := no_op(n, variant))}
-    _warn(hooked, what, chosen, no_ops)
-    edits: list[Edit] = []
-    for norm, own in zip(chosen, originals, strict=True):
-        edit = NormEdit.of(norm, variant, _pair(divisors.get(norm.name)), f"without {what!r}")
-        if norm in terms:
-            edits.append(_at_output(edit, own) if readers is None else HeadEdit(readers, norm, edit))
+    constants = _constants(choice, scale, tokens)
+    no_ops = {n.name: reason for n in choice.norms if (reason := no_op(n, choice.variant))}
+    _warn(what, choice, no_ops)
+    edits, pairs = list[Edit](), {name: constant.pair for name, constant in constants.items()}
+    for norm, own in zip(choice.norms, originals, strict=True):
+        edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name), f"without {what!r}")
+        if norm.name not in no_ops:
+            edits.append(_at_output(edit, own) if choice.readers is None else HeadEdit(choice.readers, norm, edit))
     with installed(target, edits):
-        yield Intervention(variant, tuple(n.name for n in chosen), divisors, no_ops)
+        yield Intervention(choice.variant, tuple(n.name for n in choice.norms), constants, no_ops)
 
 
-def _chosen(model: object, what: object, sites: str | Sequence[str]) -> tuple[HookedModel, str, list[Norm], list[Norm]]:
-    """Return the hooked model, the variant's name, all norms and those that are edited."""
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """The norms of a hooked model that are edited.
+
+    Attributes:
+        every: the model's norms.
+        norms: those that are edited.
+        readers: who alone sees the edit; None: everything that reads them.
+    """
+
+    model: HookedModel
+    structure: Structure
+    variant: str
+    every: list[Norm]
+    norms: list[Norm]
+    readers: Readers | None
+
+
+def _choice(
+    model: object,
+    what: object,
+    sites: str | Sequence[str],
+    only: str | None = None,
+    heads: Sequence[tuple[int, int]] | None = None,
+) -> _Choice:
+    """Return what the arguments of `without` say.
+
+    Raises:
+        TypeError, InterventionError, LostEditError: as `without`.
+    """
     if not isinstance(what, str) or what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
-    hooked = check_model(model)
-    norms = norms_of(hooked)
-    return hooked, VARIANT_WITHOUT[what], norms, choose(norms, sites)
-
-
-def _pair(constant: Constant | None) -> Tensor | None:
-    return None if constant is None else constant.pair
+    hooked, variant = check_model(model), VARIANT_WITHOUT[what]
+    structure = structure_of(hooked)
+    every = norms_of(hooked, structure)
+    readers = readers_of(hooked, every, sites, only, heads)
+    norms = choose(every, sites if readers is None else list(readers.heads))
+    prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure, readers)
+    return _Choice(hooked, structure, variant, every, norms, readers)
 
 
 def _at_output(edit: NormEdit | Held, own: Norm) -> Edit:
@@ -267,70 +290,54 @@ def _refuse_twice(norms: Sequence[Norm], *, holds: bool = False) -> None:
             raise InterventionError(f"{norm.name} is already under {active[0].label}: leave that `with` block first")
 
 
-def _divisors(
-    model: HookedModel,
-    norms: Sequence[Norm],
-    chosen: Sequence[Norm],
-    variant: str,
-    scale: str | float | Tensor | Mapping[str, object],
-    tokens: Rows | None,
+def _constants(
+    choice: _Choice, scale: str | float | Tensor | Mapping[str, object], tokens: Rows | None
 ) -> dict[str, Constant]:
     """Return what each of these norms that scales divides by instead of its sigma.
 
     Raises:
         InterventionError: an unknown scale, tokens that are not used, or constants that are missing or not positive.
     """
-    frozen = [n for n in chosen if VARIANTS[variant].takes_scaling(n)]
+    model, variant = choice.model, VARIANTS[choice.variant]
+    frozen = [n for n in choice.norms if variant.takes_scaling(n)]
     given = None if tokens is None else check_tokens(model, tokens)
     if given is not None and not (isinstance(scale, str) and scale in SCALES):
         raise InterventionError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
-    names = [n.name for n in norms]
+    names = [n.name for n in choice.every]
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
 
     def measure() -> Mapping[str, Constant]:
+        if given is None:
+            return default_means(model, choice.every, choice.structure)
         with unedited(model):
-            if given is not None:
-                return mean_sigmas(model, frozen, given)
-            return default_means(model, norms)
+            return mean_sigmas(model, frozen, given)
 
     try:
-        if isinstance(scale, str) and scale == OPTIMAL:
-            return _optimal(model, chosen, frozen, variant, given, measure) if frozen else {}
-        return divisors_of(scale, [n.name for n in frozen], measure)
+        if not (isinstance(scale, str) and scale == OPTIMAL):
+            return divisors_of(scale, [n.name for n in frozen], measure)
+        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
+        own = next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)
+        if not frozen or (own is not None and given is None and choice.variant == VARIANT_WITHOUT["scaling"]):
+            return dict(own or {})
+        with unedited(model):
+            prompts = default_tokens(model) if given is None else given
+            return fit(model, choice.norms, prompts, start=measure(), variant=choice.variant)
     except ActivationError:
         raise
     except ValueError as error:
         raise InterventionError(str(error)) from None
 
 
-def _optimal(
-    model: HookedModel,
-    chosen: Sequence[Norm],
-    frozen: Sequence[Norm],
-    variant: str,
-    given: Sequence[Int[Tensor, " _"]] | None,
-    measure: Callable[[], Mapping[str, Constant]],
-) -> dict[str, Constant]:
-    """Return the loss-optimal constants that the model brings for these norms, or those of a fit."""
-    if given is None and variant == VARIANT_WITHOUT["scaling"]:
-        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
-        if (own := next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)) is not None:
-            return dict(own)
-    prompts = default_tokens(model) if given is None else given
-    with unedited(model):
-        return fit(model, chosen, prompts, start=measure(), variant=variant)
-
-
-def _warn(model: HookedModel, what: str, chosen: Sequence[Norm], no_ops: Mapping[str, str]) -> None:
+def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
     if no_ops:
-        where = "every norm" if len(no_ops) == len(chosen) else some(list(no_ops))
+        where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    modules = structure_of(model).modules
+    modules = choice.structure.modules
     if dropout := active_dropout(modules):
         warnings.warn(f"dropout is on (in {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    if any(getattr(m, "gradient_checkpointing", False) is True and m.training for m in modules if m is not None):
+    if any(m.training and vars(m).get("gradient_checkpointing") is True for m in modules if m is not None):
         warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
@@ -515,23 +522,20 @@ def edit_hooks(
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))
     """
-    hooked, variant, norms, chosen = _chosen(model, what, sites)
-    terms = [norm for norm in chosen if VARIANTS[variant].effect(norm)]
-    prove(hooked, terms)
-    divisors = _divisors(hooked, norms, chosen, variant, scale, tokens)
+    choice = _choice(model, what, sites)
+    pairs = {name: constant.pair for name, constant in _constants(choice, scale, tokens).items()}
     hooks: FwdHooks = []
-    for norm in terms:
-        edit = NormEdit.of(norm, variant, _pair(divisors.get(norm.name)))
-        if edit.adds_mean is not None and "hook_in" not in dict(norm.module.named_children()):
+    for norm in (norm for norm in choice.norms if not no_op(norm, choice.variant)):
+        edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name))
+        if edit.adds_mean is not None and "hook_in" not in norm.module._modules:
             raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
         edit.positions.direct = True  # every pass begins at position 0
         hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks()]
     return hooks
 
 
-def _all_norms(model: HookedModel) -> list[Norm]:
-    norms = norms_of(model)
-    if not norms:
+def _all_norms(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
+    if not (norms := norms_of(model, structure)):
         raise InterventionError("the model has no normalization: it is linear there already")
     return norms
 
@@ -542,7 +546,8 @@ def _held(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dic
     Raises:
         InterventionError, LostEditError: as `linearized`.
     """
-    norms, given = _all_norms(model), dict[str, Tensor]()
+    structure = structure_of(model)
+    norms, given = _all_norms(model, structure), dict[str, Tensor]()
     if not (isinstance(sigma, str) and sigma == OWN):
         if not isinstance(sigma, Mapping):
             raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
@@ -556,5 +561,5 @@ def _held(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dic
                 raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
             given[name] = value.detach()
     held = [norm for norm in norms if norm.scales or norm.name in given]
-    prove(model, held)
+    prove(model, held, structure)
     return norms, held, given

@@ -288,8 +288,9 @@ def register_edit(module: nn.Module, edit: Any, stack: ExitStack) -> None:
 def unedited(model: HookedModel | nn.Module) -> Iterator[None]:
     """Run without edits and without the hooks of users at hook points: for passes over tokens of ours."""
     modules = modules_of(model)
-    edits = [edit for module in modules for edit in edits_on(module) if not edit.suspended]
-    points = [m for m in modules if getattr(m, "fwd_hooks", None) or getattr(m, "bwd_hooks", None)]
+    own = set(modules)
+    edits = [e for module, some in list(_EDITS.items()) if some and module in own for e in some if not e.suspended]
+    points = [m for m in modules if vars(m).get("fwd_hooks") or vars(m).get("bwd_hooks")]
     names = ("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")
     before = [(point, {name: vars(point)[name] for name in names}) for point in points]
     try:
@@ -534,12 +535,16 @@ def whole_number(value: object, what: str, least: int | None = None, error: type
     return found
 
 
+LINE = 160  # characters of a whole line
+
+
 class OneLine:
     """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of long lists."""
 
     def __repr__(self) -> str:
         shown = [f.name for f in fields(self) if f.repr and not f.name.startswith("_")]  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{name}={brief(getattr(self, name))}' for name in shown)})"
+        text = f"{type(self).__name__}({', '.join(f'{name}={brief(getattr(self, name))}' for name in shown)})"
+        return text if len(text) <= LINE else text[: LINE - 2] + "…)"
 
 
 def brief(value: Any) -> str:

@@ -35,7 +35,7 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
-from ln_probe.hooks.norms import lost_leaves, short_pass, structure_of
+from ln_probe.hooks.norms import Structure, lost_leaves, short_pass, structure_of
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in", "use_attn_result")
@@ -650,7 +650,9 @@ def _bridge_may_recompute() -> Iterator[None]:
             warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
-def lost_edits(model: HookedModel, norms: Sequence[Norm], readers: Readers | None = None) -> dict[str, str]:
+def lost_edits(
+    model: HookedModel, norms: Sequence[Norm], readers: Readers | None = None, structure: Structure | None = None
+) -> dict[str, str]:
     """Return the norms at which an edit does not reach the model's output, each with the probable cause.
 
     Costs nothing beside `find_norms`; with readers a forward and a backward pass over two tokens, the first time.
@@ -659,8 +661,9 @@ def lost_edits(model: HookedModel, norms: Sequence[Norm], readers: Readers | Non
         model: any hooked model.
         norms: some of its norms.
         readers: those that alone see the edit; None: all.
+        structure: as `structure_of` has just given it.
     """
-    structure = structure_of(model)
+    structure = structure_of(model) if structure is None else structure
     if readers is None:
         return {n.name: structure.lost[n.name] for n in norms if n.name in structure.lost}
     proved = structure.proved.setdefault(readers.kind, set())
@@ -678,8 +681,8 @@ def lost_edits(model: HookedModel, norms: Sequence[Norm], readers: Readers | Non
     return lost
 
 
-def prove(model: HookedModel, norms: Sequence[Norm], readers: Readers | None = None) -> None:
+def prove(model: HookedModel, norms: Sequence[Norm], structure: Structure, readers: Readers | None = None) -> None:
     """Raise LostEditError if an edit of one of these norms does not reach the output (`lost_edits`)."""
-    if lost := lost_edits(model, norms, readers):
+    if lost := lost_edits(model, norms, readers, structure):
         more = f" (and at {len(lost) - 1} more norms)" if len(lost) > 1 else ""
         raise LostEditError(next(iter(lost.values())) + more)

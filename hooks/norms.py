@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,15 +66,15 @@ def find_norms(model: object) -> list[Norm]:
     return norms_of(check_model(model))
 
 
-def norms_of(model: HookedModel) -> list[Norm]:
-    """Return `find_norms` of a model that `check_model` has returned."""
-    return [norm for norm in attention_inputs(model) if not norm.is_identity]
+def norms_of(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
+    """Return `find_norms` of a model that `check_model` has returned; `structure`: as `structure_of` has just given."""
+    return [norm for norm in attention_inputs(model, structure) if not norm.is_identity]
 
 
-def attention_inputs(model: HookedModel) -> list[Norm]:
+def attention_inputs(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
     """Return the norms of a model, and for every block whose attention reads the stream itself an identity."""
     whole, norms = cast(nn.Module, model), list[Norm]()
-    for path, fields in structure_of(model).norms:
+    for path, fields in (structure_of(model) if structure is None else structure).norms:
         module, owner = whole.get_submodule(path), fields.get("eps_owner")
         place = None if owner is None else (eps_owners(module, model)[owner[0]], owner[1])
         norms.append(Norm(module=module, **(fields | {"eps_owner": place})))
@@ -159,10 +159,10 @@ def short_pass(model: HookedModel) -> Iterator[Tensor]:
         warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
         try:
             yield probe_tokens(model, TOKENS)[None].to(device_of(model))
-        finally:  # what a pass with gradients left on modules (a bridge's attention): a model with it has no copy
-            for module in modules_of(model):
-                graph = {k: v for k, v in vars(module).items() if isinstance(v, Tensor) and v.grad_fn is not None}
-                vars(module).update({name: value.detach() for name, value in graph.items()})
+        finally:  # what a pass with gradients left on a bridge's attention: a model with it has no copy
+            for attn in attentions(model).values():
+                graph = {k: v for k, v in vars(attn).items() if isinstance(v, Tensor) and v.grad_fn is not None}
+                vars(attn).update({name: value.detach() for name, value in graph.items()})
 
 
 def lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
@@ -178,7 +178,7 @@ def lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict[
         if not isinstance(logits, Tensor):
             raise RuntimeError(f"it returns {type(logits).__name__}")
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
-        gradients = torch.autograd.grad((logits * weights).sum(), [leaf for _, leaf in each], allow_unused=True)
+        gradients = torch.autograd.grad(logits, [leaf for _, leaf in each], weights, allow_unused=True)
         reached = {n for (n, _), g in zip(each, gradients, strict=True) if g is not None and bool(g.any())}
         reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
     except RuntimeError as error:
@@ -191,15 +191,15 @@ def lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict[
     }
 
 
-def norm_modules(model: HookedModel | nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that normalize, by hook name, in the order of `named_modules`."""
-    modules: dict[str, nn.Module] = {}
-    for _, module in model.named_modules():
+def norm_modules(modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return those modules that normalize, by hook name."""
+    norms: dict[str, nn.Module] = {}
+    for module in modules:
         children = module._modules
         name = getattr(children.get("hook_scale"), "name", None)
         if name and "hook_normalized" in children:
-            modules.setdefault(str(name).rsplit(".", 1)[0], module)
-    return modules
+            norms.setdefault(str(name).rsplit(".", 1)[0], module)
+    return norms
 
 
 def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, str]]:
@@ -209,12 +209,12 @@ def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[
     Raises:
         NormError, UnknownNormError: as `find_norms`.
     """
-    modules = norm_modules(model)
-    paths = {id(module): path for path, module in cast(nn.Module, model).named_modules()}
+    paths = {module: path for path, module in model.named_modules()}
+    modules = norm_modules(paths)
     fields: list[tuple[str, dict[str, Any]]] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
     with short_pass(model) as tokens:
-        seen = _ShortPass(model, modules, _other_modules(model, modules), tokens)
+        seen = _ShortPass(model, modules, _other_modules(model, modules, paths), tokens)
         for name, module in sorted(modules.items(), key=lambda item: seen.order.get(item[0], len(seen.order))):
             d = int(seen.inputs[name].shape[-1]) if name in seen.inputs else int(model.cfg.d_model)
             readers = seen.readers.get(name, [])
@@ -223,7 +223,7 @@ def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[
             alike = d, _likeness(module)
             if alike not in formulas:
                 formulas[alike] = formula_of(name, module, model, d)
-            fields.append((paths[id(module)], {**place, "reads": _reads(name, readers), **formulas[alike]}))
+            fields.append((paths[module], {**place, "reads": _reads(name, readers), **formulas[alike]}))
     for name in (n for n in seen.order if n not in modules and any(r != "unembed" for r, _ in seen.readers[n])):
         raise UnknownNormError(
             f"{name} stands where a norm would and has no hook points of a norm: ln_probe cannot measure this model"
@@ -239,7 +239,7 @@ def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[
                 )
             place = {"name": f"blocks.{layer}.attn", "layer": layer, "attention_layers": (layer,)}
             rest = {"kind": "none", "reads": "attention", "d": d, "is_identity": True}
-            fields.append((paths[id(attn)], {**place, **rest}))
+            fields.append((paths[attn], {**place, **rest}))
     return fields, seen.lost
 
 
@@ -333,31 +333,28 @@ def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:
 
 
 def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tuple[Reader, nn.Module]]:
-    """Yield every module inside attention, MLPs and the unembedding but norms, with the reader it belongs to."""
+    """Yield attention, MLPs, the unembedding and what inside them has weights but norms, with the reader of each."""
     roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in attentions(model).items()]
     roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks(model))]
     roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
     done = {id(module) for module in norms.values()}
     for reader, root in roots:  # a bridge's MLP may wrap the whole block (OPT): attention comes first and keeps its own
-        for module in root.modules() if isinstance(root, nn.Module) else ():
-            if id(module) not in done and type(module).__name__ != "HookPoint":
+        for module in modules_of(root) if isinstance(root, nn.Module) else ():
+            if id(module) not in done and (module is root or module._parameters):
                 done.add(id(module))
                 yield reader, module
 
 
-def _other_modules(model: HookedModel, norms: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _other_modules(
+    model: HookedModel, norms: Mapping[str, nn.Module], paths: Mapping[nn.Module, str]
+) -> dict[str, nn.Module]:
     """Return modules that may stand where a norm would: outside attention, MLPs and known norms, and around none."""
     roots = [getattr(b, part, None) for b in blocks(model) for part in ("attn", "mlp")]
     roots += [getattr(model, name, None) for name in ("embed", "pos_embed", "unembed")]
     parts = [r for r in (*roots, *norms.values()) if isinstance(r, nn.Module)]
-    inside, known = {id(m) for r in parts for m in r.modules()}, {id(r) for r in parts}
-    return {
-        plain_path(path): module
-        for path, module in model.named_modules()  # (gives each module once)
-        if id(module) not in inside
-        and type(module).__name__ != "HookPoint"
-        and not any(id(m) in known for m in module.modules())
-    }
+    inside, known = {m for part in parts for m in modules_of(part)}, set(parts)
+    outside = (m for m in paths if m not in inside and type(m).__name__ != "HookPoint")
+    return {plain_path(paths[m]): m for m in outside if known.isdisjoint(modules_of(m))}
 
 
 def _reads(name: str, readers: Sequence[Reader]) -> str:
