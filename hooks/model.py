@@ -73,28 +73,39 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 def check_weights(model: nn.Module) -> None:
     """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
     that has no float64."""
-    modules = modules_of(model)
+    modules, packed = modules_of(model), ""
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    devices = {p.device: "" for p in parameters}
     for kind in dict.fromkeys(map(type, modules)):
         if _QUANTIZED.search(name := f"{kind.__module__}.{kind.__name__}"):
             path = next(path for path, module in model.named_modules() if type(module) is kind)
-            raise ValueError(_quantized(f"{plain_path(path)} is a {name}"))
-    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-    devices = {p.device for p in parameters}
-    formats = all(p.dtype in _MEASURABLE for p in parameters)
-    if formats and len(devices) <= 1 and not any(d.type in ("meta", "mps") for d in devices):
+            packed = packed or f"{plain_path(path)} is a {name}"
+    measurable = all(p.dtype in _MEASURABLE for p in parameters) and not any(map(device_obstacle, devices))
+    if measurable and not packed and len(devices) <= 1:
         return
-    first: dict[torch.device, str] = {}
     for path, parameter in model.named_parameters():
         if parameter.dtype not in _MEASURABLE:
-            raise ValueError(_quantized(f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"))
-        first.setdefault(parameter.device, plain_path(path))
-    if (meta := first.get(torch.device("meta"))) is not None:
-        raise ValueError(f"the model has no weights to measure: {meta} is on the meta device. Load it onto a real one")
-    for device, name in first.items():
+            packed = packed or f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"
+        devices[parameter.device] = devices[parameter.device] or plain_path(path)
+    if packed:
+        raise ValueError(
+            f"the model's weights are quantized ({packed}): norms, keys and margins are measured on floating-point "
+            "weights. Load it unquantized (float32, bfloat16, float16; load_model unpacks a .gguf file)"
+        )
+    for device, name in devices.items():
         if obstacle := device_obstacle(device):
-            raise ValueError(f"{name} is on {device}: {obstacle}. Move the model first: model.to('cpu')")
-    where = ", ".join(f"{name} on {device}" for device, name in first.items())
+            raise ValueError(f"{name} is on {device}: {obstacle}. Move or load the model onto a real device first")
+    where = ", ".join(f"{name} on {device}" for device, name in devices.items())
     raise ValueError(f"the model's weights are on several devices ({where}): move it to one")
+
+
+def device_obstacle(device: torch.device) -> str:
+    """Return why nothing can be measured on a device; empty if it can."""
+    reasons = {
+        "mps": "Apple's MPS computes no float64, in which ln_probe measures keys, queries and norms",
+        "meta": "there the model has no weights to measure",
+    }
+    return reasons.get(device.type, "")
 
 
 def modules_of(model: object) -> list[nn.Module]:
@@ -115,32 +126,12 @@ def plain_path(path: str) -> str:
     return path.replace("_original_component.", "")
 
 
-def device_obstacle(device: torch.device) -> str:
-    """Why nothing can be measured on a device; empty if it can."""
-    if device.type == "mps":
-        return "Apple's MPS computes no float64, in which ln_probe measures keys, queries and norms"
-    return ""
-
-
-def _quantized(what: str) -> str:
-    return (
-        f"the model's weights are quantized ({what}): norms, keys and margins are measured on floating-point weights. "
-        "Load it unquantized (float32, bfloat16, float16; a .gguf file is unpacked by ln_probe.load_model)"
-    )
-
-
-def world(model: object) -> str:
-    """`HookedTransformer`, `TransformerBridge`, or the class name of another hooked model."""
-    names = [c.__name__ for c in type(model).__mro__]
-    return next((n for n in names if n in ("HookedTransformer", "TransformerBridge")), names[0])
-
-
 def blocks(model: HookedModel | nn.Module) -> Sequence[nn.Module]:
     return list(getattr(model, "blocks", ()))
 
 
 def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
-    """The attention modules of a model, by layer; blocks without attention are left out."""
+    """Return the attention modules of a model, by layer; blocks without attention are left out."""
     each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks(model)))
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
 
@@ -414,6 +405,13 @@ def logit_factor(model: HookedModel) -> float:
 _SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4}
 _SAME_LOGITS_HALF = 1e-1
 _COMPARED = 8  # tokens
+_WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+
+def is_hugging_face(model: object) -> bool:
+    """Return whether this is a plain Hugging Face model; imports nothing."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def same_weights(model: nn.Module) -> Any:
@@ -441,22 +439,10 @@ def complete_biases(model: nn.Module) -> tuple[str, ...]:
 
 
 def complete_token_ids(config: Any) -> None:
-    """Give a config the ids of special tokens that it lacks, as None.
-
-    TransformerLens and some of transformers' own models read them without a default.
-    """
+    """Give a config the ids of special tokens that it lacks, as None: transformers reads some without a default."""
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if not hasattr(config, name):
             setattr(config, name, None)
-
-
-def is_hugging_face(model: object) -> bool:
-    """Return whether this is a plain Hugging Face model; imports nothing."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
-_WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
 def wrapped(model: Any) -> nn.Module:
@@ -467,16 +453,21 @@ def wrapped(model: Any) -> nn.Module:
     Raises:
         ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits.
     """
-    off = math.inf
-    for bridge in (_WRAPPED.get(model), None):
-        made = _bridge_of(model) if bridge is None else bridge
-        off = _logit_difference(model, made)
-        if off <= _SAME_LOGITS.get(dtype_of(model), _SAME_LOGITS_HALF):
-            _WRAPPED[model] = made.train(model.training)
-            return made
+    difference = math.inf
+    for known in (_WRAPPED.get(model), None):
+        bridge = _bridge_of(model) if known is None else known
+        tokens = probe_tokens(cast(HookedModel, bridge), _COMPARED)[None].to(device_of(model))
+        with torch.no_grad(), evaluating(model), evaluating(bridge):
+            own, logits = getattr(model(tokens), "logits", None), bridge(tokens, return_type="logits")
+        difference = 0.0
+        if own is not None and isinstance(logits, Tensor) and own.shape == logits.shape:
+            difference = float((logits - own).abs().max() / own.abs().max().clamp_min(1e-12))
+        if difference <= _SAME_LOGITS.get(dtype_of(model), _SAME_LOGITS_HALF):
+            _WRAPPED[model] = bridge.train(model.training)
+            return bridge
     raise ValueError(
-        f"the bridge around this {type(model).__name__} computes other logits ({off:.1e} of the largest): save the "
-        "model and load it with ln_probe.load_model"
+        f"the bridge around this {type(model).__name__} computes other logits ({difference:.1e} of the largest): save "
+        "the model and load it with ln_probe.load_model"
     )
 
 
@@ -494,16 +485,6 @@ def _bridge_of(model: Any) -> nn.Module:
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
         raise ValueError(f"TransformerLens has no bridge for this {type(model).__name__}: {error}") from error
     return bridge
-
-
-def _logit_difference(model: Any, bridge: Any) -> float:
-    """Return the largest difference of logits on a few tokens, relative to the largest; 0 where there are no logits."""
-    tokens = probe_tokens(bridge, _COMPARED)[None].to(device_of(model))
-    with torch.no_grad(), evaluating(model), evaluating(bridge):
-        own, other = getattr(model(tokens), "logits", None), bridge(tokens, return_type="logits")
-    if own is None or not isinstance(other, Tensor) or own.shape != other.shape:
-        return 0.0
-    return float((other - own).abs().max() / own.abs().max().clamp_min(1e-12))
 
 
 def original_module(model: nn.Module, module: nn.Module) -> nn.Module:
