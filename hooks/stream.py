@@ -427,12 +427,13 @@ class CachedPrompts:
         """
         rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
         wanted = {source for at in passed for source in wiring.at(at)}
-        names = {
-            source: [module.name] if getattr(module, "name", None) else [f"blocks.{source.layer}.hook_mlp_out"]
-            for source, module in watched(self.model)
-            if source in wanted
-        }
-        seen = {source: self._rows(*map(str, of_source))[rows].cpu() for source, of_source in names.items()}
+        seen: dict[Source, Tensor] = {}
+        for source, module in watched(self.model):
+            if source in wanted:
+                block = f"blocks.{source.layer}"
+                of_mlp = [f"{block}.mlp.hook_out", f"{block}.hook_mlp_out"]
+                names = [str(module.name)] if hasattr(module, "fwd_hooks") else of_mlp
+                seen[source] = self._rows(*names)[rows].cpu()
         inputs = {name: self._rows(*self._input_of(name))[rows].cpu() for name in passed}
         shown = {name: self._rows(name)[rows].cpu() for name in points}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
