@@ -265,7 +265,7 @@ def _load_checkpoint(
 
 def lab_step(revision: str) -> int:
     """Return the training step that a lab run's revision names."""
-    step = step_named(revision)
+    step = int(revision) if revision.isdecimal() else step_named(revision)
     if step is None:
         raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
     return step
