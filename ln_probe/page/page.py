@@ -19,13 +19,13 @@ from ln_probe.page.figures import contrasts, unit_of
 from ln_probe.page.tables import CHOSEN, Table, figure_text, hardest_keys, table
 from ln_probe.report import Report, answers
 
-# What a finding is about, as the answer names it, and the section of the page that shows more.
+# What a finding is about, as the answer names it; the section of the page that shows more, and the table behind it.
 QUESTIONS = {
-    "loss": ("Loss", "loss"),
-    "heads": ("Heads", "heads"),
-    "keys": ("Keys", "keys"),
-    "sinks": ("Attention sinks", "table-sinks"),
-    "uniform": ("Uniform attention", "keys"),
+    "loss": ("Loss", "loss", ""),
+    "heads": ("Heads", "heads", ""),
+    "keys": ("Keys", "keys", "heads"),
+    "sinks": ("Attention sinks", "table-sinks", "sinks"),
+    "uniform": ("Uniform attention", "keys", "heads"),
 }
 
 
@@ -58,7 +58,7 @@ def report_page(report: Report, index: str = "") -> str:
         name=title_of(report.name),
         index=quote(index),
         facts=report_facts(report),
-        answers=list(_answers(report, {"heads", "keys", "loss"} | {f"table-{t.name}" for t in tables})),
+        answers=list(_answers(report)),
         loss=drawing("change", figures.loss_changes, report) if contrasts(report) else None,
         notes=(*report.notes, *report.exhibits.notes, *failures),
         heads=heads,
@@ -126,11 +126,12 @@ def _facts(report: Report) -> Iterator[str]:
         yield f"intact loss {number(measured[0].loss)} {unit_of(report)}"
 
 
-def _answers(report: Report, sections: set[str]) -> Iterator[tuple[str, str, Markup]]:
+def _answers(report: Report) -> Iterator[tuple[str, str, Markup]]:
     """Yield each question's answer: its title, the section that shows more (may be empty), and its findings."""
     for question, findings in groupby(answers(report), key=lambda finding: finding.question):
-        title, section = QUESTIONS.get(question, ("", ""))
-        yield title, section if section in sections else "", linked(" ".join(f.text for f in findings), report)
+        title, section, behind = QUESTIONS.get(question, ("", "", ""))
+        is_there = not behind or len(report.tables[behind]) > 0
+        yield title, section if is_there else "", linked(" ".join(f.text for f in findings), report)
 
 
 def _tables(report: Report) -> Iterator[Table]:
