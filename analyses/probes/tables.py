@@ -323,7 +323,17 @@ PAIRED = Table(
 def document() -> str:
     """Return `docs/columns.md`."""
     source = "Written by `python -m ln_probe.analyses.probes.tables > docs/columns.md`."
-    return f"# Columns\n\n{source}\n\n{reference((*TABLES, TOKENS, SUMMARY, PAIRED, BY_HEAD))}"
+    return f"# Columns\n\n{source}\n\n{reference(TABLES)}\n{reference_of_views(TOKENS, SUMMARY, PAIRED, BY_HEAD)}"
+
+
+def reference_of_views(*tables: Table) -> str:
+    """Return the columns of tables that are computed from a report's, as one Markdown table."""
+    lines = ["## Computed from these", ""]
+    lines += [f"- `{table.name}`: {table.about}" for table in tables]
+    lines += ["", "| table | column | unit | meaning |", "|---|---|---|---|"]
+    for table in tables:
+        lines += [f"| {table.name} | `{name}` | {unit} | {about} |" for name, (unit, about) in table.columns.items()]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
