@@ -248,9 +248,9 @@ def _data(shown: PromptAttention) -> str:
     """Pack every weight of every head; a causal pattern's weights above the diagonal are left out."""
     count = len(shown.tokens)
     rows, columns = np.tril_indices(count) if shown.causal else np.indices((count, count)).reshape(2, -1)
-    intact = shown.pattern[..., rows, columns]
+    intact = shown.intact[..., rows, columns]
     # As differences in 8 bits, most of which are small, so that they compress.
-    change = None if shown.frozen is None else shown.frozen[..., rows, columns] - intact
+    change = shown.frozen[..., rows, columns] - intact
     tokens = [shortened(visible(t), TOKEN_LENGTH).partition("… (")[0].translate(_LOOKALIKES) for t in shown.tokens]
     same = {"layers": shown.layers, "heads": shown.heads, "causal": shown.causal}
     return packed({"tokens": tokens, "intact": intact, "change": change, **same})

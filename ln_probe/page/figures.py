@@ -53,6 +53,7 @@ LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
 ROWS = 40  # models drawn in a forest plot; the table has all of them
 SIGNIFICANCE = 0.05
+MOST_STRATA = 6  # whose means are shown
 # Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing
 # sigma at one attention sink can cost tens of nats, next to which all else would look like 0.
 WIDE = 30.0
@@ -143,9 +144,9 @@ def contrasts(report: Report) -> list[Contrast]:
 
 
 def stratum_means(prompts: pd.DataFrame, sites: str, variant: str) -> dict[str, float]:
-    """Return the mean change of the loss by stratum (book); nothing where there is one stratum."""
+    """Return the mean change of the loss by stratum (book); nothing where there is one, or where each is a prompt."""
     rows = prompts[(prompts["sites"] == sites) & (prompts["variant"] == variant) & prompts["delta_loss"].notna()]
-    if "stratum" not in rows or rows["stratum"].nunique() < 2:
+    if not 2 <= rows["stratum"].nunique() < min(len(rows), MOST_STRATA + 1):
         return {}
     sums = rows.assign(total=rows["delta_loss"] * rows["n"]).groupby("stratum", sort=False)[["total", "n"]].sum()
     return {str(name): float(row["total"] / row["n"]) for name, row in sums.iterrows()}

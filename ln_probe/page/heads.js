@@ -37,7 +37,8 @@ function draw(id, attention, maxValue) {
 function show(name) {
   const place = placeOf(name);
   if (place === null) return;
-  const intact = rowsOf(place, false), frozen = patterns.change && rowsOf(place, true);
+  const intact = rowsOf(place, false), unknown = !rowsOf(place, true)[0].some(Boolean); // zeros: not known
+  const frozen = unknown ? null : rowsOf(place, true);
   // A few large weights would leave the rest white; the first query's weight of 1 says nothing.
   const sizes = [...intact.slice(1), ...(frozen ?? []).slice(1)].flat().filter(Boolean).sort((a, b) => a - b);
   const top = sizes[Math.floor(0.995 * (sizes.length - 1))] ?? 1;

@@ -6,26 +6,26 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 from urllib.parse import quote
 
 from markupsafe import Markup
 
-from ln_probe.analyses.text import counted, number, percent
-from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
+from ln_probe.analyses.text import counted, number
 from ln_probe.page import circuitsvis_script, figures, own_script, render
 from ln_probe.page.attention import attention_data, head_map, linked
 from ln_probe.page.figures import contrasts, unit_of
 from ln_probe.page.tables import CHOSEN, Table, figure_text, hardest_keys, table
 from ln_probe.report import Report, answers
 
-# What a finding is about, as the answer names it, and the section of the page that shows more.
+# What a finding is about, as the answer names it; the section of the page that shows more, and the table behind it.
 QUESTIONS = {
-    "loss": ("Loss", "loss"),
-    "heads": ("Heads", "heads"),
-    "keys": ("Keys", "keys"),
-    "sinks": ("Attention sinks", "table-sinks"),
-    "uniform": ("Uniform attention", "keys"),
+    "loss": ("Loss", "loss", ""),
+    "heads": ("Heads", "heads", ""),
+    "keys": ("Keys", "keys", "heads"),
+    "sinks": ("Attention sinks", "table-sinks", "sinks"),
+    "uniform": ("Uniform attention", "keys", "heads"),
 }
 
 
@@ -58,15 +58,14 @@ def report_page(report: Report, index: str = "") -> str:
         name=title_of(report.name),
         index=quote(index),
         facts=report_facts(report),
-        answers=list(_answers(report, {"heads", "keys", "loss"} | {f"table-{t.name}" for t in tables})),
+        answers=list(_answers(report)),
         loss=drawing("change", figures.loss_changes, report) if contrasts(report) else None,
-        by_book=_by_book(report),
         notes=(*report.notes, *report.exhibits.notes, *failures),
         heads=heads,
         first=heads.first,
         norms=drawing("depth", figures.norms_over_depth, report) if len(report.tables["layernorms"]) else None,
         keys=drawing("selection", figures.keys_over_depth, report) if len(report.tables["heads"]) else None,
-        selectable=list(_selectable_keys(report)),
+        selectable=" ".join(f.text for f in answers(report) if f.question == "keys"),
         hardest=hardest_keys(report.tables["keys"]),
         own_pictures=own_pictures,
         tables=tables,
@@ -127,36 +126,12 @@ def _facts(report: Report) -> Iterator[str]:
         yield f"intact loss {number(measured[0].loss)} {unit_of(report)}"
 
 
-def _answers(report: Report, sections: set[str]) -> Iterator[tuple[str, str, Markup]]:
-    """Yield each finding: what it is about, the section that shows more (may be empty), and its sentences."""
-    for finding in answers(report):
-        title, section = QUESTIONS.get(finding.question, ("", finding.picture))
-        yield title, section if section in sections else "", linked(finding.text, report)
-
-
-def _by_book(report: Report) -> str:
-    """Return the headline's means by book; empty where there is one book."""
-    headline = next((c for c in contrasts(report) if c.variant is SCALING_FROZEN and c.strata), None)
-    if headline is None:
-        return ""
-    means = ", ".join(f"{name} {mean:+.3f}" for name, mean in headline.strata.items())
-    return f"{headline.label}, by book: {means} {unit_of(report)}."
-
-
-def _selectable_keys(report: Report) -> Iterator[str]:
-    """Yield the share of keys that no query can select, beside what random directions give."""
-    about = report.provenance.get("selectability", {})
-    shares = report.tables["heads"].dropna(subset="unselectable").groupby("variant")["unselectable"].mean()
-    if INTACT.name not in shares:
-        return
-    of = ""
-    if {"keys_per_prompt", "d_head"} <= set(about):
-        of = f" ({about['keys_per_prompt']:.0f} keys of {about['d_head']} dimensions per prompt and head)"
-    yield f"{percent(float(shares[INTACT.name]))} of keys can be selected by no query{of}."
-    if SCALING_FROZEN.name in shares:
-        yield f"With scaling frozen: {percent(float(shares[SCALING_FROZEN.name]))}."
-    if (random := about.get("random_unselectable")) is not None:
-        yield f"As many keys of random directions: {percent(random)}."
+def _answers(report: Report) -> Iterator[tuple[str, str, Markup]]:
+    """Yield each question's answer: its title, the section that shows more (may be empty), and its findings."""
+    for question, findings in groupby(answers(report), key=lambda finding: finding.question):
+        title, section, behind = QUESTIONS.get(question, ("", "", ""))
+        is_there = not behind or len(report.tables[behind]) > 0
+        yield title, section if is_there else "", linked(" ".join(f.text for f in findings), report)
 
 
 def _tables(report: Report) -> Iterator[Table]:

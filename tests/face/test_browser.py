@@ -29,17 +29,8 @@ WATCH = """() => { const given = CircuitsVis.render; window.drawn = [];
     render: (id, what, props) => { drawn.push(props); given(id, what, props); } }; }"""
 
 
-def until(view: Any, expression: str) -> None:
-    """Wait until it is true (Playwright's own waiting evaluates strings, which the page's policy forbids)."""
-    for _ in range(1200):
-        if view.page.evaluate(expression):
-            return
-        view.page.wait_for_timeout(50)
-    raise AssertionError(f"never became true: {expression}")
-
-
 def charts(view: Any) -> None:
-    until(view, "document.querySelectorAll('#intact canvas, #frozen canvas').length === 2")
+    view.until("document.querySelectorAll('#intact canvas, #frozen canvas').length === 2")
 
 
 def accessible(view: Any) -> None:
@@ -64,21 +55,21 @@ def test_a_page_is_drawn_and_used(report: Report, visit: Any) -> None:
     shown = report.exhibits.attention
     view.page.evaluate(WATCH)
     view.page.locator('button[data-name="L1H2"]').click()
-    until(view, "drawn.length === 2")
+    view.until("drawn.length === 2")
     charts(view)
     intact = view.page.evaluate("drawn[0]")
     names = [shortened(visible(t), 14).replace("<", "‹").replace(">", "›") for t in shown.tokens]
     assert intact["tokens"] == names, "the index that circuitsvis adds is the position"
     place = shown.layers.index(1), shown.heads.index(2)
     for query in (0, 5, len(names) - 1):
-        expected = (shown.pattern[place][query, : query + 1] / 255.0) ** 2
+        expected = (shown.intact[place][query, : query + 1] / 255.0) ** 2
         assert intact["attention"][query] == pytest.approx(expected.tolist(), rel=6e-3)
     assert view.page.locator("#head").inner_text() == "Attention of L1H2"
     assert view.page.evaluate("location.hash") == "#L1H2"
     view.page.keyboard.press("ArrowLeft")
     assert view.page.locator("#head").inner_text() == "Attention of L1H1"
     view.page.goto(f"{view.page.url.split('#')[0]}#L0H3")
-    until(view, "document.querySelector('#head').textContent === 'Attention of L0H3'")
+    view.until("document.querySelector('#head').textContent === 'Attention of L0H3'")
 
     table = view.page.locator("#table-keys")
     table.locator("summary").first.click()

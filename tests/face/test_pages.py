@@ -52,7 +52,7 @@ def cut(report: Report, tokens: int, heads: int, length: int) -> Report:
         length=length,
         layers=(0,),
         heads=tuple(range(heads)),
-        pattern=weights,
+        intact=weights,
         frozen=weights,
     )
     return replace(report, exhibits=replace(report.exhibits, attention=new))
@@ -129,7 +129,7 @@ def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     rows, columns = np.tril_indices(len(shown.tokens))
     shape = (len(shown.layers), len(shown.heads), len(rows))
     intact = content["intact"].reshape(shape)
-    assert np.array_equal(intact, shown.pattern[..., rows, columns])
+    assert np.array_equal(intact, shown.intact[..., rows, columns])
     frozen = (intact + content["change"].reshape(shape)) % 256
     assert np.array_equal(frozen, shown.frozen[..., rows, columns])
     assert len(content["tokens"]) == len(shown.tokens)
