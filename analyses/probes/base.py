@@ -105,7 +105,8 @@ class Run:
         prompts: token ids of each prompt.
         strings: token strings of each prompt.
         statistics: running sums over all prompts, of each norm of the measured layers.
-        seed: of resamples and samples.
+        seed: of resamples.
+        strata: what each prompt is a sample of (its book); empty: there is one stratum.
     """
 
     model: HookedModel
@@ -118,6 +119,7 @@ class Run:
     strings: Sequence[Sequence[str]] = ()
     statistics: Sequence[NormStatistics] = ()
     seed: int = 0
+    strata: Sequence[str] = ()
 
     @property
     def measured_norms(self) -> list[Norm]:
@@ -149,11 +151,13 @@ class ProbeResults:
         tables: frames by table name; where several probes fill one table, a frame has the table's key and some of its
             columns.
         notes: sentences that a reader has to know.
+        provenance: how it was measured, as plain JSON; the report has it under the probe's name.
         marks: of keys, in pictures of attention.
     """
 
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
     marks: Sequence[Marks] = ()
 
 

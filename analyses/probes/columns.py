@@ -154,44 +154,25 @@ KEYS = declare(
 CAUSAL = declare(
     "causal",
     "Interventions",
-    "A row per group of norms and variant: the model's loss with a term removed.",
+    "A row per group of norms or norm, and variant: the loss of the model with a term removed.",
     ("sites", "variant"),
     """
     sites (text): a norm, or a group: attention, mlp, final, all
-    variant (text): which terms remain: intact, no_scaling, no_projection, both_removed
-    family (text): which rows its p-values are Holm-adjusted with: primary ({attention, all} × {scaling frozen,
-        projection removed}), or an exploratory family; empty for intact
-    loss (float, nats per token, or the user's loss): mean loss; NaN where it is not applicable
-    delta_loss (float, as loss): its change against the intact model, with mean constants
-    delta_loss_low (float, as loss): lower end of its 95 % CI over prompt groups (bootstrap-t). Where a primary
-        contrast freezes scaling it includes the choice of the constants. NaN with fewer than 32 groups, and where an
-        end would lie farther from the mean than half the range of the groups' values: a few prompts then carry it
+    variant (text): which terms remain: no_scaling, no_projection, both_removed
+    family (text): rows whose p-values are Holm-adjusted together: primary, or an exploratory family
+    loss (float, as loss): mean loss
+    delta_loss (float, as loss): its change against the intact model; NaN where only estimated
+    delta_loss_low (float, as loss): lower end of its 95 % CI over prompt groups
     delta_loss_high (float, as loss): upper end of the same
-    p_mean (float): two-sided p of delta_loss being 0, from the interval's own resamples, Holm-adjusted within its
-        family; NaN where there is no interval. A change is called significant below 0.05
-    equivalence_bound (float, as loss): smallest number within which the change is equivalent to 0: its 90 % CI lies
-        between minus and plus this
-    delta_loss_median (float, as loss): median over prompts of the prompt's mean change; delta_loss is the mean over
-        all their tokens
-    delta_loss_uniform (float, as loss): delta_loss with one constant for all positions, that of the positions after
-        0: an attention sink's vectors become longer by as much as its sigma is larger; of primary contrasts
-        that freeze scaling
-    delta_loss_optimal (float, as loss): delta_loss with loss-optimal constants, fitted on the other half of the
-        prompt groups; of primary contrasts that freeze scaling; NaN where they were not fitted
-    delta_loss_optimal_low (float, as loss): lower end of its 95 % CI over prompt groups
+    p (float): two-sided p of delta_loss being 0, Holm-adjusted within its family; NaN: not tested
+    equivalence_bound (float, as loss): the change is equivalent to 0 within this
+    delta_loss_uniform (float, as loss): delta_loss with one constant for all positions
+    delta_loss_optimal (float, as loss): delta_loss with loss-optimal constants, fitted on the other half
+    delta_loss_optimal_low (float, as loss): lower end of its 95 % CI
     delta_loss_optimal_high (float, as loss): upper end of the same
-    estimate (float, as loss): second-order estimate of delta_loss from the gradients at the norm; of single norms. In a
-        large model it is all that is known of some: their delta_loss, interval and p are NaN
-    prompts_worse (int): prompts whose loss rises; NaN where only estimated
-    p_sign (float): sign test over prompt groups: of the direction of the median, not of the mean as p_mean is;
-        Holm-adjusted within its family; NaN where nothing changes by construction or there is no loss
-    kl (float, nats): KL(intact ‖ edited) of next-token distributions, mean over positions; NaN where outputs are no
-        token logits
-    top1_agreement (float, share): share of positions with the same most likely token
-    entropy_change (float): change of attention entropy over log(visible keys), mean over layers, heads, queries
-    prompts (int): prompts whose loss was taken, all where there is none: fewer for single norms than groups
-    groups (int): prompt groups that these prompts form
-    no_op (text): why nothing changes by construction; empty if something does
+    estimate (float, as loss): second-order estimate of delta_loss, of single norms
+    prompts_worse (int): prompts whose loss rises
+    n (int): prompts
     """,
 )
 
@@ -218,47 +199,32 @@ CAUSAL_PROMPTS = declare(
     ("prompt", "sites", "variant"),
     """
     prompt (int): number of the prompt, from 0
-    group (int): its prompt group
+    stratum (text): its book, or its group
     sites (text): a norm, or a group: attention, mlp, final, all
     variant (text): which terms remain: no_scaling, no_projection, both_removed
-    predicted (int): tokens that are predicted: all but the first; 1 under a loss of the user's
-    loss (float, nats per token, or the user's loss): mean loss of the intact model on this prompt
+    loss (float, as loss): mean loss of the intact model on this prompt
     delta_loss (float, as loss): its change
-    shift (float, as loss, summed): what the prompt adds to the summed loss change through the other prompts'
-        constants, to first order; the interval resamples delta_loss × predicted + shift
-    delta_loss_uniform (float, as loss): the same with one constant for all positions
-    delta_loss_optimal (float, as loss): the same with loss-optimal constants
-    kl (float, nats): KL(unedited ‖ edited), mean over positions
-    top1_agreement (float, share): share of positions with the same most likely token
-    entropy_change (float): change of attention entropy over log(visible keys)
+    shift (float, as loss, summed): what the prompt adds to the summed change through the other prompts' constants
+    n (int): tokens predicted
     """,
 )
 
 HEAD_EFFECTS = declare(
     "head_effects",
     "Heads without a term",
-    "A row per (layer, head, variant): how the loss changes when this head alone reads its norm without "
-    "a term: its queries, keys and values are computed from the edited norm.",
+    "A row per (layer, head, variant): the loss when this head alone reads its norm without a term.",
     ("layer", "head", "variant"),
     """
     layer (int): block whose attention it is
     head (int): head
-    variant (text): which terms remain for this head: no_scaling, no_projection, both_removed
-    delta_loss (float, nats per token): change of the mean next-token loss, by running the edited model; NaN where
-        only estimated
-    delta_loss_low (float, nats per token): lower end of its 95 % interval over prompt groups (bootstrap-t); NaN with
-        fewer than 32 groups
-    delta_loss_high (float, nats per token): upper end of the same
-    prompts_worse (int): prompts whose loss rises; NaN where only estimated
-    p_sign (float): sign test over prompt groups (Holm-adjusted for the heads run under the same variant); NaN if only
-        estimated
-    estimate (float, nats per token): first-order estimate of delta_loss: gradient of the loss at the head's output
-        z, times the change of z
-    estimate_low (float, nats per token): lower end of the estimate's interval over prompt groups
-    estimate_high (float, nats per token): upper end of the same
-    loss (float, nats per token): of the intact model
-    prompts (int): number of prompts
-    no_op (text): why nothing changes by construction; empty if something does
+    variant (text): which terms remain for this head
+    delta_loss (float, as loss): change of the mean loss; NaN where only estimated
+    delta_loss_low (float, as loss): lower end of its 95 % CI over prompt groups
+    delta_loss_high (float, as loss): upper end of the same
+    p (float): two-sided p of delta_loss being 0, Holm-adjusted over the heads run; NaN: not tested
+    prompts_worse (int): prompts whose loss rises
+    estimate (float, as loss): first-order estimate
+    n (int): prompts
     """,
 )
 
