@@ -31,9 +31,7 @@ from torch import Tensor
 
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.base import Finding, Needs, Observer, Probe, ProbeResults, Run, in_layers
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, PRIMARY, SINK_FACTOR, sentences
-from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.edited_passes import (
     ESTIMATED_PROMPTS,
     EXACT_WORK,
@@ -44,6 +42,8 @@ from ln_probe.analyses.probes.edited_passes import (
     is_affordable,
     largest,
 )
+from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.wording import LEAST_CHANGE, PRIMARY
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.constants import FROZEN, OPTIMAL, UNIFORM, Constant, GradientError, edited_loss, loss_and_gradients
 from ln_probe.hooks.edits import GROUPS, members, no_op
@@ -129,9 +129,7 @@ class Causal(Probe):
         "causal_exact_work": EXACT_WORK,
         "causal_leading_norms": LEADING,
         "causal_least_change": LEAST_CHANGE,
-        "causal_sink_factor": SINK_FACTOR,
     }
-    absent = "how the loss changes when a term is removed in the running model"
 
     def start(self, run: Run) -> Observer:
         if not run.measured_norms:
@@ -139,10 +137,6 @@ class Causal(Probe):
         if obstacle := run.loss.obstacle(run.model):
             return _Silent(f"causal: the loss is not applicable: {obstacle}")
         return _Watching(run, self)
-
-    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        unit = str(provenance.get("loss", {}).get("unit", "nats/token"))
-        return sentences(tables[CAUSAL.name], in_layers(provenance), unit)
 
 
 class _Silent(Observer):
@@ -236,9 +230,7 @@ class _Watching(Observer):
             if not row.is_frozen_primary or self.no_gradient:
                 continue
             try:
-                loss, slopes = loss_and_gradients(
-                    self.model, row.norms, tokens, constants, objective=self.run.loss
-                )
+                loss, slopes = loss_and_gradients(self.model, row.norms, tokens, constants, objective=self.run.loss)
             except GradientError as error:
                 self.no_gradient = str(error)
                 return
@@ -331,7 +323,7 @@ class _Watching(Observer):
 
     def _by_prompt(self, moved: Mapping[str, Float[np.ndarray, " prompt"]]) -> pd.DataFrame:
         """Return the `causal_prompts` table: means over each prompt, of what was run."""
-        rows = []
+        rows, strata = [], self.run.strata or [str(group) for group in self.run.constants.groups]
         for prompt, weight in sorted(self.weights.items()):
             for row in self.rows:
                 loss = self.losses[row.sites, row.variant.name, FROZEN].get(prompt)
@@ -341,7 +333,9 @@ class _Watching(Observer):
                 rows.append(
                     {
                         "prompt": prompt,
-                        "stratum": self.run.strata[prompt] if self.run.strata else str(self.run.constants.groups[prompt]),
+                        "stratum": self.run.strata[prompt]
+                        if self.run.strata
+                        else str(self.run.constants.groups[prompt]),
                         "sites": row.sites,
                         "variant": row.variant.name,
                         "loss": self.intact[prompt] / weight,
@@ -365,8 +359,8 @@ class _Watching(Observer):
             return [*notes, "causal: nothing is predicted: every prompt has one token"]
         if len(self.chosen) < len(self.singles):
             notes.append(
-                f"causal: {len(self.chosen)} of {len(self.singles)} norms were run one by one on the even prompts, those "
-                "with the largest estimates on the odd ones; the others are estimated to second order"
+                f"causal: {len(self.chosen)} of {len(self.singles)} norms were run one by one on the even prompts, "
+                "those with the largest estimates on the odd ones; the others are estimated to second order"
             )
         if endless := [f"{s} {v}" for (s, v, _), by in self.losses.items() if not np.isfinite(list(by.values())).all()]:
             where = ", ".join(dict.fromkeys(endless))

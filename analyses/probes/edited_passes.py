@@ -43,8 +43,8 @@ from ln_probe.hooks.model import (
 )
 from ln_probe.hooks.norm import INTACT
 from ln_probe.hooks.norm_edits import NormEdit, installed
-from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.stream import ActivationError
+from ln_probe.hooks.task import Objective
 
 # Tokens that go through the model at once on a CPU: on one core, matrix products of GPT-2 small's shape reach 70
 # billion operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.
@@ -415,9 +415,7 @@ class Unembedding:
         self.weight, self.bias = weight, bias
 
     @classmethod
-    def of(
-        cls, model: HookedModel, read: Sequence[Tensor], logits: Float[Tensor, "1 pos vocab"]
-    ) -> Unembedding | None:
+    def of(cls, model: HookedModel, read: Sequence[Tensor], logits: Float[Tensor, "1 pos vocab"]) -> Unembedding | None:
         """Return the model's unembedding, if its logits are W_Uᵀ y + b_U of what it read."""
         weight, bias = weight_of(model, "W_U"), weight_of(model, "b_U")
         if len(read) != 1 or weight is None or weight.dtype not in (torch.float32, torch.float64):

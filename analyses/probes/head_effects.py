@@ -26,9 +26,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.probes.base import Finding, Needs, Observer, Probe, ProbeError, ProbeResults, Run
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeError, ProbeResults, Run
 from ln_probe.analyses.probes.causal import over_groups
-from ln_probe.analyses.probes.columns import HEAD_EFFECTS
 from ln_probe.analyses.probes.edited_passes import (
     ESTIMATED_PROMPTS,
     EXACT_WORK,
@@ -40,7 +39,7 @@ from ln_probe.analyses.probes.edited_passes import (
     largest,
 )
 from ln_probe.analyses.probes.statistics import holm
-from ln_probe.hooks.heads import HeadEdit, Readers, z_of
+from ln_probe.analyses.probes.tables import HEAD_EFFECTS
 from ln_probe.hooks.model import (
     Hook,
     attention_of,
@@ -51,7 +50,7 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, VARIANTS, Norm
-from ln_probe.hooks.norm_edits import InterventionError, NormEdit, edited_output, lost_edits
+from ln_probe.hooks.norm_edits import InterventionError, NormEdit, Readers, edited_output, lost_edits, z_of
 
 Place = tuple[int, int, str]  # layer, head, variant
 
@@ -83,7 +82,6 @@ class HeadEffects(Probe):
         "head_effects_leading": LEADING,
         "head_effects_estimated_prompts": ESTIMATED_PROMPTS,
     }
-    absent = "which heads depend on their norm"
 
     def start(self, run: Run) -> Observer:
         reading = {layer: norm for norm in run.measured_norms for layer in norm.attention_layers}
@@ -101,16 +99,11 @@ class HeadEffects(Probe):
             by_norm.setdefault(norm.name, {})[layer] = tuple(heads[layer])
         readers = Readers("qkv", by_norm)
         try:
-            lost = lost_edits(
-                run.model, list(dict.fromkeys(norms.values())), make=partial(HeadEdit, readers), kind=readers.kind
-            )
+            lost = lost_edits(run.model, list(dict.fromkeys(norms.values())), readers)
         except InterventionError as error:  # this attention has no hook points of queries, keys and values
             return _Silent(f"head_effects: nothing was measured: {error}")
         norms = {layer: norm for layer, norm in norms.items() if norm.name not in lost}
         return _Watching(run, self, norms, heads, [f"head_effects: {reason}" for reason in lost.values()])
-
-    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return []
 
 
 class _Silent(Observer):
@@ -223,18 +216,17 @@ class _Watching(Observer):
             passes = EditedPasses(self.run.model, self.run.loss, tokens, *heads.hooks(), differentiable=estimated)
             self.intact[prompt] = float(passes.loss.detach())
             if estimated:
-                layers = list(heads.leaves)
-                slopes = torch.autograd.grad(passes.loss, [heads.leaves[layer] for layer in layers])
-                gradients = {i: by_head(g, head_count(self.run.model, i))[0] for i, g in zip(layers, slopes, strict=True)}
+                slopes = torch.autograd.grad(passes.loss, list(heads.leaves.values()))
+                by_layer = dict(zip(heads.leaves, slopes, strict=True))
                 for layer, head, variant in self.places:
                     change = heads.edited[layer, variant][:, head] - heads.z[layer][:, head]
-                    slope = gradients[layer][:, head]
+                    slope = by_head(by_layer[layer], head_count(self.run.model, layer))[0, :, head]
                     self.estimates[layer, head, variant][prompt] = float((slope * change).sum(dtype=torch.float64))
-            by_layer: dict[tuple[int, str], list[int]] = {}
+            together: dict[tuple[int, str], list[int]] = {}
             for layer, head, variant in self.chosen:
-                by_layer.setdefault((layer, variant), []).append(head)
+                together.setdefault((layer, variant), []).append(head)
             with self.plain.replaced() if self.plain else nullcontext():
-                for (layer, variant), some in by_layer.items():
+                for (layer, variant), some in together.items():
                     edited = {head: heads.edited[layer, variant][:, head] for head in some}
                     losses = passes.losses_of_heads(layer, heads.z[layer], edited, partial(self._replaced, layer))
                     for head, loss in zip(some, losses, strict=True):
