@@ -21,9 +21,8 @@ from ln_probe.analyses.geometry.decide import start_compilation
 from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, Run, chosen
-from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.causal import PRIMARY_SITES, Causal
 from ln_probe.analyses.probes.decomposition import NormStatistics
-from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.uniformity import LayerMaps
 from ln_probe.analyses.processes import one_blas_thread
@@ -269,7 +268,19 @@ def measure_norms(
             shipped = _fitted(model, norms, constants, ready, loss)
         constants = replace(constants, optimal=shipped or {})
     of_heads = None if heads is None else sorted(set(heads))
-    run = Run(model, norms, constants, measured, of_heads, loss, ready.tokens, ready.strings, statistics, seed)
+    run = Run(
+        model,
+        norms,
+        constants,
+        measured,
+        of_heads,
+        loss,
+        ready.tokens,
+        ready.strings,
+        statistics,
+        seed,
+        ready.strata if groups is None else tuple(map(str, groups)),
+    )
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
     notes += [*on_overlap, *on_constants, *constants.notes()]
     about = {
