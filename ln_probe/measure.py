@@ -258,7 +258,7 @@ def measure_norms(
     ]
     looking = [p.name for p in probes if p.needs.attention]
     maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
-    limit = batch_limit(model, batch_size, probes)
+    limit = batch_limit(model, batch_size)
     sums = first_pass(model, ready.tokens, inputs, statistics, measured, limit, maps)
     means = Constants(tuple(s.site.name for s in statistics), group_of, sums[:, 0], sums[:, 1])
     constants, calibrated_on, on_constants = _constants(model, means, [s.site for s in statistics], other)
@@ -434,7 +434,7 @@ def assemble(
             for name, frame in frames.items():
                 tables[name].check(tables[name].merged([*filled.get(name, ()), frame]))
         except Exception as error:
-            result = Failure.of(probe.name, error)
+            result = Failure(probe.name, f"{type(error).__name__}: {error}")
         if isinstance(result, Failure):
             failures.append(result)
             continue

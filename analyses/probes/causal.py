@@ -118,7 +118,6 @@ class Causal(Probe):
     summary = "how the loss changes when a term is removed"
     tables = (CAUSAL, CAUSAL_PROMPTS)
     needs = Needs(output=True)
-    interleaved = True
     thresholds = {  # noqa: RUF012 - a constant
         "causal_resamples": statistics.RESAMPLES,
         "causal_confidence": statistics.CONFIDENCE,

@@ -76,7 +76,6 @@ class HeadEffects(Probe):
     summary = "how the loss changes when one head reads its norm without a term"
     tables = (HEAD_EFFECTS,)
     needs = Needs(output=True)
-    interleaved = True
     thresholds = {  # noqa: RUF012 - constants
         "head_effects_exact_work": EXACT_WORK,
         "head_effects_leading": LEADING,

@@ -195,7 +195,6 @@ class Sinks(Probe):
     summary = "how much attention position 0 and outlier tokens receive"
     tables = (SINKS, SINK_HEADS)
     needs = Needs(norms=True, attention=True)
-    interleaved = True
     thresholds = {  # noqa: RUF012 - constants
         "sink_attention": MUCH,
         "sink_share": SINK_SHARE,

@@ -1,7 +1,7 @@
 """The tables of a report: every column's unit and meaning, written here and nowhere else.
 
 `python -m ln_probe.analyses.probes.tables` prints them as Markdown (`docs/columns.md`). TABLES are those of a report;
-the others are computed from them (`Report.by_head`, `Report.tokens`, `compare`).
+SUMMARY is computed from them (`compare`).
 """
 
 from __future__ import annotations
@@ -199,49 +199,6 @@ SINK_HEADS = Table(
 # In the order in which a report shows them; all of them are in every report, empty where their probe did not run.
 TABLES = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, HEAD_EFFECTS, SINKS, SINK_HEADS)
 
-BY_HEAD = Table(
-    "by_head",
-    "By head",
-    "A row per (layer, head): columns of the other tables for it; NaN where they were not measured.",
-    ("layer", "head"),
-    {
-        "layer": _LAYER,
-        "head": _HEAD,
-        "delta_loss": ("loss", "loss change when this head alone reads its norm with scaling frozen"),
-        "estimated": ("true/false", "whether that is an estimate"),
-        "p": HEAD_EFFECTS.columns["p"],
-        "entropy_ratio": HEADS.columns["entropy_ratio"],
-        "entropy_change": ("ratio", "its change with scaling frozen for the keys"),
-        "unselectable": HEADS.columns["unselectable"],
-        "attainable": HEADS.columns["attainable_median"],
-        "attainable_change": ("share", "its change with scaling frozen for the keys"),
-        "received": HEADS.columns["pattern_max_median"],
-        "margin": HEADS.columns["margin_median"],
-        "margin_change": ("nats", "its change with scaling frozen for the keys"),
-        "sink_rate": SINK_HEADS.columns["sink_rate"],
-        "first_attention": SINK_HEADS.columns["first_attention"],
-        "first_change": ("share", "its change with scaling frozen for the keys"),
-    },
-)
-
-TOKENS = Table(
-    "tokens",
-    "Tokens",
-    "A row per token and place: its keys over all heads and prompts; attainable attention falls most first.",
-    ("token", "place"),
-    {
-        "token": ("text", "the token"),
-        "place": ("text", "position 0, sink (as in the table sinks), or elsewhere"),
-        "unselectable": ("share", "share of its keys in the hull of the others"),
-        "unselectable_no_scaling": ("share", "the same with scaling frozen"),
-        "attainable": ("share", "median attention that a key can receive at the last position"),
-        "attainable_change": ("share", "change of that median with scaling frozen: negative where it falls"),
-        "margin": ("nats", "median margin"),
-        "pattern_max": ("share", "median of the largest weight that a key receives"),
-        "n": ("count", "keys: (layer, head, prompt, position)"),
-    },
-)
-
 SUMMARY = Table(
     "comparison",
     "Comparison",
@@ -269,40 +226,11 @@ SUMMARY = Table(
     },
 )
 
-PAIRED = Table(
-    "paired",
-    "Paired differences",
-    "A row per model but the first, sites and variant: how much more its loss changes on the same prompts.",
-    ("model", "sites", "variant"),
-    {
-        "model": ("text", "what the report is called"),
-        "against": ("text", "the first report"),
-        "sites": _SITES,
-        "variant": _VARIANT,
-        "difference": ("loss", "delta_loss of this model minus that of the first"),
-        "low": ("loss", "lower end of its 95 % CI over prompt groups (paired, the choice of constants included)"),
-        "high": ("loss", "upper end of the same"),
-        "p": ("p", "two-sided p of no difference, Holm-adjusted over groups, or over single norms; NaN: not tested"),
-        "prompts_more": ("count", "prompts on which this model's loss rises more"),
-        "n": ("count", "prompts that both were measured on"),
-    },
-)
-
 
 def document() -> str:
     """Return `docs/columns.md`."""
     source = "Written by `python -m ln_probe.analyses.probes.tables > docs/columns.md`."
-    return f"# Columns\n\n{source}\n\n{reference(TABLES)}\n{reference_of_views(TOKENS, SUMMARY, PAIRED, BY_HEAD)}"
-
-
-def reference_of_views(*tables: Table) -> str:
-    """Return the columns of tables that are computed from a report's, as one Markdown table."""
-    lines = ["## Computed from these", ""]
-    lines += [f"- `{table.name}`: {table.about}" for table in tables]
-    lines += ["", "| table | column | unit | meaning |", "|---|---|---|---|"]
-    for table in tables:
-        lines += [f"| {table.name} | `{name}` | {unit} | {about} |" for name, (unit, about) in table.columns.items()]
-    return "\n".join(lines) + "\n"
+    return f"# Columns\n\n{source}\n\n{reference((*TABLES, SUMMARY))}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import torch
 from architectures import make_bridge
 
 import ln_probe
-from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.probes.tables import CAUSAL
 from ln_probe.report import Report
 
@@ -65,7 +64,9 @@ def causal() -> pd.DataFrame:
         {
             "sites": sites,
             "variant": variant,
-            "family": family(sites, variant),
+            "family": "primary"
+            if sites in ("attention", "all") and variant in ("no_scaling", "no_projection")
+            else "other",
             "loss": 4.0 + d,
             "delta_loss": d,
             "delta_loss_low": d - 0.02,
