@@ -64,9 +64,7 @@ def causal() -> pd.DataFrame:
         {
             "sites": sites,
             "variant": variant,
-            "family": "primary"
-            if sites in ("attention", "all") and variant in ("no_scaling", "no_projection")
-            else "other",
+            "family": "primary" if sites != "blocks.0.ln1" and variant != "both_removed" else "exploratory",
             "loss": 4.0 + d,
             "delta_loss": d,
             "delta_loss_low": d - 0.02,
