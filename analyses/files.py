@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ln_probe.analyses.arguments import path_of
-from ln_probe.analyses.text import encodable
+from ln_probe.analyses.text import encodable, path_of
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
 

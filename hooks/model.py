@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -71,8 +72,7 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
-    that has no float64."""
+    """Raise ValueError if a model's weights cannot be measured: quantized, without values or on several devices."""
     modules = modules_of(model)
     for kind in dict.fromkeys(map(type, modules)):
         if _QUANTIZED.search(name := f"{kind.__module__}.{kind.__name__}"):
@@ -81,7 +81,7 @@ def check_weights(model: nn.Module) -> None:
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     devices = {p.device for p in parameters}
     formats = all(p.dtype in _MEASURABLE for p in parameters)
-    if formats and len(devices) <= 1 and not any(d.type in ("meta", "mps") for d in devices):
+    if formats and len(devices) <= 1 and not any(d.type == "meta" for d in devices):
         return
     first: dict[torch.device, str] = {}
     for path, parameter in model.named_parameters():
@@ -90,9 +90,6 @@ def check_weights(model: nn.Module) -> None:
         first.setdefault(parameter.device, plain_path(path))
     if (meta := first.get(torch.device("meta"))) is not None:
         raise ValueError(f"the model has no weights to measure: {meta} is on the meta device. Load it onto a real one")
-    for device, name in first.items():
-        if obstacle := device_obstacle(device):
-            raise ValueError(f"{name} is on {device}: {obstacle}. Move the model first: model.to('cpu')")
     where = ", ".join(f"{name} on {device}" for device, name in first.items())
     raise ValueError(f"the model's weights are on several devices ({where}): move it to one")
 
@@ -113,13 +110,6 @@ def modules_of(model: object) -> list[nn.Module]:
 def plain_path(path: str) -> str:
     """Return the path of a module or parameter without the names that a bridge inserts for what it wraps."""
     return path.replace("_original_component.", "")
-
-
-def device_obstacle(device: torch.device) -> str:
-    """Why nothing can be measured on a device; empty if it can."""
-    if device.type == "mps":
-        return "Apple's MPS computes no float64, in which ln_probe measures keys, queries and norms"
-    return ""
 
 
 def _quantized(what: str) -> str:
@@ -418,10 +408,12 @@ def logit_factor(model: HookedModel) -> float:
 
 # ---------------------------------------------------------------------------------------- Hugging Face models in memory
 
-# Largest difference of logits, relative to the largest, between a bridge and the model that it wraps.
-_SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4}
-_SAME_LOGITS_HALF = 1e-1
-_COMPARED = 8  # tokens
+# Largest difference of logits, relative to the largest, between an original and its TransformerLens model. Ports of the
+# same arithmetic in another order differ by 1e-6 (1e-5 where scores are large), a wrong rotary base or mask by 1e-3 and
+# more. In half precision only gross errors are seen.
+SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+_COMPARED = 48  # tokens: enough for a wrong rotary base, mask or position table to show
+_LONGEST_WINDOW = 304  # of local attention that is exercised beyond its window
 
 
 def same_weights(model: nn.Module) -> Any:
@@ -464,34 +456,58 @@ def is_hugging_face(model: object) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-_WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+# The bridge around each Hugging Face model, with what it was made of (`_structure`).
+_WRAPPED: WeakKeyDictionary[nn.Module, tuple[Any, nn.Module]] = WeakKeyDictionary()
 
 
 def wrapped(model: Any) -> nn.Module:
     """Return a bridge around a copy of a Hugging Face model that shares its parameters.
 
-    Its logits are compared with the model's own each time. Where the model has changed since, the bridge is made anew.
+    Its logits are compared with the model's own at each call, and it is made anew where a module or the configuration
+    has changed.
 
     Raises:
-        ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits.
+        ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits (names the
+            first module that does).
     """
-    off = math.inf
-    for bridge in (_WRAPPED.get(model), None):
-        made = _bridge_of(model) if bridge is None else bridge
-        off = _logit_difference(model, made)
-        if off <= _SAME_LOGITS.get(dtype_of(model), _SAME_LOGITS_HALF):
-            _WRAPPED[model] = made.train(model.training)
-            return made
-    raise ValueError(
-        f"the bridge around this {type(model).__name__} computes other logits ({off:.1e} of the largest): save the "
-        "model and load it with ln_probe.load_model"
-    )
+    structure, bridge = _WRAPPED.get(model, (None, None))
+    if bridge is None or structure != _structure(model):
+        structure, bridge = _structure(model), _bridge_of(model)
+    try:
+        difference = _logit_difference(model, bridge)
+    except Exception as error:
+        raise ValueError(
+            f"TransformerLens's bridge cannot run this {type(model).__name__} ({type(error).__name__}: {error})"
+        ) from error
+    if not difference <= SAME_LOGITS[dtype_of(model)]:
+        raise ValueError(
+            f"TransformerLens's bridge computes other logits than this {type(model).__name__} ({difference:.1e} of the "
+            f"largest), first in {_first_difference(model, bridge)}: pass a TransformerLens model that computes yours"
+        )
+    bridge.__dict__["logits_difference"] = difference
+    _WRAPPED[model] = structure, bridge.train(model.training)
+    return bridge
+
+
+def _structure(model: Any) -> list[Any]:
+    """Return what decides the function of a model beside its weights: configuration, modules, attributes and hooks."""
+    plain = (bool, int, float, str, type(None))
+    modules: list[Any] = []
+    for path, module in model.named_modules():
+        hooks = [id(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
+        values = {name: value for name, value in vars(module).items() if name != "training"}
+        facts = {
+            n: v if isinstance(v, plain) else id(v) for n, v in values.items() if isinstance(v, plain) or callable(v)
+        }
+        modules.append((path, type(module), facts, hooks))
+    tensors = [(id(t), t.dtype) for t in chain(model.parameters(), model.buffers())]
+    return [repr(model.config), modules, tensors]
 
 
 def _bridge_of(model: Any) -> nn.Module:
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    copied = same_weights(model)
+    copied = same_weights(model).eval()
     complete_token_ids(copied.config)
     complete_biases(copied)
     copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
@@ -500,23 +516,70 @@ def _bridge_of(model: Any) -> nn.Module:
     try:
         bridge: nn.Module = build_bridge_from_module(copied, type(model).__name__, model_name="local", **options)
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
-        raise ValueError(f"TransformerLens has no bridge for this {type(model).__name__}: {error}") from error
+        raise ValueError(
+            f"TransformerLens has no bridge for {type(model).__name__} ({error}): pass a model with a language-model "
+            "head, such as GPT2LMHeadModel"
+        ) from error
     return bridge
 
 
 def _logit_difference(model: Any, bridge: Any) -> float:
-    """Return the largest difference of logits on a few tokens, relative to the largest; 0 where there are no logits."""
-    tokens = probe_tokens(bridge, _COMPARED)[None].to(device_of(model))
+    tokens = ordinary_tokens(model.config, device_of(model))
     with torch.no_grad(), evaluating(model), evaluating(bridge):
         own, other = getattr(model(tokens), "logits", None), bridge(tokens, return_type="logits")
-    if own is None or not isinstance(other, Tensor) or own.shape != other.shape:
-        return 0.0
-    return float((other - own).abs().max() / own.abs().max().clamp_min(1e-12))
+    return 0.0 if own is None or not isinstance(other, Tensor) else relative_difference(other, own)
+
+
+def ordinary_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
+    """Return seeded random token ids [1, pos] that fit a Hugging Face config; no mark of a beginning, end or padding,
+    which can change the attention mask."""
+    windows = (getattr(config, name, None) for name in ("window_size", "sliding_window"))
+    window = next((w for w in windows if isinstance(w, int) and 0 < w < _LONGEST_WINDOW), 0)
+    length = min(max(_COMPARED, window + 16), context_of_config(config) or _COMPARED)
+    named = (getattr(config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos"))
+    special = {i for ids in named for i in (ids if isinstance(ids, list | tuple) else [ids])}  # Llama 3: several ends
+    ordinary = [i for i in range(min(int(config.vocab_size), 50_000)) if i not in special] or [0]
+    picks = torch.randint(len(ordinary), (1, length), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(ordinary)[picks].to(device)
+
+
+def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor, "*shape"]) -> float:
+    """Return the largest absolute difference over the largest absolute reference; infinite if shapes differ or NaN."""
+    if values.shape != reference.shape:
+        return math.inf
+    difference, scale = float((values - reference).abs().max()), float(reference.abs().max())
+    return math.inf if math.isnan(difference) or math.isnan(scale) else difference / (scale or 1.0)
+
+
+def _first_difference(model: Any, bridge: Any) -> str:
+    """Return the path of the first module whose output is another in the bridge."""
+    own, others = _outputs(model, model), _outputs(bridge, bridge.original_model)
+    for path, value in own.items():
+        if path in others and not relative_difference(others[path], value) <= SAME_LOGITS[dtype_of(model)]:
+            return path
+    return "the embedding"
+
+
+def _outputs(whole: Any, modules: nn.Module) -> dict[str, Tensor]:
+    """Return the first outputs of modules on some tokens, by path; of those that a bridge wraps, the wrapper's."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(path: str, _module: object, _args: object, _kwargs: object, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(output, Tensor):
+            outputs.setdefault(plain_path(path), output)
+
+    named = [(path, module) for path, module in modules.named_modules() if not path.endswith("_original_component")]
+    hooks = [(module, partial(keep, path)) for path, module in named if path]
+    tokens = ordinary_tokens(modules.config, device_of(modules))
+    with torch.no_grad(), evaluating(whole), hooks_on(after=hooks):
+        whole(tokens)
+    return outputs
 
 
 def original_module(model: nn.Module, module: nn.Module) -> nn.Module:
     """Return the module of a Hugging Face model of which a module of `wrapped(model)` wraps the copy."""
-    copied: Any = _WRAPPED[model].original_model
+    copied: Any = _WRAPPED[model][1].original_model
     inner = getattr(module, "original_component", None)
     path = next(path for path, each in copied.named_modules() if each is inner)
     return model.get_submodule(path.replace("._original_component", ""))

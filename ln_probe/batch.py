@@ -148,7 +148,7 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         Exception: whatever `load_model`, `analyze` and `Report.save` raise.
     """
     from ln_probe.analyses.probes.base import ProbeError
-    from ln_probe.arguments import read_groups
+    from ln_probe.guard import read_groups
     from ln_probe.measure import analyze
     from ln_probe.models import load_model, source_of
 

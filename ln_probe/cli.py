@@ -312,12 +312,24 @@ def freezing_cost(
 ) -> None:
     """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
     target = _target(model)
+    from ln_probe.models import kind_of
+
+    is_lab = kind_of(target.name, Path(target.name).expanduser()) in ("bundled", "lab")
+    if is_lab:
+        from ln_probe.analyses.lab.points import leave_out_transformer_lens
+
+        leave_out_transformer_lens()
     import ln_probe
-    from ln_probe.arguments import read_groups
+    from ln_probe.guard import read_groups
 
     try:
         loaded = ln_probe.load_model(
-            target.name, revision=target.revision, device=device, dtype=dtype, allow_pickle=allow_pickle
+            target.name,
+            revision=target.revision,
+            device=device,
+            dtype=dtype,
+            allow_pickle=allow_pickle,
+            world="lab" if is_lab else None,
         )
         cost = ln_probe.freezing_cost(
             loaded,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -134,8 +133,8 @@ def step_of(report: Report) -> int | None:
     model = report.provenance.get("model", {})
     if isinstance(model.get("step"), int):
         return int(model["step"])
-    match = re.fullmatch(r"(?:step[-_ ]?)?(\d+)", str(model.get("revision") or ""))
-    return int(match[1]) if match else _step_in_path(report.name)
+    step = step_named(str(model.get("revision") or ""))
+    return _step_in_path(report.name) if step is None else step
 
 
 def run_of(report: Report) -> str:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ln_probe import __version__
-from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halves, group_numbers, halves_of
 from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.geometry.decide import start_compilation
@@ -30,9 +29,9 @@ from ln_probe.analyses.probes.uniformity import random_angle
 from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import TableError
-from ln_probe.arguments import indices, seed_of, token_limit
+from ln_probe.analyses.text import check_flags
 from ln_probe.exhibits import Exhibits
-from ln_probe.guard import REFUSE, hooked_model, unchanged
+from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, token_limit, unchanged
 from ln_probe.hooks.attention import PATTERN_TOLERANCE
 from ln_probe.hooks.constants import fit, mean_sigmas
 from ln_probe.hooks.edits import members
@@ -42,7 +41,7 @@ from ln_probe.hooks.norms import attention_inputs, layers_in_words
 from ln_probe.hooks.objective import Loss, Objective
 from ln_probe.hooks.text import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
-from ln_probe.loading.provenance import source_of
+from ln_probe.loading.source import source_of
 from ln_probe.passes import batch_limit, check_finite, first_pass, second_pass
 from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, read_token_names, summary
 from ln_probe.recording import Pictures, marked

@@ -26,7 +26,7 @@ from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks.model import missing_head
 from ln_probe.loading import verify
 from ln_probe.loading.convert import CLASS_OF_WORLD, has_hooked_transformer
-from ln_probe.loading.provenance import sha256_of_files
+from ln_probe.loading.source import sha256_of_files
 from ln_probe.models import bundled_models, load_model, source_of
 
 pytestmark = [pytest.mark.lens, pytest.mark.usefixtures("no_network")]
