@@ -13,7 +13,7 @@ from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.base import Failure, ProbeError
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.columns import CAUSAL
-from ln_probe.analyses.processes import one_blas_thread
+from ln_probe.analyses.progress import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine
 from ln_probe.analyses.text import check_flags, counted, disarmed, encodable, with_interval
 from ln_probe.guard import REFUSE, hooked_model, seed_of, token_limit, unchanged

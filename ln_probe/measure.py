@@ -26,7 +26,7 @@ from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.norm_statistics import NormStatistics
 from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT, chosen
 from ln_probe.analyses.probes.uniformity import random_angle
-from ln_probe.analyses.processes import one_blas_thread
+from ln_probe.analyses.progress import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import TableError
 from ln_probe.analyses.text import check_flags
