@@ -1,8 +1,8 @@
 """The progress of a long call, and the processes and threads that it runs in.
 
-    tell("second pass", 3, 64, "prompts")  # microseconds where no `ProgressLine` is open
-    tell_inner("layer 3 of 12")  # of the prompt that is being measured
-    tell_left(40.0)  # seconds of the whole call
+tell("second pass", 3, 64, "prompts")  # microseconds where no `ProgressLine` is open
+tell_inner("layer 3 of 12")  # of the prompt that is being measured
+tell_left(40.0)  # seconds of the whole call
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ from ln_probe.analyses.lab import points
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.progress import follow_parent
-from ln_probe.analyses.progress import ProgressLine, tell
+from ln_probe.analyses.progress import ProgressLine, follow_parent, tell
 from ln_probe.analyses.text import step_named
 
 LAB_FILE, METRICS_FILE, MODEL_FILE = "lab.json", "metrics.jsonl", "model.safetensors"
