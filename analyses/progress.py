@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -124,30 +124,31 @@ def tell_left(seconds: float) -> None:
 
 
 class TimeLeft:
-    """An estimate of the time that work of several kinds still takes: what is left of each, at its mean so far.
+    """An estimate of the time that work of several kinds still takes: what is left of each, at its pace so far.
 
     Args:
-        counts: how many steps of each kind there are.
+        steps: the size of each step of each kind, in any unit of the kind's own.
     """
 
-    def __init__(self, counts: Mapping[str, int]) -> None:
-        self.seconds: dict[str, list[float]] = {kind: [] for kind in counts}
-        self.counts = counts
+    def __init__(self, steps: Mapping[str, Sequence[float]]) -> None:
+        self.steps = steps
+        self.seconds: dict[str, list[float]] = {kind: [] for kind in steps}
 
     @contextmanager
-    def step(self, kind: str) -> Iterator[None]:
-        """Time one step of a kind."""
+    def step(self, kind: str, count: int = 1) -> Iterator[None]:
+        """Time the next steps of a kind."""
         started = time.monotonic()
         yield
-        self.seconds[kind].append(time.monotonic() - started)
+        self.seconds[kind] += [(time.monotonic() - started) / count] * count
 
     @property
     def left(self) -> float:
         """The seconds left. The first step of a kind also prepares: from the third on it does not count."""
         total = 0.0
         for kind, seconds in self.seconds.items():
-            typical = seconds[len(seconds) > 2 :]
-            total += (self.counts[kind] - len(seconds)) * sum(typical) / max(1, len(typical))
+            first, done = int(len(seconds) > 2), len(seconds)
+            if size := sum(self.steps[kind][first:done]):
+                total += sum(self.steps[kind][done:]) * sum(seconds[first:]) / size
         return total
 
 

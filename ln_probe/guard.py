@@ -11,13 +11,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ln_probe.analyses.files import read_text
 from ln_probe.hooks.model import (
     HookedModel,
     check_model,
@@ -167,19 +165,3 @@ def seed_of(value: Any) -> int:
     if seed > LARGEST_SEED:
         raise ValueError("seed must be at most 10^18")
     return seed
-
-
-def read_groups(path: str | Path) -> list[str]:
-    """Return the group labels of a file, a line for each prompt.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such file, or it holds no label.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"no groups file {str(path)!r}")
-    labels = read_text(path).splitlines()
-    if not labels or not all(label.strip() for label in labels):
-        empty = next((n for n, label in enumerate(labels, start=1) if not label.strip()), 1)
-        raise ValueError(f"{path}: line {empty} holds no label; write one label a line, a line for each prompt")
-    return labels

@@ -56,7 +56,7 @@ def analyze(
     prompts: Any = None,
     *,
     max_prompts: int | None = None,
-    probes: Sequence[str | Probe] = DEFAULT,
+    probes: str | Probe | Sequence[str | Probe] = DEFAULT,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     max_tokens: int = 512,
@@ -82,7 +82,7 @@ def analyze(
             model, else the bundled passages; a model without a tokenizer needs prompts).
         max_prompts: measure only the first so many prompts.
         probes: names of built-in probes ("decomposition", "selectability", "uniformity", "causal", "head_effects",
-            "sinks"), or `ln_probe.analyses.probes.base.Probe` objects of your own.
+            "sinks"), or `ln_probe.analyses.probes.base.Probe` objects of your own; one or a list.
         layers, heads: indices to measure; None means all. A negative layer counts from the end.
         max_tokens: longer prompts are cut, and the report says so.
         seed: of resamples.
@@ -136,7 +136,7 @@ def analyze(
     if any(probe.needs.attention for probe in chosen_probes):
         start_compilation()  # the first pass goes on beside it
     arguments: dict[str, Any] = {
-        "probes": [p if isinstance(p, str) else p.name for p in probes],
+        "probes": [probe.name for probe in chosen_probes],
         "layers": None if layers is None else indices(layers, "layer", shape["layers"]),
         "heads": None if heads is None else indices(heads, "head", shape["heads"]),
         "max_tokens": token_limit(max_tokens),

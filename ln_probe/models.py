@@ -185,6 +185,12 @@ def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "
     return "hub"
 
 
+def layers_of(given: str, path: Path) -> int:
+    """Return how many layers the model of a lab run or a bundled name has; imports nothing heavy."""
+    folder = path if (path / _LAB_FILE).is_file() else bundled_folder(given)
+    return int(json.loads((folder / _LAB_FILE).read_text(encoding="utf-8"))["model"]["n_layers"])
+
+
 def _is_known(name: str) -> bool:
     from ln_probe.loading.pretrained import known_hub_names
 

@@ -8,14 +8,15 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ln_probe.analyses.text import step_named
-from ln_probe.hooks.model import complete_biases, complete_token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -49,15 +50,26 @@ _OTHER_TASK = re.compile(r"For(?!CausalLM|MaskedLM|PreTraining|ConditionalGenera
 # ------------------------------------------------------------------------------------------------------------ the hub
 
 
+@cache
 def known_hub_names() -> dict[str, str]:
-    """Map every name that TransformerLens knows (short and official, lower case) to its official name."""
-    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
+    """Map every name that TransformerLens knows (short and official, lower case) to its official name.
 
-    pairs = ((name, official) for official in OFFICIAL_MODEL_NAMES for name in MODEL_ALIASES.get(official, ()))
-    return {official.lower(): official for official in OFFICIAL_MODEL_NAMES} | {n.lower(): o for n, o in pairs}
+    The module that lists them is read by itself: importing TransformerLens takes seconds.
+    """
+    package = find_spec("transformer_lens")
+    if package is None or package.origin is None:
+        return {}
+    spec = spec_from_file_location("supported_models", Path(package.origin).with_name("supported_models.py"))
+    if spec is None or spec.loader is None:
+        return {}
+    lists: Any = module_from_spec(spec)
+    spec.loader.exec_module(lists)
+    officials = lists.OFFICIAL_MODEL_NAMES
+    aliases = {alias.lower(): name for name in officials for alias in lists.MODEL_ALIASES.get(name, ())}
+    return {name.lower(): name for name in officials} | aliases
 
 
-def official_name(name: str, *, also: Sequence[str] = ()) -> str:
+def official_name(name: str, *, also: Iterable[str] = ()) -> str:
     """Return the repository of a name or alias of TransformerLens, or of any ``owner/model``.
 
     Raises:
@@ -148,13 +160,12 @@ def checkpoints(repository: str) -> list[str]:
     return sorted(steps, key=lambda name: steps[name])
 
 
-def _unknown(name: str, also: Sequence[str] = ()) -> ValueError:
-    near = get_close_matches(name.lower(), [*known_hub_names(), *also], n=4, cutoff=0.5)
-    suggestion = f" Did you mean {' or '.join(near)}?" if near else ""
-    return ValueError(
-        f"No model is called {name!r}.{suggestion} Give a name on the model hub (gpt2, owner/model), a Hugging Face "
-        "folder, a .gguf file, a lab run's folder, or a bundled name (ln-probe models)."
+def _unknown(name: str, also: Iterable[str] = ()) -> ValueError:
+    near = get_close_matches(name.lower(), [*also, *known_hub_names()], n=3)
+    advice = (
+        f"did you mean {' or '.join(near)}?" if near else "give an owner/name, a folder, a .gguf file, a known name"
     )
+    return ValueError(f"there is no model {name!r:.80}: {advice} (ln-probe models lists them)")
 
 
 # ------------------------------------------------------------------------------------------------ folders and files
@@ -193,7 +204,9 @@ def from_folder(folder: Path, *, allow_pickle: bool, dtype: torch.dtype, device:
     """
     from transformers import AutoConfig
 
-    written = _read_config(folder)
+    from ln_probe.hooks.model import complete_biases, complete_token_ids
+
+    written = read_config(folder)
     model_class, notes = _model_class(written, folder)
     weights = weight_files(folder, allow_pickle=allow_pickle)
     try:
@@ -230,6 +243,8 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         ValueError: not a GGUF file, truncated, or of an architecture that transformers cannot unpack.
     """
     from transformers import AutoModelForCausalLM
+
+    from ln_probe.hooks.model import complete_token_ids
 
     try:
         import gguf  # noqa: F401
@@ -307,7 +322,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a folder that holds a whole model with plain weights.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON, or the folder holds an adapter or quantized weights.
+    """
     if (folder / "adapter_config.json").is_file():  # which transformers would follow to another model
         raise ValueError(
             f"{folder} holds a PEFT adapter: merge it into its base model (merge_and_unload) and save that."
