@@ -73,24 +73,29 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 
 def check_weights(model: nn.Module) -> None:
     """Raise ValueError if a model's weights cannot be measured: quantized, without values or on several devices."""
-    modules = modules_of(model)
+    modules, packed = modules_of(model), ""
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    devices = {p.device: "" for p in parameters}
     for kind in dict.fromkeys(map(type, modules)):
         if _QUANTIZED.search(name := f"{kind.__module__}.{kind.__name__}"):
             path = next(path for path, module in model.named_modules() if type(module) is kind)
-            raise ValueError(_quantized(f"{plain_path(path)} is a {name}"))
-    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-    devices = {p.device for p in parameters}
-    formats = all(p.dtype in _MEASURABLE for p in parameters)
-    if formats and len(devices) <= 1 and not any(d.type == "meta" for d in devices):
+            packed = packed or f"{plain_path(path)} is a {name}"
+    measurable = all(p.dtype in _MEASURABLE for p in parameters) and "meta" not in [d.type for d in devices]
+    if measurable and not packed and len(devices) <= 1:
         return
-    first: dict[torch.device, str] = {}
     for path, parameter in model.named_parameters():
         if parameter.dtype not in _MEASURABLE:
-            raise ValueError(_quantized(f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"))
-        first.setdefault(parameter.device, plain_path(path))
-    if (meta := first.get(torch.device("meta"))) is not None:
-        raise ValueError(f"the model has no weights to measure: {meta} is on the meta device. Load it onto a real one")
-    where = ", ".join(f"{name} on {device}" for device, name in first.items())
+            packed = packed or f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"
+        devices[parameter.device] = devices[parameter.device] or plain_path(path)
+    if packed:
+        raise ValueError(
+            f"the model's weights are quantized ({packed}): norms, keys and margins are measured on floating-point "
+            "weights. Load it unquantized (float32, bfloat16, float16; load_model unpacks a .gguf file)"
+        )
+    for device, name in devices.items():
+        if device.type == "meta":
+            raise ValueError(f"{name} is on the meta device: the model has no weights to measure. Load it first")
+    where = ", ".join(f"{name} on {device}" for device, name in devices.items())
     raise ValueError(f"the model's weights are on several devices ({where}): move it to one")
 
 
@@ -112,25 +117,12 @@ def plain_path(path: str) -> str:
     return path.replace("_original_component.", "")
 
 
-def _quantized(what: str) -> str:
-    return (
-        f"the model's weights are quantized ({what}): norms, keys and margins are measured on floating-point weights. "
-        "Load it unquantized (float32, bfloat16, float16; a .gguf file is unpacked by ln_probe.load_model)"
-    )
-
-
-def world(model: object) -> str:
-    """`HookedTransformer`, `TransformerBridge`, or the class name of another hooked model."""
-    names = [c.__name__ for c in type(model).__mro__]
-    return next((n for n in names if n in ("HookedTransformer", "TransformerBridge")), names[0])
-
-
 def blocks(model: HookedModel | nn.Module) -> Sequence[nn.Module]:
     return list(getattr(model, "blocks", ()))
 
 
 def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
-    """The attention modules of a model, by layer; blocks without attention are left out."""
+    """Return the attention modules of a model, by layer; blocks without attention are left out."""
     each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks(model)))
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
 
@@ -278,8 +270,9 @@ def register_edit(module: nn.Module, edit: Any, stack: ExitStack) -> None:
 def unedited(model: HookedModel | nn.Module) -> Iterator[None]:
     """Run without edits and without the hooks of users at hook points: for passes over tokens of ours."""
     modules = modules_of(model)
-    edits = [edit for module in modules for edit in edits_on(module) if not edit.suspended]
-    points = [m for m in modules if getattr(m, "fwd_hooks", None) or getattr(m, "bwd_hooks", None)]
+    own = set(modules)
+    edits = [e for module, some in list(_EDITS.items()) if some and module in own for e in some if not e.suspended]
+    points = [m for m in modules if vars(m).get("fwd_hooks") or vars(m).get("bwd_hooks")]
     names = ("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")
     before = [(point, {name: vars(point)[name] for name in names}) for point in points]
     try:
@@ -375,23 +368,14 @@ def _configs(model: HookedModel | nn.Module) -> list[Any]:
     return [getattr(model, "config", None), getattr(original, "config", None), getattr(model, "cfg", None)]
 
 
-def stretches_positions(model: HookedModel | nn.Module) -> bool:
-    """Whether rotary angles depend on how long the prompt is (Hugging Face's `longrope` and `dynamic`)."""
-    for config in _configs(model):
-        for name in ("rope_parameters", "rope_scaling"):
-            if any(kind in str(getattr(config, name, "")) for kind in ("longrope", "dynamic")):
-                return True
-    return False
-
-
-def active_dropout(model: HookedModel) -> str:
-    """Return the name of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
-    for module in modules_of(model):
-        if module.training:
-            rates = [getattr(module, "p", 0.0)] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-            rates += [getattr(module, a, 0.0) for a in ("attention_dropout", "dropout")]
-            if any(isinstance(r, float) and r > 0 for r in rates):
-                return next(name for name, other in model.named_modules() if other is module)
+def active_dropout(modules: Iterable[nn.Module | None]) -> str:
+    """Return the class of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
+    for module in modules:
+        if module is not None and module.training:
+            names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ("attention_dropout", "dropout")
+            rates = (getattr(module, name, 0.0) for name in names)
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
+                return type(module).__name__
     return ""
 
 
@@ -607,12 +591,10 @@ def whole_number(value: object, what: str, least: int | None = None, error: type
 
 
 LINE = 160  # characters of a whole line
-TEXT = 40  # of a text in it
-FEW = 4  # entries of a tuple, list or mapping that are written out
 
 
 class OneLine:
-    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of lists."""
+    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of long lists."""
 
     def __repr__(self) -> str:
         shown = [f.name for f in fields(self) if f.repr and not f.name.startswith("_")]  # type: ignore[arg-type]
@@ -621,25 +603,10 @@ class OneLine:
 
 
 def brief(value: Any) -> str:
-    """A value in a few words."""
-    shape = getattr(value, "shape", None)
-    if shape is not None and len(shape):
-        return f"<{str(value.dtype).removeprefix('torch.')} {' × '.join(map(str, shape))}>"
-    if shape is not None:
-        return f"{value.item():.4g}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, str):
-        return repr(value if len(value) <= TEXT else value[: TEXT - 1] + "…")
-    if isinstance(value, Mapping):
-        if len(value) > FEW:
-            return f"<{len(value)} entries>"
-        return "{" + ", ".join(f"{key!r}: {brief(v)}" for key, v in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        if len(value) > FEW:
-            return f"<{len(value)} of them>"
-        inside = ", ".join(map(brief, value))
-        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
-    if callable(value):
-        return getattr(value, "__name__", type(value).__name__)
-    return " ".join(repr(value).split())
+    """Return a value in a few words."""
+    if len(getattr(value, "shape", ())):
+        return f"<{str(value.dtype).removeprefix('torch.')} {' × '.join(map(str, value.shape))}>"
+    if isinstance(value, Mapping | tuple | list) and len(value) > 4:
+        return f"<{len(value)} of them>"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"

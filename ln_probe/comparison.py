@@ -20,7 +20,7 @@ from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import step_named
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
-from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.task import Objective
 from ln_probe.report import Report, TableNamed
 
 if TYPE_CHECKING:
