@@ -117,20 +117,21 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
         if unit == NATS and bound < LEAST_CHANGE:
             equivalent = f", equivalent to 0 within ±{number(bound)}"
         return NO_CHANGE.format(edit=edit, size=size, unit=unit, interval=interval, equivalent=equivalent)
+    effect = is_effect(row, unit)
     return CHANGE.format(
         edit=edit,
         moves="raises" if delta > 0 else "lowers",
         size=size[1:],
         unit=unit,
-        share=share_of_loss(delta, base_loss(row)),
+        share=share_of_loss(delta, base_loss(row)) if effect else "",
         interval=interval,
-        small="" if is_effect(row, unit) else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
+        small="" if effect else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
     )
 
 
 def share_of_loss(delta: float, loss: float) -> str:
     """Return a change as a share of the intact loss; nothing above 100 %, where it says nothing."""
-    return f", {percent(abs(delta) / loss)} of {number(loss)}" if 0 < abs(delta) <= loss else ""
+    return f", {percent(abs(delta) / loss)} of the intact {number(loss)}" if 0 < abs(delta) <= loss else ""
 
 
 def p_text(p: float) -> str:

@@ -13,7 +13,7 @@ from architectures import bridge_of, make_bridge, make_hooked, norm_free
 import ln_probe
 from ln_probe.analyses.probes.base import among_heads, in_layers
 from ln_probe.analyses.probes.statistics import PROMPTS_NEEDED
-from ln_probe.arguments import whole_numbers
+from ln_probe.guard import whole_numbers
 from ln_probe.page.index import IndexEntry, forest, index_page
 from ln_probe.page.page import report_page
 from ln_probe.page.verdict import verdict
