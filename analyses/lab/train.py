@@ -39,11 +39,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ln_probe.analyses.files import PARTIAL, replacing, write_atomically
+from ln_probe.analyses.lab import points
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.processes import follow_parent
-from ln_probe.analyses.progress import ProgressLine, tell
+from ln_probe.analyses.progress import ProgressLine, follow_parent, tell
 from ln_probe.analyses.text import step_named
 
 LAB_FILE, METRICS_FILE, MODEL_FILE = "lab.json", "metrics.jsonl", "model.safetensors"
@@ -203,10 +203,8 @@ def _tokenizer(path: Path) -> Any:
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    from transformers import PreTrainedTokenizerFast
-
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
+        return points.tokenizer_class()(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{file} is not a tokenizer ({error}): restore it") from error
 

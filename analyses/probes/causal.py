@@ -332,9 +332,7 @@ class _Watching(Observer):
                 rows.append(
                     {
                         "prompt": prompt,
-                        "stratum": self.run.strata[prompt]
-                        if self.run.strata
-                        else str(self.run.constants.groups[prompt]),
+                        "stratum": strata[prompt],
                         "sites": row.sites,
                         "variant": row.variant.name,
                         "loss": self.intact[prompt] / weight,

@@ -111,8 +111,30 @@ def test_a_bridge_that_is_not_the_model_is_refused() -> None:
     model = hugging_face("gpt2")
     for block in model.transformer.h:
         block.ln_1 = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge"):
+    with pytest.raises(ValueError, match="bridge"):
         ln_probe.analyze(model, TOKENS, progress=False)
+
+
+def test_every_entry_point_compares_the_model_as_it_is_now() -> None:
+    """The bridge reads a factor and an eps from the configuration; where a module has another, that module is named."""
+    model = hugging_face("gpt2", scale_attn_weights=False)
+    for call in (ln_probe.analyze, ln_probe.freezing_cost, ln_probe.attribute_logits, find_norms):
+        with pytest.raises(ValueError, match=r"first in transformer\.h\.0\.attn"):
+            call(model, TOKENS) if call is not find_norms else call(model)
+    model = hugging_face("llama").eval()
+    before = ln_probe.attribute_logits(model, TOKENS, -1, target=7).check().own
+    model.model.layers[0].self_attn.scaling *= 2  # after the first call
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    with torch.no_grad():
+        own = float(model(TOKENS).logits[0, -1, 7])
+    assert abs(own - before) > 1e-3
+    assert ln_probe.attribute_logits(model, TOKENS, -1, target=7).check().own == pytest.approx(own, abs=1e-4)
+    model.double()
+    assert ln_probe.attribute_logits(model, TOKENS, -1, target=7).check().own == pytest.approx(own, abs=1e-4)
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 0.5
+    with pytest.raises(ValueError, match="input_layernorm"), without(model, "scaling", tokens=TOKENS):
+        pass
 
 
 def test_a_copy_of_the_structure_holds_the_very_same_weights() -> None:
