@@ -34,7 +34,7 @@ from ln_probe.hooks import find_norms, without
 from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.edits import NoOpWarning
 from ln_probe.hooks.model import run
-from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.task import Objective
 
 TOKENS = [torch.arange(1, 13), torch.arange(20, 29), torch.tensor([7, 7, 3, 7]), torch.arange(1, 13), torch.tensor([5])]
 ALONE = ["decomposition"]

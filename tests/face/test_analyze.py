@@ -17,7 +17,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.probes.columns import BUILT_IN
 from ln_probe.analyses.probes.selectability import Selectability
-from ln_probe.hooks.objective import Objective, ObjectiveError
+from ln_probe.hooks.task import Objective, ObjectiveError
 
 pytestmark = pytest.mark.lens
 

@@ -18,7 +18,7 @@ import ln_probe
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.train import load_run
 from ln_probe.hooks import find_norms
-from ln_probe.hooks.text import bundled_texts
+from ln_probe.hooks.task import bundled_texts
 from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.models import bundled_folder, held_out_windows, source_of
 from ln_probe.prompts import make_prompts
