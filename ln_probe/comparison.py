@@ -18,13 +18,8 @@ from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import step_named
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
-<<<<<<< HEAD
-from ln_probe.hooks.objective import Objective
-from ln_probe.report import Report, table_named
-=======
 from ln_probe.hooks.task import Objective
-from ln_probe.report import Report, TableNamed
->>>>>>> main
+from ln_probe.report import Report, table_named
 
 if TYPE_CHECKING:
     from ln_probe.page.figures import Figure

@@ -81,7 +81,7 @@ def test_a_page_is_drawn_and_used(report: Report, visit: Any) -> None:
         table.locator("button", has_text="CSV").press("Enter")
     rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text("utf-8-sig"))))
     assert len(rows) == len(report.keys)
-    assert [int(r["position"]) for r in rows] == sorted(report.keys["position"])
+    assert [float(r["position"]) for r in rows] == sorted(report.keys["position"])
     table.locator("button", has_text="All").click()
     assert table.locator("th").count() > 8
     charts(view)
