@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ln_probe.analyses.files import PARTIAL, write_atomically
 
@@ -174,38 +175,22 @@ EXPERIMENTS = {
 }  # fmt: skip
 
 
-class UnknownExperimentError(KeyError):
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def find(name: str) -> Experiment:
-    """The experiment called `name`.
-
-    Raises:
-        UnknownExperimentError: there is none (lists those there are).
-    """
-    if name not in EXPERIMENTS:
-        raise UnknownExperimentError(f"unknown experiment {name!r}: known ones are {', '.join(EXPERIMENTS)}")
-    return EXPERIMENTS[name]
-
-
 def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> Results:
-    """Run an experiment, or go on with it, and write what it found into `request.out`.
+    """Run an experiment, or go on with it, and write its tables into `request.out`.
 
     Raises:
-        UnknownExperimentError: no such experiment.
+        KeyError: no such experiment.
         FileExistsError: `request.out` holds something else.
         ValueError: no seeds; text files missing where they are needed, or given where they are not.
     """
-    experiment = find(name)
+    experiment = EXPERIMENTS[name]
     if not request.seeds:
         raise ValueError("no seeds: at least 1 is needed")
     if experiment.needs_text and not request.texts:
         raise ValueError(f"{name} trains on text that you give: add --text FILE (UTF-8), several if you like")
     if not experiment.needs_text and (given := [*request.texts, *([request.tokenizer] if request.tokenizer else [])]):
         raise ValueError(f"{name} takes no text and no tokenizer: leave out {given[0]}")
-    claim(name, request)
+    claim(request.out, EXPERIMENT_FILE, {"experiment": name, "quick": request.quick}, "experiment")
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
@@ -217,21 +202,21 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
     return results
 
 
-def claim(name: str, request: Request) -> None:
-    """Make `request.out` this experiment's folder.
+def claim(folder: Path, mark: str, identity: Mapping[str, Any], what: str) -> None:
+    """Make a folder that of the experiment or run that its file `mark` identifies.
 
     Raises:
         FileExistsError: it holds something else.
     """
-    path = request.out / EXPERIMENT_FILE
-    wanted = {"experiment": name, "quick": request.quick}
+    wanted, path = json.loads(json.dumps(identity)), folder / mark  # as a file would hold it
     if path.exists():
         existing = json.loads(path.read_text(encoding="utf-8"))
-        if existing != wanted:
-            raise FileExistsError(f"{request.out} holds another experiment ({existing}): choose another --out")
+        if wrong := sorted(k for k in {*wanted, *existing} if existing.get(k) != wanted.get(k)):
+            different = ", ".join(wrong)
+            raise FileExistsError(f"{folder} holds another {what} (not the same: {different}): choose another folder")
         return
-    if request.out.exists() and not request.out.is_dir():
-        raise FileExistsError(f"{request.out} is a file: choose another --out")
-    if request.out.exists() and any(p.suffix != PARTIAL for p in request.out.iterdir()):
-        raise FileExistsError(f"{request.out} is not empty and holds no experiment: choose another --out")
-    write_atomically(path, (json.dumps(wanted) + "\n").encode())
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: choose another folder")
+    if folder.exists() and any(p.suffix != PARTIAL for p in folder.iterdir()):  # a kill can leave half a file
+        raise FileExistsError(f"{folder} is not empty and holds no {what}: choose another folder")
+    write_atomically(path, (json.dumps(wanted, indent=1) + "\n").encode())

@@ -17,7 +17,8 @@ from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.majority.majority import MajoritySize, MajorityTask
 from ln_probe.analyses.lab.majority.random_keys import HEAD, NORMAL, Cell, unselectable
 from ln_probe.analyses.lab.results import Results, binomial_interval, paired_p, share_interval, summarize, write_results
-from ln_probe.analyses.lab.train import Run, TrainConfig, planned
+from ln_probe.analyses.lab.runs import Run, planned
+from ln_probe.analyses.lab.train import TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
 
 SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=12)

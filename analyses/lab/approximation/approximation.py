@@ -51,7 +51,8 @@ from ln_probe.analyses.lab.results import (
     select,
     summarize,
 )
-from ln_probe.analyses.lab.train import Task, TrainConfig, carry_out, curves, planned, step_generator
+from ln_probe.analyses.lab.runs import carry_out, curves, planned
+from ln_probe.analyses.lab.train import Task, TrainConfig, step_generator
 from ln_probe.analyses.probes.statistics import holm
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)

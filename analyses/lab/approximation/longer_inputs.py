@@ -30,7 +30,8 @@ from ln_probe.analyses.lab.approximation.relative import (
 )
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, panels, select, summarize
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
+from ln_probe.analyses.lab.runs import Run, carry_out, planned
+from ln_probe.analyses.lab.train import TrainConfig
 
 LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
 STEPS, QUICK_STEPS = 600, 100  # published: 10,000

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, contrasted, differences, minus_reference, select, summarize
+from ln_probe.analyses.lab.runs import carry_out, curves, planned
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
+from ln_probe.analyses.lab.train import TrainConfig
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
 

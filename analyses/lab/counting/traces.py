@@ -31,7 +31,8 @@ from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagge
 from ln_probe.analyses.lab.counting.tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, CountingTask, bos
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, lines, panels, summarize
-from ln_probe.analyses.lab.train import Run, carry_out, read_metrics
+from ln_probe.analyses.lab.runs import Run, carry_out
+from ln_probe.analyses.lab.train import read_metrics
 
 # R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
 # what bends by several letters, and is asked for beside READABLE, not in its place.
@@ -71,6 +72,7 @@ class LetterByLetter:
         self.model = copy.deepcopy(model).double().eval()
         self.letters, self.layer = letters, cast("NormedLayer", self.model.layers[0])
         with torch.no_grad():
+            self._step = self.layer.step()
             self._inputs = self.layer.inputs(self.model.embed(torch.arange(bos(letters) + 1))[None])[0]
 
     def start(self) -> State:
@@ -81,7 +83,7 @@ class LetterByLetter:
     @torch.no_grad()
     def read(self, state: State, token: int) -> State:
         """After one more token."""
-        return State(*self.layer.step(self._inputs[token].expand(len(state.h), -1), state.h, state.c))
+        return State(*self._step(self._inputs[token].expand(len(state.h), -1), state.h, state.c))
 
     @torch.no_grad()
     def allows(self, state: State, token: int) -> Tensor:

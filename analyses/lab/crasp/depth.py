@@ -39,17 +39,8 @@ from ln_probe.analyses.lab.results import (
     select,
     summarize,
 )
-from ln_probe.analyses.lab.train import (
-    PAD,
-    TrainConfig,
-    Words,
-    WordsTask,
-    carry_out,
-    curves,
-    diverged,
-    planned,
-    step_generator,
-)
+from ln_probe.analyses.lab.runs import carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import PAD, TrainConfig, Words, WordsTask, step_generator
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
 

@@ -28,8 +28,9 @@ from ln_probe.analyses.lab.language_model.published import (
     unselectable_at_checkpoints,
 )
 from ln_probe.analyses.lab.results import Results, contrasted, lines, minus_reference, panels, select, summarize_kinds
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, planned, shared_settings
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
-from ln_probe.analyses.lab.train import Run, carry_out, curves, finished, planned, shared_settings, text_training
+from ln_probe.analyses.lab.train import text_training
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, norm_or_nothing
 
 

@@ -23,20 +23,9 @@ from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, lines, panels, select, summarize_kinds
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, measured_once, planned, shared_settings
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import (
-    Run,
-    carry_out,
-    checkpoint_steps,
-    curves,
-    finished,
-    measured_once,
-    planned,
-    read_metrics,
-    shared_settings,
-    text_training,
-    weights_of,
-)
+from ln_probe.analyses.lab.train import checkpoint_steps, read_metrics, text_training, weights_of
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 
 LAYERS, D_MODEL, HEADS = 4, 8, 4  # published

@@ -33,18 +33,13 @@ from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model.published import HEAD, LOSS, NORMALIZED, key_places, unselectable_keys
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.results import Results, contrasted, differences, panels, select, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, measured_once, planned
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import (
     LAB_FILE,
     MODEL_FILE,
-    Run,
     TrainConfig,
-    carry_out,
-    curves,
-    finished,
     load_run,
-    measured_once,
-    planned,
     save_model,
     text_training,
     weights_of,

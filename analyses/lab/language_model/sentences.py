@@ -37,19 +37,13 @@ from ln_probe.analyses.lab.language_model.published import (
 )
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.results import Results, contrasted, minus_reference, select, summarize_kinds
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, measured_once, planned, shared_settings
 from ln_probe.analyses.lab.text_task import VALID_SHARE, MaskedTextTask, TaskOnText, TextTask
 from ln_probe.analyses.lab.train import (
     MODEL_FILE,
-    Run,
     Task,
     TrainConfig,
-    carry_out,
-    curves,
-    finished,
     load_weights,
-    measured_once,
-    planned,
-    shared_settings,
     step_generator,
     text_training,
     weights_of,

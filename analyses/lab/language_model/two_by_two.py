@@ -39,17 +39,9 @@ from ln_probe.analyses.lab.results import (
     select,
     summarize_kinds,
 )
+from ln_probe.analyses.lab.runs import carry_out, measured_once, planned
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import (
-    MODEL_FILE,
-    TrainConfig,
-    carry_out,
-    load_run,
-    measured_once,
-    planned,
-    save_model,
-    train,
-)
+from ln_probe.analyses.lab.train import MODEL_FILE, TrainConfig, load_run, save_model, train
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.statistics import holm
 from ln_probe.hooks.edits import NoOpWarning, without

@@ -36,19 +36,8 @@ from ln_probe.analyses.lab.results import (
     select,
     summarize_kinds,
 )
-from ln_probe.analyses.lab.train import (
-    ADAM,
-    ModelSpec,
-    Run,
-    Task,
-    TrainConfig,
-    carry_out,
-    curves,
-    finished,
-    planned,
-    shared_settings,
-    step_generator,
-)
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, planned, shared_settings
+from ln_probe.analyses.lab.train import ADAM, ModelSpec, Task, TrainConfig, step_generator
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
 PER_PARTITION, TRAIN_SHARE = 10, 0.8  # published
