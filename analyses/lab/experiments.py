@@ -77,9 +77,6 @@ EXPERIMENTS = {
     "majority": Experiment(
         "majority.majority.run", f"{BRODY}, section 4.1", ("3 hours", "1 minute"), seeds=10, quick_seeds=2,
         summary="majority of a bag of tokens: {layernorm, scaling_only} x {radius sqrt(d), 1/sqrt(d)}, and no scaling"),
-    "majority_in_space": Experiment(
-        "majority.majority.run_in_space", f"{BRODY}, figures 1a and 1b", ("15 minutes", "1 minute"), seeds=5,
-        summary="majority in 3 dimensions: angles of queries to the all-ones direction, and accuracy"),
     "random_keys": Experiment(
         "majority.random_keys.run", f"{BRODY}, figures 1c and 1d", ("5 minutes", "1 minute"), quick_seeds=2,
         summary="heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them"),
@@ -91,10 +88,6 @@ EXPERIMENTS = {
         "language_model.encoder.run", f"{BRODY}, section 4.2, with encoders",
         ("about 25 minutes (24 runs of 1 minute)", "2 minutes"), needs_text=True,
         summary="encoders of BERT's shape on masked text, without scaling, without projection"),
-    "encoder_passages": Experiment(
-        "language_model.sentences.run_passages", f"{BRODY}, in place of SST-2",
-        ("about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)", "2 minutes"), needs_text=True,
-        summary="these encoders fine-tuned to tell which of the texts a passage is from"),
     "language_model_full": Experiment(
         "language_model.published.run_full", f"{BRODY}, section 4.2",
         ("90 minutes", "3 minutes"), seeds=1, needs_text=True,
@@ -160,14 +153,6 @@ EXPERIMENTS = {
     "rational_recurrence": Experiment(
         "counting.rational_recurrence.run", "Merrill et al. 2020", ("3 minutes", "15 seconds"), seeds=5,
         summary="QRNNs as weighted automata, and how many states an automaton for a cell needs (no training)"),
-    "counting_budget": Experiment(
-        "counting.counting.run_budget", "Merrill et al. 2020, section 5",
-        ("about 2.5 hours (24 runs of 6 minutes)", "1 minute"),
-        summary="single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond"),
-    "sentences": Experiment(
-        "language_model.sentences.run", f"{BRODY}, tables 3 and 4",
-        ("about 5 minutes (12 runs of 15 to 20 seconds)", "2 minutes"), needs_text=True,
-        summary="a decoder without scaling and an encoder without norms, read on sentences: unselectable keys"),
     "anbk": Experiment(
         "counting.counting.run_anbk", "code released with Merrill et al. 2020",
         ("about 10 minutes (12 runs)", "1 minute"),

@@ -298,7 +298,7 @@ def write_results(
     files = {SUMMARY_FILE if name.startswith("summary.") else name: table for name, table in files.items()}
     for name, table in files.items():
         csv = name.endswith(".csv")
-        content = table.to_csv(index=False, float_format="%.6g").encode() if csv else table.to_parquet(index=False)
+        content = table.to_csv(index=False, float_format="%.12g").encode() if csv else table.to_parquet(index=False)
         write_atomically(out / name, content)
     for name, figure in results.figures.items():
         buffer = io.BytesIO()

@@ -9,6 +9,7 @@ drawn at random, 10 % stay. The boundary at the beginning of a window (BERT's [C
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,23 @@ class TextTask:
 
     def write_files(self, out: Path) -> None:
         write_atomically(out / "tokenizer.json", self.tokenizer.to_str().encode())
+
+
+LONGEST = 128  # tokens of a sentence, the boundary before it among them: published
+ENDS = re.compile(r"(?<=[.?!])\s+|\n\s*\n")
+
+
+def sentences(text: TextTask, count: int) -> list[Int[Tensor, " pos"]]:
+    """Return the first sentences of a text's held-out part, a boundary token and at most LONGEST - 1 tokens each.
+
+    What does not end in a full stop, a question mark or an exclamation mark is left out.
+    """
+    parts = [part.strip() for part in ENDS.split(text.tokenizer.decode(text.valid_tokens.tolist()))]
+    whole = [part for part in parts[1:] if part.endswith((".", "?", "!"))]  # the first may have begun before
+    if len(whole) < count:
+        raise ValueError(f"the held-out text has {len(whole)} sentences and {count} are read: give more text")
+    ids = [torch.tensor(text.tokenizer.encode(part).ids[: LONGEST - 1]) for part in whole[:count]]
+    return [torch.cat([torch.tensor([text.boundary]), one]) for one in ids]
 
 
 def piecewise_loss(model: LabTransformer, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:

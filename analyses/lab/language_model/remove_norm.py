@@ -30,7 +30,15 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published import HEAD, LOSS, NORMALIZED, key_places, unselectable_keys
+from ln_probe.analyses.lab.language_model.published import (
+    FRACTION,
+    HEAD,
+    LOSS,
+    NORMALIZED,
+    UNDECIDED,
+    key_places,
+    unselectable_keys,
+)
 from ln_probe.analyses.lab.norms import Norm
 from ln_probe.analyses.lab.results import Results, contrasted, differences, panels, select, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, measured_once, planned
@@ -176,7 +184,7 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
 
     valid_loss; attention_on_first, sink_rate: attention that queries after position 0 pay to it, and the share of them
     that pay over SINK; entropy_ratio: of attention over its largest possible; sigma_ratio: sigma at position 0 over
-    the mean elsewhere, of norm inputs; unselectable_head, unselectable_normalized: shares of keys.
+    the mean elsewhere, of norm inputs; unselectable_head, undecided_normalized, …: shares of keys.
     """
     yield LOSS, text.evaluate(model)[LOSS]
     layers = range(model.cfg.n_layers)
@@ -199,8 +207,10 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
     for name, parts in means.items():
         yield name, float(torch.stack([part.double() for part in parts]).mean())
     for space in (NORMALIZED, HEAD):
-        keys = unselectable_keys(model, windows[:KEY_CONTEXTS], key_places(layers, (space,)))
-        yield f"unselectable_{space}", sum(share for *_, share in keys) / len(layers)
+        keys = list(unselectable_keys(model, windows[:KEY_CONTEXTS], key_places(layers, (space,))))
+        for measure in (FRACTION, UNDECIDED):
+            shares = [share for _, _, of, share in keys if of == measure]
+            yield f"{measure.removesuffix('_fraction')}_{space}", sum(shares) / len(layers)
 
 
 START = "lm-layernorm"

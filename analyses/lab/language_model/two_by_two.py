@@ -27,7 +27,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published import FRACTION, LOSS, unselectable_share
+from ln_probe.analyses.lab.language_model.published import FRACTION, LOSS, UNDECIDED, unselectable_share
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.results import (
     Results,
@@ -49,7 +49,8 @@ from ln_probe.hooks.edits import NoOpWarning, without
 D_VOCAB, N_CTX = 1024, 256
 STEPS, BATCH = 2000, 16
 SHIPPED_SEED = 0
-FROZEN = "unselectable_without_scaling"
+WITHOUT_SCALING = {FRACTION: "unselectable_without_scaling", UNDECIDED: "undecided_without_scaling"}
+FROZEN = WITHOUT_SCALING[FRACTION]
 COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats per token
 CONTRASTS = {  # the norm that has the term, and the one that lacks it
     "scaling, with projection": ("layernorm", "projection_only"),
@@ -188,13 +189,15 @@ def unselectable(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[
     leaves = ("hook_resid_pre", "attn.hook_k", "ln1.hook_scale")
     _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith(leaves), return_type=None)
     for layer, block in enumerate(model.blocks):
-        yield layer, FRACTION, unselectable_share(cache[f"blocks.{layer}.attn.hook_k"])
+        for measure, share in unselectable_share(cache[f"blocks.{layer}.attn.hook_k"]).items():
+            yield layer, measure, share
         if model.cfg.norm in SCALES:
             sigma = cache[f"blocks.{layer}.ln1.hook_scale"]
             constant = sigma.clone()
             constant[:, 0], constant[:, 1:] = sigma[:, 0].mean(), sigma[:, 1:].mean()
             keys = _keys(block, cache[f"blocks.{layer}.hook_resid_pre"], constant)
-            yield layer, FROZEN, unselectable_share(keys)
+            for measure, share in unselectable_share(keys).items():
+                yield layer, WITHOUT_SCALING[measure], share
 
 
 def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
@@ -217,7 +220,7 @@ def with_means(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def _summary(values: pd.DataFrame) -> pd.DataFrame:
-    shares = values["measure"].isin((FRACTION, FROZEN))
+    shares = values["measure"].isin((*WITHOUT_SCALING, *WITHOUT_SCALING.values()))
     return summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
 
 
