@@ -2,9 +2,9 @@
 
 After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
 6. Where a trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show
-how much that is worth. The published model has no norm: here one is put before or after its sublayers. The optima are
-in `optima.csv`: least squares over the heads' coefficients with 400 digits, for slopes that were searched for (up to
-four heads) or laid out evenly; upper bounds of the least error.
+how much that is worth. The published model has no norm: here one is put before or after its sublayers. Optima are least
+squares over the heads' coefficients in float64, for slopes that were searched for (up to four heads) or laid out
+evenly: upper bounds of the least error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,36 +20,26 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from matplotlib.figure import Figure
-from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab import results
 from ln_probe.analyses.lab.approximation.relative import (
     ADAPTIVE,
     AFFINE_TARGETS,
     IF_MINUS,
     IF_PLUS,
     LENGTH,
+    LINEAR,
     RelativeConfig,
     RelativeTransformer,
     affine,
     error,
     evaluate,
+    linear_optimum,
     plain,
     variance,
 )
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import (
-    LEVEL,
-    Results,
-    as_factors,
-    contrasted,
-    effects,
-    heat_map,
-    minus_reference,
-    panels,
-    select,
-    summarize,
-)
 from ln_probe.analyses.lab.runs import carry_out, curves, planned
 from ln_probe.analyses.lab.train import Task, TrainConfig, step_generator
 from ln_probe.analyses.probes.statistics import holm
@@ -61,8 +50,6 @@ FFN_FREE = 0
 RATES = (1e-2, 1e-3)
 EVALUATION_SEED = 10_000  # apart from every training seed
 EVALUATION_INPUTS = 4096
-EXACT = 0  # inputs of an evaluation that is a sum over lags
-OPTIMA = Path(__file__).with_name("optima.csv")
 KEYS = ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")
 
 # Squared errors as reported; bounds ("< 1e-5") as their bound. 2a and 2b were reported over m and H, not which.
@@ -123,8 +110,7 @@ class ApproximationTask(Task):
         relative = cast("RelativeTransformer", model)
         exact = self.target in AFFINE_TARGETS and plain(relative.cfg)
         mse = error(self.target, *affine(relative, LENGTH))[0] if exact else float(self.loss(model, self._evaluation))
-        inputs = EXACT if exact else EVALUATION_INPUTS
-        return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": inputs}
+        return {"mse": mse, "relative_mse": mse / variance(self.target)}
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -161,12 +147,12 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
     )  # fmt: skip
 
 
-def run(request: Request) -> Results:
+def run(request: Request) -> results.Results:
     """Train the missing runs of the grid and put every error beside its optimum."""
     return _run(request, grid(request.quick))
 
 
-def _run(request: Request, cells: Sequence[Cell]) -> Results:
+def _run(request: Request, cells: Sequence[Cell]) -> results.Results:
     runs = planned(
         cells,
         request,
@@ -175,12 +161,12 @@ def _run(request: Request, cells: Sequence[Cell]) -> Results:
         training=lambda cell, seed: training(request.quick, seed, cell.lr),
     )
     lost = carry_out(runs, request)
-    tables = analyse(with_inputs(curves(runs)))
+    tables = analyse(results.select(curves(runs), measure=["mse", "relative_mse"]))
     settings = {"training": vars(training(request.quick, 0, RATES[0])), "seeds": list(request.seeds)}
-    return Results(tables, plot(tables), settings, lost)
+    return results.Results(tables, plot(tables), settings, lost)
 
 
-def run_adaptive(request: Request) -> Results:
+def run_adaptive(request: Request) -> results.Results:
     """Models of the adaptive target: heads, with an FFN and without, with the dot product and without."""
     heads = (2,) if request.quick else (1, 2, 4)
     dots = (False, True)
@@ -188,56 +174,44 @@ def run_adaptive(request: Request) -> Results:
     return _run(request, cells)
 
 
-def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
-    """Errors of `curves` with the column `evaluated_on`: how many inputs each was measured on, EXACT if on none."""
-    run = [*KEYS, "seed", "step"]
-    inputs = table[table["measure"] == "evaluated_on"].set_index(run)["value"]
-    errors = select(table, measure=["mse", "relative_mse"])
-    return errors.join(inputs.rename("evaluated_on"), on=run).astype({"evaluated_on": int})
-
-
 def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Make the tables of the errors of every run (as `with_inputs`).
+    """Make the tables of the errors of every run: KEYS, `seed`, `step`, `measure`, `value`.
 
     Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms. Holm's
     p is over `norm_factors`, `rates_trained` and `dot_product` together.
     """
-    summary = summarize(frame.drop(columns=["step", "evaluated_on"]), [*KEYS, "measure"], PUBLISHED, kind="log")
-    optima = pd.read_csv(OPTIMA).set_index(["target", "kernel", "heads"])["mse_extended"].to_dict()
-    best = [attainable(row, cast("Any", optima)) for row in summary.to_dict("records")]
+    summary = results.summarize(frame.drop(columns="step"), [*KEYS, "measure"], PUBLISHED, kind="log")
     scale = summary["target"].map(variance).where(summary["measure"] != "mse", 1.0)
-    summary.insert(len(KEYS) + 1, "optimum", np.array(best, dtype=float) / scale)
-    most = frame.groupby([*KEYS, "measure"], sort=False, as_index=False)["evaluated_on"].max()
+    summary.insert(len(KEYS) + 1, "optimum", np.array(list(map(attainable, summary.to_dict("records")))) / scale)
     tested = [norm_factors(frame), trained_exponents(frame), dot_product_factors(frame)]
     p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tested]))
     parts = np.split(p_holm, np.cumsum([len(table) for table in tested])[:-1])
     factors, exponents, products = (t.assign(p_holm=p) for t, p in zip(tested, parts, strict=True))
-    return {
-        "summary": summary.merge(most, on=[*KEYS, "measure"], validate="1:1"), "errors": frame, "norm_factors": factors,
-        "rates_trained": exponents, "dot_product": products,
-    }  # fmt: skip
+    tables = {"norm_factors": factors, "rates_trained": exponents, "dot_product": products}
+    return {"summary": summary, "errors": frame, **tables}
 
 
-def attainable(row: Mapping[Any, Any], optima: Mapping[tuple[str, str, int], float]) -> float:
+def attainable(row: Mapping[Any, Any]) -> float:
     """Return the least squared error known to be attainable with a parametrization; NaN where it is unknown.
 
-    With a slope per head it is that of OPTIMA. An FFN, whose output may be 0, does not raise it. The adaptive target is
-    (a + b) / 2 + e (a - b) / 2 with e = x_1000, a = x_99 and b = x_48: without an FFN and the dot product any output is
-    affine in the inputs and leaves 1/2; with the dot product two heads can have 0 (`adaptive_by_hand`).
+    With a slope per head it is `linear_optimum`. An FFN, whose output may be 0, does not raise it. The adaptive target
+    is (a + b) / 2 + e (a - b) / 2 with e = x_1000, a = x_99 and b = x_48: without an FFN and the dot product any output
+    is affine in the inputs and leaves 1/2; with the dot product two heads can have 0.
     """
     if row["norm_order"] == "post" and row["norm"] != "none":
         return np.nan
     if row["target"] == ADAPTIVE:
-        return (
-            0.0 if row["width"] or (row["dot_product"] and row["heads"] > 1) else np.nan if row["dot_product"] else 0.5
-        )
-    return optima.get((row["target"], row["kernel"], row["heads"]), np.nan)
+        affine_at_most = 0.5 if not row["dot_product"] else np.nan
+        return 0.0 if row["width"] or (row["dot_product"] and row["heads"] > 1) else affine_at_most
+    if row["kernel"] == "table" or row["target"] not in LINEAR:
+        return np.nan
+    return linear_optimum(row["target"], row["kernel"], int(row["heads"])).mse
 
 
 def norm_factors(frame: pd.DataFrame) -> pd.DataFrame:
     """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches."""
-    errors = select(frame, measure="mse").assign(value=lambda t: np.log(t["value"].astype(float)))
-    return as_factors(effects(errors, KEYS, ["norm", "norm_order"]), KEYS)
+    errors = results.select(frame, measure="mse").assign(value=lambda t: np.log(t["value"].astype(float)))
+    return results.as_factors(results.effects(errors, KEYS, ["norm", "norm_order"]), KEYS)
 
 
 def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
@@ -246,11 +220,11 @@ def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
     Returns:
         `target, kernel, heads, width, factor, low, high` (95 %), `seeds, p, p_holm`.
     """
-    errors = select(frame, measure="mse", norm="none")
+    errors = results.select(frame, measure="mse", norm="none")
     logs = errors.assign(value=np.log(errors["value"].astype(float)))
     keys = ["target", "kernel", "heads", "width"]
-    pairs = minus_reference(logs, ~logs["dot_product"].astype(bool), [*keys, "norm_order", "lr", "seed"])
-    return as_factors(contrasted(pairs, keys), keys)
+    pairs = results.minus_reference(logs, ~logs["dot_product"].astype(bool), [*keys, "norm_order", "lr", "seed"])
+    return results.as_factors(results.contrasted(pairs, keys), keys)
 
 
 # ----------------------------------------------------------------------------------------------------------- rates
@@ -267,26 +241,19 @@ def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
         and without the dot product, with at least FEWEST numbers of heads.
     """
     keys = ["target", "kernel", "width", "lr"]
-    errors = select(frame[frame["target"] != ADAPTIVE], measure="mse", norm="none", dot_product=False)
+    errors = results.select(frame[frame["target"] != ADAPTIVE], measure="mse", norm="none", dot_product=False)
     rows = []
     for key, part in errors.groupby([*keys, "seed"], sort=False):
         if part["heads"].nunique() >= FEWEST:
             part = part.sort_values("heads")
-            a, *_, residual = _line(np.log(part["heads"].to_numpy(float)), np.log(part["value"].to_numpy(float)))
-            rows.append((*key, ", ".join(map(str, part["heads"])), a, residual))
+            heads, errors_of = (np.log(part[column].to_numpy(float)) for column in ("heads", "value"))
+            slope, start = np.polyfit(heads, errors_of, 1)
+            residual = float(np.sqrt(((errors_of - start - slope * heads) ** 2).mean()) / np.log(10))
+            rows.append((*key, ", ".join(map(str, part["heads"])), -float(slope), residual))
     table = pd.DataFrame(rows, columns=[*keys, "seed", "heads", "value", "residual"])
     keys.append("heads")
     residuals = table.groupby(keys, sort=False, as_index=False)["residual"].mean()
-    return contrasted(table, keys).merge(residuals, on=keys)
-
-
-def _line(x: Float[np.ndarray, " point"], y: Float[np.ndarray, " point"]) -> tuple[float, float, float, float]:
-    """Minus the slope of a least-squares line with its interval, and the residual in log10."""
-    line = stats.linregress(x, y)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 2)) * float(line.stderr)
-    residual = y - line.intercept - line.slope * x
-    c = -float(line.slope)
-    return c, c - half, c + half, float(np.sqrt((residual**2).mean()) / np.log(10))
+    return results.contrasted(table, keys).merge(residuals, on=keys)
 
 
 # --------------------------------------------------------------------------------------------------------- figures
@@ -296,9 +263,9 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Errors of 4a and 4b over heads beside the optimum; of 1b and 2b with a table of positions, heads against FFN."""
     from matplotlib.colors import LogNorm
 
-    errors = select(tables["summary"], measure="mse", norm="none", dot_product=False)
-    memory = select(errors, target=["4a", "4b"], kernel=["log", "linear"], width=FFN_FREE)
-    figure, axes = panels(4, 4, 2.8, columns=2)
+    errors = results.select(tables["summary"], measure="mse", norm="none", dot_product=False)
+    memory = results.select(errors, target=["4a", "4b"], kernel=["log", "linear"], width=FFN_FREE)
+    figure, axes = results.panels(4, 4, 2.8, columns=2)
     for ((target, kernel), cell), ax in zip(memory.groupby(["target", "kernel"], sort=False), axes, strict=False):
         for number, (lr, line) in enumerate(cell.groupby("lr", sort=False)):
             ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
@@ -306,10 +273,10 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
         ax.plot(cell["heads"], cell["published"], "r*", label="published")
         ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="heads", ylabel="squared error")
     axes[0].legend(fontsize=7)
-    squares = select(errors, target=["1b", "2b"], kernel="table")
-    table, axes = panels(2, 3.8, 3.2)
+    squares = results.select(errors, target=["1b", "2b"], kernel="table")
+    table, axes = results.panels(2, 3.8, 3.2)
     for (target, part), ax in zip(squares.groupby("target"), axes, strict=False):
         square = part.pivot(index="heads", columns="width", values="mean")
-        heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
+        results.heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
         ax.set(title=f"{target!s}, table of positions", xlabel="m", ylabel="heads")
     return {"heads": figure, "table": table}

@@ -19,40 +19,11 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab import results
+from ln_probe.analyses.lab.counting import tasks
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
-from ln_probe.analyses.lab.counting.tasks import (
-    ABSOLUTE,
-    LETTERS,
-    PREFIX_VOCABULARY,
-    PUBLISHED_LENGTHS,
-    TAGS,
-    TERMS,
-    TEST_LENGTHS,
-    THRESHOLD,
-    TRAINED_TAGS,
-    WORDS_RIGHT,
-    AnbkTask,
-    CountingTask,
-    PrefixTask,
-    bos,
-    constant_answers,
-    farthest,
-    trained_to,
-)
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import (
-    Kind,
-    Results,
-    contrasted,
-    differences,
-    effects,
-    lines,
-    panels,
-    select,
-    summarize,
-    summarize_kinds,
-)
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, planned
 from ln_probe.analyses.lab.train import ADAM, ModelSpec, Task, TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -119,7 +90,7 @@ class TransformerSpec:
     d_vocab: int
     d_out: int
     norm: str
-    n_ctx: int = TEST_LENGTHS[-1] + 1
+    n_ctx: int = tasks.TEST_LENGTHS[-1] + 1
 
     def build(self) -> TransformerTagger:
         cfg = LabConfig(
@@ -140,8 +111,8 @@ class Cell:
     norm_site: str = "none"
 
     def spec(self) -> ModelSpec:
-        tagging = self.task not in LETTERS
-        d_vocab = PREFIX_VOCABULARY if tagging else bos(LETTERS[self.task]) + 1
+        tagging = self.task not in tasks.LETTERS
+        d_vocab = tasks.PREFIX_VOCABULARY if tagging else tasks.bos(tasks.LETTERS[self.task]) + 1
         d_out = 2 if tagging else d_vocab - 1
         if self.model == TRANSFORMER:
             return TransformerSpec(d_vocab, d_out, self.norm)
@@ -156,31 +127,31 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     if quick:
         return (
             *(Cell("L5", model) for model in ("lstm", "qrnn")),
-            *(Cell("L5", "lstm", norm, "state") for norm in TERMS),
+            *(Cell("L5", "lstm", norm, "state") for norm in tasks.TERMS),
             *(Cell("anbn", model) for model in ("lstm", "rnn_relu", "gru")),
         )
     taggers = [Cell(task, model) for task in ("L5", "anbnaS", "anbnS") for model in RECURRENT]
     taggers += [Cell(task, model + LONG) for task in ("L5", "anbnaS") for model in ("qrnn", "qrnn+")]
-    counters = [Cell(task, model) for task in LETTERS for model in ("lstm", "rnn_relu", "gru", "rnn_tanh")]
-    transformers = [Cell("L5", TRANSFORMER, norm, "blocks") for norm in (*TERMS, "none")]
+    counters = [Cell(task, model) for task in tasks.LETTERS for model in ("lstm", "rnn_relu", "gru", "rnn_tanh")]
+    transformers = [Cell("L5", TRANSFORMER, norm, "blocks") for norm in (*tasks.TERMS, "none")]
     sites = {"lstm": ("state", "readout", "gates"), "rnn_relu": ("state", "gates"), "gru": ("state", "gates")}
     normed = [
         Cell(task, model, norm, site)
         for task, models in (("L5", sites), ("anbn", ("lstm",)))  # a^n b^n: in the network that counts
         for model in models
         for site in sites[model]
-        for norm in TERMS
+        for norm in tasks.TERMS
     ]
     return (*taggers, *counters, *transformers, *normed)
 
 
 def make_task(cell: Cell, quick: bool) -> Task:
-    if cell.task in LETTERS:
-        return CountingTask(cell.task, trained_to(cell.task, quick))
+    if cell.task in tasks.LETTERS:
+        return tasks.CountingTask(cell.task, tasks.trained_to(cell.task, quick))
     if quick:
-        return PrefixTask(cell.task, TEST_LENGTHS[:4])
+        return tasks.PrefixTask(cell.task, tasks.TEST_LENGTHS[:4])
     plain = cell.norm == "none" and cell.model != TRANSFORMER
-    return PrefixTask(cell.task, PUBLISHED_LENGTHS if plain else TEST_LENGTHS)
+    return tasks.PrefixTask(cell.task, tasks.PUBLISHED_LENGTHS if plain else tasks.TEST_LENGTHS)
 
 
 def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
@@ -190,7 +161,7 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     whose steps are the least stable, gets still more and smaller ones: with those of the others it was exact nowhere
     (one seed).
     """
-    counting = cell.task in LETTERS
+    counting = cell.task in tasks.LETTERS
     slow = counting and cell.model == "rnn_relu" and not quick
     many = slow or cell.model.endswith(LONG)
     steps, quick_steps = (100_000 if many else 30_000 if counting else 10_000), 1500 if counting else 1000
@@ -211,7 +182,7 @@ def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run
     )
 
 
-def run(request: Request) -> Results:
+def run(request: Request) -> results.Results:
     """Train the missing runs of the grid, show the gate, and say what each norm term does to counting."""
     runs = make_runs(request)
     lost = carry_out(runs, request)
@@ -219,7 +190,7 @@ def run(request: Request) -> Results:
     frame = frame[frame["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
     tables = analyse(frame)
     trained = {f"{c.task}, {c.model}": vars(training(c, request.quick, 0)) for c in grid(request.quick)}
-    return Results(tables, plot(tables), {"training": trained, "published_budget": PUBLISHED_BUDGET}, lost)
+    return results.Results(tables, plot(tables), {"training": trained, "published_budget": PUBLISHED_BUDGET}, lost)
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -230,14 +201,14 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """
     values = frame.drop(columns="step", errors="ignore")
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
-    kinds: list[tuple[pd.DataFrame, Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
-    summary = summarize_kinds(kinds, [*KEYS, "measure"], published_table())
+    kinds: list[tuple[pd.DataFrame, results.Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
+    summary = results.summarize_kinds(kinds, [*KEYS, "measure"], published_table())
     places = {key: list(dict.fromkeys(values[key])) for key in KEYS}  # the order of the grid
     summary = summary.sort_values([*KEYS], key=lambda c: c.map(places[str(c.name)].index), kind="stable")
-    tagged = sorted(set(values["task"]) - set(LETTERS))
+    tagged = sorted(set(values["task"]) - set(tasks.LETTERS))
     least = values.groupby([*KEYS, "measure"])["value"].min().rename("least").reset_index()
     summary = summary.merge(least, on=[*KEYS, "measure"], how="left")
-    summary = summary.merge(constant_answers(tagged), on=["task", "measure"], how="left")
+    summary = summary.merge(tasks.constant_answers(tagged), on=["task", "measure"], how="left")
     more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
     fresh = _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
     return {
@@ -248,9 +219,12 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
 def _tested(values: pd.DataFrame) -> pd.DataFrame:
     shares = values["measure"].str.startswith("accuracy_").astype(bool)
     keys, switch = [*KEYS, "measure"], ["norm", "norm_site"]
-    parts = [effects(values[shares], keys, switch, bounds=(-1, 1)), effects(values[~shares], keys, switch)]
+    parts = [
+        results.effects(values[shares], keys, switch, bounds=(-1, 1)),
+        results.effects(values[~shares], keys, switch),
+    ]
     changed = pd.concat(parts, ignore_index=True)
-    changed.loc[~changed.index.isin(farthest(changed).index), "p"] = float("nan")
+    changed.loc[~changed.index.isin(tasks.farthest(changed).index), "p"] = float("nan")
     return changed.assign(p_holm=holm(changed["p"].to_numpy(float)))
 
 
@@ -260,7 +234,7 @@ def published_table() -> pd.DataFrame:
         (task, model + longer, "none", "none", f"accuracy_{n}", percent / 100)
         for (task, model), percents in PUBLISHED.items()
         for longer in ("", LONG)
-        for n, percent in zip(PUBLISHED_LENGTHS, percents, strict=True)
+        for n, percent in zip(tasks.PUBLISHED_LENGTHS, percents, strict=True)
     ]
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
@@ -274,16 +248,16 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     normed = accuracy.assign(place=accuracy["model"] + ", on its " + accuracy["norm_site"])
     for name, part, by, panel in (("lengths", plain, "model", "task"), ("norms_over_lengths", normed, "norm", "place")):
         groups = list(part.groupby(panel, sort=False))
-        figure, axes = panels(max(1, len(groups)), 3.8, 3.0, columns=4, shared=True)
+        figure, axes = results.panels(max(1, len(groups)), 3.8, 3.0, columns=4, shared=True)
         for (title, cell), ax in zip(groups, axes, strict=False):
-            lines(ax, cell, "length", by)
+            results.lines(ax, cell, "length", by)
             ax.set(title=title, xscale="log", xlabel="length (trained at 64)")
             ax.legend(fontsize=6)
         figures[name] = figure
-    ends = select(tables["values"], measure=["exact_from", "exact_to"])
+    ends = results.select(tables["values"], measure=["exact_from", "exact_to"])
     wide = ends.pivot_table(index=[*KEYS, "seed"], columns="measure", values="value", sort=False).reset_index()
     if len(wide):
-        figure, (ax,) = panels(1, 7, 0.09 * len(wide) + 1)
+        figure, (ax,) = results.panels(1, 7, 0.09 * len(wide) + 1)
         ax.hlines(range(len(wide)), wide["exact_from"], wide["exact_to"], linewidth=2)
         ax.set_yticks(range(len(wide)), labels=wide["task"] + ", " + wide["model"] + ", " + wide["norm"], fontsize=4)
         ax.set(xlabel="n with exact answers, a line per seed")
@@ -304,17 +278,17 @@ class AnbkCell:
     lr: float
 
     def spec(self) -> RecurrentConfig:
-        return RecurrentConfig("lstm", PREFIX_VOCABULARY, 2)
+        return RecurrentConfig("lstm", tasks.PREFIX_VOCABULARY, 2)
 
 
-def run_anbk(request: Request) -> Results:
+def run_anbk(request: Request) -> results.Results:
     """Adam at a constant rate, as released."""
     updates = ANBK_QUICK_UPDATES if request.quick else ANBK_UPDATES
     runs = planned(
-        [AnbkCell(form, lr) for lr in ANBK_RATES for form in (ABSOLUTE, THRESHOLD)],
+        [AnbkCell(form, lr) for lr in ANBK_RATES for form in (tasks.ABSOLUTE, tasks.THRESHOLD)],
         request,
         name=lambda cell: f"{cell.form.replace(' ', '_')}-lr{cell.lr:g}",
-        task=lambda cell, _: AnbkTask(cell.form),
+        task=lambda cell, _: tasks.AnbkTask(cell.form),
         training=lambda cell, seed: TrainConfig(
             steps=updates,
             batch=16,
@@ -328,17 +302,17 @@ def run_anbk(request: Request) -> Results:
         ),
     )
     lost = carry_out(runs, request)
-    frame = select(curves(runs), measure=[TRAINED_TAGS, TAGS, WORDS_RIGHT])
-    return Results(analyse_anbk(frame), {}, {"updates": updates, "constant_answer": [2 / 3, 1 / 2]}, lost)
+    frame = results.select(curves(runs), measure=[tasks.TRAINED_TAGS, tasks.TAGS, tasks.WORDS_RIGHT])
+    return results.Results(analyse_anbk(frame), {}, {"updates": updates, "constant_answer": [2 / 3, 1 / 2]}, lost)
 
 
 def analyse_anbk(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """What every run has right at the end (ANBK_KEYS, `seed`, `step`, `measure`, `value`), and the forms compared."""
     last = frame[frame["step"] == frame.groupby([*ANBK_KEYS, "seed"])["step"].transform("max")]
-    wide = select(last, measure=TAGS).pivot_table(index=["seed", "lr"], columns="form", values="value")
-    pairs = differences(wide, {f"{THRESHOLD} minus {ABSOLUTE}": (THRESHOLD, ABSOLUTE)})
+    wide = results.select(last, measure=tasks.TAGS).pivot_table(index=["seed", "lr"], columns="form", values="value")
+    pairs = results.differences(wide, {f"{tasks.THRESHOLD} minus {tasks.ABSOLUTE}": (tasks.THRESHOLD, tasks.ABSOLUTE)})
     return {
-        "summary": summarize(last, [*ANBK_KEYS, "measure"], kind="share"),
+        "summary": results.summarize(last, [*ANBK_KEYS, "measure"], kind="share"),
         "values": frame,
-        "contrasts": contrasted(pairs, ["contrast", "lr"], (-1.0, 1.0)),
+        "contrasts": results.contrasted(pairs, ["contrast", "lr"], (-1.0, 1.0)),
     }

@@ -21,24 +21,11 @@ from jaxtyping import Bool, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab import results
 from ln_probe.analyses.lab.crasp.compiler import last_block
 from ln_probe.analyses.lab.crasp.crasp import parse
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import (
-    Results,
-    binomial_interval,
-    contrasted,
-    differences,
-    effects,
-    heat_map,
-    interval,
-    lines,
-    paired_p,
-    panels,
-    select,
-    summarize,
-)
 from ln_probe.analyses.lab.runs import carry_out, curves, diverged, planned
 from ln_probe.analyses.lab.train import PAD, TrainConfig, Words, WordsTask, step_generator
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -173,13 +160,13 @@ def analyse(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str
     return {
         "summary": summarized(values), "exact_match": frame, "hits": hit_rates(frame, failed),
         "terms": term_effects(values), "terms_fresh": fresh_terms(values),
-        "effects": effects(values, [*KEYS, "measure"], ["norm"]),
+        "effects": results.effects(values, [*KEYS, "measure"], ["norm"]),
     }  # fmt: skip
 
 
 def summarized(values: pd.DataFrame) -> pd.DataFrame:
     """Shares over seeds for every cell and bin, with the depth that the theory predicts."""
-    summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
+    summary = results.summarize(values, [*KEYS, "measure"], published_table(), kind="share")
     summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
     return summary
 
@@ -216,7 +203,14 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
         hits, seeds = int(part["right"].sum()), len(part)
         predicted = part["side"].iloc[0] == WITHIN
         rows.append(
-            (*cast("tuple[Any, ...]", key), predicted, hits, seeds, hits / seeds, *binomial_interval(hits, seeds))
+            (
+                *cast("tuple[Any, ...]", key),
+                predicted,
+                hits,
+                seeds,
+                hits / seeds,
+                *results.binomial_interval(hits, seeds),
+            )
         )
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
@@ -252,7 +246,7 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
     wide = told.assign(side=_side(told)).pivot(index=index, columns="norm", values="value")
     rows: list[tuple[Any, ...]] = []
     for term, pairs in TERMS.items():
-        change = differences(wide, {have: (have, lack) for have, lack in pairs}, "pair")
+        change = results.differences(wide, {have: (have, lack) for have, lack in pairs}, "pair")
         change["own_order"] = change["norm_order"]
         both = change.assign(norm_order=BOTH) if change["norm_order"].nunique() > 1 else change[:0]
         for key, part in pd.concat([change, both]).groupby(["norm_order", "side", "outcome"], sort=False):
@@ -263,8 +257,8 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
                 pairs_by_seed = one.pivot(index="seed", columns=["own_order", "depth", "pair"], values="value")
                 complete = pairs_by_seed.dropna()
                 seeds = complete.mean(axis=1).to_numpy(float)
-                p = paired_p(seeds) if tests and len(seeds) else np.nan
-                center = interval(seeds) if len(seeds) else (float(one["value"].mean()), np.nan, np.nan)
+                p = results.paired_p(seeds) if tests and len(seeds) else np.nan
+                center = results.interval(seeds) if len(seeds) else (float(one["value"].mean()), np.nan, np.nan)
                 units = complete.size or len(one)
                 rows.append((term, order, side, depth, outcome, *center, len(seeds), units, p))
     columns = ["term", "norm_order", "side", "depth", "outcome", "mean", "ci_low", "ci_high", "seeds", "units", "p"]
@@ -279,7 +273,7 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
     """
     later = values[values["seed"] >= CHOSEN_SEEDS]
     found = term_effects(later if len(later) else values)
-    tested = select(found, depth=ALL_DEPTHS, outcome=REACH, side=BEYOND, norm_order=["post", "pre"])
+    tested = results.select(found, depth=ALL_DEPTHS, outcome=REACH, side=BEYOND, norm_order=["post", "pre"])
     fresh = tested[: len(tested) * bool(len(later))].reset_index(drop=True)
     return fresh.assign(p_holm=holm(fresh["p"].to_numpy(float)))
 
@@ -287,14 +281,17 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """The boundary as a map; curves over length of the post-norm runs."""
     summary = tables["summary"]
-    far = select(summary, measure=measure(BINS[-1]), positions="none")
+    far = results.select(summary, measure=measure(BINS[-1]), positions="none")
     groups = list(far.groupby(["norm_order", "norm"], sort=False))
-    figure, axes = panels(max(1, len(groups)), 2.8, 2.5, columns=4)
+    figure, axes = results.panels(max(1, len(groups)), 2.8, 2.5, columns=4)
     for ((order, norm), part), ax in zip(groups, axes, strict=False):
         square = part.pivot(index="depth", columns="k", values="mean").rename(columns="L{}".format)
-        heat_map(ax, square, "{:.0%}".format, 0.6, vmin=0, vmax=1)
+        results.heat_map(ax, square, "{:.0%}".format, 0.6, vmin=0, vmax=1)
         ax.set(title=f"{norm}, {order}-norm", ylabel="depth")
-    return {"boundary": figure, "lengths": length_curves(select(summary, norm_order="post", positions="none"), "norm")}
+    return {
+        "boundary": figure,
+        "lengths": length_curves(results.select(summary, norm_order="post", positions="none"), "norm"),
+    }
 
 
 def length_curves(part: pd.DataFrame, by: str) -> Figure:
@@ -302,9 +299,9 @@ def length_curves(part: pd.DataFrame, by: str) -> Figure:
     middles = {measure(lengths): sum(lengths) / 2 for lengths in BINS}
     part = part.assign(letters=part["measure"].map(middles))
     squares = list(part.groupby(["depth", "k"], sort=False))
-    figure, axes = panels(max(1, len(squares)), 3.6, 2.4, columns=4, shared=True)
+    figure, axes = results.panels(max(1, len(squares)), 3.6, 2.4, columns=4, shared=True)
     for ((depth, k), cell), ax in zip(squares, axes, strict=False):
-        lines(ax, cell, "letters", by)
+        results.lines(ax, cell, "letters", by)
         ax.set(title=f"depth {depth}, L{k}", ylim=(0, 1.05))
     axes[0].legend(fontsize=7)
     return figure
@@ -349,16 +346,16 @@ def exact_matches(
     carry_out(runs, request)
     table, lost = curves(runs), diverged(runs)
     failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
-    return select(table, measure=[measure(b) for b in BINS]), failed, tuple(lost.values())
+    return results.select(table, measure=[measure(b) for b in BINS]), failed, tuple(lost.values())
 
 
-def run(request: Request) -> Results:
+def run(request: Request) -> results.Results:
     """Train the missing runs of the grid and report where the boundary lies under each norm."""
     schedule, words = training(request.quick), 200 if request.quick else EVALUATION_WORDS
     name = "{norm_order}-{positions}-L{k}-depth{depth}-{norm}"
     frame, failed, lost = exact_matches(grid(request.quick), request, schedule, words, name)
     tables = analyse(frame, failed)
-    return Results(tables, plot(tables), {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
+    return results.Results(tables, plot(tables), {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
 
 
 POSITIONS = ("none", "rotary", "alibi")
@@ -373,7 +370,7 @@ def deep_grid(quick: bool) -> tuple[Cell, ...]:
     return (*squares, *(Cell(4, 6, positions=p) for p in ("rotary", "alibi")))
 
 
-def run_deep(request: Request) -> Results:
+def run_deep(request: Request) -> results.Results:
     """`run` at DEPTHS under LayerNorm."""
     schedule, words = training(request.quick), 100 if request.quick else EVALUATION_WORDS
     if request.quick:
@@ -382,7 +379,7 @@ def run_deep(request: Request) -> Results:
     frame, failed, lost = exact_matches(deep_grid(request.quick), request, schedule, words, name)
     tables = analyse_deep(frame, failed)
     figures = {"deep": length_curves(tables["summary"], "positions")}
-    return Results(tables, figures, {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
+    return results.Results(tables, figures, {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
 
 
 def analyse_deep(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
@@ -410,4 +407,4 @@ def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
     pairs = {f"depth {d}: L{d + 2} minus L{d + 3}": ((d, d + 2, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
     pairs |= {f"L{d + 3}: depth {d + 1} minus {d}": ((d + 1, d + 3, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
     pairs |= {f"depth 4, L6: {p} positions minus none": ((4, 6, p), (4, 6, none)) for p in POSITIONS[1:]}
-    return contrasted(differences(reach, pairs), ["contrast"], (-1.0, 1.0))
+    return results.contrasted(results.differences(reach, pairs), ["contrast"], (-1.0, 1.0))

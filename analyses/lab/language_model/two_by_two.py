@@ -26,19 +26,10 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from ln_probe.analyses.lab import results
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model.published import FRACTION, LOSS, UNDECIDED, unselectable_share
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import (
-    Results,
-    contrasted,
-    differences,
-    effect_rows,
-    main_effects,
-    panels,
-    select,
-    summarize_kinds,
-)
 from ln_probe.analyses.lab.runs import carry_out, measured_once, planned
 from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import MODEL_FILE, TrainConfig, load_run, save_model, train
@@ -109,22 +100,24 @@ def text(request: Request) -> TextTask:
     return task
 
 
-def run(request: Request) -> Results:
+def run(request: Request) -> results.Results:
     """The bundled models with more seeds."""
     return _run(request, BUNDLED, analyse)
 
 
-def run_fresh(request: Request) -> Results:
+def run_fresh(request: Request) -> results.Results:
     """Ten fresh seeds, registered."""
     return _run(request, SHORT, analyse_registered)
 
 
-def run_long(request: Request) -> Results:
+def run_long(request: Request) -> results.Results:
     """Ten others with the bundled models' whole schedule."""
     return _run(request, LONG, analyse_registered)
 
 
-def _run(request: Request, design: Design, analyse: Callable[[pd.DataFrame], dict[str, pd.DataFrame]]) -> Results:
+def _run(
+    request: Request, design: Design, analyse: Callable[[pd.DataFrame], dict[str, pd.DataFrame]]
+) -> results.Results:
     """Train the four models of each seed and measure the seeds whose four are finished."""
     task, bundled = text(request), design is BUNDLED
     runs = planned(
@@ -151,7 +144,7 @@ def _run(request: Request, design: Design, analyse: Callable[[pd.DataFrame], dic
         "training": {k: v for k, v in vars(design.training(request.quick, 0)).items() if k != "seed"},
         "contexts": design.contexts,
     }
-    return Results(tables, plot(tables), settings, lost)
+    return results.Results(tables, plot(tables), settings, lost)
 
 
 # -------------------------------------------------------------------------------------------------------- measures
@@ -221,7 +214,7 @@ def with_means(values: pd.DataFrame) -> pd.DataFrame:
 
 def _summary(values: pd.DataFrame) -> pd.DataFrame:
     shares = values["measure"].isin((*WITHOUT_SCALING, *WITHOUT_SCALING.values()))
-    return summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
+    return results.summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -230,8 +223,8 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     Holm's p is over all rows of `contrasts`.
     """
     values = with_means(frame)
-    wide = select(values, layer=ALL_LAYERS).pivot(index=["measure", "seed"], columns="norm", values="value")
-    contrasts = contrasted(differences(wide, CONTRASTS), ["contrast", "measure"])
+    wide = results.select(values, layer=ALL_LAYERS).pivot(index=["measure", "seed"], columns="norm", values="value")
+    contrasts = results.contrasted(results.differences(wide, CONTRASTS), ["contrast", "measure"])
     return {"summary": _summary(values), "seeds": frame, "contrasts": contrasts}
 
 
@@ -243,8 +236,10 @@ def analyse_registered(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     values = with_means(frame)
     rows: list[dict[str, Any]] = []
     for measure, (title, unit, factor, margin) in OUTCOMES.items():
-        per_seed = main_effects(select(values, measure=measure, layer=ALL_LAYERS)) if len(values) else {}
-        for row in effect_rows(per_seed, factor):
+        per_seed = (
+            results.main_effects(results.select(values, measure=measure, layer=ALL_LAYERS)) if len(values) else {}
+        )
+        for row in results.effect_rows(per_seed, factor):
             rows.append({"measure": measure, "outcome": title, "unit": unit, **row, "margin": margin})
     effects = pd.DataFrame(rows)
     if rows:
@@ -254,11 +249,11 @@ def analyse_registered(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Held-out loss, costs of the terms and unselectable keys of every seed, a row per norm."""
-    values = select(with_means(tables["seeds"]), layer=ALL_LAYERS)
+    values = results.select(with_means(tables["seeds"]), layer=ALL_LAYERS)
     shown = [m for m in (LOSS, *COSTS.values(), FRACTION, FROZEN) if m in set(values["measure"])]
-    figure, axes = panels(max(1, len(shown)), 2.7, 2.6, shared=True)
+    figure, axes = results.panels(max(1, len(shown)), 2.7, 2.6, shared=True)
     for measure, ax in zip(shown, axes, strict=False):
-        part = select(values, measure=measure)
+        part = results.select(values, measure=measure)
         ax.plot(part["value"], [NORM_KINDS.index(str(n)) for n in part["norm"]], "o", markersize=4)
         ax.set(xlabel=measure.replace("_", " "))
         ax.set_yticks(range(len(NORM_KINDS)), labels=NORM_KINDS)

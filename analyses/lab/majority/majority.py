@@ -25,16 +25,9 @@ from jaxtyping import Float, Int64, UInt8
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab import results
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import Norm, calibrate
-from ln_probe.analyses.lab.results import (
-    Results,
-    contrasted,
-    differences,
-    panels,
-    select,
-    summarize_kinds,
-)
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, planned, shared_settings
 from ln_probe.analyses.lab.train import ADAM, ModelSpec, Task, TrainConfig, step_generator
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
@@ -355,14 +348,14 @@ def make_runs(request: Request) -> list[Run]:
     )
 
 
-def run(request: Request) -> Results:
+def run(request: Request) -> results.Results:
     """Train all cells and compare them."""
     runs = make_runs(request)
     lost = carry_out(runs, request)
     measured = curves(runs)
-    shown = select(measured, measure=["train_loss", "test_loss", ACCURACY, ANGLE])
+    shown = results.select(measured, measure=["train_loss", "test_loss", ACCURACY, ANGLE])
     tables = analyse(pd.concat([start_angles(runs), shown], ignore_index=True))
-    return Results(tables, plot(tables), shared_settings(runs[0], KEYS), lost)
+    return results.Results(tables, plot(tables), shared_settings(runs[0], KEYS), lost)
 
 
 def start_angles(runs: Sequence[Run]) -> pd.DataFrame:
@@ -407,7 +400,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
 def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
     """`summarize` with the interval of a share for accuracies; those of angles end at 0° and 90°."""
     shares = values["measure"].eq(ACCURACY)
-    summary = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS, published)
+    summary = results.summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS, published)
     angles = summary["measure"].eq(ANGLE)
     summary.loc[angles, ["ci_low", "ci_high"]] = summary.loc[angles, ["ci_low", "ci_high"]].clip(0.0, 90.0)
     return summary.assign(ci_low=summary["ci_low"].clip(lower=0.0))  # of losses
@@ -420,7 +413,7 @@ def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
     has not come there). Of a run that has not come there, `steps` is its last: both are lower bounds.
     """
     rows = []
-    losses = select(frame, measure=TESTED).sort_values("step", kind="stable")
+    losses = results.select(frame, measure=TESTED).sort_values("step", kind="stable")
     for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
         step, loss = run["step"].to_numpy(float), run["value"].to_numpy(float)
         for level in LEVELS:
@@ -432,7 +425,7 @@ def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
                 steps = step[i - 1] + part * (step[i] - step[i - 1]) if i else step[0]
             rows.append((norm, radius, seed, level, float(steps), bool(len(below))))
     times = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
-    first = select(times, norm=WITH[0], radius=WITH[1], reached=True)
+    first = results.select(times, norm=WITH[0], radius=WITH[1], reached=True)
     reference = first.rename(columns={"steps": "reference"})[["seed", "level", "reference"]]
     times = times.merge(reference, on=["seed", "level"], how="left")
     return times.assign(times=times["steps"] / times["reference"]).drop(columns="reference")
@@ -448,26 +441,26 @@ def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
     parts = [part.dropna(subset=[c for c in cells if part[c].notna().any()]) for _, part in wide.groupby(level="step")]
     complete, keys = pd.concat(parts) if parts else wide, ["d", "contrast", "step", "measure"]
     flat, space = (complete[complete.index.get_level_values("d") == d] for d in (8, 3))
-    in_space = select(differences(space, SPACE_CONTRASTS), measure=[ANGLE, ACCURACY])
-    contrasts = contrasted(in_space, keys)
+    in_space = results.select(results.differences(space, SPACE_CONTRASTS), measure=[ANGLE, ACCURACY])
+    contrasts = results.contrasted(in_space, keys)
     most = contrasts["measure"].map({ANGLE: 90.0, ACCURACY: 1.0}).astype(float)
     contrasts[["ci_low", "ci_high"]] = contrasts[["ci_low", "ci_high"]].clip(-most, most, axis=0)
-    published = contrasted(differences(flat, CONTRASTS), keys, tested={"measure": TESTED})
+    published = results.contrasted(results.differences(flat, CONTRASTS), keys, tested={"measure": TESTED})
     return pd.concat([part for part in (published, contrasts) if len(part)], ignore_index=True)
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Loss, accuracy and angle over steps: mean and 95 % interval over seeds, published figures as crosses."""
     shown = {TESTED: "training loss (nats)", ACCURACY: "test accuracy", ANGLE: "query to ones (°)"}
-    figure, axes = panels(len(shown), 5, 4.2)
-    curve = select(tables["curves"], measure=list(shown), d=8)
+    figure, axes = results.panels(len(shown), 5, 4.2)
+    curve = results.select(tables["curves"], measure=list(shown), d=8)
     means = summarized(curve[curve["step"] % 100 == 0])
     for axis, (measure, label) in zip(axes, shown.items(), strict=True):
         for i, cell in enumerate(dict.fromkeys(zip(curve["norm"], curve["radius"], strict=True))):
-            rows = select(means, norm=cell[0], radius=cell[1], measure=measure).sort_values("step")
+            rows = results.select(means, norm=cell[0], radius=cell[1], measure=measure).sort_values("step")
             axis.plot(rows["step"], rows["mean"], color=f"C{i}", label=f"{cell[0]}, radius {cell[1]}")
             axis.fill_between(rows["step"], rows["ci_low"], rows["ci_high"], color=f"C{i}", alpha=0.2, lw=0)
-            published = select(PUBLISHED, norm=cell[0], radius=cell[1], measure=measure)
+            published = results.select(PUBLISHED, norm=cell[0], radius=cell[1], measure=measure)
             axis.plot(published["step"], published["published"], "x", color=f"C{i}")
         axis.set(xlabel="step", ylabel=label)
     axes[0].set_yscale("log")
