@@ -75,7 +75,7 @@ class Request:
 BRODY, WANG, YANG = "Brody, Alon & Yahav 2023", "Wang & E 2024, section 6", "Yang, Cadilhac & Chiang 2025"
 EXPERIMENTS = {
     "majority": Experiment(
-        "majority.majority.run", f"{BRODY}, section 4.1", ("3 hours", "1 minute"), seeds=10, quick_seeds=2,
+        "majority.majority.run", f"{BRODY}, section 4.1", ("3 hours", "1 minute"), seeds=10,
         summary="majority of a bag of tokens: {layernorm, scaling_only} x {radius sqrt(d), 1/sqrt(d)}, and no scaling"),
     "random_keys": Experiment(
         "majority.random_keys.run", f"{BRODY}, figures 1c and 1d", ("5 minutes", "1 minute"), quick_seeds=2,
