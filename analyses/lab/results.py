@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pandas as pd
@@ -229,20 +229,18 @@ def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 
 
 def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
-    """Return both main effects per seed, of `norm`, `seed` and `value`; rows of one norm and seed are averaged.
+    """Return both main effects per seed, of `norm`, `seed` and `value`.
 
-    With all four norms the effect of scaling is the mean of the norms that scale minus the mean of those that do not;
-    that of projection likewise. Without the norm "none" it is LayerNorm minus the norm that lacks the term.
+    The effect of scaling is the mean of the norms that scale minus the mean of those that do not; that of projection
+    likewise.
     """
-    cells = values.groupby(["seed", "norm"])["value"].mean().unstack()
-    per_seed = {}
-    for term, with_term in (("scaling", SCALES), ("projection", PROJECTS)):
-        lacking = [n for n in NORM_KINDS if n in cells and n not in with_term]
-        having = [n for n in NORM_KINDS if n in with_term] if "none" in cells else ["layernorm"]
-        if lacking:
-            change = cells[having].mean(axis=1, skipna=False) - cells[lacking].mean(axis=1, skipna=False)
-            per_seed[term] = change.dropna()
-    return per_seed
+    cells = values.pivot(index="seed", columns="norm", values="value")
+    effects = {}
+    for term, having in (("scaling", SCALES), ("projection", PROJECTS)):
+        lacking = [norm for norm in NORM_KINDS if norm not in having]
+        with_term, without = (cells[norms].mean(axis=1, skipna=False) for norms in (sorted(having), lacking))
+        effects[term] = (with_term - without).dropna()
+    return effects
 
 
 def effect_rows(differences: Mapping[str, pd.Series], factor: float = 1.0) -> Iterator[dict[str, Any]]:
@@ -362,3 +360,26 @@ def lines(ax: Axes, table: pd.DataFrame, x: str, by: str, y: str = "mean", publi
         if published and "published" in line:
             ax.plot(line[x], line["published"], f"C{number}x")
     ax.set_xlabel(x)
+
+
+def line_panels(
+    table: pd.DataFrame,
+    panel: Sequence[str],
+    x: str,
+    by: str,
+    y: str = "mean",
+    *,
+    published: bool = True,
+    columns: int = 4,
+    **axes: Any,
+) -> Figure:
+    """Draw `lines` in a panel per combination of the columns `panel`; `axes` are properties of every panel."""
+    groups = list(table.groupby(list(panel), sort=False))
+    figure, places = panels(max(1, len(groups)), 3.7, 2.7, columns=columns, shared=True)
+    for (names, part), ax in zip(groups, places, strict=False):
+        lines(ax, part, x, by, y, published)
+        ax.set(title=", ".join(map(str, cast("tuple[Any, ...]", names))), **axes)
+        ax.title.set_fontsize(8)
+    if groups:
+        places[0].legend(fontsize=6)
+    return figure

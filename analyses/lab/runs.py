@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -72,18 +73,17 @@ def planned(
     cells: Iterable[Cell],
     request: Request,
     *,
-    name: Callable[[Cell], str],
     task: Callable[[Cell, int], Task],
     training: Callable[[Cell, int], TrainConfig],
     spec: Callable[[Cell], ModelSpec] | None = None,
     keys: Callable[[Cell], Mapping[str, str | int | float]] = vars,
 ) -> list[Run]:
-    """List every run: all cells with the first seed, then all with the next, in folders `runs/{name}-seed{seed}`.
+    """List every run: all cells with the first seed, then all with the next, in folders named after keys and seed.
 
     `spec` is by default a cell's method `spec`, `keys` (its columns in the tables) its fields.
     """
     cells = list(cells)
-    names = [name(cell) for cell in cells]
+    names = [re.sub(r"[^\w.+-]+", "_", "-".join(map(str, keys(cell).values()))) for cell in cells]
     if twice := [n for n in dict.fromkeys(names) if names.count(n) > 1]:
         raise ValueError(f"two cells are called {twice[0]!r}, so their runs would share a folder: name what differs")
     return [
@@ -92,10 +92,10 @@ def planned(
             task(cell, seed),
             spec(cell) if spec is not None else cast("Any", cell).spec(),
             training(cell, seed),
-            request.out / "runs" / f"{name(cell)}-seed{seed}",
+            request.out / "runs" / f"{name}-seed{seed}",
         )
         for seed in request.seeds
-        for cell in cells
+        for name, cell in zip(names, cells, strict=True)
     ]
 
 

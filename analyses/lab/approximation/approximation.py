@@ -156,7 +156,6 @@ def _run(request: Request, cells: Sequence[Cell]) -> results.Results:
     runs = planned(
         cells,
         request,
-        name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
         task=lambda cell, _: ApproximationTask(cell.target),
         training=lambda cell, seed: training(request.quick, seed, cell.lr),
     )

@@ -89,7 +89,7 @@ def run(request: Request) -> Results:
     heads = (1,) if request.quick else (1, 16)
     cells = [Cell(t, k, h) for t in AFFINE_TARGETS for k in ("log", "linear", "t5") for h in heads]
     runs = planned(
-        cells, request, name=lambda cell: f"{cell.target}-{cell.kernel}-{cell.heads}",
+        cells, request,
         task=lambda cell, _: ApproximationTask(cell.target), training=lambda _, seed: training(request.quick, seed),
     )  # fmt: skip
     lost = carry_out(runs, request)

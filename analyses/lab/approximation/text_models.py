@@ -130,7 +130,7 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid and compare held-out losses."""
     task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
     runs = planned(
-        grid(request.quick), request, name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
+        grid(request.quick), request,
         task=lambda *_: task, training=lambda _, seed: training(request.quick, seed),
     )  # fmt: skip
     lost = carry_out(runs, request)

@@ -1,10 +1,9 @@
 """Which recurrent networks count, and what a LayerNorm term inside the cell does to the counter.
 
 `counting`: tagging of prefixes, trained at 64 letters (Merrill et al. 2020, section 5); next-token prediction of a^n
-b^n and a^n b^n c^n (Weiss et al. 2018, section 5); and a majority gate without training: uniform attention over a
-prefix of length t gives (#a / t, #b / t), of which LayerNorm makes sign(#a - #b) (1, -1). QRNN and QRNN+ are trained
-with ten times the updates, too (`LONG`). `anbk`: an LSTM that tags a^n b^2n by an absolute value of its count, or by a
-threshold (released code of Merrill et al.).
+b^n and a^n b^n c^n (Weiss et al. 2018, section 5). QRNN and QRNN+ are trained with ten times the updates, too (`LONG`).
+`anbk`: an LSTM that tags a^n b^2n by an absolute value of its count, or by a threshold (released code of Merrill et
+al.).
 """
 
 from __future__ import annotations
@@ -23,31 +22,10 @@ from ln_probe.analyses.lab import results
 from ln_probe.analyses.lab.counting import tasks
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, planned
 from ln_probe.analyses.lab.train import ADAM, ModelSpec, Task, TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
-
-GATE_LENGTHS = (5, 15, 51, 151, 501, 1501, 5001)  # odd, so that one a more than b's is possible
-
-
-def gate_table(lengths: Sequence[int] = GATE_LENGTHS, eps: float = 1e-5) -> pd.DataFrame:
-    """How far the outputs for #a = #b + 1 and #b = #a + 1 differ at each length.
-
-    Columns: `norm, length, output`: half the difference between the two cases in the first coordinate, so 1 is a full
-    gate and what is near 0 is hard to read. `eps` is torch's default.
-    """
-    rows = []
-    for norm in NORM_KINDS:
-        gate = Norm(norm, 2, eps=eps, divisor=None if norm in SCALES else 1.0, gain=False, bias=False).double()
-        for length in lengths:
-            more, less = (length + 1) / (2 * length), (length - 1) / (2 * length)
-            with torch.no_grad():
-                out = gate(torch.tensor([[more, less], [less, more]], dtype=torch.float64))
-            rows.append((norm, length, float(out[0, 0] - out[1, 0]) / 2))
-    return pd.DataFrame(rows, columns=["norm", "length", "output"])
-
 
 KEYS = ("task", "model", "norm", "norm_site")
 
@@ -176,14 +154,13 @@ def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run
     return planned(
         grid(request.quick) if cells is None else cells,
         request,
-        name=lambda cell: "-".join(str(getattr(cell, key)) for key in KEYS).replace(" ", ""),
         task=lambda cell, _: make_task(cell, request.quick),
         training=lambda cell, seed: training(cell, request.quick, seed),
     )
 
 
 def run(request: Request) -> results.Results:
-    """Train the missing runs of the grid, show the gate, and say what each norm term does to counting."""
+    """Train the missing runs of the grid and compare what they count."""
     runs = make_runs(request)
     lost = carry_out(runs, request)
     frame = curves(runs)
@@ -212,7 +189,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
     fresh = _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
     return {
-        "summary": summary, "values": frame, "effects": _tested(values), "effects_fresh": fresh, "gate": gate_table(),
+        "summary": summary, "values": frame, "effects": _tested(values), "effects_fresh": fresh,
     }  # fmt: skip
 
 
@@ -247,13 +224,7 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     plain = accuracy[accuracy["norm_site"] == "none"]
     normed = accuracy.assign(place=accuracy["model"] + ", on its " + accuracy["norm_site"])
     for name, part, by, panel in (("lengths", plain, "model", "task"), ("norms_over_lengths", normed, "norm", "place")):
-        groups = list(part.groupby(panel, sort=False))
-        figure, axes = results.panels(max(1, len(groups)), 3.8, 3.0, columns=4, shared=True)
-        for (title, cell), ax in zip(groups, axes, strict=False):
-            results.lines(ax, cell, "length", by)
-            ax.set(title=title, xscale="log", xlabel="length (trained at 64)")
-            ax.legend(fontsize=6)
-        figures[name] = figure
+        figures[name] = results.line_panels(part, [panel], "length", by, xscale="log", xlabel="length (trained at 64)")
     ends = results.select(tables["values"], measure=["exact_from", "exact_to"])
     wide = ends.pivot_table(index=[*KEYS, "seed"], columns="measure", values="value", sort=False).reset_index()
     if len(wide):
@@ -287,7 +258,6 @@ def run_anbk(request: Request) -> results.Results:
     runs = planned(
         [AnbkCell(form, lr) for lr in ANBK_RATES for form in (tasks.ABSOLUTE, tasks.THRESHOLD)],
         request,
-        name=lambda cell: f"{cell.form.replace(' ', '_')}-lr{cell.lr:g}",
         task=lambda cell, _: tasks.AnbkTask(cell.form),
         training=lambda cell, seed: TrainConfig(
             steps=updates,

@@ -83,7 +83,6 @@ class BlockTask(WordsTask):
         words: per bin (BINS; the first is trained on) that are measured.
     """
 
-    name = "depth"
     answers = 2
 
     def __init__(self, k: int, words: int = EVALUATION_WORDS) -> None:
@@ -132,7 +131,7 @@ class Cell:
         )  # fmt: skip
 
 
-HIT = 0.99  # the threshold of a hit; `sweep` shows what the others would say
+HIT = 0.99  # the threshold of a hit
 REACH = "reach"  # mean exact match over the bins beyond the training lengths
 WITHIN, BEYOND = "within", "beyond"  # of what the theory says this depth suffices for
 ALL_DEPTHS, BOTH = "all", "both"
@@ -157,11 +156,8 @@ PUBLISHED_MODELS = "post-norm, d_model 256 or 512; one seed, the best of four co
 def analyse(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
     """Make the tables of the exact match of every run; `failed` are KEYS and seed of those that diverged (misses)."""
     values = frame.drop(columns="step", errors="ignore")
-    return {
-        "summary": summarized(values), "exact_match": frame, "hits": hit_rates(frame, failed),
-        "terms": term_effects(values), "terms_fresh": fresh_terms(values),
-        "effects": results.effects(values, [*KEYS, "measure"], ["norm"]),
-    }  # fmt: skip
+    terms = {"terms": term_effects(values), "terms_fresh": fresh_terms(values)}
+    return {"summary": summarized(values), "exact_match": frame, "hits": hit_rates(frame, failed), **terms}
 
 
 def summarized(values: pd.DataFrame) -> pd.DataFrame:
@@ -181,37 +177,21 @@ def published_table() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
 
-def worst_bins(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
-    """What every run has in its worst bin: KEYS, `seed`, `value`, `right` (HIT or more) and `side` of the boundary.
-
-    `failed` are KEYS and `seed` of runs that diverged: they have 0.
-    """
-    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
-    if failed is not None and len(failed):
-        worst = pd.concat([worst, failed.assign(value=0.0)], ignore_index=True)
-    return worst.assign(right=worst["value"] >= HIT, side=_side(worst))
-
-
 def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
     """How many seeds generalize to every bin of a cell, with an exact 95 % interval (Clopper-Pearson).
 
     Returns:
-        KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
+        KEYS, `predicted` (the theory says this depth suffices), `hits` (HIT or more in the worst bin; none of a run in
+        `failed`), `seeds`, `rate`, `low`, `high`.
     """
+    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
+    if failed is not None and len(failed):
+        worst = pd.concat([worst, failed.assign(value=0.0)], ignore_index=True)
     rows = []
-    for key, part in worst_bins(table, failed).groupby(list(KEYS), sort=False):
-        hits, seeds = int(part["right"].sum()), len(part)
-        predicted = part["side"].iloc[0] == WITHIN
-        rows.append(
-            (
-                *cast("tuple[Any, ...]", key),
-                predicted,
-                hits,
-                seeds,
-                hits / seeds,
-                *results.binomial_interval(hits, seeds),
-            )
-        )
+    for key, part in worst.groupby(list(KEYS), sort=False):
+        hits, seeds, predicted = int((part["value"] >= HIT).sum()), len(part), _side(part).iloc[0] == WITHIN
+        interval = results.binomial_interval(hits, seeds)
+        rows.append((*cast("tuple[Any, ...]", key), predicted, hits, seeds, hits / seeds, *interval))
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
 
@@ -219,51 +199,40 @@ def _side(frame: pd.DataFrame) -> pd.Series:
     return frame["k"].map(predicted_depth).le(frame["depth"]).map({True: WITHIN, False: BEYOND})
 
 
-def outcomes(values: pd.DataFrame) -> pd.DataFrame:
-    """Continuous outcomes of every run without positions: REACH and the last bin; KEYS, `seed`, `outcome`, `value`."""
-    plain = values[values["positions"] == "none"]
-    far = plain[plain["measure"] != measure(TRAIN_LENGTHS)]
-    reach = far.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean().assign(outcome=REACH)
-    last = far[far["measure"] == measure(BINS[-1])].rename(columns={"measure": "outcome"})
-    both: pd.DataFrame = pd.concat([reach, last], ignore_index=True)[[*KEYS, "seed", "outcome", "value"]]
-    return both
-
-
 def term_effects(values: pd.DataFrame) -> pd.DataFrame:
-    """What a norm term changes on each side of the boundary, at each depth and over all depths.
+    """What a norm term changes in REACH on each side of the boundary, at each depth and over all depths.
 
     A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
     and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
-    (NaN with fewer than two such seeds). Only REACH over all depths is tested: `p` is of the
-    same t, and `p_holm` over these rows. `units` are the pairs that the mean is of.
+    (NaN with fewer than two such seeds). Only rows over all depths are tested: `p` is of the same t, and `p_holm` over
+    these rows. `units` are the pairs that the mean is of.
 
     Returns:
         `term, norm_order` ("both": over pre- and post-norm runs)`, side, depth, outcome, mean, ci_low, ci_high, seeds,
         units, p, p_holm`.
     """
-    told = outcomes(values)
-    index = ["norm_order", "side", "outcome", "depth", "seed"]
-    wide = told.assign(side=_side(told)).pivot(index=index, columns="norm", values="value")
+    plain = values[(values["positions"] == "none") & (values["measure"] != measure(TRAIN_LENGTHS))]
+    reach = plain.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean()
+    index = ["norm_order", "side", "depth", "seed"]
+    wide = reach.assign(side=_side(reach)).pivot(index=index, columns="norm", values="value")
     rows: list[tuple[Any, ...]] = []
     for term, pairs in TERMS.items():
         change = results.differences(wide, {have: (have, lack) for have, lack in pairs}, "pair")
         change["own_order"] = change["norm_order"]
         both = change.assign(norm_order=BOTH) if change["norm_order"].nunique() > 1 else change[:0]
-        for key, part in pd.concat([change, both]).groupby(["norm_order", "side", "outcome"], sort=False):
-            order, side, outcome = cast("tuple[str, str, str]", key)
+        for key, part in pd.concat([change, both]).groupby(["norm_order", "side"], sort=False):
+            order, side = cast("tuple[str, str]", key)
             groups = [(str(depth), one) for depth, one in part.groupby("depth")] if order != BOTH else []
             for depth, one in [*groups, (ALL_DEPTHS, part)]:
-                tests = depth == ALL_DEPTHS and outcome == REACH
                 pairs_by_seed = one.pivot(index="seed", columns=["own_order", "depth", "pair"], values="value")
                 complete = pairs_by_seed.dropna()
                 seeds = complete.mean(axis=1).to_numpy(float)
-                p = results.paired_p(seeds) if tests and len(seeds) else np.nan
+                p = results.paired_p(seeds) if depth == ALL_DEPTHS and len(seeds) else np.nan
                 center = results.interval(seeds) if len(seeds) else (float(one["value"].mean()), np.nan, np.nan)
-                units = complete.size or len(one)
-                rows.append((term, order, side, depth, outcome, *center, len(seeds), units, p))
+                rows.append((term, order, side, depth, REACH, *center, len(seeds), complete.size or len(one), p))
     columns = ["term", "norm_order", "side", "depth", "outcome", "mean", "ci_low", "ci_high", "seeds", "units", "p"]
-    found = pd.DataFrame(rows, columns=columns)
-    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
+    table = pd.DataFrame(rows, columns=columns)
+    return table.assign(p_holm=holm(table["p"].to_numpy(float)))
 
 
 def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
@@ -272,8 +241,8 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
     Holm's p is over these alone: two terms in each order. Empty if there are no such seeds.
     """
     later = values[values["seed"] >= CHOSEN_SEEDS]
-    found = term_effects(later if len(later) else values)
-    tested = results.select(found, depth=ALL_DEPTHS, outcome=REACH, side=BEYOND, norm_order=["post", "pre"])
+    terms = term_effects(later if len(later) else values)
+    tested = results.select(terms, depth=ALL_DEPTHS, side=BEYOND, norm_order=["post", "pre"])
     fresh = tested[: len(tested) * bool(len(later))].reset_index(drop=True)
     return fresh.assign(p_holm=holm(fresh["p"].to_numpy(float)))
 
@@ -297,14 +266,8 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
 def length_curves(part: pd.DataFrame, by: str) -> Figure:
     """Exact match over length: a panel per (depth, k), a line per value of the column `by`; crosses are published."""
     middles = {measure(lengths): sum(lengths) / 2 for lengths in BINS}
-    part = part.assign(letters=part["measure"].map(middles))
-    squares = list(part.groupby(["depth", "k"], sort=False))
-    figure, axes = results.panels(max(1, len(squares)), 3.6, 2.4, columns=4, shared=True)
-    for ((depth, k), cell), ax in zip(squares, axes, strict=False):
-        results.lines(ax, cell, "letters", by)
-        ax.set(title=f"depth {depth}, L{k}", ylim=(0, 1.05))
-    axes[0].legend(fontsize=7)
-    return figure
+    named = part.assign(letters=part["measure"].map(middles), language=part["k"].map("L{}".format))
+    return results.line_panels(named, ["depth", "language"], "letters", by, ylim=(0, 1.05))
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -332,15 +295,15 @@ def training(quick: bool) -> TrainConfig:
 
 
 def exact_matches(
-    cells: Iterable[Cell], request: Request, schedule: TrainConfig, words: int, name: str
+    cells: Iterable[Cell], request: Request, schedule: TrainConfig, words: int
 ) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]:
-    """Train a run per seed and cell, called by a format string over KEYS, each bin measured on so many words.
+    """Train a run per seed and cell, each bin measured on so many words.
 
     Returns:
         Exact match of every run in every bin; KEYS and seed of runs that diverged, and their messages.
     """
     runs = planned(
-        cells, request, name=lambda cell: name.format(**vars(cell)), task=lambda cell, _: BlockTask(cell.k, words),
+        cells, request,
         training=lambda _, seed: replace(schedule, seed=seed),
     )  # fmt: skip
     carry_out(runs, request)
@@ -352,8 +315,7 @@ def exact_matches(
 def run(request: Request) -> results.Results:
     """Train the missing runs of the grid and report where the boundary lies under each norm."""
     schedule, words = training(request.quick), 200 if request.quick else EVALUATION_WORDS
-    name = "{norm_order}-{positions}-L{k}-depth{depth}-{norm}"
-    frame, failed, lost = exact_matches(grid(request.quick), request, schedule, words, name)
+    frame, failed, lost = exact_matches(grid(request.quick), request, schedule, words)
     tables = analyse(frame, failed)
     return results.Results(tables, plot(tables), {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
 
@@ -375,8 +337,7 @@ def run_deep(request: Request) -> results.Results:
     schedule, words = training(request.quick), 100 if request.quick else EVALUATION_WORDS
     if request.quick:
         schedule = replace(schedule, steps=60, warmup=15, evaluate_every=60)
-    name = "{positions}-L{k}-depth{depth}"
-    frame, failed, lost = exact_matches(deep_grid(request.quick), request, schedule, words, name)
+    frame, failed, lost = exact_matches(deep_grid(request.quick), request, schedule, words)
     tables = analyse_deep(frame, failed)
     figures = {"deep": length_curves(tables["summary"], "positions")}
     return results.Results(tables, figures, {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)

@@ -33,7 +33,7 @@ from ln_probe.analyses.lab.language_model.published import (
     on_sentences,
     unselectable_at_checkpoints,
 )
-from ln_probe.analyses.lab.results import Results, contrasted, lines, minus_reference, panels, select, summarize_kinds
+from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize_kinds
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, planned, shared_settings
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
 from ln_probe.analyses.lab.train import text_training
@@ -110,14 +110,7 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Unselectable keys at the last step over layers, a panel per shape and space."""
     summary = tables["summary"]
     rows = select(summary, measure=FRACTION, step=summary["step"].max(), space=[BEFORE, NORMALIZED, HEAD])
-    groups = list(rows.groupby(["shape", "space"], sort=False))
-    figure, axes = panels(len(groups), 3.7, 2.8, columns=3, shared=True)
-    for ((shape, space), part), ax in zip(groups, axes, strict=True):
-        lines(ax, part, "layer", "norm", published=False)
-        ax.set(title=f"{shape}: {space}")
-    axes[0].set_ylabel("unselectable keys")
-    axes[0].legend(fontsize=7)
-    return {"unselectable": figure}
+    return {"unselectable": line_panels(rows, ["shape", "space"], "layer", "norm", published=False, columns=3)}
 
 
 HEADS = 4
@@ -181,7 +174,6 @@ def make_runs(request: Request, size: Size) -> list[Run]:
         CELLS,
         request,
         keys=lambda cell: {"shape": cell[0], "norm": cell[1]},
-        name=lambda cell: "-".join(cell).replace(" ", "-").replace(",", ""),
         task=lambda *_: task,
         spec=lambda cell: encoder_config(*cell, size),
         training=lambda cell, seed: text_training(

@@ -24,7 +24,7 @@ from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.geometry.decide import UNDECIDED as NOT_DECIDED
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, contrasted, lines, minus_reference, panels, select, summarize_kinds
+from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize_kinds
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, measured_once, planned, shared_settings
 from ln_probe.analyses.lab.text_task import TextTask, sentences
 from ln_probe.analyses.lab.train import checkpoint_steps, read_metrics, text_training, weights_of
@@ -99,7 +99,6 @@ def make_runs(request: Request, size: Size) -> list[Run]:
         NORMS[: 2 if size.d_vocab == GPT2_VOCABULARY else None],
         request,
         keys=lambda cell: {"norm": cell[0], "divisor": cell[2]},
-        name=lambda cell: cell[0] if cell[2] == "-" else f"{cell[0]}-divisor_{cell[2]}",
         task=lambda *_: task,
         spec=lambda cell: published_model(cell[0], cell[1], size),
         training=lambda _, seed: text_training(
@@ -238,11 +237,5 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame, steps: int, d_vocab: int)
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Unselectable fractions over training, a panel per layer."""
     rows = select(tables["summary"], measure=FRACTION, space=[BEFORE, NORMALIZED, HEAD]).sort_values("step")
-    figure, axes = panels(LAYERS, 3.75, 4.6, shared=True)
     named = rows.assign(line=rows["norm"] + ", " + rows["divisor"] + ": " + rows["space"])
-    for layer, axis in enumerate(axes):
-        lines(axis, select(named, layer=layer), "step", "line")
-        axis.set(title=f"layer {layer}")
-    axes[0].set_ylabel("unselectable keys (x: published)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    return {"unselectable": figure}
+    return {"unselectable": line_panels(named, ["layer"], "step", "line", ylabel="unselectable keys (x: published)")}

@@ -281,7 +281,7 @@ def make_runs(request: Request, size: Size, start: Path) -> list[Run]:
     shape = Start(start).build().cfg
     text = TextTask(request.texts, shape.d_vocab, shape.n_ctx, tokenizer=start, valid_windows=size.valid_windows)
     return planned(
-        (REMOVED, KEPT), request, keys=lambda cell: {"model": cell}, name=lambda cell: cell,
+        (REMOVED, KEPT), request, keys=lambda cell: {"model": cell},
         task=lambda cell, _: Removal(text, size.schedule if cell == REMOVED else None), spec=lambda _: Start(start),
         training=lambda _, seed: training(size, seed),
     )  # fmt: skip

@@ -8,15 +8,14 @@ windows. Primary contrasts, and no others: the main effects of scaling and of pr
 seeds after Holm's adjustment over these four. Hypotheses: scaling raises the loss and lowers the share; projection
 changes neither, claimed only where the 90 % CI lies within the margin. A seed counts if its four models are finished.
 
-`python -m ln_probe.analyses.lab.language_model.two_by_two --norm layernorm --out FOLDER TEXT…` trains a bundled model.
+A bundled model is made by `train(task, BUNDLED.spec(norm), BUNDLED.training(False, 0), run)` and `bundle(run, …)`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -32,7 +31,7 @@ from ln_probe.analyses.lab.language_model.published import FRACTION, LOSS, UNDEC
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
 from ln_probe.analyses.lab.runs import carry_out, measured_once, planned
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import MODEL_FILE, TrainConfig, load_run, save_model, train
+from ln_probe.analyses.lab.train import MODEL_FILE, TrainConfig, load_run, save_model
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.statistics import holm
 from ln_probe.hooks.edits import NoOpWarning, without
@@ -122,7 +121,7 @@ def _run(
     task, bundled = text(request), design is BUNDLED
     runs = planned(
         NORM_KINDS, replace(request, seeds=tuple(design.first_seed + seed for seed in request.seeds)),
-        keys=lambda norm: {"norm": norm}, name=lambda norm: norm, task=lambda *_: task, spec=design.spec,
+        keys=lambda norm: {"norm": norm}, task=lambda *_: task, spec=design.spec,
         training=lambda _, seed: design.training(request.quick, seed),
     )  # fmt: skip
     shipped = bundled and not request.quick and SHIPPED_SEED in request.seeds
@@ -275,31 +274,3 @@ def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
         "training_seconds": last["seconds"],
     }  # fmt: skip
     (out / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train one bundled model."""
-    parser = argparse.ArgumentParser(description="train one language model; only the norm before attention varies")
-    parser.add_argument("text", nargs="+", help="UTF-8 text files")
-    parser.add_argument("--norm", default="layernorm", choices=NORM_KINDS)
-    parser.add_argument("--out", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--bundle", type=Path, help="then copy it here in float16, with its recipe")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, default=BATCH, help="windows per step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="to train on")
-    args = parser.parse_args(argv)
-    task = TextTask(args.text, D_VOCAB, N_CTX)
-    training = replace(BUNDLED, steps=args.steps, batch=args.batch).training(False, args.seed)
-    train(task, BUNDLED.spec(args.norm), training, args.out, device=args.device)
-    if args.bundle:
-        command = (
-            f"python -m ln_probe.analyses.lab.language_model.two_by_two --norm {args.norm} --steps {args.steps} "
-            f"--batch {args.batch} --seed {args.seed} --device {args.device} --out runs/lm-{args.norm} "
-            + " ".join(Path(t).name for t in args.text)
-        )
-        bundle(args.out, args.bundle, task, command)
-
-
-if __name__ == "__main__":
-    main()

@@ -341,7 +341,6 @@ def make_runs(request: Request) -> list[Run]:
     return planned(
         CELLS,
         request,
-        name=lambda cell: f"d{cell.d}-{cell.norm}-{cell.radius.replace('/', '_over_').replace(' ', '_')}",
         task=lambda cell, seed: tasks[cell.d, seed],
         spec=lambda cell: cell.spec(sizes[cell.d]),
         training=lambda cell, seed: cell.training(request.quick, seed),
@@ -454,15 +453,11 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     shown = {TESTED: "training loss (nats)", ACCURACY: "test accuracy", ANGLE: "query to ones (°)"}
     figure, axes = results.panels(len(shown), 5, 4.2)
     curve = results.select(tables["curves"], measure=list(shown), d=8)
-    means = summarized(curve[curve["step"] % 100 == 0])
+    means = summarized(curve[curve["step"] % 100 == 0], PUBLISHED)
+    named = means.assign(line=means["norm"] + ", radius " + means["radius"])
     for axis, (measure, label) in zip(axes, shown.items(), strict=True):
-        for i, cell in enumerate(dict.fromkeys(zip(curve["norm"], curve["radius"], strict=True))):
-            rows = results.select(means, norm=cell[0], radius=cell[1], measure=measure).sort_values("step")
-            axis.plot(rows["step"], rows["mean"], color=f"C{i}", label=f"{cell[0]}, radius {cell[1]}")
-            axis.fill_between(rows["step"], rows["ci_low"], rows["ci_high"], color=f"C{i}", alpha=0.2, lw=0)
-            published = results.select(PUBLISHED, norm=cell[0], radius=cell[1], measure=measure)
-            axis.plot(published["step"], published["published"], "x", color=f"C{i}")
-        axis.set(xlabel="step", ylabel=label)
+        results.lines(axis, results.select(named, measure=measure), "step", "line")
+        axis.set(ylabel=label)
     axes[0].set_yscale("log")
     axes[-1].legend(fontsize=7, title="x: published", title_fontsize=7)
     return {"curves": figure}
