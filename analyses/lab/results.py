@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,6 @@ import pandas as pd
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.files import write_atomically
@@ -41,8 +40,6 @@ AGREEMENT = 1e-6  # spread of shares over seeds below which they agree: one in a
 _NO_HITS = 0.004
 Kind = Literal["mean", "share", "log"]
 MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")  # columns of a center and its interval
-
-# ------------------------------------------------------------------------------------------------------- intervals
 
 
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:
@@ -105,11 +102,12 @@ def _t(seeds: int) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1))
 
 
-# ---------------------------------------------------------------------------------------------------------- tables
-
-
 def summarize(
-    values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame | None = None, kind: Kind = "mean"
+    values: pd.DataFrame,
+    keys: Sequence[str],
+    published: pd.DataFrame | None = None,
+    kind: Kind = "mean",
+    shares: Collection[str] = (),
 ) -> pd.DataFrame:
     """Return center, median and 95 % interval over seeds for every combination of `keys`.
 
@@ -117,7 +115,7 @@ def summarize(
         values: long form: the columns of `keys`, `seed` and `value`.
         keys: columns that set rows apart ("norm", "step", "measure", …).
         published: the columns of `keys` (or some of them) and `published`; NaN where nothing was published.
-        kind: of `interval`.
+        kind: of `interval`. shares: values of the key `measure` that are shares, whatever the others are.
 
     Returns:
         keys, then `mean` (geometric if `kind` is "log"), `ci_low`, `ci_high` (NaN with one seed), `median`, `sd`,
@@ -132,20 +130,13 @@ def summarize(
         x = group["value"].to_numpy(float)
         sd = float(x.std(ddof=1)) if len(x) > 1 else np.nan
         cell = key if isinstance(key, tuple) else (key,)
-        rows.append((*cell, *interval(x, kind), float(np.median(x)), sd, len(x)))
+        of_kind: Kind = "share" if shares and cell[keys.index("measure")] in shares else kind
+        rows.append((*cell, *interval(x, of_kind), float(np.median(x)), sd, len(x)))
     table = pd.DataFrame(rows, columns=[*keys, *MEAN, "median", "sd", "seeds"])
     if published is None:
         return table.assign(published=np.nan)
     on = [k for k in keys if k in published.columns]
     return table.merge(published[[*on, "published"]], how="left", on=on, validate="many_to_one")
-
-
-def summarize_kinds(
-    parts: Sequence[tuple[pd.DataFrame, Kind]], keys: Sequence[str], published: pd.DataFrame | None = None
-) -> pd.DataFrame:
-    """Return `summarize` of values of several kinds, one below the other; empty ones are left out."""
-    tables = [summarize(values, keys, published, kind) for values, kind in parts]
-    return pd.concat([t for t in tables if len(t)] or tables, ignore_index=True)
 
 
 def select(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
@@ -261,8 +252,6 @@ def effect_rows(differences: Mapping[str, pd.Series], factor: float = 1.0) -> It
         }  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------- files
-
 RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
 LONG = 1000  # rows; a longer table is parquet
 
@@ -311,9 +300,6 @@ def write_results(
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
 
 
-# --------------------------------------------------------------------------------------------------------- figures
-
-
 def panels(
     count: int, width: float, height: float, *, columns: int | None = None, shared: bool = False
 ) -> tuple[Figure, list[Axes]]:
@@ -331,23 +317,6 @@ def panels(
     for unused in axes[count:]:
         unused.set_axis_off()
     return figure, axes[:count]
-
-
-def heat_map(
-    ax: Axes, table: pd.DataFrame, text: Callable[[float], str], dark: float, size: float | None = None, **options: Any
-) -> AxesImage:
-    """Draw a table of numbers as a map, named by its index and its columns, with every number that there is as text.
-
-    Numbers are written by `text` in a font size, in white on what lies below `dark`; options go to `imshow`.
-    """
-    image = ax.imshow(values := table.to_numpy(float), cmap="viridis", aspect="auto", **options)
-    for (row, column), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            color = "w" if value < dark else "k"
-            ax.text(column, row, text(value), ha="center", va="center", color=color, fontsize=size)
-    rows, columns = values.shape
-    ax.set(xticks=range(columns), xticklabels=table.columns, yticks=range(rows), yticklabels=table.index)
-    return image
 
 
 def lines(ax: Axes, table: pd.DataFrame, x: str, by: str, y: str = "mean", published: bool = True) -> None:

@@ -144,9 +144,6 @@ def step_generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-# --------------------------------------------------------------------------------------------------------- the folder
-
-
 def save_model(model: nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a model's weights as safetensors."""
     tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()}
@@ -234,9 +231,6 @@ def weights_of(run: Path, step: int | None = None) -> Path:
         what = "no final model (unfinished?)" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{run} holds {what}; steps it has: {steps}")
     return weights
-
-
-# ----------------------------------------------------------------------------------------------------------- training
 
 
 class DivergedError(RuntimeError):

@@ -226,8 +226,6 @@ def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
     return results.as_factors(results.contrasted(pairs, keys), keys)
 
 
-# ----------------------------------------------------------------------------------------------------------- rates
-
 FEWEST = 3  # numbers of heads; a line through two points is no fit
 
 
@@ -255,27 +253,17 @@ def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
     return results.contrasted(table, keys).merge(residuals, on=keys)
 
 
-# --------------------------------------------------------------------------------------------------------- figures
-
-
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """Errors of 4a and 4b over heads beside the optimum; of 1b and 2b with a table of positions, heads against FFN."""
-    from matplotlib.colors import LogNorm
-
+    """Errors of 4a and 4b over heads beside the optimum; of 1b and 2b with a table of positions, over hidden units."""
     errors = results.select(tables["summary"], measure="mse", norm="none", dot_product=False)
     memory = results.select(errors, target=["4a", "4b"], kernel=["log", "linear"], width=FFN_FREE)
-    figure, axes = results.panels(4, 4, 2.8, columns=2)
-    for ((target, kernel), cell), ax in zip(memory.groupby(["target", "kernel"], sort=False), axes, strict=False):
-        for number, (lr, line) in enumerate(cell.groupby("lr", sort=False)):
-            ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
-        ax.plot(cell["heads"], cell["optimum"].clip(1e-16), "k_", label="least squares")
-        ax.plot(cell["heads"], cell["published"], "r*", label="published")
-        ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="heads", ylabel="squared error")
-    axes[0].legend(fontsize=7)
+    best = memory[memory["lr"] == RATES[0]].assign(
+        mean=lambda t: t["optimum"].clip(1e-16), ci_low=np.nan, line="optimum"
+    )
+    trained = memory.assign(line=memory["lr"].map("trained, rate {:g}".format))
     squares = results.select(errors, target=["1b", "2b"], kernel="table")
-    table, axes = results.panels(2, 3.8, 3.2)
-    for (target, part), ax in zip(squares.groupby("target"), axes, strict=False):
-        square = part.pivot(index="heads", columns="width", values="mean")
-        results.heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
-        ax.set(title=f"{target!s}, table of positions", xlabel="m", ylabel="heads")
-    return {"heads": figure, "table": table}
+    axes = {"xscale": "log", "yscale": "log", "ylabel": "squared error"}
+    return {
+        "heads": results.line_panels(pd.concat([trained, best]), ["target", "kernel"], "heads", "line", **axes),
+        "table": results.line_panels(squares, ["target"], "width", "heads", **axes),
+    }

@@ -29,7 +29,7 @@ from ln_probe.analyses.lab.approximation.relative import (
     linear_optimum,
 )
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, panels, select, summarize
+from ln_probe.analyses.lab.results import Results, line_panels, select, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, planned
 from ln_probe.analyses.lab.train import TrainConfig
 
@@ -109,15 +109,9 @@ def analyse(trained: pd.DataFrame, solved: pd.DataFrame) -> dict[str, pd.DataFra
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """Error relative to the best constant over length; dashed: least squares."""
+    """Error relative to the best constant over length, trained and by least squares."""
     part = select(tables["summary"], measure="relative_mse")
-    groups = list(part.groupby(["target", "kernel"], sort=False))
-    figure, axes = panels(len(groups), 3, 2.5, columns=3, shared=True)
-    for ((target, kernel), cell), ax in zip(groups, axes, strict=True):
-        for number, (heads, line) in enumerate(cell.groupby("heads")):
-            ax.plot(line["length"], line["mean"], f"C{number}o-", markersize=3, label=f"{heads} heads")
-            ax.plot(line["length"], line["solved"].clip(lower=1e-16), f"C{number}--")
-        ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="inputs")
-    axes[0].set_ylabel("error / best constant's")
-    axes[0].legend(fontsize=7)
-    return {"longer": figure}
+    trained = part.assign(line=part["heads"].map("{} heads".format))
+    solved = part.assign(line=trained["line"] + ", solved", mean=part["solved"].clip(lower=1e-16), ci_low=np.nan)
+    axes = {"xscale": "log", "yscale": "log", "ylabel": "error / best constant's", "columns": 3}
+    return {"longer": line_panels(pd.concat([trained, solved]), ["target", "kernel"], "length", "line", **axes)}

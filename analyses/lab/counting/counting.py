@@ -177,9 +177,8 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     the seeds that cells got after the first CHOSEN_SEEDS had been seen.
     """
     values = frame.drop(columns="step", errors="ignore")
-    shares = values["measure"].str.startswith("accuracy_").astype(bool)
-    kinds: list[tuple[pd.DataFrame, results.Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
-    summary = results.summarize_kinds(kinds, [*KEYS, "measure"], published_table())
+    shares = [measure for measure in values["measure"].unique() if measure.startswith("accuracy_")]
+    summary = results.summarize(values, [*KEYS, "measure"], published_table(), shares=shares)
     places = {key: list(dict.fromkeys(values[key])) for key in KEYS}  # the order of the grid
     summary = summary.sort_values([*KEYS], key=lambda c: c.map(places[str(c.name)].index), kind="stable")
     tagged = sorted(set(values["task"]) - set(tasks.LETTERS))
@@ -235,8 +234,6 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
         figures["exact"] = figure
     return figures
 
-
-# -------------------------------------------------------------------------------------------------------- a^n b^2n
 
 ANBK_UPDATES, ANBK_QUICK_UPDATES = 1000, 60
 ANBK_KEYS = ["form", "lr"]

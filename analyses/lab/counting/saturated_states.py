@@ -29,7 +29,7 @@ from jaxtyping import Float, Shaped
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, line_panels, select, summarize, summarize_kinds
+from ln_probe.analyses.lab.results import Results, line_panels, select, summarize
 
 LETTERS = 2
 CAP = 50_000  # states; more of them take minutes, and have grown beyond doubt
@@ -251,8 +251,7 @@ def run(request: Request) -> Results:
 
 def analyse(values: pd.DataFrame, growth: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Summary of counts (with `length`; geometric means over seeds), and the exponents."""
-    powers = growth["measure"].str.startswith(EXPONENT).astype(bool)
-    exponents = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")
+    exponents = summarize(growth, KEYS, shares=(SETTLED, COUNTING)).drop(columns="published")
     summary = summarize(values, [*KEYS, "length"], kind="log")
     return {"summary": summary, "values": values, "growth": growth, "exponents": exponents}
 

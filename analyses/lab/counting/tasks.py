@@ -198,8 +198,6 @@ def farthest(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["measure"].isin([*([f"accuracy_{max(lengths)}"] if lengths else []), "exact_to"])]
 
 
-# ------------------------------------------------------------------------------------------------------ a^n b^2n
-
 ABSOLUTE, THRESHOLD = "absolute value", "threshold"
 ANBK_TRAINED, ANBK_TESTED = torch.arange(2, 300, 2), torch.arange(310, 320, 2)  # as released
 TAGS, WORDS_RIGHT, TRAINED_TAGS = "tags right, n 310 to 318", "words right, n 310 to 318", "tags right, n 2 to 298"

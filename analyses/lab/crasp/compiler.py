@@ -25,7 +25,6 @@ from ln_probe.analyses.lab.train import step_generator
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request
 
-# -------------------------------------------------------------------------------------------------------- programs
 
 MAJORITY = "majority := #[Q_a] > #[Q_b]"
 
@@ -86,8 +85,6 @@ def gate_program(depth: int) -> str:
     lines += [f"level_{i} := 2 * #[level_{i - 1}] > #[true]" for i in range(2, depth + 1)]
     return "\n".join(lines)
 
-
-# ------------------------------------------------------------------------------------------------------ experiment
 
 EVERY_WORD_TO, QUICK_EVERY_WORD_TO = 8, 6  # letters; the answers at a word's letters are those of its prefixes
 LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30

@@ -248,18 +248,14 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """The boundary as a map; curves over length of the post-norm runs."""
+    """Words right in the farthest bin by k and depth; curves over length of the post-norm runs."""
     summary = tables["summary"]
     far = results.select(summary, measure=measure(BINS[-1]), positions="none")
-    groups = list(far.groupby(["norm_order", "norm"], sort=False))
-    figure, axes = results.panels(max(1, len(groups)), 2.8, 2.5, columns=4)
-    for ((order, norm), part), ax in zip(groups, axes, strict=False):
-        square = part.pivot(index="depth", columns="k", values="mean").rename(columns="L{}".format)
-        results.heat_map(ax, square, "{:.0%}".format, 0.6, vmin=0, vmax=1)
-        ax.set(title=f"{norm}, {order}-norm", ylabel="depth")
+    post = results.select(summary, norm_order="post", positions="none")
+    axes = {"ylim": (0, 1.05), "ylabel": "exact match"}
     return {
-        "boundary": figure,
-        "lengths": length_curves(results.select(summary, norm_order="post", positions="none"), "norm"),
+        "boundary": results.line_panels(far, ["norm_order", "norm"], "k", "depth", published=False, **axes),
+        "lengths": length_curves(post, "norm"),
     }
 
 

@@ -33,7 +33,7 @@ from ln_probe.analyses.lab.language_model.published import (
     on_sentences,
     unselectable_at_checkpoints,
 )
-from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize_kinds
+from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, planned, shared_settings
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
 from ln_probe.analyses.lab.train import text_training
@@ -85,7 +85,6 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame
     over the rows of one kind: encoders on windows, encoders of table 4, passages. After a norm that scales no key is
     unselectable by theorem, so what is normalized is not compared.
     """
-    shares = frame["measure"].isin((FRACTION, UNDECIDED, ACCURACY))
     ends = frame[frame["step"] == frame.groupby(["shape", "space"])["step"].transform("max")]
     passages = ends["space"] == PASSAGES
     seen = ends["space"].isin((BEFORE, HEAD, "-")) & ends["measure"].isin((FRACTION, LOSS))
@@ -99,7 +98,7 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame
         pairs = minus_reference(means, means["norm"] == WHOLE, same)
         tests.append(contrasted(pairs, ["shape", "norm", "space", "measure"]))
     return {
-        "summary": summarize_kinds([(frame[shares], "share"), (frame[~shares], "mean")], KEYS),
+        "summary": summarize(frame, KEYS, shares=(FRACTION, UNDECIDED, ACCURACY)),
         "seeds": frame,
         "curves": losses,
         "effects": pd.concat([table for table in tests if len(table)], ignore_index=True),

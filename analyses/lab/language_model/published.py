@@ -24,7 +24,7 @@ from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
 from ln_probe.analyses.geometry.decide import UNDECIDED as NOT_DECIDED
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize_kinds
+from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, measured_once, planned, shared_settings
 from ln_probe.analyses.lab.text_task import TextTask, sentences
 from ln_probe.analyses.lab.train import checkpoint_steps, read_metrics, text_training, weights_of
@@ -212,8 +212,7 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame, steps: int, d_vocab: int)
     `effects`: at the ends, the other norms minus LayerNorm (of one seed; shares are means over layers), and sentences
     minus windows; Holm's p over all rows. Losses of a small vocabulary do not compare with the published ones.
     """
-    shares = frame["measure"].isin((FRACTION, UNDECIDED))
-    summary = summarize_kinds([(frame[shares], "share"), (frame[~shares], "mean")], KEYS, PUBLISHED)
+    summary = summarize(frame, KEYS, PUBLISHED, shares=(FRACTION, UNDECIDED))
     other = summary["step"] != steps
     if d_vocab != GPT2_VOCABULARY:
         other |= summary["measure"] == LOSS

@@ -41,6 +41,7 @@ STEPS, BATCH = 2000, 16
 SHIPPED_SEED = 0
 WITHOUT_SCALING = {FRACTION: "unselectable_without_scaling", UNDECIDED: "undecided_without_scaling"}
 FROZEN = WITHOUT_SCALING[FRACTION]
+SHARES = (*WITHOUT_SCALING, *WITHOUT_SCALING.values())
 COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats per token
 CONTRASTS = {  # the norm that has the term, and the one that lacks it
     "scaling, with projection": ("layernorm", "projection_only"),
@@ -52,8 +53,6 @@ CONTRASTS = {  # the norm that has the term, and the one that lacks it
 OUTCOMES = {LOSS: ("Held-out loss", "nats", 1.0, 0.01), FRACTION: ("Unselectable keys", "points", 100.0, 1.0)}
 KEYS = ["norm", "layer", "measure"]
 ALL_LAYERS = -1  # the `layer` of means over layers and of what is not measured layer by layer
-
-# ----------------------------------------------------------------------------------------------------------- models
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,6 @@ def _run(
     return results.Results(tables, plot(tables), settings, lost)
 
 
-# -------------------------------------------------------------------------------------------------------- measures
-
-
 def loss_and_keys(folder: Path, beside: Path, task: TextTask, design: Design) -> pd.DataFrame:
     """`layer, measure, value` of the model in a folder; kept beside it."""
 
@@ -201,19 +197,11 @@ def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
     return attention._project(x * norm.w + norm.b, attention.W_K, attention.b_K)
 
 
-# ---------------------------------------------------------------------------------------------------------- tables
-
-
 def with_means(values: pd.DataFrame) -> pd.DataFrame:
     """KEYS, `seed` and `value`, and with them the means over layers."""
     layered = values[values["layer"] != ALL_LAYERS]
     means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
     return pd.concat([values, cast("pd.DataFrame", means).assign(layer=ALL_LAYERS)], ignore_index=True)
-
-
-def _summary(values: pd.DataFrame) -> pd.DataFrame:
-    shares = values["measure"].isin((*WITHOUT_SCALING, *WITHOUT_SCALING.values()))
-    return results.summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -224,7 +212,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     values = with_means(frame)
     wide = results.select(values, layer=ALL_LAYERS).pivot(index=["measure", "seed"], columns="norm", values="value")
     contrasts = results.contrasted(results.differences(wide, CONTRASTS), ["contrast", "measure"])
-    return {"summary": _summary(values), "seeds": frame, "contrasts": contrasts}
+    return {"summary": results.summarize(values, KEYS, shares=SHARES), "seeds": frame, "contrasts": contrasts}
 
 
 def analyse_registered(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -243,7 +231,7 @@ def analyse_registered(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     effects = pd.DataFrame(rows)
     if rows:
         effects = effects.assign(p_holm=holm(effects["p"].to_numpy()), equivalent=effects["bound"] < effects["margin"])
-    return {"summary": _summary(values), "seeds": frame, "effects": effects}
+    return {"summary": results.summarize(values, KEYS, shares=SHARES), "seeds": frame, "effects": effects}
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
@@ -257,9 +245,6 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
         ax.set(xlabel=measure.replace("_", " "))
         ax.set_yticks(range(len(NORM_KINDS)), labels=NORM_KINDS)
     return {"seeds": figure}
-
-
-# ------------------------------------------------------------------------------------------- models that are shipped
 
 
 def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:

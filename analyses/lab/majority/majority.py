@@ -42,8 +42,6 @@ TESTED, ACCURACY, ANGLE = "train_loss", "test_accuracy", "angle_deg"
 LEVELS = (0.75, 0.4, 0.21)  # training losses of the published model with projection at 1K, 2K and 5K steps
 WHENEVER = -1  # the `step` of measures that are not taken at a step
 
-# ------------------------------------------------------------------------------------------------------------ data
-
 
 @dataclass(frozen=True)
 class MajoritySize:
@@ -106,9 +104,6 @@ def make_data(seed: int, size: MajoritySize) -> tuple[Bags, Bags]:
     train = np.concatenate([where[: round(TRAIN_SHARE * len(where))] for where in classes])
     test = np.concatenate([where[round(TRAIN_SHARE * len(where)) :] for where in classes])
     return Bags(counts, label, np.sort(train)), Bags(counts, label, np.sort(test))
-
-
-# ---------------------------------------------------------------------------------------------------------- models
 
 
 def majority_model(norm: str, radius: float | None = None, size: MajoritySize | None = None, d: int = 8) -> LabConfig:
@@ -245,8 +240,6 @@ def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
     cosine = F.cosine_similarity(effective, torch.ones_like(effective), dim=-1).abs()
     return torch.rad2deg(torch.acos(cosine.clamp(max=1.0)))
 
-
-# ------------------------------------------------------------------------------------------------------ experiment
 
 QUICK = MajoritySize(examples=20_000)
 SIZES = {8: MajoritySize(), 3: MajoritySize(10, 30)}  # by d, as published
@@ -398,8 +391,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
     """`summarize` with the interval of a share for accuracies; those of angles end at 0° and 90°."""
-    shares = values["measure"].eq(ACCURACY)
-    summary = results.summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS, published)
+    summary = results.summarize(values, KEYS, published, shares=(ACCURACY,))
     angles = summary["measure"].eq(ANGLE)
     summary.loc[angles, ["ci_low", "ci_high"]] = summary.loc[angles, ["ci_low", "ci_high"]].clip(0.0, 90.0)
     return summary.assign(ci_low=summary["ci_low"].clip(lower=0.0))  # of losses
