@@ -41,12 +41,6 @@ class Experiment:
     needs_text: bool = False
     summary: str = ""
 
-    def run(self, request: Request) -> Results:
-        """Run it, or resume it."""
-        module, _, function = self.path.rpartition(".")
-        results: Results = getattr(importlib.import_module(f"{__package__}.{module}"), function)(request)
-        return results
-
 
 @dataclass(frozen=True)
 class Request:
@@ -179,7 +173,8 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
-    results = experiment.run(request)
+    module, _, function = experiment.path.rpartition(".")
+    results: Results = getattr(importlib.import_module(f"{__package__}.{module}"), function)(request)
     write_results(
         results, request.out, experiment=name, command=command, ln_probe_version=ln_probe_version,
         seconds=time.perf_counter() - began,

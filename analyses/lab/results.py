@@ -57,18 +57,18 @@ def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[f
 
 
 def share_interval(shares: Float[np.ndarray, " seed"]) -> tuple[float, float, float]:
-    """Return the mean of one share per seed and its Korn-Graubard interval.
+    """Return the mean of one share per seed and its Korn-Graubard interval (`share_interval_of`)."""
+    mean, seeds = float(shares.mean()), len(shares)
+    return mean, *share_interval_of(mean, float(shares.std(ddof=1)) if seeds > 1 else np.nan, seeds)
+
+
+def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]:
+    """Return the Korn-Graubard interval from the mean, the standard deviation over seeds and their number.
 
     The effective number of trials is p (1 - p) over the variance of the mean, times (z / t)² for estimating that
     variance from few seeds. Where all seeds agree, variance says nothing: then each seed counts as one trial, so three
     seeds of three at 1 give [0.29, 1].
     """
-    p = float(shares.mean())
-    return p, *share_interval_of(p, float(shares.std(ddof=1)) if len(shares) > 1 else np.nan, len(shares))
-
-
-def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]:
-    """Return `share_interval` from the mean, the standard deviation over seeds and their number."""
     if seeds == 1:
         return np.nan, np.nan
     trials = float(seeds)

@@ -238,13 +238,7 @@ class DivergedError(RuntimeError):
 
 
 def train(
-    task: Task,
-    spec: ModelSpec,
-    training: TrainConfig,
-    out: str | Path,
-    *,
-    progress: bool = True,
-    device: str = "cpu",
+    task: Task, spec: ModelSpec, training: TrainConfig, out: str | Path, *, progress: bool = True, device: str = "cpu"
 ) -> nn.Module:
     """Train a model, resuming where an earlier call stopped; it comes back on the CPU.
 

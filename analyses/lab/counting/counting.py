@@ -179,11 +179,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     values = frame.drop(columns="step", errors="ignore")
     shares = [measure for measure in values["measure"].unique() if measure.startswith("accuracy_")]
     summary = results.summarize(values, [*KEYS, "measure"], published_table(), shares=shares)
-    places = {key: list(dict.fromkeys(values[key])) for key in KEYS}  # the order of the grid
-    summary = summary.sort_values([*KEYS], key=lambda c: c.map(places[str(c.name)].index), kind="stable")
     tagged = sorted(set(values["task"]) - set(tasks.LETTERS))
-    least = values.groupby([*KEYS, "measure"])["value"].min().rename("least").reset_index()
-    summary = summary.merge(least, on=[*KEYS, "measure"], how="left")
     summary = summary.merge(tasks.constant_answers(tagged), on=["task", "measure"], how="left")
     more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
     fresh = _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
@@ -240,26 +236,19 @@ ANBK_KEYS = ["form", "lr"]
 ANBK_RATES = (1e-3, 1e-2)  # as released, and what `counting` takes
 
 
-@dataclass(frozen=True)
-class AnbkCell:
-    form: str
-    lr: float
-
-    def spec(self) -> RecurrentConfig:
-        return RecurrentConfig("lstm", tasks.PREFIX_VOCABULARY, 2)
-
-
 def run_anbk(request: Request) -> results.Results:
     """Adam at a constant rate, as released."""
     updates = ANBK_QUICK_UPDATES if request.quick else ANBK_UPDATES
     runs = planned(
-        [AnbkCell(form, lr) for lr in ANBK_RATES for form in (tasks.ABSOLUTE, tasks.THRESHOLD)],
+        [(form, lr) for lr in ANBK_RATES for form in (tasks.ABSOLUTE, tasks.THRESHOLD)],
         request,
-        task=lambda cell, _: tasks.AnbkTask(cell.form),
+        keys=lambda cell: dict(zip(ANBK_KEYS, cell, strict=True)),
+        spec=lambda _: RecurrentConfig("lstm", tasks.PREFIX_VOCABULARY, 2),
+        task=lambda cell, _: tasks.AnbkTask(cell[0]),
         training=lambda cell, seed: TrainConfig(
             steps=updates,
             batch=16,
-            lr=cell.lr,
+            lr=cell[1],
             schedule="constant",
             warmup=0,
             clip=0.0,

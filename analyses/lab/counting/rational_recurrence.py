@@ -20,13 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.analyses.lab.counting.recurrent import QRNNLayer, RecurrentConfig
-from ln_probe.analyses.lab.counting.saturated_states import (
-    LETTERS,
-    SaturatedLayer,
-    advance,
-    drawn,
-    start,
-)
+from ln_probe.analyses.lab.counting.saturated_states import LETTERS, SaturatedLayer, advance, drawn, start
 from ln_probe.analyses.lab.counting.tasks import PREFIX_VOCABULARY
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, summarize
@@ -109,7 +103,7 @@ SPREAD = 4.0  # weights that torch starts with leave every gate near 1/2; these 
 # Cell, layers, hidden units of what is saturated and ranked.
 CELLS = (
     ("rnn_tanh", 1, 3), ("gru", 1, 3), ("gru", 2, 3), ("qrnn f", 1, 3), ("qrnn fo", 1, 3), ("qrnn ifo", 1, 3),
-    ("qrnn fo", 2, 3), ("qrnn ifo", 2, 3), ("lstm", 1, 1), ("lstm", 1, 3), ("lstm", 2, 3), ("rnn_relu", 1, 3),
+    ("qrnn fo", 2, 3), ("qrnn ifo", 2, 3), ("lstm", 1, 1), ("lstm", 1, 3), ("lstm", 2, 3),
 )  # fmt: skip
 DRAWS, DRAWS_QUICK = 10, 5  # of weights, per seed
 BLOCKS, BLOCKS_QUICK = (2, 4, 6), (2, 4)  # letters before and after; at 6 a block is 127 x 127 words

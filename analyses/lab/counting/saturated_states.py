@@ -3,8 +3,8 @@
 Merrill et al. (2020, "A Formal Hierarchy of RNN Architectures", sections 2 and 3) look at the limit of large weights,
 in which a sigmoid is 0 or 1 and a tanh -1, 0 or 1. A saturated Elman RNN, GRU and QRNN with f- or fo-pooling have a
 number of states that no length changes; an LSTM, and a QRNN with ifo-pooling, have polynomially many, at most as length
-to the power of their counters. A ReLU-RNN does not saturate: its weights are drawn from -1, 0 and 1. No training:
-weights are drawn, and every state that a word over {a, b} reaches is found.
+to the power of their counters. No training: weights are drawn, and every state that a word over {a, b} reaches is
+counted.
 
     rnn_tanh    h = sign(W x + U h + b)
     gru         h = z h + (1 - z) sign(W x + U (r h) + b), r and z 0 or 1
@@ -12,7 +12,6 @@ weights are drawn, and every state that a word over {a, b} reaches is found.
     qrnn f      c = f c + (1 - f) z, out = c          gates of the last two inputs (Bradbury et al. 2017)
     qrnn fo     the same, out = o c
     qrnn ifo    c = f c + i z, out = o c
-    rnn_relu    h = max(0, W x + U h + b)
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ln_probe.analyses.lab.results import Results, line_panels, select, summariz
 LETTERS = 2
 CAP = 50_000  # states; more of them take minutes, and have grown beyond doubt
 POOLED = ("qrnn f", "qrnn fo", "qrnn ifo")
-_GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "qrnn f": 2, "qrnn fo": 3, "qrnn ifo": 4, "lstm": 4}
+_GATES = {"rnn_tanh": 1, "gru": 3, "qrnn f": 2, "qrnn fo": 3, "qrnn ifo": 4, "lstm": 4}
 States = Shaped[np.ndarray, "state number"]
 
 
@@ -71,9 +70,6 @@ class SaturatedLayer:
         if self.cell == "lstm":
             h = np.where(h != 0, np.tanh(state[:, :H].astype(float)), 0.0)
         given, recurrent = x @ self.W.T + self.b, h @ self.U.T
-        if self.cell == "rnn_relu":
-            out = np.maximum(given + recurrent, 0)
-            return out, out
         if self.cell == "rnn_tanh":
             out = np.sign(given + recurrent).astype(int)
             return out, out
@@ -100,16 +96,12 @@ class SaturatedLayer:
 
 
 def drawn(cell: str, layers: int, rng: np.random.Generator, hidden: int) -> list[SaturatedLayer]:
-    """Layers with normal weights (a ReLU-RNN's: -1, 0 or 1)."""
+    """Layers with normal weights."""
     net: list[SaturatedLayer] = []
     for _ in range(layers):
         gates, inputs = _GATES[cell] * hidden, (hidden if net else LETTERS) * (2 if cell in POOLED else 1)
-        net.append(SaturatedLayer(cell, *(_weights(cell, s, rng) for s in ((gates, inputs), (gates, hidden), gates))))
+        net.append(SaturatedLayer(cell, *map(rng.standard_normal, ((gates, inputs), (gates, hidden), gates))))
     return net
-
-
-def _weights(kind: str, shape: Any, rng: np.random.Generator) -> Any:
-    return rng.integers(-1, 2, size=shape) if kind == "rnn_relu" else rng.standard_normal(shape)
 
 
 def advance(layers: list[SaturatedLayer], states: States, letter: int) -> States:
@@ -190,7 +182,7 @@ def exponent(counts: Float[np.ndarray, " length"], settled: bool) -> float:
     return float(np.polyfit(np.log(lengths), np.log(counts[lengths - 1]), 1)[0])
 
 
-CONSTANT, GROWS, UNSATURATED = "constant", "grows", "does not saturate"
+CONSTANT, GROWS = "constant", "grows"
 
 
 @dataclass(frozen=True)
@@ -214,7 +206,6 @@ CELLS = (
         for cell in ("qrnn ifo", "lstm")
         for layers, hidden, longest in ((1, 1, 2048), (1, 2, 256), (1, 3, 128), (2, 3, 64))
     ),
-    *(Cell("rnn_relu", n, 3, UNSATURATED, 32) for n in (1, 2)),  # 3 to the power 32 still fits into 64 bits
 )
 DRAWS, DRAWS_QUICK = 50, 6  # of weights, per seed; of 50 LSTMs with one unit a few count, of 10 often none
 LENGTHS, LENGTHS_QUICK = (8, 16, 32, 64, 128, 256, 512, 1024, 2048), (8, 16, 32)  # of `states`

@@ -44,11 +44,10 @@ PHASES = "abc"
 SITES = ("state", "readout", "gates")
 KEYS = counting.KEYS
 NETWORK = (*KEYS, "seed", "phase")
-# Of a network and the phase in which it counts down; exact_* and accepted_to are the run's own evaluation. holds_to is
-# of the phase before, holds_to_in of the phase itself, in the longest tested word; off_* in the longest trained one.
+# Of a network and the phase in which it counts down; exact_* and accepted_to are the run's own evaluation.
 MEASURES = (
-    "dimensions_counting", "slope_before", "slope_in", "r2_before", "r2_in", "holds_to", "exact_from", "exact_to",
-    "accepted_to", "holds_to_in", "off_before", "off_in", "counts",
+    "dimensions_counting", "slope_before", "slope_in", "r2_before", "r2_in", "exact_from", "exact_to", "accepted_to",
+    "off_before", "off_in", "counts",
 )  # fmt: skip
 
 
@@ -118,18 +117,6 @@ def line_through(trace: Float[np.ndarray, " letter"]) -> Line:
     return Line(slope, r2, float(np.abs(rest).max()) / abs(slope) if slope and not still else float("inf"))
 
 
-def holds_to(trace: Float[np.ndarray, " letter"]) -> int:
-    """Return up to which letter of a phase a trace is a straight count, within READABLE of a line.
-
-    The line is laid anew through the letters up to each; where it first leaves one of them by more, a count can no
-    longer be read off any line by rounding. 0 if that is so from the beginning.
-    """
-    for last in range(SETTLING + 3, len(trace) + 1):
-        if line_through(trace[:last]).off > READABLE:
-            return last - 1 if last > SETTLING + 3 else 0
-    return len(trace)
-
-
 def counter_of(trace: Float[np.ndarray, "phase letter hidden"], phase: int) -> tuple[int, int, int]:
     """Return the dimension that counts for a phase, the earlier phase in which it goes the other way, and how many do.
 
@@ -178,10 +165,9 @@ def followed(run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
         there, here = (line_through(short[p, :, dimension]) for p in (earlier, phase))
         keys = {**dict(run.keys), "seed": run.seed, "phase": PHASES[phase]}
         numbers = (
-            candidates, there.slope, here.slope, there.r2, here.r2, holds_to(long[earlier, :, dimension]),
+            candidates, there.slope, here.slope, there.r2, here.r2,
             *evaluated[["exact_from", "exact_to", "accepted_to"]].astype(float),
-            holds_to(long[phase, :, dimension]), there.off, here.off,
-            int(candidates > 0 and max(there.off, here.off) <= READABLE),
+            there.off, here.off, int(candidates > 0 and max(there.off, here.off) <= READABLE),
         )  # fmt: skip
         about = {"dimension": dimension, "before": PHASES[earlier], "trained_n": trained, "tested_n": tested}
         networks.append(pd.DataFrame([{**keys, **about, **dict(zip(MEASURES, numbers, strict=True))}]))

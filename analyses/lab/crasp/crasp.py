@@ -24,18 +24,10 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Bool, Int
 
 try:
-    from lark import (
-        Lark,
-        Token,
-        Transformer,
-        UnexpectedCharacters,
-        UnexpectedInput,
-        UnexpectedToken,
-    )
+    from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
     from lark.exceptions import VisitError
     from lark.lexer import PatternStr
 except ImportError as error:
@@ -89,8 +81,6 @@ TOO_DEEP = "this is nested too deep", f"at most {DEEPEST} operators inside each 
 LARGEST = 2**31  # what a count may reach per letter of a word: words of 2^31 letters then stay within 64 bits
 DIGITS = 10  # of LARGEST; an integer of more is refused unread (Python reads no more than 4300)
 
-SHOWN = 200  # characters of a line in an error
-
 
 class CRaspError(ValueError):
     """A program that is not C-RASP; `line` and `column` (from 1) say where, `expected` what is allowed there."""
@@ -100,9 +90,6 @@ class CRaspError(ValueError):
         lines = source.split("\n")  # the parser's lines; `splitlines` would end one at a form feed or U+2028 as well
         # A character each for what moves the caret or is not seen: tabs, line separators, a byte order mark.
         shown = "".join(c if c.isprintable() else " " for c in lines[min(line, len(lines)) - 1].rstrip("\r"))
-        start = max(0, column - SHOWN // 2)
-        if len(shown) > SHOWN:
-            shown, column = shown[start : start + SHOWN], column - start
         super().__init__(
             f"line {self.line}, column {self.column}: {problem}; expected {expected}\n  {shown}\n"
             f"  {' ' * (column - 1)}^"
@@ -193,35 +180,16 @@ class Program:
         """What cannot be done with a part of this program."""
         return CRaspError(self.source, at.line, at.column, problem, expected)
 
-    def _values(self, word: Sequence[str] | np.ndarray) -> dict[str, Values]:
-        symbols = word if isinstance(word, np.ndarray) else np.asarray(list(word), dtype=object)
-        known: dict[str, Values] = {}
-        for name, expression in self.definitions.items():
-            known[name] = expression.evaluate(symbols, known)
-        return known
-
     def run(self, word: Sequence[str] | np.ndarray) -> Values:
         """The output at every position of `word` (a string of one-letter symbols, or a list of symbols), [pos].
 
         Equally long words at once are an array of symbols, [pos, word], as is the output.
         """
-        return self._values(word)[self.name]
-
-    def trace(self, word: Sequence[str]) -> pd.DataFrame:
-        """Every definition (columns) at every position (rows, named by their symbols)."""
-        return pd.DataFrame(self._values(word), index=pd.Index(list(word), name="symbol"))
-
-    def accepts(self, word: Sequence[str]) -> bool:
-        """Whether the output holds at the last position.
-
-        Raises:
-            ValueError: the word is empty, or the output is a count.
-        """
-        if self.output.kind != "Boolean":
-            raise ValueError(f"the output {self.name!r} is a count: end the program with a Boolean to accept by it")
-        if not len(word):
-            raise ValueError("the empty word has no last position: begin every word with a symbol such as BOS")
-        return bool(self.run(word)[-1])
+        symbols = word if isinstance(word, np.ndarray) else np.asarray(list(word), dtype=object)
+        known: dict[str, Values] = {}
+        for name, expression in self.definitions.items():
+            known[name] = expression.evaluate(symbols, known)
+        return known[self.name]
 
 
 def parse(source: str) -> Program:

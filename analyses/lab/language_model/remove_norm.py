@@ -21,6 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,7 @@ class ReplaceableNorm(nn.Module):
     stage: Tensor
     first: Float[Tensor, ""]
     rest: Float[Tensor, ""]
-    seen: Tensor
+    batches: Tensor
 
     def __init__(self, norm: Norm) -> None:
         """Take over gain and bias of a LayerNorm with both, at the usual radius."""
@@ -76,16 +77,16 @@ class ReplaceableNorm(nn.Module):
         self.w, self.b = cast("nn.Parameter", norm.w), cast("nn.Parameter", norm.b)
         for name in ("first", "rest"):
             self.register_buffer(name, torch.zeros(()))
-        for name in ("stage", "seen"):
+        for name in ("stage", "batches"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
 
     def follow(self, x: Float[Tensor, "batch pos d_model"]) -> None:
         """Take a batch into the running means of sigma at position 0 and elsewhere."""
         sigma = (x.detach().var(-1, correction=0) + self.eps).sqrt()
-        weight = max(MEMORY, 1 / (int(self.seen) + 1))
+        weight = max(MEMORY, 1 / (int(self.batches) + 1))
         for mean, part in ((self.first, sigma[:, 0]), (self.rest, sigma[:, 1:])):
             mean.lerp_(part.mean(), weight)
-        self.seen += 1
+        self.batches += 1
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         if self.stage == LAYERNORM:
@@ -103,8 +104,8 @@ def replaceable_norms(model: LabTransformer) -> list[ReplaceableNorm]:
 
     (Heimersheim 2024, whose order this is: norms of MLPs cost least.)
     """
-    found = [*(block.ln2 for block in model.blocks), *(block.ln1 for block in model.blocks), model.ln_final]
-    return [cast("ReplaceableNorm", norm) for norm in found]
+    norms = [*(block.ln2 for block in model.blocks), *(block.ln1 for block in model.blocks), model.ln_final]
+    return [cast("ReplaceableNorm", norm) for norm in norms]
 
 
 def plain(model: LabTransformer) -> LabTransformer:
@@ -119,13 +120,12 @@ def plain(model: LabTransformer) -> LabTransformer:
         owner, leaf = name.rsplit(".", 1)
         if leaf == "rest" and kind == "projection_only":
             weights[f"{owner}.divisor"] = value
-        if leaf not in ("first", "rest", "stage", "seen"):
+        if leaf not in ("first", "rest", "stage", "batches"):
             weights[name] = value
-    made = LabTransformer(
-        replace(model.cfg, norm=kind, norm_mlp=kind, norm_final=kind, divisor=None), tokenizer=model.tokenizer
-    )
-    made.load_state_dict(weights)
-    return made.eval()
+    cfg = replace(model.cfg, norm=kind, norm_mlp=kind, norm_final=kind, divisor=None)
+    copied = LabTransformer(cfg, tokenizer=model.tokenizer)
+    copied.load_state_dict(weights)
+    return copied.eval()
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Schedule:
             norm.stage.fill_(ONE_CONSTANT if joined else TWO_CONSTANTS if gone else LAYERNORM)
 
 
-SINK = 0.3  # more attention than this on one position makes a (head, query) a sink's (Gu et al. 2025)
+SINK = 0.3  # of attention (the threshold of Gu et al. 2025, who compare a head's mean over queries with it)
 KEY_CONTEXTS = 2  # held-out windows whose keys are decided: 64 heads of 256 keys each, some ten seconds a window
 
 
@@ -182,30 +182,23 @@ KEY_CONTEXTS = 2  # held-out windows whose keys are decided: 64 heads of 256 key
 def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[tuple[str, float]]:
     """Measure and value, means over layers, heads, held-out windows and their positions.
 
-    valid_loss; attention_on_first, sink_rate: attention that queries after position 0 pay to it, and the share of them
-    that pay over SINK; entropy_ratio: of attention over its largest possible; sigma_ratio: sigma at position 0 over
-    the mean elsewhere, of norm inputs; unselectable_head, undecided_normalized, …: shares of keys.
+    valid_loss; attention_on_first: attention that queries after position 0 pay to it; queries_on_sink: the share of
+    them that pay over SINK; entropy_ratio: of attention over its largest possible; unselectable_head,
+    undecided_normalized, …: shares of keys.
     """
     yield LOSS, text.evaluate(model)[LOSS]
-    layers = range(model.cfg.n_layers)
-    windows = text.held_out(contexts)
-    means: dict[str, list[Tensor]] = {
-        name: [] for name in ("attention_on_first", "sink_rate", "entropy_ratio", "sigma_ratio")
-    }
+    layers, windows = range(model.cfg.n_layers), text.held_out(contexts)
+    rows = []
     for part in windows.split(4):
-        _, cache = model.run_with_cache(
-            part, names_filter=lambda name: name.endswith(("hook_resid_pre", "hook_pattern")), return_type=None
-        )
-        for layer in layers:
-            pattern = cache[f"blocks.{layer}.attn.hook_pattern"]
+        _, cache = model.run_with_cache(part, names_filter=lambda name: name.endswith("hook_pattern"), return_type=None)
+        for pattern in cache.values():
             on_first = pattern[:, :, 1:, 0]
-            means["attention_on_first"].append(on_first.mean())
-            means["sink_rate"].append((on_first > SINK).float().mean())
-            means["entropy_ratio"] += [entropy_ratio(one.double())[:, 1:].mean() for one in pattern]
-            spread = cache[f"blocks.{layer}.hook_resid_pre"].std(-1, correction=0)
-            means["sigma_ratio"].append((spread[:, 0] / spread[:, 1:].mean(1)).mean())
-    for name, parts in means.items():
-        yield name, float(torch.stack([part.double() for part in parts]).mean())
+            ratios = [entropy_ratio(one.double())[:, 1:].mean() for one in pattern]
+            rows.append(
+                (float(on_first.mean()), float((on_first > SINK).float().mean()), float(sum(ratios)) / len(part))
+            )
+    means = np.average(rows, axis=0)
+    yield from zip(("attention_on_first", "queries_on_sink", "entropy_ratio"), map(float, means), strict=True)
     for space in (NORMALIZED, HEAD):
         keys = list(unselectable_keys(model, windows[:KEY_CONTEXTS], key_places(layers, (space,))))
         for measure in (FRACTION, UNDECIDED):
@@ -216,7 +209,14 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
 START = "lm-layernorm"
 BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
 KEYS = ["model", "measure"]
-TESTED = (LOSS, "entropy_ratio", "sink_rate", "attention_on_first", "unselectable_head", "unselectable_normalized")
+TESTED = (
+    LOSS,
+    "entropy_ratio",
+    "queries_on_sink",
+    "attention_on_first",
+    "unselectable_head",
+    "unselectable_normalized",
+)
 
 
 @dataclass(frozen=True)
