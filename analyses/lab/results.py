@@ -197,21 +197,6 @@ def contrasted(
     return table.assign(p=p, p_holm=holm(p.to_numpy(float)))
 
 
-def effects(
-    values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str], bounds: tuple[float, float] = (-np.inf, np.inf)
-) -> pd.DataFrame:
-    """Return what a norm changes: each value minus the one of the same seed without a norm, as `contrasted`.
-
-    Args:
-        values: long form, as for `summarize`; a column `norm`, which is "none" without one.
-        keys: columns that set rows apart, `norm` among them.
-        switch: those of `keys` that tell of the norm (`norm` and where it stands); the others must be equal.
-        bounds: as `contrasted`.
-    """
-    same = [k for k in keys if k not in switch] + ["seed"]
-    return contrasted(minus_reference(values, values["norm"] == "none", same), keys, bounds)
-
-
 def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """Return differences of logarithms (`contrasted`) as factors: `keys`, FACTOR, `seeds`, `p`, `p_holm`."""
     of = {c: np.exp(differences[c].astype(float)) for c in MEAN}

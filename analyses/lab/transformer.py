@@ -351,17 +351,6 @@ class LabTransformer(HookedRootModule):
         normalized: Tensor = self.ln_final(resid)
         return normalized
 
-    def to_hugging_face(self) -> Any:
-        """A separate `GPT2LMHeadModel` with the same weights and logits.
-
-        Raises:
-            ValueError: GPT-2 has nothing of this kind (an unembedding bias, norms of which some do not scale, other
-                positions, …).
-        """
-        from ln_probe.analyses.lab.gpt2 import as_gpt2
-
-        return as_gpt2(self)
-
     def forward(
         self,
         tokens: Int[Tensor, "batch pos"],

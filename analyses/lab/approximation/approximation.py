@@ -23,22 +23,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab import results
-from ln_probe.analyses.lab.approximation.relative import (
-    ADAPTIVE,
-    AFFINE_TARGETS,
-    IF_MINUS,
-    IF_PLUS,
-    LENGTH,
-    LINEAR,
-    RelativeConfig,
-    RelativeTransformer,
-    affine,
-    error,
-    evaluate,
-    linear_optimum,
-    plain,
-    variance,
-)
+from ln_probe.analyses.lab.approximation import relative
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.runs import carry_out, curves, planned
 from ln_probe.analyses.lab.train import Task, TrainConfig, step_generator
@@ -72,8 +57,10 @@ class Cell:
     norm_order: str = "pre"
     lr: float = RATES[0]
 
-    def spec(self) -> RelativeConfig:
-        return RelativeConfig(LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order)
+    def spec(self) -> relative.RelativeConfig:
+        return relative.RelativeConfig(
+            relative.LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order
+        )
 
 
 class ApproximationTask(Task):
@@ -89,28 +76,36 @@ class ApproximationTask(Task):
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"target": self.target, "length": LENGTH, "evaluated_on": EVALUATION_INPUTS}
+        return {"target": self.target, "length": relative.LENGTH, "evaluated_on": EVALUATION_INPUTS}
 
     def batch(self, step: int, size: int, seed: int) -> Float[Tensor, "batch pos"]:
-        return 2.0 * torch.randint(2, (size, LENGTH), generator=step_generator(seed, step)) - 1
+        return 2.0 * torch.randint(2, (size, relative.LENGTH), generator=step_generator(seed, step)) - 1
 
     def loss(self, model: nn.Module, batch: Tensor) -> Float[Tensor, ""]:
         output: Tensor = model(batch)
-        return (output - evaluate(self.target, batch)).pow(2).mean()
+        return (output - relative.evaluate(self.target, batch)).pow(2).mean()
 
     @cached_property
     def _evaluation(self) -> Float[Tensor, "batch pos"]:
         x = self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
-        if self.target == ADAPTIVE:  # each of the eight combinations equally often, so that the bound holds on them
+        if (
+            self.target == relative.ADAPTIVE
+        ):  # each of the eight combinations equally often, so that the bound holds on them
             signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=3)))
-            x[:, [LENGTH - 1, IF_PLUS - 1, IF_MINUS - 1]] = signs.repeat(EVALUATION_INPUTS // len(signs), 1)
+            x[:, [relative.LENGTH - 1, relative.IF_PLUS - 1, relative.IF_MINUS - 1]] = signs.repeat(
+                EVALUATION_INPUTS // len(signs), 1
+            )
         return x
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        relative = cast("RelativeTransformer", model)
-        exact = self.target in AFFINE_TARGETS and plain(relative.cfg)
-        mse = error(self.target, *affine(relative, LENGTH))[0] if exact else float(self.loss(model, self._evaluation))
-        return {"mse": mse, "relative_mse": mse / variance(self.target)}
+        trained = cast("relative.RelativeTransformer", model)
+        exact = self.target in relative.AFFINE_TARGETS and relative.plain(trained.cfg)
+        mse = (
+            relative.error(self.target, *relative.affine(trained, relative.LENGTH))[0]
+            if exact
+            else float(self.loss(model, self._evaluation))
+        )
+        return {"mse": mse, "relative_mse": mse / relative.variance(self.target)}
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -169,7 +164,9 @@ def run_adaptive(request: Request) -> results.Results:
     """Models of the adaptive target: heads, with an FFN and without, with the dot product and without."""
     heads = (2,) if request.quick else (1, 2, 4)
     dots = (False, True)
-    cells = [Cell(ADAPTIVE, "table", h, width, dot) for width in (FFN_FREE, WIDTH) for dot in dots for h in heads]
+    cells = [
+        Cell(relative.ADAPTIVE, "table", h, width, dot) for width in (FFN_FREE, WIDTH) for dot in dots for h in heads
+    ]
     return _run(request, cells)
 
 
@@ -180,7 +177,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     p is over `norm_factors`, `rates_trained` and `dot_product` together.
     """
     summary = results.summarize(frame.drop(columns="step"), [*KEYS, "measure"], PUBLISHED, kind="log")
-    scale = summary["target"].map(variance).where(summary["measure"] != "mse", 1.0)
+    scale = summary["target"].map(relative.variance).where(summary["measure"] != "mse", 1.0)
     summary.insert(len(KEYS) + 1, "optimum", np.array(list(map(attainable, summary.to_dict("records")))) / scale)
     tested = [norm_factors(frame), trained_exponents(frame), dot_product_factors(frame)]
     p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tested]))
@@ -199,18 +196,20 @@ def attainable(row: Mapping[Any, Any]) -> float:
     """
     if row["norm_order"] == "post" and row["norm"] != "none":
         return np.nan
-    if row["target"] == ADAPTIVE:
+    if row["target"] == relative.ADAPTIVE:
         affine_at_most = 0.5 if not row["dot_product"] else np.nan
         return 0.0 if row["width"] or (row["dot_product"] and row["heads"] > 1) else affine_at_most
-    if row["kernel"] == "table" or row["target"] not in LINEAR:
+    if row["kernel"] == "table" or row["target"] not in relative.LINEAR:
         return np.nan
-    return linear_optimum(row["target"], row["kernel"], int(row["heads"])).mse
+    return relative.linear_optimum(row["target"], row["kernel"], int(row["heads"])).mse
 
 
 def norm_factors(frame: pd.DataFrame) -> pd.DataFrame:
     """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches."""
     errors = results.select(frame, measure="mse").assign(value=lambda t: np.log(t["value"].astype(float)))
-    return results.as_factors(results.effects(errors, KEYS, ["norm", "norm_order"]), KEYS)
+    same = [key for key in KEYS if key not in ("norm", "norm_order")]
+    pairs = results.minus_reference(errors, errors["norm"] == "none", [*same, "seed"])
+    return results.as_factors(results.contrasted(pairs, KEYS), KEYS)
 
 
 def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
@@ -238,7 +237,7 @@ def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
         and without the dot product, with at least FEWEST numbers of heads.
     """
     keys = ["target", "kernel", "width", "lr"]
-    errors = results.select(frame[frame["target"] != ADAPTIVE], measure="mse", norm="none", dot_product=False)
+    errors = results.select(frame[frame["target"] != relative.ADAPTIVE], measure="mse", norm="none", dot_product=False)
     rows = []
     for key, part in errors.groupby([*keys, "seed"], sort=False):
         if part["heads"].nunique() >= FEWEST:
@@ -262,7 +261,7 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     )
     trained = memory.assign(line=memory["lr"].map("trained, rate {:g}".format))
     squares = results.select(errors, target=["1b", "2b"], kernel="table")
-    axes = {"xscale": "log", "yscale": "log", "ylabel": "squared error"}
+    axes: dict[str, Any] = {"xscale": "log", "yscale": "log", "ylabel": "squared error"}
     return {
         "heads": results.line_panels(pd.concat([trained, best]), ["target", "kernel"], "heads", "line", **axes),
         "table": results.line_panels(squares, ["target"], "width", "heads", **axes),

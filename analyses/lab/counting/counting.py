@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -25,7 +26,6 @@ from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, planned
 from ln_probe.analyses.lab.train import ADAM, ModelSpec, Task, TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.analyses.probes.statistics import holm
 
 KEYS = ("task", "model", "norm", "norm_site")
 
@@ -189,15 +189,13 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _tested(values: pd.DataFrame) -> pd.DataFrame:
-    shares = values["measure"].str.startswith("accuracy_").astype(bool)
-    keys, switch = [*KEYS, "measure"], ["norm", "norm_site"]
-    parts = [
-        results.effects(values[shares], keys, switch, bounds=(-1, 1)),
-        results.effects(values[~shares], keys, switch),
-    ]
-    changed = pd.concat(parts, ignore_index=True)
-    changed.loc[~changed.index.isin(tasks.farthest(changed).index), "p"] = float("nan")
-    return changed.assign(p_holm=holm(changed["p"].to_numpy(float)))
+    """What a norm changes: each value minus that of the same network and seed without a norm."""
+    pairs = results.minus_reference(values, values["norm"] == "none", ["task", "model", "measure", "seed"])
+    tested = {"measure": tasks.farthest(pairs["measure"].unique())}
+    changed = results.contrasted(pairs, [*KEYS, "measure"], tested=tested)
+    most = changed["measure"].str.startswith("accuracy_").map({True: 1.0, False: np.inf})
+    changed[["ci_low", "ci_high"]] = changed[["ci_low", "ci_high"]].clip(-most, most, axis=0)
+    return changed
 
 
 def published_table() -> pd.DataFrame:

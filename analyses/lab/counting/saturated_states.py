@@ -251,5 +251,5 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Distinct states over length, the largest draw of every cell."""
     largest = select(tables["summary"], measure="states, largest")
     named = largest.assign(line=largest["cell"] + largest["layers"].map(", {} × ".format) + largest["hidden"].map(str))
-    axes = {"xscale": "log", "yscale": "log", "ylabel": "distinct states after all words"}
+    axes: dict[str, Any] = {"xscale": "log", "yscale": "log", "ylabel": "distinct states after all words"}
     return {"states": line_panels(named, ["theory"], "length", "line", published=False, **axes)}

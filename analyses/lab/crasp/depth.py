@@ -9,7 +9,7 @@ by themselves is tested apart (`fresh_terms`). `depth_deep` goes on to depths 10
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -31,6 +31,8 @@ from ln_probe.analyses.lab.train import PAD, TrainConfig, Words, WordsTask, step
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
 
+Analyse = Callable[[pd.DataFrame, pd.DataFrame], dict[str, pd.DataFrame]]
+Plot = Callable[[Mapping[str, pd.DataFrame]], dict[str, Figure]]
 BOS, A, B = 0, 1, 2
 D_VOCAB = 3
 
@@ -83,6 +85,7 @@ class BlockTask(WordsTask):
         words: per bin (BINS; the first is trained on) that are measured.
     """
 
+    name = "depth"
     answers = 2
 
     def __init__(self, k: int, words: int = EVALUATION_WORDS) -> None:
@@ -189,7 +192,8 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
         worst = pd.concat([worst, failed.assign(value=0.0)], ignore_index=True)
     rows = []
     for key, part in worst.groupby(list(KEYS), sort=False):
-        hits, seeds, predicted = int((part["value"] >= HIT).sum()), len(part), _side(part).iloc[0] == WITHIN
+        hits, seeds = int((part["value"] >= HIT).sum()), len(part)
+        predicted = _side(cast("pd.DataFrame", part)).iloc[0] == WITHIN
         interval = results.binomial_interval(hits, seeds)
         rows.append((*cast("tuple[Any, ...]", key), predicted, hits, seeds, hits / seeds, *interval))
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
@@ -252,7 +256,7 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     summary = tables["summary"]
     far = results.select(summary, measure=measure(BINS[-1]), positions="none")
     post = results.select(summary, norm_order="post", positions="none")
-    axes = {"ylim": (0, 1.05), "ylabel": "exact match"}
+    axes: dict[str, Any] = {"ylim": (0, 1.05), "ylabel": "exact match"}
     return {
         "boundary": results.line_panels(far, ["norm_order", "norm"], "k", "depth", published=False, **axes),
         "lengths": length_curves(post, "norm"),
@@ -290,30 +294,27 @@ def training(quick: bool) -> TrainConfig:
     return TrainConfig(steps=steps, batch=32, lr=1e-3, lr_end=1e-5, warmup=100, clip=1.0, evaluate_every=steps)
 
 
-def exact_matches(
-    cells: Iterable[Cell], request: Request, schedule: TrainConfig, words: int
-) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]:
-    """Train a run per seed and cell, each bin measured on so many words.
-
-    Returns:
-        Exact match of every run in every bin; KEYS and seed of runs that diverged, and their messages.
-    """
+def _run(
+    request: Request, cells: Iterable[Cell], schedule: TrainConfig, words: int, analyse: Analyse, plot: Plot
+) -> results.Results:
+    """Train a run per seed and cell, each bin measured on so many words, and make tables and figures of them."""
     runs = planned(
-        cells, request,
+        cells,
+        request,
+        task=lambda cell, _: BlockTask(cell.k, words),
         training=lambda _, seed: replace(schedule, seed=seed),
-    )  # fmt: skip
-    carry_out(runs, request)
-    table, lost = curves(runs), diverged(runs)
-    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
-    return results.select(table, measure=[measure(b) for b in BINS]), failed, tuple(lost.values())
+    )
+    lost = carry_out(runs, request)
+    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in diverged(runs)])
+    tables = analyse(results.select(curves(runs), measure=[measure(b) for b in BINS]), failed)
+    settings = {"training": vars(schedule), "published": PUBLISHED_MODELS}
+    return results.Results(tables, plot(tables), settings, lost)
 
 
 def run(request: Request) -> results.Results:
-    """Train the missing runs of the grid and report where the boundary lies under each norm."""
-    schedule, words = training(request.quick), 200 if request.quick else EVALUATION_WORDS
-    frame, failed, lost = exact_matches(grid(request.quick), request, schedule, words)
-    tables = analyse(frame, failed)
-    return results.Results(tables, plot(tables), {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
+    """Train the missing runs of the grid and compare the norms on either side of the boundary."""
+    words = 200 if request.quick else EVALUATION_WORDS
+    return _run(request, grid(request.quick), training(request.quick), words, analyse, plot)
 
 
 POSITIONS = ("none", "rotary", "alibi")
@@ -333,10 +334,12 @@ def run_deep(request: Request) -> results.Results:
     schedule, words = training(request.quick), 100 if request.quick else EVALUATION_WORDS
     if request.quick:
         schedule = replace(schedule, steps=60, warmup=15, evaluate_every=60)
-    frame, failed, lost = exact_matches(deep_grid(request.quick), request, schedule, words)
-    tables = analyse_deep(frame, failed)
-    figures = {"deep": length_curves(tables["summary"], "positions")}
-    return results.Results(tables, figures, {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
+    return _run(request, deep_grid(request.quick), schedule, words, analyse_deep, plot_deep)
+
+
+def plot_deep(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Exact match over length."""
+    return {"deep": length_curves(tables["summary"], "positions")}
 
 
 def analyse_deep(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:

@@ -21,18 +21,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model import passages
-from ln_probe.analyses.lab.language_model.published import (
-    BEFORE,
-    FRACTION,
-    HEAD,
-    LOSS,
-    NORMALIZED,
-    SENTENCES,
-    UNDECIDED,
-    on_sentences,
-    unselectable_at_checkpoints,
-)
+from ln_probe.analyses.lab.language_model import passages, published
 from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, planned, shared_settings
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
@@ -87,9 +76,12 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame
     """
     ends = frame[frame["step"] == frame.groupby(["shape", "space"])["step"].transform("max")]
     passages = ends["space"] == PASSAGES
-    seen = ends["space"].isin((BEFORE, HEAD, "-")) & ends["measure"].isin((FRACTION, LOSS))
+    seen = ends["space"].isin((published.BEFORE, published.HEAD, "-")) & ends["measure"].isin(
+        (published.FRACTION, published.LOSS)
+    )
     read = (ends["shape"] == MANY_HIDDEN) & (
-        (ends["measure"] == LOSS) | (ends["space"] == HEAD + SENTENCES) & (ends["measure"] == FRACTION)
+        (ends["measure"] == published.LOSS)
+        | (ends["space"] == published.HEAD + published.SENTENCES) & (ends["measure"] == published.FRACTION)
     )
     same = ["shape", "space", "measure", "seed"]
     tests = []
@@ -98,7 +90,7 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame
         pairs = minus_reference(means, means["norm"] == WHOLE, same)
         tests.append(contrasted(pairs, ["shape", "norm", "space", "measure"]))
     return {
-        "summary": summarize(frame, KEYS, shares=(FRACTION, UNDECIDED, ACCURACY)),
+        "summary": summarize(frame, KEYS, shares=(published.FRACTION, published.UNDECIDED, ACCURACY)),
         "seeds": frame,
         "curves": losses,
         "effects": pd.concat([table for table in tests if len(table)], ignore_index=True),
@@ -108,7 +100,12 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Unselectable keys at the last step over layers, a panel per shape and space."""
     summary = tables["summary"]
-    rows = select(summary, measure=FRACTION, step=summary["step"].max(), space=[BEFORE, NORMALIZED, HEAD])
+    rows = select(
+        summary,
+        measure=published.FRACTION,
+        step=summary["step"].max(),
+        space=[published.BEFORE, published.NORMALIZED, published.HEAD],
+    )
     return {"unselectable": line_panels(rows, ["shape", "space"], "layer", "norm", published=False, columns=3)}
 
 
@@ -186,29 +183,26 @@ def run(request: Request) -> Results:
     size = TINY if request.quick else SMALL
     runs = make_runs(request, size)
     text = cast("MaskedTextTask", runs[0].task).text
-    task = passages.passages_task(request, text) if len(request.texts) > 1 else None  # refuses texts before training
+    task = None
+    if len(request.texts) > 1:  # refuses texts before anything is trained; SST-2's sentences have about 20 words
+        task = passages.PassagesTask(request.texts, text, 32, 100 if request.quick else 700)
     lost = carry_out(runs, request)
-    tuned = (
-        passages.make_runs(
-            request, [run for run in runs if run.keys["norm"] in TUNED and run.keys["shape"] != MANY_HIDDEN], task
-        )
-        if task
-        else []
-    )
+    encoders = [run for run in runs if run.keys["norm"] in TUNED and run.keys["shape"] != MANY_HIDDEN]
+    tuned = passages.make_runs(request, encoders, task) if task else []
     lost += carry_out(tuned, request)
     started = finished(runs, checkpoints=True)
-    losses = select(curves(started), measure=["train_loss", LOSS, ACCURACY])
+    losses = select(curves(started), measure=["train_loss", published.LOSS, ACCURACY])
     parts = [
-        unselectable_at_checkpoints(started, text.held_out(size.contexts), key_places()),
+        published.unselectable_at_checkpoints(started, text.held_out(size.contexts), key_places()),
         *(
-            on_sentences(run, text, key_places(), size.sentences)
+            published.on_sentences(run, text, key_places(), size.sentences)
             for run in started
             if run.finished and run.keys["shape"] == MANY_HIDDEN
         ),
-        select(losses, step=size.steps, measure=[LOSS, ACCURACY]).assign(layer=-1, space="-"),
+        select(losses, step=size.steps, measure=[published.LOSS, ACCURACY]).assign(layer=-1, space="-"),
     ]
     if tuned:
-        parts.append(select(curves(tuned), measure=[LOSS, ACCURACY]).assign(layer=-1, space=PASSAGES))
+        parts.append(select(curves(tuned), measure=[published.LOSS, ACCURACY]).assign(layer=-1, space=PASSAGES))
     values = pd.concat(parts, ignore_index=True)[[*KEYS, "seed", "value"]]
     varied = ("norm", "norm_mlp", "norm_read", "d_model", "d_head", "d_mlp", "lr", "lr_end")
     settings = shared_settings(started[0], varied) | {"contexts": size.contexts}
@@ -222,7 +216,9 @@ def key_places() -> dict[tuple[int, str], str]:
     """Hook names by layer and space: what attention reads before its norm and after, and a head's keys."""
     places = {}
     for layer in range(LAYERS):
-        places[layer, BEFORE] = f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embedded"
-        places[layer, NORMALIZED] = f"blocks.{layer}.hook_resid_pre"  # norms that attention reads have no gain and bias
-        places[layer, HEAD] = f"blocks.{layer}.attn.hook_k"
+        places[layer, published.BEFORE] = f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embedded"
+        places[layer, published.NORMALIZED] = (
+            f"blocks.{layer}.hook_resid_pre"  # norms that attention reads have no gain and bias
+        )
+        places[layer, published.HEAD] = f"blocks.{layer}.attn.hook_k"
     return places

@@ -139,12 +139,6 @@ class Classifier(nn.Module):
         return logits
 
 
-def passages_task(request: Request, text: TextTask) -> PassagesTask:
-    """Return the task, at one of two sizes (SST-2's sentences have about 20 words)."""
-    length, held_out = (32, 100) if request.quick else (32, 700)
-    return PassagesTask(request.texts, text, length, held_out)
-
-
 def make_runs(request: Request, encoders: Iterable[Run], task: PassagesTask) -> list[Run]:
     """Return a run of fine-tuning for each finished encoder."""
     batch, steps = (16, 40) if request.quick else (32, 150)

@@ -31,17 +31,9 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published import (
-    FRACTION,
-    HEAD,
-    LOSS,
-    NORMALIZED,
-    UNDECIDED,
-    key_places,
-    unselectable_keys,
-)
+from ln_probe.analyses.lab.language_model import published
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import Results, contrasted, differences, panels, select, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, differences, lines, panels, select, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, measured_once, planned
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import (
@@ -162,10 +154,6 @@ class Schedule:
         """The step at which all norms are replaced."""
         return self.first + norms * self.every
 
-    def over(self, norms: int) -> int:
-        """The step from which on nothing is replaced any more."""
-        return self.replaced(norms) + norms * self.joined_every
-
     def set_stages(self, norms: Sequence[ReplaceableNorm], step: int) -> None:
         """What each norm computes at a step."""
         for i, norm in enumerate(norms):
@@ -186,7 +174,7 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
     them that pay over SINK; entropy_ratio: of attention over its largest possible; unselectable_head,
     undecided_normalized, …: shares of keys.
     """
-    yield LOSS, text.evaluate(model)[LOSS]
+    yield published.LOSS, text.evaluate(model)[published.LOSS]
     layers, windows = range(model.cfg.n_layers), text.held_out(contexts)
     rows = []
     for part in windows.split(4):
@@ -199,18 +187,18 @@ def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[t
             )
     means = np.average(rows, axis=0)
     yield from zip(("attention_on_first", "queries_on_sink", "entropy_ratio"), map(float, means), strict=True)
-    for space in (NORMALIZED, HEAD):
-        keys = list(unselectable_keys(model, windows[:KEY_CONTEXTS], key_places(layers, (space,))))
-        for measure in (FRACTION, UNDECIDED):
+    for space in (published.NORMALIZED, published.HEAD):
+        keys = list(published.unselectable_keys(model, windows[:KEY_CONTEXTS], published.key_places(layers, (space,))))
+        for measure in (published.FRACTION, published.UNDECIDED):
             shares = [share for _, _, of, share in keys if of == measure]
             yield f"{measure.removesuffix('_fraction')}_{space}", sum(shares) / len(layers)
 
 
 START = "lm-layernorm"
-BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
+BEFORE, KEPT, REMOVED = "before", "kept", "removed"
 KEYS = ["model", "measure"]
 TESTED = (
-    LOSS,
+    published.LOSS,
     "entropy_ratio",
     "queries_on_sink",
     "attention_on_first",
@@ -303,13 +291,9 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
             write_plain(each, request.out / "models" / f"removed-seed{each.seed}")
     task = cast(Removal, runs[0].task)
     seeds = sorted({each.seed for each in done})
-    before = pd.DataFrame(measures(plain(Start(start).build()), task.text, size.contexts), columns=["measure", "value"])
+    before = pd.DataFrame(measures(load_run(start), task.text, size.contexts), columns=["measure", "value"])
     rows = [measured(each, size) for each in done]
     rows += [before.assign(model=BEFORE, seed=seed) for seed in seeds]  # the same model for every seed
-    for seed in seeds:
-        for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
-            loss = task.evaluate(at_once(start, task, size, seed, stage))[LOSS]
-            rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
     trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
     norms = len(replaceable_norms(Start(start).build()))
     settings = {
@@ -334,18 +318,6 @@ def write_plain(run: Run, out: Path) -> None:
     for name in ("tokenizer.json", "metrics.jsonl"):
         write_atomically(out / name, (run.folder / name).read_bytes())
     save_model(model, out / MODEL_FILE)
-
-
-def at_once(start: Path, task: Removal, size: Size, seed: int, stage: int) -> LabTransformer:
-    """The starting model with all norms replaced and nothing trained; constants from the seed's first ten batches."""
-    model = Start(start).build()
-    norms = replaceable_norms(model)
-    for step in range(10):
-        with torch.enable_grad():  # a norm follows its sigmas where it trains
-            model(task.text.batch(step, size.batch, seed), return_type=None)
-    for norm in norms:
-        norm.stage.fill_(stage)
-    return model.eval()
 
 
 def measured(run: Run, size: Size) -> pd.DataFrame:
@@ -376,12 +348,9 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame
 def plot(tables: Mapping[str, pd.DataFrame], schedule: Schedule, norms: int) -> dict[str, Figure]:
     """Held-out loss over fine-tuning, a line per seed: norms removed and kept."""
     figure, (ax,) = panels(1, 7, 4.2)
-    rows = select(tables["curves"], measure=LOSS)
-    for (model, seed), one in rows.groupby(["model", "seed"]):
-        label = str(model) if seed == rows["seed"].min() else None
-        ax.plot(one["step"], one["value"], color="C0" if model == KEPT else "C1", label=label)
+    rows = select(tables["curves"], measure=published.LOSS)
+    lines(ax, rows.assign(line=rows["model"] + ", seed " + rows["seed"].astype(str)), "step", "line", "value")
     ax.axvspan(schedule.first, schedule.replaced(norms), color="0.9", label="norms go, one by one")
-    ax.axvspan(schedule.replaced(norms), schedule.over(norms), color="0.95", label="position 0 joins")
     ax.set(xlabel="step", ylabel="held-out loss, nats per token")
-    ax.legend()
+    ax.legend(fontsize=7)
     return {"losses": figure}

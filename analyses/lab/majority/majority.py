@@ -267,7 +267,8 @@ class Cell:
         """The published optimizer: Adam with a linear schedule to 0, without warm-up, weight decay and clipping."""
         if self.d == 3:
             steps = SPACE_STEPS_QUICK if quick else SPACE_STEPS
-            sizes = {"steps": steps, "batch": SPACE_BATCH, "lr": SPACE_RATE, "evaluate_every": steps // 10}
+            sizes: dict[str, Any] = {"steps": steps, "batch": SPACE_BATCH, "lr": SPACE_RATE}
+            sizes["evaluate_every"] = steps // 10
         else:
             steps = 1000 if quick else STEPS
             sizes = {
@@ -279,7 +280,7 @@ class Cell:
                 "decay_steps": EPOCH * EPOCHS_OF_DECAY,
             }
         schedule: Any = {"schedule": "linear", "lr_end": 0.0, "warmup": 0, "clip": 0.0, "state_every": 500}
-        return TrainConfig(seed=seed, **sizes, **schedule, **ADAM)  # type: ignore[arg-type]
+        return TrainConfig(seed=seed, **sizes, **schedule, **ADAM)
 
 
 NORMS = (
