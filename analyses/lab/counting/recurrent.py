@@ -154,7 +154,7 @@ class NormedLayer(nn.Module):
     def inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
         """What the inputs and biases give to the gates: W_ih x, normed if that is the norm's site, and b."""
         weights = self.weights
-        flat = _function(self.norm_input)(x.flatten(0, 1) @ weights.weight_ih_l0.T) + weights.bias_ih_l0
+        flat = _function(self.norm_input, x)(x.flatten(0, 1) @ weights.weight_ih_l0.T) + weights.bias_ih_l0
         if self.cfg.cell != "gru":  # whose reset gate scales W_hh h + b_hh
             flat = flat + weights.bias_hh_l0
         return flat.view(*x.shape[:-1], -1)
@@ -162,7 +162,7 @@ class NormedLayer(nn.Module):
     def step(self) -> Step:
         """Return what makes h and c (an LSTM's; others leave it alone) of one more letter, given what it adds."""
         H, W, b = self.cfg.hidden, self.weights.weight_hh_l0.T, self.weights.bias_hh_l0
-        gates, state = _function(self.norm_recurrent), _function(self.norm_state)
+        gates, state = _function(self.norm_recurrent, W), _function(self.norm_state, W)
         on_state, activation = self.cfg.norm_site == "state", torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
 
         def total(i: Tensor, h: Tensor) -> Tensor:
@@ -193,18 +193,17 @@ def _inside(cfg: RecurrentConfig, size: int, affine: bool = True) -> Norm:
     return Norm(cfg.norm, size, eps=cfg.eps, divisor=divisor, gain=affine, bias=affine)
 
 
-def _function(norm: Norm | None) -> Callable[[Tensor], Tensor]:
-    """What a norm computes, in the fewest operations (the identity of none)."""
+def _function(norm: Norm | None, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """What a norm computes of vectors of the type of `like`, in few operations (the identity of none)."""
     if norm is None:
         return lambda x: x
-    size, w, b, eps = norm.d_model, norm.w, norm.b, norm.eps
-    mean, projection = torch.full((size, size), 1 / size), torch.eye(size) - 1 / size
+    size, w, b, eps = norm.d_model, norm.w, norm.b, like.new_tensor(norm.eps)
+    mean = torch.full((size, size), 1 / size, dtype=like.dtype, device=like.device)
+    projection = torch.eye(size, dtype=like.dtype, device=like.device) - mean
 
     def normalized(x: Tensor) -> Tensor:
-        if norm.kind == "projection_only":
-            return x @ projection.to(x)
-        return x * torch.addmm(x.new_tensor(eps), x * x, mean.to(x)).rsqrt()
+        return x @ projection if norm.kind == "projection_only" else x * torch.addmm(eps, x * x, mean).rsqrt()
 
     if norm.kind == "layernorm":
-        return lambda x: F.layer_norm(x, (size,), w, b, eps)
+        return lambda x: F.layer_norm(x, (size,), w, b, norm.eps)
     return normalized if w is None or b is None else lambda x: torch.addcmul(b, normalized(x), w)
