@@ -15,6 +15,7 @@ from architectures import cases, folded_in_place
 from torch import Tensor
 
 import ln_probe
+from ln_probe.analyses.lab.gpt2 import as_gpt2
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.train import load_run
 from ln_probe.hooks import find_norms
@@ -90,7 +91,7 @@ def lab() -> Any:
 @pytest.fixture(scope="module")
 def folder(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where: Path = tmp_path_factory.mktemp("gpt2")
-    lab.to_hugging_face().save_pretrained(where)
+    as_gpt2(lab).save_pretrained(where)
     lab.tokenizer.save_pretrained(where)
     return where
 
