@@ -54,7 +54,7 @@ print(f"prompt 0: {intact:.3f} nats/token, with scaling frozen {frozen:.3f}")
 # In this model the mean is nearly zero: projection removes less than one percent of a vector's squared length.
 
 # %%
-report = ln_probe.analyze(model, max_tokens=96, probes="decomposition", progress=False)
+report = ln_probe.analyze(model, max_tokens=96, probes=("decomposition",), progress=False)
 report.layernorms[["site", "projected_share", "angle_to_ones_deg"]]
 
 # %% [markdown]
