@@ -51,7 +51,7 @@ of_raw = ln_probe.analyze(raw, tokens, progress=False)
 {k: of_raw.provenance["model"][k] for k in ("world", "architecture", "logits_max_difference")}
 
 # %%
-of_raw.layernorms[["site", "projected_share", "output_norm", "reconstruction_error"]]
+of_raw.layernorms[["site", "projected_share", "reconstruction_error"]]
 
 # %% [markdown]
 # ## Folded: what TransformerLens does on request
@@ -65,7 +65,7 @@ of_raw.layernorms[["site", "projected_share", "output_norm", "reconstruction_err
 folded = ln_probe.load_model(folder, world="bridge")
 folded.enable_compatibility_mode(center_unembed=False, fold_value_biases=False, disable_warnings=True)
 of_folded = ln_probe.analyze(folded, tokens, progress=False)
-of_folded.layernorms[["site", "projected_share", "output_norm", "reconstruction_error"]]
+of_folded.layernorms[["site", "projected_share", "reconstruction_error"]]
 
 # %% [markdown]
 # ## The same model, so the same heads
