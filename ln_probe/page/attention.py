@@ -265,4 +265,5 @@ def linked(text: str, report: Report) -> Markup:
             parts += Markup('<a href="#{0}">{0}</a>').format(match[0])
             end = match.end()
     # No line ends between a number and its unit.
-    return Markup(str(parts + escape(disarmed(text[end:]))).replace(" %", "&nbsp;%"))
+    html = str(parts + escape(disarmed(text[end:])))
+    return Markup(re.sub(r" (?=%)|(?<=\bp) (?=[=&])|(?<=\bp =) |(?<=\bp &lt;) ", "&nbsp;", html))

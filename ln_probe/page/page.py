@@ -16,7 +16,7 @@ from ln_probe.analyses.text import counted, number
 from ln_probe.page import circuitsvis_script, figures, own_script, render
 from ln_probe.page.attention import attention_data, head_map, linked
 from ln_probe.page.figures import contrasts, unit_of
-from ln_probe.page.tables import CHOSEN, Table, figure_text, hardest_keys, table
+from ln_probe.page.tables import Table, figure_text, hardest_keys, in_order, table
 from ln_probe.report import Report, answers
 
 # What a finding is about, as the answer names it; the section of the page that shows more, and the table behind it.
@@ -136,10 +136,9 @@ def _answers(report: Report) -> Iterator[tuple[str, str, Markup]]:
 
 def _tables(report: Report) -> Iterator[Table]:
     """Yield the tables that have rows, those of the user's probes last."""
-    names = [*CHOSEN, *(name for name in report.tables if name not in CHOSEN)]
-    for name in names:
-        if len(rows := report.tables.get(name, ())):
-            yield table(report.declared[name], rows, loss=unit_of(report))
+    for name, rows in report.tables.items():
+        if len(rows):
+            yield table(report.declared[name], in_order(rows) if name == "keys" else rows, loss=unit_of(report))
 
 
 def _limits(report: Report) -> Iterator[str]:

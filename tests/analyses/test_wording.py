@@ -74,7 +74,8 @@ def test_the_five_questions_in_their_order() -> None:
     assert [finding.question for finding in found] == ["loss", "loss", "heads", "keys", "sinks", "uniform"]
     texts = [finding.text for finding in found]
     assert texts[0].startswith(
-        f"{EDIT} raises the loss by 0.411 nats/token, 10 % of the intact 4 (95 % CI +0.371 to +0.451; Holm-adjusted p = 0.002). "
+        f"{EDIT} raises the loss by 0.411 nats/token, 10 % of the intact 4 (95 % CI +0.371 to +0.451; Holm-adjusted "
+        "p = 0.002). "
     )
     assert texts[0].endswith("2 texts, and does not say how others differ: book 0 +0.150, book 1 +0.233.")
     assert "raises the loss by 0.0020 nats/token" in texts[1]
@@ -85,7 +86,7 @@ def test_the_five_questions_in_their_order() -> None:
     assert texts[4].startswith(
         "Position 0 receives 55 % of attention (12 % if uniform; 20 % with scaling frozen); 1 of 2"
     )
-    assert "position 0 in 1 of 2 prompts (up to 20 times), '·b' in 1 of 2 prompts (up to 12 times)" in texts[4]
+    assert "position 0 (1 of 2 prompts, up to 20 times), '·b' (1, up to 12 times)" in texts[4]
     assert texts[5].startswith(
         "The median head has 80.0 % of the entropy of uniform attention (70.0 % with scaling frozen)"
     )
@@ -111,8 +112,9 @@ def test_a_decrease_of_the_loss_comes_first() -> None:
 
 
 @pytest.mark.parametrize(("values", "unit", "text"), [
-    ({"change": 0.004, "half": 0.001}, NATS, "by 0.0040 nats/token (95 % CI +0.0030 to +0.0050; Holm-adjusted p = 0.002), less "
-     "than the 0.01 nats/token of an effect."),
+    ({"change": 0.004, "half": 0.001}, NATS,
+     "by 0.0040 nats/token (95 % CI +0.0030 to +0.0050; Holm-adjusted p = 0.002), less than the 0.01 nats/token of an "
+     "effect."),
     ({"change": 0.004, "half": 0.001}, "units of my_loss", "p = 0.002)."),
     ({"change": 0.02, "half": 0.03}, NATS, "does not significantly change the loss: +0.020 nats/token (95 % CI -0.010 "
      "to +0.050; Holm-adjusted p = 0.5)."),
