@@ -166,7 +166,7 @@ def second_pass(
         assert maps is not None
         number, norm = numbers[row], seen.norm
         constant = Constant(1.0, 1.0) if norm.is_identity else run.constants.of(number)[norm.name]
-        attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), number, run.heads)
+        attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), run.heads)
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
             observer.call("attention", number, attended)

@@ -106,7 +106,9 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
     if math.isnan(low):
         return UNTESTED.format(edit=edit, size=signed(delta), unit=unit, prompts=counted(row["n"], "prompt"))
     size, ends = with_interval(delta, low, high)
-    interval = f"95 % CI {ends}; {p_text(float(row['p']))}"
+    p = float(row["p"])
+    tested = "not tested" if math.isnan(p) else f"Holm-adjusted p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
+    interval = f"95 % CI {ends}; {tested}"
     if not is_significant(row):
         bound, equivalent = float(row["equivalence_bound"]), ""
         if unit == NATS and bound < LEAST_CHANGE:
@@ -124,13 +126,6 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
         interval=interval,
         small="" if effect else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
     )
-
-
-def p_text(p: float) -> str:
-    """Return a Holm-adjusted p as text."""
-    if math.isnan(p):
-        return "not tested"
-    return "Holm-adjusted p < 0.001" if p < 0.001 else f"Holm-adjusted p = {p:.2g}"
 
 
 def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
