@@ -19,7 +19,7 @@ from parts import edited_losses, losses
 
 import ln_probe
 from ln_probe.hooks.model import run
-from ln_probe.hooks.text import special_tokens
+from ln_probe.hooks.task import special_tokens
 
 KINDS = ("geometry_", "holes_", "external_threads_", "surface_finish_", "tolerance_", "batch_size_")
 LIMIT = 64  # tokens of a part and its plan

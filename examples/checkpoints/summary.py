@@ -5,15 +5,15 @@ python examples/checkpoints/summary.py    # writes tables/{parts,plans-capp-gpt,
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pandas as pd
 
+import ln_probe
 from ln_probe.analyses.probes.statistics import interval
 
 TABLES = Path(__file__).parent / "tables"
-# The books of the cases NAME-books and how many prompts each has, in the order of the prompts (`measure.books`).
-BOOKS = {"King James Bible": 22, "Shakespeare": 21, "Moby Dick": 21}
 
 
 def over_prompts(rows: pd.DataFrame) -> tuple[float, float, float]:
@@ -39,7 +39,8 @@ def heads() -> dict[str, pd.DataFrame]:
 
 def books() -> pd.DataFrame:
     """Return the mean loss increase on each book's prompts, for the primary contrasts of the bundled models."""
-    book_of_prompt = [book for book, prompts in BOOKS.items() for _ in range(prompts)]
+    windows = Path(ln_probe.__file__).parent / "data" / "windows.json"
+    book_of_prompt = json.loads(windows.read_text())["books"]
     tables = []
     for path in sorted(TABLES.glob("*-books/causal_prompts.csv")):
         rows = pd.read_csv(path)

@@ -21,7 +21,7 @@ import pytest
 
 from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.causal import holm_by_family
-from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
 
 TOP = Path(__file__).resolve().parents[2]
 RESULTS = TOP / "bench" / "results"
