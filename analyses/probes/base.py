@@ -201,6 +201,10 @@ class Probe:
         """Return an observer of the prompts of one model."""
         return Observer()
 
+    def work(self, prompt: int) -> float:
+        """Return how much work a prompt is beside others; for the estimate of the time left."""
+        return 1.0
+
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> Sequence[Finding]:
         """Return plain sentences computed from a report's tables, any of which can be empty."""
         return ()
@@ -281,7 +285,8 @@ def chosen(probes: Any) -> tuple[Probe, ...]:
     Raises:
         ProbeError: one does not exist, lacks an attribute, or has the name or the table of another.
     """
-    if isinstance(probes, str) or not isinstance(probes, Iterable) or not list(probes):
+    probes = [probes] if isinstance(probes, str | Probe) else probes
+    if not isinstance(probes, Iterable) or not list(probes):
         raise ProbeError(f"probes must be a list of {', '.join(BUILT_IN)}, or of Probe objects, got {probes!r}")
     by_name: dict[str, Probe] = {}
     for each in probes:
