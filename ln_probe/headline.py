@@ -142,7 +142,7 @@ def freezing_cost(
     """
     check_flags(progress=progress)
     objective = Objective.of(loss)
-    probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
+    probe = Causal(primary_only=True)
     hooked, on_hooks = hooked_model(model, tokenizer, hooks)
     options: dict[str, Any] = {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed), "max_prompts": max_prompts}
     with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():

@@ -20,9 +20,8 @@ from ln_probe.analyses.geometry.decide import start_compilation
 from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, Run, chosen
-from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.causal import PRIMARY_SITES, Causal
 from ln_probe.analyses.probes.decomposition import NormStatistics
-from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.uniformity import LayerMaps
 from ln_probe.analyses.progress import ProgressLine, one_blas_thread, tell
@@ -257,7 +256,7 @@ def measure_norms(
     ]
     looking = [p.name for p in probes if p.needs.attention]
     maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
-    limit = batch_limit(model, batch_size, probes)
+    limit = batch_limit(model, batch_size)
     sums = first_pass(model, ready.tokens, inputs, statistics, measured, limit, maps)
     means = Constants(tuple(s.site.name for s in statistics), group_of, sums[:, 0], sums[:, 1])
     constants, calibrated_on, on_constants = _constants(model, means, [s.site for s in statistics], other)
@@ -267,7 +266,19 @@ def measure_norms(
             shipped = _fitted(model, norms, constants, ready, loss)
         constants = replace(constants, optimal=shipped or {})
     of_heads = None if heads is None else sorted(set(heads))
-    run = Run(model, norms, constants, measured, of_heads, loss, ready.tokens, ready.strings, statistics, seed)
+    run = Run(
+        model,
+        norms,
+        constants,
+        measured,
+        of_heads,
+        loss,
+        ready.tokens,
+        ready.strings,
+        statistics,
+        seed,
+        ready.strata if groups is None else tuple(map(str, groups)),
+    )
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
     notes += [*on_overlap, *on_constants, *constants.notes()]
     about = {
@@ -421,7 +432,7 @@ def assemble(
             for name, frame in frames.items():
                 tables[name].check(tables[name].merged([*filled.get(name, ()), frame]))
         except Exception as error:
-            result = Failure.of(probe.name, error)
+            result = Failure(probe.name, f"{type(error).__name__}: {error}")
         if isinstance(result, Failure):
             failures.append(result)
             continue

@@ -30,14 +30,14 @@ _STREAM = "stream"  # the kind of work that probes of norms and attention share
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
-def batch_limit(model: HookedModel, batch_size: int | None, probes: Sequence[Probe]) -> Callable[[int], int]:
+def batch_limit(model: HookedModel, batch_size: int | None) -> Callable[[int], int]:
     """Return how many prompts of a length go through the model together.
 
     Args:
         batch_size: the same for every length; None: one on a CPU, where a prompt keeps all cores busy, and on a GPU as
             memory allows.
     """
-    memory = gpu_memory(device_of(model)) if all(p.interleaved for p in probes) else 0
+    memory = gpu_memory(device_of(model))
     cfg: Any = model.cfg
     token = 8 * max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))  # bytes that live at a time
     pair = 16 * int(getattr(cfg, "n_heads", 0))
