@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -346,3 +347,26 @@ def reachable(solved: Solved) -> Bool[np.ndarray, " key"]:
     if len(lower) == 1:
         return np.ones(1, bool)
     return np.asarray(lower > TAU * float(np.sqrt((rows * rows).sum(axis=1).mean())))
+
+
+RANDOM_SETS = 32  # sets of random keys that `random_unselectable` is a mean over
+
+
+@lru_cache(maxsize=64)
+def random_unselectable(n: int, d: int) -> float:
+    """Return the share of n random keys (normal, in d dimensions) that no query selects.
+
+    In the plane n keys have 2 √(2π ln n) corners on average, to leading order (Rényi & Sulanke 1963). Otherwise the
+    same verdicts on RANDOM_SETS seeded sets.
+
+    Example:
+        >>> from ln_probe.analyses.geometry.key_geometry import random_unselectable
+        >>> random_unselectable(128, 8)
+    """
+    if n <= d + 1:
+        return 0.0
+    if d == 2:
+        return max(0.0, 1 - 2 * math.sqrt(2 * math.pi * math.log(n)) / n)
+    keys = np.random.default_rng(0).standard_normal((RANDOM_SETS, n, d))
+    solved = solve_sets(keys, request=Request(gap=None, attention=False))
+    return float(np.mean([one.answers.verdicts.code == UNSELECTABLE for one in solved]))

@@ -33,8 +33,7 @@ from ln_probe.analyses.lab.train import (
     weights_of,
     why_diverged,
 )
-from ln_probe.analyses.processes import follow_parent
-from ln_probe.analyses.progress import ProgressLine, tell
+from ln_probe.analyses.progress import ProgressLine, follow_parent, tell
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,6 @@ class Decomposition(Probe):
     name = "decomposition"
     summary = "every norm, term by term"
     tables = (LAYERNORMS,)
-    interleaved = True
 
     def start(self, run: Run) -> Observer:
         return _TermsObserver(run)

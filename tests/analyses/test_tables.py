@@ -16,7 +16,7 @@ from ln_probe.analyses.probes.base import chosen
 from ln_probe.analyses.schema import Table, TableError, reference
 
 TOP = Path(__file__).parents[2]
-EVERY = (*tables.TABLES, tables.TOKENS, tables.SUMMARY, tables.PAIRED, tables.BY_HEAD)
+EVERY = (*tables.TABLES, tables.SUMMARY)
 PAIRS = Table(
     "pairs",
     "Pairs",

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from ln_probe.analyses.probes import tables, wording
-from ln_probe.analyses.probes.causal import family
 from ln_probe.analyses.probes.wording import NATS, QUESTIONS, findings, in_layers, loss_change
 
 EDIT = "Freezing scaling at every norm"
@@ -19,7 +18,7 @@ TEMPLATES = [name for name, text in vars(wording).items() if name.isupper() and 
 
 def row(sites: str, variant: str, change: float = 0.0, half: float = 0.01, **values: Any) -> dict[str, Any]:
     return {
-        "sites": sites, "variant": variant, "family": family(sites, variant), "loss": 4.0 + change,
+        "sites": sites, "variant": variant, "family": "primary", "loss": 4.0 + change,
         "delta_loss": change, "delta_loss_low": change - half, "delta_loss_high": change + half,
         "p": 0.002 if abs(change) > half else math.nan if math.isnan(half) else 0.5,
         "equivalence_bound": abs(change) + 0.8 * half, "prompts_worse": 30, "n": 64,
