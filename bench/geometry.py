@@ -164,7 +164,8 @@ def check(keys: np.ndarray, geometry: KeyGeometry, rng: np.random.Generator) -> 
     report = RationalChecker(keys).check(geometry)
     for text in report.wrong:
         print(text, flush=True)
-    sample = rng.choice(len(keys), PROGRAMS, replace=False)
+    apart = np.flatnonzero(geometry.verdict != "duplicate")  # a copy reproduces a key, and does not compete with it
+    sample = rng.permutation(apart)[:PROGRAMS]
     answers = [(feasibility(keys, i), geometry.verdict[i] != "unselectable") for i in sample]
     known = [ours == theirs for theirs, ours in answers if theirs is not None]
     counts = {"keys": report.keys, "undecided": report.undecided, "wrong": len(report.wrong)}

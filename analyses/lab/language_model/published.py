@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.check import NAMES, UNSELECTABLE
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, lines, panels, select, summarize_kinds
