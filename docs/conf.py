@@ -99,22 +99,9 @@ def setup(app: object) -> None:
             self.state.nested_parse(StringList(measured.claims_table(self.arguments[0]).splitlines()), 0, made)
             return list(made.children)
 
-    app.connect("env-check-consistency", _every_public_name)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", _escape)  # type: ignore[attr-defined]
     app.add_directive("measured", Measured)  # type: ignore[attr-defined]
     app.add_directive("claims", Claims)  # type: ignore[attr-defined]
-
-
-def _every_public_name(_app: object, env: object) -> None:
-    """Warn of public names that the API page does not show."""
-    from sphinx.util import logging
-
-    shown = env.get_domain("py").objects  # type: ignore[attr-defined]
-    listed = (_here.parent / "tests" / "face" / "public_names.txt").read_text(encoding="utf-8").splitlines()
-    for line in listed:
-        name = line.removeprefix("class ").partition("(")[0].partition(":")[0]
-        if not line.startswith((" ", "module ")) and "__" not in name and name not in shown:
-            logging.getLogger(__name__).warning("docs/api.md does not show %s", name)
 
 
 def _escape(_app: object, _what: str, _name: str, _of: object, _options: object, lines: list[str]) -> None:

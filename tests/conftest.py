@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import hypothesis
-import jaxtyping
 import pytest
-from jaxtyping import _import_hook, install_import_hook
 
 # For the modules beside this one, wherever the tests are run from. Those of models are imported where they are used:
 # the process that hands the tests out to others needs no torch.
@@ -22,98 +16,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("ln_probe", deadline=None)  # no test fails because a machine is busy
 hypothesis.settings.load_profile("ln_probe")
 
-# Every call of a function whose annotations write out shapes is checked against them (jaxtyping with beartype); other
-# annotations, aliases of types with shapes too, are mypy's. Not checked are the compiled kernels: numba takes the bare
-# function and cannot compile a wrapper around it; what calls them is checked.
-KERNELS = ("compiled", "compiled_in_place", "compiled_inline", "compiled_part", "compiled_reordered")
-
-
-def _has_shapes(hints: Iterable[ast.expr | None]) -> bool:
-    """Whether one of the annotations is, or holds, something like Float[Tensor, "batch pos"]."""
-    parts = (part for hint in hints if hint is not None for part in ast.walk(hint))
-    shapes = (
-        part.slice.elts[-1] for part in parts if isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Tuple)
-    )
-    return any(isinstance(shape, ast.Constant) and isinstance(shape.value, str) for shape in shapes)
-
-
-class _Checking(_import_hook.JaxtypingTransformer):
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        marks = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
-        if any(isinstance(m, ast.Name) and m.id in KERNELS for m in marks):
-            return node
-        given = node.args
-        arguments = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
-        shapes = _has_shapes((node.returns, *(a.annotation for a in arguments if a is not None)))
-        return super().visit_FunctionDef(node) if shapes else self._only_inside(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
-        shapes = _has_shapes(part.annotation for part in node.body if isinstance(part, ast.AnnAssign))
-        return super().visit_ClassDef(node) if shapes else self._only_inside(node)
-
-    def _only_inside(self, node: ast.stmt) -> ast.stmt:
-        self._parents.append(node)
-        self.generic_visit(node)
-        self._parents.pop()
-        return node
-
-
-_import_hook.JaxtypingTransformer = _Checking
-_package = Path(str(importlib.util.find_spec("ln_probe").origin)).parent  # type: ignore[union-attr]
-_rooms = [f"ln_probe.{p.stem}" for p in _package.iterdir() if p.stem not in ("analyses", "__init__", "__pycache__")]
-_rooms.append("ln_probe.analyses")
-install_import_hook(_rooms, "checked.checked")
-
-
-def _compile_once() -> None:
-    """Of the processes of a run one compiles a kernel, and the others read it from the cache."""
-    from filelock import FileLock
-    from numba.core.dispatcher import Dispatcher
-
-    folder = Path(__file__).with_name("__pycache__")
-    folder.mkdir(exist_ok=True)
-    lock, compile_it = FileLock(folder / "compiling.lock"), Dispatcher.compile
-
-    def compile_alone(dispatcher: Any, signature: Any) -> Any:
-        with lock:
-            return compile_it(dispatcher, signature)
-
-    Dispatcher.compile = compile_alone
-
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    _compile_once()
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of hooks, which need no kernels, begin the second half: the second of two processes starts there, while the
-    first compiles."""
+    """Put the tests of hooks, which need no kernels, in the middle: the second of two processes starts there, while the
+    first one compiles."""
     hooks = [item for item in items if item.path.parent.name == "hooks"]
     for item in hooks:
         item.add_marker("lens")
     others = [item for item in items if item.path.parent.name != "hooks"]
     half = min(len(items) // 2, len(others))
     items[:] = [*others[:half], *hooks, *others[half:]]
-
-
-class _AsUsersMeetThem:
-    """`pytest.raises` with the checks off: an error that is tested is the function's own, as users meet it."""
-
-    def __init__(self, expected: Any) -> None:
-        self._expected = expected
-
-    def __enter__(self) -> Any:
-        jaxtyping.config.update("jaxtyping_disable", True)
-        return self._expected.__enter__()
-
-    def __exit__(self, *problem: Any) -> Any:
-        jaxtyping.config.update("jaxtyping_disable", False)
-        return self._expected.__exit__(*problem)
-
-
-_raises = pytest.raises
-pytest.raises = lambda *expected, **options: _AsUsersMeetThem(_raises(*expected, **options))  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,1 @@
-"""How verdicts, margins and attainable attention of keys are computed and certified; `api` is the entry."""
+"""How verdicts, margins and attainable attention of keys are computed and certified; see `key_geometry`."""

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from jaxtyping import Float64
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
-from ln_probe.analyses.geometry import gpu
 from ln_probe.analyses.geometry.attention import attention_room, largest_weight
 from ln_probe.analyses.geometry.check import (
     AMPLE,
@@ -493,20 +491,18 @@ def solve_set(
     queries: QuerySet | None,
     request: Request,
     inner: float | None = None,
-    known: Answers | None = None,
 ) -> Solved:
     """Solve one set of valid float64 keys.
 
     Args:
         inner: also bracket attention over the queries with |u| no more than this.
-        known: answers that are known already.
     """
     if bias is not None and (bias == bias[0]).all():
         bias = None
     judged = judge(keys, bias, queries)
     seen = None if queries is None else see(keys, bias, queries)
     (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
-    answers = known or no_answers(count, wide, dim)
+    answers = no_answers(count, wide, dim)
     verdicts, margins = answers.verdicts, answers.margins
     own = request.own_queries or wide >= count
     decide_set(judged.rows, judged.noise, judged.biased, own, request.budget, verdicts)
@@ -542,7 +538,6 @@ def solve_sets(
     inner: Float64[np.ndarray, " set"] | None = None,
     request: Request = Request(),
     threads: int | None = None,
-    device: torch.device | None = None,
 ) -> list[Solved]:
     """Solve sets of valid float64 keys, `threads` at a time (default: as many as there are processors).
 
@@ -552,10 +547,8 @@ def solve_sets(
         bias: added to the scores of each key.
         queries: a set of queries for each set of keys.
         inner: also bracket attention over this share of each set of queries (of `u`, about the center).
-        device: where white queries and projected ascent are tried first, on all sets together (`gpu`).
     """
     compilation.wait()
-    known = None if device is None else known_answers(keys, bias, queries, inner, request, device)
 
     def one(b: int) -> Solved:
         return solve_set(
@@ -564,37 +557,9 @@ def solve_sets(
             None if queries is None else queries[b],
             request,
             None if inner is None else float(inner[b]),
-            None if known is None else known[b],
         )
 
     return in_threads(one, range(len(keys)), threads)
-
-
-def known_answers(
-    keys: np.ndarray,
-    bias: np.ndarray | None,
-    queries: Sequence[QuerySet] | None,
-    inner: np.ndarray | None,
-    request: Request,
-    device: torch.device,
-) -> list[Answers] | None:
-    """Return what a device proves about sets of keys; None if they are not suited for it."""
-    if bias is not None or not gpu.is_suited(keys, queries):
-        return None
-    weight_gap = WEIGHT_GAP if request.attention else None
-    known = gpu.solve(keys, queries, inner, request.gap, weight_gap, device)
-    every = []
-    for b in range(len(keys)):
-        answers = no_answers(keys.shape[1], keys.shape[2], keys.shape[2])
-        answers.verdicts.code[known.selected[b]] = SELECTABLE
-        answers.verdicts.query[:] = known.query[b]
-        for bounds, values in zip((answers.attention, answers.inner), known.attention, strict=False):
-            for array, value in zip(bounds, values, strict=True):
-                array[:] = value[b]
-        for bound, value in zip(answers.margins, known.margins, strict=False):
-            bound[:] = value[b]
-        every.append(answers)
-    return every
 
 
 # Seconds, against cycling without end; the limit on iterations comes first on any machine that is not stuck.

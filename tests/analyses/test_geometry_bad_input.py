@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -121,15 +120,6 @@ def test_a_key_of_a_batch_is_that_key_of_that_set():
         assert scores.argmax() == i
 
 
-@pytest.fixture
-def unannotated():
-    """Shape checks off: what is taken is more than what is annotated (lists, 128 bits)."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("unannotated")
 def test_what_is_dense_and_floating_is_taken():
     expected = ln_probe.key_geometry(KEYS).verdict
     for keys in (
