@@ -36,9 +36,6 @@ FAR = 0.05
 
 QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
 
-CONSTANT_COLUMNS = ("constant_first", "constant_rest", "constant_ratio_first", "constant_ratio_rest")
-COLUMNS = ("prompt", "group", "site", "sum_first", "count_first", "sum_rest", "count_rest")
-
 Halves = tuple[Mapping[str, Constant], Mapping[str, Constant]]  # constants fitted on each half of the prompts
 
 
@@ -123,29 +120,20 @@ class Constants:
         rows = [(name, means[name].first, means[name].rest) for name in self.sites]
         return pd.DataFrame(rows, columns=["site", "first", "rest"]).set_index("site")
 
-    def ratios(self) -> pd.DataFrame:
-        """The pooled constants and what they are of the observed mean sigma, a row per norm (CONSTANT_COLUMNS)."""
-        rows = [
-            (c.first, c.rest, c.first / first, c.rest / rest)
-            for name, (first, rest) in zip(self.sites, self.observed.to_numpy(), strict=True)
-            for c in [self.pooled[name]]
-        ]
-        return pd.DataFrame(rows, columns=list(CONSTANT_COLUMNS), index=list(self.sites), dtype=float)
-
     def notes(self) -> tuple[str, ...]:
         """A note where constants are farther than FAR from the mean sigma of the measured prompts."""
-        ratios = self.ratios()[list(CONSTANT_COLUMNS[2:])]
-        off = (ratios - 1).abs()
-        far = off.gt(FAR).any(axis=1)
+        pooled = np.array([self.pooled[name].pair.tolist() for name in self.sites]).reshape(-1, 2)
+        ratios = pooled / self.observed.to_numpy()
+        off = np.abs(ratios - 1)
+        far = (off > FAR).any(axis=1)
         if not far.any():
             return ()
-        row, kind = (int(i) for i in np.unravel_index(np.nanargmax(off.to_numpy()), off.shape))
-        site, where = str(ratios.index[row]), ("at position 0", "after position 0")[kind]
-        ratio = float(ratios.to_numpy()[row, kind])
+        row, kind = (int(i) for i in np.unravel_index(np.nanargmax(off), off.shape))
+        where = ("at position 0", "after position 0")[kind]
         return (
             f"the constants of {int(far.sum())} of {len(far)} norms differ by more than {FAR:.0%} from the mean sigma "
-            f"of these prompts (most at {site}, {where}: {ratio:.3g} times it), so freezing scaling "
-            "also changes the size of vectors there",
+            f"of these prompts (most at {self.sites[row]}, {where}: {ratios[row, kind]:.3g} times it), so freezing "
+            "scaling also changes the size of vectors there",
         )
 
     def centered(self, site: str) -> tuple[Float64[np.ndarray, "prompt 2"], Float64[np.ndarray, " 2"]]:
@@ -194,32 +182,18 @@ class Constants:
             name: Constant(float(first), float(rest)) for name, (first, rest) in zip(self.sites, means, strict=True)
         }
 
-    def to_table(self) -> pd.DataFrame:
-        """A row per prompt and norm (COLUMNS): everything that `of_table` needs, and `given` and `source` aside."""
-        prompts, sites = len(self.groups), len(self.sites)
-        made = {
-            "prompt": np.repeat(np.arange(prompts), sites),
-            "group": np.repeat(self.groups, sites),
-            "site": list(self.sites) * prompts,
-        }
-        for what, values in (("sum", self.sums), ("count", self.counts.astype(np.int64))):
-            made |= {f"{what}_first": values[..., 0].ravel(), f"{what}_rest": values[..., 1].ravel()}
-        return pd.DataFrame(made, columns=list(COLUMNS))
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return what a saved report keeps: everything but `given`, `optimal` and `source`."""
+        return {"sites": np.array(self.sites), "groups": self.groups, "sums": self.sums, "counts": self.counts}
 
     @classmethod
-    def of_table(
-        cls, table: pd.DataFrame, source: str = LEAVE_ONE_OUT, given: Mapping[str, object] | None = None
+    def of_arrays(
+        cls, arrays: Mapping[str, np.ndarray], source: str, given: Mapping[str, object] | None = None
     ) -> Constants:
-        """What `to_table` was made from; `given`: constants by norm, in any form that `Constant.of` takes."""
-        sites = tuple(dict.fromkeys(table["site"]))
-        shape = (len(table) // max(1, len(sites)), len(sites))
-        groups = table["group"].to_numpy(np.int64).reshape(shape)[:, 0] if sites else np.zeros(0, np.int64)
-        sums, counts = (
-            table[[f"{what}_first", f"{what}_rest"]].to_numpy(np.float64).reshape(*shape, 2)
-            for what in ("sum", "count")
-        )
+        """Return the constants from the result of `arrays`; `given`: by norm, in any form that `Constant.of` takes."""
         known = None if given is None else {name: Constant.of(value) for name, value in given.items()}
-        return cls(sites, groups, sums, counts, source, known)
+        sites = tuple(arrays["sites"].tolist())
+        return cls(sites, arrays["groups"], arrays["sums"], arrays["counts"], source, known)
 
 
 def grouped(labels: Sequence[Hashable]) -> Int64[np.ndarray, " prompt"]:

@@ -103,10 +103,8 @@ def rows_of(name: str) -> list[list[int]]:
 def report(name: str, rows: list[list[int]], probes: list[str]) -> Tables:
     """Every table of a report; of `keys`, the rows of the first prompt and of two heads."""
     import ln_probe
-    from ln_probe.analyses.probes.selectability import Selectability
 
-    every_key = [Selectability(every_key=True) if probe == "selectability" else probe for probe in probes]
-    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=every_key, progress=False).tables)
+    tables = dict(ln_probe.analyze(load(name), prompts=rows, probes=probes, progress=False).tables)
     if {"prompt", "head"} <= set(tables.get("keys", ())):
         tables["keys"] = tables["keys"].query("prompt == 0 and head in (0, 3)")
     return tables
@@ -334,8 +332,8 @@ CASES |= {f"{n}-tl4": CASES[n] for n in CASES if n.startswith("report") and n !=
 VALUES = {"value", "mean", "ci_low", "ci_high", "median", "sd", "p", "p_holm", "low", "high", "factor", "published"}
 IDENTITY = {
     "layernorms": ("site",),
-    "heads": ("layer", "head", "space", "variant"),
-    "keys": ("layer", "head", "space", "variant", "prompt", "position"),
+    "heads": ("layer", "head", "variant"),
+    "keys": ("layer", "head", "variant", "prompt", "position"),
     "causal": ("sites", "variant"),
     "causal_prompts": ("prompt", "sites", "variant"),
     "head_effects": ("layer", "head", "variant"),
@@ -372,18 +370,31 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(np.asarray(value).tolist())
 
 
-def renamed(old: pd.DataFrame) -> pd.DataFrame:
-    """A committed table with the names of today: attention at the last position is what is attainable."""
-    names = [name for name in old if str(name).startswith("attainable_last")]
-    today = {name: str(name).replace("attainable_last", "attainable") for name in names}
-    return old.drop(columns=[name for name in today.values() if name in old]).rename(columns=today)
+# Names of today by those of the committed tables.
+NAMES = {
+    "layernorms": {"mean_share": "projected_share", "norm_before_mean": "input_norm", "tokens": "n"},
+    "heads": {"unselectable_fraction": "unselectable", "unreachable_fraction": "unreachable", "keys": "n"},
+    "causal": {"prompts": "n"},
+    "causal_prompts": {"predicted": "n"},
+    "head_effects": {"prompts": "n"},
+}
+
+
+def renamed(name: str, old: pd.DataFrame) -> pd.DataFrame:
+    """A committed table with the names of today: keys in head space, attention at the last position."""
+    if "space" in old:
+        old = old[old["space"] == "head"].drop(columns="space").reset_index(drop=True)
+    today = {c: c.replace("attainable_last", "attainable") for c in old if str(c).startswith("attainable_last")}
+    today |= NAMES.get(name, {})
+    gone = [new for column, new in today.items() if column in old and new in old]
+    return old.drop(columns=gone).rename(columns=today)
 
 
 def compare(name: str, old: pd.DataFrame, new: pd.DataFrame | None) -> str:
     """One line (and a line for each column that differs) on a table beside the committed one."""
     if new is None:
         return "table gone"
-    old = renamed(old)
+    old = renamed(name, old)
     notes = []
     for what, columns in (("gone", [c for c in old if c not in new]), ("new", [c for c in new if c not in old])):
         if columns:

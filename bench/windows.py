@@ -3,8 +3,9 @@
     LN_PROBE_SHARED=… python bench/windows.py
 
 64 windows of 128 tokens, evenly spread over the held-out ends of the three books that the models were trained on, as
-`examples/checkpoints/measure.py` chooses them (`books`), and 16 windows between these for calibration. Every window
-begins at a word, with line breaks and verse numbers as they stand.
+`examples/checkpoints/measure.py` chooses and orders them (`books`): the books alternate, so that any number of the
+first windows is balanced over them. 16 windows between these are for calibration. Every window begins at a word, with
+line breaks and verse numbers as they stand.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def between(model: object, measured: list[list[int]]) -> list[list[int]]:
 def main() -> None:
     model = ln_probe.load_model("lm-layernorm")
     measured = measure.books(model, TOKENS)
-    content = {"source": SOURCE, "measured": measured, "calibration": between(model, measured)}
+    books = [measure.book_of(number) for number in range(len(measured))]
+    content = {"source": SOURCE, "books": books, "measured": measured, "calibration": between(model, measured)}
     path = TOP / "ln_probe" / "data" / "windows.json"
     path.write_text(json.dumps(content, separators=(",", ":")) + "\n")
     print(f"{path.name}: {len(measured)} windows, {len(content['calibration'])} for calibration")

@@ -29,11 +29,13 @@ class BundledPrompts:
     Attributes:
         measured, calibration: token ids of each prompt.
         source: what provenance and pages call them.
+        strata: the book of each measured prompt; any number of the first ones is balanced over the books.
     """
 
     measured: tuple[Int[Tensor, " _"], ...]
     calibration: tuple[Int[Tensor, " _"], ...]
     source: str
+    strata: tuple[str, ...] = ()
 
 
 def bundled_prompts(model: HookedModel) -> BundledPrompts | None:

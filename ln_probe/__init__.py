@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ln_probe.analyses.attribution.logits import attribute_logits
     from ln_probe.analyses.attribution.scores import attribute_scores
     from ln_probe.analyses.geometry.key_geometry import key_geometry
-    from ln_probe.analyses.probes.outliers import outlier_tokens
+    from ln_probe.analyses.probes.sinks import outlier_tokens
     from ln_probe.comparison import Comparison, compare
     from ln_probe.headline import freezing_cost, norm_constants
     from ln_probe.measure import analyze
@@ -38,7 +38,7 @@ _HOME = {
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.report",
     "norm_constants": "ln_probe.headline",
-    "outlier_tokens": "ln_probe.analyses.probes.outliers",
+    "outlier_tokens": "ln_probe.analyses.probes.sinks",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 

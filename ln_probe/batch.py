@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 
 from ln_probe import __version__
 from ln_probe.analyses.files import read_json, sha256_of_file
-from ln_probe.analyses.probes.registry import DEFAULT
+from ln_probe.analyses.probes import DEFAULT
 from ln_probe.analyses.processes import follow_parent
 from ln_probe.analyses.progress import tell
 from ln_probe.analyses.text import whole_number

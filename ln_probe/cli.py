@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 import typer.core
 
-from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT, listing
+from ln_probe.analyses.probes import BUILT_IN, DEFAULT, listing
 from ln_probe.analyses.text import whole_number
 from ln_probe.models import bundled_models
 

@@ -13,7 +13,8 @@ from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.base import Failure, ProbeError
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.analyses.probes.columns import CAUSAL
+from ln_probe.analyses.probes.tables import CAUSAL
+from ln_probe.analyses.probes.wording import PLACES, loss_change
 from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine
 from ln_probe.analyses.text import counted, disarmed, encodable, with_interval
@@ -71,10 +72,10 @@ class FreezingCost:
         primary = self.table[self.table["family"] == "primary"].sort_values("variant", ascending=False)
         row: Any  # of values of any type
         for row in primary.itertuples():
-            if row.no_op or math.isnan(row.delta_loss):
-                said = (f"0 ({row.no_op})" if row.no_op else "not finite", "", "")
+            if math.isnan(row.delta_loss):
+                said = ("not finite", "", "")
             else:
-                said = (*with_interval(row.delta_loss, row.delta_loss_low, row.delta_loss_high), _p(row.p_mean))
+                said = (*with_interval(row.delta_loss, row.delta_loss_low, row.delta_loss_high), _p(row.p))
             rows.append((f"{VARIANTS[row.variant].label}, {_SITES.get(row.sites, row.sites)}", *said))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for cells in rows:
@@ -163,9 +164,6 @@ def freezing_cost(
         why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
         raise ValueError(f"freezing_cost is not applicable: {why}")
     row = rows.iloc[0]
-    findings = probe.findings(
-        {"causal": table}, {"prompts": start.provenance["prompts"], "loss": {"unit": objective.unit}}
-    )
     return FreezingCost(
         float(row["delta_loss"]),
         float(row["delta_loss_low"]),
@@ -173,7 +171,7 @@ def freezing_cost(
         float(row["loss"] - row["delta_loss"]),
         table,
         start.run.constants,
-        findings[0].text,
+        loss_change(row, objective.unit, f"{SCALING_FROZEN.wording} at {PLACES['all']}"),
         start.provenance["prompts"],
         objective.unit,
         tuple(dict.fromkeys(notes)),

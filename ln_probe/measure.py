@@ -19,19 +19,18 @@ from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halve
 from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.geometry.decide import start_compilation
 from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
-from ln_probe.analyses.probes import columns as declared
-from ln_probe.analyses.probes.attention_layer import LayerMaps
-from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, Run
+from ln_probe.analyses.probes import BUILT_IN, DEFAULT
+from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, Run, chosen
 from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.decomposition import NormStatistics
 from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
-from ln_probe.analyses.probes.norm_statistics import NormStatistics
-from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT, chosen
-from ln_probe.analyses.probes.uniformity import random_angle
+from ln_probe.analyses.probes.tables import TABLES
+from ln_probe.analyses.probes.uniformity import LayerMaps
 from ln_probe.analyses.processes import one_blas_thread
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.schema import TableError
 from ln_probe.arguments import indices, seed_of, token_limit
-from ln_probe.exhibits import Exhibits
+from ln_probe.exhibits import AttentionRecorder, Exhibits
 from ln_probe.guard import REFUSE, hooked_model, unchanged
 from ln_probe.hooks.attention import PATTERN_TOLERANCE
 from ln_probe.hooks.constants import fit, mean_sigmas
@@ -45,7 +44,6 @@ from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.loading.provenance import source_of
 from ln_probe.passes import batch_limit, check_finite, first_pass, second_pass
 from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, read_token_names, summary
-from ln_probe.recording import Pictures, marked
 from ln_probe.report import Report, versions
 
 TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
@@ -89,7 +87,7 @@ def analyze(
             "sinks"), or `ln_probe.analyses.probes.base.Probe` objects of your own.
         layers, heads: indices to measure; None means all. A negative layer counts from the end.
         max_tokens: longer prompts are cut, and the report says so.
-        seed: of random draws: resamples, and the random angle.
+        seed: of resamples.
         batch_size: how many neighbouring prompts of one length go through the model together. Numbers agree with those
             of single prompts to the rounding of matrix products. None: 1 on a CPU, on a GPU as its memory allows.
         progress: show a live progress line on a terminal or in a notebook, elsewhere a line every half minute.
@@ -165,23 +163,24 @@ def analyze(
             **{name: arguments[name] for name in ("layers", "heads", "max_tokens", "seed", "batch_size", "optimal")},
         )
         run = start.run
-        pictures = None
+        recorder = None
         if start.maps is not None:
-            pictures = Pictures(run.prompts, run.strings, run.layers, run.heads or range(shape["heads"]))
-        results = second_pass(run, chosen_probes, start.inputs, start.limit, start.maps, pictures, default=default)
+            recorder = AttentionRecorder(run.strings, run.layers, run.heads or range(shape["heads"]))
+        results = second_pass(run, chosen_probes, start.inputs, start.limit, start.maps, recorder, default=default)
+        about_model = {**asdict(source_of(cast(nn.Module, hooked))), "norms": {n.name: n.kind for n in run.norms}}
         report = assemble(
             chosen_probes,
             results,
             run.constants,
-            exhibits=Exhibits() if pictures is None else pictures.exhibits(),
+            exhibits=Exhibits() if recorder is None else recorder.exhibits(),
             provenance={
-                "model": asdict(source_of(cast(nn.Module, hooked))),
+                "model": about_model,
                 "shape": shape,
                 "arguments": arguments,
                 "loss": {"name": objective.name, "unit": objective.unit},
                 "started": started,
                 **start.provenance,
-                **provenance(chosen_probes, shape["d_model"], run.seed),
+                **provenance(chosen_probes),
             },
             notes=(*on_hooks, *start.notes),
         )
@@ -403,16 +402,16 @@ def assemble(
     """Make a report of the probes' results.
 
     Args:
-        exhibits: for pictures, their keys not marked yet.
+        exhibits: for pictures.
         notes: for the reader, before those of the probes.
 
     A probe that failed, or whose tables do not match their declarations, is named in the report's failures and notes,
     and its tables are empty; the others' results stand.
     """
-    tables = {t.name: t for t in (*declared.BUILT_IN, *(t for p in probes for t in p.tables))}
+    tables = {table.name: table for table in (*TABLES, *(table for probe in probes for table in probe.tables))}
     filled: dict[str, list[pd.DataFrame]] = {}
     failures: list[Failure] = []
-    complete: list[ProbeResults] = []
+    complete: dict[str, ProbeResults] = {}
     for probe in probes:
         result = results[probe.name]
         try:
@@ -423,29 +422,30 @@ def assemble(
             if extra := [name for name in frames if name not in names]:
                 raise TableError(f"it returned a table {extra[0]!r}, and declares {', '.join(names)}")
             for name, frame in frames.items():
-                tables[name].check(tables[name].complete(*filled.get(name, ()), frame))
+                tables[name].check(tables[name].merged([*filled.get(name, ()), frame]))
         except Exception as error:
             result = Failure.of(probe.name, error)
         if isinstance(result, Failure):
             failures.append(result)
             continue
-        complete.append(result)
+        complete[probe.name] = result
         for name, frame in frames.items():
             filled.setdefault(name, []).append(frame)
-    filled[declared.SCALE_SUMS.name] = [declared.SCALE_SUMS.check(constants.to_table())]
-    probe_notes = [note for result in complete for note in result.notes]
+    probe_notes = [note for result in complete.values() for note in result.notes]
+    how = {name: dict(result.provenance) for name, result in complete.items() if result.provenance}
     return Report(
-        tables={name: table.complete(*filled.get(name, ())) for name, table in tables.items()},
-        provenance=dict(provenance),
+        tables={name: table.merged(filled.get(name, ())) for name, table in tables.items()},
+        provenance={**how, **provenance},
         notes=tuple(dict.fromkeys((*notes, *probe_notes, *map(str, failures)))),
-        exhibits=marked(exhibits, [mark for result in complete for mark in result.marks]),
+        exhibits=exhibits,
+        constants=constants,
         declared=tables,
         probes=tuple(p for p in probes if p.name not in BUILT_IN),
         failures=tuple(failures),
     )
 
 
-def provenance(probes: Sequence[Probe], d_model: int, seed: int) -> dict[str, Any]:
+def provenance(probes: Sequence[Probe]) -> dict[str, Any]:
     """Return versions, and the thresholds that tables depend on: the shared ones and those of probes, as plain JSON."""
     thresholds = {
         "tau": TAU,
@@ -455,9 +455,4 @@ def provenance(probes: Sequence[Probe], d_model: int, seed: int) -> dict[str, An
     }
     for probe in (*chosen(DEFAULT), *probes):
         thresholds |= probe.thresholds
-    return {
-        "ln_probe": __version__,
-        "thresholds": thresholds,
-        "random_angle_deg": random_angle(d_model, seed=seed),
-        "versions": versions(),
-    }
+    return {"ln_probe": __version__, "thresholds": thresholds, "versions": versions()}

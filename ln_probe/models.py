@@ -119,7 +119,7 @@ def held_out_windows() -> BundledPrompts:
 
     content = json.loads((_bundled_home().parent / "windows.json").read_text())
     measured, calibration = (tuple(torch.tensor(row) for row in content[part]) for part in ("measured", "calibration"))
-    return BundledPrompts(measured, calibration, content["source"])
+    return BundledPrompts(measured, calibration, content["source"], tuple(content["books"]))
 
 
 def shipped_constants(folder: Path) -> dict[str, Any] | None:

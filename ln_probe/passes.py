@@ -15,15 +15,15 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.probes.attention_layer import AttentionLayer, LayerMaps
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeObserver, ProbeResults, Run
-from ln_probe.analyses.probes.norm_statistics import NormStatistics
+from ln_probe.analyses.probes.decomposition import NormStatistics
+from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import tell, tell_inner
+from ln_probe.exhibits import AttentionRecorder
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.model import HookedModel, device_of, evaluating, plain_path, run
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.stream import AttentionInput, stream_together
-from ln_probe.recording import Pictures
 
 # ------------------------------------------------------------------------------------------------------------ batches
 
@@ -140,7 +140,7 @@ def second_pass(
     inputs: Sequence[Norm],
     limit: Callable[[int], int],
     maps: LayerMaps | None,
-    pictures: Pictures | None,
+    recorder: AttentionRecorder | None,
     *,
     default: bool = False,
 ) -> dict[str, ProbeResults | Failure]:
@@ -149,7 +149,7 @@ def second_pass(
     Args:
         inputs: the model's norms, and identities where attention reads the stream.
         maps: of the first pass; None: no probe needs attention.
-        pictures: records attention; None: there is none to record.
+        recorder: records attention; None: there is none to record.
         default: whether these are the model's default prompts, of which a probe takes no more than `Probe.prompts`.
     """
     every = [ProbeObserver(p, run, p.prompts if default else None) for p in probes]
@@ -168,22 +168,22 @@ def second_pass(
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
             observer.call("attention", number, attended)
-        if pictures is not None:
-            pictures.attention(number, attended)
+        if recorder is not None:
+            recorder.attention(number, attended)
 
     for numbers, tokens in batches("second pass", run.prompts, limit, lambda n: [w.takes(n) for w in every]):
         watching = [w for w in every if w.takes(numbers.start)]
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and maps is not None]
-        drawn = pictures is not None and any(map(pictures.takes, numbers))
-        if norms or attention or drawn:
+        recorded = recorder is not None and any(map(recorder.takes, numbers))
+        if norms or attention or recorded:
             stream_together(
                 run.model,
                 tokens,
                 inputs,
                 layers=run.layers,
                 on_norm=on_norm if norms else None,
-                on_attention=on_attention if attention or drawn else None,
+                on_attention=on_attention if attention or recorded else None,
             )
         for number in numbers:
             for observer in watching:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import textwrap
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,42 +13,35 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from ln_probe import __version__
 from ln_probe.analyses.arguments import check_text, path_of
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.files import replacing, to_be_written, write_text
-from ln_probe.analyses.probes import columns as declared_here
 from ln_probe.analyses.probes.base import Failure, Finding, Probe
-from ln_probe.analyses.probes.registry import DEFAULT, chosen
+from ln_probe.analyses.probes.tables import BY_HEAD, TABLES, TOKENS
+from ln_probe.analyses.probes.wording import findings as answers_of
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import counted, disarmed, encodable
-from ln_probe.exhibits import EXHIBITS_FILE, Exhibits, by_token
+from ln_probe.exhibits import EXHIBITS_FILE, Exhibits, load_arrays, save_arrays
+from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
 if TYPE_CHECKING:
     from ln_probe.page.attention import AttentionView
 
 REPORT_FILE = "report.json"  # written last: a folder without it holds no whole report
 PAGE_FILE = "report.html"
-FORMAT = 5
-NO_NORMS = "the model has no normalization"  # beginning of the note on such models
-_LONGEST_SLUG = 200  # file systems take 255 bytes, and a training step and a number may follow
+FORMAT = 6
 _OPTIONAL = ("numba", "circuitsvis", "gguf", "ray")
-PRINTED, _WIDTH = 6, 100  # findings that `print` shows, and characters a line
+_WIDTH = 100  # characters of a printed line
 _LIBRARIES = ("torch", "transformer-lens", "transformers", "numpy", "scipy", "pandas")
 
 
-class TableNamed(property):
-    """The table of this name, of a report or of several side by side."""
-
-    def __init__(self, name: str, about: str = "") -> None:
-        super().__init__(lambda owner: owner.tables[name])
-        self.__doc__ = about or f"The table `{name}`."
-
-    def __get__(self, owner: Any, kind: type | None = None, /) -> pd.DataFrame:  # type: ignore[override]
-        table: pd.DataFrame = super().__get__(owner, kind)
-        return table
+def table_named(name: str) -> Any:
+    """Return a property that is the table of this name, of a report or of several side by side."""
+    return property(lambda owner: owner.tables[name], doc=f"The table `{name}`.")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,51 +53,42 @@ class Report:
             user's probes.
         provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
         notes: caveats on the model, the prompts and the tables.
-        exhibits: data for pictures: attention patterns, marks of keys, vectors around the norms.
+        exhibits: attention patterns of one prompt, for pictures.
+        constants: what replaced each norm's sigma: `.of(i)` on prompt i, `.pooled`, `.observed`.
         declared: what each table's columns mean, by the table's name.
         probes: the user's probes that ran; a loaded report has their tables alone.
         failures: probes that failed, and why.
 
     Example:
-        >>> print(report)  # model, prompts and the first findings
+        >>> print(report)  # model, prompts and findings
         >>> report.findings()
         >>> report.by_head(sort="delta_loss").head(3)
-        >>> report.declared["heads"].column("margin_median").meaning
+        >>> report.declared["heads"].columns["margin_median"]  # unit and meaning
     """
 
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     exhibits: Exhibits = field(default_factory=Exhibits)
+    constants: Constants | None = None
     declared: Mapping[str, Table] = field(default_factory=dict)
     probes: tuple[Probe, ...] = ()
     failures: tuple[Failure, ...] = ()
 
     def __post_init__(self) -> None:
-        own = {t.name: t for t in declared_here.BUILT_IN}
-        declared = own | {n: Table.of_frame(n, f) for n, f in self.tables.items() if n not in own} | dict(self.declared)
-        tables = {n: t.empty() for n, t in declared.items()} | dict(self.tables)
+        declared = {table.name: table for table in TABLES} | dict(self.declared)
+        tables = {name: table.empty() for name, table in declared.items()} | dict(self.tables)
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "tables", tables)
 
-    layernorms = TableNamed("layernorms", "A row per norm.")
-    heads = TableNamed("heads", "A row per (layer, head, space, variant).")
-    keys = TableNamed("keys", "A row per chosen key and variant.")
-    causal = TableNamed("causal", "A row per (sites, variant).")
-    causal_prompts = TableNamed(
-        "causal_prompts", "A row per (prompt, sites, variant); what the intervals of `causal` come from."
-    )
-    head_effects = TableNamed("head_effects")
-    sinks = TableNamed("sinks")
-    sink_heads = TableNamed("sink_heads")
-    outlier_dimensions = TableNamed("outlier_dimensions")
-
-    @property
-    def constants(self) -> Constants:
-        """The constants that replaced each norm's sigma: `.of(i)` on prompt i, `.pooled`, `.observed`."""
-        about = self.provenance["calibration"]
-        given = self.provenance["constants"] if about["given"] else None
-        return Constants.of_table(self.tables["scale_sums"], str(about["constants"]), given)
+    layernorms = table_named("layernorms")
+    heads = table_named("heads")
+    keys = table_named("keys")
+    causal = table_named("causal")
+    causal_prompts = table_named("causal_prompts")
+    head_effects = table_named("head_effects")
+    sinks = table_named("sinks")
+    sink_heads = table_named("sink_heads")
 
     @property
     def name(self) -> str:
@@ -116,12 +99,11 @@ class Report:
         return f"Report({self.name!r}: {sizes or 'empty'})"
 
     def __str__(self) -> str:
-        """Return what `print` shows: model, prompts and the first findings; `findings` has all."""
-        found, prompts = self.findings(), self.provenance.get("prompts", {})
+        """Return what `print` shows: model, prompts and findings."""
+        prompts = self.provenance.get("prompts", {})
         about = f" on {counted(prompts['count'], 'prompt')} ({prompts.get('source', '')})" if "count" in prompts else ""
-        more = [f"… and {len(found) - PRINTED} more: report.findings()"] * (len(found) > PRINTED)
-        bullets = [textwrap.fill(f"- {text}", _WIDTH, subsequent_indent="  ") for text in found[:PRINTED]]
-        return encodable(disarmed("\n".join([f"{self.name}{about}", *bullets, *more])))
+        bullets = [textwrap.fill(f"- {text}", _WIDTH, subsequent_indent="  ") for text in self.findings()]
+        return encodable(disarmed("\n".join([f"{self.name}{about}", *bullets])))
 
     def _repr_html_(self) -> str:
         from ln_probe.page.page import notebook_cell
@@ -129,8 +111,8 @@ class Report:
         return notebook_cell(self)
 
     def findings(self) -> list[str]:
-        """Return the findings: plain sentences computed from the tables."""
-        return [f.text for f in ranked_findings(self)]
+        """Return the findings: plain sentences computed from the tables, a question after the other."""
+        return [finding.text for finding in answers(self)]
 
     def with_tables(self, **tables: pd.DataFrame) -> Report:
         """The same report with some tables replaced.
@@ -147,35 +129,33 @@ class Report:
             self.declared[name].check(table)
         return replace(self, tables={**self.tables, **tables})
 
-    def attention(self, layer: int | None = None, head: int | None = None, prompt: int = 0) -> AttentionView:
+    def attention(self, layer: int | None = None, head: int | None = None) -> AttentionView:
         """Return an interactive map of heads and the attention of one, intact and with scaling frozen for its keys.
 
-        circuitsvis draws the patterns, offline; keys are marked by how hard they are to select.
+        circuitsvis draws the patterns of the first prompt, offline.
 
         Args:
             layer, head: shown first; the others can be chosen in the picture. None: the most affected head, by the
                 first measure of the map.
-            prompt: the prompt shown first.
 
         Raises:
-            ValueError: the report holds no attention for that layer, head or prompt (the message lists those it holds).
+            ValueError: the report holds no attention for that layer or head.
 
         Example:
             >>> report.attention(layer=2, head=5)
         """
         from ln_probe.page.attention import AttentionView
-        from ln_probe.page.heads import HeadMap
 
-        return AttentionView(self.exhibits, layer, head, prompt, HeadMap.of(self))
+        return AttentionView(self, layer, head)
 
     def tokens(self) -> pd.DataFrame:
         """Return a table of tokens: how hard their keys are to select, and how much attention they receive.
 
         Returns:
-            A row per token and place (position 0, sink, elsewhere); `ln_probe.analyses.probes.columns.TOKENS` says
-            what the columns mean. `attainable_change` is the change of the median when scaling is frozen.
+            A row per token and place (position 0, sink, elsewhere), those first whose attainable attention falls most
+            with scaling frozen; `ln_probe.analyses.probes.tables.TOKENS` says what the columns mean.
         """
-        return by_token(self.exhibits, self.sinks)
+        return _by_token(self.keys, self.sinks)
 
     def by_head(self, sort: str | None = None) -> pd.DataFrame:
         """Return a table of heads: effect on the loss, entropy, attainable and received attention, margins.
@@ -184,15 +164,17 @@ class Report:
             sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
 
         Returns:
-            A row per (layer, head); `ln_probe.analyses.probes.columns.BY_HEAD` says what the columns mean.
-            `ln_probe.page.heads.heads_map` draws it.
+            A row per (layer, head); `ln_probe.analyses.probes.tables.BY_HEAD` says what the columns mean.
 
         Raises:
             ValueError: no such column.
         """
-        from ln_probe.page.heads import by_head
-
-        return by_head(self, sort)
+        if sort is not None and sort not in BY_HEAD.columns:
+            raise ValueError(f"by_head has no column {sort!r}: there are {', '.join(BY_HEAD.names)}")
+        table = _by_head(self.heads, self.head_effects, self.sink_heads)
+        if sort is None:
+            return table
+        return table.sort_values(sort, key=abs, ascending=False, kind="stable").reset_index(drop=True)
 
     def to_html(self, path: str | Path, *, index: str = "") -> Path:
         """Write one self-contained page that opens offline; the path written. `index`: see `save`."""
@@ -237,7 +219,7 @@ class Report:
             page.write_bytes(encodable(report_page(self, index)).encode())
             for name, table in self.tables.items():
                 table.to_parquet(stack.enter_context(replacing(folder / f"{name}.parquet")), index=False)
-            self.exhibits.save(stack.enter_context(replacing(folder / EXHIBITS_FILE)))
+            save_arrays(stack.enter_context(replacing(folder / EXHIBITS_FILE)), self.exhibits, self.constants)
             (folder / REPORT_FILE).unlink(missing_ok=True)
         write_text(folder / REPORT_FILE, manifest)
         return folder
@@ -276,7 +258,13 @@ def load_report(folder: str | Path) -> Report:
     if missing := [file for file in (*files.values(), folder / EXHIBITS_FILE) if not file.is_file()]:
         raise FileNotFoundError(f"{missing[0]} is missing: analyze the model again")
     tables = {name: _read(files[name], table) for name, table in declared.items()}
-    return Report(tables, provenance, notes, Exhibits.load(folder / EXHIBITS_FILE), declared, failures=failures)
+    exhibits, arrays = load_arrays(folder / EXHIBITS_FILE)
+    constants = None
+    if arrays:
+        about = provenance["calibration"]
+        given = provenance["constants"] if about["given"] else None
+        constants = Constants.of_arrays(arrays, str(about["constants"]), given)
+    return Report(tables, provenance, notes, exhibits, constants, declared, failures=failures)
 
 
 def _read(file: Path, table: Table) -> pd.DataFrame:
@@ -288,26 +276,83 @@ def _read(file: Path, table: Table) -> pd.DataFrame:
         raise ValueError(f"{file} is damaged ({error}): analyze the model again") from error
 
 
-def slug(name: str) -> str:
-    """A folder name for a model name or path: letters, digits, '.', '_' and '-'."""
-    last = Path(name).name if os.sep in name and os.path.exists(name) else name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:_LONGEST_SLUG] or "model"
-
-
-def ranked_findings(report: Report) -> list[Finding]:
-    """Return the findings of all probes, the most important ones for attention first."""
-    findings = [f for probe in chosen(DEFAULT) for f in probe.findings(report.tables, report.provenance)]
+def answers(report: Report) -> list[Finding]:
+    """Return the findings of a report: the five questions in their order, then those of the user's probes."""
+    findings = answers_of(report.tables, report.provenance)
     for probe in report.probes:
         try:
             findings += probe.findings(report.tables, report.provenance)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-            findings.append(Finding(f"The findings of the probe {probe.name!r} failed: {failure}"))
-    if any(n.startswith(NO_NORMS) for n in report.notes):
-        findings.append(Finding("The model has no normalization: there is nothing to take apart.", rank=0))
-    elif not any(len(table) for table in report.tables.values()):
-        findings.append(Finding("Nothing was measured: no table holds a row.", rank=0))
-    return sorted(findings, key=lambda f: (f.rank, -f.size))
+            findings.append(Finding(probe.name, f"The findings of the probe {probe.name!r} failed: {failure}"))
+    return findings
+
+
+_KEY = ["layer", "head"]
+# Columns of the table `heads`: what `by_head` calls the intact value, and its change with scaling frozen for the keys.
+_OF_HEADS = {
+    "entropy_ratio": ("entropy_ratio", "entropy_change"),
+    "unselectable": ("unselectable", None),
+    "attainable_median": ("attainable", "attainable_change"),
+    "pattern_max_median": ("received", None),
+    "margin_median": ("margin", "margin_change"),
+}
+
+
+def _by_head(heads: pd.DataFrame, effects: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
+    """Return the table BY_HEAD from the three tables by head."""
+    index = pd.MultiIndex.from_frame(pd.concat([t[_KEY] for t in (heads, effects, sinks)]).drop_duplicates())
+    table = pd.DataFrame(index=index.sort_values(), columns=BY_HEAD.names[len(_KEY) :], dtype=float)
+
+    def values(rows: pd.DataFrame, column: str) -> pd.Series:
+        return rows.set_index(_KEY)[column].astype(float).reindex(table.index)
+
+    frozen_effects = effects[effects["variant"] == SCALING_FROZEN.name]
+    exact, table["p"] = values(frozen_effects, "delta_loss"), values(frozen_effects, "p")
+    table["delta_loss"] = exact.fillna(values(frozen_effects, "estimate"))
+    table["estimated"] = exact.isna() & table["delta_loss"].notna()
+    intact, frozen = (heads[heads["variant"] == v.name] for v in (INTACT, SCALING_FROZEN))
+    for column, (name, change) in _OF_HEADS.items():
+        table[name] = values(intact, column)
+        if change is not None:
+            table[change] = values(frozen, column) - table[name]
+    for column in ("sink_rate", "first_attention"):
+        table[column] = values(sinks, column)
+    table["first_change"] = values(sinks, "first_attention_no_scaling") - table["first_attention"]
+    return table.reset_index()[BY_HEAD.names]
+
+
+PLACES = ("position 0", "sink", "elsewhere")
+
+
+def _by_token(keys: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
+    """Return the table TOKENS from the keys and the tokens that are sinks."""
+    if not len(keys):
+        return TOKENS.empty()
+    sink = sinks[sinks["kind"].str.contains("sink") & (sinks["position"] > 0)]
+    at_sink = pd.MultiIndex.from_frame(keys[["prompt", "position"]]).isin(
+        pd.MultiIndex.from_frame(sink[["prompt", "position"]])
+    )
+    place = np.where(keys["position"] == 0, PLACES[0], np.where(at_sink, PLACES[1], PLACES[2]))
+    rows = keys.assign(
+        place=place,
+        stuck=keys["verdict"].isin(["unselectable", "duplicate"]),
+        margin=(keys["margin_lower"] + keys["margin_upper"]) / 2,
+    )
+    of_token = ["token", "place"]
+    intact, frozen = (rows[rows["variant"] == v.name].groupby(of_token, sort=False) for v in (INTACT, SCALING_FROZEN))
+    table = intact.agg(
+        unselectable=("stuck", "mean"),
+        attainable=("attainable", "median"),
+        margin=("margin", "median"),
+        pattern_max=("pattern_max", "median"),
+        n=("stuck", "size"),
+    )
+    table["unselectable_no_scaling"] = frozen["stuck"].mean().reindex(table.index)
+    table["attainable_change"] = frozen["attainable"].median().reindex(table.index) - table["attainable"]
+    table = table.reset_index().assign(rank=lambda t: t["place"].map(PLACES.index))
+    table = table.sort_values(["rank", "attainable_change", "n"], ascending=[True, True, False], kind="stable")
+    return table[TOKENS.names].reset_index(drop=True)
 
 
 def environment() -> dict[str, str]:

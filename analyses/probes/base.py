@@ -1,24 +1,21 @@
-"""What a probe is.
-
-A probe declares its tables and what it has to see. `Probe.start` returns an observer, which watches prompts and makes
-the tables when all of them have been seen.
+"""What a probe is: it declares its tables and what it has to see, and its observer makes the tables.
 
 Example:
-    >>> from ln_probe.analyses.probes.base import Finding, Needs, Observer, Picture, Probe, ProbeResults, Run
-    >>> from ln_probe.analyses.schema import declare
+    >>> from ln_probe.analyses.probes.base import Finding, Needs, Observer, Picture, Probe, ProbeResults
+    >>> from ln_probe.analyses.schema import Table
     >>> from ln_probe.page.figures import Figure
-    >>> LENGTHS = declare("lengths", "Lengths", "A row per norm.", ("site",), '''
-    ...     site (text): the norm
-    ...     longest (float, L2 norm): length of the longest input
-    ... ''')
-    >>> class Watching(Observer):
+    >>> LENGTHS = Table("lengths", "Lengths", "A row per norm.", ("site",), {
+    ...     "site": ("text", "the norm"),
+    ...     "longest": ("L2 norm", "length of the longest input"),
+    ... })
+    >>> class Longest(Observer):
     ...     def __init__(self):
-    ...         self.longest = {}
+    ...         self.rows = []
     ...     def norm(self, prompt, site, x, y):  # x, y: the norm's input and output [pos d]
-    ...         self.longest[site.name] = max(float(x.norm(dim=-1).max()), self.longest.get(site.name, 0.0))
+    ...         self.rows.append({"site": site.name, "longest": float(x.norm(dim=-1).max())})
     ...     def finish(self):
-    ...         rows = [{"site": site, "longest": length} for site, length in self.longest.items()]
-    ...         return ProbeResults({"lengths": LENGTHS.frame(rows)}, ["lengths: of all prompts"])
+    ...         frame = LENGTHS.frame(self.rows).groupby("site", as_index=False, sort=False).max()
+    ...         return ProbeResults({"lengths": frame}, ["lengths: of all prompts"])
     >>> def draw(report):
     ...     "The longest vector that each norm reads."
     ...     figure = Figure()
@@ -26,54 +23,39 @@ Example:
     ...     return figure
     >>> class Lengths(Probe):
     ...     name, summary, tables, needs = "lengths", "how long vectors are", (LENGTHS,), Needs(norms=True)
-    ...     def start(self, run: Run):
-    ...         return Watching()
+    ...     def start(self, run):
+    ...         return Longest()
     ...     def findings(self, tables, provenance):
-    ...         return [Finding(f"The longest vector has length {tables['lengths']['longest'].max():.3g}.", "drawn")]
+    ...         return [Finding("lengths", f"The longest vector has length {tables['lengths']['longest'].max():.3g}.")]
     ...     def pictures(self):
     ...         return [Picture("drawn", "Longest vectors", draw, "lengths", "longest")]
     >>> report = ln_probe.analyze(model, tokens, probes=[Lengths()])
     >>> report.tables["lengths"]
-    >>> report.failures  # a `Failure` for each probe that raised (a probe of keys may give `Marks`, for pictures)
+    >>> report.failures  # a `Failure` for each probe that raised
     ()
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.probes.attention_layer import AttentionLayer
-from ln_probe.analyses.probes.norm_statistics import NormStatistics
+from ln_probe.analyses.probes import BUILT_IN, tables
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.model import HookedModel
-from ln_probe.hooks.norm import SCALING_FROZEN, Norm
+from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.objective import Objective
 
-# Ranks of findings. An effect: significant, and larger than a named threshold. Described: what the prompts show,
-# without a claim beyond them. No effect: looked for and not seen, or nothing by construction.
-EFFECT, DESCRIBED, NO_EFFECT, LAST = 10, 50, 90, 100
-
-__all__ = [
-    "Failure",
-    "Finding",
-    "Marks",
-    "Needs",
-    "Observer",
-    "Picture",
-    "Probe",
-    "ProbeError",
-    "ProbeResults",
-    "Run",
-]
+if TYPE_CHECKING:
+    from ln_probe.analyses.probes.decomposition import NormStatistics
+    from ln_probe.analyses.probes.uniformity import AttentionLayer
 
 
 @dataclass(frozen=True)
@@ -105,7 +87,7 @@ class Run:
         prompts: token ids of each prompt.
         strings: token strings of each prompt.
         statistics: running sums over all prompts, of each norm of the measured layers.
-        seed: of resamples and samples.
+        seed: of resamples.
     """
 
     model: HookedModel
@@ -124,22 +106,6 @@ class Run:
         """The norms of the measured layers."""
         return [norm for norm in self.norms if norm.name in self.constants.sites]
 
-    @property
-    def notes_on_projection(self) -> tuple[str, ...]:
-        """What a reader of numbers without projection has to know; nothing where no norm projects."""
-        return (LONGER_OUTPUT,) if any(norm.projects for norm in self.norms) else ()
-
-
-@dataclass(frozen=True, eq=False)
-class Marks:
-    """Measures of every key of some prompts at one layer under one variant, for pictures of attention."""
-
-    layer: int
-    variant: str
-    prompts: Int[np.ndarray, " prompt"]
-    lengths: Int[np.ndarray, " prompt"]
-    measures: Mapping[str, Shaped[np.ndarray, "head key"]]
-
 
 @dataclass(frozen=True, eq=False)
 class ProbeResults:
@@ -149,12 +115,12 @@ class ProbeResults:
         tables: frames by table name; where several probes fill one table, a frame has the table's key and some of its
             columns.
         notes: sentences that a reader has to know.
-        marks: of keys, in pictures of attention.
+        provenance: how it was measured, as plain JSON; the report has it under the probe's name.
     """
 
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    marks: Sequence[Marks] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Observer:
@@ -182,16 +148,17 @@ class Observer:
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence computed from tables, and the picture of the page that shows it.
+    """The answer to one question, computed from tables.
 
-    The smallest `rank` is first, and of the same rank the largest `size`: the effect in share of its baseline (the
-    intact loss, the whole of attention, the greatest entropy).
+    Attributes:
+        question: "loss", "heads", "keys", "sinks" or "uniform"; of a user's probe, any name.
+        text: a sentence or two.
+        picture: id of the part of the page that shows it.
     """
 
+    question: str
     text: str
     picture: str = ""
-    rank: int = LAST
-    size: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -220,7 +187,6 @@ class Probe:
         thresholds: constants that its tables depend on, for the provenance.
         interleaved: whether its observers bear several prompts under way at once; if one of them does not, prompts go
             one after another unless the user gives a batch size.
-        absent: what a page names as not measured where the probe did not run; empty: nothing.
     """
 
     name: ClassVar[str]
@@ -230,7 +196,6 @@ class Probe:
     prompts: ClassVar[int | None] = None
     thresholds: ClassVar[Mapping[str, float]] = {}
     interleaved: ClassVar[bool] = False
-    absent: ClassVar[str] = ""
 
     def start(self, run: Run) -> Observer:
         """Return an observer of the prompts of one model."""
@@ -258,6 +223,7 @@ class Failure:
 
     @classmethod
     def of(cls, probe: str, error: BaseException) -> Failure:
+        """Return the failure of a probe from the exception that it raised."""
         return cls(probe, f"{type(error).__name__}: {error}")
 
     def __str__(self) -> str:
@@ -296,70 +262,55 @@ class ProbeObserver:
             self.failure = Failure.of(self.probe.name, error)
 
 
-# ------------------------------------------------------------------------------------------- findings of several probes
+def find(name: str) -> Probe:
+    """Return the built-in probe of that name.
 
-NOTEWORTHY = 0.01  # a change of less than a hundredth, in share of attention or of entropy, is not pointed out
-
-LONGER_OUTPUT = (
-    "without the projection a norm's output is 1 / sqrt(1 - mean_share) times as long: part of what no_projection "
-    "costs may be that length"
-)
-
-
-def asked_layers(provenance: Mapping[str, Any]) -> list[int] | None:
-    """The layers that an analysis was asked for, in order; None: all of them."""
-    asked = provenance.get("arguments", {}).get("layers")
-    return None if asked is None else sorted(set(asked))
-
-
-def in_layers(provenance: Mapping[str, Any]) -> str:
-    """Where, to stand behind "every norm" and the like: " in layer 2", " in layers 0, 1"; nothing if all were asked."""
-    asked = asked_layers(provenance)
-    return "" if asked is None else f" in layer{'' if len(asked) == 1 else 's'} {', '.join(map(str, asked))}"
-
-
-def among_heads(provenance: Mapping[str, Any]) -> str:
-    """Of which heads a figure speaks: " (heads 0, 1 alone)"; nothing if all were asked."""
-    asked = provenance.get("arguments", {}).get("heads")
-    every = sorted(set(asked or ()))
-    return f" (head{'' if len(every) == 1 else 's'} {', '.join(map(str, every))} alone)" if every else ""
-
-
-def even_share(heads: pd.DataFrame) -> float:
-    """Return uniform attention over a prompt of average length: 1 over the mean number of keys in a `heads` table.
-
-    NaN if the table does not say how many keys there are.
+    Raises:
+        ProbeError: there is none.
     """
-    if not {"prompts", "keys"} <= set(heads) or not (keys := heads["keys"].sum()) > 0:
-        return math.nan
-    return float(heads["prompts"].sum(min_count=1) / keys)
+    if name not in BUILT_IN:
+        raise ProbeError(f"there is no probe {name!r}: give some of {', '.join(BUILT_IN)}, or a Probe object")
+    module = import_module(f"ln_probe.analyses.probes.{name}")
+    probe: Probe = getattr(module, BUILT_IN[name][0])()
+    return probe
 
 
-def largest(rows: pd.DataFrame, values: pd.Series) -> pd.Series:
-    """The row at which `values` is largest."""
-    return rows.iloc[int(np.nanargmax(values.to_numpy(float)))]
+def chosen(probes: Any) -> tuple[Probe, ...]:
+    """Return the probes that were asked for, by name or as objects, in the order of the list.
+
+    Raises:
+        ProbeError: one does not exist, lacks an attribute, or has the name or the table of another.
+    """
+    if isinstance(probes, str) or not isinstance(probes, Iterable) or not list(probes):
+        raise ProbeError(f"probes must be a list of {', '.join(BUILT_IN)}, or of Probe objects, got {probes!r}")
+    by_name: dict[str, Probe] = {}
+    for each in probes:
+        probe = find(each) if isinstance(each, str) else each
+        _check(probe)
+        if type(by_name.setdefault(probe.name, probe)) is not type(probe):
+            raise ProbeError(f"two probes are called {probe.name!r}: rename one")
+        by_name[probe.name] = probe
+    order = [*(name for name in BUILT_IN if name in by_name), *(name for name in by_name if name not in BUILT_IN)]
+    return tuple(by_name[name] for name in order)
 
 
-def of_variant(heads: pd.DataFrame, variant: str, space: str = "head") -> pd.DataFrame:
-    return heads[(heads["space"] == space) & (heads["variant"] == variant)]
-
-
-def medians(heads: pd.DataFrame, column: str) -> tuple[float, float]:
-    """The median head's value, intact and without scaling; the second is NaN where that changes nothing."""
-    if not len(heads):
-        return math.nan, math.nan
-    frozen = of_variant(heads, SCALING_FROZEN.name)
-    changes_nothing = len(frozen) > 0 and bool((frozen["no_op"] != "").all())
-    return (
-        float(of_variant(heads, "intact")[column].median()),
-        math.nan if changes_nothing else float(frozen[column].median()),
-    )
-
-
-def by_layer(heads: pd.DataFrame, column: str) -> tuple[pd.Series, pd.Series]:
-    """The median head's value in each layer, intact and without scaling, where both are known."""
-    if not len(heads):
-        return pd.Series(dtype=float), pd.Series(dtype=float)
-    both = [of_variant(heads, v).groupby("layer")[column].median() for v in ("intact", SCALING_FROZEN.name)]
-    known = pd.concat(both, axis=1, keys=("intact", "frozen")).dropna()
-    return known["intact"], known["frozen"]
+def _check(probe: Any) -> None:
+    """Raise ProbeError if a probe does not declare what it has to, or has the name or a table of a built-in one."""
+    if not isinstance(probe, Probe):
+        raise ProbeError(f"a probe is a name or a Probe object, got {type(probe).__name__}")
+    who = f"the probe {getattr(probe, 'name', '?')!r} of {type(probe).__module__}"
+    for attribute, kind in (("name", str), ("summary", str), ("tables", tuple), ("needs", Needs)):
+        value = getattr(probe, attribute, None)
+        if not isinstance(value, kind) or (kind is not Needs and not value):
+            raise ProbeError(f"{who} needs a {attribute} ({kind.__name__}), got {value!r}")
+    if not probe.name.isidentifier():
+        raise ProbeError(f"{who}: a probe's name is made of letters, digits and _")
+    if wrong := [table for table in probe.tables if not isinstance(table, Table)]:
+        raise ProbeError(f"{who}: its tables must be declared as Table, got {wrong[0]!r}")
+    if probe.name in BUILT_IN:
+        if type(probe) is not type(find(probe.name)):
+            raise ProbeError(f"{who} has the name of a built-in one: rename it")
+        return
+    names = {table.name for table in (*tables.TABLES, tables.TOKENS, tables.SUMMARY)}
+    if taken := [table.name for table in probe.tables if table.name in names]:
+        raise ProbeError(f"{who} declares a table {taken[0]!r}, which ln_probe has: rename it")

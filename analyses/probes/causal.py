@@ -6,14 +6,13 @@ contrasts that freeze scaling they include the choice of the constants, which ar
 Groups of norms are run on every prompt. Norms one at a time are run on the first prompts; in a large model only those
 that matter most by an estimate are, and the others have the estimate alone (`leading`).
 
-What the table says is worded by `causal_findings`.
+Rows whose edit changes nothing by construction are left out; `provenance["causal"]["no_op"]` says why.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,17 +21,7 @@ from torch import Tensor
 
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.base import (
-    Finding,
-    Needs,
-    Observer,
-    Probe,
-    ProbeResults,
-    Run,
-    in_layers,
-)
-from ln_probe.analyses.probes.causal_findings import LEAST_CHANGE, PRIMARY, SINK_FACTOR, sentences, testable
-from ln_probe.analyses.probes.columns import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.edited_runs import (
     LEADING_NORMS,
     MEASURES,
@@ -41,6 +30,8 @@ from ln_probe.analyses.probes.edited_runs import (
     EditedRuns,
 )
 from ln_probe.analyses.probes.leading import EXACT_WORK, agreement
+from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
+from ln_probe.analyses.probes.wording import LEAST_CHANGE, PRIMARY
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.model import missing_head
@@ -81,9 +72,7 @@ class Causal(Probe):
         "causal_exact_work": EXACT_WORK,
         "causal_leading_norms": LEADING_NORMS,
         "causal_least_change": LEAST_CHANGE,
-        "causal_sink_factor": SINK_FACTOR,
     }
-    absent = "how the loss changes when a term is removed in the running model"
 
     def start(self, run: Run) -> Observer:
         constants, members = run.constants, run.measured_norms
@@ -109,10 +98,6 @@ class Causal(Probe):
         )
         return _Watching(runs, constants, run.seed)
 
-    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        unit = str(provenance.get("loss", {}).get("unit", "nats/token"))
-        return sentences(tables[CAUSAL.name], in_layers(provenance), unit)
-
 
 class _Watching(Observer):
     def __init__(self, runs: EditedRuns, constants: Constants, seed: int) -> None:
@@ -127,7 +112,8 @@ class _Watching(Observer):
         effects = table(self.sums, self.constants, moved, seed=self.seed)
         tables = {CAUSAL.name: effects, CAUSAL_PROMPTS.name: by_prompt(self.sums, self.constants, moved)}
         compared = [f"causal: second-order estimates and exact effects of {t}" for t in agreement(effects, "norms")]
-        return ProbeResults(tables, [*self.runs.notes(), *notes_on(self.sums, self.constants), *compared])
+        notes = [*self.runs.notes(), *notes_on(self.sums, self.constants), *compared]
+        return ProbeResults(tables, notes, {"no_op": no_ops(self.sums)})
 
 
 Shifts = Mapping[str, Float[np.ndarray, " prompt"]]  # by group of norms
@@ -153,6 +139,8 @@ def table(
     }
     rows = []
     for (sites, variant), mine in by_row.items():
+        if mine["no_op"].iloc[0]:
+            continue
         intact = by_row[sites, "intact"]
         base, total = (rows[list(MEASURES)].sum(skipna=False) for rows in (intact, mine))
         predicted, groups = mine["predicted"].to_numpy(float), constants.groups[mine.index.to_numpy(int)]
@@ -161,7 +149,6 @@ def table(
         known = frozen and np.isfinite(optimal).all()
         uniform = total["nll_uniform"] if frozen else math.nan
         of_optimal = over_groups(optimal if known else np.full(len(mine), math.nan), predicted, groups, seed)
-        idle = variant == "intact" or bool(mine["no_op"].iloc[0])
         taken = predicted > 0
         rows.append(
             {
@@ -171,24 +158,23 @@ def table(
                 "loss": _ratio(total["nll"], total["predicted"]),
                 "delta_loss": _ratio(total["nll"] - base["nll"], total["predicted"]),
                 **over_groups(change + mine["shift"].to_numpy(float), predicted, groups, seed),
-                "delta_loss_median": statistics.median(change, predicted),
                 "delta_loss_uniform": _ratio(uniform - base["nll"], total["predicted"]),
                 "delta_loss_optimal": float(optimal.sum() / predicted.sum()) if known and predicted.sum() else math.nan,
                 "delta_loss_optimal_low": of_optimal["delta_loss_low"],
                 "delta_loss_optimal_high": of_optimal["delta_loss_high"],
                 "estimate": _ratio(total["estimate"], total["predicted"]),
                 "prompts_worse": int((change > 0).sum()) if not np.isnan(change).any() else math.nan,
-                "p_sign": math.nan if idle else statistics.sign_test(statistics.by_group(change, groups)),
-                "kl": _ratio(total["kl"], total["positions"]),
-                "top1_agreement": _ratio(total["agree"], total["positions"]),
-                "entropy_change": _ratio(total["entropy"] - base["entropy"], total["queries"]),
-                "prompts": int(taken.sum()) or len(mine),
-                "groups": len(np.unique(groups[taken] if taken.any() else groups)),
-                "no_op": mine["no_op"].iloc[0],
+                "n": int(taken.sum()) or len(mine),
             }
         )
-    frame = pd.DataFrame(rows, columns=CAUSAL.names)
-    return frame.assign(p_sign=holm_by_family(frame, "p_sign"), p_mean=holm_by_family(frame, "p_mean"))
+    frame = CAUSAL.frame(rows)
+    return frame.assign(p=holm_by_family(frame))
+
+
+def no_ops(measured: Sequence[pd.DataFrame]) -> dict[str, str]:
+    """Return why variants change nothing by construction, of those that change nothing at any norm."""
+    rows = measured[0][measured[0]["sites"] == "all"] if measured else pd.DataFrame(columns=["variant", "no_op"])
+    return {str(row.variant): str(row.no_op) for row in rows.itertuples() if row.no_op}
 
 
 def _joined(measured: Sequence[pd.DataFrame], moved: Shifts | None) -> pd.DataFrame:
@@ -210,16 +196,18 @@ def family(sites: str, variant: str) -> str:
     return PRIMARY if VARIANTS[variant].primary and sites in PRIMARY_SITES else "exploratory: groups"
 
 
-def holm_by_family(frame: pd.DataFrame, column: str) -> pd.Series:
-    """The p-values of a column, Holm-adjusted within the families. Rows without a p count among the tests of their
-    family, and so do norms that were only estimated: which are run is chosen on the same prompts. What changes nothing
-    by construction does not count."""
-    estimated = frame["delta_loss"].isna() & frame.get("estimate", frame["delta_loss"]).notna()
-    tested, found = testable(frame) | (estimated & (frame["no_op"].fillna("") == "")), pd.Series(math.nan, frame.index)
-    for mine in frame.groupby("family").groups.values():
-        some = frame.loc[mine, column].where(tested[mine])
-        found[mine] = statistics.holm(some.to_list(), tested[mine].to_list())
-    return found
+def holm_by_family(frame: pd.DataFrame) -> pd.Series:
+    """Return the column `p`, Holm-adjusted within the families.
+
+    Rows without a p count among the tests of their family, and so do norms that were only estimated: which are run is
+    chosen on the same prompts.
+    """
+    tested = (frame["variant"] != "intact") & (frame["delta_loss"].notna() | frame["estimate"].notna())
+    adjusted = pd.Series(math.nan, frame.index)
+    for rows in frame.groupby("family").groups.values():
+        p = frame.loc[rows, "p"].where(tested[rows])
+        adjusted[rows] = statistics.holm(p.to_list(), tested[rows].to_list())
+    return adjusted
 
 
 def over_groups(
@@ -241,7 +229,7 @@ def over_groups(
     return {
         "delta_loss_low": found.low,
         "delta_loss_high": found.high,
-        "p_mean": found.p,
+        "p": found.p,
         "equivalence_bound": found.bound,
     }
 
@@ -270,26 +258,20 @@ def by_prompt(measured: Sequence[pd.DataFrame], constants: Constants, moved: Shi
         return CAUSAL_PROMPTS.empty()
     sums = _joined(measured, moved)
     intact = sums[sums["variant"] == "intact"].set_index(["prompt", "sites"])
-    mine = sums[(sums["variant"] != "intact") & sums["positions"].notna()]
+    mine = sums[(sums["variant"] != "intact") & sums["positions"].notna() & (sums["no_op"] == "")]
     base = intact.loc[pd.MultiIndex.from_frame(mine[["prompt", "sites"]])].reset_index(drop=True)
     mine = mine.reset_index(drop=True)
-    tokens, places, queries = (mine[c].where(mine[c] > 0) for c in ("predicted", "positions", "queries"))
-    frozen = mine["variant"].map(lambda v: VARIANTS[v].freezes_scaling).astype(bool)
+    tokens = mine["predicted"].where(mine["predicted"] > 0)
     return pd.DataFrame(
         {
             "prompt": mine["prompt"].astype(np.int64),
-            "group": constants.groups[mine["prompt"].to_numpy(int)],
+            "stratum": [str(constants.groups[prompt]) for prompt in mine["prompt"].astype(int)],
             "sites": mine["sites"],
             "variant": mine["variant"],
-            "predicted": mine["predicted"].astype(np.int64),
             "loss": base["nll"] / tokens,
             "delta_loss": (mine["nll"] - base["nll"]) / tokens,
             "shift": mine["shift"],
-            "delta_loss_uniform": ((mine["nll_uniform"] - base["nll"]) / tokens).where(frozen),
-            "delta_loss_optimal": ((mine["nll_optimal"] - base["nll"]) / tokens).where(frozen),
-            "kl": mine["kl"] / places,
-            "top1_agreement": mine["agree"] / places,
-            "entropy_change": (mine["entropy"] - base["entropy"]) / queries,
+            "n": mine["predicted"].astype(np.int64),
         },
         columns=CAUSAL_PROMPTS.names,
     )

@@ -2,29 +2,172 @@
 
     LN(x) = gain * (Px) / sigma + bias,     P = I - 11ᵀ/d,  mu = mean(x),  sigma = sqrt(mean((Px)²) + eps)
 
-(Brody, Alon & Yahav 2023, section 2; the geometry of the pieces: Gupta, Ozdemir & Anumanchipalli 2024.) The probe sees
-no separate prompt: the first pass takes these statistics of every norm (`norm_statistics`), because the constants that
-replace sigma come from them.
+(Brody, Alon & Yahav 2023, section 2; the geometry of the terms: Gupta, Ozdemir & Anumanchipalli 2024.) The probe sees
+no separate prompt: the first pass takes these statistics of every norm, because the constants that replace sigma come
+from them. Sums are in float64, so a corpus costs no more memory than a forward pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pandas as pd
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
 
-from ln_probe.analyses.constants import CONSTANT_COLUMNS, Constants
-from ln_probe.analyses.probes.base import DESCRIBED, Finding, Observer, Probe, ProbeResults, Run, largest
-from ln_probe.analyses.probes.columns import LAYERNORMS
-from ln_probe.analyses.probes.norm_statistics import NormStatistics
-from ln_probe.analyses.text import percent
+from ln_probe.analyses.geometry.compiled import compiled_reordered
+from ln_probe.analyses.probes.base import Observer, Probe, ProbeResults, Run
+from ln_probe.analyses.probes.tables import LAYERNORMS
 from ln_probe.hooks.model import n_layers
+from ln_probe.hooks.norm import Norm, bias_of, gain_of
 
-# Share of a vector's squared length along the all-ones direction below which a stream is centred: weights that are
-# centred in float32 leave 1e-14, a trained stream that is not centred is above 1e-6.
-CENTRED = 1e-9
+# Largest `reconstruction_error` that rounding explains. float32: measured up to 3e-6 (SmolLM2, MiniLM). A norm in half
+# precision is computed in float32 and then rounded, to the format's eps/2 of each entry: once for itself, and once each
+# for gain and bias where they are applied afterwards; so at most three times, and at the largest entry.
+RECONSTRUCTION_BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
+HALF_ROUNDINGS = 3
+
+# What is measured of every vector, in the order of the kernel's output.
+SHARE, ANGLE, INPUT, OUTPUT, SIGMA = range(5)
+QUANTITIES = 5
+
+
+@compiled_reordered
+def _measure_terms(
+    x: NDArray[Any],
+    y: NDArray[Any],
+    gain: NDArray[np.float64],
+    bias: NDArray[np.float64],
+    projects: bool,
+    scales: bool,
+    eps: float,
+    stretch: float,
+    constant: float,
+    out: NDArray[np.float64],
+) -> tuple[float, float]:
+    """Write the quantities of each position (but ANGLE) into `out`; return the largest error and |entry| of y.
+
+    What `Norm.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
+    """
+    n, d = x.shape
+    row = np.empty(d)
+    error, largest = 0.0, 0.0
+    for i in range(n):
+        total, square = 0.0, 0.0
+        for j in range(d):
+            v = np.float64(x[i, j])
+            row[j] = v
+            total += v
+            square += v * v
+        mean = total / d
+        removed = mean if projects else 0.0
+        sigma = constant
+        if scales:
+            spread = 0.0
+            for j in range(d):
+                v = row[j] - removed
+                spread += v * v
+            sigma = math.sqrt(spread / d + eps) * stretch
+        output = 0.0
+        for j in range(d):
+            v = np.float64(y[i, j])
+            output += v * v
+            largest = max(largest, abs(v))
+            row[j] = abs((row[j] - removed) / sigma * gain[j] + bias[j] - v)
+        for j in range(d):
+            error = max(error, row[j])
+        out[i, SHARE] = d * mean * mean / max(square, 1e-300)
+        out[i, INPUT] = math.sqrt(square)
+        out[i, OUTPUT] = math.sqrt(output)
+        out[i, SIGMA] = sigma
+    return error, largest
+
+
+class NormStatistics:
+    """Running statistics of one norm; `add` a prompt at a time, `row` at the end."""
+
+    def __init__(self, site: Norm) -> None:
+        self.site, self.dtype = site, torch.float64
+        self.count, self.entries = 0, 0
+        self.sums, self.squares = np.zeros(QUANTITIES), np.zeros(QUANTITIES)
+        self.error, self.largest = 0.0, 0.0
+        self._gain, self._bias = (t.contiguous().numpy() for t in (gain_of(site), bias_of(site)))
+
+    def add(
+        self, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"], *, heads: int = 1
+    ) -> tuple[tuple[float, float], tuple[int, int]]:
+        """Take in a prompt: the norm's inputs and true outputs; `heads` rows a position for norms inside attention.
+
+        Returns:
+            the sums of sigma at position 0 and elsewhere, and how many each is a sum of.
+        """
+        size = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32  # holds 16-bit numbers exactly
+        before, after = (t.detach().to("cpu", size).contiguous().numpy() for t in (x, y))
+        values = np.full((len(before), QUANTITIES), math.nan)
+        site = self.site
+        stretch = math.sqrt(site.d) / site.radius if site.scales else math.nan
+        terms = (self._gain, self._bias, site.projects, site.scales, site.eps, stretch, site.constant_scale)
+        error, largest = _measure_terms(before, after, *terms, values)
+        self.error, self.largest = max(self.error, error), max(self.largest, largest)
+        values[:, ANGLE] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, SHARE], 0, 1))))
+        self.count += len(values)
+        self.sums = self.sums + values.sum(0)
+        self.squares = self.squares + np.square(values).sum(0)
+        self.entries += y.numel()
+        self.dtype = y.dtype
+        first, rest = values[:heads, SIGMA], values[heads:, SIGMA]
+        return (float(first.sum()), float(rest.sum())), (len(first), len(rest))
+
+    def mean(self, quantity: int) -> float:
+        """Return the mean of a quantity over all vectors."""
+        return float(self.sums[quantity]) / self.count if self.count else math.nan
+
+    def cv(self, quantity: int) -> float:
+        """Return the standard deviation of a quantity over its mean."""
+        if not self.count or self.mean(quantity) == 0:
+            return math.nan
+        variance = float(self.squares[quantity]) / self.count - self.mean(quantity) ** 2
+        return math.sqrt(max(variance, 0.0)) / abs(self.mean(quantity))
+
+    @property
+    def output_rms(self) -> float:
+        """The RMS of the norm's output."""
+        return math.sqrt(self.squares[OUTPUT] / self.entries) if self.squares[OUTPUT] else math.nan
+
+    @property
+    def reconstruction_error(self) -> float:
+        """max |LN(x) - sum of the terms| over the RMS of LN(x)."""
+        return self.error / self.output_rms
+
+    @property
+    def reconstruction_bound(self) -> float:
+        """What rounding in the format of its output explains; NaN where there is nothing to compare."""
+        if self.dtype in RECONSTRUCTION_BOUND:
+            return RECONSTRUCTION_BOUND[self.dtype]
+        return HALF_ROUNDINGS * torch.finfo(self.dtype).eps / 2 * self.largest / self.output_rms
+
+    def row(self) -> dict[str, object]:
+        """Return the norm's row of the table `layernorms`, its constants left out."""
+        gain = None if self.site.gain is None else self.site.gain.double()
+        if gain is None and self.site.kind in ("layernorm", "rmsnorm"):
+            gain = torch.ones(1, dtype=torch.float64)  # folded away: as good as 1
+        return {
+            "site": self.site.name,
+            "layer": self.site.layer,
+            "reads": self.site.reads,
+            "projected_share": self.mean(SHARE),
+            "angle_to_ones_deg": self.mean(ANGLE),
+            "input_norm": self.mean(INPUT),
+            "sigma_mean": self.mean(SIGMA),
+            "sigma_cv": self.cv(SIGMA),
+            "gain_cv": math.nan if gain is None else float(gain.std(correction=0) / gain.mean().abs()),
+            "reconstruction_error": self.reconstruction_error,
+            "n": self.count,
+        }
 
 
 class Decomposition(Probe):
@@ -34,27 +177,26 @@ class Decomposition(Probe):
     interleaved = True
 
     def start(self, run: Run) -> Observer:
-        return _Watching(run)
-
-    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        norms = tables[LAYERNORMS.name]
-        return [
-            *(Finding(text, "projection", DESCRIBED) for text in _projection(norms)),
-            *(Finding(text, "norms", DESCRIBED) for text in _scaling(norms)),
-        ]
+        return _TermsObserver(run)
 
 
-class _Watching(Observer):
+class _TermsObserver(Observer):
     """Makes the table of the statistics that the first pass has collected."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def finish(self) -> ProbeResults:
-        norms = layernorms_table(self.run.statistics, self.run.constants)
         # A norm that attention reads can stand in the block before (post-norm): measured, but not asked for.
-        wanted = norms["layer"].isin([*self.run.layers, n_layers(self.run.model)])
-        return ProbeResults({LAYERNORMS.name: norms[wanted].reset_index(drop=True)}, _notes(self.run.statistics))
+        layers = {*self.run.layers, n_layers(self.run.model)}
+        constants = self.run.constants.pooled
+        rows = [
+            {**s.row(), "constant_first": constant.first, "constant_rest": constant.rest}
+            for s in self.run.statistics
+            if s.site.layer in layers
+            for constant in [constants[s.site.name]]
+        ]
+        return ProbeResults({LAYERNORMS.name: LAYERNORMS.frame(rows)}, _notes(self.run.statistics))
 
 
 def _notes(statistics: Sequence[NormStatistics]) -> list[str]:
@@ -63,68 +205,10 @@ def _notes(statistics: Sequence[NormStatistics]) -> list[str]:
     if beyond := [s for s in statistics if s.reconstruction_error > s.reconstruction_bound]:
         worst = max(beyond, key=lambda s: s.reconstruction_error)
         notes.append(
-            f"{len(beyond)} of {len(statistics)} norms differ from the sum of their terms by more than "
-            f"rounding in {str(worst.dtype).removeprefix('torch.')} explains (reconstruction_bound), most "
-            f"{worst.site.name}, by {worst.reconstruction_error:.1e}: do they compute in a lower precision?"
+            f"{len(beyond)} of {len(statistics)} norms differ from the sum of their terms by more than rounding in "
+            f"{str(worst.dtype).removeprefix('torch.')} explains, most {worst.site.name}, by "
+            f"{worst.reconstruction_error:.1e}: do they compute in a lower precision?"
         )
     if any(s.site.kind in ("rmsnorm", "scaling_only") for s in statistics):
-        notes.append("RMSNorm has no projection: columns about the ones-direction describe its input, not what it does")
+        notes.append("RMSNorm has no projection: projected_share and angle_to_ones_deg describe its input")
     return notes
-
-
-def _projection(norms: pd.DataFrame) -> list[str]:
-    rows = norms[norms["kind"].isin(["layernorm", "projection_only"])] if len(norms) else norms
-    if not len(rows) or rows["mean_share"].isna().all():
-        return []
-    if (rows["mean_share"] < CENTRED).all():
-        return ["Projection removes nothing: the residual stream is centred at every norm (folded weights are)."]
-    shares = rows["mean_share_tail"].fillna(rows["mean_share"])
-    angle = rows["angle_to_ones_deg_tail"].median()
-    text = (
-        f"Projection removes {percent(shares.median())} of a vector's squared length at the median norm and at most "
-        f"{percent(shares.max())} ({largest(rows, shares)['site']})"
-    )
-    if not math.isnan(angle):
-        text += f"; residual vectors are at {angle:.1f}° to the all-ones direction (at 90° projection would do nothing)"
-    return [text + "."]
-
-
-def _norm_free(norms: pd.DataFrame) -> str:
-    """That the model has no norm which scales, as norm-free checkpoints do not (GPT-2 with eps 1e12, for example)."""
-    projecting = int((norms["kind"] == "projection_only").sum())
-    parts = {
-        "subtract the mean and divide by a constant": projecting,
-        "only divide by a constant": len(norms) - projecting,
-    }
-    return (
-        f"A norm-free model: none of its {len(norms)} norms scales "
-        f"({'; '.join(f'{count} {what}' for what, count in parts.items() if count)}), so freezing scaling changes "
-        "nothing, and queries are not bounded: there are no margins and no attainable attention."
-    )
-
-
-def _scaling(norms: pd.DataFrame) -> list[str]:
-    if len(norms) and norms["kind"].isin(["projection_only", "none"]).all():
-        return [_norm_free(norms)]
-    rows = norms[norms["kind"].isin(["layernorm", "rmsnorm", "scaling_only"])] if len(norms) else norms
-    if not len(rows) or rows["norm_before_mean"].isna().all() or rows["norm_before_cv_tail"].isna().all():
-        return []  # of single tokens lengths do not vary
-    first = rows["sigma_mean"] / rows["sigma_mean_tail"]
-    spread = largest(rows, rows["norm_before_cv_tail"].fillna(0))
-    text = (
-        f"Scaling does most at {spread['site']}, where the norms of the input vectors vary by "
-        f"{percent(spread['norm_before_cv_tail'])} of their mean"
-    )
-    if first.max() > 1.5:
-        text += (
-            f"; position 0 alone multiplies the mean divisor by {first.max():.1f} at {largest(rows, first)['site']}, "
-            "so it has its own constant"
-        )
-    return [text + "."]
-
-
-def layernorms_table(statistics: Sequence[NormStatistics], constants: Constants) -> pd.DataFrame:
-    """The `layernorms` table: a row per site."""
-    known: Any = constants.ratios().to_dict("index")
-    blank = dict.fromkeys(CONSTANT_COLUMNS, math.nan)
-    return LAYERNORMS.frame([s.row() | known.get(s.site.name, blank) for s in statistics])

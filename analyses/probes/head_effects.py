@@ -24,17 +24,7 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
-from ln_probe.analyses.probes.base import (
-    EFFECT,
-    NO_EFFECT,
-    Finding,
-    Needs,
-    Observer,
-    Probe,
-    ProbeResults,
-    Run,
-)
-from ln_probe.analyses.probes.columns import HEAD_EFFECTS
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.leading import (
     EXACT_WORK,
     agreement,
@@ -43,8 +33,8 @@ from ln_probe.analyses.probes.leading import (
     with_largest,
 )
 from ln_probe.analyses.probes.shared_passes import TOKENS_AT_ONCE, mapped, passed_over
-from ln_probe.analyses.probes.statistics import SIGNIFICANCE, by_group, holm, interval, sign_test
-from ln_probe.analyses.text import counted, with_interval
+from ln_probe.analyses.probes.statistics import by_group, holm, interval, sign_test
+from ln_probe.analyses.probes.tables import HEAD_EFFECTS
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.edits import no_op
 from ln_probe.hooks.heads import HeadEdit, Readers, z_of
@@ -63,7 +53,7 @@ from ln_probe.hooks.model import (
     vocabulary_size,
     z_point,
 )
-from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm
+from ln_probe.hooks.norm import EDITS, Norm
 from ln_probe.hooks.norm_edits import (
     InterventionError,
     NormEdit,
@@ -302,7 +292,6 @@ class HeadRuns:
 # Of the default ones, for a head costs a pass for each of three terms: a sign test (p = 2^-11 if all twelve agree)
 # survives Holm's correction over the 72 heads that are run at most, under one term.
 PROMPTS = 12
-MATTERS = 0.001  # nats per token: a smaller effect of one head is not reported
 
 
 class HeadEffects(Probe):
@@ -317,7 +306,6 @@ class HeadEffects(Probe):
         "head_effects_leading": LEADING,
         "head_effects_choosing_prompts": CHOOSING,
     }
-    absent = "which heads depend on their norm"
 
     def start(self, run: Run) -> Observer:
         constants = run.constants
@@ -332,9 +320,6 @@ class HeadEffects(Probe):
             meaningless=missing_head(run.model),
         )
         return _Watching(runs, constants.groups, run.seed)
-
-    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return _leading(tables.get(HEAD_EFFECTS.name), provenance.get("calibration", {}).get("groups", math.inf))
 
 
 class _Watching(Observer):
@@ -362,85 +347,27 @@ def table(
     if not measured:
         return HEAD_EFFECTS.empty()
     sums = pd.concat(measured, ignore_index=True).sort_values("prompt", kind="stable")
-    prompts = sums["prompt"].nunique()
     rows = []
-    for (layer, head, variant), mine in sums.groupby(["layer", "head", "variant"], sort=False):
+    for (layer, head, variant), mine in sums[sums["no_op"] == ""].groupby(["layer", "head", "variant"], sort=False):
         predicted, at = mine["predicted"].to_numpy(float), mine["prompt"].to_numpy(int)
         members = at if groups is None else groups[at]
-        changes = {"delta_loss": mine["nll"] - mine["intact"], "estimate": mine["estimate"]}
-        row: dict[str, Any] = {"layer": layer, "head": head, "variant": variant}
-        for name, change in changes.items():
-            values = change.to_numpy(float)
-            low, high = interval(by_group(values, members), by_group(predicted, members), seed=seed)
-            row |= {name: values.sum() / predicted.sum(), f"{name}_low": low, f"{name}_high": high}
-        exact, no_op = changes["delta_loss"].to_numpy(float), mine["no_op"].iloc[0]
-        known = bool(np.isfinite(exact).all())
-        row |= {
-            "prompts_worse": int((exact > 0).sum()) if known else math.nan,
-            "p_sign": sign_test(by_group(exact, members)) if known and not no_op else math.nan,
-            "loss": mine["intact"].sum() / predicted.sum(),
-            "prompts": prompts,
-            "no_op": no_op,
-        }
-        rows.append(row)
-    made = pd.DataFrame(rows, columns=HEAD_EFFECTS.names)
-    # (For the heads under one term: the smallest over all terms is not needed.)
-    return made.assign(p_sign=made.groupby("variant")["p_sign"].transform(lambda p: holm(p.to_list())))
-
-
-def _worse_on_most(rows: pd.DataFrame) -> pd.Series:
-    """Whether the sign test shows a loss increase: more prompts are worse than better."""
-    return rows["prompts_worse"] > rows["prompts"] / 2
-
-
-def _leading(effects: pd.DataFrame | None, groups: float) -> list[Finding]:
-    """The head whose frozen scaling raises the loss most, and of those with a significant effect; `groups`: that
-    prompts form."""
-    if effects is None or not len(effects):
-        return []
-    rows = effects[
-        (effects["variant"] == SCALING_FROZEN.name) & (effects["no_op"] == "") & effects["delta_loss"].notna()
-    ]
-    if not len(rows):
-        return []
-    significant = rows[(rows["p_sign"] < SIGNIFICANCE) & (rows["delta_loss"] > MATTERS) & _worse_on_most(rows)]
-    top = rows.iloc[int(rows["delta_loss"].argmax())]
-    tested = f"Holm-adjusted sign test over {counted(len(rows), 'head')}"
-    if not len(significant):
-        change = f"{top['delta_loss']:+.2g} nats/token from {top['loss']:.3g}"
-        largest = f"the largest change is that of {_name(top)}, {change}"
-        prompts, units = counted(int(top["prompts"]), "prompt"), min(int(top["prompts"]), groups)
-        if units < top["prompts"]:
-            prompts += f" in {counted(int(units), 'group')}"
-        if len(rows) * sign_test(np.ones(int(units))) >= SIGNIFICANCE:
-            few = f"{prompts} {'is' if top['prompts'] == 1 else 'are'} too few"
-            text = f"No effect of a single head can be significant: {few} ({tested}); {largest}."
-        else:
-            small = (rows["p_sign"] < SIGNIFICANCE) & _worse_on_most(rows)
-            by = f" by {MATTERS:g} nats/token or more" if small.any() else ""
-            text = (
-                f"With scaling frozen for one head at a time, no head significantly raises the loss{by} "
-                f"({tested}, {prompts}); {largest}."
-            )
-        return [Finding(text, "by-head", NO_EFFECT)]
-    worst = significant.iloc[int(significant["delta_loss"].argmax())]
-    size, ends = with_interval(*worst[["delta_loss", "delta_loss_low", "delta_loss_high"]])
-    rises = f"it rises on {int(worst['prompts_worse'])} of {int(worst['prompts'])} prompts"
-    within = f"95 % CI {ends}" if ends else rises
-    most = "raises the loss most"
-    if top.name != worst.name:
-        most = (
-            "raises the loss most of those with a significant effect (the largest mean change is that of "
-            f"{_name(top)}, {top['delta_loss']:+.2g}, not a significant rise)"
+        change = (mine["nll"] - mine["intact"]).to_numpy(float)
+        low, high = interval(by_group(change, members), by_group(predicted, members), seed=seed)
+        known = bool(np.isfinite(change).all())
+        rows.append(
+            {
+                "layer": layer,
+                "head": head,
+                "variant": variant,
+                "delta_loss": change.sum() / predicted.sum(),
+                "delta_loss_low": low,
+                "delta_loss_high": high,
+                "p": sign_test(by_group(change, members)) if known else math.nan,
+                "prompts_worse": int((change > 0).sum()) if known else math.nan,
+                "estimate": float(mine["estimate"].sum() / predicted.sum()),
+                "n": len(mine),
+            }
         )
-    text = (
-        f"With scaling frozen for one head at a time, {_name(worst)} {most}: by "
-        f"{size[1:]} nats/token from {worst['loss']:.3g} ({within}). Of {counted(len(rows), 'head')}, "
-        f"{len(significant)} {'has' if len(significant) == 1 else 'have'} an effect of at least {MATTERS:g} that is "
-        "significant (Holm-adjusted sign test)."
-    )
-    return [Finding(text, "by-head", EFFECT, size=float(worst["delta_loss"] / worst["loss"]))]
-
-
-def _name(row: pd.Series) -> str:
-    return f"L{int(row['layer'])}H{int(row['head'])}"
+    effects = HEAD_EFFECTS.frame(rows)
+    # (For the heads under one term: the smallest over all terms is not needed.)
+    return effects.assign(p=effects.groupby("variant")["p"].transform(lambda p: holm(p.to_list())))

@@ -63,14 +63,14 @@ def agreement(effects: pd.DataFrame, what: str) -> list[str]:
     """How well estimates order what was run: a sentence a variant, where there are enough and something was not run.
 
     Args:
-        effects: columns variant, no_op, delta_loss and estimate.
+        effects: columns variant, delta_loss and estimate.
         what: a row is: "heads", "norms".
     """
     said = list[str]()
     if not (effects["delta_loss"].isna() & effects["estimate"].notna()).any():
         return said
     for variant, rows in effects.groupby("variant", sort=False):
-        both = rows[(rows["no_op"] == "") & rows["delta_loss"].notna() & rows["estimate"].notna()]
+        both = rows[rows["delta_loss"].notna() & rows["estimate"].notna()]
         if len(both) >= 3 and both["delta_loss"].nunique() > 1 and both["estimate"].nunique() > 1:
             rho = float(stats.spearmanr(both["delta_loss"], both["estimate"]).statistic)
             said.append(f"{variant} over {len(both)} {what}: rank correlation {rho:.2f}")

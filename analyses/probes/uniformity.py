@@ -2,48 +2,54 @@
 
 A query attends uniformly iff q·k is the same for all visible keys. With projection, norm outputs are orthogonal to 1
 before gain and bias, so any query with gain * (W_K q) ∝ 1 does (Brody, Alon & Yahav 2023, section 3.1). Measured here:
-the angle of gain * (W_K q) to 1, the entropy of attention over log(visible keys), and the spread of scores in nats.
+the angle of gain * (W_K q) to 1, and the entropy of attention over log(visible keys).
+
+`AttentionLayer` is one attention layer during one prompt, as probes look at it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
-import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from ln_probe.analyses.probes.attention_layer import AttentionLayer
-from ln_probe.analyses.probes.base import (
-    DESCRIBED,
-    NOTEWORTHY,
-    Finding,
-    Needs,
-    Observer,
-    Probe,
-    ProbeResults,
-    Run,
-    by_layer,
-    largest,
-    of_variant,
+from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, observed_radius
+from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
+from ln_probe.analyses.probes.tables import HEADS
+from ln_probe.hooks.attention import (
+    Form,
+    Heads,
+    Reached,
+    UnsupportedAttentionError,
+    heads_at_once,
+    read_heads,
 )
-from ln_probe.analyses.probes.columns import HEADS
-from ln_probe.analyses.probes.keys import GEOMETRY_PROMPTS, HEAD, KeyObserver, KeyRows
-from ln_probe.analyses.text import percent
-from ln_probe.hooks.attention import Heads, heads_at_once, visible_softmax
-from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.stream import visible_keys
+from ln_probe.hooks.constants import Constant
+from ln_probe.hooks.edits import no_op
+from ln_probe.hooks.norm import INTACT, VARIANTS, Norm
+from ln_probe.hooks.norms import layers_in_words
+from ln_probe.hooks.stream import AttentionInput, visible_keys
 
-# Of one head on one prompt, means over the queries that see more than one key (columns of the `heads` table).
-MEASURES = ("entropy_ratio", "uniform_angle_deg", "score_spread", "score_spread_floor")
-_QUERIES = "queries"  # kept with them: how many these are
+_T = TypeVar("_T")
+Ellipsoids = tuple[np.ndarray, np.ndarray]  # centers and axes of the chosen heads' queries
+# Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
+# prompt costs some hundred forward passes, so 4 of them say enough about keys.
+GEOMETRY_PROMPTS = 4
+# Columns of the table `heads` that this probe fills: of one head on one prompt, means over the queries that see more
+# than one key.
+MEASURES = ("entropy_ratio", "uniform_angle_deg")
+_ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
-class UniformityProbe(Probe):
+class Uniformity(Probe):
     name = "uniformity"
     summary = "how uniformly heads attend"
     tables = (HEADS,)
@@ -52,104 +58,274 @@ class UniformityProbe(Probe):
     prompts = GEOMETRY_PROMPTS
 
     def start(self, run: Run) -> Observer:
-        return _Watching(run)
-
-    def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        heads = tables[HEADS.name]
-        random_angle = float(provenance.get("random_angle_deg", math.nan))
-        return [
-            *_entropy_finding(heads),
-            *(Finding(text, "angle", DESCRIBED) for text in _most_uniform(heads, random_angle)),
-        ]
+        return _UniformityObserver(run)
 
 
-class _Watching(KeyObserver):
+class _UniformityObserver(Observer):
     def __init__(self, run: Run) -> None:
-        super().__init__()
         self.run = run
+        self.measured: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)  # by layer and variant
+        self.heads: dict[int, list[int]] = {}
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         if attended.heads is None:
             return
-        first = attended.length == 1 or attended.seen.causal  # sees no other key
-        queries = np.full((len(attended.chosen), 1), float(attended.length - first))
-
-        def measure(variant: str) -> dict[str, np.ndarray]:
-            uniform, _ = spread(attended, variant)
-            return {m: uniform[m][attended.chosen].numpy()[:, None] for m in MEASURES} | {_QUERIES: queries}
-
-        self.add(attended, HEAD, measure)
+        self.heads[attended.layer] = attended.chosen
+        queries = attended.length - (1 if attended.length == 1 or attended.seen.causal else 0)  # that see another key
+        for variant in attended.variants:
+            of_heads, _ = uniformity_of(attended, variant)
+            row = {name: of_heads[name][attended.chosen].numpy() for name in MEASURES}
+            self.measured[attended.layer, variant].append({"queries": queries, "keys": attended.length, **row})
 
     def finish(self) -> ProbeResults:
-        rows = [
-            {**r.place, "head": head, "query_radius": r.radii[row]} | {**_summary(r, row), "no_op": r.no_op}
-            for block in self.blocks()
-            for r in block.values()
-            for row, head in enumerate(r.heads)
-        ]
-        if not rows:
-            return ProbeResults()
-        return ProbeResults({HEADS.name: pd.DataFrame(rows)}, self.run.notes_on_projection)
+        rows = []
+        for (layer, variant), of_prompts in sorted(self.measured.items(), key=lambda item: item[0][0]):
+            keys = sum(measures["keys"] for measures in of_prompts)
+            of_prompts = [measures for measures in of_prompts if measures["queries"]]
+            weights = [measures["queries"] for measures in of_prompts]
+            for place, head in enumerate(self.heads[layer]):
+                means = {
+                    name: float(np.average([m[name][place] for m in of_prompts], weights=weights))
+                    if weights
+                    else math.nan
+                    for name in MEASURES
+                }
+                rows.append({"layer": layer, "head": head, "variant": variant, **means, "n": keys})
+        provenance = {"random_angle_deg": random_angle(int(self.run.model.cfg.d_model), seed=self.run.seed)}
+        return ProbeResults({HEADS.name: HEADS.frame(rows)} if rows else {}, provenance=provenance)
 
 
-def _summary(rows: KeyRows, row: int) -> dict[str, float]:
-    """Means over prompts; a prompt counts with the queries that had a choice."""
-    weights = rows.measures[_QUERIES][row]
-    if not weights.sum():
-        return dict.fromkeys(MEASURES, math.nan)
-    counts = weights > 0
-    return {m: float(np.average(rows.measures[m][row, counts], weights=weights[counts])) for m in MEASURES}
+# ------------------------------------------------------------------------------------------------ the attention layer
 
 
-def _entropy_finding(heads: pd.DataFrame) -> list[Finding]:
-    """Whether attention becomes sharper or flatter with scaling frozen, by its normalized entropy."""
-    intact, frozen = by_layer(heads, "entropy_ratio")
-    change = frozen - intact
-    if not len(change) or change.abs().max() < NOTEWORTHY:
-        return []
-    one, two = float(intact.mean()), float(frozen.mean())
-    way = "as sharp on average" if abs(two - one) < NOTEWORTHY else "flatter" if two > one else "sharper"
-    text = (
-        f"With scaling frozen for its keys (queries unchanged), attention is {way}: the median head's normalized "
-        f"entropy goes from {percent(one)} to {percent(two)}"
-    )
-    if len(change) > 1:
-        low, high = (f"{np.round(100 * c) + 0.0:+.0f}" for c in (change.min(), change.max()))
-        text += f" (mean over {len(change)} layers; by layer {low} to {high} points)"
-    return [Finding(f"{text}.", "entropy", DESCRIBED, size=abs(two - one))]
+class LayerMaps:
+    """How each attention layer makes its scores: decided in the first pass, read in the second.
+
+    Args:
+        norms: of the model.
+
+    Attributes:
+        unsupported: why head space is left out, by layer.
+        unbounded: layers whose queries have no bound.
+        bidirectional: whether some query sees later keys.
+    """
+
+    def __init__(self, norms: Sequence[Norm]) -> None:
+        self.norms = norms
+        self.unsupported: dict[int, str] = {}
+        self.unbounded: set[int] = set()
+        self.bidirectional = False
+        self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
+        self._reached: dict[int, dict[str, Reached | None]] = defaultdict(dict)  # by layer and norm
+        self._distances: dict[int, list[np.ndarray]] = defaultdict(list)  # of queries from the center, by layer
+
+    def observe(self, seen: AttentionInput) -> None:
+        """Take in a layer of a prompt in the first pass."""
+        self.bidirectional |= not seen.causal
+        if seen.layer in self.unsupported:
+            return
+        try:
+            heads = self._heads(seen, checked=False)
+        except UnsupportedAttentionError as error:
+            self.unsupported[seen.layer] = str(error)
+            return
+        distances = observed_radius(heads, seen.norm, seen.y)
+        if distances is None:
+            self.unbounded.add(seen.layer)
+        else:
+            self._distances[seen.layer].append(distances.numpy())
+
+    def radii(self) -> dict[int, Float64[np.ndarray, " head"]]:
+        """Return how far the observed queries of each head reach, by layer."""
+        return {
+            layer: np.quantile(np.concatenate(distances), QUERY_RADIUS_QUANTILE, axis=0)
+            for layer, distances in self._distances.items()
+        }
+
+    def read(self, seen: AttentionInput) -> Heads | None:
+        """Return the maps of a layer in the second pass; None if its scores are of a kind that is not supported."""
+        return None if seen.layer in self.unsupported else self._heads(seen, checked=True)
+
+    def _heads(self, seen: AttentionInput, *, checked: bool) -> Heads:
+        length = len(seen.y)
+        longest, form = self._forms.get(seen.layer, (0, None))
+        decided = form if longest >= length else None  # to one token any form fits: the longest prompt tells
+        heads = read_heads(seen, self.norms, decided if checked else None)
+        heads = replace(heads, known=self._reached[seen.layer])
+        if decided is not None:
+            return decided.of(heads)
+        self._forms[seen.layer] = length, heads.form
+        return heads
+
+    def notes(self) -> list[str]:
+        """Return what a reader has to know about attention in this model."""
+        notes = []
+        if self.unbounded:
+            notes.append(
+                f"nothing bounds the queries of {layers_in_words(sorted(self.unbounded))} (no scaling before them), so "
+                "there are no margins and no attainable attention there"
+            )
+        notes += [f"head space was not measured. {text}" for text in self.unsupported.values()]
+        if self.bidirectional:
+            notes.append("attention is not causal: every query sees all keys")
+        return notes
 
 
-def _most_uniform(heads: pd.DataFrame, random_angle: float) -> list[str]:
-    rows = of_variant(heads, "intact") if len(heads) else heads
-    if not len(rows) or rows["entropy_ratio"].isna().all():
-        return []
-    top = largest(rows, rows["entropy_ratio"])
-    text = (
-        f"The most uniform head is L{int(top['layer'])}H{int(top['head'])}: its attention has "
-        f"{percent(top['entropy_ratio'])} of the entropy of uniform attention"
-    )
-    if not rows["uniform_angle_deg"].isna().all():
-        near = largest(rows, -rows["uniform_angle_deg"])
-        text += (
-            f"; the queries closest to the uniform direction are those of L{int(near['layer'])}H{int(near['head'])}, "
-            f"at {near['uniform_angle_deg']:.0f}° (a random direction: {random_angle:.0f}°)"
-        )
-    return [text + "."]
+class AttentionLayer:
+    """Keys, queries and attention of one layer on one prompt, under every variant of the norm before it.
+
+    The queries of all variants are the intact model's. Everything is computed when it is first asked for, and kept only
+    while the layer is measured.
+
+    Args:
+        seen: what the pass shows of the layer.
+        read: its maps, when they are first wanted; None if its scores are of a kind that is not supported (no head
+            space then).
+        constant: what replaces the norm's sigma on this prompt; 1 where attention reads the stream itself.
+        radii: how far the observed queries of each head reach, as a share of what the norm allows; None: no bound.
+        prompt: the prompt's number.
+        wanted: heads that are measured; None: all.
+    """
+
+    def __init__(
+        self,
+        seen: AttentionInput,
+        read: Callable[[], Heads | None],
+        constant: Constant,
+        radii: Float64[np.ndarray, " head"] | None,
+        prompt: int,
+        wanted: Sequence[int] | None = None,
+    ) -> None:
+        self.seen, self._read, self.constant, self.radii = seen, read, constant, radii
+        self.prompt, self.wanted = prompt, wanted
+        self._known: dict[tuple[str, str | int], Any] = {}
+
+    def once(self, what: str, of: str | int, make: Callable[[], _T]) -> _T:
+        """What was made before under this name, of this variant or position; what `make` gives where it is new."""
+        if (what, of) not in self._known:
+            self._known[what, of] = make()
+        found: _T = self._known[what, of]
+        return found
+
+    @cached_property
+    def heads(self) -> Heads | None:
+        """The layer's maps; None if its scores are of a kind that is not supported."""
+        return self._read()
+
+    @property
+    def maps(self) -> Heads:
+        """The layer's maps, where there is head space."""
+        assert self.heads is not None
+        return self.heads
+
+    @property
+    def layer(self) -> int:
+        return self.seen.layer
+
+    @property
+    def site(self) -> Norm:
+        """The norm that attention reads, or the identity where it reads the stream."""
+        return self.seen.norm
+
+    @property
+    def length(self) -> int:
+        """Positions of the prompt."""
+        return len(self.seen.x)
+
+    @cached_property
+    def measured(self) -> list[int]:
+        """The measured heads."""
+        every = range(len(self.seen.pattern))
+        return list(every) if self.wanted is None else [h for h in self.wanted if h in every]
+
+    @property
+    def chosen(self) -> list[int]:
+        """The same in head space; empty without it."""
+        return [] if self.heads is None else self.measured
+
+    @cached_property
+    def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
+        """The norm's output before gain and bias, by variant, float64."""
+        return variant_outputs(self.site, self.seen.x, self.constant)
+
+    @cached_property
+    def key_sets(self) -> list[slice]:
+        """The sets of keys that are judged together: each all that a query at its last position sees.
+
+        One, of all keys; with a window, the sets of the last query and of those a whole window before it, and so on,
+        so that every key is in one set and every set is one that a query really sees.
+        """
+        window = self.seen.window or self.length
+        ends = range(self.length, 0, -window)
+        return [slice(max(0, end - window), end) for end in reversed(ends)]
+
+    def ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
+        """Center and axes of all heads' reachable queries at a position; None if they are unbounded."""
+        return self.once("ellipsoid", position, lambda: self.maps.query_ellipsoid(self.site, position))
+
+    def reachable(self, position: int) -> Ellipsoids | None:
+        """The same of the chosen heads."""
+        found = self.ellipsoid(position)
+        return None if found is None else self.once("reachable", position, lambda: self._of_chosen(*found))
+
+    def directions(self, position: int) -> Ellipsoids:
+        """Center and directions of the chosen heads' queries at a position, regardless of their length."""
+        return self.once("any", position, lambda: self._of_chosen(*self.maps.query_directions(self.site, position)))
+
+    def _of_chosen(self, center: Tensor, axes: Tensor) -> Ellipsoids:
+        return center[self.chosen].numpy(), axes[self.chosen].numpy()
+
+    @cached_property
+    def key_bias(self) -> Float[np.ndarray, "head key"] | None:
+        """What is added to the scores of each key in the chosen heads, nats; None: nothing."""
+        bias = self.maps.bias(self.length)
+        return None if bias is None else bias[self.chosen].cpu().numpy()
+
+    @cached_property
+    def variants(self) -> list[str]:
+        """The variants that change keys here, the intact norm first."""
+        return [variant for variant in VARIANTS if variant == INTACT.name or not no_op(self.site, variant)]
+
+    def keys(self, variant: str) -> Float[Tensor, "key head d_head"]:
+        """Keys as attention would see them under a variant, of all heads."""
+        return self.once("keys", variant, lambda: self.maps.keys(self.site.affine(self.outputs[variant])))
+
+    def pattern(self, variant: str) -> Float[Tensor, "head query key"] | None:
+        """Attention of all heads to the keys of a variant; None if it changes nothing by construction."""
+        if variant not in self.variants:
+            return None
+        return self.once("pattern", variant, lambda: self.maps.pattern(self.queries[0], self.keys(variant)))
+
+    @cached_property
+    def queries(self) -> tuple[Float[Tensor, "pos head d_head"], Float[Tensor, "pos head d_head"]]:
+        """The intact model's queries of all heads, as attention sees them and before rotary positions."""
+        intact = self.site.affine(self.outputs["intact"])
+        plain = self.maps.queries(intact, rotate=False)
+        return plain if self.maps.rotary is None else self.maps.queries(intact), plain
 
 
-_BISECTIONS = 100  # of the logarithm of a range of float64 numbers
-_ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
+def variant_outputs(
+    site: Norm, x: Float[Tensor, "pos d"], constant: Constant | float
+) -> dict[str, Float[Tensor, "pos d"]]:
+    """The norm's output before gain and bias under each variant, float64.
+
+    Args:
+        site: the norm.
+        x: its inputs on one prompt.
+        constant: the divisor that replaces sigma at position 0 and elsewhere.
+
+    Raises:
+        ValueError: the constant is not a positive number.
+    """
+    c = Constant.of(constant)
+    for wrong in (c.first, c.rest):
+        if not wrong > 0:
+            raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {wrong}")
+    rows = c.rows(len(x)).to(x.device)
+    return {variant: site.without(variant, x.double(), rows) for variant in VARIANTS}
 
 
-def scores(
-    q: Float[Tensor, "query head d_head"],
-    k: Float[Tensor, "key head d_head"],
-    divisor: float,
-    bias: Float[Tensor, "head key"] | None = None,
-) -> Float[Tensor, "head query key"]:
-    """q·k / divisor, and a bias per key, in nats."""
-    found = torch.einsum("qhd,khd->hqk", q, k) / divisor
-    return found if bias is None else found + bias[:, None]
+# ------------------------------------------------------------------------------------------------------ the measures
 
 
 def _visible(like: Float[Tensor, "head query key"], causal: bool, window: int | None) -> Bool[Tensor, "query key"]:
@@ -163,16 +339,6 @@ def entropy_ratio(
     entropy = torch.special.entr(pattern).sum(-1)
     count = _visible(pattern, causal, window).sum(-1).to(pattern)
     return torch.where(count > 1, entropy / count.log(), math.nan)
-
-
-def score_spread(
-    s: Float[Tensor, "head query key"], *, causal: bool = True, window: int | None = None
-) -> Float[Tensor, "head query"]:
-    """Standard deviation, in nats, of each query's scores over the keys it sees."""
-    visible = _visible(s, causal, window)
-    count = visible.sum(-1)
-    mean = s.where(visible, 0.0).sum(-1) / count
-    return ((s - mean[..., None]).where(visible, 0.0).pow(2).sum(-1) / count).sqrt()
 
 
 def angle_to_uniform(
@@ -227,101 +393,30 @@ def mean_angle(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) 
     return angle_to_uniform(heads, site.gain, q)[first:].nanmean(0).cpu()
 
 
-def spread_floor(
-    k: Float[Tensor, "key head d_head"],
-    queries: tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None,
-) -> Float[Tensor, " head"]:
-    """Least standard deviation of scores, in nats, that a query c + A u with |u| = 1 can have over the keys.
-
-    With M the centred keys·A and b the centred keys·c, both over √keys, it is the least |M u + b|. Where b is 0, that
-    is M's smallest singular value (0 where the keys differ in fewer directions than A has). In general the best u
-    solves (MᵀM + m) u = −Mᵀb for the m ≥ −(smallest eigenvalue) at which |u| = 1: |u| falls with m, so m is found by
-    bisection (Moré & Sorensen 1983; at the end of the range, their hard case, the rest of u's length goes along the
-    smallest eigenvector). From M's singular values, not MᵀM's eigenvalues: what is 0 stays 0.
-
-    Args:
-        k: keys.
-        queries: center c and axes A of the queries; None: unbounded, and the result is NaN.
-    """
-    if queries is None:
-        return torch.full((k.shape[1],), math.nan, dtype=torch.float64)
-    if len(k) < 2:
-        return torch.zeros(k.shape[1], dtype=torch.float64)
-    center, axes = queries
-    centred = _differences(k.transpose(0, 1).cpu()) / math.sqrt(len(k))
-    reads, offset = centred @ axes, centred @ center[..., None]
-    left, values, _ = torch.linalg.svd(reads, full_matrices=False)
-    of_left = left.mT @ offset
-    outside = (offset - left @ of_left)[..., 0].norm(dim=-1)  # what no query changes
-    # Singular values from the smallest, with the zeros of directions in which no two keys differ, and b along them.
-    more = axes.shape[-1] - values.shape[-1]
-    values = torch.nn.functional.pad(values, (0, more)).flip(-1)
-    along = torch.nn.functional.pad(of_left[..., 0], (0, more)).flip(-1)
-    pull, above = (values * along).abs(), values.square() - values[:, :1].square()
-
-    def u(shift: Tensor) -> Tensor:  # the absolute coordinates of u
-        divisor = above + shift[:, None]
-        return torch.where(pull > 0, pull / divisor, 0.0)
-
-    # Multipliers from next to the smallest eigenvalue on, in equal steps of their logarithm: a direction that next to
-    # nothing pulls can still be most of u.
-    high = pull.norm(dim=-1)
-    low = torch.maximum(pull[:, 0], high * 2.0**-_BISECTIONS)
-    hard = ~(u(low).norm(dim=-1) > 1)
-    for _ in range(_BISECTIONS):
-        middle = low.sqrt() * high.sqrt()
-        longer = u(middle).norm(dim=-1) > 1
-        low, high = torch.where(longer, middle, low), torch.where(longer, high, middle)
-    shift = torch.where(hard, 0.0, high)
-    rest = u(shift)[:, 1:].square().sum(-1)
-    # The remainder of b along each: b (m − smallest) / (its eigenvalue + m − …); along the first what |u| = 1 leaves.
-    divisor = above + shift[:, None]
-    left_over = along * torch.where(divisor > 0, (shift - values[:, 0].square())[:, None] / divisor, 1.0)
-    first = (along[:, 0].abs() - values[:, 0] * (1 - rest).clamp_min(0.0).sqrt()).abs()
-    left_over[:, 0] = torch.where((rest < 0.5) | hard, first, left_over[:, 0])
-    least: Tensor = torch.linalg.vector_norm(torch.cat([left_over, outside[:, None]], -1), dim=-1)
-    return least
-
-
-def _differences(k: Float[Tensor, "head key d_head"]) -> Float[Tensor, "head key-1 d_head"]:
-    """Coordinates of the centred keys in an orthonormal basis orthogonal to the all-ones direction (Helmert's):
-    as many as there are directions, where the centred keys are one more, and a rounding error apart from dependent."""
-    count = torch.arange(1, k.shape[1], dtype=k.dtype)[:, None]
-    return (k[:, :-1].cumsum(1) - count * k[:, 1:]) / (count * (count + 1)).sqrt()
-
-
-def spread(
+def uniformity_of(
     layer: AttentionLayer, variant: str
 ) -> tuple[dict[str, Float[Tensor, " head"]], Float[np.ndarray, "head key"]]:
-    """How uniformly all heads attend to the keys of a variant (MEASURES), and the largest weight that each key gets."""
-    return layer.once("spread", variant, lambda: _measured(layer, variant))
+    """Return how uniformly all heads attend to the keys of a variant (MEASURES), and the largest weight of each key."""
+    return layer.once("uniformity", variant, lambda: _measured(layer, variant))
 
 
 def _measured(
     layer: AttentionLayer, variant: str
 ) -> tuple[dict[str, Float[Tensor, " head"]], Float[np.ndarray, "head key"]]:
-    """The same: a few heads at a time, for scores and patterns of all heads would take more memory than the pass."""
+    """A few heads at a time, because scores and patterns of all heads would take more memory than the pass."""
     heads, (q, plain), k = layer.maps, layer.queries, layer.keys(variant)
-    found = {name: torch.full((heads.n_heads,), math.nan, dtype=torch.float64) for name in MEASURES}
-    most = torch.empty(heads.n_heads, len(k), dtype=torch.float64)
-    causal, window, bias = heads.causal, heads.window, heads.bias(len(k))
-    first = 1 if causal else 0
+    measures = {name: torch.full((heads.n_heads,), math.nan, dtype=torch.float64) for name in MEASURES}
+    largest = torch.empty(heads.n_heads, len(k), dtype=torch.float64)
+    first = 1 if heads.causal else 0
     for some in heads_at_once((heads.n_heads, len(q), len(k))):
-        s = scores(q[:, some], k[:, some], heads.divisor, None if bias is None else bias[some])
+        pattern = heads.pattern(q, k, some)
+        largest[some] = received(pattern, causal=heads.causal).cpu()
         if len(q) > 1:
-            found["score_spread"][some] = score_spread(s, causal=causal, window=window)[:, first:].mean(-1).cpu()
-        pattern = visible_softmax(s, causal=causal, window=window)
-        del s
-        most[some] = received(pattern, causal=causal).cpu()
-        if len(q) > 1:
-            entropy = entropy_ratio(pattern, causal=causal, window=window)
-            found["entropy_ratio"][some] = entropy[:, first:].mean(-1).cpu()
+            entropy = entropy_ratio(pattern, causal=heads.causal, window=heads.window)
+            measures["entropy_ratio"][some] = entropy[:, first:].mean(-1).cpu()
     if len(q) > 1:
-        found["uniform_angle_deg"] = layer.once("angle", "", lambda: mean_angle(heads, layer.site, plain))
-        if bias is None:
-            seen = k if window is None else k[-window:]  # by the last query
-            found["score_spread_floor"] = spread_floor(seen, layer.ellipsoid(layer.length - 1))
-    return found, most.numpy()
+        measures["uniform_angle_deg"] = layer.once("angle", "", lambda: mean_angle(heads, layer.site, plain))
+    return measures, largest.numpy()
 
 
 def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -> Float[Tensor, "head key"]:

@@ -17,6 +17,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,12 @@ TEXTS = {  # SHA-256 of the texts, as the committed tables were measured on them
     "wikitext2/test.txt": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
     "wikitext2/valid.txt": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
 }
-BOOKS = ("kjv.txt", "shakespeare_complete_gut.txt", "moby_dick.txt")
+BOOKS = {
+    "kjv.txt": "King James Bible",
+    "shakespeare_complete_gut.txt": "Shakespeare",
+    "moby_dick.txt": "Moby Dick",
+}
+ORDER_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -78,22 +84,30 @@ def books(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
     """In-domain for the bundled models: from the ends of their three books, which they were not trained on.
 
     As they were trained: the text as it stands, line breaks and numbers of verses included, from a word's beginning.
+    The books alternate, and the windows of a book are shuffled, so that any number of the first prompts is a sample of
+    all three (`book_of` says of which book each is).
 
     Args:
         model: gives the tokenizer.
         limit: longest prompt, in tokens.
         others: not the measured prompts but others of their kind, for constants (of books those halfway between).
     """
-    found = []
+    generator = np.random.default_rng(ORDER_SEED)
+    by_book: list[list[list[int]]] = []
     for number, name in enumerate(BOOKS):
         text = corpus(name)
         held = text[int(len(text) * (1 - HELD_OUT)) :]
         count = PROMPTS // len(BOOKS) + (number < PROMPTS % len(BOOKS))
         starts = np.linspace(0, len(held) - 8 * limit, count).astype(int)
         starts = (starts[:-1] + starts[1:]) // 2 if others else starts
-        windows = (re.sub(r"^\S*\s+", "", held[s : s + 8 * limit]) for s in starts)
-        found += [encode(model, window)[:limit].tolist() for window in windows]
-    return found
+        windows = (re.sub(r"^\S*\s+", "", held[s : s + 8 * limit]) for s in generator.permutation(starts))
+        by_book.append([encode(model, window)[:limit].tolist() for window in windows])
+    return [row for rows in zip_longest(*by_book) for row in rows if row is not None]
+
+
+def book_of(prompt: int) -> str:
+    """Return the title of the book that the prompt of this number is from, in the order of `books`."""
+    return list(BOOKS.values())[prompt % len(BOOKS)]
 
 
 def wikitext(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:

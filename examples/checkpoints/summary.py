@@ -5,6 +5,7 @@ python examples/checkpoints/summary.py    # writes tables/{books,heads,geometry,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats  # type: ignore[import-untyped]
 
+import ln_probe
 from ln_probe.analyses.probes.statistics import holm, infer_mean
 
 TABLES = Path(__file__).parent / "tables"
-# The books of the cases NAME-books and how many prompts each has, in the order of the prompts (`measure.books`).
-BOOKS = {"King James Bible": 22, "Shakespeare": 21, "Moby Dick": 21}
 CLOSER = 5.0  # degrees: heads whose queries are that much closer to the all-ones direction than random ones are counted
 LIMITS = {"margin": (None, None), "uniform_angle_deg": (0, 90)}  # of the measures that are not shares
 BY_QUERY = ("entropy_ratio", "uniform_angle_deg", "first_rate")  # means over queries, so prompts have weights
@@ -25,7 +25,8 @@ BY_QUERY = ("entropy_ratio", "uniform_angle_deg", "first_rate")  # means over qu
 
 def books() -> pd.DataFrame:
     """Return the mean loss increase on each book's prompts, for the primary contrasts of the bundled models."""
-    book_of_prompt = [book for book, prompts in BOOKS.items() for _ in range(prompts)]
+    windows = Path(ln_probe.__file__).parent / "data" / "windows.json"
+    book_of_prompt = json.loads(windows.read_text())["books"]
     tables = []
     for path in sorted(TABLES.glob("*-books/causal_prompts.csv")):
         rows = pd.read_csv(path)

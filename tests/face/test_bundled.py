@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ln_probe.analyses.lab.train import load_run
 from ln_probe.hooks import find_norms
 from ln_probe.hooks.text import bundled_texts
 from ln_probe.loading.convert import has_hooked_transformer
-from ln_probe.models import bundled_folder, source_of
+from ln_probe.models import bundled_folder, held_out_windows, source_of
 from ln_probe.prompts import make_prompts
 
 pytestmark = pytest.mark.lens
@@ -191,3 +192,15 @@ def test_a_norm_without_scaling_stays_one(name: str, world: Any) -> None:
         else:
             model.enable_compatibility_mode(disable_warnings=True)
         torch.testing.assert_close(model(tokens).log_softmax(-1), before, atol=1e-4, rtol=0)
+
+
+def test_any_number_of_the_first_prompts_is_balanced_over_the_books() -> None:
+    windows = held_out_windows()
+    shares = {book: n / len(windows.strata) for book, n in Counter(windows.strata).items()}
+    assert len(windows.measured) == len(windows.strata) == 64
+    assert len(shares) == 3
+    for n in range(1, 65):
+        first = Counter(windows.strata[:n])
+        assert all(abs(first[book] - n * share) < 1 for book, share in shares.items())
+    halves = [Counter(windows.strata[start::2]) for start in (0, 1)]  # of loss-optimal constants
+    assert all(abs(halves[0][book] - halves[1][book]) <= 1 for book in shares)

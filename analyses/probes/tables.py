@@ -1,0 +1,334 @@
+"""The tables of a report: every column's unit and meaning, written here and nowhere else.
+
+`python -m ln_probe.analyses.probes.tables` prints them as Markdown (`docs/columns.md`). TABLES are those of a report;
+the others are computed from them (`Report.by_head`, `Report.tokens`, `compare`).
+"""
+
+from __future__ import annotations
+
+from ln_probe.analyses.schema import Table, reference
+
+_LAYER = ("index", "block whose attention it is")
+_HEAD = ("index", "head")
+_VARIANT = ("text", "which terms remain: intact, no_scaling, no_projection, both_removed")
+_PROMPT = ("index", "number of the prompt, from 0")
+_TOKEN = ("text", "the token there")
+_SITES = ("text", "a norm, or a group of norms: attention, mlp, final, all")
+
+LAYERNORMS = Table(
+    "layernorms",
+    "Norms",
+    "A row per norm.",
+    ("site",),
+    {
+        "site": ("text", "the norm's name in the model"),
+        "layer": ("index", "block it belongs to; the number of blocks for the final norm"),
+        "reads": ("text", "who reads its output, joined by +: attention, mlp, unembed, query, key, …"),
+        "projected_share": ("share", "mean of d·mean(x)²/|x|²: what projection removes of squared length"),
+        "angle_to_ones_deg": (
+            "degrees",
+            "mean angle of x to the all-ones direction; at 90 projection does nothing",
+        ),
+        "input_norm": ("L2 norm", "mean length of x, the norm's input"),
+        "sigma_mean": ("RMS", "mean of the divisor sigma"),
+        "sigma_cv": ("ratio", "standard deviation of sigma over its mean: how much scaling does"),
+        "gain_cv": ("ratio", "standard deviation of the gain over its absolute mean; NaN without a gain"),
+        "constant_first": ("RMS", "constant that replaces sigma at position 0, pooled over all prompts"),
+        "constant_rest": ("RMS", "the same at the other positions"),
+        "reconstruction_error": ("ratio", "max |LN(x) − sum of its terms| over the RMS of LN(x)"),
+        "n": ("count", "vectors measured"),
+    },
+)
+
+HEADS = Table(
+    "heads",
+    "Heads",
+    "A row per (layer, head, variant): keys as attention sees them (gain, bias, W_K, b_K, QK-norm, rotary positions).",
+    ("layer", "head", "variant"),
+    {
+        "layer": _LAYER,
+        "head": _HEAD,
+        "variant": _VARIANT,
+        "unselectable": ("share", "share of keys in the convex hull of their prompt's others: no query selects them"),
+        "unreachable": (
+            "share",
+            "share of keys that no query of this head gives strictly the highest score; includes unselectable keys and "
+            "copies; NaN without a bound on queries",
+        ),
+        "margin_median": (
+            "nats",
+            "median over keys of the best score gap over all other keys that a query of this head gives; negative if "
+            "none puts the key on top; NaN without a bound on queries",
+        ),
+        "attainable_median": (
+            "share",
+            "median over keys of the largest attention at the last position, from queries of the size that occur",
+        ),
+        "attainable_p05": ("share", "5th percentile of the same"),
+        "pattern_max_median": (
+            "share",
+            "median over keys of `pattern_max` in the table keys",
+        ),
+        "entropy_ratio": (
+            "ratio",
+            "attention entropy over log(visible keys), mean over queries: 1 is uniform",
+        ),
+        "uniform_angle_deg": (
+            "degrees",
+            "mean angle of gain·(W_K q) to the all-ones direction: at 0 a query attends uniformly; NaN without one",
+        ),
+        "n": ("count", "keys, over all prompts"),
+    },
+)
+
+KEYS = Table(
+    "keys",
+    "Keys",
+    "A row per (layer, head, variant, prompt, position): one key, intact and with scaling frozen.",
+    ("layer", "head", "variant", "prompt", "position"),
+    {
+        "layer": _LAYER,
+        "head": _HEAD,
+        "variant": _VARIANT,
+        "prompt": _PROMPT,
+        "position": ("index", "of the key in its prompt, from 0"),
+        "token": _TOKEN,
+        "verdict": (
+            "text",
+            "selectable: some query of any length gives it strictly the highest score; unselectable: it lies in the "
+            "convex hull of the others; duplicate: selectable but for copies of it; undecided",
+        ),
+        "margin_lower": (
+            "nats",
+            "proved lower bound of its best score gap over all other keys by a query of the head; NaN without a bound "
+            "on queries",
+        ),
+        "margin_upper": ("nats", "upper bound of the same"),
+        "reachable": (
+            "true/false",
+            "whether a query that the head can make selects it (behind a QK-norm an upper bound: false is proved); "
+            "missing without a bound on queries",
+        ),
+        "attainable": ("share", "largest attention at the last position that sees its rivals: a proved lower bound"),
+        "attainable_upper": ("share", "what no query of that size there exceeds (proved): at most 0.01 more"),
+        "pattern_max": ("share", "the largest weight it receives from any query that sees it and another key"),
+        "n": ("count", "keys that compete, itself included: those that one query sees"),
+    },
+)
+
+CAUSAL = Table(
+    "causal",
+    "Loss without a term",
+    "A row per group of norms or norm, and variant: the loss of the model with a term removed.",
+    ("sites", "variant"),
+    {
+        "sites": _SITES,
+        "variant": _VARIANT,
+        "family": ("text", "rows whose p-values are Holm-adjusted together: primary, or an exploratory family"),
+        "loss": ("loss", "mean loss"),
+        "delta_loss": ("loss", "its change against the intact model; NaN where only estimated"),
+        "delta_loss_low": (
+            "loss",
+            "lower end of its 95 % CI over prompt groups; of primary contrasts with the choice of constants; NaN with "
+            "too few groups",
+        ),
+        "delta_loss_high": ("loss", "upper end of the same"),
+        "p": ("p", "two-sided p of delta_loss being 0, Holm-adjusted within its family; NaN: not tested"),
+        "equivalence_bound": ("loss", "the change is equivalent to 0 within this: its 90 % CI lies inside"),
+        "delta_loss_uniform": ("loss", "delta_loss with one constant for all positions; of primary frozen scaling"),
+        "delta_loss_optimal": (
+            "loss",
+            "delta_loss with loss-optimal constants, fitted on the other half",
+        ),
+        "delta_loss_optimal_low": ("loss", "lower end of its 95 % CI"),
+        "delta_loss_optimal_high": ("loss", "upper end of the same"),
+        "estimate": ("loss", "estimate of delta_loss from gradients at the norm; of single norms"),
+        "prompts_worse": ("count", "prompts whose loss rises"),
+        "n": ("count", "prompts whose loss was measured"),
+    },
+)
+
+CAUSAL_PROMPTS = Table(
+    "causal_prompts",
+    "Loss without a term, prompt by prompt",
+    "A row per (prompt, sites, variant): what the intervals of `causal` come from.",
+    ("prompt", "sites", "variant"),
+    {
+        "prompt": _PROMPT,
+        "stratum": ("text", "the prompt's book, or its group"),
+        "sites": _SITES,
+        "variant": _VARIANT,
+        "loss": ("loss", "mean loss of the intact model on this prompt"),
+        "delta_loss": ("loss", "its change"),
+        "shift": (
+            "loss, summed",
+            "what the prompt adds to the summed change through the other prompts' constants, to first order; intervals "
+            "resample delta_loss·n + shift",
+        ),
+        "n": ("count", "tokens predicted; 1 under a loss of the user's"),
+    },
+)
+
+HEAD_EFFECTS = Table(
+    "head_effects",
+    "Heads without a term",
+    "A row per (layer, head, variant): the loss when this head alone reads its norm without a term.",
+    ("layer", "head", "variant"),
+    {
+        "layer": _LAYER,
+        "head": _HEAD,
+        "variant": _VARIANT,
+        "delta_loss": ("loss", "change of the mean loss, by running the edited model; NaN where only estimated"),
+        "delta_loss_low": ("loss", "lower end of its 95 % CI over prompt groups; NaN with too few groups"),
+        "delta_loss_high": ("loss", "upper end of the same"),
+        "p": ("p", "two-sided p of delta_loss being 0, Holm-adjusted over the heads run; NaN: not tested"),
+        "prompts_worse": ("count", "prompts whose loss rises"),
+        "estimate": ("loss", "first-order estimate: the gradient of the loss at the head's output times its change"),
+        "n": ("count", "prompts"),
+    },
+)
+
+SINKS = Table(
+    "sinks",
+    "Sinks and outlier tokens",
+    "A row per (prompt, position): position 0, the longest other token, and every sink or outlier token.",
+    ("prompt", "position"),
+    {
+        "prompt": _PROMPT,
+        "position": ("index", "in its prompt, from 0"),
+        "token": _TOKEN,
+        "kind": (
+            "text",
+            "joined by +: first (position 0), longest (of the others), outlier (over 10 times the median length at a "
+            "norm), massive (Sun et al. 2024), sink (over 0.3 of the attention of over 30 % of a layer's heads)",
+        ),
+        "site": ("text", "the norm at which it is longest relative to the prompt's median token"),
+        "length_ratio": ("ratio", "|Px| there over that median"),
+        "received": ("share", "mean attention that queries of all measured heads give it"),
+        "uniform": ("share", "the same if attention were uniform"),
+        "received_no_scaling": ("share", "received with scaling frozen for the keys; NaN where that was not measured"),
+        "dimensions": ("text", "its largest dimensions there, with their shares of its squared length"),
+        "n": ("count", "queries that see it"),
+    },
+)
+
+SINK_HEADS = Table(
+    "sink_heads",
+    "Attention to position 0",
+    "A row per (layer, head).",
+    ("layer", "head"),
+    {
+        "layer": _LAYER,
+        "head": _HEAD,
+        "sink_rate": (
+            "share",
+            "share of prompts in which its attention to position 0, averaged over all queries, is above 0.3 (Gu et al. "
+            "2025)",
+        ),
+        "first_attention": ("share", "mean attention to position 0 of the queries behind it"),
+        "first_attention_no_scaling": ("share", "the same with scaling frozen for the keys"),
+        "n": ("count", "prompts"),
+    },
+)
+
+# In the order in which a report shows them; all of them are in every report, empty where their probe did not run.
+TABLES = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, HEAD_EFFECTS, SINKS, SINK_HEADS)
+
+BY_HEAD = Table(
+    "by_head",
+    "By head",
+    "A row per (layer, head): columns of the other tables for it; NaN where they were not measured.",
+    ("layer", "head"),
+    {
+        "layer": _LAYER,
+        "head": _HEAD,
+        "delta_loss": ("loss", "loss change when this head alone reads its norm with scaling frozen"),
+        "estimated": ("true/false", "whether that is an estimate"),
+        "p": HEAD_EFFECTS.columns["p"],
+        "entropy_ratio": HEADS.columns["entropy_ratio"],
+        "entropy_change": ("ratio", "its change with scaling frozen for the keys"),
+        "unselectable": HEADS.columns["unselectable"],
+        "attainable": HEADS.columns["attainable_median"],
+        "attainable_change": ("share", "its change with scaling frozen for the keys"),
+        "received": HEADS.columns["pattern_max_median"],
+        "margin": HEADS.columns["margin_median"],
+        "margin_change": ("nats", "its change with scaling frozen for the keys"),
+        "sink_rate": SINK_HEADS.columns["sink_rate"],
+        "first_attention": SINK_HEADS.columns["first_attention"],
+        "first_change": ("share", "its change with scaling frozen for the keys"),
+    },
+)
+
+TOKENS = Table(
+    "tokens",
+    "Tokens",
+    "A row per token and place: its keys over all heads and prompts; attainable attention falls most first.",
+    ("token", "place"),
+    {
+        "token": ("text", "the token"),
+        "place": ("text", "position 0, sink (as in the table sinks), or elsewhere"),
+        "unselectable": ("share", "share of its keys in the hull of the others"),
+        "unselectable_no_scaling": ("share", "the same with scaling frozen"),
+        "attainable": ("share", "median attention that a key can receive at the last position"),
+        "attainable_change": ("share", "change of that median with scaling frozen: negative where it falls"),
+        "margin": ("nats", "median margin"),
+        "pattern_max": ("share", "median of the largest weight that a key receives"),
+        "n": ("count", "keys: (layer, head, prompt, position)"),
+    },
+)
+
+SUMMARY = Table(
+    "comparison",
+    "Comparison",
+    "A row per model. Columns ending in _no_scaling: with scaling frozen.",
+    ("model",),
+    {
+        "model": ("text", "what the report is called"),
+        "step": ("index", "training step; NaN if not known"),
+        "loss": ("loss", "of the intact model, over all prompts"),
+        "loss_difference": ("loss", "of the same prompts, minus the first model's; NaN on other tokens"),
+        "loss_difference_low": ("loss", "lower end of its 95 % CI over prompt groups (paired differences)"),
+        "loss_difference_high": ("loss", "upper end of the same"),
+        "norms": ("count", "number of norms"),
+        "projected_share": ("share", "median over norms of layernorms.projected_share"),
+        "unselectable": ("share", "share of keys that no query can select"),
+        "unselectable_no_scaling": ("share", "the same with scaling frozen"),
+        "attainable": ("share", "median over heads of heads.attainable_median"),
+        "attainable_no_scaling": ("share", "the same with scaling frozen"),
+        "margin": ("nats", "median over heads of heads.margin_median"),
+        "margin_no_scaling": ("nats", "the same with scaling frozen"),
+        "entropy_ratio": ("ratio", "median over heads of heads.entropy_ratio"),
+        "entropy_ratio_no_scaling": ("ratio", "the same with scaling frozen"),
+        "sink_rate": ("share", "mean over heads of sink_heads.sink_rate"),
+        "first_attention": ("share", "mean over heads of sink_heads.first_attention"),
+    },
+)
+
+PAIRED = Table(
+    "paired",
+    "Paired differences",
+    "A row per model but the first, sites and variant: how much more its loss changes on the same prompts.",
+    ("model", "sites", "variant"),
+    {
+        "model": ("text", "what the report is called"),
+        "against": ("text", "the first report"),
+        "sites": _SITES,
+        "variant": _VARIANT,
+        "difference": ("loss", "delta_loss of this model minus that of the first"),
+        "low": ("loss", "lower end of its 95 % CI over prompt groups (paired, the choice of constants included)"),
+        "high": ("loss", "upper end of the same"),
+        "p": ("p", "two-sided p of no difference, Holm-adjusted over groups, or over single norms; NaN: not tested"),
+        "prompts_more": ("count", "prompts on which this model's loss rises more"),
+        "n": ("count", "prompts that both were measured on"),
+    },
+)
+
+
+def document() -> str:
+    """Return `docs/columns.md`."""
+    source = "Written by `python -m ln_probe.analyses.probes.tables > docs/columns.md`."
+    return f"# Columns\n\n{source}\n\n{reference((*TABLES, TOKENS, SUMMARY, PAIRED, BY_HEAD))}"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

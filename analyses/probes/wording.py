@@ -1,0 +1,283 @@
+"""What a report says in sentences: five questions, each answered from the tables or named as not measured.
+
+`print(report)`, the notebook, the page and `report.findings()` show the same findings in this order. Two terms, scaling
+and projection, at every norm, are always reported, significant or not. A change is called significant where its CI
+excludes 0 and its Holm-adjusted p is below 0.05, and an effect if it is also at least LEAST_CHANGE (of a loss in nats).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+
+from ln_probe.analyses.probes.base import Finding
+from ln_probe.analyses.probes.sinks import MUCH, OUTLIER_RATIO
+from ln_probe.analyses.probes.statistics import SIGNIFICANCE
+from ln_probe.analyses.text import counted, number, percent, signed, visible, with_interval
+from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, Variant
+
+NATS = "nats/token"
+# The smallest change of a loss in nats that is called an effect (1 % of perplexity), and that of one head.
+LEAST_CHANGE, LEAST_HEAD_CHANGE = 0.01, 0.001
+PRIMARY = "primary"
+PLACES = {
+    "all": "every norm",
+    "attention": "the norms that attention reads",
+    "mlp": "the norms that MLPs read",
+    "final": "the final norm",
+}
+_MOST_STRATA = 6  # whose means a sentence lists
+_NAMED = 3  # outlier tokens that a sentence names
+
+# By question: what was not measured, and the part of the page that shows it.
+QUESTIONS = {
+    "loss": ("how the loss changes without scaling or projection", "loss"),
+    "heads": ("which heads depend on scaling", "heads-map"),
+    "keys": ("which keys no query selects", "keys"),
+    "sinks": ("how much attention position 0 receives", "sinks"),
+    "uniform": ("how uniformly heads attend", "uniform"),
+}
+
+CHANGE = "{edit} {moves} the loss by {size} {unit}{share} ({interval}){small}."
+NO_CHANGE = "{edit} does not significantly change the loss: {size} {unit} ({interval}){equivalent}."
+UNTESTED = "{edit} changes the loss by {size} {unit}: not tested ({prompts})."
+NOTHING = "{edit} changes nothing in this model: {reason}."
+STRATA = "The CI is over windows of these {count} texts, and does not say how others differ: {means}."
+HEADS = (
+    "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}): {which}."
+)
+NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
+KEYS = "{share} of keys are selected by no query{frozen}, of {keys} in {d} dimensions a head{random}."
+SINKS = "Position 0 receives {received} of attention ({compared}); {count} of {heads} give it over {much} on average."
+OUTLIERS = "Tokens over {ratio:g} times as long as the median token: {which}."
+UNIFORM = "The median head has {entropy} of the entropy of uniform attention{frozen}; {head} has most, {most}."
+NOT_MEASURED = "Not measured: {what}."
+
+
+def findings(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
+    """Return the answers to the five questions, in their order; a question without an answer is not measured."""
+    answers = {
+        "loss": _loss(tables, provenance),
+        "heads": _heads(tables["head_effects"], unit_of(provenance)),
+        "keys": _keys(tables["heads"], provenance.get("selectability", {})),
+        "sinks": _sinks(tables["sinks"], tables["sink_heads"]),
+        "uniform": _uniform(tables["heads"]),
+    }
+    return [
+        Finding(question, text, picture)
+        for question, (what, picture) in QUESTIONS.items()
+        for text in list(answers[question]) or [NOT_MEASURED.format(what=what)]
+    ]
+
+
+def unit_of(provenance: Mapping[str, Any]) -> str:
+    """Return the unit of the report's loss."""
+    return str(provenance.get("loss", {}).get("unit", NATS))
+
+
+def in_layers(provenance: Mapping[str, Any]) -> str:
+    """Return where norms were edited, to stand behind "every norm": " in layers 0, 1"; nothing if all were asked."""
+    asked = provenance.get("arguments", {}).get("layers")
+    if asked is None:
+        return ""
+    return f" in layer{'' if len(set(asked)) == 1 else 's'} {', '.join(map(str, sorted(set(asked))))}"
+
+
+# --------------------------------------------------------------------------------------------------------------- loss
+
+
+def base_loss(row: Any) -> float:
+    """Return the loss of the intact model."""
+    return float(row["loss"] - row["delta_loss"])
+
+
+def is_significant(row: Any) -> bool:
+    """Return whether the row's CI excludes 0 and its Holm-adjusted p is below 0.05."""
+    low, high = float(row["delta_loss_low"]), float(row["delta_loss_high"])
+    return (low > 0 or high < 0) and float(row["p"]) < SIGNIFICANCE
+
+
+def is_effect(row: Any, unit: str = NATS) -> bool:
+    """Return whether a row is called an effect: significant, and large enough if the loss is in nats."""
+    return is_significant(row) and (unit != NATS or abs(float(row["delta_loss"])) >= LEAST_CHANGE)
+
+
+def loss_change(row: Any, unit: str, edit: str) -> str:
+    """Return a sentence about a row of the table `causal`; `edit`: what was done, "Freezing scaling at every norm"."""
+    delta, low, high = (float(row[c]) for c in ("delta_loss", "delta_loss_low", "delta_loss_high"))
+    if math.isnan(low):
+        return UNTESTED.format(edit=edit, size=signed(delta), unit=unit, prompts=counted(row["n"], "prompt"))
+    size, ends = with_interval(delta, low, high)
+    interval = f"95 % CI {ends}; {p_text(float(row['p']))}"
+    if not is_significant(row):
+        bound, equivalent = float(row["equivalence_bound"]), ""
+        if unit == NATS and bound < LEAST_CHANGE:
+            equivalent = f", equivalent to 0 within ±{number(bound)}"
+        return NO_CHANGE.format(edit=edit, size=size, unit=unit, interval=interval, equivalent=equivalent)
+    return CHANGE.format(
+        edit=edit,
+        moves="raises" if delta > 0 else "lowers",
+        size=size[1:],
+        unit=unit,
+        share=share_of_loss(delta, base_loss(row)),
+        interval=interval,
+        small="" if is_effect(row, unit) else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
+    )
+
+
+def share_of_loss(delta: float, loss: float) -> str:
+    """Return a change as a share of the intact loss; nothing above 100 %, where it says nothing."""
+    return f", {percent(abs(delta) / loss)} of {number(loss)}" if 0 < abs(delta) <= loss else ""
+
+
+def p_text(p: float) -> str:
+    """Return a Holm-adjusted p as text."""
+    if math.isnan(p):
+        return "not tested"
+    return "Holm-adjusted p < 0.001" if p < 0.001 else f"Holm-adjusted p = {p:.2g}"
+
+
+def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
+    """Return the effect of each term at every norm, a decrease of the loss first."""
+    if provenance.get("model", {}).get("norms") == {}:
+        return [NOTHING.format(edit="Freezing scaling or removing projection", reason="it has no normalization")]
+    unit, no_op = unit_of(provenance), provenance.get("causal", {}).get("no_op", {})
+    texts: list[tuple[bool, str]] = []
+    for variant in (variant for variant in EDITS if variant.primary):
+        if variant.name in no_op:
+            texts.append((True, NOTHING.format(edit=variant.wording, reason=no_op[variant.name])))
+            continue
+        rows = tables["causal"]
+        rows = rows[(rows["variant"] == variant.name) & rows["sites"].isin(["all", "attention"])]
+        known = rows[rows["delta_loss"].notna()].sort_values("sites")  # no number where logits overflow
+        if len(known):
+            row = dict(known.iloc[0])
+            where = f"{PLACES[row['sites']]}{in_layers(provenance)}"
+            text = loss_change(row, unit, f"{variant.wording} at {where}")
+            strata = _strata(tables["causal_prompts"], row["sites"], variant)
+            texts.append((row["delta_loss"] >= 0, f"{text} {strata}".strip()))
+    return [text for _, text in sorted(texts, key=lambda pair: pair[0])]
+
+
+def _strata(prompts: pd.DataFrame, sites: str, variant: Variant) -> str:
+    """Return the mean change of each text that the prompts are windows of; of the first primary term alone."""
+    if variant.name != SCALING_FROZEN.name:
+        return ""
+    rows = prompts[(prompts["sites"] == sites) & (prompts["variant"] == variant.name)]
+    means = rows["delta_loss"].mul(rows["n"]).groupby(rows["stratum"], sort=False).sum()
+    means = means / rows.groupby("stratum", sort=False)["n"].sum()
+    if not 2 <= len(means) <= _MOST_STRATA or len(rows) == len(means):
+        return ""
+    texts = ", ".join(f"{name} {mean:+.3f}" for name, mean in means.items())
+    return STRATA.format(count=len(means), means=texts)
+
+
+# -------------------------------------------------------------------------------------------------------------- heads
+
+
+def significant_heads(effects: pd.DataFrame, unit: str = NATS) -> pd.DataFrame:
+    """Return the heads whose frozen scaling significantly raises the loss, the largest effect first."""
+    least = LEAST_HEAD_CHANGE if unit == NATS else 0.0
+    rows = effects[(effects["variant"] == SCALING_FROZEN.name) & (effects["p"] < SIGNIFICANCE)]
+    return rows[rows["delta_loss"] > least].sort_values("delta_loss", ascending=False)
+
+
+def _heads(effects: pd.DataFrame, unit: str) -> Iterator[str]:
+    rows = effects[(effects["variant"] == SCALING_FROZEN.name) & effects["delta_loss"].notna()]
+    if not len(rows):
+        return
+    top = rows.loc[rows["delta_loss"].idxmax()]
+    prompts = counted(top["n"], "prompt")
+    if rows["p"].isna().all():
+        edit = f"Freezing scaling for head {head_name(top)} alone, the largest of {counted(len(rows), 'head')},"
+        yield UNTESTED.format(edit=edit, size=signed(float(top["delta_loss"])), unit=unit, prompts=prompts)
+    elif len(significant := significant_heads(effects, unit)):
+        which = ", ".join(
+            f"{head_name(row)} {row['delta_loss']:+.2g}" for _, row in significant.head(_NAMED).iterrows()
+        )
+        more = ", …" if len(significant) > _NAMED else ""
+        yield HEADS.format(
+            count=len(significant), heads=counted(len(rows), "head"), prompts=prompts, which=f"{which}{more} {unit}"
+        )
+    else:
+        tests = f"{counted(len(rows), 'head')}, {prompts}"
+        yield NO_HEAD.format(tests=tests, which=f"{head_name(top)}, {signed(float(top['delta_loss']))} {unit}")
+
+
+def head_name(row: Any) -> str:
+    """Return a head as text: L1H6."""
+    return f"L{int(row['layer'])}H{int(row['head'])}"
+
+
+# ------------------------------------------------------------------------------------------------- keys and attention
+
+
+def unselectable_share(heads: pd.DataFrame, variant: str) -> float:
+    """Return the share of all keys that no query selects under a variant; NaN where it is not known."""
+    rows = heads[(heads["variant"] == variant) & heads["unselectable"].notna()]
+    return float((rows["unselectable"] * rows["n"]).sum() / rows["n"].sum()) if len(rows) else math.nan
+
+
+def _keys(heads: pd.DataFrame, about: Mapping[str, Any]) -> Iterator[str]:
+    intact, frozen = (unselectable_share(heads, v) for v in (INTACT.name, SCALING_FROZEN.name))
+    if math.isnan(intact):
+        return
+    random = f" (random keys: {one_decimal(about['random_unselectable'])})" if "random_unselectable" in about else ""
+    if about.get("by_theorem"):
+        random = "; so few keys are always selectable"
+    yield KEYS.format(
+        share=one_decimal(intact),
+        frozen="" if math.isnan(frozen) else f" ({one_decimal(frozen)} with scaling frozen)",
+        keys=counted(about.get("keys_per_prompt", math.nan), "key"),
+        d=about.get("d_head", "?"),
+        random=random,
+    )
+
+
+def one_decimal(share: float) -> str:
+    """Return a share in % with one decimal."""
+    return f"{100 * share:.1f} %"
+
+
+def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
+    if not len(heads) or not len(sinks):
+        return
+    first = sinks[(sinks["position"] == 0) & (sinks["n"] > 0)]
+    uniform = float((first["uniform"] * first["n"]).sum() / first["n"].sum())
+    frozen = float(heads["first_attention_no_scaling"].mean())
+    compared = f"{percent(uniform)} if uniform" + (
+        "" if math.isnan(frozen) else f"; {percent(frozen)} with scaling frozen"
+    )
+    of_prompts = counted(sinks["prompt"].nunique(), "prompt")
+    sentence = SINKS.format(
+        received=percent(float(heads["first_attention"].mean())),
+        compared=compared,
+        count=int((heads["sink_rate"] > 0.5).sum()),
+        heads=counted(len(heads), "head"),
+        much=percent(MUCH),
+    )
+    outliers = sinks[sinks["kind"].str.contains("outlier")]
+    names = outliers["token"].where(outliers["position"] > 0, "position 0")
+    common = names.value_counts().head(_NAMED)
+    which = ", ".join(
+        f"{name if name == 'position 0' else repr(visible(name))} in {outliers[names == name]['prompt'].nunique()} of "
+        f"{of_prompts} (up to {outliers[names == name]['length_ratio'].max():.0f} times)"
+        for name in common.index
+    )
+    yield f"{sentence} {OUTLIERS.format(ratio=OUTLIER_RATIO, which=which or 'none')}"
+
+
+def _uniform(heads: pd.DataFrame) -> Iterator[str]:
+    intact, frozen = (heads[heads["variant"] == v]["entropy_ratio"] for v in (INTACT.name, SCALING_FROZEN.name))
+    if not intact.notna().any():
+        return
+    top = heads.loc[intact.idxmax()]
+    yield UNIFORM.format(
+        entropy=one_decimal(float(intact.median())),
+        frozen=f" ({one_decimal(float(frozen.median()))} with scaling frozen)" if frozen.notna().any() else "",
+        head=head_name(top),
+        most=one_decimal(float(top["entropy_ratio"])),
+    )
