@@ -114,8 +114,10 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         for variant, keys in keys_of(model, contexts, layer).items():
             for head in range(keys.shape[2]):
                 own = keys[:, :, head].double().numpy()
-                for n in sorted({n for n in lengths if n >= 64} | {longest_context}):
-                    unselectable, undecided = counts(own[:, :n])
+                unselectable = undecided = -1
+                for n in sorted({n for n in lengths if n >= 64} | {longest_context}, reverse=True):
+                    if unselectable or undecided:  # else every key of the longer prefix is a vertex, so of this one
+                        unselectable, undecided = counts(own[:, :n])
                     about = {"model": name.partition("=")[0], "d_head": own.shape[2], "layer": layer, "head": head}
                     measured = {"contexts": len(own), "unselectable": unselectable, "undecided": undecided}
                     rows.append(about | {"variant": variant, "n": n} | measured)
