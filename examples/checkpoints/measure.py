@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import sys
@@ -284,6 +285,8 @@ def main() -> int:
         groups = report.tables["causal"].drop(columns="estimate")
         groups.to_csv(out / "causal.csv", index=False, float_format="%.6g")
         report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")
+        about = {key: report.provenance[key] for key in ("model", "prompts", "versions")}
+        (out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
         measured = values(report)
         table = pd.DataFrame({"measure": measured.keys(), "value": measured.values()})
         table.to_csv(out / "values.csv", index=False, float_format="%.6g")
