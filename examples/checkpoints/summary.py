@@ -69,6 +69,8 @@ def geometry() -> Iterator[dict[str, Any]]:
         prompts, of_heads = pd.read_csv(path), pd.read_csv(path.with_name(f"{name}.csv"))
         for variant in ("intact", "no_scaling"):
             some, own = (t[(t["space"] == "head") & (t["variant"] == variant)] for t in (prompts, of_heads))
+            if own["no_op"].notna().any():  # this norm does not scale
+                continue
             row: dict[str, Any] = {"checkpoint": name, "variant": variant, "prompts": len(some), "heads": len(own)}
             for measure in ("margin", "attainable", *BY_QUERY):
                 center, half = mean_and_half_width(some, measure)
@@ -78,7 +80,7 @@ def geometry() -> Iterator[dict[str, Any]]:
             below = angles["random_angle_deg"] - angles["uniform_angle_deg"]
             row["random_angle_deg"] = angles["random_angle_deg"].mean()
             row["closer"] = (below > CLOSER).mean() if len(angles) else np.nan
-            yield row | {"no_op": ", ".join(own["no_op"].dropna().unique())}
+            yield row
 
 
 def patching() -> pd.DataFrame:
