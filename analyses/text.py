@@ -84,10 +84,10 @@ def whole_number(text: str, digits: int = 9) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None
 
 
-_STEP_NAME = re.compile(r"(?:step|checkpoint)?[-_ ]?([0-9]{1,18})")
+_STEP_NAME = re.compile(r"(?:step|checkpoint)[-_ ]?([0-9]{1,18})")
 
 
 def step_named(name: str) -> int | None:
-    """The training step that a branch, folder or revision names (step1000, checkpoint-1000, 1000); None if none."""
+    """The training step that a branch, folder or revision names (step1000, checkpoint-1000); None if none."""
     match = _STEP_NAME.fullmatch(name)
     return None if match is None else int(match[1])

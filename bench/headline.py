@@ -48,8 +48,7 @@ from ln_probe.hooks.constants import mean_sigmas
 from ln_probe.hooks.edits import NoOpWarning
 from ln_probe.hooks.model import context_length, run
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.text import bundled_texts, encode, special_tokens, tokenizer_of
+from ln_probe.hooks.task import Objective, bundled_texts, encode, special_tokens, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "headline.csv"
 GROUPS = ("attention", "all")

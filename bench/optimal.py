@@ -20,7 +20,7 @@ import ln_probe
 from ln_probe.analyses.files import sha256_of_file
 from ln_probe.hooks.constants import fit, mean_sigmas
 from ln_probe.hooks.edits import members
-from ln_probe.hooks.text import bundled_prompts
+from ln_probe.hooks.task import bundled_prompts
 from ln_probe.models import bundled_folder
 from ln_probe.prompts import summary
 

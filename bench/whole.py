@@ -66,7 +66,7 @@ def _memory(pid: int) -> float:
 
 def _some_prompts(folder: Path, count: int) -> Path:
     """The first of the bundled prompts, as a file of a user's own."""
-    from ln_probe.hooks.text import bundled_texts
+    from ln_probe.hooks.task import bundled_texts
 
     file = folder / f"prompts-{count}.jsonl"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in bundled_texts()[:count]))

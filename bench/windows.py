@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import ln_probe
-from ln_probe.hooks.text import encode
+from ln_probe.hooks.task import encode
 
 TOP = Path(__file__).parents[1]
 sys.path.insert(0, str(TOP / "examples" / "checkpoints"))

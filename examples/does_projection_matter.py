@@ -58,7 +58,7 @@ print(f"prompt 0: {intact:.3f} nats/token, with scaling frozen {frozen:.3f}")
 
 # %%
 report = ln_probe.analyze(model, max_tokens=96, probes=("decomposition", "uniformity"), progress=False)
-report.layernorms[["site", "mean_share", "angle_to_ones_deg"]]
+report.layernorms[["site", "projected_share", "angle_to_ones_deg"]]
 
 # %% [markdown]
 # ## 2. Train without it
@@ -125,7 +125,7 @@ tokens, _ = examples(torch.Generator().manual_seed(99))
 rows = []
 for (norm, seed), (small, losses) in trained.items():
     found = ln_probe.analyze(small, tokens[:8], probes=("uniformity",), progress=False)
-    head = found.heads.query("space == 'head' and variant == 'intact'").iloc[0]
+    head = found.heads.query("variant == 'intact'").iloc[0]
     end = {"norm": norm, "seed": seed, "final loss": sum(losses[-20:]) / 20}
     rows.append(end | head[["entropy_ratio", "uniform_angle_deg"]].to_dict())
 heads = pd.DataFrame(rows)

@@ -39,13 +39,13 @@ report
 # How large that component is, and how much lengths differ before scaling:
 
 # %%
-report.layernorms[["site", "reads", "mean_share", "angle_to_ones_deg", "norm_before_mean", "norm_before_cv"]]
+report.layernorms[["site", "reads", "projected_share", "angle_to_ones_deg", "input_norm", "sigma_cv"]]
 
 # %% [markdown]
 # The same as a picture, over depth:
 
 # %%
-figures.projection_over_depth(report)
+figures.norms_over_depth(report)
 
 # %% [markdown]
 # ## Which keys can a query select?
@@ -54,15 +54,14 @@ figures.projection_over_depth(report)
 # is measured intact (`intact`) and with one term removed at a time.
 
 # %%
-heads = report.heads[report.heads["space"] == "head"]
-measures = ["unselectable_fraction", "margin_median", "attainable_median", "entropy_ratio"]
-heads.groupby(["layer", "variant"], sort=False)[measures].median()
+measures = ["unselectable", "margin_median", "attainable_median", "entropy_ratio"]
+report.heads.groupby(["layer", "variant"], sort=False)[measures].median()
 
 # %% [markdown]
 # Pictures are matplotlib figures, to be restyled as you like.
 
 # %%
-figure = figures.attainable_over_depth(report)
+figure = figures.keys_over_depth(report)
 figure.suptitle("attention that a key can receive", fontsize=11)
 figure
 
@@ -75,10 +74,9 @@ tokens = report.tokens()
 tokens[tokens["place"] == "elsewhere"].head(8)
 
 # %% [markdown]
-# ## Attention, with every key marked
+# ## Attention, intact and with scaling frozen
 #
-# circuitsvis draws the pattern; keys are marked selectable, hard to select or unselectable. Point at one to read its
-# margin and the most attention a query could give it.
+# circuitsvis draws the patterns of one head; choose another in the map.
 
 # %%
 report.attention(layer=1)
@@ -121,4 +119,4 @@ both = ln_probe.compare([report, other])
 both.summary.T
 
 # %%
-both.heads["unselectable_fraction"].groupby("variant", sort=False).median()
+both.heads["unselectable"].groupby("variant", sort=False).median()

@@ -11,8 +11,8 @@ z_h W_O_h, with `z` the heads' outputs before the output map.
     blocks.0.ln2   reads  embed + norm(blocks.0.ln1_post)                           (a norm of attention's output)
     blocks.0.ln2   reads  norm(blocks.0.ln1) + blocks.0.mlp                         (post-norm blocks)
 
-At each place the stream is the one at an earlier place plus recent writes, by least squares over a few tokens; a sum
-that does not close to rounding is rejected. Factors (scaled embeddings, scaled residual branches) are fitted with it.
+At each place the stream is the one at an earlier place plus what was written since, perhaps times one factor (scaled
+embeddings, scaled residual branches); a sum that does not close to rounding is rejected.
 
 `Split` divides any linear reading f · x of the stream among its parts. Parts are never built as vectors: f is pulled
 back through what they passed (a norm at its own sigma, a head's W_O), which costs d_head numbers per head, not d_model.
@@ -23,11 +23,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
-from einops import einsum, rearrange, reduce
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -50,6 +49,17 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
+END = "the end of the stream"
+TOKENS = 8  # of the short pass
+# Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
+# summand that is missing left 1e-2 to 3e-1 (a writer that is not known, BERT's head).
+CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
+HALF_ROUNDINGS = 4  # 16-bit formats round the stream at every write; the errors of deep models partly cancel
+_STARTS = 4  # earlier places and norms that a stream can be continued from
+
+
+class SplitError(ValueError):
+    """What a norm reads is not the sum of the parts that are known (names the place and how much is missing)."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +97,8 @@ class Part:
     index: int = -1
 
 
-def head_part(layer: int, head: int) -> Part:
-    """The part that one attention head is."""
-    return Part(f"L{layer}H{head}", "head", layer, head)
-
-
-def whole_part(source: Source) -> Part:
-    """The part that an MLP or an embedding is, without its bias."""
-    kind = {"mlp": "mlp", "pos_embed": "position"}.get(source.kind, "embedding")
-    return Part(source.kind if source.layer < 0 else f"L{source.layer} mlp", kind, source.layer)
-
-
-def bias_part(source: Source) -> Part:
-    """The part that the output bias of an attention layer or an MLP is."""
-    return Part(f"L{source.layer} {'b_O' if source.kind == 'attn' else 'b_out'}", "bias", source.layer)
-
-
 def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
-    """Every source but norms, with the module whose output shows it (an attention layer's is `z`)."""
+    """Yield every source but norms, with the module whose output shows it (an attention layer's is `z`)."""
     for name in EMBEDDINGS:
         # A bridge's `hook_embed` stands behind a norm of the embeddings (BLOOM), `embed.hook_out` before it; where the
         # embeddings are scaled (Granite), 4.3 calls that for hooks of TransformerLens only: there the module is asked.
@@ -125,77 +119,55 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
 
 
 def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]] | None:
-    """Where an MLP's neurons show what they give, and what each writes per unit; None where there is no such place."""
+    """Return where an MLP's neurons show what they give, and what each writes per unit; None without such a place."""
     mlp = child_of(blocks(model)[layer], "mlp")
     point, out = child_of(mlp, "hook_post"), weight_of(mlp, "W_out")
     return None if point is None or out is None or out.ndim != 2 else (point, out)
 
 
 class Writers:
-    """The weights with which a model's sources write; read once, each in the precision it is used in."""
+    """The weights with which a model's sources write, each in the precision it is used in."""
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
         self.d_model = int(model.cfg.d_model)
 
     def heads(self, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"]:
-        """W_O of a layer, in the precision of `like`.
+        """Return W_O of a layer.
 
         Raises:
             SplitError: the layer shows none.
         """
         W_O = weight_of(child_of(blocks(self.model)[layer], "attn"), "W_O")
         if W_O is None or W_O.ndim != 3:
-            raise SplitError(
-                f"blocks.{layer}.attn shows no W_O [head d_head d_model], so its heads cannot be separated"
-            )
+            raise SplitError(f"blocks.{layer}.attn shows no W_O [head d_head d_model]: its heads cannot be separated")
         return W_O.to(like)
 
     def bias(self, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
-        """b_O of an attention layer, b_out of an MLP; None where there is none (some worlds show zeros then)."""
+        """Return b_O of an attention layer, b_out of an MLP; None where there is none (or zeros)."""
         name = {"attn": "b_O", "mlp": "b_out"}.get(source.kind)
         bias = None if name is None else weight_of(child_of(blocks(self.model)[source.layer], source.kind), name)
         if bias is None or bias.numel() != self.d_model or not bool(bias.any()):
             return None
         return bias.to(like).reshape(-1)
 
-    def split(
-        self, layer: int, z: Float[Tensor, "*row wide"], W_O: Float[Tensor, "head d_head d_model"] | None = None
-    ) -> Float[Tensor, "*row head d_head"]:
-        """z by head, whichever way the world keeps it; `W_O`: of the layer, where it is at hand."""
-        n_heads = len(self.heads(layer, z[:0]) if W_O is None else W_O)
-        by_head: Tensor = rearrange(z, "... (head d_head) -> ... head d_head", head=n_heads)
-        return by_head
-
-    def written(self, source: Source, seen: Float[Tensor, "row wide"]) -> Float[Tensor, "row d_model"]:
-        """What a source wrote, from what its module showed."""
+    def written(self, source: Source, shown: Float[Tensor, "row wide"]) -> Float[Tensor, "row d_model"]:
+        """Return what a source wrote, from what its module showed."""
         if source.kind != "attn":
-            return seen
-        W_O = self.heads(source.layer, seen)
-        out: Tensor = torch.einsum("rhk,hkd->rd", self.split(source.layer, seen, W_O), W_O)
-        bias = self.bias(source, seen)
+            return shown
+        W_O = self.heads(source.layer, shown)
+        out = torch.einsum("rhk,hkd->rd", shown.unflatten(-1, (len(W_O), -1)), W_O)
+        bias = self.bias(source, shown)
         return out if bias is None else out + bias
 
 
-class SplitError(ValueError):
-    """What a norm reads is not the sum of the parts that are known (names the place and how much is missing)."""
-
-
-TOKENS = 8  # of the short pass: with d_model 8 still 64 equations for some ten unknowns
-# Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
-# summand that is missing left 1e-2 to 3e-1 (a writer that is not known, BERT's head).
-CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
-HALF_ROUNDINGS = 4  # 16-bit formats round the stream at every write; the errors of deep models partly cancel
-_SNAP = 1e-4  # a fitted factor this near to 0 or 1 is 0 or 1 …
-_SNAP_HALF = 2e-2  # … and in 16-bit formats, whose rounding is fitted as well
-_PLACES = 4  # earlier places that a stream can be continued from
+# ---------------------------------------------------------------------------------------- of what the stream is a sum
 
 Expression = Mapping[Source, float]
-END = "the end of the stream"
 
 
 def closes_below(dtype: torch.dtype) -> float:
-    """Relative remainder of a sum that rounding in this format explains."""
+    """Return the relative remainder of a sum that rounding in this format explains."""
     return CLOSES.get(dtype, HALF_ROUNDINGS * torch.finfo(dtype).eps)
 
 
@@ -219,7 +191,7 @@ class Wiring:
     single: frozenset[str] = frozenset()
 
     def at(self, place: str) -> Expression:
-        """The sources of what is read there.
+        """Return the sources of what is read at a place.
 
         Raises:
             SplitError: they are not known.
@@ -231,22 +203,24 @@ class Wiring:
         return self.reads[place]
 
     def bound(self, place: str, dtype: torch.dtype) -> float:
-        """Relative error that rounding explains of what is read at `place` and of the norm there."""
+        """Return the relative error that rounding explains of what is read at `place` and of the norm there."""
         passed = {place, *self.norms_within(place)}
         return closes_below(torch.float32 if dtype == torch.float64 and passed & self.single else dtype)
 
     def norms_within(self, place: str) -> list[str]:
-        """The norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
+        """Return the norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
         names = [source.norm for source in self.at(place) if source.kind == "norm"]
         return list(dict.fromkeys(n for name in names for n in (*self.norms_within(name), name)))
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _State:
+    """The stream at one place of the pass; `writes` and `norms` count those before it."""
+
     name: str
-    expression: dict[Source, float]
+    expression: Expression
     value: Tensor
-    writes: int = 0  # before it
+    writes: int = 0
     norms: int = 0
 
 
@@ -255,23 +229,25 @@ class _Search:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.limit = closes_below(dtype)
-        self.snap = _SNAP if dtype in CLOSES else _SNAP_HALF
-        self.oldest = -1  # the first layer whose writes are fitted
         self.writes: list[tuple[Source, Tensor]] = []
         self.norms: list[tuple[Source, Tensor]] = []
-        self.places: list[_Place] = []
+        self.places: list[_State] = []
+        self.after_norms: list[_State] = []  # the stream where a norm's output takes its place
         self.open: dict[str, str] = {}
 
-    def see(self, name: str, value: Tensor) -> dict[Source, float] | None:
-        """The sources of what is read at a place; None if the sum does not close (`open` says why)."""
-        # The places that the stream can be continued from, the last one first.
-        starts = (*self.places[: -_PLACES - 1 : -1], _Place("nothing", {}, torch.zeros_like(value)))
-        writes, norms = ([(s, v) for s, v in made if s.layer >= self.oldest] for made in (self.writes, self.norms))
-        fits = (self._fit(start, known, value) for known in (writes, writes + norms) for start in starts)
+    def add_norm(self, norm: Norm, output: Tensor) -> None:
+        """Note what a norm puts out."""
+        source = Source("norm", norm.layer, norm.name)
+        self.norms.append((source, output))
+        self.after_norms.append(_State(norm.name, {source: 1.0}, output, len(self.writes), len(self.norms)))
+
+    def see(self, name: str, value: Tensor) -> Expression | None:
+        """Return the sources of what is read at a place; None if the sum does not close (`open` says why)."""
         best = 1.0
-        for expression, left in chain([self._plain(starts, value)], fits):
+        for scaled in (False, True):
+            left, expression = min(self._candidates(value, scaled=scaled), key=lambda candidate: candidate[0])
             if left <= self.limit:
-                self.places.append(_Place(name, expression, value, len(self.writes), len(self.norms)))
+                self.places.append(_State(name, expression, value, len(self.writes), len(self.norms)))
                 return expression
             best = min(best, left)
         since = self.places[-1].name if self.places else "the embeddings"
@@ -282,51 +258,36 @@ class _Search:
         )
         return None
 
-    def _plain(self, starts: Sequence[_Place], value: Tensor) -> tuple[dict[Source, float], float]:
-        """The stream at an earlier place plus all that was written since, or plus what norms put out: what nearly every
-        model does, with factors of 1 that no rounding can bend. The nearest, and its relative remainder."""
-        best, found = 1.0, dict[Source, float]()
-        for start in starts:
-            since, normed = self.writes[start.writes :], self.norms[start.norms :]
-            for added in (since, normed[-1:], normed):
-                if not added and not start.expression:
-                    continue
-                made = start.value + sum((v for _, v in added), torch.zeros_like(value))
-                largest = max(float(t.abs().max()) for t in (start.value, value, *(v for _, v in added)))
-                left = float((value - made).abs().max()) / max(largest, 1e-300)
-                if left <= best:
-                    best, found = left, dict(start.expression)
-                    for source, _ in added:
-                        found[source] = found.get(source, 0.0) + 1.0
-        return found, best
+    def _candidates(self, value: Tensor, *, scaled: bool) -> Iterator[tuple[float, Expression]]:
+        """Yield sums that may be the stream, each with its remainder relative to the largest summand.
 
-    def _fit(
-        self, start: _Place, known: Sequence[tuple[Source, Tensor]], value: Tensor
-    ) -> tuple[dict[Source, float], float]:
-        """`value` as `start` plus a combination of known writes; and the relative remainder."""
-        rest = (value - start.value).flatten()
-        found: dict[Source, float] = dict(start.expression)
-        largest = max(float(start.value.abs().max()), float(value.abs().max()), 1e-300)
-        if known:
-            columns = torch.stack([v.flatten() for _, v in known], dim=1)
-            size = columns.norm(dim=0).clamp_min(1e-300)
-            # (the pivoted solver, which GPUs lack: a column of zeros, or one twice, gets the factor 0, not an error)
-            scaled, target = (columns / size).cpu(), rest[:, None].cpu()
-            factors = torch.linalg.lstsq(scaled, target, driver="gelsd").solution[:, 0].to(size) / size
-            factors = torch.where(size > 1e-290, factors, torch.zeros_like(factors))
-            near = factors.round().clamp(-1, 1)
-            factors = torch.where((factors - near).abs() < self.snap, near, factors)
-            for (source, _), factor in zip(known, factors.tolist(), strict=True):
-                found[source] = found.get(source, 0.0) + factor
-            rest = rest - columns @ factors
-            largest = max(largest, float((columns * factors).abs().max()))
-        return {s: f for s, f in found.items() if abs(f) > self.snap}, float(rest.abs().max()) / largest
+        Args:
+            scaled: whether what was written since the start may have a factor other than 1.
+        """
+        nothing = _State("nothing", {}, torch.zeros_like(value))
+        for start in (*self.places[: -_STARTS - 1 : -1], *self.after_norms[: -_STARTS - 1 : -1], nothing):
+            writes, norms = self.writes[start.writes :], self.norms[start.norms :]
+            for added in ([], writes, norms, writes[-1:], norms[-1:]):
+                total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
+                factor = 1.0
+                if scaled:
+                    square = float((total * total).sum())
+                    factor = float(((value - start.value) * total).sum()) / max(square, 1e-300)
+                largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
+                left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
+                expression = dict(start.expression)
+                for source, _ in added:
+                    expression[source] = expression.get(source, 0.0) + factor
+                yield left, expression
 
 
 def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int] = ()) -> Wiring:
-    """Of what every norm's input is a sum; costs one forward pass over eight tokens.
+    """Return of what every norm's input is a sum; costs one forward pass over eight tokens.
 
-    `bare`: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
+    Args:
+        model: any hooked model.
+        norms: its norms.
+        bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
     writers, tokens, dtype = Writers(model), probe_tokens(model, TOKENS), dtype_of(model)
     search = _Search(dtype)
@@ -334,7 +295,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
     single: set[str] = set()
     done: set[object] = set()  # (HookedTransformer calls a norm for queries, keys and values: the first call counts)
 
-    def seen(value: Any) -> Float[Tensor, "row wide"]:
+    def rows(value: Any) -> Float[Tensor, "row wide"]:
         return flat(value, len(tokens)).double()
 
     def on_write(source: Source, _m: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
@@ -342,7 +303,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
             return
         done.add(source)
         try:
-            written = writers.written(source, seen(output))
+            written = writers.written(source, rows(output))
         except (SplitError, RuntimeError):  # a layer without W_O: the places that read it stay open
             return
         if written.shape[-1] == writers.d_model:
@@ -352,29 +313,26 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
         if norm in done:
             return
         done.add(norm)
-        x, y = (seen(value)[:, : norm.d] for value in (tensors_in(args, kwargs)[0], output))  # (of the first head)
+        x, y = (rows(value)[:, : norm.d] for value in (tensors_in(args, kwargs)[0], output))  # (of the first head)
         if (expression := search.see(norm.name, x)) is not None:
             reads[norm.name] = expression
-        search.norms.append((Source("norm", norm.layer, norm.name), y))
+        search.add_norm(norm, y)
         off = float((norm.affine(norm.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
         if dtype == torch.float64 and off > CLOSES[dtype]:
             single.add(norm.name)
             search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
 
     def on_block(layer: int, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        if search.places:  # from here on only what the last two blocks wrote is fitted
-            search.oldest = layer - 1
-        expression = search.see(f"blocks.{layer}", seen(tensors_in(args, kwargs)[0]))
+        expression = search.see(f"blocks.{layer}", rows(tensors_in(args, kwargs)[0]))
         if expression is not None and layer in bare:
             reads[f"blocks.{layer}"] = expression
 
     def on_end(_m: nn.Module, args: Any, kwargs: Any) -> None:
-        x = seen(tensors_in(args, kwargs)[0])
+        x = rows(tensors_in(args, kwargs)[0])
         if x.shape[-1] != writers.d_model:
             search.open[END] = (
                 f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {writers.d_model}: a map "
-                "that ln_probe does not know comes between them, so what is written to the stream is no part of a "
-                "logit. Attention scores and layers before it can be attributed"
+                "that ln_probe does not know comes between them. Attribute attention scores or layers before it"
             )
         elif (expression := search.see(END, x)) is not None:
             reads[END] = expression
@@ -387,6 +345,14 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
     with evaluating(model), unedited(model), hooks_on(after, before):
         run(model, tokens[None], return_type="logits")
     return Wiring(writers, norms, reads, search.open, frozenset(single))
+
+
+def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
+    """Return the norms of the residual stream: those of queries and keys stand inside attention."""
+    return [n for n in norms if n.reads not in ("query", "key")]
+
+
+# ---------------------------------------------------------------------------------------- readings of the stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,26 +377,21 @@ class Record:
 
 
 def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
-    """Whether the same is read at every row (`f` is one row, expanded): then weights are pulled back once."""
+    """Return whether the same is read at every row (`f` is one row, expanded): then weights are pulled back once."""
     return len(f) > 1 and f.stride(0) == 0
 
 
 def once(f: Float[Tensor, "row reading d"]) -> Float[Tensor, "some reading d"]:
-    """`f` without repeated rows."""
+    """Return `f` without repeated rows."""
     return f[:1] if is_shared(f) else f
 
 
 def dot(x: Float[Tensor, "*row d"], f: Float[Tensor, "row reading d"]) -> Float[Tensor, "row reading"]:
-    """x · f at every row; `x` has a row for each, or is the same everywhere."""
+    """Return x · f at every row; `x` has a row for each, or is the same everywhere."""
     if x.ndim == 1:
         return (once(f) @ x).expand(len(f), -1)
     product: Tensor = x @ f[0].T if is_shared(f) else einsum(x, f, "row d, row reading d -> row reading")
     return product
-
-
-def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
-    """The norms of the residual stream: those of queries and keys stand inside attention."""
-    return [n for n in norms if n.reads not in ("query", "key")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -442,11 +403,11 @@ class Split:
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
     def of(self, record: Record) -> Split:
-        """The same parts of another record of the prompt."""
+        """Return the same parts of another record of the prompt."""
         return Split(self.wiring, record, self._weights)
 
     def rows(self, chosen: Sequence[int]) -> Split:
-        """The same at some of the recorded positions."""
+        """Return the same at some of the recorded positions."""
         at, every = list(chosen), self.record
         few: dict[str, Any] = {
             name: {key: value[at] for key, value in getattr(every, name).items()}
@@ -456,35 +417,32 @@ class Split:
         return self.of(replace(every, **few, logits=logits))
 
     def norm(self, name: str) -> Norm:
-        """A norm by its name."""
+        """Return a norm by its name."""
         return next(n for n in self.wiring.norms if n.name == name)
 
     def input(self, place: str) -> Float[Tensor, "row d_model"]:
-        """The vectors that are read there."""
+        """Return the vectors that are read at a place."""
         return self.record.inputs[place].double()
 
     def sigma(self, place: str) -> Float[Tensor, "row 1"]:
-        """What the norm there divides by, on what it read."""
+        """Return what the norm at a place divides by, on what it read."""
         return self.norm(place).sigma(self.input(place))
 
-    def check(self, place: str, known: dict[Source, Tensor] | None = None) -> float:
-        """How much of what is read there is left over when all parts are taken off, relative to the largest summand.
-
-        Args:
-            known: what sources wrote at these positions, where more than one place is checked; it is added to.
+    def check(self, place: str) -> float:
+        """Return how much of what is read at a place no part explains, relative to the largest summand.
 
         Raises:
             SplitError: more than rounding explains; names the place, and the norm in the stream before it if the sum
                 is wrong there already.
         """
-        worst, known = 0.0, {} if known is None else known
+        worst, written = 0.0, dict[Source, Tensor]()
         for at in (*self.wiring.norms_within(place), place):
             whole, size = torch.zeros(2, *self.input(at).shape, dtype=torch.float64)
             for source, factor in self.wiring.at(at).items():
-                if source not in known:
-                    known[source] = self._value(source)
-                whole.add_(known[source], alpha=factor)
-                size.add_(known[source].abs(), alpha=abs(factor))
+                if source not in written:
+                    written[source] = self._written(source)
+                whole.add_(written[source], alpha=factor)
+                size.add_(written[source].abs(), alpha=abs(factor))
             left = float((whole - self.input(at)).abs().max()) / max(float(size.max()), 1e-300)
             limit = self.wiring.bound(at, self.record.dtype)
             if not left <= limit:
@@ -496,14 +454,14 @@ class Split:
             worst = max(worst, left)
         return worst
 
-    def _value(self, source: Source) -> Float[Tensor, "row d_model"]:
+    def _written(self, source: Source) -> Float[Tensor, "row d_model"]:
         if source.kind != "norm":
             return self.wiring.writers.written(source, self.record.seen[source].double())
         norm, x = self.norm(source.norm), self.input(source.norm)
         return norm.affine(norm.project(x) / self.sigma(source.norm))
 
     def read(self, place: str, f: Float[Tensor, "row reading d_model"]) -> dict[Part, Float[Tensor, "row reading"]]:
-        """f · x_p for every part p of what is read at `place`; they add up to f · x.
+        """Return f · x_p for every part p of what is read at `place`; they add up to f · x.
 
         Args:
             place: a norm's name, or END.
@@ -511,7 +469,7 @@ class Split:
         """
         values: dict[Part, Tensor] = {}
         for source, factor in self.wiring.at(place).items():
-            scaled = f if factor == 1.0 else (factor * f[:1]).expand_as(f) if is_shared(f) else factor * f
+            scaled = f if factor == 1.0 else (factor * once(f)).expand_as(f)
             for part, value in self._read(source, scaled).items():
                 values[part] = values[part] + value if part in values else value
         return values
@@ -523,45 +481,43 @@ class Split:
             if norm.bias is not None:
                 values[Part(f"{norm.name} bias", "norm bias", norm.layer)] = dot(bias_of(norm), f)
             return values
-        seen = self.record.seen[source].double()
+        shown, layer = self.record.seen[source].double(), source.layer
+        bias = self.wiring.writers.bias(source, shown)
+        values = {} if bias is None else {Part(f"L{layer} {_BIASES[source.kind]}", "bias", layer): dot(bias, f)}
         if source.kind == "attn":
-            return self._heads(source, seen, f)
+            return self._heads(layer, shown, f) | values
         if source.kind == "mlp":
-            return self._mlp(source, seen, f)
-        return {whole_part(source): dot(seen, f)}
+            return self._mlp(layer, shown if bias is None else shown - bias, f) | values
+        kind = "position" if source.kind == "pos_embed" else "embedding"
+        return {Part(source.kind, kind): dot(shown, f)}
 
-    def _of_heads(self, layer: int, z: Tensor) -> Float[Tensor, "head d_head d_model"]:
+    def _heads(self, layer: int, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
         if layer not in self._weights:
             self._weights[layer] = self.wiring.writers.heads(layer, z)
-        return self._weights[layer]
-
-    def _heads(self, source: Source, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
-        layer, weights = source.layer, self._of_heads(source.layer, z)
+        weights = self._weights[layer]
         pulled = einsum(once(f), weights, "row reading d, head k d -> head row reading k")
-        by_head = self.wiring.writers.split(layer, z, weights)
+        by_head = rearrange(z, "row (head k) -> row head k", head=len(weights))
         if is_shared(f):
             values = einsum(by_head, pulled[:, 0], "row head k, head reading k -> head row reading")
         else:
             values = einsum(by_head, pulled, "row head k, head row reading k -> head row reading")
-        found = {head_part(layer, h): v for h, v in enumerate(values)}
-        if (bias := self.wiring.writers.bias(source, z)) is not None:
-            found[bias_part(source)] = dot(bias, f)
-        return found
+        return {Part(f"L{layer}H{h}", "head", layer, h): v for h, v in enumerate(values)}
 
-    def _mlp(self, source: Source, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
-        layer, bias = source.layer, self.wiring.writers.bias(source, out)
-        of_bias = {} if bias is None else {bias_part(source): dot(bias, f)}
-        whole = dot(out if bias is None else out - bias, f)
+    def _mlp(self, layer: int, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
+        whole = dot(out, f)
         if layer not in self.record.neurons:
-            return {whole_part(source): whole, **of_bias}
+            return {Part(f"L{layer} mlp", "mlp", layer): whole}
         _, W_out = neurons_of(self.wiring.writers.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
         pulled = einsum(f, W_out.cpu().double(), "row reading d, neuron d -> neuron row reading")
         active = self.record.neurons[layer].double()
         values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
-        missing = float((whole - reduce(values, "neuron row reading -> row reading", "sum")).abs().max())
+        missing = float((whole - values.sum(0)).abs().max())
         if missing > closes_below(self.record.dtype) * float(values.abs().sum(0).max().clamp_min(1e-300)):
             raise SplitError(
                 f"the neurons of layer {layer} do not add up to what its MLP writes ({missing:.1e} is left over): ask "
                 "for whole MLPs"
             )
-        return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)} | of_bias
+        return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)}
+
+
+_BIASES = {"attn": "b_O", "mlp": "b_out"}

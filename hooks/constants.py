@@ -18,29 +18,23 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Timer
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float64, Int
-from rich.console import Console
 from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, context_length, device_of, evaluating, vocabulary_size
+from ln_probe.hooks.model import HookedModel, device_of, evaluating, unedited, vocabulary_size
 from ln_probe.hooks.norm import VARIANTS, Norm
 from ln_probe.hooks.norm_edits import NormEdit, installed
-from ln_probe.hooks.norms import structure_of
-from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.norms import Structure
 from ln_probe.hooks.stream import stream
-from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
 
-Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 SCALES = FROZEN, UNIFORM, OPTIMAL = "frozen", "uniform", "optimal"
-_SOON = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -121,103 +115,23 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
     return means
 
 
-def default_means(model: HookedModel, norms: Sequence[Norm]) -> Mapping[str, Constant]:
+def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> Mapping[str, Constant]:
     """Return the mean sigmas of norms over the model's default prompts.
 
     They are measured again where the modules, a parameter (its place, or the count of in-place edits that PyTorch
     keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: pass `tokens` then.
     """
-    structure = structure_of(model)
-    weights = [(p.data_ptr(), -1 if p.is_inference() else p._version) for _, p in model.named_parameters()]
+    parameters = [p for m in structure.modules if m is not None for p in m._parameters.values() if p is not None]
+    weights = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
     origin = tokenizer_of(model), bundled_prompts(model), weights
     if structure.constants is None or structure.constants[0] != origin:
-        structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
+        with unedited(model):
+            structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
     known: Mapping[str, Constant] = structure.constants[1]
     return known
 
 
-@contextmanager
-def announced(text: str) -> Iterator[None]:
-    """Print a line on a terminal or in a notebook if what happens meanwhile takes longer than half a second."""
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    if not (console.is_terminal or console.is_jupyter):
-        yield
-        return
-    timer = Timer(_SOON, console.print, [f"ln_probe: {text}"])
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 # ---------------------------------------------------------------------------------------- arguments
-
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
-    """Return calibration tokens as one tensor per prompt: from a tensor [batch pos], or a list of rows.
-
-    Raises:
-        ValueError: not whole numbers, empty, outside the vocabulary, or longer than the context.
-        TypeError: neither a tensor nor a list of rows.
-    """
-    rows = token_rows(tokens)
-    if max(map(len, rows)) < 2:
-        raise ValueError("tokens hold no position besides 0: give at least two positions")
-    for row in rows:
-        check_ids(model, row)
-    return rows
-
-
-def check_ids(model: HookedModel, row: Int[Tensor, " pos"]) -> None:
-    """Raise ValueError if a prompt is longer than the model's context or holds an id outside its vocabulary."""
-    size, limit = vocabulary_size(model), context_length(model)
-    if len(row) > limit:
-        raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompt")
-    if len(wrong := row[(row < 0) | (row >= size)]):
-        raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
-
-
-def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
-    """Return token ids as one tensor per prompt, from a tensor [batch pos] or a list of rows of different lengths.
-
-    Raises:
-        ValueError: something else than whole numbers, other axes, or an empty row.
-        TypeError: neither a tensor nor a list of rows.
-    """
-    if not isinstance(tokens, Tensor | list | tuple):
-        raise TypeError(f"tokens must be a tensor of ids [batch pos] or a list of rows, got {type(tokens).__name__}")
-    rows: list[Tensor] = []
-    if isinstance(tokens, Tensor):
-        rows = list(tokens) if tokens.ndim == 2 else []
-        shape = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
-    else:
-        shape = f"a list of {len(tokens)}"
-        try:
-            rows = [row if isinstance(row, Tensor) else torch.tensor(row) for row in tokens]
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            shape = "a list that is no list of rows of ids"
-        if rows and all(row.ndim == 0 for row in rows):
-            shape = f"one row of {len(rows)}: write [[…]]"
-    if not rows or not all(r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in rows):
-        raise ValueError(f"tokens must be whole numbers [batch pos] or a list of rows, none empty, got {shape}")
-    return [row.long() for row in rows]
-
-
-def token_batch(model: HookedModel, tokens: object) -> Int[Tensor, "batch pos"]:
-    """Return token ids that run together: from [pos], [batch pos], or a list of rows of one length.
-
-    Raises:
-        TypeError, ValueError: as `token_rows` and `check_ids`; rows of different lengths.
-    """
-    rows = token_rows(tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens)
-    if len(lengths := {len(row) for row in rows}) > 1:
-        raise ValueError(f"tokens must be rows of one length, got lengths {sorted(lengths)}")
-    for row in rows:
-        check_ids(model, row)
-    return torch.stack(rows)
 
 
 def divisors_of(

@@ -35,17 +35,12 @@ from ln_probe.hooks.constants import (
     OPTIMAL,
     SCALES,
     Constant,
-    Rows,
-    announced,
-    check_tokens,
     default_means,
     divisors_of,
     fit,
     mean_sigmas,
     some,
-    token_batch,
 )
-from ln_probe.hooks.heads import HeadEdit, Readers
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
@@ -57,7 +52,6 @@ from ln_probe.hooks.model import (
     head_count,
     hooks_on,
     is_hugging_face,
-    modules_of,
     n_layers,
     original_module,
     queries_per_key,
@@ -69,17 +63,19 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import VARIANT_WITHOUT, VARIANTS, Norm
 from ln_probe.hooks.norm_edits import (
     Edit,
+    HeadEdit,
     Held,
     InterventionError,
     NormEdit,
     OutputEdit,
+    Readers,
     installed,
     prove,
     sigma_per_token,
 )
-from ln_probe.hooks.norms import norms_of
+from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.stream import ActivationError
-from ln_probe.hooks.text import default_tokens
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, token_batch
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -99,11 +95,7 @@ class Intervention(OneLine):
         variant: "no_scaling", "no_projection" or "both_removed".
         sites: names of the norms that are edited.
         divisors: the constants at position 0 and elsewhere, by norm; empty where scaling stays.
-        matched: whether those divisors are the norms' own sigmas (False for a number the user gave: then a change of
-            the loss mixes the loss of scaling with a change of size).
         no_ops: norms at which the edit changes nothing, because they do not have the term, and why.
-        only: the part of attention that sees the edited norm ("queries", "keys" or "values"); None: everything does.
-        heads: the (layer, head) that alone see the edited norms; None: everything that reads them.
 
     Example:
         >>> with ln_probe.hooks.without(model, "projection", sites="all") as edit:
@@ -113,10 +105,7 @@ class Intervention(OneLine):
     variant: str
     sites: tuple[str, ...]
     divisors: Mapping[str, Constant]
-    matched: bool
     no_ops: Mapping[str, str]
-    only: str | None
-    heads: tuple[tuple[int, int], ...] | None = None
 
 
 @contextmanager
@@ -147,8 +136,8 @@ def without(
             "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
             together; a bundled model brings them for "attention" and "all", otherwise they are fitted on entering,
             which takes minutes (pass `divisors` of what this yields to use them again). A mapping from names of norms:
-            constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (`matched`
-            is then False).
+            constants measured before, such as `report.constants.of(i)`. A number: that number everywhere (a change of
+            the loss then mixes the loss of scaling with a change of size).
         tokens: tokens that the first three are measured or fitted on, [batch pos], or a list of rows of their own
             lengths. None: the prompts that `analyze` measures by default.
         only: "queries", "keys" or "values": edit what that projection of attention reads, and leave the others.
@@ -178,50 +167,66 @@ def without(
     """
     if isinstance(scale, str) and scale == OPTIMAL and (only is not None or heads is not None):
         raise InterventionError('scale="optimal" is fitted for all readers of a norm: leave out only and heads')
-    hooked, variant, norms, chosen = _chosen(model, what, sites)
-    readers = readers_of(hooked, norms, sites, only, heads)
-    if readers is not None:
-        chosen = choose(norms, list(readers.heads))
-    target, originals = _targets(model, hooked, chosen)
-    if readers is not None and target is not hooked:
+    choice = _choice(model, what, sites, only, heads)
+    target, originals = _targets(model, choice.model, choice.norms)
+    if choice.readers is not None and target is not choice.model:
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
     _refuse_twice(originals)
-    terms = [norm for norm in chosen if VARIANTS[variant].effect(norm)]
-    make = None if readers is None else partial(HeadEdit, readers)
-    prove(hooked, terms, make=make, kind=None if readers is None else readers.kind)
-    slow = isinstance(scale, str) and scale == OPTIMAL
-    with announced("fitting loss-optimal constants: minutes" if slow else "measuring the constants of norms"):
-        divisors = _divisors(hooked, norms, chosen, variant, scale, tokens)
-    no_ops = {n.name: reason for n in chosen if (reason := no_op(n, variant))}
-    _warn(hooked, what, chosen, no_ops)
-    edits: list[Edit] = [
-        _edit(NormEdit.of(norm, variant, _pair(divisors.get(norm.name)), f"without {what!r}"), own, make)
-        for norm, own in zip(chosen, originals, strict=True)
-        if norm in terms
-    ]
-    pairs = None if heads is None else tuple((int(layer), int(head)) for layer, head in heads)
-    matched = not divisors or isinstance(scale, str | Mapping)
+    constants = _constants(choice, scale, tokens)
+    no_ops = {n.name: reason for n in choice.norms if (reason := no_op(n, choice.variant))}
+    _warn(what, choice, no_ops)
+    edits, pairs = list[Edit](), {name: constant.pair for name, constant in constants.items()}
+    for norm, own in zip(choice.norms, originals, strict=True):
+        edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name), f"without {what!r}")
+        if norm.name not in no_ops:
+            edits.append(_at_output(edit, own) if choice.readers is None else HeadEdit(choice.readers, norm, edit))
     with installed(target, edits):
-        yield Intervention(variant, tuple(n.name for n in chosen), divisors, matched, no_ops, only, pairs)
+        yield Intervention(choice.variant, tuple(n.name for n in choice.norms), constants, no_ops)
 
 
-def _chosen(model: object, what: object, sites: str | Sequence[str]) -> tuple[HookedModel, str, list[Norm], list[Norm]]:
-    """Return the hooked model, the variant's name, all norms and those that are edited."""
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """The norms of a hooked model that are edited.
+
+    Attributes:
+        every: the model's norms.
+        norms: those that are edited.
+        readers: who alone sees the edit; None: everything that reads them.
+    """
+
+    model: HookedModel
+    structure: Structure
+    variant: str
+    every: list[Norm]
+    norms: list[Norm]
+    readers: Readers | None
+
+
+def _choice(
+    model: object,
+    what: object,
+    sites: str | Sequence[str],
+    only: str | None = None,
+    heads: Sequence[tuple[int, int]] | None = None,
+) -> _Choice:
+    """Return what the arguments of `without` say.
+
+    Raises:
+        TypeError, InterventionError, LostEditError: as `without`.
+    """
     if not isinstance(what, str) or what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
-    hooked = check_model(model)
-    norms = norms_of(hooked)
-    return hooked, VARIANT_WITHOUT[what], norms, choose(norms, sites)
+    hooked, variant = check_model(model), VARIANT_WITHOUT[what]
+    structure = structure_of(hooked)
+    every = norms_of(hooked, structure)
+    readers = readers_of(hooked, every, sites, only, heads)
+    norms = choose(every, sites if readers is None else list(readers.heads))
+    prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure, readers)
+    return _Choice(hooked, structure, variant, every, norms, readers)
 
 
-def _pair(constant: Constant | None) -> Tensor | None:
-    return None if constant is None else constant.pair
-
-
-def _edit(edit: NormEdit | Held, own: Norm, make: Callable[[Any], Edit] | None = None) -> Edit:
-    """Return an edit as it is installed: for some readers, or (a norm without hook points) at the norm's output."""
-    if make is not None:
-        return make(edit)
+def _at_output(edit: NormEdit | Held, own: Norm) -> Edit:
+    """Return an edit as it is installed: of a norm without hook points (`own` is another module) at its output."""
     return edit if own is edit.norm else OutputEdit(own, edit)
 
 
@@ -285,69 +290,54 @@ def _refuse_twice(norms: Sequence[Norm], *, holds: bool = False) -> None:
             raise InterventionError(f"{norm.name} is already under {active[0].label}: leave that `with` block first")
 
 
-def _divisors(
-    model: HookedModel,
-    norms: Sequence[Norm],
-    chosen: Sequence[Norm],
-    variant: str,
-    scale: str | float | Tensor | Mapping[str, object],
-    tokens: Rows | None,
+def _constants(
+    choice: _Choice, scale: str | float | Tensor | Mapping[str, object], tokens: Rows | None
 ) -> dict[str, Constant]:
     """Return what each of these norms that scales divides by instead of its sigma.
 
     Raises:
         InterventionError: an unknown scale, tokens that are not used, or constants that are missing or not positive.
     """
-    frozen = [n for n in chosen if VARIANTS[variant].takes_scaling(n)]
+    model, variant = choice.model, VARIANTS[choice.variant]
+    frozen = [n for n in choice.norms if variant.takes_scaling(n)]
     given = None if tokens is None else check_tokens(model, tokens)
     if given is not None and not (isinstance(scale, str) and scale in SCALES):
         raise InterventionError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
-    names = [n.name for n in norms]
+    names = [n.name for n in choice.every]
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
 
     def measure() -> Mapping[str, Constant]:
+        if given is None:
+            return default_means(model, choice.every, choice.structure)
         with unedited(model):
-            if given is not None:
-                return mean_sigmas(model, frozen, given)
-            return default_means(model, norms)
+            return mean_sigmas(model, frozen, given)
 
     try:
-        if isinstance(scale, str) and scale == OPTIMAL:
-            return _optimal(model, chosen, frozen, variant, given, measure) if frozen else {}
-        return divisors_of(scale, [n.name for n in frozen], measure)
+        if not (isinstance(scale, str) and scale == OPTIMAL):
+            return divisors_of(scale, [n.name for n in frozen], measure)
+        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
+        own = next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)
+        if not frozen or (own is not None and given is None and choice.variant == VARIANT_WITHOUT["scaling"]):
+            return dict(own or {})
+        with unedited(model):
+            prompts = default_tokens(model) if given is None else given
+            return fit(model, choice.norms, prompts, start=measure(), variant=choice.variant)
     except ActivationError:
         raise
     except ValueError as error:
         raise InterventionError(str(error)) from None
 
 
-def _optimal(
-    model: HookedModel,
-    chosen: Sequence[Norm],
-    frozen: Sequence[Norm],
-    variant: str,
-    given: Sequence[Int[Tensor, " _"]] | None,
-    measure: Callable[[], Mapping[str, Constant]],
-) -> dict[str, Constant]:
-    """Return the loss-optimal constants that the model brings for these norms, or those of a fit."""
-    if given is None and variant == VARIANT_WITHOUT["scaling"]:
-        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
-        if (own := next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)) is not None:
-            return dict(own)
-    prompts = default_tokens(model) if given is None else given
-    with unedited(model):
-        return fit(model, chosen, prompts, start=measure(), variant=variant)
-
-
-def _warn(model: HookedModel, what: str, chosen: Sequence[Norm], no_ops: Mapping[str, str]) -> None:
+def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
     if no_ops:
-        where = "every norm" if len(no_ops) == len(chosen) else some(list(no_ops))
+        where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    if dropout := active_dropout(model):
-        warnings.warn(f"dropout is on (at {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    if any(m.training and getattr(m, "gradient_checkpointing", False) is True for m in modules_of(model)):
+    modules = choice.structure.modules
+    if dropout := active_dropout(modules):
+        warnings.warn(f"dropout is on (in {dropout}), so every pass differs: model.eval()", stacklevel=4)
+    if any(m.training and vars(m).get("gradient_checkpointing") is True for m in modules if m is not None):
         warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
@@ -449,13 +439,11 @@ class _Linearized:
             LostEditError: at some norm the edit does not reach the output; names it.
         """
         hooked = check_model(model)
-        norms = _all_norms(hooked)
-        given = _given(norms, sigma)
-        target, originals = _targets(model, hooked, norms)
+        norms, held, given = _held(hooked, sigma)
+        target, originals = _targets(model, hooked, held)
         _refuse_twice(originals, holds=True)
-        pairs = [(n, own) for n, own in zip(norms, originals, strict=True) if n.scales or n.name in given]
-        prove(hooked, [norm for norm, _ in pairs])
-        with installed(target, [_edit(Held(norm, given.get(norm.name)), own) for norm, own in pairs]):
+        edits = [Held(norm, given.get(norm.name)) for norm in held]
+        with installed(target, [_at_output(edit, own) for edit, own in zip(edits, originals, strict=True)]):
             yield tuple(n.name for n in norms)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
@@ -502,11 +490,7 @@ def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
     """
-    hooked = check_model(model)
-    norms = _all_norms(hooked)
-    given = _given(norms, sigma)
-    held = [norm for norm in norms if norm.scales or norm.name in given]
-    prove(hooked, held)
+    _, held, given = _held(check_model(model), sigma)
 
     def hold(norm: Norm, scale: Tensor, hook: Any) -> Tensor:
         if norm.name not in given:
@@ -538,38 +522,44 @@ def edit_hooks(
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))
     """
-    hooked, variant, norms, chosen = _chosen(model, what, sites)
-    terms = [norm for norm in chosen if VARIANTS[variant].effect(norm)]
-    prove(hooked, terms)
-    divisors = _divisors(hooked, norms, chosen, variant, scale, tokens)
+    choice = _choice(model, what, sites)
+    pairs = {name: constant.pair for name, constant in _constants(choice, scale, tokens).items()}
     hooks: FwdHooks = []
-    for norm in terms:
-        edit = NormEdit.of(norm, variant, _pair(divisors.get(norm.name)))
-        if edit.adds_mean is not None and "hook_in" not in dict(norm.module.named_children()):
+    for norm in (norm for norm in choice.norms if not no_op(norm, choice.variant)):
+        edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name))
+        if edit.adds_mean is not None and "hook_in" not in norm.module._modules:
             raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
         edit.positions.direct = True  # every pass begins at position 0
         hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks()]
     return hooks
 
 
-def _all_norms(model: HookedModel) -> list[Norm]:
-    norms = norms_of(model)
-    if not norms:
+def _all_norms(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
+    if not (norms := norms_of(model, structure)):
         raise InterventionError("the model has no normalization: it is linear there already")
     return norms
 
 
-def _given(norms: Sequence[Norm], sigma: Sigma) -> dict[str, Tensor]:
-    if isinstance(sigma, str) and sigma == OWN:
-        return {}
-    if not isinstance(sigma, Mapping):
-        raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
-    names = [n.name for n in norms]
-    for name, value in sigma.items():
-        if name not in names:
-            raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise InterventionError(f"sigma of {name} must be a tensor with a number per token, got {value!r}")
-        if not bool(((value > 0) & torch.isfinite(value)).all()):
-            raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
-    return {name: value.detach() for name, value in sigma.items()}
+def _held(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dict[str, Tensor]]:
+    """Return the model's norms, those whose sigma is held, and the sigmas of another run by name.
+
+    Raises:
+        InterventionError, LostEditError: as `linearized`.
+    """
+    structure = structure_of(model)
+    norms, given = _all_norms(model, structure), dict[str, Tensor]()
+    if not (isinstance(sigma, str) and sigma == OWN):
+        if not isinstance(sigma, Mapping):
+            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
+        names = [n.name for n in norms]
+        for name, value in sigma.items():
+            if name not in names:
+                raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                raise InterventionError(f"sigma of {name} must be a tensor with a number per token, got {value!r}")
+            if not bool(((value > 0) & torch.isfinite(value)).all()):
+                raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
+            given[name] = value.detach()
+    held = [norm for norm in norms if norm.scales or norm.name in given]
+    prove(model, held, structure)
+    return norms, held, given

@@ -73,28 +73,39 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 def check_weights(model: nn.Module) -> None:
     """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
     that has no float64."""
-    modules = modules_of(model)
+    modules, packed = modules_of(model), ""
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    devices = {p.device: "" for p in parameters}
     for kind in dict.fromkeys(map(type, modules)):
         if _QUANTIZED.search(name := f"{kind.__module__}.{kind.__name__}"):
             path = next(path for path, module in model.named_modules() if type(module) is kind)
-            raise ValueError(_quantized(f"{plain_path(path)} is a {name}"))
-    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-    devices = {p.device for p in parameters}
-    formats = all(p.dtype in _MEASURABLE for p in parameters)
-    if formats and len(devices) <= 1 and not any(d.type in ("meta", "mps") for d in devices):
+            packed = packed or f"{plain_path(path)} is a {name}"
+    measurable = all(p.dtype in _MEASURABLE for p in parameters) and not any(map(device_obstacle, devices))
+    if measurable and not packed and len(devices) <= 1:
         return
-    first: dict[torch.device, str] = {}
     for path, parameter in model.named_parameters():
         if parameter.dtype not in _MEASURABLE:
-            raise ValueError(_quantized(f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"))
-        first.setdefault(parameter.device, plain_path(path))
-    if (meta := first.get(torch.device("meta"))) is not None:
-        raise ValueError(f"the model has no weights to measure: {meta} is on the meta device. Load it onto a real one")
-    for device, name in first.items():
+            packed = packed or f"{plain_path(path)} holds {str(parameter.dtype).removeprefix('torch.')}"
+        devices[parameter.device] = devices[parameter.device] or plain_path(path)
+    if packed:
+        raise ValueError(
+            f"the model's weights are quantized ({packed}): norms, keys and margins are measured on floating-point "
+            "weights. Load it unquantized (float32, bfloat16, float16; load_model unpacks a .gguf file)"
+        )
+    for device, name in devices.items():
         if obstacle := device_obstacle(device):
-            raise ValueError(f"{name} is on {device}: {obstacle}. Move the model first: model.to('cpu')")
-    where = ", ".join(f"{name} on {device}" for device, name in first.items())
+            raise ValueError(f"{name} is on {device}: {obstacle}. Move or load the model onto a real device first")
+    where = ", ".join(f"{name} on {device}" for device, name in devices.items())
     raise ValueError(f"the model's weights are on several devices ({where}): move it to one")
+
+
+def device_obstacle(device: torch.device) -> str:
+    """Return why nothing can be measured on a device; empty if it can."""
+    reasons = {
+        "mps": "Apple's MPS computes no float64, in which ln_probe measures keys, queries and norms",
+        "meta": "there the model has no weights to measure",
+    }
+    return reasons.get(device.type, "")
 
 
 def modules_of(model: object) -> list[nn.Module]:
@@ -115,32 +126,12 @@ def plain_path(path: str) -> str:
     return path.replace("_original_component.", "")
 
 
-def device_obstacle(device: torch.device) -> str:
-    """Why nothing can be measured on a device; empty if it can."""
-    if device.type == "mps":
-        return "Apple's MPS computes no float64, in which ln_probe measures keys, queries and norms"
-    return ""
-
-
-def _quantized(what: str) -> str:
-    return (
-        f"the model's weights are quantized ({what}): norms, keys and margins are measured on floating-point weights. "
-        "Load it unquantized (float32, bfloat16, float16; a .gguf file is unpacked by ln_probe.load_model)"
-    )
-
-
-def world(model: object) -> str:
-    """`HookedTransformer`, `TransformerBridge`, or the class name of another hooked model."""
-    names = [c.__name__ for c in type(model).__mro__]
-    return next((n for n in names if n in ("HookedTransformer", "TransformerBridge")), names[0])
-
-
 def blocks(model: HookedModel | nn.Module) -> Sequence[nn.Module]:
     return list(getattr(model, "blocks", ()))
 
 
 def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
-    """The attention modules of a model, by layer; blocks without attention are left out."""
+    """Return the attention modules of a model, by layer; blocks without attention are left out."""
     each = ((layer, getattr(block, "attn", None)) for layer, block in enumerate(blocks(model)))
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
 
@@ -288,8 +279,9 @@ def register_edit(module: nn.Module, edit: Any, stack: ExitStack) -> None:
 def unedited(model: HookedModel | nn.Module) -> Iterator[None]:
     """Run without edits and without the hooks of users at hook points: for passes over tokens of ours."""
     modules = modules_of(model)
-    edits = [edit for module in modules for edit in edits_on(module) if not edit.suspended]
-    points = [m for m in modules if getattr(m, "fwd_hooks", None) or getattr(m, "bwd_hooks", None)]
+    own = set(modules)
+    edits = [e for module, some in list(_EDITS.items()) if some and module in own for e in some if not e.suspended]
+    points = [m for m in modules if vars(m).get("fwd_hooks") or vars(m).get("bwd_hooks")]
     names = ("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")
     before = [(point, {name: vars(point)[name] for name in names}) for point in points]
     try:
@@ -385,23 +377,14 @@ def _configs(model: HookedModel | nn.Module) -> list[Any]:
     return [getattr(model, "config", None), getattr(original, "config", None), getattr(model, "cfg", None)]
 
 
-def stretches_positions(model: HookedModel | nn.Module) -> bool:
-    """Whether rotary angles depend on how long the prompt is (Hugging Face's `longrope` and `dynamic`)."""
-    for config in _configs(model):
-        for name in ("rope_parameters", "rope_scaling"):
-            if any(kind in str(getattr(config, name, "")) for kind in ("longrope", "dynamic")):
-                return True
-    return False
-
-
-def active_dropout(model: HookedModel) -> str:
-    """Return the name of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
-    for module in modules_of(model):
-        if module.training:
-            rates = [getattr(module, "p", 0.0)] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-            rates += [getattr(module, a, 0.0) for a in ("attention_dropout", "dropout")]
-            if any(isinstance(r, float) and r > 0 for r in rates):
-                return next(name for name, other in model.named_modules() if other is module)
+def active_dropout(modules: Iterable[nn.Module | None]) -> str:
+    """Return the class of a module whose dropout is on (training mode and a rate above 0); empty if there is none."""
+    for module in modules:
+        if module is not None and module.training:
+            names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ("attention_dropout", "dropout")
+            rates = (getattr(module, name, 0.0) for name in names)
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
+                return type(module).__name__
     return ""
 
 
@@ -422,6 +405,13 @@ def logit_factor(model: HookedModel) -> float:
 _SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4}
 _SAME_LOGITS_HALF = 1e-1
 _COMPARED = 8  # tokens
+_WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+
+def is_hugging_face(model: object) -> bool:
+    """Return whether this is a plain Hugging Face model; imports nothing."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def same_weights(model: nn.Module) -> Any:
@@ -449,22 +439,10 @@ def complete_biases(model: nn.Module) -> tuple[str, ...]:
 
 
 def complete_token_ids(config: Any) -> None:
-    """Give a config the ids of special tokens that it lacks, as None.
-
-    TransformerLens and some of transformers' own models read them without a default.
-    """
+    """Give a config the ids of special tokens that it lacks, as None: transformers reads some without a default."""
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if not hasattr(config, name):
             setattr(config, name, None)
-
-
-def is_hugging_face(model: object) -> bool:
-    """Return whether this is a plain Hugging Face model; imports nothing."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
-_WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
 def wrapped(model: Any) -> nn.Module:
@@ -475,16 +453,21 @@ def wrapped(model: Any) -> nn.Module:
     Raises:
         ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits.
     """
-    off = math.inf
-    for bridge in (_WRAPPED.get(model), None):
-        made = _bridge_of(model) if bridge is None else bridge
-        off = _logit_difference(model, made)
-        if off <= _SAME_LOGITS.get(dtype_of(model), _SAME_LOGITS_HALF):
-            _WRAPPED[model] = made.train(model.training)
-            return made
+    difference = math.inf
+    for known in (_WRAPPED.get(model), None):
+        bridge = _bridge_of(model) if known is None else known
+        tokens = probe_tokens(cast(HookedModel, bridge), _COMPARED)[None].to(device_of(model))
+        with torch.no_grad(), evaluating(model), evaluating(bridge):
+            own, logits = getattr(model(tokens), "logits", None), bridge(tokens, return_type="logits")
+        difference = 0.0
+        if own is not None and isinstance(logits, Tensor) and own.shape == logits.shape:
+            difference = float((logits - own).abs().max() / own.abs().max().clamp_min(1e-12))
+        if difference <= _SAME_LOGITS.get(dtype_of(model), _SAME_LOGITS_HALF):
+            _WRAPPED[model] = bridge.train(model.training)
+            return bridge
     raise ValueError(
-        f"the bridge around this {type(model).__name__} computes other logits ({off:.1e} of the largest): save the "
-        "model and load it with ln_probe.load_model"
+        f"the bridge around this {type(model).__name__} computes other logits ({difference:.1e} of the largest): save "
+        "the model and load it with ln_probe.load_model"
     )
 
 
@@ -502,16 +485,6 @@ def _bridge_of(model: Any) -> nn.Module:
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
         raise ValueError(f"TransformerLens has no bridge for this {type(model).__name__}: {error}") from error
     return bridge
-
-
-def _logit_difference(model: Any, bridge: Any) -> float:
-    """Return the largest difference of logits on a few tokens, relative to the largest; 0 where there are no logits."""
-    tokens = probe_tokens(bridge, _COMPARED)[None].to(device_of(model))
-    with torch.no_grad(), evaluating(model), evaluating(bridge):
-        own, other = getattr(model(tokens), "logits", None), bridge(tokens, return_type="logits")
-    if own is None or not isinstance(other, Tensor) or own.shape != other.shape:
-        return 0.0
-    return float((other - own).abs().max() / own.abs().max().clamp_min(1e-12))
 
 
 def original_module(model: nn.Module, module: nn.Module) -> nn.Module:
@@ -544,12 +517,10 @@ def whole_number(value: object, what: str, least: int | None = None, error: type
 
 
 LINE = 160  # characters of a whole line
-TEXT = 40  # of a text in it
-FEW = 4  # entries of a tuple, list or mapping that are written out
 
 
 class OneLine:
-    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of lists."""
+    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of long lists."""
 
     def __repr__(self) -> str:
         shown = [f.name for f in fields(self) if f.repr and not f.name.startswith("_")]  # type: ignore[arg-type]
@@ -558,25 +529,10 @@ class OneLine:
 
 
 def brief(value: Any) -> str:
-    """A value in a few words."""
-    shape = getattr(value, "shape", None)
-    if shape is not None and len(shape):
-        return f"<{str(value.dtype).removeprefix('torch.')} {' × '.join(map(str, shape))}>"
-    if shape is not None:
-        return f"{value.item():.4g}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, str):
-        return repr(value if len(value) <= TEXT else value[: TEXT - 1] + "…")
-    if isinstance(value, Mapping):
-        if len(value) > FEW:
-            return f"<{len(value)} entries>"
-        return "{" + ", ".join(f"{key!r}: {brief(v)}" for key, v in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        if len(value) > FEW:
-            return f"<{len(value)} of them>"
-        inside = ", ".join(map(brief, value))
-        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
-    if callable(value):
-        return getattr(value, "__name__", type(value).__name__)
-    return " ".join(repr(value).split())
+    """Return a value in a few words."""
+    if len(getattr(value, "shape", ())):
+        return f"<{str(value.dtype).removeprefix('torch.')} {' × '.join(map(str, value.shape))}>"
+    if isinstance(value, Mapping | tuple | list) and len(value) > 4:
+        return f"<{len(value)} of them>"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"

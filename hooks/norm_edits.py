@@ -1,18 +1,17 @@
 """The hooks behind `without` and `linearized`: permanent TransformerLens hooks at a norm's hook points.
 
-`NormEdit` removes terms of a norm at `hook_scale` and `hook_normalized`, `Held` holds its sigma; `heads` has those that
-some readers alone see. `installed` puts edits on a model. Hooks of users see the edited values, and what they return is
-used.
-
-`lost_edits` proves by one pass that edits reach the output; every later pass checks that the hooks were called.
+`NormEdit` removes terms of a norm at `hook_scale` and `hook_normalized`, `Held` holds its sigma. `HeadEdit` replaces
+columns of `hook_q`, `hook_k` and `hook_v`, for an edit that some readers alone see. `installed` puts edits on a model:
+hooks of users see the edited values, what they return is used, and every pass checks that the hooks were called.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,23 +20,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
+    ABSENT,
     HookedModel,
     at_least_float32,
+    attention_of,
     blocks,
     child_of,
-    device_of,
     edits_on,
-    evaluating,
+    head_count,
     hooks_on,
     is_hugging_face,
-    modules_of,
-    probe_tokens,
     register_edit,
     tensors_in,
-    unedited,
+    z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
-from ln_probe.hooks.norms import structure_of
+from ln_probe.hooks.norms import Structure, lost_leaves, short_pass, structure_of
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in", "use_attn_result")
@@ -452,6 +450,154 @@ def edited_output(
     return (y.to(back.dtype) + back).to(y.dtype)
 
 
+# ---------------------------------------------------------------------------------------- for some readers alone
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The readers of some norms that see an edit.
+
+    Attributes:
+        letters: of the hook points: "qkv", or one of them.
+        heads: the heads by the norm's name and block; None: all heads of the block.
+    """
+
+    letters: str
+    heads: Mapping[str, Mapping[int, tuple[int, ...] | None]]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What tells these readers from others."""
+        return self.letters, tuple(sorted((n, tuple(by_layer.items())) for n, by_layer in self.heads.items()))
+
+
+class HeadEdit(Edit):
+    """An edit of one norm that some readers see.
+
+    Args:
+        readers: of all edited norms.
+        norm: the norm.
+        edit: what they see; None: its output with a leaf of zeros added, to see whether a gradient arrives there.
+    """
+
+    def __init__(self, readers: Readers, norm: Norm, edit: NormEdit | None = None) -> None:
+        super().__init__(norm, "the edit" if edit is None else edit.label)
+        self.edit, self.leaves = edit, list[Tensor]()
+        self.letters, self.heads = readers.letters, readers.heads[norm.name]
+        self.output = torch.zeros(0)  # of the edited norm
+        self._replaced: set[str] = set()
+
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
+        return iter(())
+
+    def install(self, model: HookedModel, stack: ExitStack) -> None:
+        super().install(model, stack)
+        if self.edit is not None:
+            self.edit.positions = self.positions
+        shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
+        for layer, heads in self.heads.items():
+            attn = attention_of(model, layer)
+            for letter in self.letters:
+                point = child_of(attn, f"hook_{letter}")
+                if point is None or _weight(attn, letter) is None or (shortformer and letter != "v"):
+                    raise InterventionError(
+                        f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
+                    )
+                add_hook(point, partial(self._replace, model, layer, letter, heads), stack, prepend=True)
+            stack.callback(attn.register_forward_pre_hook(self._enter).remove)
+            stack.callback(attn.register_forward_hook(self._leave).remove)
+
+    def _end(self, *hook: Any) -> None:
+        y: Tensor = hook[2]
+        if self.suspended:
+            return
+        self.calls += 1
+        if self.edit is None:
+            self.leaves.append(torch.zeros_like(y, requires_grad=True))
+            self.output = y + self.leaves[-1]
+            return
+        linear = next((e for e in edits_on(self.norm.module) if isinstance(e, Held)), None)
+        sigma = None if linear is None else linear.sigma(self.x)
+        self.output = edited_output(self.norm, self.edit, self.x, sigma=sigma).to(y.dtype)
+
+    def _enter(self, *_: object) -> None:
+        self._replaced = set()
+
+    def _leave(self, *_: object) -> None:
+        if not self.suspended and self._replaced != set(self.letters):
+            raise LostEditError(f"{self.norm.name}: {self.label} was lost: attention ran without its hook points")
+
+    def _replace(
+        self, model: HookedModel, layer: int, letter: str, heads: Sequence[int] | None, value: Tensor, hook: Any
+    ) -> Tensor:
+        """Replace the columns of some heads by those of the edited norm."""
+        self._replaced.add(letter)
+        attn = attention_of(model, layer)
+        W, b = _weight(attn, letter), _weight(attn, letter, bias=True)
+        assert W is not None
+        out = value if value.ndim == 4 else value.unflatten(-1, (-1, W.shape[-1]))
+        if self.output.ndim != 3 or self.output.shape[:2] != out.shape[:2]:
+            raise LostEditError(f"{self.norm.name}: {self.label} was lost: attention reads it split by head")
+        own = out.shape[2]  # fewer heads of keys and values than of queries, where these share them
+        group = head_count(model, layer) // own
+        # A bridge shows the weights of a shared key once for each of its queries.
+        step = len(W) // own
+        columns = torch.einsum("bpd,hde->bphe", self.output.to(W.dtype), W[::step])
+        columns = (
+            columns if b is None else columns + b.view(-1, W.shape[-1])[:: max(1, b.numel() // W.shape[-1] // own)]
+        )
+        if heads is not None:
+            seen = torch.zeros(own, dtype=torch.bool, device=out.device)
+            seen[[head // group for head in heads]] = True
+            columns = torch.where(seen[:, None], columns.to(out.dtype), out)
+        return columns.to(out.dtype).reshape(value.shape)
+
+
+def _weight(attn: nn.Module, letter: str, *, bias: bool = False) -> Tensor | None:
+    """Return the weight or bias of a projection, which gradients reach; None where there is none."""
+    try:
+        value = getattr(attn, f"{'b' if bias else 'W'}_{letter.upper()}", None)
+    except ABSENT:
+        return None
+    return value if isinstance(value, Tensor) and value.ndim >= (1 if bias else 3) else None
+
+
+def z_of(
+    model: HookedModel,
+    layer: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    read: Float[Tensor, "batch pos d"],
+    instead: Float[Tensor, "batch pos d"],
+) -> Float[Tensor, "batch pos *heads"] | None:
+    """Return the heads' outputs of a block if its attention, called with these arguments, read another tensor.
+
+    Args:
+        args, kwargs: of attention's call.
+        read: the tensor among them that is replaced; `instead`: by this one.
+
+    Returns:
+        z; None if attention does not read the tensor.
+    """
+
+    def changed(value: Any) -> Any:
+        same = isinstance(value, Tensor) and value.shape == read.shape and torch.equal(value, read)
+        return instead if same else value
+
+    own, named = tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
+    if all(new is old for new, old in zip((*own, *named.values()), (*args, *kwargs.values()), strict=True)):
+        return None
+    named.update({name: None for name in CACHES if name in named})  # keys of this call must not be kept
+    outputs: list[Tensor] = []
+    point = z_point(model, layer)
+    with hooks_on([(point, lambda _m, _a, _k, z: outputs.append(z))]):
+        attention_of(model, layer).forward(*own, **named)
+    return outputs[0] if outputs else None
+
+
+# ---------------------------------------------------------------------------------------- on a model
+
+
 @contextmanager
 def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
     """Run the model under these edits; on leaving, it is as it was, also after an exception.
@@ -504,86 +650,39 @@ def _bridge_may_recompute() -> Iterator[None]:
             warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------------------------------- proof that edits arrive
-
-
-class Leaf(Edit):
-    """A leaf that is added to one norm before gain and bias, to see whether a gradient arrives there."""
-
-    def __init__(self, norm: Norm) -> None:
-        super().__init__(norm, "the edit")
-        self.leaves: list[Tensor] = []
-
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
-        yield "hook_normalized", self.add, True
-
-    def add(self, value: Tensor, hook: Any = None) -> Tensor:
-        """Return the value with a leaf of zeros added to it."""
-        self._changed = True
-        self.leaves.append(torch.zeros_like(value, requires_grad=True))
-        return value + self.leaves[-1]
-
-
 def lost_edits(
-    model: HookedModel,
-    norms: Sequence[Norm],
-    *,
-    make: Callable[[Leaf], Edit] | None = None,
-    kind: object = None,
+    model: HookedModel, norms: Sequence[Norm], readers: Readers | None = None, structure: Structure | None = None
 ) -> dict[str, str]:
     """Return the norms at which an edit does not reach the model's output, each with the probable cause.
 
-    Costs one forward and one backward pass over two tokens, the first time.
+    Costs nothing beside `find_norms`; with readers a forward and a backward pass over two tokens, the first time.
 
     Args:
         model: any hooked model.
         norms: some of its norms.
-        make: makes the edit that some readers alone see of a leaf; None: all readers see it.
-        kind: of these readers, which what is found is kept for; None: all readers.
+        readers: those that alone see the edit; None: all.
+        structure: as `structure_of` has just given it.
     """
-    proved = structure_of(model).proved.setdefault(kind, set())
-    left = [norm for norm in norms if norm.name not in proved]
-    if not left:
+    structure = structure_of(model) if structure is None else structure
+    if readers is None:
+        return {n.name: structure.lost[n.name] for n in norms if n.name in structure.lost}
+    proved = structure.proved.setdefault(readers.kind, set())
+    edits = [HeadEdit(readers, norm) for norm in norms if norm.name not in proved]
+    if not edits:
         return {}
-    leaves = [Leaf(norm) for norm in left]
-    edits = [leaf if make is None else make(leaf) for leaf in leaves]
-    tokens = probe_tokens(model, 2)[None].to(device_of(model))
-    with torch.inference_mode(False), torch.enable_grad(), evaluating(model), unedited(model):
+    with short_pass(model) as tokens:
         try:
             with installed(model, edits):
-                logits: Tensor = model(tokens, return_type="logits")
-            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
-            every = [each for leaf in leaves for each in leaf.leaves]
-            gradients = torch.autograd.grad((logits * weights).sum(), every, allow_unused=True)
+                logits = model(tokens, return_type="logits")
         except LostEditError as error:
-            return {norm.name: str(error) for norm in left}
-        except RuntimeError as error:
-            reason = f"the edit was lost: no gradient goes through the model ({error})"
-            return {norm.name: f"{norm.name}: {reason}" for norm in left}
-        finally:
-            _detach(model)
-    by_leaf = {id(each): g for each, g in zip(every, gradients, strict=True)}
-    arrived = {
-        leaf.norm.name
-        for leaf in leaves
-        if any((g := by_leaf[id(one)]) is not None and bool(g.any()) for one in leaf.leaves)
-    }
-    proved |= arrived
-    reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
-    return {n.name: f"{n.name}: the edit was lost: {reason}" for n in left if n.name not in arrived}
+            return {edit.norm.name: str(error) for edit in edits}
+        lost = lost_leaves(logits, {edit.norm.name: edit.leaves for edit in edits})
+    proved |= {edit.norm.name for edit in edits} - lost.keys()
+    return lost
 
 
-def _detach(model: HookedModel) -> None:
-    """Detach what a pass with gradients left on modules (a bridge's attention): a model with it cannot be copied."""
-    for module in modules_of(model):
-        graph = {k: v for k, v in vars(module).items() if isinstance(v, Tensor) and v.grad_fn is not None}
-        vars(module).update({name: value.detach() for name, value in graph.items()})
-
-
-def prove(
-    model: HookedModel, norms: Sequence[Norm], *, make: Callable[[Leaf], Edit] | None = None, kind: object = None
-) -> None:
+def prove(model: HookedModel, norms: Sequence[Norm], structure: Structure, readers: Readers | None = None) -> None:
     """Raise LostEditError if an edit of one of these norms does not reach the output (`lost_edits`)."""
-    if lost := lost_edits(model, norms, make=make, kind=kind):
+    if lost := lost_edits(model, norms, readers, structure):
         more = f" (and at {len(lost) - 1} more norms)" if len(lost) > 1 else ""
         raise LostEditError(next(iter(lost.values())) + more)

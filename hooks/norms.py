@@ -1,8 +1,8 @@
-"""Find every norm of a model: what it computes, in which order they run, and who reads them.
+"""Find every norm of a model: what it computes, in which order they run, who reads them, and where an edit arrives.
 
 A norm is a module with the hook points `hook_scale` and `hook_normalized`; its name is theirs without the last part
-("blocks.0.ln1" in every model class). `norm.formula_of` identifies its formula; one short forward pass shows its
-readers: the modules whose input equals its output.
+("blocks.0.ln1" in every model class). `norm.formula_of` identifies its formula. One short pass shows its readers, the
+modules whose input equals its output, and by its gradients whether a change of the norm reaches the model's output.
 
 What is found depends on the modules, the configuration and a few of their settings (eps, activations), never on the
 weights. It is kept beside the model, as long as these are the same; nothing is kept on the model.
@@ -11,7 +11,9 @@ weights. It is kept beside the model, as long as these are the same; nothing is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -25,13 +27,13 @@ from ln_probe.hooks.model import (
     attentions,
     blocks,
     check_model,
+    device_of,
     evaluating,
     hooks_on,
     modules_of,
     n_layers,
     plain_path,
     probe_tokens,
-    run,
     tensors_in,
     unedited,
 )
@@ -49,8 +51,8 @@ Reader = tuple[str, int]  # "attention", "mlp" or "unembed", and the block
 def find_norms(model: object) -> list[Norm]:
     """Return every norm of `model`, in the order of the forward pass.
 
-    Costs a forward pass over two tokens and two calls of each norm, the first time. An empty list means that the model
-    has none.
+    Costs a forward and a backward pass over two tokens and two calls of each norm, the first time. An empty list means
+    that the model has none.
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -64,18 +66,21 @@ def find_norms(model: object) -> list[Norm]:
     return norms_of(check_model(model))
 
 
-def norms_of(model: HookedModel) -> list[Norm]:
-    """Return `find_norms` of a model that `check_model` has returned."""
-    norms = [norm for norm in _resolved(model) if not norm.is_identity]
+def norms_of(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
+    """Return `find_norms` of a model that `check_model` has returned; `structure`: as `structure_of` has just given."""
+    return [norm for norm in attention_inputs(model, structure) if not norm.is_identity]
+
+
+def attention_inputs(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
+    """Return the norms of a model, and for every block whose attention reads the stream itself an identity."""
+    whole, norms = cast(nn.Module, model), list[Norm]()
+    for path, fields in (structure_of(model) if structure is None else structure).norms:
+        module, owner = whole.get_submodule(path), fields.get("eps_owner")
+        place = None if owner is None else (eps_owners(module, model)[owner[0]], owner[1])
+        norms.append(Norm(module=module, **(fields | {"eps_owner": place})))
     for norm in norms:
         check_finite(norm.name, norm.gain, norm.bias)
     return norms
-
-
-def attention_inputs(model: HookedModel) -> list[Norm]:
-    """Return the norms of a model, and for every block whose attention reads the stream itself an identity."""
-    norms = norms_of(model)
-    return [*norms, *(norm for norm in _resolved(model) if norm.is_identity)]
 
 
 def layers_in_words(layers: Sequence[int]) -> str:
@@ -93,18 +98,25 @@ class Structure:
     """What is known of a model as long as its modules, configuration and settings are the same.
 
     Attributes:
-        modules: weak references to its modules, in order.
+        references: weak references to its modules, in order.
         settings: of its configuration and its modules.
-        norms: fields of its norms; a module stands there by its path in the model.
-        proved: for each kind of edit the names of norms at which it has been seen to reach the output.
+        norms: fields of its norms, and of identities; a module stands there by its path in the model.
+        lost: norms of which a change does not reach the output, and why.
+        proved: for each kind of readers the names of norms of which their edit has been seen to reach the output.
         constants: mean sigmas of the default prompts, with what they depend on.
     """
 
-    modules: list[ref[nn.Module]]
+    references: list[ref[nn.Module]]
     settings: tuple[object, ...]
     norms: list[tuple[str, dict[str, Any]]]
+    lost: dict[str, str]
     proved: dict[object, set[str]] = field(default_factory=dict)
     constants: Any = None
+
+    @property
+    def modules(self) -> list[nn.Module | None]:
+        """The model's modules, in the order of `modules_of`."""
+        return [reference() for reference in self.references]
 
 
 _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
@@ -113,14 +125,12 @@ _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 def structure_of(model: HookedModel) -> Structure:
     """Return the structure of a model; found by a short pass where it is not known or has changed."""
     module, modules = cast(nn.Module, model), modules_of(model)
-    settings = _settings(model, modules)
     known = _STRUCTURES.get(module)
-    if known is not None and known.settings == settings and [r() for r in known.modules] == modules:
+    if known is not None and known.modules == modules and known.settings == _settings(model, modules):
         return known
-    norms = _survey(model)
-    # (A bridge puts modules on itself in its first pass.)
-    modules = modules_of(model)
-    _STRUCTURES[module] = Structure([ref(m) for m in modules], _settings(model, modules), norms)
+    norms, lost = _survey(model)
+    modules = modules_of(model)  # (a bridge puts modules on itself in its first pass)
+    _STRUCTURES[module] = Structure([ref(m) for m in modules], _settings(model, modules), norms, lost)
     return _STRUCTURES[module]
 
 
@@ -133,42 +143,78 @@ def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object,
     return tuple(values)
 
 
-def _resolved(model: HookedModel) -> list[Norm]:
-    """Return the norms and identities of a model with their modules."""
-    whole, norms = cast(nn.Module, model), list[Norm]()
-    for path, fields in structure_of(model).norms:
-        module, owner = whole.get_submodule(path), fields.get("eps_owner")
-        place = None if owner is None else (eps_owners(module, model)[owner[0]], owner[1])
-        norms.append(Norm(module=module, **(fields | {"eps_owner": place})))
-    return norms
-
-
 # ---------------------------------------------------------------------------------------- the short pass
 
 
-def norm_modules(model: HookedModel | nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that normalize, by hook name, in the order of `named_modules`."""
-    modules: dict[str, nn.Module] = {}
-    for _, module in model.named_modules():
+@contextmanager
+def short_pass(model: HookedModel) -> Iterator[Tensor]:
+    """Give the tokens of a short pass with gradients, without edits and hooks of users, in evaluation mode."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        evaluating(model),
+        unedited(model),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
+        try:
+            yield probe_tokens(model, TOKENS)[None].to(device_of(model))
+        finally:  # what a pass with gradients left on a bridge's attention: a model with it has no copy
+            for attn in attentions(model).values():
+                graph = {k: v for k, v in vars(attn).items() if isinstance(v, Tensor) and v.grad_fn is not None}
+                vars(attn).update({name: value.detach() for name, value in graph.items()})
+
+
+def lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
+    """Return the norms whose leaves have no gradient, and why.
+
+    Args:
+        logits: of the pass.
+        leaves: tensors of zeros that were added at each norm.
+    """
+    each = [(name, leaf) for name, tensors in leaves.items() for leaf in tensors]
+    reached: set[str] = set()
+    try:
+        if not isinstance(logits, Tensor):
+            raise RuntimeError(f"it returns {type(logits).__name__}")
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+        gradients = torch.autograd.grad(logits, [leaf for _, leaf in each], weights, allow_unused=True)
+        reached = {n for (n, _), g in zip(each, gradients, strict=True) if g is not None and bool(g.any())}
+        reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
+    except RuntimeError as error:
+        reason = f"no gradient goes through the model ({error})"
+    no_calls = "a pass does not run this norm, or not through its hook points"
+    return {
+        name: f"{name}: the edit was lost: {reason if leaves[name] else no_calls}"
+        for name in leaves
+        if name not in reached
+    }
+
+
+def norm_modules(modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return those modules that normalize, by hook name."""
+    norms: dict[str, nn.Module] = {}
+    for module in modules:
         children = module._modules
         name = getattr(children.get("hook_scale"), "name", None)
         if name and "hook_normalized" in children:
-            modules.setdefault(str(name).rsplit(".", 1)[0], module)
-    return modules
+            norms.setdefault(str(name).rsplit(".", 1)[0], module)
+    return norms
 
 
-def _survey(model: HookedModel) -> list[tuple[str, dict[str, Any]]]:
-    """Return path and fields of every norm, and of an identity for every block whose attention reads the stream.
+def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, str]]:
+    """Return path and fields of every norm, and of an identity for every block whose attention reads the stream; and
+    the norms of which a change does not reach the output, with the reason.
 
     Raises:
         NormError, UnknownNormError: as `find_norms`.
     """
-    modules = norm_modules(model)
-    paths = {id(module): path for path, module in cast(nn.Module, model).named_modules()}
-    found: list[tuple[str, dict[str, Any]]] = []
+    paths = {module: path for path, module in model.named_modules()}
+    modules = norm_modules(paths)
+    fields: list[tuple[str, dict[str, Any]]] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
-    with evaluating(model), unedited(model):
-        seen = _ShortPass(model, modules, _other_modules(model, modules))
+    with short_pass(model) as tokens:
+        seen = _ShortPass(model, modules, _other_modules(model, modules, paths), tokens)
         for name, module in sorted(modules.items(), key=lambda item: seen.order.get(item[0], len(seen.order))):
             d = int(seen.inputs[name].shape[-1]) if name in seen.inputs else int(model.cfg.d_model)
             readers = seen.readers.get(name, [])
@@ -177,7 +223,7 @@ def _survey(model: HookedModel) -> list[tuple[str, dict[str, Any]]]:
             alike = d, _likeness(module)
             if alike not in formulas:
                 formulas[alike] = formula_of(name, module, model, d)
-            found.append((paths[id(module)], {**place, "reads": _reads(name, readers), **formulas[alike]}))
+            fields.append((paths[module], {**place, "reads": _reads(name, readers), **formulas[alike]}))
     for name in (n for n in seen.order if n not in modules and any(r != "unembed" for r, _ in seen.readers[n])):
         raise UnknownNormError(
             f"{name} stands where a norm would and has no hook points of a norm: ln_probe cannot measure this model"
@@ -193,26 +239,17 @@ def _survey(model: HookedModel) -> list[tuple[str, dict[str, Any]]]:
                 )
             place = {"name": f"blocks.{layer}.attn", "layer": layer, "attention_layers": (layer,)}
             rest = {"kind": "none", "reads": "attention", "d": d, "is_identity": True}
-            found.append((paths[id(attn)], {**place, **rest}))
-    return found
+            fields.append((paths[attn], {**place, **rest}))
+    return fields, seen.lost
 
 
 def _likeness(module: nn.Module) -> tuple[object, ...]:
     """Return what tells norms with different formulas apart: their classes, parameters and settings."""
     inner = getattr(module, "original_component", None)
     owners = [module] if inner is None else [module, inner]
-    settings = [
-        (k, v)
-        for owner in owners
-        for k, v in vars(owner).items()
-        if isinstance(v, bool | int | float) and k != "training"
-    ]
-    return (
-        getattr(module, "kind", None),
-        *map(type, owners),
-        *((k, p is None) for owner in owners for k, p in owner._parameters.items()),
-        *settings,
-    )
+    parameters = [(k, p is None) for owner in owners for k, p in owner._parameters.items()]
+    settings = [(k, v) for owner in owners for k, v in vars(owner).items() if isinstance(v, bool | int | float)]
+    return getattr(module, "kind", None), *map(type, owners), *parameters, *settings
 
 
 class _ShortPass:
@@ -225,9 +262,12 @@ class _ShortPass:
         blocks: the inputs of each block.
         order: the place of each module in the pass.
         readers: who reads each module's output.
+        lost: norms of which a change does not reach the output, and why.
     """
 
-    def __init__(self, model: HookedModel, norms: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, model: HookedModel, norms: Mapping[str, nn.Module], others: Mapping[str, nn.Module], tokens: Tensor
+    ) -> None:
         self.norms = norms
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, list[Tensor]] = {}
@@ -236,8 +276,14 @@ class _ShortPass:
         after = [(module, partial(self._record, name)) for name, module in {**norms, **others}.items()]
         before = [(block, partial(self._given, self.blocks, layer)) for layer, block in enumerate(blocks(model))]
         before += [(module, partial(self._given, self.read, reader)) for reader, module in _reading(model, norms)]
-        with hooks_on(after, before):
-            run(model, probe_tokens(model, TOKENS)[None], return_type="logits")
+        leaves: dict[str, list[Tensor]] = {name: [] for name in norms}
+        with hooks_on(after, before), ExitStack() as stack:
+            for name, module in norms.items():
+                point: Any = module.hook_normalized
+                point.add_hook(partial(_add_leaf, leaves[name]))
+                stack.callback(point.remove_hooks)
+            logits = model(tokens, return_type="logits")
+        self.lost = lost_leaves(logits, leaves)
         d_model = int(model.cfg.d_model)
         for name in [n for n in others if n in self.outputs]:
             x, y = self.inputs[name], self.outputs[name][0]
@@ -281,32 +327,34 @@ class _ShortPass:
         return 0 if self.order.get(name, last) < first else n_layers(model)
 
 
+def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:
+    leaves.append(torch.zeros_like(value, requires_grad=True))
+    return value + leaves[-1]
+
+
 def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tuple[Reader, nn.Module]]:
-    """Yield every module inside attention, MLPs and the unembedding but norms, with the reader it belongs to."""
+    """Yield attention, MLPs, the unembedding and what inside them has weights but norms, with the reader of each."""
     roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in attentions(model).items()]
     roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks(model))]
     roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
     done = {id(module) for module in norms.values()}
     for reader, root in roots:  # a bridge's MLP may wrap the whole block (OPT): attention comes first and keeps its own
-        for module in root.modules() if isinstance(root, nn.Module) else ():
-            if id(module) not in done and type(module).__name__ != "HookPoint":
+        for module in modules_of(root) if isinstance(root, nn.Module) else ():
+            if id(module) not in done and (module is root or module._parameters):
                 done.add(id(module))
                 yield reader, module
 
 
-def _other_modules(model: HookedModel, norms: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _other_modules(
+    model: HookedModel, norms: Mapping[str, nn.Module], paths: Mapping[nn.Module, str]
+) -> dict[str, nn.Module]:
     """Return modules that may stand where a norm would: outside attention, MLPs and known norms, and around none."""
     roots = [getattr(b, part, None) for b in blocks(model) for part in ("attn", "mlp")]
     roots += [getattr(model, name, None) for name in ("embed", "pos_embed", "unembed")]
     parts = [r for r in (*roots, *norms.values()) if isinstance(r, nn.Module)]
-    inside, known = {id(m) for r in parts for m in r.modules()}, {id(r) for r in parts}
-    return {
-        plain_path(path): module
-        for path, module in model.named_modules()  # (gives each module once)
-        if id(module) not in inside
-        and type(module).__name__ != "HookPoint"
-        and not any(id(m) in known for m in module.modules())
-    }
+    inside, known = {m for part in parts for m in modules_of(part)}, set(parts)
+    outside = (m for m in paths if m not in inside and type(m).__name__ != "HookPoint")
+    return {plain_path(paths[m]): m for m in outside if known.isdisjoint(modules_of(m))}
 
 
 def _reads(name: str, readers: Sequence[Reader]) -> str:

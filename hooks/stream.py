@@ -62,6 +62,7 @@ def visible_keys(
 
 
 _ROWS = 64  # queries per band
+_TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
 
 
 def is_causal(pattern: Float[Tensor, "head query key"]) -> bool:
@@ -194,7 +195,7 @@ class _Pass:
             if norm is not None and norm.is_identity:
                 self.before.append((attn, partial(self._stream, layer, norm)))
             children = dict(attn.named_children())
-            shown = [name for name in ("hook_pattern", "hook_cos", "hook_sin") if name in children]
+            shown = [name for name in ("hook_pattern", *_TABLES) if name in children]
             self.after += [(children[name], partial(self._show, layer, name)) for name in shown]
             self.after.append((attn, partial(self._attention, layer)))
 
@@ -238,12 +239,12 @@ class _Pass:
             self.on_attention(prompt, look)
 
 
-def _tables_of(shown: Mapping[str, Tensor | None], prompt: int, length: int) -> tuple[Tensor, Tensor] | None:
-    """The rotary tables of one prompt, where they were shown (for all prompts at once, or for each)."""
-    cos, sin = shown.get("hook_cos"), shown.get("hook_sin")
-    if cos is None or sin is None:
+def _tables_of(shown: Mapping[str, Tensor], prompt: int, length: int) -> tuple[Tensor, Tensor] | None:
+    """Return the rotary tables of one prompt, where they were shown (for all prompts at once, or for each)."""
+    if not all(name in shown for name in _TABLES):
         return None
-    return cos[min(prompt, len(cos) - 1), :length], sin[min(prompt, len(sin) - 1), :length]
+    cos, sin = (shown[name][min(prompt, len(shown[name]) - 1), :length] for name in _TABLES)
+    return cos, sin
 
 
 def stream(
@@ -367,110 +368,101 @@ def record_attention(
     return kept, found
 
 
-_REMEDY = "take the cache without a names_filter, or pass tokens instead"
+# ---------------------------------------------------------------------------------------- activation caches
 
 
 def is_cache(given: object) -> bool:
-    """Whether something is a cache of activations by name (an ActivationCache or a dict)."""
+    """Return whether something is a cache of activations by name (an ActivationCache or a dict)."""
     return isinstance(given, Mapping) or (hasattr(given, "cache_dict") and hasattr(given, "keys"))
 
 
 class CachedPrompts:
-    """The prompts of an activation cache.
+    """The prompts of an activation cache that was taken without a `names_filter`.
 
     Raises:
         SplitError: it is of another model.
     """
 
     def __init__(self, model: HookedModel, cache: Any) -> None:
-        if (of := getattr(cache, "model", model)) is not model:
+        if getattr(cache, "model", model) is not model:
             raise SplitError(
-                f"the cache is of another model ({type(of).__name__} at {id(of):#x}, not {type(model).__name__} at "
-                f"{id(model):#x}): a folded or centred copy writes other parts. Run this model, or pass tokens"
+                "the cache is of another model (a folded or centred copy writes other parts): run this model, or pass "
+                "tokens"
             )
-        self.model, self._values = model, dict(cache.items())
-        self._batched = bool(getattr(cache, "has_batch_dim", True))
-        if not any(isinstance(v, Tensor) and v.is_floating_point() for v in self._values.values()):
-            raise SplitError(f"the cache holds no activations: {_REMEDY}")
+        batched = bool(getattr(cache, "has_batch_dim", True))
+        values = ((name, value) for name, value in cache.items() if isinstance(value, Tensor))
+        self.model = model
+        self._values = {name: value.detach() if batched else value.detach()[None] for name, value in values}
 
-    def _first(self, names: Sequence[str]) -> Float[Tensor, "batch pos *wide"] | None:
-        value = next((self._values[n] for n in names if isinstance(self._values.get(n), Tensor)), None)
-        return None if value is None else value.detach() if self._batched else value.detach()[None]
+    def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
+        """Return the first of these activations that is in the cache."""
+        if (name := next((n for n in names if n in self._values), None)) is None:
+            raise SplitError(
+                f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens instead"
+            )
+        return self._values[name]
 
-    def _needed(self, names: Sequence[str]) -> Float[Tensor, "batch pos *wide"]:
-        if (value := self._first(names)) is None:
-            raise SplitError(f"the cache lacks {names[0]!r}: {_REMEDY}")
-        return value
-
-    def _rows(self, names: Sequence[str]) -> Float[Tensor, "row wide"]:
+    def _rows(self, *names: str) -> Float[Tensor, "row wide"]:
         batch, length = self.shape()
-        return flat(self._needed(names), length, batch)
+        return flat(self._value(*names), length, batch)
 
-    def rows(self, names: Sequence[str]) -> Float[Tensor, "row wide"] | None:
-        """The first of these names that is there, a row per position of one prompt after the other."""
-        return None if self._first(names) is None else self._rows(names)
+    def rows(self, name: str) -> Float[Tensor, "row wide"] | None:
+        """Return an activation, a row per position of one prompt after the other; None if the cache lacks it."""
+        return self._rows(name) if name in self._values else None
 
     def shape(self) -> tuple[int, int]:
-        """Prompts, and positions of each.
+        """Return how many prompts there are, and positions of each.
 
         Raises:
             SplitError: the cache does not hold the embeddings.
         """
-        value = self._needed(["embed.hook_out", "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_in"])
+        value = self._value("embed.hook_out", "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_in")
         return len(value), int(value.shape[1])
 
     def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
-        """What is needed to divide what is read at `place` among its parts; `positions` and `points` as of `record`.
+        """Return what is needed to divide what is read at `place` among its parts, as `record` does.
 
         Raises:
             SplitError: the cache lacks something, by name.
         """
-        norms, rows, passed = outside_attention(wiring.norms), torch.tensor(positions), wiring.norms_within(place)
-        wanted = {source for at in (*passed, place) for source in wiring.at(at)}
-        post = any(n.name.endswith("ln2_post") for n in norms)
-        seen = {}
+        rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
+        wanted = {source for at in passed for source in wiring.at(at)}
+        seen: dict[Source, Tensor] = {}
         for source, module in watched(self.model):
             if source in wanted:
-                names = [str(module.name)] if getattr(module, "name", None) else []
-                if source.kind == "mlp" and not post:  # (behind a post-norm `hook_mlp_out` is the norm's output)
-                    names.append(f"blocks.{source.layer}.hook_mlp_out")
-                names = names or [f"blocks.{source.layer}.mlp.hook_out"]
-                seen[source] = self._rows(names)[rows].cpu()
-        inputs = {name: self._rows(self._input_of(name, norms))[rows].cpu() for name in (*passed, place)}
-        shown = {name: self._rows([name])[rows].cpu() for name in points}
+                block = f"blocks.{source.layer}"
+                of_mlp = [f"{block}.mlp.hook_out", f"{block}.hook_mlp_out"]
+                names = [str(module.name)] if hasattr(module, "fwd_hooks") else of_mlp
+                seen[source] = self._rows(*names)[rows].cpu()
+        inputs = {name: self._rows(*self._input_of(name))[rows].cpu() for name in passed}
+        shown = {name: self._rows(name)[rows].cpu() for name in points}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
 
     def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
-        """What the attention of a layer did in each prompt; `place`: what `norm` reads.
+        """Return what the attention of a layer did in each prompt; `place`: what `norm` reads.
 
         Raises:
             SplitError: the cache lacks something, by name.
         """
         (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
-        x = self._rows(self._input_of(place, outside_attention([norm])))
-        normalized = None if norm.is_identity else self.rows([f"{norm.name}.hook_normalized"])
-        y = x if norm.is_identity else norm.affine(norm.normalize(x) if normalized is None else normalized)
-        pattern = self._needed([f"{attn}.hook_pattern"])
-        shown = {n: self._first([f"{attn}.{n}", f"rotary_emb.{n}"]) for n in ("hook_cos", "hook_sin")}
+        x, pattern = self._rows(*self._input_of(place)), self._value(f"{attn}.hook_pattern")
+        y = x if norm.is_identity else norm.affine(self._rows(f"{norm.name}.hook_normalized"))
+        names = {n: [m for m in (f"{attn}.{n}", f"rotary_emb.{n}") if m in self._values] for n in _TABLES}
+        shown = {n: self._value(*present) for n, present in names.items() if present}
         xs, ys, module = x.view(batch, length, -1), y.view(batch, length, -1), attentions(self.model)[layer]
         return [
             AttentionInput(layer, xs[i], ys[i], pattern[i], _tables_of(shown, i, length), module, norm)
             for i in range(batch)
         ]
 
-    def _input_of(self, place: str, norms: Sequence[Norm]) -> list[str]:
-        """The points that may show what is read at a place."""
+    def _input_of(self, place: str) -> list[str]:
+        """Return the points that may show what is read at a place; without `hook_in`, those of a HookedTransformer."""
         last = f"blocks.{n_layers(self.model) - 1}"
         if place == END:
             reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
             return [f"{reader}.hook_in", f"{last}.hook_resid_post", f"{last}.hook_out"]
         block, _, leaf = place.rpartition(".")
-        names = [f"{place}.hook_in"]
         if leaf.isdigit():  # a block, whose attention reads the stream itself
-            return [*names, f"{place}.hook_resid_pre"]
-        if any(n.attention_layers and n.layer not in n.attention_layers for n in norms):
-            return names  # norms behind attention and MLP: no point of the stream is what they read
-        if not block:
-            return [*names, f"{last}.hook_resid_post"]
-        stream = {"ln1": ["hook_resid_pre"], "ln2": ["hook_resid_mid"]}.get(leaf, [])
-        return names + [f"{block}.{point}" for point in stream]
+            return [f"{place}.hook_in", f"{place}.hook_resid_pre"]
+        point = {"ln1": f"{block}.hook_resid_pre", "ln2": f"{block}.hook_resid_mid"}.get(leaf)
+        return [f"{place}.hook_in", *([point] if point else [] if block else [f"{last}.hook_resid_post"])]

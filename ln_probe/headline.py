@@ -21,7 +21,7 @@ from ln_probe.analyses.text import counted, disarmed, encodable, with_interval
 from ln_probe.arguments import seed_of, token_limit
 from ln_probe.guard import REFUSE, hooked_model, unchanged
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS
-from ln_probe.hooks.objective import Loss, Objective
+from ln_probe.hooks.task import Loss, Objective
 from ln_probe.measure import measure_norms
 from ln_probe.passes import second_pass
 

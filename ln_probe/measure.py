@@ -38,9 +38,8 @@ from ln_probe.hooks.edits import members
 from ln_probe.hooks.model import HookedModel, in_missing_head, n_layers, whole_number
 from ln_probe.hooks.norm import SAME_OUTPUT, Norm
 from ln_probe.hooks.norms import attention_inputs, layers_in_words
-from ln_probe.hooks.objective import Loss, Objective
-from ln_probe.hooks.text import CALIBRATION as CALIBRATION_PART
-from ln_probe.hooks.text import bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
+from ln_probe.hooks.task import Loss, Objective, bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.loading.provenance import source_of
 from ln_probe.passes import batch_limit, check_finite, first_pass, second_pass
 from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, read_token_names, summary

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ln_probe.hooks.text import BundledPrompts
+    from ln_probe.hooks.task import BundledPrompts
     from ln_probe.loading.convert import World
 
 __all__ = ["DTYPES", "ModelSource", "bundled_models", "load_model", "source_of"]
@@ -115,7 +115,7 @@ def held_out_windows() -> BundledPrompts:
     books, and 16 windows apart for calibration alone (`bench/windows.py` makes the file)."""
     import torch
 
-    from ln_probe.hooks.text import BundledPrompts
+    from ln_probe.hooks.task import BundledPrompts
 
     content = json.loads((_bundled_home().parent / "windows.json").read_text())
     measured, calibration = (tuple(torch.tensor(row) for row in content[part]) for part in ("measured", "calibration"))
@@ -265,7 +265,7 @@ def _load_checkpoint(
 
 def lab_step(revision: str) -> int:
     """Return the training step that a lab run's revision names."""
-    step = step_named(revision)
+    step = int(revision) if revision.isdecimal() else step_named(revision)
     if step is None:
         raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
     return step

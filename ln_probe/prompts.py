@@ -19,7 +19,7 @@ from torch import Tensor
 from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.text import encodable
 from ln_probe.hooks.model import HookedModel, check_model, context_length, vocabulary_size, whole_number
-from ln_probe.hooks.text import (
+from ln_probe.hooks.task import (
     MAX_TOKENS,
     bundled_prompts,
     bundled_texts,

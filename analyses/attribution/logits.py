@@ -382,7 +382,7 @@ class _Reader:
         """Logits from the norm's output that the cache holds: another way than through its input's components."""
         out, final = seen.inputs[self.where].double(), self.final
         if final is not None and self.cache is not None:
-            normalized = self.cache.rows([f"{final.name}.hook_normalized"])
+            normalized = self.cache.rows(f"{final.name}.hook_normalized")
             out = final.affine(final.normalize(out) if normalized is None else normalized[rows].double().cpu()).cpu()
         W_U, b_U = weight_of(self.model, "W_U"), weight_of(self.model, "b_U")
         assert W_U is not None

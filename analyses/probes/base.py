@@ -51,7 +51,7 @@ from ln_probe.analyses.probes import BUILT_IN, tables
 from ln_probe.analyses.schema import Table
 from ln_probe.hooks.model import HookedModel
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.task import Objective
 
 if TYPE_CHECKING:
     from ln_probe.analyses.probes.decomposition import NormStatistics

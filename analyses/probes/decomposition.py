@@ -151,10 +151,7 @@ class NormStatistics:
         return HALF_ROUNDINGS * torch.finfo(self.dtype).eps / 2 * self.largest / self.output_rms
 
     def row(self) -> dict[str, object]:
-        """Return the norm's row of the table `layernorms`, its constants left out."""
-        gain = None if self.site.gain is None else self.site.gain.double()
-        if gain is None and self.site.kind in ("layernorm", "rmsnorm"):
-            gain = torch.ones(1, dtype=torch.float64)  # folded away: as good as 1
+        """Return the norm's row of the table `layernorms`."""
         return {
             "site": self.site.name,
             "layer": self.site.layer,
@@ -164,7 +161,6 @@ class NormStatistics:
             "input_norm": self.mean(INPUT),
             "sigma_mean": self.mean(SIGMA),
             "sigma_cv": self.cv(SIGMA),
-            "gain_cv": math.nan if gain is None else float(gain.std(correction=0) / gain.mean().abs()),
             "reconstruction_error": self.reconstruction_error,
             "n": self.count,
         }
@@ -189,13 +185,7 @@ class _TermsObserver(Observer):
     def finish(self) -> ProbeResults:
         # A norm that attention reads can stand in the block before (post-norm): measured, but not asked for.
         layers = {*self.run.layers, n_layers(self.run.model)}
-        constants = self.run.constants.pooled
-        rows = [
-            {**s.row(), "constant_first": constant.first, "constant_rest": constant.rest}
-            for s in self.run.statistics
-            if s.site.layer in layers
-            for constant in [constants[s.site.name]]
-        ]
+        rows = [statistics.row() for statistics in self.run.statistics if statistics.site.layer in layers]
         return ProbeResults({LAYERNORMS.name: LAYERNORMS.frame(rows)}, _notes(self.run.statistics))
 
 

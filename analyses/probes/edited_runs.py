@@ -56,7 +56,7 @@ from ln_probe.hooks.model import (
 )
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS, Norm, Variant
 from ln_probe.hooks.norm_edits import NormEdit, edited_output, lost_edits
-from ln_probe.hooks.objective import BIDIRECTIONAL, Objective, too_few_outputs
+from ln_probe.hooks.task import BIDIRECTIONAL, Objective, too_few_outputs
 
 _LOSSES = ("nll", "nll_uniform", "nll_optimal", "estimate")
 MEASURES = (*_LOSSES, "predicted", "kl", "agree", "positions", "entropy", "queries")

@@ -37,7 +37,6 @@ from ln_probe.analyses.probes.statistics import by_group, holm, interval, sign_t
 from ln_probe.analyses.probes.tables import HEAD_EFFECTS
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.edits import no_op
-from ln_probe.hooks.heads import HeadEdit, Readers, z_of
 from ln_probe.hooks.model import (
     Hook,
     HookedModel,
@@ -57,10 +56,12 @@ from ln_probe.hooks.norm import EDITS, Norm
 from ln_probe.hooks.norm_edits import (
     InterventionError,
     NormEdit,
+    Readers,
     edited_output,
     lost_edits,
+    z_of,
 )
-from ln_probe.hooks.objective import Objective
+from ln_probe.hooks.task import Objective
 
 COLUMNS = ("prompt", "layer", "head", "variant", "nll", "estimate", "intact", "predicted", "no_op")
 
@@ -132,7 +133,7 @@ class HeadRuns:
                 by_norm.setdefault(site.name, {})[layer] = tuple(self.heads[layer])
             readers, norms = Readers("qkv", by_norm), list(dict.fromkeys(self.sites.values()))
             try:
-                self.lost = lost_edits(model, norms, make=partial(HeadEdit, readers), kind=readers.kind)
+                self.lost = lost_edits(model, norms, readers)
             except InterventionError as error:  # this attention has no hook points of queries, keys and values
                 self.silent = str(error)
             else:

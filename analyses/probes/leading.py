@@ -18,7 +18,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
 from ln_probe.hooks.model import HookedModel, blocks
-from ln_probe.hooks.text import CALIBRATION, bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.hooks.task import CALIBRATION, bundled_prompts, default_tokens, tokenizer_of
 
 # Up to this many (weights of the blocks × heads, or × norms) every one is run; beyond, the leading ones. A unit of it
 # costs some 40 multiplications a token (half a pass for each of three terms, and what lies around it): 64 heads of

@@ -122,7 +122,10 @@ class _KeyObserver(Observer):
                 }
 
     def _provenance(self) -> dict[str, Any]:
-        """Return how the keys were judged, and how many random keys nothing selects."""
+        """Return how the keys were judged, and how many random keys nothing selects.
+
+        `keys_per_prompt` is how many compete, a mean over keys.
+        """
         first = next(iter(self.measured.values()))
         verdicts = np.concatenate([m["verdict"].ravel() for each in self.measured.values() for _, m in each])
         per_prompt = round(float(np.mean(np.concatenate([measures["n"][0] for _, measures in first]))))
@@ -215,17 +218,16 @@ def summary(measures: Mapping[str, np.ndarray]) -> dict[str, float]:
     return {
         "unselectable": int((verdicts == UNSELECTABLE).sum()) / len(verdicts),
         "unreachable": float((known == 0).mean()) if len(known) else math.nan,
-        "margin_median": _quantile(margins, 0.5),
-        "attainable_median": _quantile(measures["attainable"], 0.5),
-        "attainable_p05": _quantile(measures["attainable"], 0.05),
-        "pattern_max_median": _quantile(measures["pattern_max"], 0.5),
+        "margin_median": _median(margins),
+        "attainable_median": _median(measures["attainable"]),
+        "pattern_max_median": _median(measures["pattern_max"]),
         "n": len(verdicts),
     }
 
 
-def _quantile(values: np.ndarray, q: float) -> float:
+def _median(values: np.ndarray) -> float:
     known = values[~np.isnan(values)]
-    return float(np.quantile(known, q)) if len(known) else math.nan
+    return float(np.median(known)) if len(known) else math.nan
 
 
 @lru_cache(maxsize=64)

@@ -39,8 +39,8 @@ from ln_probe.hooks.model import (
 )
 from ln_probe.hooks.norm import INTACT
 from ln_probe.hooks.norm_edits import NormEdit, installed
-from ln_probe.hooks.objective import Objective
 from ln_probe.hooks.stream import ActivationError, is_causal, window_of
+from ln_probe.hooks.task import Objective
 
 # Tokens that go through the model at once: on one core, matrix products of GPT-2 small's shape reach 70 billion
 # operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.

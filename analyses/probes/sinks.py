@@ -23,11 +23,11 @@ from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, 
 from ln_probe.analyses.probes.tables import SINK_HEADS, SINKS
 from ln_probe.analyses.probes.uniformity import AttentionLayer
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.constants import check_ids, token_rows
 from ln_probe.hooks.model import OneLine, at_least_float32, check_model, evaluating
 from ln_probe.hooks.norm import SCALING_FROZEN, Norm
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, visible_keys
+from ln_probe.hooks.task import check_ids, token_rows
 
 MUCH = 0.3  # of a head's attention, averaged over queries: Gu et al.'s epsilon
 SINK_SHARE = 0.3  # of a layer's heads: a layer of heads that look elsewhere has under a tenth

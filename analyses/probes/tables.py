@@ -32,9 +32,6 @@ LAYERNORMS = Table(
         "input_norm": ("L2 norm", "mean length of x, the norm's input"),
         "sigma_mean": ("RMS", "mean of the divisor sigma"),
         "sigma_cv": ("ratio", "standard deviation of sigma over its mean: how much scaling does"),
-        "gain_cv": ("ratio", "standard deviation of the gain over its absolute mean; NaN without a gain"),
-        "constant_first": ("RMS", "constant that replaces sigma at position 0, pooled over all prompts"),
-        "constant_rest": ("RMS", "the same at the other positions"),
         "reconstruction_error": ("ratio", "max |LN(x) − sum of its terms| over the RMS of LN(x)"),
         "n": ("count", "vectors measured"),
     },
@@ -64,7 +61,6 @@ HEADS = Table(
             "share",
             "median over keys of the largest attention at the last position, from queries of the size that occur",
         ),
-        "attainable_p05": ("share", "5th percentile of the same"),
         "pattern_max_median": (
             "share",
             "median over keys of `pattern_max` in the table keys",
@@ -327,7 +323,17 @@ PAIRED = Table(
 def document() -> str:
     """Return `docs/columns.md`."""
     source = "Written by `python -m ln_probe.analyses.probes.tables > docs/columns.md`."
-    return f"# Columns\n\n{source}\n\n{reference((*TABLES, TOKENS, SUMMARY, PAIRED, BY_HEAD))}"
+    return f"# Columns\n\n{source}\n\n{reference(TABLES)}\n{reference_of_views(TOKENS, SUMMARY, PAIRED, BY_HEAD)}"
+
+
+def reference_of_views(*tables: Table) -> str:
+    """Return the columns of tables that are computed from a report's, as one Markdown table."""
+    lines = ["## Computed from these", ""]
+    lines += [f"- `{table.name}`: {table.about}" for table in tables]
+    lines += ["", "| table | column | unit | meaning |", "|---|---|---|---|"]
+    for table in tables:
+        lines += [f"| {table.name} | `{name}` | {unit} | {about} |" for name, (unit, about) in table.columns.items()]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import torch
 import ln_probe
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.hooks.model import run
-from ln_probe.hooks.text import encode, special_tokens
+from ln_probe.hooks.task import encode, special_tokens
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))

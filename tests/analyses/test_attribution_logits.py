@@ -62,7 +62,7 @@ def test_caches() -> None:
         assert found.own == pytest.approx(expected.own, abs=2 * expected.bound * expected.scale)
     raw, centred = make_bridge("gpt2"), make_folded("gpt2", centre=True)
     _, cache = centred.run_with_cache(TOKENS[None])
-    with pytest.raises(SplitError, match=r"the cache is of another model .* a folded or centred copy"):
+    with pytest.raises(SplitError, match="another model"):
         attribute_logits(raw, cache, -1)
     with pytest.raises(SplitError, match=r"the parts of what is read at ln_final do not add up to it"):
         attribute_logits(raw, dict(cache.items()), -1)

@@ -19,7 +19,7 @@ from typer.main import get_command
 import ln_probe
 from ln_probe.analyses.lab.experiments import EXPERIMENTS, Experiment, Request
 from ln_probe.analyses.lab.results import Results, summarize
-from ln_probe.analyses.probes.registry import BUILT_IN
+from ln_probe.analyses.probes import BUILT_IN
 from ln_probe.cli import app
 
 OPTIONS = ["from", "checkpoints", "prompts", "max-prompts", "max-tokens", "groups", "loss", "probes", "layers"]

@@ -14,8 +14,7 @@ from architectures import cases, hugging_face, make_bridge
 from faulty import word_tokenizer
 
 import ln_probe
-from ln_probe.analyses.probes.columns import BUILT_IN
-from ln_probe.analyses.probes.selectability import Selectability
+from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.guard import ModelStateError
 from ln_probe.hooks import find_norms, linearized, without
 from ln_probe.hooks.model import same_weights
@@ -75,14 +74,14 @@ def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> 
     hugging_face(arch).save_pretrained(tmp_path)
     folder = ln_probe.load_model(tmp_path, device="cpu", world="bridge")
     other = ln_probe.analyze(folder, TOKENS, progress=False, probes=("decomposition", "selectability", "uniformity"))
-    for table in (t.name for t in BUILT_IN):
+    for table in (t.name for t in TABLES):
         assert report.tables[table].equals(other.tables[table]), table
 
 
 def test_texts_need_its_tokenizer() -> None:
     tokenizer = word_tokenizer(["[UNK]", "<s>", "</s>", "the", "lamp", "was", "lit"])
     model = hugging_face("gpt2")
-    how: dict[str, Any] = {"progress": False, "probes": (Selectability(every_key=True),)}
+    how: dict[str, Any] = {"progress": False, "probes": ("selectability",)}
     report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)
     tokens = report.keys.query("layer == 0 and head == 0 and variant == 'intact'").sort_values("position")["token"]
     assert [t.strip() for t in tokens] == ["<s>", "the", "lamp", "was", "lit"]

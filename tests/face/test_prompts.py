@@ -14,7 +14,7 @@ from architectures import make_bridge, make_hooked
 
 import ln_probe
 from ln_probe.hooks import without
-from ln_probe.hooks.text import CALIBRATION, MEASURED, bundled_texts, special_tokens
+from ln_probe.hooks.task import CALIBRATION, MEASURED, bundled_texts, special_tokens
 from ln_probe.prompts import make_prompts, read_prompts, read_token_names
 
 ROWS = [[5, 6, 7, 8], [9, 10]]

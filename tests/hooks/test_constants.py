@@ -17,8 +17,7 @@ from ln_probe.hooks import InterventionError, constants, find_norms, without
 from ln_probe.hooks.constants import Constant, GradientError, fit, loss_and_gradients, mean_sigmas
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.objective import Objective
-from ln_probe.hooks.text import bundled_prompts
+from ln_probe.hooks.task import Objective, bundled_prompts
 from ln_probe.models import bundled_folder, bundled_models, load_model, shipped_constants
 from ln_probe.prompts import summary
 
@@ -174,7 +173,6 @@ def test_without_scaling_at_optimal_constants(name: str) -> None:
             losses[scale] = float(Objective().sums(model(TOKENS, return_type="logits"), TOKENS).sum())
     assert losses["optimal"] < losses["frozen"]
     assert done.divisors == fit(model, sites, list(TOKENS), start=start)
-    assert done.matched
 
 
 @pytest.mark.usefixtures("few_evaluations")

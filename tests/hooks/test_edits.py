@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from compose import distance as difference
 from small_models import lab
 from torch import Tensor, nn
 
-from ln_probe.hooks import InterventionError, LostEditError, edits, find_norms, linearized, without
+from ln_probe.hooks import InterventionError, LostEditError, find_norms, linearized, without
 from ln_probe.hooks.norm import UnknownNormError
 
 TOKENS = torch.arange(1, 21).view(2, 10)
@@ -309,9 +308,8 @@ def test_heads_edited_in_hugging_face_by_hand(heads: list[tuple[int, int]]) -> N
         assert difference(original(TOKENS).logits, intact) < 1e-6  # rotary tables are float32
         for layer, block in enumerate(original.model.layers):
             edit_by_hand(block, [head for of, head in heads if of == layer])
-        with without(model, "scaling", heads=heads, scale=C) as done:
+        with without(model, "scaling", heads=heads, scale=C):
             found = model(TOKENS)
-        assert done.heads == tuple(heads)
         assert difference(found, original(TOKENS).logits) < 5e-6
         assert difference(found, intact) > 1e-3
 
@@ -357,19 +355,6 @@ def test_a_number_without_axes_is_a_number() -> None:
     for scale in (two, {"blocks.0.ln1": two, "blocks.1.ln1": [two, 2.0]}):
         with without(model, "scaling", scale=scale) as done:
             assert {c.plain["first"] for c in done.divisors.values()} == {2.0}
-
-
-@pytest.mark.parametrize(("seconds", "terminal", "said"), [
-    (0.8, "1", "ln_probe: measuring the constants of norms\n"), (0.0, "1", ""), (0.8, "", ""),
-])  # fmt: skip
-def test_a_terminal_is_told_what_takes_long(
-    seconds: float, terminal: str, said: str, monkeypatch: Any, capsys: Any
-) -> None:
-    measure = edits.mean_sigmas
-    monkeypatch.setattr(edits, "mean_sigmas", lambda *given: (time.sleep(seconds), measure(*given))[1])
-    monkeypatch.setenv("FORCE_COLOR", terminal)
-    with without(make_bridge("gpt2"), "scaling", tokens=TOKENS):
-        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("edit", [lambda m: without(m, "scaling", scale=2.0), linearized])

@@ -1,0 +1,321 @@
+"""The task that a model is measured on: prompts as token ids, and the loss of its output.
+
+A bundled model brings windows of held-out text; any other model with a tokenizer gets the bundled passages. Both come
+in two parts that have no prompt in common: *measured*, on which effects are measured, and *calibration*.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ln_probe.hooks.model import (
+    HookedModel,
+    at_least_float32,
+    context_length,
+    device_of,
+    evaluating,
+    missing_head,
+    run,
+    vocabulary_size,
+)
+
+# ---------------------------------------------------------------------------------------- token ids
+
+Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
+    """Return token ids as one tensor per prompt, from a tensor [batch pos] or a list of rows of different lengths.
+
+    Raises:
+        ValueError: something else than whole numbers, other axes, or an empty row.
+        TypeError: neither a tensor nor a list of rows.
+    """
+    if not isinstance(tokens, Tensor | list | tuple):
+        raise TypeError(f"tokens must be a tensor of ids [batch pos] or a list of rows, got {type(tokens).__name__}")
+    rows: list[Tensor] = []
+    if isinstance(tokens, Tensor):
+        rows = list(tokens) if tokens.ndim == 2 else []
+        shape = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+    else:
+        shape = f"a list of {len(tokens)}"
+        try:
+            rows = [row if isinstance(row, Tensor) else torch.tensor(row) for row in tokens]
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            shape = "a list that is no list of rows of ids"
+        if rows and all(row.ndim == 0 for row in rows):
+            shape = f"one row of {len(rows)}: write [[…]]"
+    if not rows or not all(r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in rows):
+        raise ValueError(f"tokens must be whole numbers [batch pos] or a list of rows, none empty, got {shape}")
+    return [row.long() for row in rows]
+
+
+def check_ids(model: HookedModel, row: Int[Tensor, " pos"]) -> None:
+    """Raise ValueError if a prompt is longer than the model's context or holds an id outside its vocabulary."""
+    size, limit = vocabulary_size(model), context_length(model)
+    if len(row) > limit:
+        raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompt")
+    if len(wrong := row[(row < 0) | (row >= size)]):
+        raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
+
+
+def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
+    """Return the rows of tokens to run, of which one at least has two positions.
+
+    Raises:
+        TypeError, ValueError: as `token_rows` and `check_ids`; no position besides 0.
+    """
+    rows = token_rows(tokens)
+    if max(map(len, rows)) < 2:
+        raise ValueError("tokens hold no position besides 0: give at least two positions")
+    for row in rows:
+        check_ids(model, row)
+    return rows
+
+
+def token_batch(model: HookedModel, tokens: object) -> Int[Tensor, "batch pos"]:
+    """Return token ids that run together: from [pos], [batch pos], or a list of rows of one length.
+
+    Raises:
+        TypeError, ValueError: as `token_rows` and `check_ids`; rows of different lengths.
+    """
+    rows = token_rows(tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens)
+    if len(lengths := {len(row) for row in rows}) > 1:
+        raise ValueError(f"tokens must be rows of one length, got lengths {sorted(lengths)}")
+    for row in rows:
+        check_ids(model, row)
+    return torch.stack(rows)
+
+
+def tokenizer_of(model: HookedModel) -> Any:
+    """Return the model's tokenizer, or None."""
+    return getattr(model, "tokenizer", None)
+
+
+def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) -> Int[Tensor, " pos"]:
+    """Return the token ids of one text.
+
+    Args:
+        model: a model with a tokenizer.
+        text: not empty.
+        prepend_bos: whether to begin with the tokenizer's first token; None: as the model was trained.
+
+    Raises:
+        ValueError: the model has no tokenizer, its tokenizer no first token to put there, or the text is empty or one
+            that the tokenizer fails on.
+    """
+    tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer, so text cannot be turned into tokens: pass token ids")
+    if not text.strip():
+        raise ValueError(f"an empty text ({text!r}): every prompt needs some text")
+    try:
+        ids = [int(i) for i in tokenizer(text)["input_ids"]]
+    except Exception as error:
+        raise ValueError(f"the tokenizer fails on {text[:40]!r} ({type(error).__name__}: {error})") from error
+    first = getattr(tokenizer, "bos_token_id", None)
+    if prepend_bos and first is None:
+        raise ValueError("prepend_bos=True, but this model's tokenizer has no first token (bos_token_id): leave it out")
+    wanted = bool(getattr(model.cfg, "default_prepend_bos", True)) if prepend_bos is None else prepend_bos
+    begins = first is not None and ids[:1] == [first]
+    if wanted and first is not None and not begins:
+        ids = [int(first), *ids]
+    elif prepend_bos is False and begins and len(ids) > 1:
+        ids = ids[1:]
+    return torch.tensor(ids)
+
+
+def special_tokens(model: HookedModel, kind: str) -> list[int]:
+    """Return the ids of the model's "eos", "bos" or "pad" tokens, as its tokenizer and its configuration have them.
+
+    A model without its original (a HookedTransformer) is asked for the `special_token_ids` that `load_model` leaves on
+    it. Ids outside the vocabulary are left out (GPT-2's default configuration names 50256 for any vocabulary).
+    """
+    original = getattr(model, "original_model", None)
+    holders = (tokenizer_of(model), getattr(original, "config", None), getattr(original, "generation_config", None))
+    values = [getattr(holder, f"{kind}_token_id", None) for holder in holders]
+    values.append(getattr(model, "__dict__", {}).get("special_token_ids", {}).get(kind))
+    ids = [i for value in values for i in (value if isinstance(value, list | tuple) else [value])]
+    return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocabulary_size(model)))
+
+
+# ---------------------------------------------------------------------------------------- default prompts
+
+MAX_TOKENS = 512  # longer texts are cut
+CALIBRATION, MEASURED = "calibration", "measured"
+
+
+@dataclass(frozen=True, eq=False)
+class BundledPrompts:
+    """Prompts that a bundled model brings: held-out text of the kind that it was trained on.
+
+    Attributes:
+        measured, calibration: token ids of each prompt.
+        source: what provenance and pages call them.
+        strata: the book of each measured prompt; any number of the first ones is balanced over the books.
+    """
+
+    measured: tuple[Int[Tensor, " _"], ...]
+    calibration: tuple[Int[Tensor, " _"], ...]
+    source: str
+    strata: tuple[str, ...] = ()
+
+
+def bundled_prompts(model: HookedModel) -> BundledPrompts | None:
+    """Return the prompts that the loader left on a bundled model; None for other models."""
+    prompts = getattr(model, "__dict__", {}).get("bundled_prompts")
+    return prompts if isinstance(prompts, BundledPrompts) else None
+
+
+@cache
+def bundled_texts(split: str = MEASURED) -> tuple[str, ...]:
+    """Return one part of the bundled passages, which were written for this project."""
+    lines = resources.files("ln_probe").joinpath("data/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    passages = [json.loads(line) for line in lines]
+    return tuple(passage["text"] for passage in passages if passage["split"] == split)
+
+
+def default_tokens(model: HookedModel, split: str = MEASURED) -> list[Int[Tensor, " _"]]:
+    """Return one part of a bundled model's own prompts, or of the bundled passages.
+
+    Raises:
+        ValueError: the model has neither prompts of its own nor a tokenizer.
+    """
+    limit = min(MAX_TOKENS, context_length(model))
+    if (own := bundled_prompts(model)) is not None:
+        return [row[:limit] for row in (own.measured if split == MEASURED else own.calibration)]
+    if tokenizer_of(model) is None:
+        raise ValueError(
+            "this model has no tokenizer and no prompts of its own: pass token ids as prompts= (or tokens=)"
+        )
+    return [encode(model, text)[:limit] for text in bundled_texts(split)]
+
+
+# ---------------------------------------------------------------------------------------- the loss
+
+# From the model's output and the token ids [batch pos] to the mean loss of each prompt [batch]; lower is better.
+Loss = Callable[[Any, Tensor], Tensor]
+# In a causal model a later token changes earlier logits only by the rounding of another batch row (1e-2 in bf16).
+_SAME_LOGITS = 2e-2
+BIDIRECTIONAL = "attention is bidirectional, so the model sees the tokens that a next-token loss asks for; give loss="
+
+
+def too_few_outputs(outputs: int, vocabulary: int) -> str:
+    """Return why a model with fewer outputs than tokens has no next-token loss."""
+    return f"the model has {outputs} outputs for {vocabulary} tokens, so there is no next-token loss; give loss="
+
+
+class ObjectiveError(ValueError):
+    """A loss that cannot be used: names it and what it returned."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss of each prompt, and its weight in a mean over prompts.
+
+    Attributes:
+        function: the user's loss; None: the mean next-token loss, in nats per token.
+        name: `module:function`, for provenance; "next-token loss" for the default.
+    """
+
+    function: Loss | None = None
+    name: str = "next-token loss"
+
+    @classmethod
+    def of(cls, given: object) -> Objective:
+        """Return the objective for None, a function, or the text "module:function".
+
+        Raises:
+            ObjectiveError: no such module or function, or something that cannot be called.
+        """
+        if given is None:
+            return cls()
+        function = given
+        if isinstance(given, str):
+            module, _, attribute = given.partition(":")
+            try:
+                function = getattr(importlib.import_module(module), attribute)
+            except Exception as error:  # whatever the module raises while it is imported
+                raise ObjectiveError(f"loss {given!r} must be module:function ({error})") from error
+        if not callable(function):
+            raise ObjectiveError(f"loss must be a function of (output, tokens), got {type(function).__name__}")
+        name = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__name__)}"
+        return cls(function, given if isinstance(given, str) else name)
+
+    @property
+    def unit(self) -> str:
+        """What a mean is given in: nats/token, or "units of module:function" under a loss of the user's."""
+        return "nats/token" if self.function is None else f"units of {self.name}"
+
+    def weight(self, tokens: Int[Tensor, " pos"]) -> int:
+        """Return what a prompt counts in a mean over prompts: the tokens it predicts, or 1 under a user's loss."""
+        return max(0, len(tokens) - 1) if self.function is None else 1
+
+    def sums(self, output: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
+        """Return the loss of each prompt times its weight, float64; differentiable where the loss is.
+
+        Args:
+            output: of the model, with `return_type="logits"`.
+            tokens: equal in length.
+
+        Raises:
+            ObjectiveError: the user's loss raised, or returned something else than one number per prompt.
+        """
+        if self.function is None:
+            logits, wanted = at_least_float32(output[:, :-1]), tokens[:, 1:].to(output.device)
+            losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+            return losses.view(wanted.shape).sum(-1, dtype=torch.float64)
+        try:
+            losses = self.function(output, tokens)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ObjectiveError(f"{self.name}(output, tokens) raised {type(error).__name__}: {error}") from error
+        shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        if shape != [len(tokens)] or not losses.is_floating_point():
+            raise ObjectiveError(f"{self.name} must return floating-point numbers [{len(tokens)}], got {shape}")
+        return losses.double()
+
+    def obstacle(self, model: HookedModel) -> str:
+        """Return why no loss of the model means anything; empty if it does, or if the user's loss decides."""
+        if reason := missing_head(model):
+            return reason
+        if self.function is not None:
+            return ""
+        size = vocabulary_size(model)
+        tokens = torch.linspace(1, size - 1, 4).long().repeat(2, 1)
+        tokens[1, -1] = 0
+        with evaluating(model):
+            logits = run(model, tokens, return_type="logits")
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] < size:
+            outputs = logits.shape[-1] if isinstance(logits, Tensor) and logits.ndim else 0
+            return too_few_outputs(outputs, size)
+        wide = logits.float()
+        ahead = float((wide[0, :-1] - wide[1, :-1]).abs().max())
+        return BIDIRECTIONAL if ahead > _SAME_LOGITS * float(wide.abs().max().clamp_min(1.0)) else ""
+
+    def check(self, model: HookedModel, tokens: Int[Tensor, " pos"]) -> None:
+        """Raise ObjectiveError if the user's loss of one prompt is not finite, or another value the second time."""
+        if self.function is None:
+            return
+        row = tokens[None].to(device_of(model))
+        with evaluating(model), torch.no_grad():
+            output = run(model, row, return_type="logits")
+            first, second = (float(self.sums(output, row)[0]) for _ in range(2))
+        if not math.isfinite(first) or first != second:
+            raise ObjectiveError(
+                f"{self.name} returned {first} and {second} on one output: it must be finite and fixed"
+            )
