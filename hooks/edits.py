@@ -176,10 +176,12 @@ def without(
     no_ops = {n.name: reason for n in choice.norms if (reason := no_op(n, choice.variant))}
     _warn(what, choice, no_ops)
     edits, pairs = list[Edit](), {name: constant.pair for name, constant in constants.items()}
-    for norm, own in zip(choice.norms, originals, strict=True):
+    for norm in (norm for norm in originals if norm.name not in no_ops):
         edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name), f"without {what!r}")
-        if norm.name not in no_ops:
-            edits.append(_at_output(edit, own) if choice.readers is None else HeadEdit(choice.readers, norm, edit))
+        if choice.readers is None:
+            edits.append(edit if target is choice.model else OutputEdit(edit))
+        else:
+            edits.append(HeadEdit(choice.readers, norm, edit))
     with installed(target, edits):
         yield Intervention(choice.variant, tuple(n.name for n in choice.norms), constants, no_ops)
 
@@ -223,11 +225,6 @@ def _choice(
     norms = choose(every, sites if readers is None else list(readers.heads))
     prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure, readers)
     return _Choice(hooked, structure, variant, every, norms, readers)
-
-
-def _at_output(edit: NormEdit | Held, own: Norm) -> Edit:
-    """Return an edit as it is installed: of a norm without hook points (`own` is another module) at its output."""
-    return edit if own is edit.norm else OutputEdit(own, edit)
 
 
 def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple[HookedModel, Sequence[Norm]]:
@@ -442,8 +439,8 @@ class _Linearized:
         norms, held, given = _held(hooked, sigma)
         target, originals = _targets(model, hooked, held)
         _refuse_twice(originals, holds=True)
-        edits = [Held(norm, given.get(norm.name)) for norm in held]
-        with installed(target, [_at_output(edit, own) for edit, own in zip(edits, originals, strict=True)]):
+        edits = [Held(norm, given.get(norm.name)) for norm in originals]
+        with installed(target, edits if target is hooked else [OutputEdit(edit) for edit in edits]):
             yield tuple(n.name for n in norms)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:

@@ -55,7 +55,7 @@ from ln_probe.hooks.model import (
     vocabulary_size,
 )
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS, Norm, Variant
-from ln_probe.hooks.norm_edits import NormEdit, edited_output, lost_edits
+from ln_probe.hooks.norm_edits import NormEdit, lost_edits
 from ln_probe.hooks.task import BIDIRECTIONAL, Objective, too_few_outputs
 
 _LOSSES = ("nll", "nll_uniform", "nll_optimal", "estimate")
@@ -449,7 +449,7 @@ def norm_estimates(
             edit.positions.direct, edit.positions.shape = True, (1, len(tokens))
             for x, y, leaf in seen[edit.norm.name]:
                 if id(leaf) in slopes:
-                    change = at_least_float32(edited_output(edit.norm, edit, x, y)) - at_least_float32(y)
+                    change = at_least_float32(edit.output(x, y)) - at_least_float32(y)
                     own, of_drawn = (slope * change for slope in slopes[id(leaf)])
                     first += float(own.sum(dtype=torch.float64))
                     second = second.to(y.device) + of_drawn.sum(-1, dtype=torch.float64)  # all calls read one vector

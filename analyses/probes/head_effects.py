@@ -57,7 +57,6 @@ from ln_probe.hooks.norm_edits import (
     InterventionError,
     NormEdit,
     Readers,
-    edited_output,
     lost_edits,
     z_of,
 )
@@ -252,7 +251,7 @@ class HeadRuns:
         """Return the norm's output under a variant, from its input and output in one prompt."""
         edit = NormEdit.of(site, variant, self.constants[site.name].pair)
         edit.positions.direct, edit.positions.shape = True, (int(x.shape[0]), int(x.shape[1]))
-        return edited_output(site, edit, x, y)
+        return edit.output(x, y)
 
     def _exact(self, tokens: Int[Tensor, " pos"], first: _First) -> dict[tuple[int, int, str], float]:
         found: dict[tuple[int, int, str], float] = {}
