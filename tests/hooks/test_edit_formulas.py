@@ -292,7 +292,7 @@ def test_position_0_of_a_hugging_face_model_in_memory() -> None:
 
 @pytest.mark.parametrize("given", [True, (1.0, 2.0, 3.0), {"first": 1.0}, "1"])
 def test_what_is_no_constant(given: object) -> None:
-    with pytest.raises(ValueError, match="a constant is a number or"):
+    with pytest.raises(ValueError, match="a constant is"):
         Constant.of(given)
 
 
