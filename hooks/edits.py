@@ -181,7 +181,7 @@ def without(
         if choice.readers is None:
             edits.append(edit if target is choice.model else OutputEdit(edit))
         else:
-            edits.append(HeadEdit(choice.readers, norm, edit))
+            edits.append(HeadEdit(choice.readers, edit))
     with installed(target, edits):
         yield Intervention(choice.variant, tuple(n.name for n in choice.norms), constants, no_ops)
 
@@ -223,7 +223,10 @@ def _choice(
     every = norms_of(hooked, structure)
     readers = readers_of(hooked, every, sites, only, heads)
     norms = choose(every, sites if readers is None else list(readers.heads))
-    prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure, readers)
+    if readers is None:
+        prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure)
+    else:
+        readers.check(hooked)
     return _Choice(hooked, structure, variant, every, norms, readers)
 
 

@@ -35,7 +35,7 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
-from ln_probe.hooks.norms import Structure, lost_leaves, short_pass, structure_of
+from ln_probe.hooks.norms import Structure, structure_of
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in", "use_attn_result")
@@ -441,25 +441,26 @@ class Readers:
     letters: str
     heads: Mapping[str, Mapping[int, tuple[int, ...] | None]]
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What tells these readers from others."""
-        return self.letters, tuple(sorted((n, tuple(by_layer.items())) for n, by_layer in self.heads.items()))
+    def check(self, model: HookedModel) -> None:
+        """Raise InterventionError if a block's queries, keys or values cannot be replaced."""
+        shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
+        for layer in {layer for by_layer in self.heads.values() for layer in by_layer}:
+            for letter in self.letters:
+                attn = attention_of(model, layer)
+                point, other = child_of(attn, f"hook_{letter}"), shortformer and letter != "v"
+                if point is None or _weight(attn, letter) is None or other:
+                    raise InterventionError(
+                        f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
+                    )
 
 
 class HeadEdit(Edit):
-    """An edit of one norm that some readers see.
+    """An edit of one norm that some readers see."""
 
-    Args:
-        readers: of all edited norms.
-        norm: the norm.
-        edit: what they see; None: its output with a leaf of zeros added, to see whether a gradient arrives there.
-    """
-
-    def __init__(self, readers: Readers, norm: Norm, edit: NormEdit | None = None) -> None:
-        super().__init__(norm, "the edit" if edit is None else edit.label)
-        self.edit, self.leaves = edit, list[Tensor]()
-        self.letters, self.heads = readers.letters, readers.heads[norm.name]
+    def __init__(self, readers: Readers, edit: NormEdit) -> None:
+        super().__init__(edit.norm, edit.label)
+        self.edit = edit
+        self.letters, self.heads = readers.letters, readers.heads[edit.norm.name]
         self.output = torch.zeros(0)  # of the edited norm
         self._replaced: set[str] = set()
 
@@ -468,18 +469,12 @@ class HeadEdit(Edit):
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         super().install(model, stack)
-        if self.edit is not None:
-            self.edit.positions = self.positions
-        shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
+        self.edit.positions = self.positions
         for layer, heads in self.heads.items():
             attn = attention_of(model, layer)
             for letter in self.letters:
-                point = child_of(attn, f"hook_{letter}")
-                if point is None or _weight(attn, letter) is None or (shortformer and letter != "v"):
-                    raise InterventionError(
-                        f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
-                    )
-                add_hook(point, partial(self._replace, model, layer, letter, heads), stack, prepend=True)
+                hook = partial(self._replace, model, layer, letter, heads)
+                add_hook(child_of(attn, f"hook_{letter}"), hook, stack, prepend=True)
             stack.callback(attn.register_forward_pre_hook(self._enter).remove)
             stack.callback(attn.register_forward_hook(self._leave).remove)
 
@@ -488,10 +483,6 @@ class HeadEdit(Edit):
         if self.suspended:
             return
         self.calls += 1
-        if self.edit is None:
-            self.leaves.append(torch.zeros_like(y, requires_grad=True))
-            self.output = y + self.leaves[-1]
-            return
         linear = next((e for e in edits_on(self.norm.module) if isinstance(e, Held)), None)
         sigma = None if linear is None else linear.sigma(self.x)
         self.output = self.edit.output(self.x, sigma=sigma).to(y.dtype)
@@ -618,39 +609,20 @@ def _bridge_may_recompute() -> Iterator[None]:
             warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
-def lost_edits(
-    model: HookedModel, norms: Sequence[Norm], readers: Readers | None = None, structure: Structure | None = None
-) -> dict[str, str]:
+def lost_edits(model: HookedModel, norms: Sequence[Norm], structure: Structure | None = None) -> dict[str, str]:
     """Return the norms at which an edit does not reach the model's output, each with the probable cause.
-
-    Costs nothing beside `find_norms`; with readers a forward and a backward pass over two tokens, the first time.
 
     Args:
         model: any hooked model.
         norms: some of its norms.
-        readers: those that alone see the edit; None: all.
         structure: as `structure_of` has just given it.
     """
-    structure = structure_of(model) if structure is None else structure
-    if readers is None:
-        return {n.name: structure.lost[n.name] for n in norms if n.name in structure.lost}
-    proved = structure.proved.setdefault(readers.kind, set())
-    edits = [HeadEdit(readers, norm) for norm in norms if norm.name not in proved]
-    if not edits:
-        return {}
-    with short_pass(model) as tokens:
-        try:
-            with installed(model, edits):
-                logits = model(tokens, return_type="logits")
-        except LostEditError as error:
-            return {edit.norm.name: str(error) for edit in edits}
-        lost = lost_leaves(logits, {edit.norm.name: edit.leaves for edit in edits})
-    proved |= {edit.norm.name for edit in edits} - lost.keys()
-    return lost
+    lost = (structure_of(model) if structure is None else structure).lost
+    return {norm.name: lost[norm.name] for norm in norms if norm.name in lost}
 
 
-def prove(model: HookedModel, norms: Sequence[Norm], structure: Structure, readers: Readers | None = None) -> None:
+def prove(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> None:
     """Raise LostEditError if an edit of one of these norms does not reach the output (`lost_edits`)."""
-    if lost := lost_edits(model, norms, readers, structure):
+    if lost := lost_edits(model, norms, structure):
         more = f" (and at {len(lost) - 1} more norms)" if len(lost) > 1 else ""
         raise LostEditError(next(iter(lost.values())) + more)

@@ -130,12 +130,12 @@ class HeadRuns:
             by_norm: dict[str, dict[int, tuple[int, ...] | None]] = {}
             for layer, site in self.sites.items():
                 by_norm.setdefault(site.name, {})[layer] = tuple(self.heads[layer])
-            readers, norms = Readers("qkv", by_norm), list(dict.fromkeys(self.sites.values()))
             try:
-                self.lost = lost_edits(model, norms, readers)
+                Readers("qkv", by_norm).check(model)
             except InterventionError as error:  # this attention has no hook points of queries, keys and values
                 self.silent = str(error)
             else:
+                self.lost = lost_edits(model, list(dict.fromkeys(self.sites.values())))
                 self.exact = frozenset(self._chosen() if exact is None else exact)
         if unknown := sorted(self.exact - set(self.every)):
             raise ValueError(f"exact: {unknown[0]} is no (layer, head) that is measured")
