@@ -74,7 +74,7 @@ class Target:
             BatchError: no list of steps, or a model without training steps.
             ConnectionError: all steps of a model on the hub, and no network.
         """
-        from ln_probe.loading import hub
+        from ln_probe.loading.pretrained import checkpoints, official_name
         from ln_probe.models import kind_of
 
         numbers = [] if steps == "all" else [whole_number(step, 18) for step in steps.split(",")]
@@ -88,7 +88,7 @@ class Target:
 
             revisions = [str(step) for step in checkpoint_steps(path)]
         elif kind == "hub" and not numbers:
-            revisions = hub.checkpoints(hub.official_name(self.name))
+            revisions = checkpoints(official_name(self.name))
         if kind not in ("hub", "lab") or not revisions:
             raise BatchError(f"{self} has no training steps: leave out --checkpoints, or name the folder of each step")
         return [Target(self.name, revision) for revision in revisions]

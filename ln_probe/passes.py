@@ -51,8 +51,7 @@ def batch_limit(model: HookedModel, batch_size: int | None, probes: Sequence[Pro
             memory allows.
         probes: those that observe the prompts.
     """
-    is_small = device_of(model).type != "cuda" and any(probe.needs.attention for probe in probes)
-    together = all(probe.interleaved for probe in probes) and not is_small
+    together = device_of(model).type == "cuda" or not any(probe.needs.attention for probe in probes)
     return lambda length: batch_size or (rows_at_once(model, length) if together else 1)
 
 

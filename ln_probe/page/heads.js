@@ -77,10 +77,18 @@ function moved(event) {
   choose(next.dataset.name);
 }
 
-// The address names the head that is shown.
+// The address names the head that is shown; the document in a notebook has none.
 function choose(name) {
-  history.replaceState(null, "", `#${name}`);
+  if (location.protocol !== "about:") history.replaceState(null, "", `#${name}`);
   show(name);
+}
+
+function clicked(event) {
+  const link = event.target.closest("a"), name = link ? link.hash.slice(1) : event.target.dataset.name;
+  if (!name || placeOf(name) === null || (link && !link.getAttribute("href").startsWith("#"))) return;
+  event.preventDefault();
+  choose(name);
+  if (link) at("head").scrollIntoView();
 }
 
 async function start() {
@@ -88,7 +96,7 @@ async function start() {
   document.head.append(make("script", { textContent: new TextDecoder().decode(code) }));
   patterns = data;
   const map = document.querySelector("table.heads");
-  map?.addEventListener("click", (event) => { if (event.target.dataset.name) choose(event.target.dataset.name); });
+  document.addEventListener("click", clicked);
   map?.addEventListener("keydown", moved);
   const follow = () => {
     const name = location.hash.slice(1);

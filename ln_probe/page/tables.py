@@ -12,9 +12,10 @@ import pandas as pd
 
 from ln_probe.analyses.schema import Table as Declared
 from ln_probe.analyses.text import disarmed, percent, shortened, visible
+from ln_probe.hooks.norm import INTACT
 from ln_probe.page import packed
 
-DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.4 MB compressed for the widest table
+DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.5 MB compressed for the widest table
 DIGITS = 6  # significant digits on the page; the parquet files have full precision
 PLAIN = ("", "text", "true/false", "index", "count")  # units that need not be said
 FIRST = 8  # columns shown before a reader asks for all
@@ -27,6 +28,11 @@ CHOSEN = {
     "causal_prompts": ("prompt", "stratum", "sites", "variant", "loss", "delta_loss", "shift", "n"),
     "head_effects": ("layer", "head", "delta_loss", "delta_loss_low", "delta_loss_high", "p", "estimate", "n"),
     "sinks": ("prompt", "position", "token", "kind", "length_ratio", "received", "uniform", "received_no_scaling"),
+    "sink_heads": ("layer", "head", "sink_rate", "first_attention", "first_attention_no_scaling", "n"),
+    "comparison": (
+        *("model", "step", "loss", "unselectable", "unselectable_no_scaling"),
+        *("entropy_ratio", "first_attention", "sink_rate"),
+    ),
 }
 
 
@@ -75,11 +81,16 @@ def table(declared: Declared, frame: pd.DataFrame, *, loss: str = "nats/token", 
     return Table(declared.name, *about, len(frame), len(rows), len(columns), packed(content))
 
 
+def in_order(keys: pd.DataFrame) -> pd.DataFrame:
+    """Return the keys at intact norms first, unselectable ones on top, then by attainable attention."""
+    rank = keys["verdict"].map({"unselectable": 0, "duplicate": 1, "undecided": 2}).fillna(3)
+    order = keys.assign(edited=keys["variant"] != INTACT.name, rank=rank)
+    order = order.sort_values(["edited", "rank", "attainable", "margin_upper"], kind="stable")
+    return order[keys.columns]
+
+
 def hardest_keys(keys: pd.DataFrame, count: int = 8) -> list[tuple[str, ...]]:
-    """Return the keys with the least attainable attention at the intact norms, unselectable ones first, as text."""
-    rows = keys[keys["variant"] == "intact"]
-    rank = rows["verdict"].map({"unselectable": 0, "duplicate": 1, "undecided": 2}).fillna(3)
-    order = rows.assign(rank=rank).sort_values(["rank", "attainable", "margin_upper"], kind="stable").head(count)
+    """Return the keys that are hardest to select at the intact norms, as text."""
     return [
         (
             f"L{row['layer']}H{row['head']}",
@@ -89,7 +100,7 @@ def hardest_keys(keys: pd.DataFrame, count: int = 8) -> list[tuple[str, ...]]:
             "–" if math.isnan(row["attainable"]) else percent(row["attainable"]),
             percent(1 / row["n"]) if row["n"] else "–",
         )
-        for row in order.to_dict("records")
+        for row in in_order(keys[keys["variant"] == INTACT.name]).head(count).to_dict("records")
     ]
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from made_up import HOSTILE
 
+from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import disarmed, shortened, visible
 from ln_probe.page import attention, circuitsvis_script, page
 from ln_probe.page.index import IndexEntry, index_page
@@ -81,7 +82,7 @@ def test_a_page_is_drawn_and_used(report: Report, visit: Any) -> None:
         table.locator("button", has_text="CSV").press("Enter")
     rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text("utf-8-sig"))))
     assert len(rows) == len(report.keys)
-    assert [int(r["position"]) for r in rows] == sorted(report.keys["position"])
+    assert [float(r["position"]) for r in rows] == sorted(report.keys["position"])
     table.locator("button", has_text="All").click()
     assert table.locator("th").count() > 8
     charts(view)
@@ -94,7 +95,7 @@ def test_a_page_is_drawn_and_used(report: Report, visit: Any) -> None:
 def test_an_index_is_drawn_and_used(report: Report, visit: Any) -> None:
     entries = [IndexEntry(n, f"{n}/report.html", report) for n in ("a", "b")]
     view = visit(index_page([*entries, IndexEntry("bad", error="ValueError: broken")]))
-    view.page.locator("#table-summary tbody a, #table-models tbody a").first.wait_for()
+    view.page.locator("details.table tbody a").first.wait_for()
     accessible(view)
     view.quiet()
 
@@ -143,10 +144,11 @@ def test_hostile_text_stays_text(report: Report, visit: Any) -> None:
         shown = report.exhibits.attention
         exhibits = replace(report.exhibits, attention=replace(shown, tokens=tuple(spread(len(shown.tokens)))))
         about = {**report.provenance, "model": {"name": some[0], "norms": {t: t for t in some}}, "list": some}
-        about["prompts"] = {**about["prompts"], "source": some[1], "begin": some}
-        own = {"own": pd.DataFrame({some[0] or "x": some})}
-        one = replace(report, tables={**report.tables, **tables, **own}, exhibits=exhibits, notes=tuple(some))
-        one = replace(one, provenance=about)
+        about["prompts"] = {**about["prompts"], "source": some[-1], "begin": some}
+        title, meaning = spread(4)[2:]
+        own = Table("own", title, meaning, (some[0],), {some[0]: ("text", meaning or "-")})
+        frames = {**report.tables, **tables, "own": pd.DataFrame({some[0]: some})}
+        one = Report(frames, about, tuple(some), exhibits, declared={"own": own})
         view = visit(report_page(one))
         charts(view)
         for summary in view.page.locator("details > summary").all():

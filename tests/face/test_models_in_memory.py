@@ -14,7 +14,6 @@ from architectures import cases, hugging_face, make_bridge
 from faulty import word_tokenizer
 
 import ln_probe
-from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.guard import ModelStateError
 from ln_probe.hooks import find_norms, linearized, without
@@ -82,7 +81,7 @@ def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> 
 def test_texts_need_its_tokenizer() -> None:
     tokenizer = word_tokenizer(["[UNK]", "<s>", "</s>", "the", "lamp", "was", "lit"])
     model = hugging_face("gpt2")
-    how: dict[str, Any] = {"progress": False, "probes": (Selectability(every_key=True),)}
+    how: dict[str, Any] = {"progress": False, "probes": "selectability"}
     report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)
     tokens = report.keys.query("layer == 0 and head == 0 and variant == 'intact'").sort_values("position")["token"]
     assert [t.strip() for t in tokens] == ["<s>", "the", "lamp", "was", "lit"]
@@ -132,9 +131,15 @@ def test_every_entry_point_compares_the_model_as_it_is_now() -> None:
     assert ln_probe.attribute_logits(model, TOKENS, -1, target=7).check().own == pytest.approx(own, abs=1e-4)
     model.double()
     assert ln_probe.attribute_logits(model, TOKENS, -1, target=7).check().own == pytest.approx(own, abs=1e-4)
-    for layer in model.model.layers:
-        layer.input_layernorm.variance_epsilon = 0.5
-    with pytest.raises(ValueError, match="input_layernorm"), without(model, "scaling", tokens=TOKENS):
+    norm = model.model.layers[0].input_layernorm
+    norm.variance_epsilon = 0.5
+    sigma = (model.get_input_embeddings()(TOKENS).double().pow(2).mean(-1) + 0.5).sqrt()
+    with without(model, "scaling", tokens=TOKENS) as edit:
+        assert edit.divisors["blocks.0.ln1"].rest == pytest.approx(float(sigma[0, 1:].mean()), rel=1e-5)
+    model = hugging_face("gpt2")
+    find_norms(model)
+    model.transformer.h[0].ln_1.eps = 0.5
+    with pytest.raises(ValueError, match="ln_1"), without(model, "scaling", tokens=TOKENS):
         pass
 
 

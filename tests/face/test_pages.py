@@ -130,7 +130,7 @@ def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     shape = (len(shown.layers), len(shown.heads), len(rows))
     intact = content["intact"].reshape(shape)
     assert np.array_equal(intact, shown.intact[..., rows, columns])
-    frozen = (intact + content["change"].reshape(shape)) % 256
+    frozen = intact + content["change"].reshape(shape)  # in 8 bits
     assert np.array_equal(frozen, shown.frozen[..., rows, columns])
     assert len(content["tokens"]) == len(shown.tokens)
 
