@@ -24,16 +24,8 @@ import pandas as pd
 from jaxtyping import Float64, Shaped
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE
-from ln_probe.analyses.geometry.decide import (
-    DUPLICATE,
-    NAMES,
-    RELATIVE_GAP,
-    UNDECIDED,
-    UNSELECTABLE,
-    Request,
-    Solved,
-    solve_sets,
-)
+from ln_probe.analyses.geometry.check import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
+from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, solve_sets
 from ln_probe.analyses.geometry.key_geometry import random_unselectable, reachable
 from ln_probe.analyses.geometry.keys import SPAN_TOLERANCE, QuerySet
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run

@@ -274,7 +274,7 @@ class Cell:
             sizes = {
                 "steps": steps,
                 "batch": BATCH,
-                "evaluate_every": 50 if quick else 100,
+                "evaluate_every": 200 if quick else 100,
                 "evaluate_at": tuple(s - EPOCH for s in STEPS_SHOWN if s <= steps),
                 "save_at": tuple(s for s in (0, *STEPS_SHOWN) if s < steps),
                 "decay_steps": EPOCH * EPOCHS_OF_DECAY,
