@@ -88,6 +88,7 @@ class Run:
         strings: token strings of each prompt.
         statistics: running sums over all prompts, of each norm of the measured layers.
         seed: of resamples.
+        strata: what each prompt is a sample of, by name (its book, or its group); empty: unknown.
     """
 
     model: HookedModel
@@ -100,6 +101,7 @@ class Run:
     strings: Sequence[Sequence[str]] = ()
     statistics: Sequence[NormStatistics] = ()
     seed: int = 0
+    strata: Sequence[str] = ()
 
     @property
     def measured_norms(self) -> list[Norm]:
