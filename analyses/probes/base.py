@@ -178,7 +178,6 @@ class Probe:
         tables: what it fills.
         needs: what it has to see.
         prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
-        thresholds: constants that its tables depend on, for the provenance.
     """
 
     name: ClassVar[str]
@@ -186,7 +185,6 @@ class Probe:
     tables: ClassVar[tuple[Table, ...]]
     needs: ClassVar[Needs] = Needs()
     prompts: ClassVar[int | None] = None
-    thresholds: ClassVar[Mapping[str, float]] = {}
 
     def start(self, run: Run) -> Observer:
         """Return an observer of the prompts of one model."""

@@ -91,9 +91,6 @@ class _UniformityObserver(Observer):
         return ProbeResults({HEADS.name: HEADS.frame(rows)} if rows else {}, provenance=provenance)
 
 
-# ------------------------------------------------------------------------------------------------ the attention layer
-
-
 class LayerMaps:
     """How each attention layer makes its scores: decided in the first pass, read in the second.
 
@@ -288,9 +285,6 @@ class AttentionLayer:
         intact = self.site.affine(self.outputs["intact"])
         plain = self.maps.queries(intact, rotate=False)
         return plain if self.maps.rotary is None else self.maps.queries(intact), plain
-
-
-# ------------------------------------------------------------------------------------------------------ the measures
 
 
 def _visible(like: Float[Tensor, "head query key"], causal: bool, window: int | None) -> Bool[Tensor, "query key"]:
