@@ -23,8 +23,6 @@ Example:
     ...         return [Finding("lengths", f"The longest vector has length {tables['lengths']['longest'].max():.3g}.")]
     >>> report = ln_probe.analyze(model, tokens, probes=[Lengths()])
     >>> report.tables["lengths"]
-    >>> report.failures  # a `Failure` for each probe that raised
-    ()
 """
 
 from __future__ import annotations

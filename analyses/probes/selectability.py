@@ -106,10 +106,7 @@ class _KeyObserver(Observer):
                 }
 
     def _provenance(self) -> dict[str, Any]:
-        """Return how the keys were judged, and how many random keys nothing selects.
-
-        `keys_per_prompt` is how many compete, a mean over keys.
-        """
+        """Return how the keys were judged; `keys_per_prompt` (a mean over keys) compete."""
         first = next(iter(self.measured.values()))
         verdicts = np.concatenate([m["verdict"].ravel() for each in self.measured.values() for _, m in each])
         per_prompt = round(float(np.mean(np.concatenate([measures["n"][0] for _, measures in first]))))

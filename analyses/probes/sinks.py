@@ -37,7 +37,6 @@ OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; si
 MASSIVE_SIZE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al.'s definition
 LEAST_TOKENS = 8  # fewer have no median worth the name: one outlier of four moves it
 _DIMENSIONS_NAMED = 4
-_INSIDE = ("query", "key")  # norms inside attention see heads, not tokens
 
 
 @dataclass
@@ -204,7 +203,7 @@ class _SinkObserver(Observer):
         self.short = 0
 
     def norm(self, prompt: int, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-        if site.reads not in _INSIDE:
+        if site.reads not in ("query", "key"):  # norms inside attention see heads, not tokens
             self.under_way.setdefault(prompt, _Prompt(prompt)).sizes.add(site, x)
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
@@ -279,7 +278,7 @@ def outlier_tokens(
     prompts = token_rows(tokens)
     for row in prompts:
         check_ids(hooked, row)
-    sites = [s for s in find_norms(hooked) if s.reads not in _INSIDE]
+    sites = [s for s in find_norms(hooked) if s.reads not in ("query", "key")]
     if not sites:
         raise ValueError("the model has no normalization: no norm says which tokens are long")
     sizes = [TokenSizes() for _ in prompts]

@@ -44,8 +44,7 @@ Ellipsoids = tuple[np.ndarray, np.ndarray]  # centers and axes of the chosen hea
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
 # prompt costs some hundred forward passes, so 4 of them say enough about keys.
 GEOMETRY_PROMPTS = 4
-# Columns of the table `heads` that this probe fills: of one head on one prompt, means over the queries that see more
-# than one key.
+# Of one head on one prompt, means over the queries that see more than one key.
 MEASURES = ("entropy_ratio", "uniform_angle_deg")
 
 
