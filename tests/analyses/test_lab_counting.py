@@ -172,8 +172,7 @@ def by_hand(norm: str = "none", norm_site: str = "gates") -> RecurrentTagger:
 
 
 def test_a_counter_by_hand_is_found_and_read() -> None:
-    reader = traces.LetterByLetter(by_hand(), 2)
-    trace = reader.phases(60)
+    trace = traces.phases(by_hand(), 2, 60)
     np.testing.assert_allclose(trace[0, :, 0], np.arange(1, 61), atol=1e-9)
     np.testing.assert_allclose(trace[1, :, 0], np.arange(59, -1, -1), atol=1e-9)
     assert traces.counter_of(trace, 1) == (0, 0, 1)

@@ -22,17 +22,6 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import SCALES, Norm
 
-
-def pooled(
-    keep: Float[Tensor, "batch pos hidden"], added: Float[Tensor, "batch pos hidden"]
-) -> Float[Tensor, "batch pos hidden"]:
-    """c_t = keep_t c_(t-1) + added_t from c_0 = 0 (a QRNN's pooling)."""
-    states = [added[:, 0]]
-    for k, new in zip(keep.unbind(1)[1:], added.unbind(1)[1:], strict=True):
-        states.append(k * states[-1] + new)
-    return torch.stack(states, dim=1)
-
-
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+")
 QRNN_WINDOW = 2  # of the first layer, 1 above: the default of the library that the published QRNNs came from
 
@@ -102,7 +91,10 @@ class QRNNLayer(nn.Module):
     def forward(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         shifted = [F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] for back in range(self.window)]
         keep, added, out = self.terms(torch.cat(shifted, dim=-1))
-        return out * pooled(keep, added)
+        states = [added[:, 0]]
+        for k, new in zip(keep.unbind(1)[1:], added.unbind(1)[1:], strict=True):
+            states.append(k * states[-1] + new)
+        return out * torch.stack(states, dim=1)
 
     def terms(self, window: Float[Tensor, "*place inputs"]) -> tuple[Tensor, Tensor, Tensor]:
         """f, i z and o of the inputs of a window, one after the other, the last first."""
