@@ -133,9 +133,6 @@ class Norm(nn.Module):
             normalized = normalized * self.w
         return normalized if self.b is None else normalized + self.b
 
-    def extra_repr(self) -> str:
-        return f"{self.kind}, d_model={self.d_model}, radius={self.radius:g}, eps={self.eps:g}"
-
 
 @contextmanager
 def calibrate(model: nn.Module) -> Iterator[None]:

@@ -194,7 +194,7 @@ def test_a_comparison_that_is_counted_needs_scaling() -> None:
 
     assert share_right("layernorm") == share_right("scaling_only") == 1
     assert max(share_right("none"), share_right("projection_only"), share_right("layernorm", eps=1e-2)) < 1
-    layers = [compile_program(parse(compiler.gate_program(depth))).layers for depth in (1, 2, 3)]
+    layers = [compile_program(parse(compiler.gate_program(depth))).model.cfg.n_layers for depth in (1, 2, 3)]
     assert layers == [1, 2, 3]
 
 

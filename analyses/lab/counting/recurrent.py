@@ -122,7 +122,7 @@ class NormedLayer(nn.Module):
         self.weights = _KERNELS[cfg.cell](width, cfg.hidden, batch_first=True)
         self.norm_input = self.norm_recurrent = self.norm_state = None
         if cfg.norm != "none" and cfg.norm_site == "gates":
-            rows = self.weights.weight_hh_l0.shape[0]
+            rows = len(self._tensors()[1])
             self.norm_input, self.norm_recurrent = _inside(cfg, rows), _inside(cfg, rows)
         elif cfg.norm != "none":
             self.norm_state = _inside(cfg, cfg.hidden, affine=cfg.norm_site == "readout")
@@ -145,15 +145,20 @@ class NormedLayer(nn.Module):
 
     def inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
         """What the inputs and biases give to the gates: W_ih x, normed if that is the norm's site, and b."""
-        weights = self.weights
-        flat = _function(self.norm_input, x)(x.flatten(0, 1) @ weights.weight_ih_l0.T) + weights.bias_ih_l0
+        W, _, b, b_hh = self._tensors()
+        flat = _function(self.norm_input, x)(x.flatten(0, 1) @ W.T) + b
         if self.cfg.cell != "gru":  # whose reset gate scales W_hh h + b_hh
-            flat = flat + weights.bias_hh_l0
+            flat = flat + b_hh
         return flat.view(*x.shape[:-1], -1)
+
+    def _tensors(self) -> list[Tensor]:
+        """W_ih, W_hh, b_ih, b_hh."""
+        return list(self.weights.parameters())
 
     def step(self) -> Step:
         """Return what makes h and c (an LSTM's; others leave it alone) of one more letter, given what it adds."""
-        H, W, b = self.cfg.hidden, self.weights.weight_hh_l0.T, self.weights.bias_hh_l0
+        H, (_, W_hh, _, b) = self.cfg.hidden, self._tensors()
+        W = W_hh.T
         gates, state = _function(self.norm_recurrent, W), _function(self.norm_state, W)
         on_state, activation = self.cfg.norm_site == "state", torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
 

@@ -100,7 +100,8 @@ def drawn(cell: str, layers: int, rng: np.random.Generator, hidden: int) -> list
     net: list[SaturatedLayer] = []
     for _ in range(layers):
         gates, inputs = _GATES[cell] * hidden, (hidden if net else LETTERS) * (2 if cell in POOLED else 1)
-        net.append(SaturatedLayer(cell, *map(rng.standard_normal, ((gates, inputs), (gates, hidden), gates))))
+        W, U, b = (rng.standard_normal(shape) for shape in ((gates, inputs), (gates, hidden), (gates,)))
+        net.append(SaturatedLayer(cell, W, U, b))
     return net
 
 

@@ -161,11 +161,9 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
             right = compiled.run(given[few]) == truth[few]
             shares[measure] = float(right.all(1).mean()), len(right)
             shares[f"{measure}_answers"] = float(right.mean()), len(right)
-        about = {
-            "program": name, "norm": norm, "suffices": enough, "depth": program.depth, "layers": compiled.layers,
-            "attending": compiled.attending, "d_model": compiled.model.cfg.d_model, "every_word_to": every_word_to,
-            "seed": seed,
-        }  # fmt: skip
+        cfg = compiled.model.cfg
+        about = {"program": name, "norm": norm, "suffices": enough, "depth": program.depth, "layers": cfg.n_layers}
+        about |= {"attending": compiled.attending, "d_model": cfg.d_model, "every_word_to": every_word_to, "seed": seed}
         rows += [{**about, "words": n, "measure": measure, "value": value} for measure, (value, n) in shares.items()]
     return rows
 

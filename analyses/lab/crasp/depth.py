@@ -191,7 +191,7 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
     rows = []
     for key, part in worst.groupby(list(KEYS), sort=False):
         hits, seeds = int((part["value"] >= HIT).sum()), len(part)
-        predicted = _side(cast("pd.DataFrame", part)).iloc[0] == WITHIN
+        predicted = _side(part).iloc[0] == WITHIN
         interval = results.binomial_interval(hits, seeds)
         rows.append((*cast("tuple[Any, ...]", key), predicted, hits, seeds, hits / seeds, *interval))
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
@@ -210,7 +210,7 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
     these rows. `units` are the pairs that the mean is of.
     """
     plain = values[(values["positions"] == "none") & (values["measure"] != measure(TRAIN_LENGTHS))]
-    reach = plain.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean()
+    reach = cast("pd.DataFrame", plain.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean())
     index = ["norm_order", "side", "depth", "seed"]
     wide = reach.assign(side=_side(reach)).pivot(index=index, columns="norm", values="value")
     rows: list[tuple[Any, ...]] = []

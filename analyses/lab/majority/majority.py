@@ -410,8 +410,8 @@ def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
         step, loss = run["step"].to_numpy(float), run["value"].to_numpy(float)
         for level in LEVELS:
             reached = bool((loss <= level).any())
-            first = int((loss <= level).argmax()) if reached else len(loss) - 1
-            last = slice(max(first - 1, 0), first + 1)  # between these two evaluations
+            end = int((loss <= level).argmax()) + 1 if reached else len(loss)
+            last = slice(max(end - 2, 0), end)  # between these two evaluations
             steps = np.interp(-level, -loss[last], step[last]) if reached else step[-1]
             rows.append((norm, radius, seed, level, float(steps), reached))
     times = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
