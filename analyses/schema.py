@@ -147,7 +147,7 @@ def reference(tables: Iterable[Table]) -> str:
     lines = []
     for table in tables:
         keys = ", ".join(f"`{k}`" for k in table.key)
-        lines += [f"## `{table.name}`", "", f"{table.about} Rows are identified by {keys}.", ""]
+        lines += [f"## `{table.name}`", f"{table.about} Rows are identified by {keys}.", ""]
         lines += ["| column | unit | meaning |", "|---|---|---|"]
         for name, (unit, meaning) in table.columns.items():
             lines.append(f"| `{name}` | {unit} | {meaning.replace('|', chr(92) + '|')} |")

@@ -51,21 +51,21 @@ of_raw = ln_probe.analyze(raw, tokens, progress=False)
 {k: of_raw.provenance["model"][k] for k in ("world", "architecture", "logits_max_difference")}
 
 # %%
-of_raw.layernorms[["site", "mean_share", "gain_mean", "bias_norm", "reconstruction_error"]]
+of_raw.layernorms[["site", "projected_share", "reconstruction_error"]]
 
 # %% [markdown]
 # ## Folded: what TransformerLens does on request
 #
 # `fold_ln` moves gain and bias into the weights that follow; `center_writing_weights` makes everything that writes to
 # the residual stream sum to zero. The model computes the same function, but its norms do less: projection has nothing
-# left to take off *by construction*: `mean_share`, the share of a vector's squared length that it removes, is 0 to
+# left to take off *by construction*: `projected_share`, the share of a vector's squared length that it removes, is 0 to
 # rounding.
 
 # %%
 folded = ln_probe.load_model(folder, world="bridge")
 folded.enable_compatibility_mode(center_unembed=False, fold_value_biases=False, disable_warnings=True)
 of_folded = ln_probe.analyze(folded, tokens, progress=False)
-of_folded.layernorms[["site", "mean_share", "gain_mean", "bias_norm", "reconstruction_error"]]
+of_folded.layernorms[["site", "projected_share", "reconstruction_error"]]
 
 # %% [markdown]
 # ## The same model, so the same heads
@@ -75,20 +75,12 @@ of_folded.layernorms[["site", "mean_share", "gain_mean", "bias_norm", "reconstru
 
 # %%
 both = ln_probe.compare([of_raw, of_folded], names=["raw", "folded"])
-intact = both.heads.xs(("head", "intact"), level=("space", "variant"))
+intact = both.heads.xs("intact", level="variant")
 largest = (intact["margin_median"]["raw"] - intact["margin_median"]["folded"]).abs().max()
 print(f"largest difference between median margins: {largest:.1e} nats")
 assert (intact["unselectable"]["raw"] == intact["unselectable"]["folded"]).all()
 assert largest < 1e-3
 intact[["unselectable", "margin_median", "entropy_ratio"]].head(8)
-
-# %% [markdown]
-# What does change is what taking a term away means: with the stream centred, `no_projection` is a no-op in every
-# norm.
-
-# %%
-variants = both.heads.xs("head", level="space")["no_op"].groupby("variant", sort=False).first()
-variants
 
 # %% [markdown]
 # On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.jsonl`.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -14,15 +12,13 @@ import pandas as pd
 from jaxtyping import Float
 
 from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.base import asked_layers
-from ln_probe.analyses.probes.columns import BY_HEAD, PAIRED, SUMMARY
-from ln_probe.analyses.probes.sinks import MUCH
-from ln_probe.analyses.schema import Table
+from ln_probe.analyses.probes.tables import SUMMARY
+from ln_probe.analyses.probes.wording import unselectable_share
 from ln_probe.analyses.text import step_named
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 from ln_probe.hooks.task import Objective
-from ln_probe.report import Report, TableNamed
+from ln_probe.report import Report, table_named
 
 if TYPE_CHECKING:
     from ln_probe.page.figures import Figure
@@ -34,13 +30,13 @@ class Comparison:
 
     Attributes:
         names: a different one per report; reports: the reports themselves.
-        summary: a row per report (`ln_probe.analyses.probes.columns.SUMMARY`): the loss and its difference from the
+        summary: a row per report (`ln_probe.analyses.probes.tables.SUMMARY`): the loss and its difference from the
             first report's, sinks, shares and medians over heads, intact and with scaling frozen.
         tables: the reports' tables joined on their key columns, with columns (measure, name), so that
             `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
-        paired: difference in the change of the loss between each report and the first one, paired by prompt
-            (`ln_probe.analyses.probes.columns.PAIRED`); only reports on the same tokens and layers and of the
-            same loss are paired.
+        paired: a row per report but the first, sites and variant: how much more its loss changes than the first
+            one's on the `n` prompts that both have, with a paired 95 % CI and p (Holm-adjusted over groups of norms, or
+            over single norms); only reports on the same tokens and layers and of the same loss are paired.
         notes: differences from the first report other than the model (prompts, layers, version).
 
     Example:
@@ -55,15 +51,15 @@ class Comparison:
     paired: pd.DataFrame
     notes: tuple[str, ...] = ()
 
-    layernorms = TableNamed("layernorms")
-    heads = TableNamed("heads")
-    keys = TableNamed("keys")
-    causal = TableNamed("causal")
+    layernorms = table_named("layernorms")
+    heads = table_named("heads")
+    keys = table_named("keys")
+    causal = table_named("causal")
 
     @property
     def by_head(self) -> pd.DataFrame:
         """`Report.by_head` of all reports, by (layer, head), with columns (measure, name)."""
-        return joined(BY_HEAD, self.names, [r.by_head() for r in self.reports])
+        return joined(("layer", "head"), self.names, [r.by_head() for r in self.reports])
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(map(repr, self.names))})"
@@ -79,7 +75,7 @@ class Comparison:
         Example:
             >>> ln_probe.compare([report, report], names=["a", "b"]).figure().savefig("losses.svg")
         """
-        from ln_probe.page.index import forest
+        from ln_probe.page.figures import forest
 
         return forest(self.names, self.reports)
 
@@ -104,15 +100,15 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     called = labels(found) if names is None else tuple(map(str, names))
     if len(called) != len(found) or len(set(called)) != len(called):
         raise ValueError(f"names must be {len(found)} different ones, one per report, got {list(called)}")
-    tables = {name: table for report in found for name, table in report.declared.items() if table.key}
-    wide = {n: joined(t, called, [r.tables.get(n) for r in found]) for n, t in tables.items()}
+    keys = {name: table.key for report in found for name, table in report.declared.items() if table.key}
+    wide = {name: joined(key, called, [r.tables.get(name) for r in found]) for name, key in keys.items()}
     more = paired(called, found), setup_differences(called, found)
     return Comparison(called, found, summary(called, found), wide, *more)
 
 
-def joined(table: Table, names: Sequence[str], frames: Sequence[pd.DataFrame | None]) -> pd.DataFrame:
-    """Join the models' rows of a table on what a row is about; columns are (measure, name)."""
-    about = list(table.key)
+def joined(key: Sequence[str], names: Sequence[str], frames: Sequence[pd.DataFrame | None]) -> pd.DataFrame:
+    """Join the models' rows of a table on its key; columns are (measure, name)."""
+    about = list(key)
     found = {
         name: frame.drop_duplicates(about).set_index(about)
         for name, frame in zip(names, frames, strict=True)
@@ -134,18 +130,18 @@ def step_of(report: Report) -> int | None:
     model = report.provenance.get("model", {})
     if isinstance(model.get("step"), int):
         return int(model["step"])
-    match = re.fullmatch(r"(?:step[-_ ]?)?(\d+)", str(model.get("revision") or ""))
-    return int(match[1]) if match else _step_in_path(report.name)
+    steps = (step_named(str(name)) for name in (model.get("revision") or "", _checkpoint_folder(report.name)))
+    return next((step for step in steps if step is not None), None)
 
 
 def run_of(report: Report) -> str:
     """Return the name that the checkpoints of a run share: the model's, or the folder above `checkpoint-500`."""
-    return report.name if _step_in_path(report.name) is None else str(PurePath(report.name).parent)
+    return str(PurePath(report.name).parent) if step_named(_checkpoint_folder(report.name)) is not None else report.name
 
 
-def _step_in_path(name: str) -> int | None:
+def _checkpoint_folder(name: str) -> str:
     path = PurePath(name)
-    return step_named(path.name) if len(path.parts) > 1 else None
+    return path.name if len(path.parts) > 1 else ""
 
 
 def labels(reports: Sequence[Report]) -> tuple[str, ...]:
@@ -161,7 +157,7 @@ def labels(reports: Sequence[Report]) -> tuple[str, ...]:
 
 
 def summary(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
-    """Return a row per report (`ln_probe.analyses.probes.columns.SUMMARY`)."""
+    """Return a row per report (`ln_probe.analyses.probes.tables.SUMMARY`)."""
     rows = [
         {"model": name, **overview(report), **_loss(report, reports[0])}
         for name, report in zip(names, reports, strict=True)
@@ -170,52 +166,51 @@ def summary(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
 
 
 def _loss(report: Report, first: Report) -> dict[str, float]:
-    """The intact loss over a report's prompts, and its difference from another's on the same prompts."""
-    mine, other = (_intact(r) for r in (report, first))
-    if not len(mine):
+    """Return the intact loss over a report's prompts, and its difference from another's on the same prompts."""
+    rows, of_first = (_intact(r) for r in (report, first))
+    if not len(rows):
         return {}
-    found = {"loss": float((mine["loss"] * mine["predicted"]).sum() / mine["predicted"].sum())}
-    both = mine.merge(other, left_index=True, right_index=True, suffixes=("", "_first"))
+    row = {"loss": float((rows["loss"] * rows["n"]).sum() / rows["n"].sum())}
+    both = rows.merge(of_first, on="prompt", suffixes=("", "_first"))
     if report is not first and len(both) and comparable(first, report, (_PROMPTS, _LOSS)):
-        change, weight = _by_group(both, (both["loss"] - both["loss_first"]) * both["predicted"])
+        change, weight = _by_group(both, (both["loss"] - both["loss_first"]) * both["n"], first)
         interval = statistics.infer_mean(change, weight)
-        found["loss_difference"] = float(change.sum() / weight.sum())
-        found |= {"loss_difference_low": interval.low, "loss_difference_high": interval.high}
-    return found
+        row["loss_difference"] = float(change.sum() / weight.sum())
+        row |= {"loss_difference_low": interval.low, "loss_difference_high": interval.high}
+    return row
 
 
-def _by_group(rows: pd.DataFrame, change: pd.Series) -> tuple[Float[np.ndarray, " group"], Float[np.ndarray, " group"]]:
-    """Summed changes and predicted tokens of each prompt group; in reports without groups every prompt is one."""
-    groups = rows["group"].to_numpy(float)
-    groups = np.arange(len(rows)) if np.isnan(groups).any() else groups.astype(np.int64)
-    sums = (statistics.by_group(values.to_numpy(float), groups) for values in (change, rows["predicted"]))
-    return next(sums), next(sums)
+def _by_group(
+    rows: pd.DataFrame, change: pd.Series, report: Report
+) -> tuple[Float[np.ndarray, " group"], Float[np.ndarray, " group"]]:
+    """Return summed changes and predicted tokens of each prompt group; without constants every prompt is one."""
+    prompts = rows["prompt"].to_numpy(int)
+    groups = prompts if report.constants is None else report.constants.groups[prompts]
+    change_sums, weights = (statistics.by_group(v.to_numpy(float), groups) for v in (change, rows["n"]))
+    return change_sums, weights
 
 
 def _intact(report: Report) -> pd.DataFrame:
-    """The loss of the intact model, by prompt; prompts without a prediction are left out."""
-    rows = report.tables["causal_prompts"].drop_duplicates("prompt").set_index("prompt")[["group", "loss", "predicted"]]
-    return rows[rows["loss"].notna() & (rows["predicted"] > 0)]
+    """Return the loss of the intact model, by prompt; prompts without a prediction are left out."""
+    rows = report.causal_prompts.drop_duplicates("prompt")[["prompt", "loss", "n"]]
+    return rows[rows["loss"].notna() & (rows["n"] > 0)]
 
 
 def overview(report: Report) -> dict[str, float | int | None]:
     """Summarize a report in one row: shares over all keys, medians over norms and heads."""
-    norms, heads, first = report.layernorms, report.heads, report.sink_heads["first_attention"].dropna()
-    found: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
-    found["first_attention"] = float(first.mean()) if len(first) else math.nan
-    found["sink_heads"] = float((first > MUCH).mean()) if len(first) else math.nan
-    found["mean_share"] = float(norms["mean_share"].median()) if len(norms) else math.nan
+    norms, heads, sinks = report.layernorms, report.heads, report.sink_heads
+    row: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
+    row["projected_share"] = float(norms["projected_share"].median())
     for variant, ending in ((INTACT.name, ""), (SCALING_FROZEN.name, "_no_scaling")):
-        rows = heads[(heads["space"] == "head") & (heads["variant"] == variant)] if len(heads) else heads
-        keys = rows["keys"].sum() if len(rows) else 0
-        found[f"unselectable{ending}"] = rows["unselectable"].sum() / keys if keys else math.nan
+        of_variant = heads[heads["variant"] == variant]
+        row[f"unselectable{ending}"] = unselectable_share(heads, variant)
         for name, column in (
             ("attainable", "attainable_median"),
             ("margin", "margin_median"),
             ("entropy_ratio", "entropy_ratio"),
         ):
-            found[f"{name}{ending}"] = float(rows[column].median()) if len(rows) else math.nan
-    return found
+            row[f"{name}{ending}"] = float(of_variant[column].median())
+    return row | {name: float(sinks[name].mean()) for name in ("sink_rate", "first_attention")}
 
 
 # What reports have in common apart from the model, by the note where they differ. Losses are paired where they
@@ -224,9 +219,14 @@ _PAIRED = _PROMPTS, _LOSS, _LAYERS = "on other prompts", "by another loss", "in 
 _SETUP: dict[str, Callable[[Report], object]] = {
     _PROMPTS: lambda report: report.provenance.get("prompts", {}).get("sha256", object()),  # unknown: equal to none
     _LOSS: lambda report: report.provenance.get("loss", {}).get("name", Objective.name),
-    _LAYERS: lambda report: asked_layers(report.provenance),  # that groups of norms ("all", "attention") are of
+    _LAYERS: lambda report: _asked_layers(report),  # that groups of norms ("all", "attention") are of
     "with another version of ln_probe": lambda report: report.provenance.get("ln_probe"),
 }
+
+
+def _asked_layers(report: Report) -> list[int] | None:
+    asked = report.provenance.get("arguments", {}).get("layers")
+    return None if asked is None else sorted(set(asked))
 
 
 def comparable(one: Report, other: Report, setup: Sequence[str] = _PAIRED) -> bool:
@@ -247,11 +247,13 @@ def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[
     return tuple(found)
 
 
+_PAIRED_COLUMNS = ("model", "against", "sites", "variant", "difference", "low", "high", "p", "prompts_more", "n")
+
+
 def paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
     """Return differences of `causal_prompts.delta_loss` from the first report's, over the prompts that both have.
 
-    That is the table `ln_probe.analyses.probes.columns.PAIRED`, without reports on other tokens or layers than the
-    first one's, or of another loss.
+    Reports on other tokens or layers than the first one's, or of another loss, are left out.
     """
     first, key = reports[0], ["prompt", "sites", "variant"]
     rows: list[dict[str, object]] = []
@@ -260,12 +262,12 @@ def paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
         if not len(one) or not len(two) or not comparable(first, report):
             continue
         both = one.merge(two, on=key, suffixes=("", "_other"))
-        both = both[both["predicted"] > 0]
-        for (sites, variant), mine in both.groupby(["sites", "variant"], sort=False):
-            each = mine["delta_loss_other"] - mine["delta_loss"]
-            change, weight = _by_group(mine, each * mine["predicted"])
-            moved, _ = _by_group(mine, mine["shift_other"].fillna(0.0) - mine["shift"].fillna(0.0))
-            found = statistics.infer_mean(change + moved, weight)
+        both = both[both["n"] > 0]
+        for (sites, variant), of_edit in both.groupby(["sites", "variant"], sort=False):
+            each = of_edit["delta_loss_other"] - of_edit["delta_loss"]
+            change, weight = _by_group(of_edit, each * of_edit["n"], first)
+            shift, _ = _by_group(of_edit, of_edit["shift_other"].fillna(0.0) - of_edit["shift"].fillna(0.0), first)
+            inference = statistics.infer_mean(change + shift, weight)
             rows.append(
                 {
                     "model": name,
@@ -273,21 +275,16 @@ def paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
                     "sites": sites,
                     "variant": variant,
                     "difference": float(change.sum() / weight.sum()),
-                    "low": found.low,
-                    "high": found.high,
-                    "p_mean": found.p,
-                    "prompts": len(mine),
+                    "low": inference.low,
+                    "high": inference.high,
+                    "p": inference.p,
                     "prompts_more": int((each > 0).sum()) if np.isfinite(each).all() else np.nan,
-                    "p_sign": statistics.sign_test(change),
+                    "n": len(of_edit),
                 }
             )
-    return _adjusted(PAIRED.frame(rows)) if rows else PAIRED.frame(rows)
-
-
-def _adjusted(table: pd.DataFrame) -> pd.DataFrame:
-    """Adjust p-values (Holm): of signs over all rows; of means over all groups, and over all single norms."""
-    groups, means = table["sites"].isin(GROUPS), table["p_mean"].copy()
-    for mine in (groups, ~groups):
-        known = table.loc[mine, "difference"].notna()
-        means[mine] = statistics.holm(means[mine].to_list(), known.to_list())
-    return table.assign(p_mean=means, p_sign=statistics.holm(table["p_sign"].to_list()))
+    table = pd.DataFrame(rows, columns=list(_PAIRED_COLUMNS))
+    groups, p = table["sites"].isin(GROUPS), table["p"].copy()
+    for family in (groups, ~groups):
+        known = table.loc[family, "difference"].notna()
+        p[family] = statistics.holm(p[family].to_list(), known.to_list())
+    return table.assign(p=p)

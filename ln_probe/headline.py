@@ -9,17 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.base import Failure, ProbeError
 from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.tables import CAUSAL
 from ln_probe.analyses.probes.wording import PLACES, loss_change
-from ln_probe.analyses.processes import one_blas_thread
-from ln_probe.analyses.progress import ProgressLine
-from ln_probe.analyses.text import counted, disarmed, encodable, with_interval
-from ln_probe.arguments import seed_of, token_limit
-from ln_probe.guard import REFUSE, hooked_model, unchanged
+from ln_probe.analyses.progress import ProgressLine, one_blas_thread
+from ln_probe.analyses.text import check_flags, counted, disarmed, encodable, with_interval
+from ln_probe.guard import REFUSE, hooked_model, seed_of, token_limit, unchanged
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS
 from ln_probe.hooks.task import Loss, Objective
 from ln_probe.measure import measure_norms
@@ -145,7 +142,7 @@ def freezing_cost(
     """
     check_flags(progress=progress)
     objective = Objective.of(loss)
-    probe = Causal(single_norm_prompts=0, uniform=False, primary_only=True)
+    probe = Causal(primary_only=True)
     hooked, on_hooks = hooked_model(model, tokenizer, hooks)
     options: dict[str, Any] = {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed), "max_prompts": max_prompts}
     with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():

@@ -14,24 +14,21 @@ import torch
 from torch import nn
 
 from ln_probe import __version__
-from ln_probe.analyses.arguments import check_flags
 from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halves, group_numbers, halves_of
 from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.geometry.decide import start_compilation
 from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, Run, chosen
-from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.causal import PRIMARY_SITES, Causal
 from ln_probe.analyses.probes.decomposition import NormStatistics
-from ln_probe.analyses.probes.edited_runs import PRIMARY_SITES
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.uniformity import LayerMaps
-from ln_probe.analyses.processes import one_blas_thread
-from ln_probe.analyses.progress import ProgressLine, tell
+from ln_probe.analyses.progress import ProgressLine, one_blas_thread, tell
 from ln_probe.analyses.schema import TableError
-from ln_probe.arguments import indices, seed_of, token_limit
+from ln_probe.analyses.text import check_flags
 from ln_probe.exhibits import AttentionRecorder, Exhibits
-from ln_probe.guard import REFUSE, hooked_model, unchanged
+from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, token_limit, unchanged
 from ln_probe.hooks.attention import PATTERN_TOLERANCE
 from ln_probe.hooks.constants import fit, mean_sigmas
 from ln_probe.hooks.edits import members
@@ -40,7 +37,7 @@ from ln_probe.hooks.norm import SAME_OUTPUT, Norm
 from ln_probe.hooks.norms import attention_inputs, layers_in_words
 from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.task import Loss, Objective, bundled_prompts, default_tokens, tokenizer_of
-from ln_probe.loading.provenance import source_of
+from ln_probe.loading.source import source_of
 from ln_probe.passes import batch_limit, check_finite, first_pass, second_pass
 from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, read_token_names, summary
 from ln_probe.report import Report, versions
@@ -57,7 +54,7 @@ def analyze(
     prompts: Any = None,
     *,
     max_prompts: int | None = None,
-    probes: Sequence[str | Probe] = DEFAULT,
+    probes: str | Probe | Sequence[str | Probe] = DEFAULT,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     max_tokens: int = 512,
@@ -83,7 +80,7 @@ def analyze(
             model, else the bundled passages; a model without a tokenizer needs prompts).
         max_prompts: measure only the first so many prompts.
         probes: names of built-in probes ("decomposition", "selectability", "uniformity", "causal", "head_effects",
-            "sinks"), or `ln_probe.analyses.probes.base.Probe` objects of your own.
+            "sinks"), or `ln_probe.analyses.probes.base.Probe` objects of your own; one or a list.
         layers, heads: indices to measure; None means all. A negative layer counts from the end.
         max_tokens: longer prompts are cut, and the report says so.
         seed: of resamples.
@@ -137,7 +134,7 @@ def analyze(
     if any(probe.needs.attention for probe in chosen_probes):
         start_compilation()  # the first pass goes on beside it
     arguments: dict[str, Any] = {
-        "probes": [p if isinstance(p, str) else p.name for p in probes],
+        "probes": [probe.name for probe in chosen_probes],
         "layers": None if layers is None else indices(layers, "layer", shape["layers"]),
         "heads": None if heads is None else indices(heads, "head", shape["heads"]),
         "max_tokens": token_limit(max_tokens),
@@ -259,7 +256,7 @@ def measure_norms(
     ]
     looking = [p.name for p in probes if p.needs.attention]
     maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
-    limit = batch_limit(model, batch_size, probes)
+    limit = batch_limit(model, batch_size)
     sums = first_pass(model, ready.tokens, inputs, statistics, measured, limit, maps)
     means = Constants(tuple(s.site.name for s in statistics), group_of, sums[:, 0], sums[:, 1])
     constants, calibrated_on, on_constants = _constants(model, means, [s.site for s in statistics], other)
@@ -269,7 +266,19 @@ def measure_norms(
             shipped = _fitted(model, norms, constants, ready, loss)
         constants = replace(constants, optimal=shipped or {})
     of_heads = None if heads is None else sorted(set(heads))
-    run = Run(model, norms, constants, measured, of_heads, loss, ready.tokens, ready.strings, statistics, seed)
+    run = Run(
+        model,
+        norms,
+        constants,
+        measured,
+        of_heads,
+        loss,
+        ready.tokens,
+        ready.strings,
+        statistics,
+        seed,
+        ready.strata if groups is None else tuple(map(str, groups)),
+    )
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
     notes += [*on_overlap, *on_constants, *constants.notes()]
     about = {
@@ -423,7 +432,7 @@ def assemble(
             for name, frame in frames.items():
                 tables[name].check(tables[name].merged([*filled.get(name, ()), frame]))
         except Exception as error:
-            result = Failure.of(probe.name, error)
+            result = Failure(probe.name, f"{type(error).__name__}: {error}")
         if isinstance(result, Failure):
             failures.append(result)
             continue

@@ -18,24 +18,26 @@ from torch import Tensor
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeObserver, ProbeResults, Run
 from ln_probe.analyses.probes.decomposition import NormStatistics
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
-from ln_probe.analyses.progress import tell, tell_inner
+from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
 from ln_probe.exhibits import AttentionRecorder
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.model import HookedModel, device_of, evaluating, plain_path, run
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.stream import AttentionInput, stream_together
 
+_STREAM = "stream"  # the kind of work that probes of norms and attention share
+
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
-def batch_limit(model: HookedModel, batch_size: int | None, probes: Sequence[Probe]) -> Callable[[int], int]:
+def batch_limit(model: HookedModel, batch_size: int | None) -> Callable[[int], int]:
     """Return how many prompts of a length go through the model together.
 
     Args:
         batch_size: the same for every length; None: one on a CPU, where a prompt keeps all cores busy, and on a GPU as
             memory allows.
     """
-    memory = gpu_memory(device_of(model)) if all(p.interleaved for p in probes) else 0
+    memory = gpu_memory(device_of(model))
     cfg: Any = model.cfg
     token = 8 * max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))  # bytes that live at a time
     pair = 16 * int(getattr(cfg, "n_heads", 0))
@@ -171,24 +173,30 @@ def second_pass(
         if recorder is not None:
             recorder.attention(number, attended)
 
+    streamed = [w for w in every if w.probe.needs.norms or (w.probe.needs.attention and maps is not None)]
+    sizes = {w.probe.name: [w.probe.work(n) for n in range(len(run.prompts)) if w.takes(n)] for w in every}
+    work = TimeLeft(sizes | {_STREAM: [1.0] * max((len(sizes[w.probe.name]) for w in streamed), default=1)})
     for numbers, tokens in batches("second pass", run.prompts, limit, lambda n: [w.takes(n) for w in every]):
         watching = [w for w in every if w.takes(numbers.start)]
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and maps is not None]
         recorded = recorder is not None and any(map(recorder.takes, numbers))
         if norms or attention or recorded:
-            stream_together(
-                run.model,
-                tokens,
-                inputs,
-                layers=run.layers,
-                on_norm=on_norm if norms else None,
-                on_attention=on_attention if attention or recorded else None,
-            )
+            with work.step(_STREAM, len(numbers)):
+                stream_together(
+                    run.model,
+                    tokens,
+                    inputs,
+                    layers=run.layers,
+                    on_norm=on_norm if norms else None,
+                    on_attention=on_attention if attention or recorded else None,
+                )
         for number in numbers:
             for observer in watching:
-                if observer.probe.needs.output:
-                    tell_inner(observer.probe.name)
-                    observer.call("prompt", number, run.prompts[number])
-                observer.call("end", number)
+                with work.step(observer.probe.name):
+                    if observer.probe.needs.output:
+                        tell_inner(observer.probe.name)
+                        observer.call("prompt", number, run.prompts[number])
+                    observer.call("end", number)
+        tell_left(work.left)
     return {w.probe.name: w.results() for w in every}

@@ -23,8 +23,8 @@ from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.hooks import InterventionError, find_norms, linearized, without
 from ln_probe.hooks.norm import Norm
 from ln_probe.loading.convert import World, has_hooked_transformer
-from ln_probe.loading.lab_models import into_transformer_lens
-from ln_probe.loading.provenance import source_of
+from ln_probe.loading.convert import lab_model as into_transformer_lens
+from ln_probe.loading.source import source_of
 
 POINTS = ("hook_in", "hook_scale", "hook_normalized", "hook_out")
 MODES = ("read", "edit", "backward")

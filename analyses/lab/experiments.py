@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ln_probe.analyses.files import PARTIAL, write_atomically
 
@@ -40,12 +41,6 @@ class Experiment:
     needs_text: bool = False
     summary: str = ""
 
-    def run(self, request: Request) -> Results:
-        """Run it, or resume it."""
-        module, _, function = self.path.rpartition(".")
-        results: Results = getattr(importlib.import_module(f"{__package__}.{module}"), function)(request)
-        return results
-
 
 @dataclass(frozen=True)
 class Request:
@@ -74,11 +69,8 @@ class Request:
 BRODY, WANG, YANG = "Brody, Alon & Yahav 2023", "Wang & E 2024, section 6", "Yang, Cadilhac & Chiang 2025"
 EXPERIMENTS = {
     "majority": Experiment(
-        "majority.majority.run", f"{BRODY}, section 4.1", ("3 hours", "1 minute"), seeds=10, quick_seeds=2,
+        "majority.majority.run", f"{BRODY}, section 4.1", ("3 hours", "1 minute"), seeds=10,
         summary="majority of a bag of tokens: {layernorm, scaling_only} x {radius sqrt(d), 1/sqrt(d)}, and no scaling"),
-    "majority_in_space": Experiment(
-        "majority.majority.run_in_space", f"{BRODY}, figures 1a and 1b", ("15 minutes", "1 minute"), seeds=5,
-        summary="majority in 3 dimensions: angles of queries to the all-ones direction, and accuracy"),
     "random_keys": Experiment(
         "majority.random_keys.run", f"{BRODY}, figures 1c and 1d", ("5 minutes", "1 minute"), quick_seeds=2,
         summary="heat maps of unselectable random keys: n x d, with and without LayerNorm, and as one head sees them"),
@@ -90,10 +82,6 @@ EXPERIMENTS = {
         "language_model.encoder.run", f"{BRODY}, section 4.2, with encoders",
         ("about 25 minutes (24 runs of 1 minute)", "2 minutes"), needs_text=True,
         summary="encoders of BERT's shape on masked text, without scaling, without projection"),
-    "encoder_passages": Experiment(
-        "language_model.sentences.run_passages", f"{BRODY}, in place of SST-2",
-        ("about 25 minutes (18 encoders of 1 minute, each fine-tuned in 15 seconds)", "2 minutes"), needs_text=True,
-        summary="these encoders fine-tuned to tell which of the texts a passage is from"),
     "language_model_full": Experiment(
         "language_model.published.run_full", f"{BRODY}, section 4.2",
         ("90 minutes", "3 minutes"), seeds=1, needs_text=True,
@@ -159,14 +147,6 @@ EXPERIMENTS = {
     "rational_recurrence": Experiment(
         "counting.rational_recurrence.run", "Merrill et al. 2020", ("3 minutes", "15 seconds"), seeds=5,
         summary="QRNNs as weighted automata, and how many states an automaton for a cell needs (no training)"),
-    "counting_budget": Experiment(
-        "counting.counting.run_budget", "Merrill et al. 2020, section 5",
-        ("about 2.5 hours (24 runs of 6 minutes)", "1 minute"),
-        summary="single-layer QRNNs with ten times the updates: what they reach where they were trained, and beyond"),
-    "sentences": Experiment(
-        "language_model.sentences.run", f"{BRODY}, tables 3 and 4",
-        ("about 5 minutes (12 runs of 15 to 20 seconds)", "2 minutes"), needs_text=True,
-        summary="a decoder without scaling and an encoder without norms, read on sentences: unselectable keys"),
     "anbk": Experiment(
         "counting.counting.run_anbk", "code released with Merrill et al. 2020",
         ("about 10 minutes (12 runs)", "1 minute"),
@@ -174,42 +154,27 @@ EXPERIMENTS = {
 }  # fmt: skip
 
 
-class UnknownExperimentError(KeyError):
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def find(name: str) -> Experiment:
-    """The experiment called `name`.
-
-    Raises:
-        UnknownExperimentError: there is none (lists those there are).
-    """
-    if name not in EXPERIMENTS:
-        raise UnknownExperimentError(f"unknown experiment {name!r}: known ones are {', '.join(EXPERIMENTS)}")
-    return EXPERIMENTS[name]
-
-
 def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> Results:
-    """Run an experiment, or go on with it, and write what it found into `request.out`.
+    """Run an experiment, or go on with it, and write its tables into `request.out`.
 
     Raises:
-        UnknownExperimentError: no such experiment.
+        KeyError: no such experiment.
         FileExistsError: `request.out` holds something else.
         ValueError: no seeds; text files missing where they are needed, or given where they are not.
     """
-    experiment = find(name)
+    experiment = EXPERIMENTS[name]
     if not request.seeds:
         raise ValueError("no seeds: at least 1 is needed")
     if experiment.needs_text and not request.texts:
         raise ValueError(f"{name} trains on text that you give: add --text FILE (UTF-8), several if you like")
     if not experiment.needs_text and (given := [*request.texts, *([request.tokenizer] if request.tokenizer else [])]):
         raise ValueError(f"{name} takes no text and no tokenizer: leave out {given[0]}")
-    claim(name, request)
+    claim(request.out, EXPERIMENT_FILE, {"experiment": name, "quick": request.quick}, "experiment")
     began = time.perf_counter()
     from ln_probe.analyses.lab.results import write_results
 
-    results = experiment.run(request)
+    module, _, function = experiment.path.rpartition(".")
+    results: Results = getattr(importlib.import_module(f"{__package__}.{module}"), function)(request)
     write_results(
         results, request.out, experiment=name, command=command, ln_probe_version=ln_probe_version,
         seconds=time.perf_counter() - began,
@@ -217,21 +182,21 @@ def run(name: str, request: Request, *, command: str, ln_probe_version: str) -> 
     return results
 
 
-def claim(name: str, request: Request) -> None:
-    """Make `request.out` this experiment's folder.
+def claim(folder: Path, mark: str, identity: Mapping[str, Any], what: str) -> None:
+    """Make a folder that of the experiment or run that its file `mark` identifies.
 
     Raises:
         FileExistsError: it holds something else.
     """
-    path = request.out / EXPERIMENT_FILE
-    wanted = {"experiment": name, "quick": request.quick}
+    wanted, path = json.loads(json.dumps(identity)), folder / mark  # as a file would hold it
     if path.exists():
         existing = json.loads(path.read_text(encoding="utf-8"))
-        if existing != wanted:
-            raise FileExistsError(f"{request.out} holds another experiment ({existing}): choose another --out")
+        if wrong := sorted(k for k in {*wanted, *existing} if existing.get(k) != wanted.get(k)):
+            different = ", ".join(wrong)
+            raise FileExistsError(f"{folder} holds another {what} (not the same: {different}): choose another folder")
         return
-    if request.out.exists() and not request.out.is_dir():
-        raise FileExistsError(f"{request.out} is a file: choose another --out")
-    if request.out.exists() and any(p.suffix != PARTIAL for p in request.out.iterdir()):
-        raise FileExistsError(f"{request.out} is not empty and holds no experiment: choose another --out")
-    write_atomically(path, (json.dumps(wanted) + "\n").encode())
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: choose another folder")
+    if folder.exists() and any(p.suffix != PARTIAL for p in folder.iterdir()):  # a kill can leave half a file
+        raise FileExistsError(f"{folder} is not empty and holds no {what}: choose another folder")
+    write_atomically(path, (json.dumps(wanted, indent=1) + "\n").encode())

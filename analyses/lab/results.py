@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from scipy import stats  # type: ignore[import-untyped]
 
 from ln_probe.analyses.files import write_atomically
@@ -41,8 +40,6 @@ AGREEMENT = 1e-6  # spread of shares over seeds below which they agree: one in a
 _NO_HITS = 0.004
 Kind = Literal["mean", "share", "log"]
 MEAN, FACTOR = ("mean", "ci_low", "ci_high"), ("factor", "low", "high")  # columns of a center and its interval
-
-# ------------------------------------------------------------------------------------------------------- intervals
 
 
 def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[float, float, float]:
@@ -60,18 +57,18 @@ def interval(values: Float[np.ndarray, " seed"], kind: Kind = "mean") -> tuple[f
 
 
 def share_interval(shares: Float[np.ndarray, " seed"]) -> tuple[float, float, float]:
-    """Return the mean of one share per seed and its Korn-Graubard interval.
+    """Return the mean of one share per seed and its Korn-Graubard interval (`share_interval_of`)."""
+    mean, seeds = float(shares.mean()), len(shares)
+    return mean, *share_interval_of(mean, float(shares.std(ddof=1)) if seeds > 1 else np.nan, seeds)
+
+
+def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]:
+    """Return the Korn-Graubard interval from the mean, the standard deviation over seeds and their number.
 
     The effective number of trials is p (1 - p) over the variance of the mean, times (z / t)² for estimating that
     variance from few seeds. Where all seeds agree, variance says nothing: then each seed counts as one trial, so three
     seeds of three at 1 give [0.29, 1].
     """
-    p = float(shares.mean())
-    return p, *share_interval_of(p, float(shares.std(ddof=1)) if len(shares) > 1 else np.nan, len(shares))
-
-
-def share_interval_of(mean: float, sd: float, seeds: int) -> tuple[float, float]:
-    """Return `share_interval` from the mean, the standard deviation over seeds and their number."""
     if seeds == 1:
         return np.nan, np.nan
     trials = float(seeds)
@@ -105,11 +102,12 @@ def _t(seeds: int) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1))
 
 
-# ---------------------------------------------------------------------------------------------------------- tables
-
-
 def summarize(
-    values: pd.DataFrame, keys: Sequence[str], published: pd.DataFrame | None = None, kind: Kind = "mean"
+    values: pd.DataFrame,
+    keys: Sequence[str],
+    published: pd.DataFrame | None = None,
+    kind: Kind = "mean",
+    shares: Collection[str] = (),
 ) -> pd.DataFrame:
     """Return center, median and 95 % interval over seeds for every combination of `keys`.
 
@@ -117,7 +115,7 @@ def summarize(
         values: long form: the columns of `keys`, `seed` and `value`.
         keys: columns that set rows apart ("norm", "step", "measure", …).
         published: the columns of `keys` (or some of them) and `published`; NaN where nothing was published.
-        kind: of `interval`.
+        kind: of `interval`. shares: values of the key `measure` that are shares, whatever the others are.
 
     Returns:
         keys, then `mean` (geometric if `kind` is "log"), `ci_low`, `ci_high` (NaN with one seed), `median`, `sd`,
@@ -132,20 +130,13 @@ def summarize(
         x = group["value"].to_numpy(float)
         sd = float(x.std(ddof=1)) if len(x) > 1 else np.nan
         cell = key if isinstance(key, tuple) else (key,)
-        rows.append((*cell, *interval(x, kind), float(np.median(x)), sd, len(x)))
+        of_kind: Kind = "share" if shares and cell[keys.index("measure")] in shares else kind
+        rows.append((*cell, *interval(x, of_kind), float(np.median(x)), sd, len(x)))
     table = pd.DataFrame(rows, columns=[*keys, *MEAN, "median", "sd", "seeds"])
     if published is None:
         return table.assign(published=np.nan)
     on = [k for k in keys if k in published.columns]
     return table.merge(published[[*on, "published"]], how="left", on=on, validate="many_to_one")
-
-
-def summarize_kinds(
-    parts: Sequence[tuple[pd.DataFrame, Kind]], keys: Sequence[str], published: pd.DataFrame | None = None
-) -> pd.DataFrame:
-    """Return `summarize` of values of several kinds, one below the other; empty ones are left out."""
-    tables = [summarize(values, keys, published, kind) for values, kind in parts]
-    return pd.concat([t for t in tables if len(t)] or tables, ignore_index=True)
 
 
 def select(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
@@ -206,21 +197,6 @@ def contrasted(
     return table.assign(p=p, p_holm=holm(p.to_numpy(float)))
 
 
-def effects(
-    values: pd.DataFrame, keys: Sequence[str], switch: Sequence[str], bounds: tuple[float, float] = (-np.inf, np.inf)
-) -> pd.DataFrame:
-    """Return what a norm changes: each value minus the one of the same seed without a norm, as `contrasted`.
-
-    Args:
-        values: long form, as for `summarize`; a column `norm`, which is "none" without one.
-        keys: columns that set rows apart, `norm` among them.
-        switch: those of `keys` that tell of the norm (`norm` and where it stands); the others must be equal.
-        bounds: as `contrasted`.
-    """
-    same = [k for k in keys if k not in switch] + ["seed"]
-    return contrasted(minus_reference(values, values["norm"] == "none", same), keys, bounds)
-
-
 def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """Return differences of logarithms (`contrasted`) as factors: `keys`, FACTOR, `seeds`, `p`, `p_holm`."""
     of = {c: np.exp(differences[c].astype(float)) for c in MEAN}
@@ -229,20 +205,18 @@ def as_factors(differences: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 
 
 def main_effects(values: pd.DataFrame) -> dict[str, pd.Series]:
-    """Return both main effects per seed, of `norm`, `seed` and `value`; rows of one norm and seed are averaged.
+    """Return both main effects per seed, of `norm`, `seed` and `value`.
 
-    With all four norms the effect of scaling is the mean of the norms that scale minus the mean of those that do not;
-    that of projection likewise. Without the norm "none" it is LayerNorm minus the norm that lacks the term.
+    The effect of scaling is the mean of the norms that scale minus the mean of those that do not; that of projection
+    likewise.
     """
-    cells = values.groupby(["seed", "norm"])["value"].mean().unstack()
-    per_seed = {}
-    for term, with_term in (("scaling", SCALES), ("projection", PROJECTS)):
-        lacking = [n for n in NORM_KINDS if n in cells and n not in with_term]
-        having = [n for n in NORM_KINDS if n in with_term] if "none" in cells else ["layernorm"]
-        if lacking:
-            change = cells[having].mean(axis=1, skipna=False) - cells[lacking].mean(axis=1, skipna=False)
-            per_seed[term] = change.dropna()
-    return per_seed
+    cells = values.pivot(index="seed", columns="norm", values="value")
+    effects = {}
+    for term, having in (("scaling", SCALES), ("projection", PROJECTS)):
+        lacking = [norm for norm in NORM_KINDS if norm not in having]
+        with_term, without = (cells[norms].mean(axis=1, skipna=False) for norms in (sorted(having), lacking))
+        effects[term] = (with_term - without).dropna()
+    return effects
 
 
 def effect_rows(differences: Mapping[str, pd.Series], factor: float = 1.0) -> Iterator[dict[str, Any]]:
@@ -262,8 +236,6 @@ def effect_rows(differences: Mapping[str, pd.Series], factor: float = 1.0) -> It
             "agreeing": int((np.sign(values) == np.sign(estimate)).sum()),
         }  # fmt: skip
 
-
-# ----------------------------------------------------------------------------------------------------------- files
 
 RESULTS_FILE, SUMMARY_FILE = "results.json", "summary.csv"
 LONG = 1000  # rows; a longer table is parquet
@@ -298,7 +270,7 @@ def write_results(
     files = {SUMMARY_FILE if name.startswith("summary.") else name: table for name, table in files.items()}
     for name, table in files.items():
         csv = name.endswith(".csv")
-        content = table.to_csv(index=False, float_format="%.6g").encode() if csv else table.to_parquet(index=False)
+        content = table.to_csv(index=False, float_format="%.12g").encode() if csv else table.to_parquet(index=False)
         write_atomically(out / name, content)
     for name, figure in results.figures.items():
         buffer = io.BytesIO()
@@ -311,9 +283,6 @@ def write_results(
         "tables": list(files), "figures": [f"{name}.png" for name in results.figures],
     }  # fmt: skip
     write_atomically(out / RESULTS_FILE, (json.dumps(about, indent=1) + "\n").encode())
-
-
-# --------------------------------------------------------------------------------------------------------- figures
 
 
 def panels(
@@ -335,23 +304,6 @@ def panels(
     return figure, axes[:count]
 
 
-def heat_map(
-    ax: Axes, table: pd.DataFrame, text: Callable[[float], str], dark: float, size: float | None = None, **options: Any
-) -> AxesImage:
-    """Draw a table of numbers as a map, named by its index and its columns, with every number that there is as text.
-
-    Numbers are written by `text` in a font size, in white on what lies below `dark`; options go to `imshow`.
-    """
-    image = ax.imshow(values := table.to_numpy(float), cmap="viridis", aspect="auto", **options)
-    for (row, column), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            color = "w" if value < dark else "k"
-            ax.text(column, row, text(value), ha="center", va="center", color=color, fontsize=size)
-    rows, columns = values.shape
-    ax.set(xticks=range(columns), xticklabels=table.columns, yticks=range(rows), yticklabels=table.index)
-    return image
-
-
 def lines(ax: Axes, table: pd.DataFrame, x: str, by: str, y: str = "mean", published: bool = True) -> None:
     """Draw a line per value of the column `by` with its interval; published figures as crosses."""
     for number, (name, line) in enumerate(table.groupby(by, sort=False)):
@@ -362,3 +314,26 @@ def lines(ax: Axes, table: pd.DataFrame, x: str, by: str, y: str = "mean", publi
         if published and "published" in line:
             ax.plot(line[x], line["published"], f"C{number}x")
     ax.set_xlabel(x)
+
+
+def line_panels(
+    table: pd.DataFrame,
+    panel: Sequence[str],
+    x: str,
+    by: str,
+    y: str = "mean",
+    *,
+    published: bool = True,
+    columns: int = 4,
+    **axes: Any,
+) -> Figure:
+    """Draw `lines` in a panel per combination of the columns `panel`; `axes` are properties of every panel."""
+    groups = list(table.groupby(list(panel), sort=False))
+    figure, places = panels(max(1, len(groups)), 3.7, 2.7, columns=columns, shared=True)
+    for (names, part), ax in zip(groups, places, strict=False):
+        lines(ax, part, x, by, y, published)
+        ax.set(title=", ".join(map(str, cast("tuple[Any, ...]", names))), **axes)
+        ax.title.set_fontsize(8)
+    if groups:
+        places[0].legend(fontsize=6)
+    return figure

@@ -9,10 +9,10 @@ drawn at random, 10 % stay. The boundary at the beginning of a window (BERT's [C
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -125,6 +125,23 @@ class TextTask:
         write_atomically(out / "tokenizer.json", self.tokenizer.to_str().encode())
 
 
+LONGEST = 128  # tokens of a sentence, the boundary before it among them: published
+ENDS = re.compile(r"(?<=[.?!])\s+|\n\s*\n")
+
+
+def sentences(text: TextTask, count: int) -> list[Int[Tensor, " pos"]]:
+    """Return the first sentences of a text's held-out part, a boundary token and at most LONGEST - 1 tokens each.
+
+    What does not end in a full stop, a question mark or an exclamation mark is left out.
+    """
+    parts = [part.strip() for part in ENDS.split(text.tokenizer.decode(text.valid_tokens.tolist()))]
+    whole = [part for part in parts[1:] if part.endswith((".", "?", "!"))]  # the first may have begun before
+    if len(whole) < count:
+        raise ValueError(f"the held-out text has {len(whole)} sentences and {count} are read: give more text")
+    ids = [torch.tensor(text.tokenizer.encode(part).ids[: LONGEST - 1]) for part in whole[:count]]
+    return [torch.cat([torch.tensor([text.boundary]), one]) for one in ids]
+
+
 def piecewise_loss(model: LabTransformer, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:
     """The mean next-token loss in nats, with the logits of PIECE positions in memory at a time."""
 
@@ -143,18 +160,13 @@ def read_tokenizer(folder: Path, d_vocab: int) -> Tokenizer:
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no tokenizer folder {folder}")
     try:
-        found: Tokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
     except Exception as error:  # of a damaged file, of any class
-        there = "a tokenizer.json that cannot be read" if (folder / "tokenizer.json").exists() else "no tokenizer.json"
-        raise ValueError(f"{folder} holds {there}: give a folder with a fast tokenizer of Hugging Face") from error
-    vocabulary = found.get_vocab()
-    if len(vocabulary) != d_vocab or TEXT_BOUNDARY not in vocabulary:
-        raise ValueError(
-            f"the tokenizer of {folder} has {len(vocabulary)} tokens and "
-            f"{'a' if TEXT_BOUNDARY in vocabulary else 'no'} {TEXT_BOUNDARY}; wanted: {d_vocab} tokens, one of them "
-            "that boundary"
-        )
-    return found
+        raise ValueError(f"{folder} holds no fast tokenizer of Hugging Face that can be read ({error})") from error
+    size = tokenizer.get_vocab_size()
+    if size != d_vocab or tokenizer.token_to_id(TEXT_BOUNDARY) is None:
+        raise ValueError(f"{folder}: a vocabulary of {size} tokens; {d_vocab} are needed, {TEXT_BOUNDARY} among them")
+    return tokenizer
 
 
 def train_tokenizer(texts: Sequence[str], d_vocab: int) -> Tokenizer:
@@ -177,8 +189,7 @@ MASKS = 1_000_003  # added to a seed: masks are drawn apart from windows
 HELD_OUT_MASKS = -1  # the step whose generator draws the masks of held-out windows
 
 
-@dataclass(frozen=True)
-class Masked:
+class Masked(NamedTuple):
     """Windows with some tokens hidden.
 
     Attributes:

@@ -5,11 +5,11 @@ in `state.pt`, so an interrupted run continues bit for bit (on the same device, 
 
 lab.json            what the run is (task, model, training, data): two runs never share a folder
 metrics.jsonl       a line per evaluation
-checkpoints/        models kept on the way
+checkpoints/        models at the steps `save_at` and at the last
 model.safetensors   the final one
 state.pt            where an interrupted run goes on
 diverged.json       the loss stopped being a number
-.lock               held by the process that trains it
+.lock               locked by the process that trains it
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import multiprocessing
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import pandas as pd
 import torch
@@ -37,12 +33,13 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from ln_probe.analyses.files import PARTIAL, replacing, write_atomically
-from ln_probe.analyses.lab.experiments import Request
+from ln_probe.analyses.files import replacing, write_atomically
+from ln_probe.analyses.lab import points
+from ln_probe.analyses.lab.experiments import claim
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.processes import follow_parent
 from ln_probe.analyses.progress import ProgressLine, tell
 from ln_probe.analyses.text import step_named
 
@@ -54,7 +51,7 @@ TEXT_BOUNDARY = "<|endoftext|>"  # begins every window of text, as in GPT-2
 @dataclass(frozen=True)
 class TrainConfig:
     """Schedule and sizes of a run. `lr` warms up linearly, then goes to `lr_end` as `schedule` says, in `decay_steps`
-    updates (None: `steps`). `clip` 0 means none. `save_at`: steps whose model is kept, beside the last.
+    updates (None: `steps`). `clip` 0 means none. `save_at`: steps whose model is saved, beside the last.
     """
 
     steps: int
@@ -85,9 +82,9 @@ class TrainConfig:
             return self.lr_end + (self.lr - self.lr_end) * max(0.0, 1 - part)
         return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * min(1.0, part))) / 2
 
-    def evaluates_at(self, done: int) -> bool:
+    def evaluates_at(self, step: int) -> bool:
         """Whether metrics are written after so many updates."""
-        return done % self.evaluate_every == 0 or done == self.steps or done in self.evaluate_at
+        return step % self.evaluate_every == 0 or step == self.steps or step in self.evaluate_at
 
 
 ADAM: dict[str, Any] = {"optimizer": "adam", "betas": (0.9, 0.999), "weight_decay": 0.0}  # torch's defaults
@@ -160,20 +157,17 @@ def load_weights(model: nn.Module, weights: Path) -> None:
         raise FileNotFoundError(f"{weights} is missing")
     try:
         tensors = load(weights.read_bytes())  # not mapped into memory, where another process could overwrite it
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{weights} cannot be read ({error}): it is truncated or corrupt") from error
     built = model.state_dict()
-    shapes, wanted = ({k: tuple(v.shape) for k, v in t.items()} for t in (tensors, built))
-    if wrong := [k for k in sorted({*wanted, *shapes}) if wanted.get(k) != shapes.get(k)]:
-        raise ValueError(
-            f"{weights} does not fit {weights.parent / LAB_FILE}: {wrong[0]} is of shape {shapes.get(wrong[0])} in the "
-            f"file, {wanted.get(wrong[0])} in the model"
-        )
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{weights} does not fit {weights.parent / LAB_FILE}: {error}") from None
     for name, tensor in tensors.items():
         # A kernel's lag 0 may be infinite by construction.
         if tensor.is_floating_point() and not torch.equal(built[name], tensor) and not bool(tensor.isfinite().all()):
             raise ValueError(f"{weights}: {name} holds NaN or infinite numbers; nothing can be measured on it")
-    model.load_state_dict(tensors)
 
 
 def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
@@ -203,10 +197,8 @@ def _tokenizer(path: Path) -> Any:
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    from transformers import PreTrainedTokenizerFast
-
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
+        return points.tokenizer_class()(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{file} is not a tokenizer ({error}): restore it") from error
 
@@ -220,7 +212,7 @@ def read_metrics(run: Path) -> pd.DataFrame:
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
-    """Where the model of a step is kept."""
+    """Where the model of a step is saved."""
     return run / "checkpoints" / f"step-{step:07d}.safetensors"
 
 
@@ -231,7 +223,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def weights_of(run: Path, step: int | None = None) -> Path:
-    """Return the file of the model kept at `step`, or of the final one; FileNotFoundError lists the steps."""
+    """Return the file of the model saved at `step`, or of the final one; FileNotFoundError lists the steps."""
     weights = run / MODEL_FILE if step is None else checkpoint_path(run, step)
     if not weights.exists():
         steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
@@ -240,39 +232,12 @@ def weights_of(run: Path, step: int | None = None) -> Path:
     return weights
 
 
-def measured_once(run: Path, name: str, weights: Path, measure: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-    """Return a table measured of a file of weights, which is kept in a folder as NAME-KEY.csv."""
-    file = run / f"{name}-{hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}.csv"
-    if not file.exists():
-        write_atomically(file, measure().to_csv(index=False).encode())
-    return pd.read_csv(file)
-
-
-def _claim(out: Path, identity: dict[str, Any]) -> None:
-    """Make `out` this run's folder; FileExistsError if it holds something else."""
-    path = out / LAB_FILE
-    if path.exists():
-        existing = json.loads(path.read_text(encoding="utf-8"))
-        if wrong := sorted(k for k in {*identity, *existing} if existing.get(k) != identity.get(k)):
-            raise FileExistsError(f"{out} holds another run (not the same: {', '.join(wrong)}): choose another folder")
-    else:
-        if out.exists() and any(p.suffix != PARTIAL for p in out.iterdir()):  # half a file is what a kill can leave
-            raise FileExistsError(f"{out} is not empty and holds no lab run: choose another folder")
-        write_atomically(path, (json.dumps(identity, indent=1) + "\n").encode())
-
-
 class DivergedError(RuntimeError):
     """The loss of a run is no longer a number."""
 
 
 def train(
-    task: Task,
-    spec: ModelSpec,
-    training: TrainConfig,
-    out: str | Path,
-    *,
-    progress: bool = True,
-    device: str = "cpu",
+    task: Task, spec: ModelSpec, training: TrainConfig, out: str | Path, *, progress: bool = True, device: str = "cpu"
 ) -> nn.Module:
     """Train a model, resuming where an earlier call stopped; it comes back on the CPU.
 
@@ -286,120 +251,96 @@ def train(
     """
     out = Path(out)
     about = {"task": task.name, "model": spec.to_dict(), "training": asdict(training), "data": task.identity}
-    _claim(out, json.loads(json.dumps(about)))  # as a file would hold it
-    try:
-        lock = nullcontext() if (out / MODEL_FILE).exists() else FileLock(out / LOCK_FILE, timeout=0)
-        with lock, _deterministic(device), ProgressLine() if progress else nullcontext():
-            return _train(task, spec, training, out, torch.device(device)).cpu()
-    except Timeout:
-        raise FileExistsError(f"{out} is being trained by another process: wait for it") from None
-
-
-def _train(task: Task, spec: ModelSpec, training: TrainConfig, out: Path, device: torch.device) -> nn.Module:
-    if (out / DIVERGED_FILE).exists():
-        raise DivergedError(_why_diverged(out))
+    claim(out, LAB_FILE, about, "run")
+    if reason := why_diverged(out):
+        raise DivergedError(reason)
     torch.manual_seed(training.seed)
     model = spec.build()
     if (out / MODEL_FILE).exists():
         load_weights(model, out / MODEL_FILE)
         return model.eval()
+    if torch.device(device).type == "cuda":  # sums in the same order every time, from here on
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch asks for
+        torch.use_deterministic_algorithms(True)
+    try:
+        with FileLock(out / LOCK_FILE, timeout=0), ProgressLine() if progress else nullcontext():
+            _train(model, task, training, out, torch.device(device))
+    except Timeout:
+        raise FileExistsError(f"{out} is being trained by another process: wait for it") from None
+    return model.cpu()
+
+
+def _train(model: nn.Module, task: Task, training: TrainConfig, out: Path, device: torch.device) -> None:
     with calibrate(model):
         task.loss(model, task.batch(0, training.batch, training.seed))
     model.to(device)
     optimizer = _optimizer(model, training)
     state = _restored(model, optimizer, out / STATE_FILE)
-    start, total, counted = state["step"], state["loss"], state["counted"]
     task.write_files(out)
-    metrics = out / METRICS_FILE
     rows = read_metrics(out)  # what came after the state is done again
-    lines = [json.dumps(row) + "\n" for row in rows.to_dict("records") if row["step"] <= start]
-    write_atomically(metrics, "".join(lines).encode())
+    lines = [json.dumps(row) + "\n" for row in rows.to_dict("records") if row["step"] <= state["step"]]
+    write_atomically(out / METRICS_FILE, "".join(lines).encode())
     began = time.perf_counter() - state["seconds"]
-    for step in range(start, training.steps):
+
+    def stop_unless(finite: bool, problem: str) -> None:
+        if not finite:
+            message = f"{out}: {problem} at step {step} (seed {training.seed}). Lower lr (now {training.lr:g}) or clip"
+            write_atomically(out / DIVERGED_FILE, (json.dumps({"step": step, "message": message}) + "\n").encode())
+            raise DivergedError(message)
+
+    for step in range(state["step"], training.steps):
         tell(out.name, step, training.steps, "steps")
         if step in training.save_at:
             save_model(model, checkpoint_path(out, step))
         for group in optimizer.param_groups:
             group["lr"] = training.lr_at(step)
-        loss = task.loss(model, _moved(task.batch(step, training.batch, training.seed), device))
+        batch = task.batch(step, training.batch, training.seed)
+        loss = task.loss(model, tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
         value = loss.item()
-        if not math.isfinite(value):
-            raise _diverged(out, training, step, f"the loss is {value}")
+        stop_unless(math.isfinite(value), f"the loss is {value}")
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if training.clip:
             nn.utils.clip_grad_norm_(model.parameters(), training.clip)
         optimizer.step()
-        done, total, counted = step + 1, total + value, counted + 1
-        if training.evaluates_at(done):
+        state |= {"step": step + 1, "loss": state["loss"] + value, "counted": state["counted"] + 1}
+        if training.evaluates_at(step + 1):
             with torch.no_grad():
-                row = {"step": done, "train_loss": total / counted, **task.evaluate(model.cpu())}
+                measures = {"train_loss": state["loss"] / state["counted"], **task.evaluate(model.cpu())}
             model.to(device)
-            if not all(math.isfinite(x) for name, x in row.items() if name.endswith("loss")):
-                raise _diverged(out, training, done, "a measured loss is not finite")
-            with metrics.open("a") as file:
-                file.write(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}) + "\n")
-            total, counted = 0.0, 0
-        if done % training.state_every == 0 or done == training.steps:
-            if not all(bool(w.isfinite().all()) for w in model.parameters()):  # what was saved before stays
-                raise _diverged(out, training, done, "a weight is not finite")
-            numbers = {"step": done, "loss": total, "counted": counted, "seconds": time.perf_counter() - began}
+            losses = [x for name, x in measures.items() if name.endswith("loss")]
+            stop_unless(all(map(math.isfinite, losses)), "a measured loss is not finite")
+            with (out / METRICS_FILE).open("a") as file:
+                row = {"step": step + 1, **measures, "seconds": round(time.perf_counter() - began, 1)}
+                file.write(json.dumps(row) + "\n")
+            state |= {"loss": 0.0, "counted": 0}
+        if (step + 1) % training.state_every == 0 or step + 1 == training.steps:
+            stop_unless(all(bool(w.isfinite().all()) for w in model.parameters()), "a weight is not finite")
+            state |= {"seconds": time.perf_counter() - began}
             with replacing(out / STATE_FILE) as aside:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **numbers}, aside)
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **state}, aside)
     save_model(model, checkpoint_path(out, training.steps))
     save_model(model, out / MODEL_FILE)
     (out / STATE_FILE).unlink(missing_ok=True)
-    return model
 
 
 def _restored(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
-    """Where an interrupted run stopped, put back into model and optimizer; the beginning if there is no saved state."""
+    """Put an interrupted run's state back; return its numbers, those of the beginning if there is no saved state."""
     if not path.exists():
         return {"step": 0, "loss": 0.0, "counted": 0, "seconds": 0.0}
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        model.load_state_dict(state.pop("model"))
+        optimizer.load_state_dict(state.pop("optimizer"))
     except (KeyError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         raise ValueError(f"{path} is damaged, or of another model: delete it to start again") from error
     return state
 
 
-@contextmanager
-def _deterministic(device: str) -> Iterator[None]:
-    """On a GPU, sums in the same order every time."""
-    if torch.device(device).type != "cuda":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch asks for
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, tuple | list):
-        return type(batch)(_moved(part, device) for part in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{f.name: _moved(getattr(batch, f.name), device) for f in fields(batch)})
-    return batch
-
-
-def _diverged(out: Path, training: TrainConfig, step: int, what: str) -> DivergedError:
-    """The error to raise, its mark left in the run's folder."""
-    message = f"{out}: {what} at step {step} (seed {training.seed}). Lower lr (now {training.lr:g}) or clip"
-    write_atomically(out / DIVERGED_FILE, (json.dumps({"step": step, "message": message}) + "\n").encode())
-    return DivergedError(message)
-
-
-def _why_diverged(run: Path) -> str:
-    return str(json.loads((run / DIVERGED_FILE).read_text(encoding="utf-8"))["message"])
+def why_diverged(run: Path) -> str:
+    """Return why a run stopped for good; empty if it did not."""
+    file = run / DIVERGED_FILE
+    return str(json.loads(file.read_text(encoding="utf-8"))["message"]) if file.exists() else ""
 
 
 def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer:
@@ -410,143 +351,3 @@ def _optimizer(model: nn.Module, training: TrainConfig) -> torch.optim.Optimizer
         {"params": vectors, "weight_decay": 0.0},
     ]
     return kind([group for group in groups if group["params"]], betas=training.betas)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One model to train; `keys` set it apart but for the seed, column by column ("norm": "layernorm", …)."""
-
-    keys: Mapping[str, str | int | float]
-    task: Task
-    spec: ModelSpec
-    training: TrainConfig
-    folder: Path
-
-    @property
-    def seed(self) -> int:
-        return self.training.seed
-
-    @property
-    def name(self) -> str:
-        return ", ".join(f"{k} {v}" for k, v in self.keys.items()) + f", seed {self.seed}"
-
-    @property
-    def finished(self) -> bool:
-        return (self.folder / MODEL_FILE).exists()
-
-    def model(self, step: int | None = None) -> nn.Module:
-        """Load the trained model, the final one or that of a saved step."""
-        model = self.spec.build()
-        load_weights(model, weights_of(self.folder, step))
-        return model.eval()
-
-
-Cell = TypeVar("Cell")
-
-
-def planned(
-    cells: Iterable[Cell],
-    request: Request,
-    *,
-    name: Callable[[Cell], str],
-    task: Callable[[Cell, int], Task],
-    training: Callable[[Cell, int], TrainConfig],
-    spec: Callable[[Cell], ModelSpec] | None = None,
-    keys: Callable[[Cell], Mapping[str, str | int | float]] = vars,
-) -> list[Run]:
-    """List every run: all cells with the first seed, then all with the next, in folders `runs/{name}-seed{seed}`.
-
-    `spec` is by default a cell's method `spec`, `keys` (its columns in the tables) its fields.
-    """
-    cells = list(cells)
-    names = [name(cell) for cell in cells]
-    if twice := [n for n in dict.fromkeys(names) if names.count(n) > 1]:
-        raise ValueError(f"two cells are called {twice[0]!r}, so their runs would share a folder: name what differs")
-    return [
-        Run(
-            dict(keys(cell)),
-            task(cell, seed),
-            spec(cell) if spec is not None else cast("Any", cell).spec(),
-            training(cell, seed),
-            request.out / "runs" / f"{name(cell)}-seed{seed}",
-        )
-        for seed in request.seeds
-        for cell in cells
-    ]
-
-
-def carry_out(runs: Sequence[Run], request: Request) -> tuple[str, ...]:
-    """Train the unfinished runs, `request.jobs` processes at a time; return a message for each that diverged.
-
-    Ctrl-C, or a run that cannot go on (as `train`), stops all: what they have saved stays.
-    """
-    if request.jobs == 1:
-        for i, run in enumerate(runs):
-            if request.progress:
-                print(f"[{i + 1}/{len(runs)}] {run.name}", file=sys.stderr)
-            _one(run, request.progress, request.device)
-    else:
-        _side_by_side(runs, request)
-    return tuple(diverged(runs).values())
-
-
-def _side_by_side(runs: Sequence[Run], request: Request) -> None:
-    threads = max(1, (os.cpu_count() or 1) // request.jobs)
-    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(request.jobs, mp_context=context, initializer=_begin, initargs=(threads,))
-    try:
-        waiting = [pool.submit(_one, run, False, request.device) for run in runs]
-        with ProgressLine() if request.progress else nullcontext():
-            for count, done in enumerate(as_completed(waiting), 1):
-                done.result()
-                tell("training", count, len(runs), "runs")
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in set(multiprocessing.active_children()) - before:
-            worker.terminate()
-        raise
-    pool.shutdown()
-
-
-def _begin(threads: int) -> None:
-    follow_parent()
-    torch.set_num_threads(threads)
-
-
-def _one(run: Run, progress: bool, device: str) -> None:
-    with suppress(DivergedError):  # which has left its mark
-        train(run.task, run.spec, run.training, run.folder, progress=progress, device=device)
-
-
-def finished(runs: Iterable[Run], *, checkpoints: bool = False) -> list[Run]:
-    """Return the runs that have their final model, or with `checkpoints` those that have any; ValueError if none."""
-    done = [run for run in runs if (checkpoint_steps(run.folder) if checkpoints else run.finished)]
-    if not done:
-        raise ValueError("no run is finished")
-    return done
-
-
-def shared_settings(run: Run, varied: Sequence[str]) -> dict[str, Any]:
-    """Return the training, the model and the data that all runs share, without the seed and the fields `varied`."""
-    parts = {"training": vars(run.training), "model": run.spec.to_dict(), "data": run.task.identity}
-    return {name: {k: v for k, v in part.items() if k not in ("seed", *varied)} for name, part in parts.items()}
-
-
-def diverged(runs: Sequence[Run]) -> dict[str, str]:
-    """Return messages of the runs whose loss became NaN or infinite, by the run's name."""
-    marked = [run for run in runs if (run.folder / DIVERGED_FILE).exists()]
-    return {run.name: f"{run.name}: {_why_diverged(run.folder)}" for run in marked}
-
-
-def curves(runs: Sequence[Run]) -> pd.DataFrame:
-    """Return the metrics of all runs so far in long form: a row per (keys, seed, step, measure) with its `value`."""
-    frames = []
-    for run in runs:
-        wide = read_metrics(run.folder)
-        if wide.empty:
-            continue
-        long = wide.melt(id_vars="step", var_name="measure", value_name="value")
-        frames.append(long.assign(**dict(run.keys), seed=run.seed))
-    columns = [*runs[0].keys, "seed", "step", "measure", "value"]
-    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)

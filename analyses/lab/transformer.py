@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
-from transformer_lens.HookedRootModule import HookedRootModule
 
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
+from ln_probe.analyses.lab.points import HookedRootModule, HookPoint
 
 INIT_STD = 0.02  # GPT-2's; output projections are divided by sqrt(2 n_layers), as there
 # Embeddings start ten times larger than GPT-2's: what a norm without scaling divides by is measured at initialization,
@@ -27,7 +26,8 @@ INIT_STD = 0.02  # GPT-2's; output projections are divided by sqrt(2 n_layers), 
 EMBED_STD = 0.2
 ROTARY_BASE = 10000.0  # as in RoFormer and GPT-NeoX; sinusoidal positions have the same base
 
-_CHOICES = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    **dict.fromkeys(("norm", "norm_mlp", "norm_final"), (*NORM_KINDS, None)),
     "positions": ("learned", "none", "sinusoidal", "rotary", "alibi"),
     "act_fn": ("gelu", "gelu_new", "relu"),
     "norm_order": ("pre", "post"),
@@ -96,15 +96,11 @@ class LabConfig:
             object.__setattr__(self, "d_head", self.d_model // self.n_heads)
         if self.d_mlp is None:
             object.__setattr__(self, "d_mlp", 4 * self.d_model)
-        for name in ("norm", "norm_mlp", "norm_final"):
-            if getattr(self, name) not in (*NORM_KINDS, None):
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: known norms are {', '.join(NORM_KINDS)} (or None to "
-                    "leave it out)"
-                )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(known)}")
+                raise ValueError(
+                    f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(map(str, known))}"
+                )
         if self.positions == "rotary" and self.d_head % 2:  # type: ignore[operator]
             raise ValueError(f"rotary positions turn pairs of coordinates: d_head={self.d_head} is odd")
         if self.norm is not None:
@@ -353,17 +349,6 @@ class LabTransformer(HookedRootModule):
             resid = block(resid)
         normalized: Tensor = self.ln_final(resid)
         return normalized
-
-    def to_hugging_face(self) -> Any:
-        """A separate `GPT2LMHeadModel` with the same weights and logits.
-
-        Raises:
-            ValueError: GPT-2 has nothing of this kind (an unembedding bias, norms of which some do not scale, other
-                positions, …).
-        """
-        from ln_probe.analyses.lab.gpt2 import as_gpt2
-
-        return as_gpt2(self)
 
     def forward(
         self,

@@ -19,7 +19,6 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ln_probe.analyses.geometry.compiled import compiled_reordered
 from ln_probe.analyses.probes.base import Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import LAYERNORMS
 from ln_probe.hooks.model import n_layers
@@ -31,60 +30,34 @@ from ln_probe.hooks.norm import Norm, bias_of, gain_of
 RECONSTRUCTION_BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
 HALF_ROUNDINGS = 3
 
-# What is measured of every vector, in the order of the kernel's output.
+# What is measured of every vector: the columns of an array.
 SHARE, ANGLE, INPUT, OUTPUT, SIGMA = range(5)
 QUANTITIES = 5
 
 
-@compiled_reordered
 def _measure_terms(
-    x: NDArray[Any],
-    y: NDArray[Any],
-    gain: NDArray[np.float64],
-    bias: NDArray[np.float64],
-    projects: bool,
-    scales: bool,
-    eps: float,
-    stretch: float,
-    constant: float,
-    out: NDArray[np.float64],
-) -> tuple[float, float]:
-    """Write the quantities of each position (but ANGLE) into `out`; return the largest error and |entry| of y.
-
-    What `Norm.decompose` says, in float64, a row at a time: reading the activations once is all that it costs.
-    """
-    n, d = x.shape
-    row = np.empty(d)
-    error, largest = 0.0, 0.0
-    for i in range(n):
-        total, square = 0.0, 0.0
-        for j in range(d):
-            v = np.float64(x[i, j])
-            row[j] = v
-            total += v
-            square += v * v
-        mean = total / d
-        removed = mean if projects else 0.0
-        sigma = constant
-        if scales:
-            spread = 0.0
-            for j in range(d):
-                v = row[j] - removed
-                spread += v * v
-            sigma = math.sqrt(spread / d + eps) * stretch
-        output = 0.0
-        for j in range(d):
-            v = np.float64(y[i, j])
-            output += v * v
-            largest = max(largest, abs(v))
-            row[j] = abs((row[j] - removed) / sigma * gain[j] + bias[j] - v)
-        for j in range(d):
-            error = max(error, row[j])
-        out[i, SHARE] = d * mean * mean / max(square, 1e-300)
-        out[i, INPUT] = math.sqrt(square)
-        out[i, OUTPUT] = math.sqrt(output)
-        out[i, SIGMA] = sigma
-    return error, largest
+    site: Norm, gain: NDArray[np.float64], bias: NDArray[np.float64], x: NDArray[Any], y: NDArray[Any]
+) -> tuple[NDArray[np.float64], float, float]:
+    """Return the quantities of each position in float64; the largest error of `Norm.decompose`, and |entry| of y."""
+    values = np.full((len(x), QUANTITIES), math.nan)
+    inputs = x.astype(np.float64)
+    mean, squares = inputs.mean(axis=1), np.einsum("pd,pd->p", inputs, inputs)
+    values[:, SHARE] = x.shape[1] * mean * mean / np.maximum(squares, 1e-300)
+    values[:, ANGLE] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, SHARE], 0, 1))))
+    values[:, INPUT] = np.sqrt(squares)
+    values[:, OUTPUT] = np.sqrt(np.einsum("pd,pd->p", y, y, dtype=np.float64))
+    if site.projects:
+        inputs -= mean[:, None]
+    values[:, SIGMA] = site.constant_scale
+    if site.scales:
+        spread = np.einsum("pd,pd->p", inputs, inputs) / x.shape[1]
+        values[:, SIGMA] = np.sqrt(spread + site.eps) * (math.sqrt(site.d) / site.radius)
+    inputs /= values[:, SIGMA, None]
+    inputs *= gain
+    inputs += bias
+    inputs -= y
+    largest = max(float(y.max()), -float(y.min()))
+    return values, max(float(inputs.max()), -float(inputs.min())), largest
 
 
 class NormStatistics:
@@ -107,13 +80,8 @@ class NormStatistics:
         """
         size = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32  # holds 16-bit numbers exactly
         before, after = (t.detach().to("cpu", size).contiguous().numpy() for t in (x, y))
-        values = np.full((len(before), QUANTITIES), math.nan)
-        site = self.site
-        stretch = math.sqrt(site.d) / site.radius if site.scales else math.nan
-        terms = (self._gain, self._bias, site.projects, site.scales, site.eps, stretch, site.constant_scale)
-        error, largest = _measure_terms(before, after, *terms, values)
+        values, error, largest = _measure_terms(self.site, self._gain, self._bias, before, after)
         self.error, self.largest = max(self.error, error), max(self.largest, largest)
-        values[:, ANGLE] = np.rad2deg(np.arccos(np.sqrt(np.clip(values[:, SHARE], 0, 1))))
         self.count += len(values)
         self.sums = self.sums + values.sum(0)
         self.squares = self.squares + np.square(values).sum(0)
@@ -151,10 +119,7 @@ class NormStatistics:
         return HALF_ROUNDINGS * torch.finfo(self.dtype).eps / 2 * self.largest / self.output_rms
 
     def row(self) -> dict[str, object]:
-        """Return the norm's row of the table `layernorms`, its constants left out."""
-        gain = None if self.site.gain is None else self.site.gain.double()
-        if gain is None and self.site.kind in ("layernorm", "rmsnorm"):
-            gain = torch.ones(1, dtype=torch.float64)  # folded away: as good as 1
+        """Return the norm's row of the table `layernorms`."""
         return {
             "site": self.site.name,
             "layer": self.site.layer,
@@ -164,7 +129,6 @@ class NormStatistics:
             "input_norm": self.mean(INPUT),
             "sigma_mean": self.mean(SIGMA),
             "sigma_cv": self.cv(SIGMA),
-            "gain_cv": math.nan if gain is None else float(gain.std(correction=0) / gain.mean().abs()),
             "reconstruction_error": self.reconstruction_error,
             "n": self.count,
         }
@@ -174,7 +138,6 @@ class Decomposition(Probe):
     name = "decomposition"
     summary = "every norm, term by term"
     tables = (LAYERNORMS,)
-    interleaved = True
 
     def start(self, run: Run) -> Observer:
         return _TermsObserver(run)
@@ -189,13 +152,7 @@ class _TermsObserver(Observer):
     def finish(self) -> ProbeResults:
         # A norm that attention reads can stand in the block before (post-norm): measured, but not asked for.
         layers = {*self.run.layers, n_layers(self.run.model)}
-        constants = self.run.constants.pooled
-        rows = [
-            {**s.row(), "constant_first": constant.first, "constant_rest": constant.rest}
-            for s in self.run.statistics
-            if s.site.layer in layers
-            for constant in [constants[s.site.name]]
-        ]
+        rows = [statistics.row() for statistics in self.run.statistics if statistics.site.layer in layers]
         return ProbeResults({LAYERNORMS.name: LAYERNORMS.frame(rows)}, _notes(self.run.statistics))
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,17 +24,9 @@ import pandas as pd
 from jaxtyping import Float64, Shaped
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE
-from ln_probe.analyses.geometry.decide import (
-    DUPLICATE,
-    NAMES,
-    RELATIVE_GAP,
-    UNDECIDED,
-    UNSELECTABLE,
-    Request,
-    Solved,
-    solve_sets,
-)
-from ln_probe.analyses.geometry.key_geometry import reachable
+from ln_probe.analyses.geometry.check import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
+from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, solve_sets
+from ln_probe.analyses.geometry.key_geometry import random_unselectable, reachable
 from ln_probe.analyses.geometry.keys import SPAN_TOLERANCE, QuerySet
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS, KEYS
@@ -45,7 +36,6 @@ from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 # Variants whose margins and attention are measured, and whose keys have a row each.
 COMPARED = (INTACT.name, SCALING_FROZEN.name)
 UNKNOWN = -1  # of `reachable`, where nothing bounds the queries
-RANDOM_SETS = 32  # sets of random keys that the baseline is a mean over
 
 Measures = dict[str, Shaped[np.ndarray, " ..."]]
 
@@ -56,7 +46,6 @@ class Selectability(Probe):
     tables = (HEADS, KEYS)
     needs = Needs(attention=True)
     prompts = GEOMETRY_PROMPTS
-    interleaved = True
     thresholds = {  # noqa: RUF012 - a constant of the class
         "query_radius_quantile": QUERY_RADIUS_QUANTILE,
         "query_span_tolerance": SPAN_TOLERANCE,
@@ -122,7 +111,10 @@ class _KeyObserver(Observer):
                 }
 
     def _provenance(self) -> dict[str, Any]:
-        """Return how the keys were judged, and how many random keys nothing selects."""
+        """Return how the keys were judged, and how many random keys nothing selects.
+
+        `keys_per_prompt` is how many compete, a mean over keys.
+        """
         first = next(iter(self.measured.values()))
         verdicts = np.concatenate([m["verdict"].ravel() for each in self.measured.values() for _, m in each])
         per_prompt = round(float(np.mean(np.concatenate([measures["n"][0] for _, measures in first]))))
@@ -215,34 +207,13 @@ def summary(measures: Mapping[str, np.ndarray]) -> dict[str, float]:
     return {
         "unselectable": int((verdicts == UNSELECTABLE).sum()) / len(verdicts),
         "unreachable": float((known == 0).mean()) if len(known) else math.nan,
-        "margin_median": _quantile(margins, 0.5),
-        "attainable_median": _quantile(measures["attainable"], 0.5),
-        "attainable_p05": _quantile(measures["attainable"], 0.05),
-        "pattern_max_median": _quantile(measures["pattern_max"], 0.5),
+        "margin_median": _median(margins),
+        "attainable_median": _median(measures["attainable"]),
+        "pattern_max_median": _median(measures["pattern_max"]),
         "n": len(verdicts),
     }
 
 
-def _quantile(values: np.ndarray, q: float) -> float:
+def _median(values: np.ndarray) -> float:
     known = values[~np.isnan(values)]
-    return float(np.quantile(known, q)) if len(known) else math.nan
-
-
-@lru_cache(maxsize=64)
-def random_unselectable(n: int, d: int) -> float:
-    """Return the share of n random keys (normal, in d dimensions) that no query selects.
-
-    In the plane n keys have 2 √(2π ln n) corners on average, to leading order (Rényi & Sulanke 1963). Otherwise the
-    same verdicts on RANDOM_SETS seeded sets.
-
-    Example:
-        >>> from ln_probe.analyses.probes.selectability import random_unselectable
-        >>> random_unselectable(128, 8)
-    """
-    if n <= d + 1:
-        return 0.0
-    if d == 2:
-        return max(0.0, 1 - 2 * math.sqrt(2 * math.pi * math.log(n)) / n)
-    keys = np.random.default_rng(0).standard_normal((RANDOM_SETS, n, d))
-    solved = solve_sets(keys, request=Request(gap=None, attention=False))
-    return float(np.mean([one.answers.verdicts.code == UNSELECTABLE for one in solved]))
+    return float(np.median(known)) if len(known) else math.nan

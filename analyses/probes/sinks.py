@@ -45,16 +45,16 @@ class TokenSizes:
 
     Attributes:
         ratio: |Px| over the prompt's median, at the norm where that is largest.
-        site: name of that norm, of each token.
+        site: name of that norm, of each token; empty before the first norm.
         vectors: Px there.
         outlier, massive: whether a token is one at some norm.
     """
 
-    ratio: Float[Tensor, " pos"] | None = None
+    ratio: Tensor = field(default_factory=lambda: torch.zeros(0))
     site: list[str] = field(default_factory=list)
-    vectors: Float[Tensor, "pos d"] | None = None
-    outlier: Bool[Tensor, " pos"] | None = None
-    massive: Bool[Tensor, " pos"] | None = None
+    vectors: Tensor = field(default_factory=lambda: torch.zeros(0))
+    outlier: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    massive: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
     def add(self, site: Norm, x: Float[Tensor, "pos d"]) -> Float[Tensor, " pos"]:
         """Take in a norm's input, and return |Px| over its median."""
@@ -62,7 +62,7 @@ class TokenSizes:
         vectors = site.project(x)
         length = torch.linalg.vector_norm(vectors, dim=-1)
         ratio = length / length.median().clamp_min(1e-30)
-        if self.ratio is None or self.vectors is None or self.outlier is None or self.massive is None:
+        if not self.site:
             self.ratio, self.vectors, self.site = ratio, vectors, [site.name] * len(x)
             self.outlier = self.massive = torch.zeros_like(ratio, dtype=torch.bool)
         longer = ratio > self.ratio
@@ -79,7 +79,6 @@ class TokenSizes:
 
     def dimensions(self, position: int) -> str:
         """Return the dimensions that make up half of a token's squared length, at most a few, with their shares."""
-        assert self.vectors is not None
         share = self.vectors[position].double().square()
         share = share / share.sum().clamp_min(1e-300)
         named, total = [], 0.0
@@ -89,11 +88,6 @@ class TokenSizes:
             named.append(f"{at} ({100 * float(share[at]):.0f} %)")
             total += float(share[at])
         return ", ".join(named)
-
-
-def counting_queries(length: int, *, causal: bool, window: int | None = None) -> Bool[Tensor, "query key"]:
-    """Return which queries see which positions; of a causal layer only queries after position 0 count."""
-    return visible_keys(length, length, causal=causal, window=window)[1 if causal else 0 :]
 
 
 class LayerAttention:
@@ -115,7 +109,8 @@ class LayerAttention:
         self.heads = attended.measured
         first = 1 if seen.causal else 0
         pattern = seen.pattern[self.heads] if len(self.heads) < len(seen.pattern) else seen.pattern
-        visible = counting_queries(pattern.shape[-1], causal=seen.causal, window=seen.window).double()
+        length = pattern.shape[-1]
+        visible = visible_keys(length, length, causal=seen.causal, window=seen.window)[first:].double()
         self.queries = visible.sum(0)
         self.uniform = (visible / visible.sum(1, keepdim=True)).sum(0)
         self.total = at_least_float32(pattern[:, first:]).sum(1, dtype=torch.float32).double().cpu()
@@ -143,7 +138,7 @@ class _Prompt:
     def token_rows(self, tokens: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield rows of the table `sinks`."""
         sizes, layers = self.sizes, list(self.layers.values())
-        if sizes.ratio is None or sizes.outlier is None or sizes.massive is None:
+        if not sizes.site:
             return
         longest = 1 + int(sizes.ratio[1:].argmax()) if len(tokens) > 1 else 0
         sink = torch.stack([layer.sink for layer in layers]).any(0) if layers else torch.zeros(len(tokens)).bool()
@@ -195,7 +190,6 @@ class Sinks(Probe):
     summary = "how much attention position 0 and outlier tokens receive"
     tables = (SINKS, SINK_HEADS)
     needs = Needs(norms=True, attention=True)
-    interleaved = True
     thresholds = {  # noqa: RUF012 - constants
         "sink_attention": MUCH,
         "sink_share": SINK_SHARE,
@@ -312,9 +306,8 @@ def outlier_tokens(
                 sigmas[site.name].append(site.sigma(x if x.dtype == torch.float64 else x.float())[:, 0].cpu())
 
             stream(hooked, row, sites, on_norm=measure)
-            nothing = torch.zeros(len(row), dtype=torch.bool)
-            outlier.append(nothing if sizes.outlier is None else sizes.outlier.cpu())
-            massive.append(nothing if sizes.massive is None else sizes.massive.cpu())
+            outlier.append(sizes.outlier.cpu() if sites else torch.zeros(len(row), dtype=torch.bool))
+            massive.append(sizes.massive.cpu() if sites else torch.zeros(len(row), dtype=torch.bool))
     sigma, ratio = (
         {site: _padded(rows, math.nan) for site, rows in values.items() if rows} for values in (sigmas, ratios)
     )

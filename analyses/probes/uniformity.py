@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, observed_radius
+from ln_probe.analyses.geometry.uniform import mean_angle, random_angle
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS
 from ln_probe.hooks.attention import (
@@ -46,7 +47,6 @@ GEOMETRY_PROMPTS = 4
 # Columns of the table `heads` that this probe fills: of one head on one prompt, means over the queries that see more
 # than one key.
 MEASURES = ("entropy_ratio", "uniform_angle_deg")
-_ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
 class Uniformity(Probe):
@@ -54,7 +54,6 @@ class Uniformity(Probe):
     summary = "how uniformly heads attend"
     tables = (HEADS,)
     needs = Needs(attention=True)
-    interleaved = True
     prompts = GEOMETRY_PROMPTS
 
     def start(self, run: Run) -> Observer:
@@ -259,18 +258,14 @@ class AttentionLayer:
         ends = range(self.length, 0, -window)
         return [slice(max(0, end - window), end) for end in reversed(ends)]
 
-    def ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
-        """Center and axes of all heads' reachable queries at a position; None if they are unbounded."""
-        return self.once("ellipsoid", position, lambda: self.maps.query_ellipsoid(self.site, position))
-
     def reachable(self, position: int) -> Ellipsoids | None:
-        """The same of the chosen heads."""
-        found = self.ellipsoid(position)
-        return None if found is None else self.once("reachable", position, lambda: self._of_chosen(*found))
+        """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
+        ellipsoid = self.maps.query_ellipsoid(self.site, position)
+        return None if ellipsoid is None else self._of_chosen(*ellipsoid)
 
     def directions(self, position: int) -> Ellipsoids:
         """Center and directions of the chosen heads' queries at a position, regardless of their length."""
-        return self.once("any", position, lambda: self._of_chosen(*self.maps.query_directions(self.site, position)))
+        return self._of_chosen(*self.maps.query_directions(self.site, position))
 
     def _of_chosen(self, center: Tensor, axes: Tensor) -> Ellipsoids:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()
@@ -341,58 +336,6 @@ def entropy_ratio(
     return torch.where(count > 1, entropy / count.log(), math.nan)
 
 
-def angle_to_uniform(
-    heads: Heads, gain: Float[Tensor, " d_model"] | None, q: Float[Tensor, "query head d_head"]
-) -> Float[Tensor, "query head"]:
-    """Angle in degrees (0–90) of gain * (W_K q) to the all-ones direction; q before rotary positions.
-
-    A QK-norm's gain comes before W_K. With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot;
-    their mean over visible keys is given.
-    """
-    weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
-    along = weights.sum(1) / math.sqrt(weights.shape[1])  # [head d_head]: 1·(gain * W_K w) / |1| = along·w
-    # The rest of it has the length of R w (from a Gram matrix, or by the arc cosine, half the digits would be lost).
-    rest = torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
-
-    def angle(w: Tensor) -> Tensor:  # [… head d_head]
-        w = _into_keys(heads.k_norm, w)
-        far = torch.einsum("hij,...hj->...hi", rest, w).norm(dim=-1)
-        near = torch.einsum("...hi,hi->...h", w, along).abs()
-        return torch.rad2deg(torch.atan2(far, near)).where((far > 0) | (near > 0), math.nan)
-
-    if heads.rotary is None:
-        return angle(q)
-    positions = torch.arange(len(q), device=q.device)
-    turned = heads.rotary(q, positions)
-    found = []
-    for rows in positions.split(_ROWS):
-        pairs = turned[rows][:, None].expand(-1, len(q), -1, -1).reshape(-1, *q.shape[1:])
-        back = heads.rotary.inverse(pairs, positions.repeat(len(rows)))
-        per_key = angle(back).view(len(rows), len(q), -1)
-        seen = visible_keys(len(q), len(q), causal=heads.causal, window=heads.window, device=q.device)[rows][..., None]
-        found.append(per_key.where(seen, 0.0).sum(1) / seen.sum(1))
-    return torch.cat(found)
-
-
-def _into_keys(norm: Norm | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:
-    """What reads a key after its QK-norm, as what reads it before (but for the length that the norm divides by)."""
-    if norm is None:
-        return w
-    heads, d_head = w.shape[-2:]
-    if norm.gain is not None:
-        gain = norm.gain.double().to(w.device).view(-1, d_head)  # of each head, or of all heads together (OLMo 2)
-        w = w * gain.repeat_interleave(heads // len(gain), dim=0)
-    return w - w.mean(-1, keepdim=True) if norm.projects else w
-
-
-def mean_angle(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) -> Float[Tensor, " head"]:
-    """Mean of `angle_to_uniform` over the queries that see more than one key; NaN without projection."""
-    first = 1 if heads.causal else 0
-    if not site.projects or len(q) < 2:
-        return torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
-    return angle_to_uniform(heads, site.gain, q)[first:].nanmean(0).cpu()
-
-
 def uniformity_of(
     layer: AttentionLayer, variant: str
 ) -> tuple[dict[str, Float[Tensor, " head"]], Float[np.ndarray, "head key"]]:
@@ -426,10 +369,3 @@ def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -
     if rows < 2:
         return torch.full_like(pattern[:, 0], math.nan)
     return pattern[:, 1 if causal else 0 :].amax(1)  # causal: rows before a key hold zeros
-
-
-def random_angle(d: int, *, seed: int = 0) -> float:
-    """Mean angle in degrees (0–90) of random directions of R^d to the all-ones direction: that of unrelated queries."""
-    v = torch.randn(2000, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    cosine = (v.sum(-1).abs() / (v.norm(dim=-1) * math.sqrt(d))).clamp(0.0, 1.0)
-    return float(torch.rad2deg(torch.acos(cosine)).mean())

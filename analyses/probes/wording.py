@@ -23,14 +23,9 @@ NATS = "nats/token"
 # The smallest change of a loss in nats that is called an effect (1 % of perplexity), and that of one head.
 LEAST_CHANGE, LEAST_HEAD_CHANGE = 0.01, 0.001
 PRIMARY = "primary"
-PLACES = {
-    "all": "every norm",
-    "attention": "the norms that attention reads",
-    "mlp": "the norms that MLPs read",
-    "final": "the final norm",
-}
+PLACES = {"all": "every norm", "attention": "the norms that attention reads"}
 _MOST_STRATA = 6  # whose means a sentence lists
-_NAMED = 3  # outlier tokens that a sentence names
+_HEADS_NAMED, _OUTLIERS_NAMED = 3, 2  # in a sentence
 
 # By question: what was not measured, and the part of the page that shows it.
 QUESTIONS = {
@@ -117,20 +112,18 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
         if unit == NATS and bound < LEAST_CHANGE:
             equivalent = f", equivalent to 0 within ±{number(bound)}"
         return NO_CHANGE.format(edit=edit, size=size, unit=unit, interval=interval, equivalent=equivalent)
+    effect, loss, share = is_effect(row, unit), base_loss(row), ""
+    if effect and abs(delta) <= loss:  # a share above 100 % says nothing
+        share = f", {percent(abs(delta) / loss)} of the intact {number(loss)}"
     return CHANGE.format(
         edit=edit,
         moves="raises" if delta > 0 else "lowers",
         size=size[1:],
         unit=unit,
-        share=share_of_loss(delta, base_loss(row)),
+        share=share,
         interval=interval,
-        small="" if is_effect(row, unit) else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
+        small="" if effect else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
     )
-
-
-def share_of_loss(delta: float, loss: float) -> str:
-    """Return a change as a share of the intact loss; nothing above 100 %, where it says nothing."""
-    return f", {percent(abs(delta) / loss)} of {number(loss)}" if 0 < abs(delta) <= loss else ""
 
 
 def p_text(p: float) -> str:
@@ -196,9 +189,9 @@ def _heads(effects: pd.DataFrame, unit: str) -> Iterator[str]:
         yield UNTESTED.format(edit=edit, size=signed(float(top["delta_loss"])), unit=unit, prompts=prompts)
     elif len(significant := significant_heads(effects, unit)):
         which = ", ".join(
-            f"{head_name(row)} {row['delta_loss']:+.2g}" for _, row in significant.head(_NAMED).iterrows()
+            f"{head_name(row)} {row['delta_loss']:+.2g}" for _, row in significant.head(_HEADS_NAMED).iterrows()
         )
-        more = ", …" if len(significant) > _NAMED else ""
+        more = ", …" if len(significant) > _HEADS_NAMED else ""
         yield HEADS.format(
             count=len(significant), heads=counted(len(rows), "head"), prompts=prompts, which=f"{which}{more} {unit}"
         )
@@ -251,7 +244,6 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
     compared = f"{percent(uniform)} if uniform" + (
         "" if math.isnan(frozen) else f"; {percent(frozen)} with scaling frozen"
     )
-    of_prompts = counted(sinks["prompt"].nunique(), "prompt")
     sentence = SINKS.format(
         received=percent(float(heads["first_attention"].mean())),
         compared=compared,
@@ -259,15 +251,20 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
         heads=counted(len(heads), "head"),
         much=percent(MUCH),
     )
-    outliers = sinks[sinks["kind"].str.contains("outlier")]
-    names = outliers["token"].where(outliers["position"] > 0, "position 0")
-    common = names.value_counts().head(_NAMED)
-    which = ", ".join(
-        f"{name if name == 'position 0' else repr(visible(name))} in {outliers[names == name]['prompt'].nunique()} of "
-        f"{of_prompts} (up to {outliers[names == name]['length_ratio'].max():.0f} times)"
-        for name in common.index
-    )
-    yield f"{sentence} {OUTLIERS.format(ratio=OUTLIER_RATIO, which=which or 'none')}"
+    which = _outliers(sinks[sinks["kind"].str.contains("outlier")], counted(sinks["prompt"].nunique(), "prompt"))
+    yield f"{sentence} {OUTLIERS.format(ratio=OUTLIER_RATIO, which=which)}"
+
+
+def _outliers(rows: pd.DataFrame, prompts: str) -> str:
+    """Return the commonest outlier tokens, in how many prompts each is one, and how long it is."""
+    names = rows["token"].where(rows["position"] > 0, "position 0")
+    parts = []
+    for name in names.value_counts().index[:_OUTLIERS_NAMED]:
+        same = rows[names == name]
+        of_prompts = f"{same['prompt'].nunique()}{'' if parts else f' of {prompts}'}"
+        shown = name if name == "position 0" else repr(visible(name))
+        parts.append(f"{shown} ({of_prompts}, up to {same['length_ratio'].max():.0f} times)")
+    return ", ".join(parts) or "none"
 
 
 def _uniform(heads: pd.DataFrame) -> Iterator[str]:

@@ -1,41 +1,189 @@
-"""Attention patterns drawn by circuitsvis, with every key marked by how hard it is to select.
+"""The map of heads, and the attention of the head that one chooses, which circuitsvis draws.
 
-Report pages and notebooks show the same document in a sandboxed frame: circuitsvis's bundle, data in base64, and a
-content security policy that forbids fetching and other scripts. circuitsvis's Python side is not used, because it
-writes tokens into a script unescaped and needs 64 MB for a layer at 512 tokens.
+Report pages and notebooks show the same elements: circuitsvis's bundle, data in base64, and a content security policy
+that forbids fetching and other scripts. circuitsvis's Python side is not used, because it writes tokens into a script
+unescaped and needs 64 MB for a layer at 512 tokens.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ln_probe.analyses.files import to_be_written, write_text
-from ln_probe.analyses.text import shortened, visible
-from ln_probe.exhibits import VERDICTS, Exhibits, PromptAttention
-from ln_probe.page import circuitsvis_script, compressed, own_script, packed, policy, render
-from ln_probe.page.heads import HeadMap
+from ln_probe.analyses.probes.statistics import SIGNIFICANCE
+from ln_probe.analyses.probes.wording import NATS, unit_of
+from ln_probe.analyses.text import disarmed, shortened, visible
+from ln_probe.exhibits import PromptAttention
+from ln_probe.hooks.norm import SCALING_FROZEN
+from ln_probe.page import circuitsvis_script, compressed, own_script, packed, render
+from ln_probe.page.figures import interval
 
-# A key is hard to select if it is in this share of its head's keys with the least attainable attention …
-HARDEST_SHARE = 0.05
-# … and no query of the observed set gives it at least this much attention.
-HARD_BELOW = 0.5
-HARD = "hard to select"
-_CODES = {"selectable": 0, "unselectable": 2, "duplicate": 2, "undecided": 3, "not measured": 3}
-MARKS = ("selectable", HARD, "unselectable", "no data")
-FRAME_HEIGHT = 1040  # pixels, until the document reports its height
-TALLEST = 6000  # pixels that a document may ask a notebook for
-# In a notebook the frame follows the height of its content through an attribute, because notebooks remove scripts from
-# outputs. Where they remove attributes too, the frame keeps its height and scrolls.
-_FITS = (
-    "if(!this.fits){this.fits=1;window.addEventListener('message',e=>{const h=e.data&&e.data.lnProbeHeight;"
-    f"if(e.source===this.contentWindow&&h>0&&h<{TALLEST})this.style.height=Math.ceil(h)+'px'}})}}"
-)
+if TYPE_CHECKING:
+    from ln_probe.report import Report
+
+# Where a colour of the map begins, in nats per token: every map of every page has this scale. Of a loss in another unit
+# the last step begins at the largest change.
+STEPS: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
+TOP = 6  # heads in the list beside the map
+TOKEN_LENGTH = 14  # characters of a token on an axis
+FRAME_HEIGHT = 1000  # pixels of a notebook's frame
+_HEAD = re.compile(r"\bL(\d{1,5})H(\d{1,5})\b")
+# circuitsvis sets tokens as HTML in some of its elements. These look alike and mean nothing in HTML.
+_LOOKALIKES = str.maketrans({"<": "\u2039", ">": "\u203a"})
+
+
+@dataclass(frozen=True)
+class HeadCell:
+    """One head of the map.
+
+    Attributes:
+        layer, head: which.
+        change, certainty: its measurement as text.
+        value: change of the loss (NaN: not measured).
+        step: how many of the scale's steps it reaches, negative where the loss falls.
+        estimate: whether it is a first-order estimate; tested: whether it has a p; significant: whether that passes.
+        shown: whether its attention can be shown.
+    """
+
+    layer: int
+    head: int
+    change: str
+    certainty: str = ""
+    value: float = math.nan
+    step: int = 0
+    estimate: bool = False
+    tested: bool = False
+    significant: bool = False
+    shown: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"L{self.layer}H{self.head}"
+
+    @property
+    def what(self) -> str:
+        """The head and its measurement."""
+        certainty = f" ({self.certainty})" if self.certainty else ""
+        return f"Layer {self.layer}, head {self.head}: {self.change}{certainty}"
+
+    @property
+    def classes(self) -> str:
+        """The classes of its element."""
+        if math.isnan(self.value):
+            return "unknown"
+        sign = "less" if self.step < 0 else "more"
+        names = [f"{sign}{abs(self.step)}", "" if self.significant else "pale", "estimate" if self.estimate else ""]
+        return " ".join(filter(None, names))
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """The change of the loss with scaling frozen for one head at a time.
+
+    Attributes:
+        rows: of cells, the last layer first, so that layer 0 is at the bottom.
+        legend: (class, text) of each colour and mark that occurs.
+        unit: of the loss.
+    """
+
+    rows: tuple[tuple[HeadCell, ...], ...] = ()
+    legend: tuple[tuple[str, str], ...] = ()
+    unit: str = ""
+
+    @property
+    def cells(self) -> list[HeadCell]:
+        return [cell for row in self.rows for cell in row]
+
+    @property
+    def top(self) -> list[HeadCell]:
+        """The heads with the largest changes, those that are significant first."""
+        measured = [cell for cell in self.cells if not math.isnan(cell.value)]
+        return sorted(measured, key=lambda cell: (not cell.significant, -abs(cell.value)))[:TOP]
+
+    @property
+    def first(self) -> HeadCell | None:
+        """The head whose attention is shown first."""
+        return next((cell for cell in (*self.top, *reversed(self.cells)) if cell.shown), None)
+
+
+def head_map(report: Report) -> HeadMap:
+    """Return the map of a report's heads; without rows if the report has nothing by head."""
+    effects = report.tables["head_effects"]
+    effects = effects[effects["variant"] == SCALING_FROZEN.name]
+    shown = _shown(report.exhibits.attention)
+    pairs = {(int(la), int(h)) for la, h in effects[["layer", "head"]].to_numpy()} | shown
+    layers, heads = (range(1 + max((pair[axis] for pair in pairs), default=-1)) for axis in (0, 1))
+    rows: dict[tuple[int, int], Mapping[Any, Any]] = {
+        (int(row["layer"]), int(row["head"])): row for row in effects.to_dict("records")
+    }
+    unit, steps = unit_of(report.provenance), STEPS
+    if unit != NATS:
+        largest = max((abs(v) for row in rows.values() if math.isfinite(v := _value(row))), default=1.0)
+        steps = tuple(step * largest / STEPS[-1] for step in STEPS)
+    grid = tuple(
+        tuple(_cell((layer, head), rows.get((layer, head)), shown, steps, unit) for head in heads)
+        for layer in reversed(layers)
+    )
+    return HeadMap(grid, tuple(_legend(grid, steps, unit)), unit)
+
+
+def _shown(attention: PromptAttention | None) -> set[tuple[int, int]]:
+    return set() if attention is None else {(layer, head) for layer in attention.layers for head in attention.heads}
+
+
+def _value(row: Mapping[Any, Any]) -> float:
+    """Return the change as run, or else as estimated."""
+    return float(row["estimate"] if math.isnan(row["delta_loss"]) else row["delta_loss"])
+
+
+def _cell(
+    pair: tuple[int, int],
+    row: Mapping[Any, Any] | None,
+    shown: set[tuple[int, int]],
+    steps: tuple[float, ...],
+    unit: str,
+) -> HeadCell:
+    if row is None or math.isnan(value := _value(row)):
+        return HeadCell(*pair, "not measured", shown=pair in shown)
+    estimate, tested = math.isnan(row["delta_loss"]), math.isfinite(row["p"])
+    ends = (math.nan, math.nan) if estimate else (row["delta_loss_low"], row["delta_loss_high"])
+    if tested:
+        certainty = "p < 0.001" if row["p"] < 0.001 else f"p = {row['p']:.2g}"
+    else:
+        certainty = "first-order estimate" if estimate else f"not tested, {row['n']:.0f} prompts"
+    step = sum(abs(value) >= least for least in steps) * (-1 if value < 0 else 1)
+    change = interval((value, *ends), unit)
+    return HeadCell(*pair, change, certainty, value, step, estimate, tested, row["p"] < SIGNIFICANCE, pair in shown)
+
+
+def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], unit: str) -> Iterator[tuple[str, str]]:
+    """Yield what the colours mean: every step of the scale, and the marks that occur."""
+    cells = [cell for row in rows for cell in row]
+    known = [cell for cell in cells if not math.isnan(cell.value)]
+    if not known:
+        return
+    yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
+    yield "more0", "0"
+    yield from ((f"more{i + 1}", f"+{step:.2g}") for i, step in enumerate(steps))
+    if any(not cell.significant and not cell.estimate for cell in known):
+        untested = {cell.certainty for cell in known if not cell.tested and not cell.estimate}
+        yield "more4 pale", f"pale: {', '.join(sorted(untested)) or 'not significant'}"
+    if any(cell.estimate for cell in known):
+        yield "more4 pale estimate", "hatched: first-order estimate, not tested"
+    if len(known) < len(cells):
+        yield "unknown", "grey: not measured"
+
+
+# --------------------------------------------------------------------------------------- the attention of one head
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,36 +191,40 @@ class AttentionView:
     """The result of `Report.attention`: an interactive picture in a notebook; `to_html` writes it to a file.
 
     Raises (on construction):
-        ValueError: no attention was kept for that layer, head or prompt.
+        ValueError: the report has no attention of that layer or head.
     """
 
-    exhibits: Exhibits = field(repr=False)
+    report: Report = field(repr=False)
     layer: int | None = None
     head: int | None = None
-    prompt: int = 0
-    heads: HeadMap = field(default_factory=HeadMap, repr=False)
 
     def __post_init__(self) -> None:
-        shown = self.exhibits.of_prompt(self.prompt)
-        if self.head is not None and self.head not in shown.heads:
-            kept = ", ".join(map(str, shown.heads))
-            raise ValueError(f"no attention was kept of head {self.head!r}: there is some of heads {kept}")
-        if self.layer is not None and self.layer not in shown.layers:
-            kept = ", ".join(map(str, shown.layers))
-            raise ValueError(f"no attention was kept of layer {self.layer!r}: there is some of layers {kept}")
-
-    def __repr__(self) -> str:
-        chosen = {"layer": self.layer, "head": self.head, "prompt": self.prompt}
-        said = ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
-        kept = self.exhibits.of_prompt(self.prompt)
-        return f"AttentionView({said}: {len(kept.layers)} layers of {len(kept.heads)} heads, {len(kept.tokens)} tokens)"
+        shown = self.report.exhibits.attention
+        if shown is None:
+            raise ValueError(
+                "this report has no attention: analyze with the probe 'selectability' or 'uniformity' a model whose "
+                "attention reads a norm"
+            )
+        for what, number, known in (("layer", self.layer, shown.layers), ("head", self.head, shown.heads)):
+            if number is not None and number not in known:
+                raise ValueError(f"{what} {number!r} has no attention here: there are {', '.join(map(str, known))}")
 
     def document(self) -> str:
         """Return the picture as a whole HTML document that opens offline."""
-        return attention_document(self.exhibits, self.heads, self.layer, self.head, self.prompt)
+        heads = head_map(self.report)
+        first = heads.first
+        if self.layer is not None or self.head is not None:
+            cells = [c for c in (*heads.top, *heads.cells) if self.layer in (None, c.layer) and c.shown]
+            first = next((c for c in cells if self.head in (None, c.head)), first)
+        own = own_script("page.js", "heads.js")
+        values = {"name": self.report.name, "heads": heads, "first": first}
+        return render("attention.html", own, circuitsvis_script(), **values, **attention_data(self.report))
 
     def _repr_html_(self) -> str:
-        return frame(self.document(), height=FRAME_HEIGHT, fits=True)
+        return Markup(
+            '<iframe title="Attention" sandbox="allow-scripts" style="width:100%;height:{}px;border:0" srcdoc="{}">'
+            "</iframe>"
+        ).format(FRAME_HEIGHT, self.document())
 
     def to_html(self, path: str | Path) -> Path:
         """Write the picture as one self-contained page and return its path."""
@@ -81,86 +233,41 @@ class AttentionView:
         return path
 
 
-def scripts() -> tuple[str, str]:
-    """Return the scripts that run inside the frame: our own and circuitsvis's bundle."""
-    return own_script("unpack.js", "shades.js", "explorer.js", "attention.js"), circuitsvis_script()
-
-
-def frame(document: str, *, height: int, fits: bool = False) -> Markup:
-    """Wrap a document in a sandboxed frame, without access to the surrounding page, forms or links out.
-
-    With `fits` it follows the heights that the document reports (a report's page does so in its own script).
-    """
-    follow = Markup('onload="{}" ').format(_FITS) if fits else ""
-    return Markup(
-        '<iframe class="attention" title="Attention patterns" sandbox="allow-scripts" {}'
-        'style="width:100%;height:{}px;border:0" srcdoc="{}"></iframe>'
-    ).format(follow, height, document)
-
-
-def attention_document(
-    exhibits: Exhibits,
-    heads: HeadMap | None = None,
-    layer: int | None = None,
-    head: int | None = None,
-    prompt: int | None = None,
-) -> str:
-    """Return the whole document: a map of heads, and the attention of one head.
-
-    Args:
-        heads: measures of the map; None: no map.
-        layer, head, prompt: shown first; None: the most affected head, the first prompt.
-
-    Raises:
-        FileNotFoundError: circuitsvis comes without its bundle.
-    """
-    own, bundle = scripts()
-    heads = heads or HeadMap()
-    prompt = exhibits.attention[0].prompt if prompt is None else prompt
-    first = heads.most_affected(exhibits, layer, prompt)
-    if head is not None:
-        first = (first[0] if layer is None else layer, head)
-    content = {
-        "prompts": [_prompt(a) for a in exhibits.attention],
-        "marks": MARKS,
-        "layer": first[0],
-        "head": first[1],
-        "prompt": prompt,
-        "map": heads.plain(),
-        "notes": exhibits.notes,
-    }
-    return render(
-        "attention.html",
-        policy=policy(own, bundle),
-        script=Markup(own),
-        bundle=_compressed(bundle),
-        data=packed(content),
-        hardest=f"{100 * HARDEST_SHARE:.0f} %",
-        below=f"{100 * HARD_BELOW:.0f} %",
-    )
+def attention_data(report: Report) -> dict[str, Any]:
+    """Return what the template `heads.html` needs to show attention: the data, the bundle, and what is shown."""
+    shown = report.exhibits.attention
+    if shown is None:
+        return {"attention": None}
+    count = len(shown.tokens)
+    what = f"Prompt {shown.prompt}, {'all' if count == shown.length else f'the first {count} of'} {shown.length} tokens"
+    return {"attention": what, "data": _data(shown), "bundle": _compressed_bundle()}
 
 
 @cache  # takes half a second, and is the same in every page
-def _compressed(bundle: str) -> str:
-    return compressed(bundle.encode())
+def _compressed_bundle() -> str:
+    return compressed(circuitsvis_script().encode())
 
 
-def marks(shown: PromptAttention) -> np.ndarray:
-    """Index into MARKS for every key, [layer head key]."""
-    codes = np.array([_CODES[v] for v in VERDICTS], np.uint8)[shown.verdict]
-    value = shown.attainable.astype(np.float64)
-    known = ~np.isnan(value)
-    edge = np.quantile(np.where(known, value, np.inf), HARDEST_SHARE, axis=-1, keepdims=True, method="lower")
-    hard = known & (codes == 0) & (value <= edge) & (value < HARD_BELOW)
-    return np.where(hard, np.uint8(MARKS.index(HARD)), codes)
+def _data(shown: PromptAttention) -> str:
+    """Pack every weight of every head; a causal pattern's weights above the diagonal are left out."""
+    count = len(shown.tokens)
+    rows, columns = np.tril_indices(count) if shown.causal else np.indices((count, count)).reshape(2, -1)
+    intact = shown.intact[..., rows, columns]
+    # As differences in 8 bits, most of which are small, so that they compress.
+    change = shown.frozen[..., rows, columns] - intact
+    tokens = [shortened(visible(t), TOKEN_LENGTH).partition("… (")[0].translate(_LOOKALIKES) for t in shown.tokens]
+    same = {"layers": shown.layers, "heads": shown.heads, "causal": shown.causal}
+    return packed({"tokens": tokens, "intact": intact, "change": change, **same})
 
 
-def _prompt(shown: PromptAttention) -> dict[str, Any]:
-    same = ("prompt", "layers", "heads", "edges", "causal", "cells", "margin", "attainable", "received")
-    return {name: getattr(shown, name) for name in same} | {
-        "tokens": [shortened(visible(t)) for t in shown.tokens],
-        "marks": marks(shown),
-        "frozen": shown.attainable_frozen,
-        "frozenCells": shown.cells_frozen,
-        "full": {f"{layer}.{head}": pattern for (layer, head), pattern in shown.full.items()},
-    }
+def linked(text: str, report: Report) -> Markup:
+    """Escape a sentence and link the heads in it (L2H3) whose attention is shown."""
+    shown, parts, end = _shown(report.exhibits.attention), Markup(), 0
+    for match in _HEAD.finditer(text):
+        if (int(match[1]), int(match[2])) in shown:
+            parts += escape(disarmed(text[end : match.start()]))
+            parts += Markup('<a href="#{0}">{0}</a>').format(match[0])
+            end = match.end()
+    # No line ends between a number and its unit.
+    html = str(parts + escape(disarmed(text[end:])))
+    return Markup(re.sub(r" (?=%)|(?<=\bp) (?=[=&])|(?<=\bp =) |(?<=\bp &lt;) ", "&nbsp;", html))

@@ -1,259 +1,393 @@
-"""The figures of one report, each a matplotlib Figure that the user may restyle, and how they become SVG.
+"""The figures of pages, each a matplotlib Figure that the user may restyle, and how they become SVG.
 
 Example:
     >>> from ln_probe.page import figures
-    >>> for draw in (
-    ...     figures.causal_effects, figures.norms_over_depth, figures.projection_over_depth,
-    ...     figures.margins_over_depth, figures.attainable_over_depth, figures.entropy_by_layer,
-    ...     figures.uniform_angle_by_layer,
-    ... ):
+    >>> for draw in (figures.loss_changes, figures.norms_over_depth, figures.keys_over_depth):
     ...     figure: figures.Figure = draw(report)
 """
 
 from __future__ import annotations
 
 import io
-import math
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import matplotlib.figure
 import numpy as np
 import pandas as pd
 from markupsafe import escape
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from ln_probe.analyses.probes.base import Picture, even_share
-from ln_probe.analyses.text import disarmed, percent
-from ln_probe.hooks.edits import GROUPS
-from ln_probe.hooks.norm import INTACT, VARIANTS, Variant
+from ln_probe.analyses.probes.wording import base_loss, is_significant, unit_of
+from ln_probe.analyses.text import disarmed, percent, with_interval
+from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, Variant
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
 
-__all__ = [
-    "Figure",
-    "attainable_over_depth",
-    "causal_effects",
-    "entropy_by_layer",
-    "margins_over_depth",
-    "norms_over_depth",
-    "projection_over_depth",
-    "uniform_angle_by_layer",
-]
+__all__ = ["Figure", "forest", "keys_over_depth", "loss_changes", "loss_over_training", "norms_over_depth"]
 
 # Okabe and Ito's colours, which are safe for colour-blind readers; a variant has the same colour in every picture.
-# On a page they are CSS variables, with lighter shades on a dark background. Heat maps keep their colours in both
-# schemes, because an inverted scale would be misread.
+# On a page they are CSS variables, with lighter shades on a dark background.
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
-GRID = "#b0b0b0"
-DECIMALS = 2  # of coordinates; more decimals are invisible and made a page's pictures 10 % larger
-POINTS, SMALLEST, LEGIBLE = 72, 9, 11  # SVG units per inch, smallest text in units, its least size in pixels
+GRID, SOFT = "#b0b0b0", "#56606b"
+PALE, PALENESS = "pale", 0.45  # of what is not significant, here and in the map of heads
 INK = "#000000"
-_VARIABLES = {BLUE: "--c-blue", ORANGE: "--c-orange", GREEN: "--c-green", PINK: "--c-pink", GRID: "--c-grid"}
+_VARIABLES = {
+    BLUE: "--c-blue",
+    ORANGE: "--c-orange",
+    GREEN: "--c-green",
+    PINK: "--c-pink",
+    GRID: "--c-grid",
+    SOFT: "--soft",
+}
+POINTS, SMALLEST, LEGIBLE = 72, 9, 11  # SVG units per inch, smallest text in units, its least size in pixels
 DPI = 192  # of a notebook's picture, which is shown at half that resolution: sharp on high-density screens
-SIZE = (4.0, 2.9)  # inches: with its smallest text 11 pixels high it fits a phone of 390 pixels
+WIDTH = 4.0  # inches: with its smallest text 11 pixels high a figure fits a phone of 390 pixels
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
-LETTERS, HANDLE = 13, 5  # letters of a legend per inch, and the width of a line's sample in letters
-SAME = 2e-3  # relative difference below which two curves are drawn as one: half a pixel
-VECTOR_CELLS = 700  # a heat map of more cells becomes an image; 200 layers × 32 heads would be 1 MB of rectangles
+ROWS = 40  # models drawn in a forest plot; the table has all of them
+MOST_STRATA = 6  # whose means are shown
+# Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing
+# sigma at one attention sink can cost tens of nats, next to which all else would look like 0.
+WIDE = 30.0
+# The groups of norms of the primary contrasts, the largest first.
+SITES = {"all": "every norm", "attention": "attention's norms"}
 
 
 class Figure(matplotlib.figure.Figure):
     """A matplotlib figure that a notebook shows without `%matplotlib inline`.
 
-    It is made without pyplot, which would keep every figure alive.
+    It is made without pyplot, which would keep every figure alive. `tips` are texts that a page shows when one points
+    at an artist, by the artist's gid.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tips: dict[str, str] = {}
+
+    def point_out(self, artist: mpl.artist.Artist, text: str) -> None:
+        """Let a page show this text when one points at the artist."""
+        gid = f"tip{len(self.tips)}"
+        artist.set_gid(gid)
+        self.tips[gid] = text
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         """Return the picture and its size in a notebook, in pixels."""
         buffer = io.BytesIO()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # tokens in scripts that the font lacks
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names in scripts that the font lacks
             self.savefig(buffer, format="png", dpi=DPI)
         width, height = (round(inches * DPI / 2) for inches in self.get_size_inches())
         return buffer.getvalue(), {"width": width, "height": height}
 
 
-def norms_over_depth(report: Report) -> Figure:
-    """Mean length of vectors before and after each norm (± one standard deviation before it), without position 0."""
-    figure, axes = _figure("length (L2 norm)", log=True)
-    rows = _sites_of(report)
-    place = np.arange(len(rows))
-    mean, cv = (_tail(rows, f"norm_before_{m}") for m in ("mean", "cv"))
-    low = np.maximum(mean * (1 - cv), mean * 0.05)  # the axis is logarithmic
-    axes.fill_between(place, low, mean * (1 + cv), color=BLUE, alpha=0.18, lw=0, label="± one SD")
-    axes.plot(place, mean, "o-", color=BLUE, label="before the norm")
-    axes.plot(place, _tail(rows, "norm_after_mean"), "s-", color=ORANGE, label="after it")
-    _few_log_ticks(axes)
-    name_sites(axes, rows["site"])
-    legend(axes)
-    return figure
+# ------------------------------------------------------------------------------------------------ changes of the loss
 
 
-def projection_over_depth(report: Report) -> Figure:
-    """What projection removes: the share of squared length along the all-ones direction, and the angle to it."""
-    figure = Figure(figsize=(SIZE[0], 1.35 * SIZE[1]), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    rows = _sites_of(report)
-    place = np.arange(len(rows))
-    for axes, column, label in (
-        (above, "mean_share", "share of squared length"),
-        (below, "angle_to_ones_deg", "angle to all-ones, degrees"),
-    ):
-        dress(axes, label)
-        every, tail = rows[column].clip(lower=1e-12), _tail(rows, column).clip(lower=1e-12)
-        axes.plot(place, tail, "o-", color=GREEN, label="without position 0")
-        axes.plot(place, every, "v:", ms=4, color=PINK, label="all positions")
-    above.set_yscale("log")
-    _few_log_ticks(above)
-    below.axhline(90, color=GRID, lw=1)
-    below.set_ylim(0, 94)
-    below.set_yticks([0, 30, 60, 90])
-    name_sites(below, rows["site"])
-    legend(above)
-    return figure
+@dataclass(frozen=True)
+class Contrast:
+    """The change of the loss by one edit of a group of norms, against the intact model.
+
+    `optimal` is the change with loss-optimal constants; each change is (value, low, high), NaN where unknown. `loss` is
+    the intact model's.
+    """
+
+    variant: Variant
+    sites: str
+    change: tuple[float, float, float]
+    optimal: tuple[float, float, float]
+    loss: float
+    p: float
+    significant: bool
+    strata: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The edit and its norms."""
+        return f"{self.variant.label.capitalize()}, {SITES[self.sites]}"
+
+    @property
+    def text(self) -> str:
+        """The change, or that there is none by construction, or that it was not tested."""
+        if self.change == (0.0, 0.0, 0.0):
+            return "unchanged"
+        return with_interval(*self.change)[0] + ("" if np.isfinite(self.p) else ", not tested")
 
 
-def margins_over_depth(report: Report) -> Figure:
-    """Best score gap of a key over all others: the median head's median key, and its 5th-percentile key (dashes)."""
-    heads = report.heads
-    low = heads.loc[heads["space"] == "head", ["margin_median", "margin_p05"]].min().min()
-    figure = _over_depth(report, "margin_median", "margin_p05", "margin, nats", log=bool(low > 0))
-    if low < 0:  # no query scores such keys highest
-        figure.axes[0].axhline(0, color=GRID, lw=1)
-    return figure
-
-
-def attainable_over_depth(report: Report) -> Figure:
-    """Attention that a key can receive at the last position: median and 5th-percentile key of the median head."""
-    figure = _over_depth(report, "attainable_median", "attainable_p05", "share of attention", log=False)
-    axes, even = figure.axes[0], even_share(report.heads)
-    if not math.isnan(even):
-        axes.axhline(even, color="black", ls=":", lw=1.2, label=f"uniform attention, 1/n = {percent(even)}")
-        legend(axes)
-    axes.set_ylim(bottom=0)
-    return figure
-
-
-def uniform_angle_by_layer(report: Report) -> Figure:
-    """Angle of each head's queries to the direction that attends uniformly; the dashed line is a random direction."""
-    figure, axes = _figure("angle, degrees")
-    rows = by_variant(report).get(INTACT, pd.DataFrame(columns=["layer", "uniform_angle_deg"]))
-    axes.plot(rows["layer"], rows["uniform_angle_deg"], "o", color=BLUE, alpha=0.6, label="a head")
-    random = float(report.provenance.get("random_angle_deg", 90))
-    axes.axhline(random, color=ORANGE, ls="--", lw=1.2, label="random direction")
-    axes.set_ylim(0, 94)
-    axes.set_yticks([0, 30, 60, 90])
-    _layers(axes, report)
-    return figure
-
-
-def entropy_by_layer(report: Report) -> Figure:
-    """Attention entropy over its maximum, per head and layer, for each variant: 1 is uniform attention."""
-    figure, axes = _figure("entropy / log(visible keys)")
-    for place, (variant, rows) in enumerate(by_variant(report).items()):
-        style: dict[str, Any] = {"color": variant.color, "label": variant.label, "alpha": 0.6}
-        across = rows["layer"] + 0.16 * (place - 1.5)
-        axes.plot(across, rows["entropy_ratio"], variant.marker, ms=4, **style)
-    axes.set_ylim(0, 1.02)
-    _layers(axes, report)
-    return figure
-
-
-def draw_grid(
-    axes: mpl.axes.Axes, grid: pd.DataFrame, low: float, high: float, *, ticks: int, signed: bool = False
-) -> mpl.collections.QuadMesh:
-    """Draw a layer × head table as coloured cells, with at most `ticks` labels per axis; missing values are grey."""
-    values = np.ma.masked_invalid(grid.to_numpy(float))
-    for axis, names in ((axes.yaxis, grid.index), (axes.xaxis, grid.columns)):
-        step = -(-len(names) // ticks) or 1
-        axis.set_ticks(range(0, len(names), step), [str(n) for n in names[::step]], fontsize=SMALLEST)
-    return axes.pcolormesh(
-        np.arange(values.shape[1] + 1) - 0.5,
-        np.arange(values.shape[0] + 1) - 0.5,
-        values,
-        vmin=low,
-        vmax=high,
-        cmap=mpl.colormaps["RdBu_r" if signed else "cividis"].with_extremes(bad="#8c8c8c"),
-        rasterized=values.size > VECTOR_CELLS,
-    )
-
-
-def in_head_space(report: Report) -> pd.DataFrame:
-    """Return the rows of the table `heads` in head space."""
-    return report.heads[report.heads["space"] == "head"]
-
-
-def by_variant(report: Report) -> dict[Variant, pd.DataFrame]:
-    """Return the rows in head space of every measured variant, in the order of `VARIANTS`."""
-    heads = in_head_space(report)
-    return {v: heads[heads["variant"] == v.name] for v in VARIANTS.values() if (heads["variant"] == v.name).any()}
-
-
-def _sites_of(report: Report) -> pd.DataFrame:
-    return report.layernorms[~report.layernorms["reads"].isin(["query", "key"])].reset_index(drop=True)
-
-
-def _tail(rows: pd.DataFrame, column: str) -> pd.Series:
-    """The statistic without position 0, or with it where there is no other token."""
-    return rows[f"{column}_tail"].fillna(rows[column])
-
-
-def _over_depth(report: Report, middle: str, hard: str, label: str, *, log: bool) -> Figure:
-    figure, axes = _figure(label, log=log)
-    dashed = False
-    lines: list[tuple[list[Variant], pd.DataFrame]] = []
-    for variant, rows in by_variant(report).items():
-        grouped = rows.groupby("layer")[[middle, hard]].median()
-        if log:
-            grouped = grouped.where(grouped > 0)  # a logarithmic axis has no 0
-        if grouped[middle].isna().all():
+def contrasts(report: Report) -> list[Contrast]:
+    """Return the primary contrasts that have a loss: scaling frozen, projection removed; every norm, attention's."""
+    rows = {(row["sites"], row["variant"]): row for row in report.tables["causal"].to_dict("records")}
+    measured = []
+    for variant, sites in product([v for v in EDITS if v.primary], SITES):
+        row = rows.get((sites, variant.name))
+        if row is None or not np.isfinite(row["delta_loss"]):
             continue
-        same = [v for v, g in lines if g.shape == grouped.shape and np.allclose(g, grouped, SAME, 0, equal_nan=True)]
-        if same:  # the two are drawn as one line
-            same[0].append(variant)
-        else:
-            lines.append(([variant], grouped))
-    for variants, grouped in lines:
-        style: dict[str, Any] = {"color": variants[0].color, "marker": variants[0].marker, "ms": 5}
-        axes.plot(grouped.index, grouped[middle], "-", label=" = ".join(v.label for v in variants), **style)
-        axes.plot(grouped.index, grouped[hard], "--", alpha=0.6, **style)
-        dashed = dashed or bool(grouped[hard].notna().any())
-    if dashed:
-        axes.plot([], [], "--", color="black", alpha=0.6, label="5th percentile")
-    if log:
-        _few_log_ticks(axes)
-    _layers(axes, report)
+        change, optimal = (
+            (float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]))
+            for name in ("delta_loss", "delta_loss_optimal")
+        )
+        strata = stratum_means(report.tables["causal_prompts"], sites, variant.name)
+        about = base_loss(row), float(row["p"]), is_significant(row)
+        measured.append(Contrast(variant, sites, change, optimal, *about, strata))
+    return measured
+
+
+def stratum_means(prompts: pd.DataFrame, sites: str, variant: str) -> dict[str, float]:
+    """Return the mean change of the loss by stratum (book); nothing where there is one, or where each is a prompt."""
+    rows = prompts[(prompts["sites"] == sites) & (prompts["variant"] == variant) & prompts["delta_loss"].notna()]
+    if not 2 <= rows["stratum"].nunique() < min(len(rows), MOST_STRATA + 1):
+        return {}
+    sums = rows.assign(total=rows["delta_loss"] * rows["n"]).groupby("stratum", sort=False)[["total", "n"]].sum()
+    return {str(name): float(row["total"] / row["n"]) for name, row in sums.iterrows()}
+
+
+def interval(change: Sequence[float], unit: str = "") -> str:
+    """Return a change with its 95 % CI, as text."""
+    value, ends = with_interval(*change)
+    return f"{value} {unit}".strip() + (f" (95 % CI {ends})" if ends else "")
+
+
+def loss_changes(report: Report) -> Figure:
+    """Change of the loss against the intact model, by the term that is removed and from which norms.
+
+    Lines are 95 % confidence intervals, and ticks the means of single books where the prompts are of several.
+    """
+    rows = contrasts(report)
+    figure, axes = _rows([(row.label, row.text, row.significant) for row in rows])
+    unit = unit_of(report.provenance)
+    for place, row in enumerate(rows):
+        _mark(figure, axes, place, row, f"{row.label}: {interval(row.change, unit)}")
+        if np.isfinite(row.optimal[0]):
+            about = f"{row.label}, loss-optimal constants: {interval(row.optimal, unit)}"
+            _mark(figure, axes, place + 0.16, row, about, optimal=True)
+        for name, value in row.strata.items():
+            (tick,) = axes.plot(value, place + 0.3, "|", ms=6, mew=1.3, color=SOFT)
+            figure.point_out(tick, f"{row.label}, {name} alone: {value:+.3g} {unit}")
+    optimal = any(np.isfinite(row.optimal[0]) for row in rows)
+    keys = [("o", SOFT, "mean constants" if optimal else "change, 95 % CI")]
+    keys += [("o", "none", "loss-optimal constants")] * optimal
+    keys += [("|", SOFT, "one book")] * any(row.strata for row in rows)
+    keys += [("o", PALE, "pale: not significant")] * any(not row.significant for row in rows)
+    _finish_rows(figure, axes, [row.change[0] for row in rows], unit, keys)
     return figure
 
 
-def _figure(ylabel: str, *, log: bool = False) -> tuple[Figure, mpl.axes.Axes]:
-    figure = Figure(figsize=SIZE, layout="constrained")
+def forest(names: Sequence[str], reports: Sequence[Report]) -> Figure:
+    """Change of the loss at every norm against the intact model, by model, with 95 % confidence intervals.
+
+    The number is the change with scaling frozen.
+    """
+    by_model = [[c for c in contrasts(report) if c.sites == "all"] for report in reports[:ROWS]]
+    headlines = [next((c for c in rows if c.variant is SCALING_FROZEN), None) for rows in by_model]
+    figure, axes = _rows(
+        [
+            (axis_text(name), c.text if c else "not measured", c is not None and c.significant)
+            for name, c in zip(names, headlines, strict=False)
+        ]
+    )
+    units = sorted({unit_of(report.provenance) for report in reports[:ROWS]})
+    for place, (name, rows) in enumerate(zip(names, by_model, strict=False)):
+        for row in rows:
+            about = f"{name}, {row.variant.label}: {interval(row.change)}"
+            _mark(figure, axes, place + (0.0 if row.variant is SCALING_FROZEN else 0.2), row, about)
+    drawn = {row.variant: None for rows in by_model for row in rows}
+    keys = [("o", variant.color, variant.label) for variant in drawn]
+    keys += [("o", PALE, "pale: not significant")] * any(not row.significant for rows in by_model for row in rows)
+    _finish_rows(figure, axes, [row.change[0] for rows in by_model for row in rows], " or ".join(units), keys)
+    return figure
+
+
+def loss_over_training(runs: Mapping[str, Sequence[tuple[int, Report]]]) -> Figure:
+    """Change of the loss at every norm over training, with 95 % confidence intervals."""
+    edits = [v for v in EDITS if v.primary]
+    figure = Figure(figsize=(WIDTH, 0.4 + 1.7 * len(edits)), layout="constrained")
+    for axes, variant in zip(figure.subplots(len(edits), 1, sharex=True, squeeze=False)[:, 0], edits, strict=True):
+        _dress(axes, variant.label)
+        axes.axhline(0, color=GRID, lw=1)
+        for name, reports in runs.items():
+            points = [
+                (step, *c.change)
+                for step, report in reports
+                for c in contrasts(report)
+                if c.sites == "all" and c.variant is variant
+            ]
+            if points:
+                steps, value, low, high = np.array(points).T
+                axes.fill_between(steps, low, high, color=variant.color, alpha=0.15, lw=0)
+                axes.plot(steps, value, "-", color=variant.color)
+                for point in points:
+                    (dot,) = axes.plot(*point[:2], "o", ms=4, color=variant.color)
+                    figure.point_out(dot, f"{name}, step {point[0]}: {interval(point[1:])}")
+        later = [step for reports in runs.values() for step, _ in reports if step > 0]
+        axes.set_xscale("symlog", linthresh=max(1.0, min(later, default=1.0)))
+    axes.set_xlabel("training step", fontsize=SMALLEST)
+    units = sorted({unit_of(report.provenance) for reports in runs.values() for _, report in reports})
+    figure.supylabel(f"change of the loss, {' or '.join(units)}", fontsize=SMALLEST)
+    return figure
+
+
+def _rows(texts: Sequence[tuple[str, str, bool]]) -> tuple[Figure, mpl.axes.Axes]:
+    """Return axes with a line of text over each row: a label, a value, and whether the value is significant."""
+    figure = Figure(figsize=(WIDTH, 0.85 + 0.44 * max(1, len(texts))), layout="constrained")
     axes = figure.subplots()
-    dress(axes, ylabel)
-    if log:
-        axes.set_yscale("log")
+    across = axes.get_yaxis_transform()
+    for place, (label, value, significant) in enumerate(texts):
+        axes.text(0, place - 0.2, label, transform=across, fontsize=SMALLEST, va="bottom")
+        weight = "bold" if significant else "normal"
+        axes.text(1, place - 0.2, value, transform=across, fontsize=SMALLEST, va="bottom", ha="right", weight=weight)
+    axes.set_ylim(max(1, len(texts)) - 0.5, -0.75)
+    axes.set_yticks([])
+    rows = np.arange(max(1, len(texts)))
+    axes.vlines(0 * rows, rows - 0.14, rows + 0.45, color=SOFT, lw=1.2)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     return figure, axes
 
 
-def _few_log_ticks(axes: mpl.axes.Axes) -> None:
+def _mark(
+    figure: Figure, axes: mpl.axes.Axes, place: float, row: Contrast, about: str, *, optimal: bool = False
+) -> None:
+    value, low, high = row.optimal if optimal else row.change
+    style: dict[str, Any] = {"color": row.variant.color, "alpha": 1.0 if row.significant else PALENESS}
+    if np.isfinite([low, high]).all():
+        figure.point_out(axes.hlines(place, low, high, lw=1.6, **style), about)
+    face = "none" if optimal else row.variant.color
+    (dot,) = axes.plot(value, place, "o", ms=5.5, markerfacecolor=face, **style)
+    figure.point_out(dot, about)
+
+
+def _finish_rows(
+    figure: Figure, axes: mpl.axes.Axes, changes: Sequence[float], unit: str, keys: Sequence[tuple[str, str, str]]
+) -> None:
+    """Scale and label the axis of changes, and explain the marks."""
+    wide = widened(axes.set_xscale, changes)
+    axes.set_xlabel(f"change of the loss, {unit}{' (logarithmic away from 0)' if wide else ''}", fontsize=SMALLEST)
+    axes.tick_params(labelsize=SMALLEST)
+    if not wide:
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _place: "0" if abs(value) < 1e-12 else f"{value:+.3g}")
+    handles = [
+        mpl.lines.Line2D(
+            [],
+            [],
+            ls="",
+            marker=marker,
+            ms=5,
+            label=label,
+            color=SOFT if face in ("none", PALE) else face,
+            markerfacecolor=SOFT if face == PALE else face,
+            alpha=PALENESS if face == PALE else 1.0,
+        )
+        for marker, face, label in keys
+    ]
+    if handles:
+        figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
+
+
+def widened(set_scale: Callable[..., None], changes: Sequence[float]) -> bool:
+    """Make an axis linear near 0 alone if the largest change would hide the others on a linear one; whether it did."""
+    sizes = np.abs(np.array(changes, float)) if len(changes) else np.zeros(1)
+    middle = float(np.median(sizes))
+    wide = bool(sizes.max() > max(1.0, WIDE * middle))
+    if wide:
+        set_scale("symlog", linthresh=max(1e-3, float(f"{middle:.1g}")))
+    return wide
+
+
+# ------------------------------------------------------------------------------------------------------ over the depth
+
+
+def norms_over_depth(report: Report) -> Figure:
+    """What each norm removes and divides by, in the order of the forward pass.
+
+    Above: the share of squared length along the all-ones direction, which projection removes. Below: sigma.
+    """
+    rows = report.tables["layernorms"]
+    rows = rows[~rows["reads"].isin(["query", "key"])].reset_index(drop=True)
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    place = np.arange(len(rows))
+    for axes, column, label, color in zip(
+        figure.subplots(2, 1, sharex=True),
+        ("projected_share", "sigma_mean"),
+        ("Share of squared length that projection removes", "Sigma, mean over tokens"),
+        (GREEN, ORANGE),
+        strict=True,
+    ):
+        _dress(axes, label)
+        axes.set_yscale("log")
+        values = rows[column].clip(lower=1e-12)
+        axes.plot(place, values, "-", color=color, lw=1)
+        for at, row in enumerate(rows.to_dict("records")):
+            (dot,) = axes.plot(at, values.iloc[at], "o", ms=5, color=color)
+            angle, sigma = f"{row['angle_to_ones_deg']:.1f}° to all-ones", f"sigma {row['sigma_mean']:.3g}"
+            share = percent(float(row["projected_share"]))
+            figure.point_out(dot, f"{row['site']}, read by {row['reads']}: projects {share} ({angle}); {sigma}")
+        few_log_ticks(axes, share=column == "projected_share")
+    names = [axis_text(str(site).removeprefix("blocks.")) for site in rows["site"]]
+    step = -(-len(names) // TICKS) or 1
+    axes.set_xticks(place[::step], names[::step], rotation=60, ha="right", rotation_mode="anchor", fontsize=SMALLEST)
+    return figure
+
+
+def keys_over_depth(report: Report) -> Figure:
+    """Keys by layer: the median head, and a line from the lowest to the highest head.
+
+    Above: the share of keys that no query can select. Below: the most attention that the median key can receive.
+    """
+    heads, about = report.tables["heads"], dict(report.provenance.get("selectability", {}))
+    if keys := about.get("keys_per_prompt"):
+        about["uniform"] = 1 / keys
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
+    for axes, column, title, source, name, dashes in (
+        (panels[0], "unselectable", "Keys that no query can select", "random_unselectable", "random directions", ":"),
+        (panels[1], "attainable_median", "Most attention that a key can receive", "uniform", "uniform attention", "--"),
+    ):
+        _dress(axes, title)
+        for shift, variant in ((-0.1, INTACT), (0.1, SCALING_FROZEN)):
+            rows = heads[(heads["variant"] == variant.name) & heads[column].notna()].groupby("layer")[column]
+            style: dict[str, Any] = {"color": variant.color}
+            for layer, low, middle, high in rows.agg(["min", "median", "max"]).itertuples():
+                axes.vlines(layer + shift, low, high, lw=1.2, alpha=0.6, **style)
+                (dot,) = axes.plot(layer + shift, middle, variant.marker, ms=5, **style)
+                ends = f"median head {percent(middle)}, heads {percent(low)} to {percent(high)}"
+                figure.point_out(dot, f"layer {layer}, {variant.label}: {ends}")
+            axes.plot([], [], variant.marker, ms=5, label=variant.label, **style)
+        baseline = about.get(source)
+        if baseline is not None:
+            line = axes.axhline(baseline, color=INK, ls=dashes, lw=1.3, label=name)
+            figure.point_out(line, f"{name}: {percent(baseline)}")
+        axes.set_ylim(0, max(0.01, 1.05 * axes.get_ylim()[1]))
+        axes.yaxis.set_major_formatter(lambda value, _place: f"{100 * value:.3g} %")
+    entries = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
+    layers = sorted({int(layer) for layer in heads["layer"]})
+    panels[1].set_xlim(min(layers, default=0) - 0.5, max(layers, default=0) + 0.5)
+    panels[1].set_xticks(layers[:: -(-len(layers) // TICKS) or 1])
+    panels[1].set_xlabel("layer", fontsize=SMALLEST, loc="right")
+    return figure
+
+
+def few_log_ticks(axes: mpl.axes.Axes, *, share: bool = False) -> None:
     """Label a logarithmic axis with plain numbers, several of them even within one decade."""
     low, high = axes.get_ylim()
     narrow = high < 8 * low
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(lambda value, _place: f"{value:.3g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    factor, unit = (100, " %") if share else (1, "")
+    axes.yaxis.set_major_formatter(lambda value, _place: f"{factor * value:.3g}{unit}")
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
-def dress(axes: mpl.axes.Axes, ylabel: str, grid: str = "y") -> None:
-    axes.set_ylabel(ylabel)
-    axes.grid(axis="x" if grid == "x" else "y", color=GRID, alpha=0.35)
+def _dress(axes: mpl.axes.Axes, title: str) -> None:
+    axes.set_title(title, fontsize=SMALLEST, loc="left")
+    axes.tick_params(labelsize=SMALLEST)
+    axes.grid(axis="y", color=GRID, alpha=0.35)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -264,137 +398,14 @@ def axis_text(text: str) -> str:
     return disarmed(cut).replace("\n", " ").replace("$", r"\$")
 
 
-def name_sites(axes: mpl.axes.Axes, sites: Iterable[str]) -> None:
-    names = [axis_text(str(s).replace("blocks.", "")) for s in sites]
-    step = -(-len(names) // TICKS) or 1
-    axes.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=SMALLEST)
+# ----------------------------------------------------------------------------------------------------------------- SVG
 
 
-def _layers(axes: mpl.axes.Axes, report: Report) -> None:
-    axes.set_xlabel("layer")
-    layers = sorted({int(v) for v in report.heads["layer"]})
-    axes.set_xticks(layers[:: -(-len(layers) // TICKS) or 1])
-    legend(axes)
-
-
-def legend(axes: mpl.axes.Axes) -> None:
-    """Put a legend above the axes, where it hides no data."""
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        room = LETTERS * cast(Figure, axes.figure).get_figwidth()
-        axes.legend(
-            handles,
-            [textwrap.fill(label, int(room) - HANDLE) for label in labels],
-            frameon=False,
-            fontsize=SMALLEST,
-            loc="lower left",
-            bbox_to_anchor=(0, 1.0),
-            ncols=max(1, min(3, len(labels), int(room / (max(map(len, labels)) + HANDLE)))),
-            borderaxespad=0.2,
-            handlelength=1.6,
-            columnspacing=1.2,
-        )
-
-
-# Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing the
-# scale at one attention sink can cost tens of nats (SmolLM2, layer 16: 32), next to which all else would look like 0.
-WIDE = 30.0
-
-
-def causal_effects(report: Report) -> Figure:
-    """Change of the loss when a term is removed (95 % CI), for groups of norms and each norm alone (open: estimated).
-
-    Edits that change nothing by construction (`no_op`) are left out.
-    """
-    rows = report.causal[report.causal["variant"] != "intact"]
-    rows = rows.assign(estimated=rows["delta_loss"].isna(), delta_loss=rows["delta_loss"].fillna(rows["estimate"]))
-    rows = rows[rows["delta_loss"].notna() & (rows["no_op"].fillna("") == "")]
-    groups = rows[rows["sites"].isin(GROUPS)]
-    single = rows[~rows["sites"].isin(GROUPS)]
-    parts = [found for found in (groups, single) if len(found)]
-    shape = [0.35 + 0.22 * len(groups)] * bool(len(groups)) + [2.6] * bool(len(single))
-    figure = Figure(figsize=(SIZE[0], 0.9 + sum(shape)), layout="constrained")
-    panels = figure.subplots(max(1, len(parts)), 1, squeeze=False, height_ratios=shape or [1])[:, 0]
-    for axes, found in zip(panels, parts, strict=False):
-        (_bars if found is groups else _points)(axes, found)
-    if parts:
-        legend(panels[0])
-    return figure
-
-
-def _bars(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
-    dress(axes, "", grid="x")
-    axes.set_xlabel("change of loss, nats per token")
-    axes.axvline(0, color=GRID, lw=1)
-    changes, names = list(_changes(rows)), list(rows["sites"].unique())
-    width = 0.8 / len(changes)
-    for number, (variant, site, _, value, low, high) in enumerate(changes):
-        place = site + (number - (len(changes) - 1) / 2) * width
-        axes.barh(place, value, 0.9 * width, color=variant.color, alpha=0.75, label=variant.label)
-        axes.hlines(place, low, high, color="black", lw=1.3)
-        for end in (low, high):
-            axes.plot(end, place, "|", color="black", ms=5)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    if widened(axes.set_xscale, rows["delta_loss"]):
-        axes.set_xlabel("change of loss, nats per token (logarithmic away from 0)")
-
-
-def _points(axes: mpl.axes.Axes, rows: pd.DataFrame) -> None:
-    dress(axes, "each norm alone, nats")
-    axes.axhline(0, color=GRID, lw=1)
-    for number, (variant, site, open_, value, low, high) in enumerate(_changes(rows)):
-        place = site + 0.16 * (number - 1)
-        axes.vlines(place, low, high, color=variant.color, lw=1.3)
-        axes.plot(place[~open_], value[~open_], variant.marker, ms=4, color=variant.color, label=variant.label)
-        axes.plot(place[open_], value[open_], variant.marker, ms=4, color=variant.color, fillstyle="none")
-    name_sites(axes, rows["sites"].unique())
-    widened(axes.set_yscale, rows["delta_loss"])
-
-
-def _changes(rows: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
-    """Yield each variant, the places of its norms, which values are estimates, the values and the ends of intervals.
-
-    An unknown interval has length 0.
-    """
-    names = rows["sites"].unique().tolist()
-    for variant in VARIANTS.values():
-        mine = rows[rows["variant"] == variant.name].drop_duplicates("sites")
-        if len(mine):
-            value, low, high = (mine[f"delta_loss{end}"].to_numpy(float) for end in ("", "_low", "_high"))
-            low, high = (np.where(np.isfinite(end), end, value) for end in (low, high))
-            place, estimated = mine["sites"].map(names.index).to_numpy(float), mine["estimated"].to_numpy(bool)
-            yield variant, place, estimated, value, low, high
-
-
-def widened(set_scale: Callable[..., None], changes: pd.Series) -> bool:
-    """Make an axis linear near 0 alone if the largest change would hide the others on a linear one; whether it did."""
-    middle = float(changes.abs().median())
-    wide = bool(changes.abs().max() > max(1.0, WIDE * middle))
-    if wide:
-        set_scale("symlog", linthresh=max(1e-3, float(f"{middle:.1g}")))
-    return wide
-
-
-# The pictures of a page by id; the first line of each function's docstring is the caption.
-PICTURES = {
-    picture.id: picture
-    for picture in (
-        Picture("norms", "Lengths before and after each norm", norms_over_depth, "layernorms", "norm_before_mean"),
-        Picture(
-            "projection",
-            "Projection: the component along the all-ones direction",
-            projection_over_depth,
-            "layernorms",
-            "mean_share",
-        ),
-        Picture("margins", "Margins over depth", margins_over_depth, "heads", "margin_median"),
-        Picture("attainable", "Attainable attention", attainable_over_depth, "heads", "attainable_median"),
-        Picture("angle", "Queries and the uniform direction", uniform_angle_by_layer, "heads", "uniform_angle_deg"),
-        Picture("entropy", "How uniform attention is", entropy_by_layer, "heads", "entropy_ratio"),
-        Picture("causal", "Change of the loss", causal_effects, "causal", "delta_loss"),
-    )
-}
+def described(draw: Callable[..., Any]) -> Iterator[str]:
+    """Yield the first line of a drawing function's docstring, and the rest: a picture's title and its caption."""
+    head, _, rest = textwrap.dedent(draw.__doc__ or "").strip().partition("\n")
+    yield head.strip().removesuffix(".")
+    yield " ".join(rest.split())
 
 
 def svg(figure: matplotlib.figure.Figure, name: str, title: str = "") -> str:
@@ -415,15 +426,20 @@ def svg(figure: matplotlib.figure.Figure, name: str, title: str = "") -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda m: re.sub(rf"(\.\d{{{DECIMALS}}})\d+", r"\1", m.group()), text)
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda m: re.sub(r"(\.\d{2})\d+", r"\1", m.group()), text)
+    tips = getattr(figure, "tips", {})
+    text = re.sub(
+        r'<g id="(tip\d+)">',
+        lambda m: f'<g class="tip"><title>{escape(disarmed(tips.get(m[1], "")))}</title>',
+        text,
+    )
     text = re.sub(r'\bid="(?=[A-Za-z])|url\(#(?=[A-Za-z])|href="#(?=[A-Za-z])', lambda m: f"{m.group(0)}{name}-", text)
     text = re.sub(rf"(?<=: ){INK}", "currentColor", text)
     for colour, variable in _VARIABLES.items():
         text = re.sub(rf"(?<=: ){colour}", f"var({variable}, {colour})", text)
     # The width at which the smallest text is 11 pixels high.
     width = round(figure.get_figwidth() * POINTS * LEGIBLE / SMALLEST)
-    described = f'<svg role="img" aria-labelledby="{name}-title" style="--legible:{width}px" '
+    start = f'<svg role="img" aria-labelledby="{name}-title" style="--legible:{width}px" '
     head, _, rest = text.partition(">")
-    return head.replace("<svg ", described, 1) + f'><title id="{name}-title">{escape(disarmed(title))}</title>' + rest
+    return head.replace("<svg ", start, 1) + f'><title id="{name}-title">{escape(disarmed(title))}</title>' + rest

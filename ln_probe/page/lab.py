@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 
 import pandas as pd
-from markupsafe import Markup
 
 from ln_probe.analyses.files import write_text
 from ln_probe.analyses.schema import Table
-from ln_probe.page import own_script, policy, render
+from ln_probe.page import own_script, render
 from ln_probe.page.tables import table
 
 PAGE_FILE = "page.html"
@@ -31,20 +30,15 @@ def write_lab_page(folder: Path) -> Path:
         raise FileNotFoundError(f"{folder} holds no results.json: run the experiment first")
     about = json.loads((folder / "results.json").read_text())
     summary = pd.read_csv(folder / "summary.csv", keep_default_na=False, na_values=[""])
-    script = own_script("unpack.js", "page.js")
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     page = render(
         "lab.html",
+        own_script("page.js"),
         about=about,
-        facts=[
-            ("Command", about["command"]),
-            ("Versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items())),
-            ("Time of this call", f"{about['seconds']} s"),
-        ],
+        facts=[about["command"], versions, f"{about['seconds']} s"],
         pictures=[_picture(folder / name) for name in about["figures"]],
-        table=table(Table("summary", "Means and 95 % CIs over seeds", _ABOUT, (), ()), summary),
+        table=table(Table("summary", "Means and 95 % CIs over seeds", _ABOUT, (), {}), summary),
         settings=json.dumps(about["settings"], indent=1),
-        policy=policy(script),
-        script=Markup(script),
     )
     write_text(folder / PAGE_FILE, page)
     return folder / PAGE_FILE

@@ -1,4 +1,4 @@
-"""Tables of a page: the first rows as HTML, all rows as data for sorting and downloading."""
+"""Tables of a page: all rows as data that a script shows, sorts and downloads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,30 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ln_probe.analyses.schema import Column
 from ln_probe.analyses.schema import Table as Declared
-from ln_probe.analyses.text import disarmed, shortened, visible
+from ln_probe.analyses.text import disarmed, percent, shortened, visible
+from ln_probe.hooks.norm import INTACT
 from ln_probe.page import packed
 
-STATIC_ROWS = 40  # rows shown without scripts
-DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.4 MB compressed for the widest table
+DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.5 MB compressed for the widest table
 DIGITS = 6  # significant digits on the page; the parquet files have full precision
-TOKEN_COLUMNS = ("token",)  # shown with white space made visible
+PLAIN = ("", "text", "true/false", "index", "count")  # units that need not be said
+FIRST = 8  # columns shown before a reader asks for all
+# The columns of a table that are shown first, where these are not the first ones.
+CHOSEN = {
+    "layernorms": ("site", "reads", "projected_share", "angle_to_ones_deg", "input_norm", "sigma_mean", "sigma_cv"),
+    "heads": ("layer", "head", "variant", "unselectable", "attainable_median", "margin_median", "entropy_ratio"),
+    "keys": ("layer", "head", "variant", "token", "position", "verdict", "margin_lower", "attainable"),
+    "causal": ("sites", "variant", "loss", "delta_loss", "delta_loss_low", "delta_loss_high", "p", "n"),
+    "causal_prompts": ("prompt", "stratum", "sites", "variant", "loss", "delta_loss", "shift", "n"),
+    "head_effects": ("layer", "head", "delta_loss", "delta_loss_low", "delta_loss_high", "p", "estimate", "n"),
+    "sinks": ("prompt", "position", "token", "kind", "length_ratio", "received", "uniform", "received_no_scaling"),
+    "sink_heads": ("layer", "head", "sink_rate", "first_attention", "first_attention_no_scaling", "n"),
+    "comparison": (
+        *("model", "step", "loss", "unselectable", "unselectable_no_scaling"),
+        *("entropy_ratio", "first_attention", "sink_rate"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -27,58 +42,66 @@ class Table:
 
     Attributes:
         name: its id and file name; title, about: text above the table.
-        columns: names; text: columns that hold no numbers in the frame; meanings: descriptions for tooltips.
-        rows: the first rows, as text.
-        total: rows of the frame; kept: rows in `data`.
-        data: all columns, packed for the scripts; empty without interaction.
+        meanings: (column, unit and meaning) of each column that is declared.
+        rows: of the frame; sent: rows in `data`.
+        columns: how many.
+        data: all columns, packed for the scripts.
     """
 
     name: str
     title: str
     about: str
-    columns: list[str]
-    meanings: list[str]
-    text: frozenset[str]
-    rows: list[list[str]]
-    total: int
-    kept: int
-    data: str = field(default="", repr=False)
+    meanings: list[tuple[str, str]]
+    rows: int
+    sent: int
+    columns: int
+    data: str = field(repr=False)
 
 
-def table(
-    declared: Declared, frame: pd.DataFrame, *, links: Sequence[str] = (), interactive: bool = True, about: str = ""
-) -> Table:
-    """Return a frame as a page shows it, without columns that are declared as not shown.
+def table(declared: Declared, frame: pd.DataFrame, *, loss: str = "nats/token", links: Sequence[str] = ()) -> Table:
+    """Return a frame as a page shows it, without columns that have no value.
 
     Args:
         frame: rows of the declared table, with all its columns or some.
+        loss: the unit of the loss.
         links: relative addresses for the cells of the first column, one per row.
-        interactive: include the data (a notebook's cell has no scripts).
-        about: text above the table; by default the description of a row.
     """
-    known = {c.name: c for c in declared.columns}
-    columns = [str(c) for c in frame.columns if str(c) not in known or known[str(c)].shown]
-    meanings = [_meaning(known.get(c)) for c in columns]
-    text = frozenset(c for c in columns if not pd.api.types.is_numeric_dtype(frame[c]))
-    kept = frame[columns].head(DATA_ROWS)
-    rows = [
-        [_cell(value, column) for column, value in zip(columns, row, strict=True)]
-        for row in kept.head(STATIC_ROWS).itertuples(index=False, name=None)
+    columns = [str(c) for c in frame.columns if frame[c].notna().any()]
+    text = [c for c in columns if not pd.api.types.is_numeric_dtype(frame[c])]
+    rows = frame[columns].head(DATA_ROWS)
+    data = {c: [_text(v, c) for v in rows[c]] if c in text else [_number(v) for v in rows[c].tolist()] for c in columns}
+    first = [c for c in CHOSEN.get(declared.name, ()) if c in columns] or columns[:FIRST]
+    content = {"columns": columns, "text": text, "rows": len(rows), "data": data, "links": links, "first": first}
+    meanings = [
+        (name, meaning if unit in PLAIN else f"{meaning} ({loss if unit == 'loss' else unit})")
+        for name, (unit, meaning) in declared.columns.items()
+        if name in columns
     ]
-    data = ""
-    if interactive:
-        sent = {
-            c: ["" if v is None else _cell(v, c) for v in kept[c]] if c in text else _numbers(kept[c]) for c in columns
-        }
-        data = packed({"columns": columns, "text": sorted(text), "rows": len(kept), "data": sent, "links": links})
-    shown = about or declared.about
-    return Table(declared.name, declared.title, shown, columns, meanings, text, rows, len(frame), len(kept), data)
+    about = declared.title, declared.about, meanings
+    return Table(declared.name, *about, len(frame), len(rows), len(columns), packed(content))
 
 
-def _meaning(column: Column | None) -> str:
-    if column is None:
-        return ""
-    return f"{column.meaning} ({column.unit})" if column.unit else column.meaning
+def in_order(keys: pd.DataFrame) -> pd.DataFrame:
+    """Return the keys at intact norms first, unselectable ones on top, then by attainable attention."""
+    rank = keys["verdict"].map({"unselectable": 0, "duplicate": 1, "undecided": 2}).fillna(3)
+    order = keys.assign(edited=keys["variant"] != INTACT.name, rank=rank)
+    order = order.sort_values(["edited", "rank", "attainable", "margin_upper"], kind="stable")
+    return order[keys.columns]
+
+
+def hardest_keys(keys: pd.DataFrame, count: int = 8) -> list[tuple[str, ...]]:
+    """Return the keys that are hardest to select at the intact norms, as text."""
+    return [
+        (
+            f"L{row['layer']}H{row['head']}",
+            shortened(visible(row["token"]), 24),
+            f"{row['prompt']}, {row['position']}",
+            disarmed(str(row["verdict"])),
+            "–" if math.isnan(row["attainable"]) else percent(row["attainable"]),
+            percent(1 / row["n"]) if row["n"] else "–",
+        )
+        for row in in_order(keys[keys["variant"] == INTACT.name]).head(count).to_dict("records")
+    ]
 
 
 def figure_text(value: Any) -> str:
@@ -93,19 +116,13 @@ def figure_text(value: Any) -> str:
     return str(value)
 
 
-def _cell(value: Any, column: str) -> str:
-    if column in TOKEN_COLUMNS:
-        return shortened(visible(value))
-    return shortened(disarmed(value), 400) if isinstance(value, str) else figure_text(value)
+def _text(value: Any, column: str) -> str:
+    if value is None or value is pd.NA:
+        return ""
+    return shortened(visible(value)) if column == "token" else shortened(disarmed(str(value)), 400)
 
 
-def _numbers(column: pd.Series) -> list[float | int | None]:
-    found: list[float | int | None] = []
-    for value in column.tolist():
-        if value is None or value is pd.NA or (isinstance(value, float) and not math.isfinite(value)):
-            found.append(None)
-        elif isinstance(value, float):
-            found.append(float(f"{value:.{DIGITS}g}"))
-        else:
-            found.append(int(value))
-    return found
+def _number(value: Any) -> float | int | None:
+    if value is None or value is pd.NA or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else int(value)

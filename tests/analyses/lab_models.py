@@ -12,7 +12,8 @@ import torch
 from scipy.optimize import linprog
 
 from ln_probe.analyses.lab.majority.majority import MajoritySize, MajorityTask, majority_model
-from ln_probe.analyses.lab.train import Run, TrainConfig, read_metrics
+from ln_probe.analyses.lab.runs import Run
+from ln_probe.analyses.lab.train import TrainConfig, read_metrics
 
 
 def assert_same_run(one: Any, one_folder: Path, other: Any, other_folder: Path) -> None:

@@ -15,8 +15,8 @@ from small_models import lab
 import ln_probe
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes import causal as causal_table
-from ln_probe.analyses.probes.columns import CAUSAL
 from ln_probe.analyses.probes.edited_runs import SINGLE_NORM_PROMPTS, EditedRuns
+from ln_probe.analyses.probes.tables import CAUSAL
 from ln_probe.hooks import without
 from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.model import HookedModel

@@ -29,13 +29,9 @@ def test_names_precedence_comments_and_line_ends() -> None:
              - #[Q_b]      B := A + 1 < 2 * A    // and two may share one
         out := not B or Q_a and B ? 1 : B and Q_b ? 2 : 3
     """)
-    trace = program.trace("aab")
-    assert list(trace.columns) == ["A", "B", "out"]
-    assert list(trace.index) == ["a", "a", "b"]
-    assert trace["A"].tolist() == [1, 2, 1]
-    assert trace["B"].tolist() == [False, True, False]
-    # (not B) or (Q_a and B) ? 1 : ((B and Q_b) ? 2 : 3)
-    assert trace["out"].tolist() == [1, 1, 1]
+    # A is 1, 2, 1 and B false, true, false; (not B) or (Q_a and B) ? 1 : ((B and Q_b) ? 2 : 3)
+    assert list(program.definitions) == ["A", "B", "out"]
+    assert program.run("aab").tolist() == [1, 1, 1]
     assert program.depth == 1
     assert program.name == "out"
 
@@ -46,7 +42,7 @@ def test_depth_goes_through_names_and_counts_only_what_the_output_needs() -> Non
 
 
 def test_a_name_may_be_symbol_and_programs_may_be_long() -> None:
-    assert parse("symbol := Q_a").trace("ab")["symbol"].tolist() == [True, False]
+    assert parse("symbol := Q_a").run("ab").tolist() == [True, False]
     assert parse(programs.last_block(200)).run("ab").tolist() == [False, False]
     assert parse("A := 2147483647 * #[Q_a]").run("aaa")[-1] == 3 * 2147483647
 
@@ -116,7 +112,7 @@ def test_programs_accept_their_language(name: str) -> None:
     program = parse(source)
     assert program.depth == depth
     for word in words_up_to(6 if alphabet == "abc" else 8, alphabet):
-        assert program.accepts(word) == member(word), word
+        assert program.run(word)[-1] == member(word), word
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -127,7 +123,7 @@ def test_block_programs(k: int) -> None:
     pattern = re.compile("".join(f"{programs.block_symbol(block)}+" for block in range(1, k + 1)))
     for word in words_up_to(8):
         belongs = pattern.fullmatch(word) is not None
-        assert member.accepts(word) == belongs, word
+        assert member.run(word)[-1] == belongs, word
         if belongs:
             begin = len(word.rstrip(word[-1]))
             assert last.run(word).tolist() == [i >= begin for i in range(len(word))], word

@@ -92,4 +92,4 @@ def test_what_scaling_costs_is_seen_over_all_depths_at_once() -> None:
         assert (row["p_holm"] < 0.05) == (shift > 0)
         assert terms.loc["projection", "beyond", "all", "reach"]["p_holm"] > 0.05
         assert terms.loc["scaling", "within", "all", "reach"]["mean"] == 0
-        assert terms["p"].notna().sum() == 2 * 2, "only the reach over all depths is tested"
+        assert terms["p"].notna().sum() == 2 * 2, "only what is over all depths is tested"

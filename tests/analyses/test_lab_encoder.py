@@ -1,4 +1,4 @@
-"""Encoders: BERT's forward pass, masks, unselectable keys by linear programs, and passages of books."""
+"""Encoders: BERT's forward pass, masks, unselectable keys by linear programs, passages of books, and sentences."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from lab_models import is_interior, write_words
 
 from ln_probe.analyses.lab.language_model.encoder import Encoder, Size, encoder_config, key_places
-from ln_probe.analyses.lab.language_model.published import BEFORE, HEAD, NORMALIZED, unselectable_keys
-from ln_probe.analyses.lab.language_model.sentences import PassagesTask, plain_words
+from ln_probe.analyses.lab.language_model.passages import PassagesTask, plain_words
+from ln_probe.analyses.lab.language_model.published import BEFORE, FRACTION, HEAD, NORMALIZED, unselectable_keys
 from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.text_task import TextTask, masked
+from ln_probe.analyses.lab.text_task import LONGEST, TextTask, masked, sentences
 
-SIZE = Size(d_vocab=280, n_ctx=20, batch=2, steps=4, valid_windows=4, contexts=2)
+SIZE = Size(d_vocab=280, n_ctx=20, batch=2, steps=4, valid_windows=4, contexts=2, sentences=4)
 
 
 def shaken(norm: str, size: Size = SIZE, shape: str = "narrow") -> Encoder:
@@ -95,7 +95,8 @@ def test_unselectable_keys_by_linear_programs() -> None:
     size = replace(SIZE, n_ctx=18)
     model = shaken("projection_only", size)
     tokens = torch.randint(SIZE.d_vocab, (1, 18), generator=torch.Generator().manual_seed(2))
-    found = {(layer, space): value for layer, space, value in unselectable_keys(model, tokens, key_places())}
+    shares = unselectable_keys(model, tokens, key_places())
+    found = {(layer, space): value for layer, space, of, value in shares if of == FRACTION}
     _, cache = model.run_with_cache(tokens)
     heads = cache["blocks.1.attn.hook_k"][0].transpose(0, 1).numpy()
     share = np.mean([is_interior(keys, i) for keys in heads for i in range(18)])
@@ -104,7 +105,7 @@ def test_unselectable_keys_by_linear_programs() -> None:
     before = cache["blocks.0.hook_resid_post"][0].numpy()
     assert found[1, BEFORE] == pytest.approx(np.mean([is_interior(before, i) for i in range(18)]))
     on_sphere = unselectable_keys(shaken("layernorm", size), tokens, key_places())
-    scaled = {(layer, space): value for layer, space, value in on_sphere}
+    scaled = {(layer, space): value for layer, space, of, value in on_sphere if of == FRACTION}
     assert [scaled[layer, NORMALIZED] for layer in range(4)] == [0.0] * 4  # on a sphere
 
 
@@ -139,3 +140,26 @@ def test_passages_come_from_their_books(books: tuple[Path, Path], text: TextTask
     (tmp_path / "short.txt").write_text("few words")
     with pytest.raises(ValueError, match=r"short\.txt is too short: \d+ tokens in a part, a passage has 8"):
         PassagesTask((books[0], tmp_path / "short.txt"), text, 8, 4)
+
+
+SPOKEN = "The ships came home , 3.5 days late . Who saw them ? No one @-@ or so they say !\n\n = A heading = \n\n"
+
+
+@pytest.fixture(scope="module")
+def prose_in_sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "sentences.txt"
+    file.write_text(SPOKEN * 400)
+    return file
+
+
+def test_sentences_are_whole_short_and_of_the_held_out_text(prose_in_sentences: Path) -> None:
+    text = TextTask([prose_in_sentences], 280, 20, valid_windows=2)
+    found = sentences(text, 9)
+    said = {text.tokenizer.decode(one[1:].tolist()) for one in found}
+    assert said == {"The ships came home , 3.5 days late .", "Who saw them ?", "No one @-@ or so they say !"}
+    assert all(int(one[0]) == text.boundary for one in found)
+    with pytest.raises(ValueError, match=r"the held-out text has \d+ sentences and 900 are read: give more text"):
+        sentences(text, 900)
+    prose_in_sentences.with_name("long.txt").write_text("and on " * 4000 + ". " + "and on " * 500 + "." + SPOKEN * 9)
+    long = TextTask([prose_in_sentences.with_name("long.txt")], 257, 20, valid_windows=2)
+    assert max(map(len, sentences(long, 9))) <= LONGEST

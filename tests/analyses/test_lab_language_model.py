@@ -11,6 +11,7 @@ import torch
 from ln_probe.analyses.lab import text_task
 from ln_probe.analyses.lab.language_model.published import (
     BEFORE,
+    FRACTION,
     FULL,
     HEAD,
     NORMALIZED,
@@ -63,7 +64,7 @@ def test_keys_in_each_space() -> None:
         for block in model.blocks:
             block.attn.W_K.normal_()
     shares = unselectable_keys(model, torch.randint(300, (2, 64)), key_places(range(4)))
-    found = {(layer, space): value for layer, space, value in shares}
+    found = {(layer, space): value for layer, space, of, value in shares if of == FRACTION}
     assert len(found) == 12
     assert all(found[layer, NORMALIZED] == 0 for layer in range(4))
     assert all(found[layer, HEAD] > 0.5 for layer in range(4))

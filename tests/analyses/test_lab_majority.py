@@ -1,4 +1,4 @@
-"""The majority task, its model, its loss from one row per distinct token, its findings; and in three dimensions."""
+"""The majority task, its model, its loss from one row per distinct token, and its data."""
 
 from __future__ import annotations
 

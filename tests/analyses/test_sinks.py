@@ -1,8 +1,7 @@
-"""The probe `sinks`: sinks by hand, a token's own key unscaled by brute force, the sinks of real checkpoints."""
+"""Attention to position 0 as Gu et al. count it, by hand; outlier tokens that are planted; real checkpoints."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ from architectures import make_bridge
 from torch import Tensor
 
 import ln_probe
+from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.probes.sinks import MUCH, _Layer, counting_queries
+from ln_probe.analyses.probes.sinks import LEAST_TOKENS, MUCH, TokenSizes, outlier_tokens
 from ln_probe.hooks.norms import find_norms
+from ln_probe.hooks.stream import stream
 
 LENGTH = 16
 TOKENS = torch.arange(1, LENGTH + 1)
@@ -30,32 +31,43 @@ def model_of(seed: int = 0, **options: Any) -> LabTransformer:
     return model.eval()
 
 
-def layer(*, causal: bool = True, window: int | None = None) -> _Layer:
-    return _Layer([0], counting_queries(4, causal=causal, window=window), torch.zeros(1, 4), torch.zeros(1, 4))
+def sinks_of(model: Any, tokens: Any, **options: Any) -> ln_probe.Report:
+    return ln_probe.analyze(model, tokens, probes=("sinks",), progress=False, **options)
 
 
-def test_uniform_attention_by_hand() -> None:
-    assert layer().queries.tolist() == [3, 3, 2, 1]
-    visible = torch.ones(4, 4).tril()
-    pattern = visible / visible.sum(-1, keepdim=True)
-    torch.testing.assert_close(layer().uniform.float(), pattern[1:].sum(0))
-    assert layer(causal=False).queries.tolist() == [4, 4, 4, 4]
-    assert layer(causal=False).uniform.tolist() == [1.0] * 4
-    near = layer(window=2)  # a query sees itself and the one before it
-    assert near.queries.tolist() == [1, 2, 2, 1]
-    assert near.uniform.tolist() == [0.5, 1.0, 1.0, 0.5]
+def test_attention_to_position_0_by_counting() -> None:
+    """Gu et al. average over all queries, position 0's own included; `first_attention` leaves that one out."""
+    model, prompts = model_of(5, positions="learned"), torch.stack([TOKENS, TOKENS.roll(3), TOKENS.roll(7)])
+    heads = sinks_of(model, prompts).sink_heads
+    _, cache = model.run_with_cache(prompts)
+    for row in heads.itertuples():
+        pattern = cache[f"blocks.{row.layer}.attn.hook_pattern"][:, row.head, :, 0].double()
+        assert row.sink_rate == pytest.approx(float((pattern.mean(1) > MUCH).double().mean()))
+        assert row.first_attention == pytest.approx(float(pattern[:, 1:].mean()), rel=1e-5)
+        assert row.n == 3
+    assert heads["sink_rate"].nunique() > 1, "rates that are all alike tell no head from another"
 
 
-def test_even_attention_in_a_window_is_as_even_as_it_looks() -> None:
-    """Queries of zero attend evenly to the 8 keys that they see: position 0 gets what uniform attention gives."""
-    model = make_bridge("mistral")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "q_proj" in name:
-                parameter.zero_()
-    tokens = torch.randint(1, 50, (1, 20), generator=torch.Generator().manual_seed(3))
-    heads = ln_probe.analyze(model, tokens, probes=("sinks",), progress=False).tables["sink_heads"]
-    assert (heads["first_attention"] - heads["first_uniform"]).abs().max() < 1e-6
+def test_attention_with_scaling_frozen_is_that_of_frozen_keys() -> None:
+    """Queries are the intact model's; every key is made of Px / c."""
+    model = model_of(positions="learned")
+    report = sinks_of(model, torch.stack([TOKENS, TOKENS.roll(3)]))
+    _, cache = model.run_with_cache(TOKENS[None])
+    site = next(s for s in find_norms(model) if s.name == "blocks.0.ln1")
+    x = cache["blocks.0.hook_resid_pre"][0].double()
+    constants = report.constants.of(0)["blocks.0.ln1"].rows(LENGTH)
+    keys = torch.einsum("pd,hdk->phk", site.affine(site.project(x) / constants), model.blocks[0].attn.W_K.double())
+    q = cache["blocks.0.attn.hook_q"][0].double()
+    scores = torch.einsum("qhd,khd->hqk", q, keys + model.blocks[0].attn.b_K.double()) / 8**0.5
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    pattern = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    single = sinks_of(model, TOKENS[None], calibration=TOKENS.roll(3)[None], layers=[0])
+    frozen = single.constants.of(0)["blocks.0.ln1"]
+    assert frozen.rest == pytest.approx(report.constants.of(0)["blocks.0.ln1"].rest)
+    first = pattern[:, 1:, 0].mean(1)
+    assert single.sink_heads["first_attention_no_scaling"].tolist() == pytest.approx(first.tolist(), rel=1e-4)
+    row = single.sinks.set_index("position").loc[0]
+    assert row["received_no_scaling"] == pytest.approx(float(first.mean()), rel=1e-4)
 
 
 def test_a_planted_sink() -> None:
@@ -64,112 +76,128 @@ def test_a_planted_sink() -> None:
 
     def planted(pattern: Tensor, hook: Any) -> Tensor:
         out = pattern.clone()
-        if pattern.shape[-1] < LENGTH:  # what is run to find the norms, or to calibrate
-            return out
-        for head in (0, 2):
-            out[:, head, 4:] *= 0.1 / (1 - out[:, head, 4:, 3:4]).clamp_min(1e-6)
-            out[:, head, 4:, 3] = 0.9
+        if pattern.shape[-1] == LENGTH:
+            for head in (0, 2):
+                out[:, head, 4:] *= 0.1 / (1 - out[:, head, 4:, 3:4]).clamp_min(1e-6)
+                out[:, head, 4:, 3] = 0.9
         return out
 
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", planted)]):
-        report = ln_probe.analyze(model, TOKENS[None], probes=("sinks",), progress=False, hooks="keep")
-    assert not report.failures
-    sinks = report.tables["sinks"].set_index("position")
-    assert sinks.index[sinks["sink"]].tolist() == [3]
-    row = sinks.loc[3]
-    assert (row["sink_layer"], row["outlier"], row["emerges_at"]) == (1, False, "")
-    pattern = model.run_with_cache(TOKENS[None])[1]
-    others = (pattern["blocks.1.attn.hook_pattern"][0, [1, 3], 3:, 3] > MUCH).sum()
-    own = (pattern["blocks.1.attn.hook_pattern"][0, [0, 2], 3, 3] > MUCH).sum()
-    assert row["sink_rate"] == pytest.approx((2 * 12 + int(others) + int(own)) / (4 * 13))
-    heads = report.tables["sink_heads"].set_index(["layer", "head"])
-    assert heads.loc[(1, 0), "attention"] == pytest.approx(
-        (12 * 0.9 + float(pattern["blocks.1.attn.hook_pattern"][0, 0, 3, 3])) / 13, rel=1e-5
-    )
-    assert heads.loc[(0, 1), "first_attention"] == pytest.approx(
-        float(pattern["blocks.0.attn.hook_pattern"][0, 1, 1:, 0].mean()), rel=1e-5
-    )
-    assert any("an attention sink (in layer 1" in f for f in report.findings())
+        sinks = sinks_of(model, TOKENS[None], hooks="keep").sinks.set_index("position")
+    assert sinks.index[sinks["kind"].str.contains("sink")].tolist() == [3]
+    assert sinks.loc[3, "received"] > 2 * sinks.loc[3, "uniform"]
+    assert sinks.loc[3, "n"] == LENGTH - 3
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_its_own_key_unscaled_by_brute_force(positions: str) -> None:
-    """Attention recomputed with one key made of Px / c: the mean over heads, queries and layers."""
-    model = model_of(positions=positions)
+def test_position_0_and_the_longest_other_token_are_always_there() -> None:
+    report = sinks_of(model_of(), torch.stack([TOKENS, TOKENS.roll(5)]))
+    assert report.sinks.groupby("prompt")["kind"].first().str.startswith("first").all()
+    assert report.sinks.groupby("prompt")["kind"].agg(lambda kinds: kinds.str.contains("longest").sum()).eq(1).all()
+    single = sinks_of(model_of(), torch.tensor([[3]]))
+    assert single.sinks["kind"].tolist() == ["first"]
+    assert single.sink_heads.empty
+    short = sinks_of(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    assert any("2 prompts of fewer than 8 tokens were not searched" in note for note in short.notes)
+
+
+def test_equal_attention_in_a_window_is_what_uniform_attention_gives() -> None:
+    """Queries of zero attend equally to the 8 keys that they see."""
+    model = make_bridge("mistral")
     with torch.no_grad():
-        model.embed.W_E[5] *= 40
-    report = ln_probe.analyze(model, TOKENS[None], probes=("sinks",), progress=False)
-    row = report.tables["sinks"].set_index("position").loc[4]
-    assert row["outlier"]
-    assert row["emerges_at"] == "blocks.0.ln1"
-    assert row["writer"] == "the embedding"
-    constants = report.provenance["constants"]
-    _, cache = model.run_with_cache(TOKENS[None])
-    there, without, count = 0.0, 0.0, 0
-    for site in (s for s in find_norms(model) if s.reads == "attention"):
-        attn = model.blocks[site.layer].attn
-        kind = "rot_" if positions == "rotary" else ""
-        q, k = (cache[f"blocks.{site.layer}.attn.hook_{kind}{n}"][0] for n in "qk")
-        x = cache[f"blocks.{site.layer}.hook_resid_pre"][0]
-        y = site.affine((x - x.mean(-1, keepdim=True)) / constants[site.name]["rest"])
-        unscaled = attn._project(y[None], attn.W_K, attn.b_K)
-        unscaled = attn._turn(unscaled)[0] if positions == "rotary" else unscaled[0]
-        changed = k.clone()
-        changed[4] = unscaled[4]
-        for keys, into in ((k, 0), (changed, 1)):
-            scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(8)
-            scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -math.inf)
-            got = float(scores.softmax(-1)[:, 4:, 4].sum())
-            there, without = there + got * (into == 0), without + got * (into == 1)
-        count += 4 * (LENGTH - 4)
-    assert row["received_there"] == pytest.approx(there / count, rel=1e-4)
-    assert row["received_no_scaling"] == pytest.approx(without / count, rel=1e-4)
-    assert abs(row["received_no_scaling"] - row["received_there"]) > 0.01
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.zero_()
+    sinks = sinks_of(model, torch.randint(1, 50, (1, 20), generator=torch.Generator().manual_seed(3))).sinks
+    assert (sinks["received"] - sinks["uniform"]).abs().max() < 1e-6
 
 
-def test_what_the_first_token_receives_by_counting() -> None:
-    """Of the queries behind it, how many give token 0 much, and how much they give it: head by head."""
-    model = model_of(positions="learned")
+def random_model(seed: int) -> LabTransformer:
+    """A small model of random shape and norm, with weights of ordinary size."""
+    torch.manual_seed(seed)
+    norm = ("layernorm", "scaling_only", "projection_only", "none")[seed % 4]
+    positions = ("learned", "none", "rotary", "sinusoidal")[seed // 4 % 4]
+    model = LabConfig(1 + seed % 2, (16, 32, 48)[seed % 3], 2, 40, 24, norm=norm, positions=positions).build()
     with torch.no_grad():
-        model.embed.W_E[5] *= 40
-    prompts = torch.stack([TOKENS, TOKENS.roll(3)])
-    heads = ln_probe.analyze(model, prompts, probes=("sinks",), progress=False).tables["sink_heads"]
-    _, cache = model.run_with_cache(prompts)
-    rates = []
-    for row in heads.itertuples():
-        pattern = cache[f"blocks.{row.layer}.attn.hook_pattern"][:, row.head, 1:, 0]
-        assert row.first_rate == pytest.approx(float((pattern > MUCH).double().mean()), abs=1e-9)
-        assert row.first_attention == pytest.approx(float(pattern.double().mean()), rel=1e-5)
-        rates.append(row.first_rate)
-    assert len(set(rates)) > 1, "rates that are all alike tell no head from another"
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(1 + 4 * torch.rand(()))
+            elif name.endswith((".w", ".b")):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    with calibrate(model):
+        model(prompt(seed)[None])
+    return model.eval()
 
 
-def test_nothing_to_find() -> None:
-    model, tokens = model_of(), torch.arange(1, 31)[None]
-    report = ln_probe.analyze(model, tokens, probes=("sinks",), progress=False)
-    if not len(report.tables["sinks"]):
-        assert any("no token is an outlier" in f for f in report.findings())
+def prompt(seed: int) -> Tensor:
+    """Twenty tokens of forty, number 39 not among them."""
+    return torch.randint(39, (20,), generator=torch.Generator().manual_seed(seed))
 
 
-def test_short_prompts_are_noted() -> None:
-    report = ln_probe.analyze(model_of(), torch.tensor([[1, 2, 3], [4, 5, 6]]), probes=("sinks",), progress=False)
-    assert any("2 prompts of fewer than 8 tokens were not searched" in n for n in report.notes)
-    unseen = "sinks: in 2 prompts no token is seen by 10 queries that see another one: no sink can be detected there"
-    assert unseen in report.notes
-    assert not report.failures
+def sizes_of(model: Any, tokens: Tensor) -> TokenSizes:
+    sizes = TokenSizes()
+    stream(model, tokens, find_norms(model), on_norm=lambda site, x, _: sizes.add(site, x) is None)
+    return sizes
+
+
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 50), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_a_planted_outlier_is_named_and_nothing_else(seeds: range) -> None:
+    """In 50 random models: nothing as they are; one token of the embedding × 1000, always."""
+    for seed in seeds:
+        model, tokens = random_model(seed), prompt(seed)
+        sizes = sizes_of(model, tokens)
+        assert not sizes.outlier.any(), seed
+        assert not sizes.massive.any(), seed
+        at = seed % len(tokens)
+        tokens[at] = 39
+        with torch.no_grad():
+            model.embed.W_E[39] *= 1000
+        sizes = sizes_of(model, tokens)
+        # (Without scaling, tokens that attend to it become outliers behind the first norm.)
+        assert bool(sizes.outlier[at]), seed
+
+
+def test_the_dimensions_of_a_massive_activation() -> None:
+    model, tokens = make_bridge("gpt2"), torch.arange(1, 21)
+
+    def added(x: Tensor, hook: Any) -> Tensor:
+        out = x.clone()
+        out[:, 7, 5] += 1e5
+        return out
+
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", added)]):
+        sizes = sizes_of(model, tokens)
+        row = sinks_of(model, tokens[None], hooks="keep").sinks.set_index("position").loc[7]
+    assert sizes.massive.nonzero().flatten().tolist() == [7]
+    assert row["dimensions"].startswith("5 (")
+    assert row["kind"] == "longest+outlier+massive"
+    assert row["site"] in ("blocks.1.ln1", "blocks.1.ln2", "ln_final")
+
+
+def test_a_mask_of_rows_of_several_lengths_and_sizes_of_the_norms() -> None:
+    model, rows = random_model(0), [prompt(0), prompt(0)[:-3], prompt(0)[: LEAST_TOKENS - 1]]
+    for row in rows:
+        row[2] = 39
+    with torch.no_grad():
+        model.embed.W_E[39] *= 1000
+    outliers = outlier_tokens(model, rows)
+    assert outliers.mask.nonzero().tolist() == [[0, 2], [1, 2]], "a few tokens have no median"
+    _, cache = model.run_with_cache(rows[0][None])
+    x = cache["blocks.0.hook_resid_pre"][0]
+    torch.testing.assert_close(outliers.sigma["blocks.0.ln1"][0], cache["blocks.0.ln1.hook_scale"][0, :, 0])
+    length = (x - x.mean(-1, keepdim=True)).norm(dim=-1)
+    torch.testing.assert_close(outliers.ratio["blocks.0.ln1"][0], length / length.median())
+    with pytest.raises(ValueError, match="whole numbers"):
+        outlier_tokens(random_model(0), torch.arange(4))
+    with pytest.raises(TypeError, match="TransformerLens"):
+        ln_probe.outlier_tokens(object(), torch.arange(4)[None])
 
 
 @pytest.mark.slow
 def test_position_0_of_a_real_checkpoint(mgm: Path) -> None:
-    """Found among all positions, with the norm at which it emerges and what wrote it."""
-    model = ln_probe.load_model(mgm, allow_pickle=True)
-    report = ln_probe.analyze(model, probes=("sinks",), max_tokens=96, progress=False)
-    sinks = report.tables["sinks"]
-    first = sinks[(sinks["position"] == 0) & sinks["outlier"]]
-    assert first["prompt"].nunique() == report.provenance["prompts"]["count"]
-    assert (first["emerges_at"] != "").all()
-    assert (first["writer"] != "").all()
-    assert first["sink"].mean() > 0.5
-    assert (first["received"] > first["uniform"]).all()
+    report = sinks_of(ln_probe.load_model(mgm, allow_pickle=True), None, max_tokens=96)
+    first = report.sinks[report.sinks["position"] == 0]
+    assert len(first) == report.provenance["prompts"]["count"]
+    assert first["kind"].str.contains("outlier").all()
+    assert (report.sink_heads["sink_rate"] > 0.5).any()
     assert first["received"].mean() > 3 * first["uniform"].mean()  # (in short prompts uniform attention is much, too)
-    assert any(f.startswith("Position 0:") and "written by" in f for f in report.findings())
+    assert any(text.startswith("Position 0 receives") and "position 0 (" in text for text in report.findings())

@@ -1,95 +1,124 @@
-"""Declarations of tables: what they refuse, how frames are completed, and that the column reference is theirs."""
+"""Tables: what declarations refuse, how frames are merged, who reads each column, and the column reference."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from architectures import make_bridge
 
-import ln_probe
-from ln_probe.analyses.probes import columns
-from ln_probe.analyses.probes.registry import BUILT_IN, DEFAULT, chosen
-from ln_probe.analyses.schema import Column, Table, TableError, declare, reference
+from ln_probe.analyses.probes import BUILT_IN, DEFAULT, tables
+from ln_probe.analyses.probes.base import chosen
+from ln_probe.analyses.schema import Table, TableError, reference
 
-EVERY = (*columns.BUILT_IN, columns.TOKENS, columns.SUMMARY, columns.PAIRED, columns.BY_HEAD)
-PAIRS = declare(
+TOP = Path(__file__).parents[2]
+EVERY = (*tables.TABLES, tables.SUMMARY)
+PAIRS = Table(
     "pairs",
     "Pairs",
     "A row per pair.",
     ("a", "b"),
-    """
-    a (int): one
-    b (text): other
-    x (float, nats): first,
-        on two lines
-    n (int): count
-    why (text, hidden): reason
-    """,
+    {"a": ("index", "one"), "b": ("text", "other"), "x": ("nats", "first"), "n": ("count", "count")},
 )
+
+# Where the value of each column is read: a finding (wording), a picture (figures, attention, tables: those that a page
+# shows first), a view or comparison, or a documented recipe.
+WORDING, FIGURES, ATTENTION, SHOWN = (
+    "analyses/probes/wording.py",
+    *(f"ln_probe/page/{name}.py" for name in ("figures", "attention", "tables")),
+)
+REPORT, COMPARE, HEADLINE = (f"ln_probe/{name}.py" for name in ("report", "comparison", "headline"))
+CONCEPTS, HOWTO, HEADS, STATISTICS = (f"docs/{name}.md" for name in ("concepts", "howto", "heads", "statistics"))
+READERS = {
+    "layernorms": {
+        "site": FIGURES, "layer": FIGURES, "reads": FIGURES, "projected_share": FIGURES, "angle_to_ones_deg": FIGURES,
+        "input_norm": SHOWN, "sigma_mean": FIGURES, "sigma_cv": SHOWN,
+        "reconstruction_error": "examples/your_own_checkpoint.py", "n": CONCEPTS,
+    },
+    "heads": {
+        "layer": FIGURES, "head": WORDING, "variant": WORDING, "unselectable": WORDING,
+        "unreachable": HOWTO, "margin_median": REPORT, "attainable_median": REPORT,
+        "pattern_max_median": REPORT, "entropy_ratio": WORDING,
+        "uniform_angle_deg": "examples/does_projection_matter.py", "n": WORDING,
+    },
+    "keys": {
+        "layer": SHOWN, "head": SHOWN, "variant": REPORT, "prompt": REPORT, "position": REPORT, "token": SHOWN,
+        "verdict": REPORT, "margin_lower": REPORT, "margin_upper": REPORT, "reachable": HOWTO, "attainable": REPORT,
+        "attainable_upper": HOWTO, "pattern_max": REPORT, "n": HOWTO,
+    },
+    "causal": {
+        "sites": WORDING, "variant": WORDING, "family": FIGURES, "loss": WORDING, "delta_loss": WORDING,
+        "delta_loss_low": WORDING, "delta_loss_high": WORDING, "p": WORDING, "equivalence_bound": WORDING,
+        "delta_loss_uniform": STATISTICS, "delta_loss_optimal": FIGURES, "delta_loss_optimal_low": STATISTICS,
+        "delta_loss_optimal_high": STATISTICS, "estimate": STATISTICS, "prompts_worse": STATISTICS, "n": WORDING,
+    },
+    "causal_prompts": {
+        "prompt": COMPARE, "stratum": WORDING, "sites": WORDING, "variant": WORDING, "loss": COMPARE,
+        "delta_loss": WORDING, "shift": COMPARE, "n": WORDING,
+    },
+    "head_effects": {
+        "layer": WORDING, "head": WORDING, "variant": WORDING, "delta_loss": WORDING, "delta_loss_low": ATTENTION,
+        "delta_loss_high": ATTENTION, "p": WORDING, "prompts_worse": STATISTICS, "estimate": REPORT, "n": WORDING,
+    },
+    "sinks": {
+        "prompt": WORDING, "position": WORDING, "token": WORDING, "kind": WORDING, "site": HEADS,
+        "length_ratio": WORDING, "received": SHOWN, "uniform": WORDING, "received_no_scaling": SHOWN,
+        "dimensions": HEADS, "n": WORDING,
+    },
+    "sink_heads": {
+        "layer": REPORT, "head": REPORT, "sink_rate": WORDING, "first_attention": WORDING,
+        "first_attention_no_scaling": WORDING, "n": HEADS,
+    },
+}  # fmt: skip
+
+
+def test_a_report_has_few_columns_and_somebody_reads_each() -> None:
+    """The reader is not proved to read the column of this table; that it names the column is."""
+    assert {table.name: table.names for table in tables.TABLES} == {name: list(of) for name, of in READERS.items()}
+    assert len(tables.TABLES) <= 8
+    assert sum(len(table.columns) for table in tables.TABLES) <= 90
+    for name, readers in READERS.items():
+        for column, reader in readers.items():
+            text = (TOP / reader).read_text()
+            assert re.search(rf"\b{column}\b", text), f"{name}.{column} is not read in {reader}"
 
 
 @pytest.mark.parametrize("table", EVERY, ids=lambda t: t.name)
-def test_every_column_is_described(table: Table) -> None:
-    about = table.describe()
-    assert list(about.columns) == ["column", "dtype", "unit", "meaning"]
-    assert (about["meaning"].str.len() > 3).all()
-    assert about["column"].is_unique
-    assert list(table.empty().columns) == table.names
+def test_every_column_has_a_unit_and_a_meaning(table: Table) -> None:
+    assert list(table.describe().columns) == ["column", "unit", "meaning"]
+    assert (table.describe()["meaning"].str.len() > 3).all()
+    assert (table.describe()["unit"] != "").all()
     assert table.check(table.empty()).empty
     assert Table.of_plain(json.loads(json.dumps(table.plain()))) == table
 
 
-def test_columns_declared_as_text() -> None:
-    assert PAIRS.column("x") == Column("x", "float", "first, on two lines", "nats")
-    assert PAIRS.column("why") == Column("why", "text", "reason", shown=False)
-
-
 def test_the_column_reference_is_made_of_the_declarations() -> None:
-    file = Path(__file__).parents[2] / "docs" / "columns.md"
-    assert file.read_text() == columns.document(), "run: python -m ln_probe.analyses.probes.columns > docs/columns.md"
-    assert reference([PAIRS]).splitlines()[4] == "Rows are identified by `a`, `b`."
+    text = (TOP / "docs" / "columns.md").read_text()
+    assert text == tables.document(), "run: python -m ln_probe.analyses.probes.tables > docs/columns.md"
+    assert len(text.splitlines()) <= 200
+    assert "Rows are identified by `a`, `b`." in reference([PAIRS])
 
 
-def test_every_table_of_a_real_report_is_as_declared() -> None:
-    model = make_bridge("gpt2")
-    with torch.no_grad():  # an outlier token and an outlier dimension: otherwise there are none
-        model.original_model.transformer.wte.weight[3] *= 1000
-        model.original_model.transformer.wte.weight[:, 5] *= 1000
-    report = ln_probe.analyze(model, torch.arange(1, 17)[None], progress=False)
-    assert not report.failures
-    for table in columns.BUILT_IN:
-        assert len(report.tables[table.name])
-        assert table.check(report.tables[table.name]) is report.tables[table.name]
-
-
-def test_every_table_has_a_probe() -> None:
-    """The first pass fills `scale_sums`, whatever was asked."""
-    declared = {table.name for probe in chosen(DEFAULT) for table in probe.tables}
-    assert declared == {t.name for t in columns.BUILT_IN if t is not columns.SCALE_SUMS}
-
-
-def test_the_registry_agrees_with_the_probes() -> None:
-    assert [(p.name, p.summary) for p in chosen(DEFAULT)] == [(n, s) for n, (_, _, s) in BUILT_IN.items()]
+def test_built_in_probes_fill_the_tables_and_are_what_the_list_says() -> None:
+    filled = {table.name for probe in chosen(DEFAULT) for table in probe.tables}
+    assert filled == {table.name for table in tables.TABLES}
+    assert [(type(p).__name__, p.summary) for p in chosen(DEFAULT)] == list(BUILT_IN.values())
 
 
 @pytest.mark.parametrize("make", [
-    lambda: Column("x", "number", "it"),  # type: ignore[arg-type]
-    lambda: Column("x", "int", ""),
-    lambda: columns.columns("x: no kind"),
-    lambda: Table("a/b", "t", "a", (), ()),
-    lambda: Table("t", "t", "a", (), (PAIRS.columns[0],) * 2),
+    lambda: Table("a/b", "t", "a", (), {}),
     lambda: Table("t", "t", "a", ("z",), PAIRS.columns),
+    lambda: Table("t", "t", "a", (), {"x": ("nats", "")}),
     lambda: Table.of_plain({"name": "t"}),
     lambda: PAIRS.frame([{"a": 1, "z": 2}]),
-    lambda: PAIRS.complete(pd.DataFrame({"a": [1]})),
-    lambda: PAIRS.complete(pd.DataFrame({"a": [1], "b": ["x"], "z": [1]})),
-    lambda: PAIRS.check(PAIRS.frame([{"a": 1, "b": "x", "x": 1.0, "n": 1, "why": ""}] * 2)),
+    lambda: PAIRS.merged([pd.DataFrame({"a": [1]})]),
+    lambda: PAIRS.merged([pd.DataFrame({"a": [1], "b": ["x"], "z": [1]})]),
+    lambda: PAIRS.check(PAIRS.frame([{"a": 1, "b": "x", "x": 1.0, "n": 1}] * 2)),
+    lambda: PAIRS.check(PAIRS.frame([{"a": 1, "b": "x", "x": "y", "n": 1}])),
     lambda: PAIRS.check(pd.DataFrame({"a": [1]})),
     lambda: PAIRS.check([1]),
 ])  # fmt: skip
@@ -98,16 +127,11 @@ def test_bad_declarations_and_frames(make: Callable[[], object]) -> None:
         make()
 
 
-def test_frames_are_completed_row_by_row() -> None:
+def test_frames_are_merged_by_their_keys() -> None:
     one = pd.DataFrame({"a": [2, 1, 1], "b": ["x", "x", "y"], "n": [5, 6, 7]})
-    two = pd.DataFrame({"a": [1, 2], "b": ["y", "x"], "x": [0.5, 0.25], "why": ["k", "l"]})
-    whole = PAIRS.check(PAIRS.complete(one, two))
-    assert whole.to_dict("list") | {"x": 0} == {
-        "a": [2, 1, 1], "b": ["x", "x", "y"], "x": 0, "n": [5, 6, 7], "why": ["l", "", "k"],
-    }  # fmt: skip
-    np.testing.assert_array_equal(whole["x"], [0.25, np.nan, 0.5])
-    assert whole["n"].dtype == np.int64, "whole numbers stay whole where none is missing"
-    other = PAIRS.complete(two, one)
-    assert list(zip(other["a"], other["b"], strict=True)) == [(1, "y"), (2, "x"), (1, "x")]
-    assert PAIRS.complete().equals(PAIRS.empty())
-    np.testing.assert_array_equal(PAIRS.complete(one, two.head(0).astype(object))["n"], one["n"])
+    two = pd.DataFrame({"a": [1, 2, 3], "b": ["y", "x", "z"], "x": [0.5, 0.25, 0.125], "n": [7, 5, 1]})
+    whole = PAIRS.check(PAIRS.merged([one, two]))
+    assert whole[["a", "b", "n"]].to_numpy().tolist() == [[2, "x", 5], [1, "x", 6], [1, "y", 7], [3, "z", 1]]
+    np.testing.assert_array_equal(whole["x"], [0.25, np.nan, 0.5, 0.125])
+    assert PAIRS.merged([]).equals(PAIRS.empty())
+    assert PAIRS.merged([two.head(0), one])["n"].tolist() == [5, 6, 7]

@@ -93,7 +93,8 @@ def test_depth_is_that_of_the_program() -> None:
     (parse_formula, "min(#[Q_a], 2) < 3", 1, 5, "a choice is C-RASP"),
     (parse_formula, "x or Q_a", 1, 1, "'x' is not defined"),
     (parse_formula, "x := Q_a", 1, 3, "unexpected ':'; expected the end"),
-    (parse_formula, "(" * 200 + "Q_a" + ")" * 200, 1, 151, "nested too deep"),
+    (parse_formula, "not " * 200 + "Q_a", 1, 201, "nested too deep"),
+    (parse_formula, "(" * 100_000 + "Q_a", 1, 100_004, "the formula ends too early"),
     (lambda s: formula_of(parse(s)), "y := #[Q_a]", 1, 6, "the output is a count, and a formula is true or false"),
     (lambda s: formula_of(parse(s)), "p0 := Q_a " + " ".join(f"p{i} := #[p{i - 1}] > 0" for i in range(1, 300)),
      1, 5761, "too deep: 299 nested counts; expected at most 256"),
@@ -274,7 +275,6 @@ def test_an_altered_weight_is_another_program() -> None:
 def test_the_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two programs, few words."""
     monkeypatch.setattr(compiler, "PROGRAMS", {name: PROGRAMS[name] for name in ("names", "within 5")})
-    monkeypatch.setattr(compiler, "QUICK_LENGTHS", (40,))
     monkeypatch.setattr(compiler, "LETTERS", 60)
     monkeypatch.setattr(compiler, "EVERY_WORD_TO", 5)
     results = compiler.run(Request(tmp_path, (0,), quick=True, progress=False))

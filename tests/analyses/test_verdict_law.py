@@ -17,10 +17,9 @@ from jaxtyping import Float
 
 import ln_probe
 from ln_probe.analyses.geometry.check import TAU
-from ln_probe.analyses.probes.attention_layer import AttentionLayer
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, Run
-from ln_probe.analyses.probes.selectability import Selectability
-from ln_probe.analyses.schema import Column, Table
+from ln_probe.analyses.probes.uniformity import AttentionLayer
+from ln_probe.analyses.schema import Table
 
 TOKENS = torch.randint(2, 50, (1, 22), generator=torch.Generator().manual_seed(5))
 REMOVED = 1e-9
@@ -55,7 +54,7 @@ class Recorder(Probe):
 
     name = "recorder"
     summary = "the keys that are judged together"
-    tables = (Table("recorded", "Recorded", "Nothing.", (), (Column("nothing", "int", "nothing"),)),)
+    tables = (Table("recorded", "Recorded", "Nothing.", (), {"nothing": ("count", "nothing")}),)
     needs = Needs(attention=True)
 
     def __init__(self) -> None:
@@ -70,7 +69,9 @@ class _Recording(Observer):
         self.sets = sets
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        for variant in attended.outputs if attended.heads is not None else ():
+        for variant in ("intact", "no_scaling") if attended.heads is not None else ():
+            if variant not in attended.variants:
+                continue
             keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy()
             for seen in attended.key_sets:
                 last = seen.stop - 1
@@ -92,10 +93,8 @@ class _Recording(Observer):
 def check(model: Any, tokens: torch.Tensor = TOKENS, **options: Any) -> tuple[Any, list[KeySet]]:
     """Every verdict of head space against `key_geometry` of the same keys; the table, and the sets of keys."""
     recorder = Recorder()
-    report = ln_probe.analyze(
-        model, tokens, probes=[Selectability(every_key=True, every=True), recorder], progress=False, **options
-    )
-    table = report.keys.query("space == 'head'").set_index(["layer", "head", "variant", "prompt"]).sort_index()
+    report = ln_probe.analyze(model, tokens, probes=["selectability", recorder], progress=False, **options)
+    table = report.keys.set_index(["layer", "head", "variant", "prompt"]).sort_index()
     compared = 0
     for each in recorder.sets:
         rows = table.loc[[each.place]].sort_values("position")
@@ -109,12 +108,10 @@ def check(model: Any, tokens: torch.Tensor = TOKENS, **options: Any) -> tuple[An
         compared += len(rows)
     assert compared == len(table) > 0
     by_head = table.groupby(["layer", "head", "variant"])
-    heads = report.heads.query("space == 'head'").set_index(["layer", "head", "variant"])
-    hidden, shares = by_head["verdict"].agg(lambda v: (v == "unselectable").sum()), 1 - by_head["reachable"].mean()
-    assert (heads["unselectable"].loc[hidden.index] == hidden).all()
-    np.testing.assert_allclose(heads["unreachable_fraction"].loc[shares.index], shares.astype(float), atol=1e-12)
-    for outside, column in ((report.keys, "reachable"), (report.heads, "unreachable_fraction")):
-        assert outside.query("space == 'normalized'")[column].isna().all()
+    heads = report.heads.set_index(["layer", "head", "variant"])
+    hidden, shares = by_head["verdict"].agg(lambda v: (v == "unselectable").mean()), 1 - by_head["reachable"].mean()
+    np.testing.assert_allclose(heads["unselectable"].loc[hidden.index], hidden, atol=1e-12)
+    np.testing.assert_allclose(heads["unreachable"].loc[shares.index], shares.astype(float), atol=1e-12)
     return table, recorder.sets
 
 

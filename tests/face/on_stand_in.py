@@ -20,10 +20,8 @@ spec.loader.exec_module(fixtures)
 import architectures  # noqa: E402
 
 import ln_probe  # noqa: E402  (the fixtures have its shapes checked as it is imported)
-from ln_probe.analyses.probes.registry import DEFAULT  # noqa: E402
-from ln_probe.analyses.probes.selectability import Selectability  # noqa: E402
+from ln_probe.analyses.probes import DEFAULT  # noqa: E402
 
-PROBES = (Selectability(every_key=True), *(name for name in DEFAULT if name != "selectability"))
 TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(5))
 
 
@@ -34,7 +32,7 @@ def bridge(arch: str) -> torch.nn.Module:
 
 def main(arch: str, folder: str) -> None:
     model = bridge(arch)
-    how: dict[str, Any] = {"probes": PROBES, "progress": False, "heads": [0, 3]}
+    how: dict[str, Any] = {"probes": DEFAULT, "progress": False, "heads": [0, 3]}
     here = ln_probe.analyze(bridge(arch), TOKENS, **how)
     with stand_in.stand_in() as there:
         stand_in.move(model)

@@ -10,39 +10,35 @@ import pandas as pd
 
 from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.geometry.decide import WEIGHT_GAP
-from ln_probe.analyses.probes.columns import CAUSAL, LAYERNORMS
-from ln_probe.analyses.probes.decomposition import CENTRED
+from ln_probe.analyses.probes.tables import CAUSAL, LAYERNORMS
 
 TABLES = ("layernorms", "heads", "keys", "causal")
 # Must be the same in both, letter by letter and number by number.
 SAME = {
-    "layernorms": ["site", "layer", "kind", "reads", "tokens"],
-    "heads": ["layer", "head", "space", "variant", "keys", "unselectable", "duplicate", "undecided", "by_theorem",
-              "no_op", "unselectable_fraction", "unreachable_fraction", "prompts"],
-    "keys": ["layer", "head", "space", "variant", "prompt", "position", "token", "judged_at", "reachable"],
+    "layernorms": ["site", "layer", "reads", "n"],
+    "heads": ["layer", "head", "variant", "unselectable", "unreachable", "n"],
+    "keys": ["layer", "head", "variant", "prompt", "position", "token", "n", "reachable"],
     # (Not `prompts_worse`: where nothing changes but rounding, a loss may rise in one world and fall in the other.)
-    "causal": ["sites", "variant", "family", "prompts", "groups", "no_op", "top1_agreement"],
-}  # fmt: skip
+    "causal": ["sites", "variant", "family", "n"],
+}
 # Formulas of activations and weights: as near as the arithmetic allows.
 CLOSED_FORM = {
     "layernorms": [c for c in LAYERNORMS.names if c not in (*SAME["layernorms"], "reconstruction_error")],
-    "heads": ["pattern_max_median", "query_radius", "entropy_ratio", "uniform_angle_deg", "score_spread",
-              "score_spread_floor"],
+    "heads": ["pattern_max_median", "entropy_ratio", "uniform_angle_deg"],
     "keys": ["pattern_max"],
-    "causal": [c for c in CAUSAL.names if c not in (*SAME["causal"], "prompts_worse", "p_sign", "p_mean")],
-}  # fmt: skip
+    "causal": [c for c in CAUSAL.names if c not in (*SAME["causal"], "prompts_worse", "p")],
+}
 # Found by search to a stated gap: both ends are lower bounds of the same number, at most this far below it.
-BRACKETED = {
-    "heads": ["attainable_median", "attainable_p05",
-              "attainable_reachable_median"],
-    "keys": ["attainable", "attainable_upper", "attainable_reachable"],
-}  # fmt: skip
+BRACKETED = {"heads": ["attainable_median"], "keys": ["attainable", "attainable_upper"]}
 # What a projection removes from a centred stream is rounding, by construction: nothing to agree about.
-ROUNDING_IF_CENTRED = ("mean_share", "mean_share_tail")
+ROUNDING_IF_CENTRED = ("projected_share",)
+# Share of a vector's squared length along the all-ones direction below which a stream is centred: weights that are
+# centred in float32 leave 1e-14, a trained stream that is not centred is above 1e-6.
+CENTRED = 1e-9
 
 # Differences of losses or entropies in nats, and their estimates: relative to the loss, not to what cancels.
 CHANGES = [c for c in CAUSAL.names if c.startswith("delta_loss")]
-CHANGES += ["equivalence_bound", "estimate", "kl", "entropy_change"]
+CHANGES += ["equivalence_bound", "estimate"]
 # Entropy of attention that is one-hot to float64's precision (3e-160 without scaling, in SmolLM2): zero.
 ONE_HOT = 1e-15
 # Exponentials of scores: a part of the scores' size in nats is their relative error.
@@ -80,7 +76,7 @@ def differences(one: dict[str, pd.DataFrame], two: dict[str, pd.DataFrame], tole
             x, y = (t[column].to_numpy(float) for t in (a, b))
             compared = ~np.isnan(x)
             if column in ROUNDING_IF_CENTRED:
-                rounding = (a["mean_share"] < CENTRED).to_numpy()
+                rounding = (a["projected_share"] < CENTRED).to_numpy()
                 compared &= ~rounding
                 if max(np.max(x[rounding], initial=0), np.max(y[rounding], initial=0)) > 1e-12:  # (16 eps of float32)²
                     yield f"{table}.{column}: more than rounding in a centred stream"
@@ -118,7 +114,5 @@ def _largest(table: str, rows: pd.DataFrame, values: Any) -> np.ndarray:
     margin by that part of the largest."""
     size = pd.Series(np.abs(np.asarray(values, float)), index=rows.index)
     if table == "keys":
-        return (
-            size.groupby([rows[c] for c in ("layer", "head", "space", "variant", "prompt")]).transform("max").to_numpy()
-        )
+        return size.groupby([rows[c] for c in ("layer", "head", "variant", "prompt")]).transform("max").to_numpy()
     return size.to_numpy() if table == "heads" else np.full(len(rows), size.max())

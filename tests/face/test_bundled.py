@@ -15,6 +15,7 @@ from architectures import cases, folded_in_place
 from torch import Tensor
 
 import ln_probe
+from ln_probe.analyses.lab.gpt2 import as_gpt2
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.train import load_run
 from ln_probe.hooks import find_norms
@@ -55,7 +56,7 @@ def test_they_are_analyzed(name: str) -> None:
     model = ln_probe.load_model(name)
     report = ln_probe.analyze(model, bundled_texts()[:4], max_tokens=40, layers=[1], heads=[0, 1], progress=False)
     kind = "projection_only" if name == REMOVED else name.removeprefix("lm-")
-    assert report.layernorms.set_index("site").loc["blocks.1.ln1", "kind"] == kind
+    assert report.provenance["model"]["norms"]["blocks.1.ln1"] == kind
     assert report.layernorms["reconstruction_error"].max() < 1e-5
     assert report.provenance["model"]["kind"] == "bundled"
     assert len(report.findings()) >= 3
@@ -68,8 +69,7 @@ def test_the_one_without_norms_is_as_good_and_scales_nowhere() -> None:
     report = ln_probe.analyze(
         ln_probe.load_model(REMOVED), torch.arange(1, 40)[None], probes=("decomposition",), progress=False
     )
-    assert set(report.layernorms["kind"]) == {"projection_only"}
-    assert any(f.startswith("A norm-free model: none of its 9 norms scales") for f in report.findings())
+    assert set(report.provenance["model"]["norms"].values()) == {"projection_only"}
 
 
 TOKENS = torch.arange(3, 27).view(2, 12)
@@ -91,7 +91,7 @@ def lab() -> Any:
 @pytest.fixture(scope="module")
 def folder(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where: Path = tmp_path_factory.mktemp("gpt2")
-    lab.to_hugging_face().save_pretrained(where)
+    as_gpt2(lab).save_pretrained(where)
     lab.tokenizer.save_pretrained(where)
     return where
 

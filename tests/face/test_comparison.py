@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from made_up import HOSTILE, Page
 
 import ln_probe
-from ln_probe.analyses.probes.columns import CAUSAL_PROMPTS
+from ln_probe.analyses.constants import Constants
+from ln_probe.analyses.probes.tables import CAUSAL_PROMPTS
 from ln_probe.comparison import labels, paired, run_of, step_of
-from ln_probe.page import index
-from ln_probe.page.index import IndexEntry, index_page
 from ln_probe.report import Report
 
 
@@ -29,12 +26,11 @@ def models(causal: pd.DataFrame) -> list[Report]:
     model to model, to within 0.01; two of one run."""
     generator = np.random.default_rng(0)
     hard = generator.lognormal(0, 1, 40)
-    place = {"prompt": range(40), "group": range(40), "sites": "all", "variant": "no_scaling"}
-    unknown = dict.fromkeys(CAUSAL_PROMPTS.names[7:], 0.0)
+    place = {"prompt": range(40), "stratum": "", "sites": "all", "variant": "no_scaling"}
     found = []
     for i in range(3):
         changes = hard + 0.1 * i + generator.normal(0, 0.01, 40)
-        rows = pd.DataFrame(place | {"predicted": 10, "loss": 4.0, "delta_loss": changes} | unknown)
+        rows = pd.DataFrame(place | {"loss": 4.0, "delta_loss": changes, "shift": 0.0, "n": 10})
         model = {"name": "run", "step": 1000 * i} if i else {"name": "one"}
         provenance = {"model": model, "prompts": {"sha256": "x"}}
         found.append(Report({"causal_prompts": CAUSAL_PROMPTS.check(rows), "causal": causal}, provenance))
@@ -50,7 +46,7 @@ def test_tables_stand_side_by_side(report: Report) -> None:
     assert list(wide.columns) == ["a", "b"]
     assert np.allclose((wide["b"] - wide["a"]).dropna(), 1)
     row = report.heads.dropna(subset=["margin_median"]).iloc[3]
-    assert wide.loc[(row["layer"], row["head"], row["space"], row["variant"]), "a"] == row["margin_median"]
+    assert wide.loc[(row["layer"], row["head"], row["variant"]), "a"] == row["margin_median"]
     assert list(both.layernorms.index) == list(report.layernorms["site"])
     assert len(both.keys) == len(report.keys)
     assert repr(both) == "Comparison('a', 'b')"
@@ -58,13 +54,14 @@ def test_tables_stand_side_by_side(report: Report) -> None:
 
 def test_models_of_different_shape(report: Report, long_report: Report) -> None:
     both = ln_probe.compare([named(report, "small"), named(long_report, "deep")])
-    share = both.layernorms["mean_share"]
+    share = both.layernorms["projected_share"]
     assert share["small"].notna().sum() == len(report.layernorms)
     assert share["deep"].notna().sum() == len(long_report.layernorms)
     assert len(share) == len(set(report.layernorms["site"]) | set(long_report.layernorms["site"]))
     summary = both.summary.set_index("model")
-    inside = long_report.heads.query("space == 'head' and variant == 'intact'")
-    assert summary.loc["deep", "unselectable"] == inside["unselectable"].sum() / inside["keys"].sum()
+    inside = long_report.heads.query("variant == 'intact'")
+    keys = long_report.keys.query("variant == 'intact'")
+    assert summary.loc["deep", "unselectable"] == pytest.approx((keys["verdict"] == "unselectable").mean())
     assert summary.loc["deep", "margin"] == inside["margin_median"].median()
     assert "deep" in both._repr_html_()
     assert len(both._repr_html_()) < 150_000
@@ -75,14 +72,17 @@ def test_prompts_of_a_group_count_once(models: list[Report]) -> None:
     once = ln_probe.compare(models[:2])
 
     def twice(grouped: bool) -> ln_probe.Comparison:
-        made = []
+        nothing = np.zeros((80, 0, 2))
+        groups = np.arange(80) % 40 if grouped else np.arange(80)
+        reports = []
         for report in models[:2]:
             rows = report.causal_prompts
-            again = rows.assign(prompt=rows["prompt"] + 40, group=rows["group"] + (0 if grouped else 40))
-            made.append(report.with_tables(causal_prompts=pd.concat([rows, again], ignore_index=True)))
-        return ln_probe.compare(made)
+            both = pd.concat([rows, rows.assign(prompt=rows["prompt"] + 40)], ignore_index=True)
+            constants = Constants((), groups, nothing, nothing)
+            reports.append(replace(report.with_tables(causal_prompts=both), constants=constants))
+        return ln_probe.compare(reports)
 
-    same = ["difference", "low", "high", "p_mean", "p_sign"]
+    same = ["difference", "low", "high", "p"]
     pd.testing.assert_frame_equal(twice(grouped=True).paired[same], once.paired[same])
     loss = [c for c in once.summary if c.startswith("loss_difference")]
     pd.testing.assert_frame_equal(twice(grouped=True).summary[loss], once.summary[loss])
@@ -104,7 +104,7 @@ def test_names_are_labels(report: Report) -> None:
 
 @pytest.mark.parametrize(("name", "model", "run", "step"), [
     *(("m", model, "m", step) for model, step in (
-        ({"step": 5}, 5), ({"revision": "step143000"}, 143000), ({"revision": "1000"}, 1000), ({}, None),
+        ({"step": 5}, 5), ({"revision": "step143000"}, 143000), ({"revision": "20240101"}, None), ({}, None),
         ({"revision": "main"}, None), ({"revision": None}, None), ({"revision": "v1.2"}, None),
         ({"step": 0, "revision": "step9"}, 0))),
     ("/a/run/checkpoint-500", {}, "/a/run", 500), ("run/step30", {}, "run", 30), ("step30", {}, "step30", None),
@@ -132,8 +132,8 @@ def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
     (row,) = ln_probe.compare(models[:2]).paired.to_dict("records")
     assert row["difference"] == pytest.approx(np.mean(kept[1] - kept[0]))
     assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
-    assert (row["model"], row["against"], row["prompts"], row["prompts_more"]) == ("run", "one", 40, 40)
-    assert row["p_mean"] < 0.001
+    assert (row["model"], row["against"], row["n"], row["prompts_more"]) == ("run", "one", 40, 40)
+    assert row["p"] < 0.001
 
 
 @pytest.mark.parametrize(("change", "same_loss"), [
@@ -151,86 +151,10 @@ def test_only_what_is_comparable_is_paired(change: dict[str, Any], same_loss: bo
     assert ln_probe.compare(models[:2]).notes == ()
 
 
-def test_folders_are_named_by_what_tells_them_apart() -> None:
-    from ln_probe.page.index import short_names
-
-    assert short_names(["/a/run layernorm step 0", "/a/run none step 0", "gpt2", "org/gpt2"]) == [
-        "run layernorm step 0",
-        "run none step 0",
-        "gpt2",
-        "org/gpt2",
-    ]
-    assert short_names(["/a/one/model", "/b/two/model", "/a/one/model"]) == ["one/model", "two/model", "one/model"]
-    assert short_names(["/a/model", "model"]) == ["/a/model", "model"], "two names never become one"
-    assert short_names(["/a/b", "/b"]) == ["a/b", "/b"]
-    assert short_names(["/a · b/x step 1", "/a · b/y"]) == ["x step 1", "y"]
-    assert short_names([]) == []
-
-
-def test_long_names_on_an_axis_keep_both_ends() -> None:
-    from ln_probe.page.figures import axis_text
-
-    first, second = (axis_text(f"EleutherAI/pythia-70m-deduped · step{n}") for n in (0, 143000))
-    assert first != second
-    assert second.endswith("step143000")
-    assert len(second) <= 24
-
-
-# ------------------------------------------------------------------------------------------------------------ the index
-
-
-def test_a_folder_of_reports_has_an_index(models: list[Report], tmp_path: Path) -> None:
-    names = ("a", "org/b", "c")
-    for name, report in zip(names, models, strict=True):
-        named(report, name, step=3 if name == "c" else None).save(tmp_path / name)
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "report.json").write_text('{"format": 4}')
-    path = index.write_index(tmp_path, {"bad": "ValueError: broken"})
-    assert path == tmp_path / "index.html"
-    html = path.read_text()
-    page = Page(html)
-    for name in names:
-        assert f'href="{name}/report.html"' in html
-    assert "bad failed: ValueError: broken" in page.text
-    assert "old failed" in page.text
-    assert html.index('id="losses"') < html.index('id="table-comparison"')
-    assert "5 models" in page.text
-    index.write_index(tmp_path / "org")
-    assert 'href="b/report.html"' in (tmp_path / "org" / "index.html").read_text()
-
-
-def test_an_index_of_checkpoints_is_drawn_over_training(models: list[Report]) -> None:
-    html = index_page([IndexEntry(f"m{i}", f"m{i}/report.html", r) for i, r in enumerate(models)])
-    assert 'id="losses-training"' in html
-    html = index_page([IndexEntry(f"m{i}", f"m{i}/report.html", r) for i, r in enumerate(models[:2])])
-    assert 'id="losses-training"' not in html
-
-
-def test_the_forest_plot_shows_the_tables_numbers(models: list[Report]) -> None:
-    scaling = ln_probe.compare(models, ["a", "b", "c"]).figure().axes[0]
-    assert list(scaling.lines[0].get_xdata()) == [0.3] * 3
-    (bars, *_) = scaling.collections
-    assert [tuple(s[:, 0]) for s in bars.get_segments()] == [(pytest.approx(0.28), pytest.approx(0.33))] * 3
+def test_the_figure_has_a_mark_for_every_model(models: list[Report]) -> None:
+    figure = ln_probe.compare(models, ["a", "b", "c"]).figure()
+    values = [value for axes in figure.axes for line in axes.lines for value in line.get_xdata()]
+    assert values.count(0.3) >= 3
     table = paired(["a", "b", "c"], models)
     assert list(table["difference"]) == pytest.approx([0.1, 0.2], abs=0.01)
     assert set(table["against"]) == {"a"}
-    rows = index.losses(["a", "b", "c"], models)
-    steps = index.over_steps(rows, [None, 1000, 2000], ["one", "run", "run"], "")
-    assert list(steps.axes[0].lines[0].get_xdata()) == [1000, 2000]
-
-
-def test_an_index_without_losses_says_so(report: Report) -> None:
-    blank = Report({"layernorms": report.layernorms}, report.provenance)
-    assert "No model here was measured" in Page(index_page([IndexEntry("a", report=blank)])).text
-
-
-@pytest.mark.slow
-def test_hostile_names_in_an_index(models: list[Report]) -> None:
-    for start in range(0, len(HOSTILE), 40):
-        some = HOSTILE[start : start + 40]
-        entries = [IndexEntry(t, f"{i}", models[i % 3]) for i, t in enumerate(some)]
-        entries += [IndexEntry(t, error=t) for t in some]
-        page = Page(index_page(entries))
-        assert sum(t == "script" for t, _ in page.tags) <= 3
-        assert not page.acts()
-        assert not [t for t, _ in page.tags if t == "iframe"]

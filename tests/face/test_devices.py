@@ -17,7 +17,7 @@ from architectures import make_bridge
 from same_findings import TABLES, assert_same_findings
 
 import ln_probe
-from ln_probe.analyses.probes.registry import BUILT_IN
+from ln_probe.analyses.probes import BUILT_IN
 from ln_probe.hooks import without
 
 TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))

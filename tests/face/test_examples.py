@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -21,13 +20,12 @@ from PIL import Image
 
 import ln_probe
 from ln_probe import hooks
-from ln_probe.page import figures, heads
+from ln_probe.page import figures
 from ln_probe.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 NAMES = (
     "does_projection_matter",
-    "features_of_a_small_sae",
     "tour",
     "where_does_this_logit_come_from",
     "why_attend_to_position_0",
@@ -122,7 +120,7 @@ def results(model: object, report: Report) -> Iterator[object]:
     """One of everything that a public function returns, but models, frames and figures."""
     tokens = torch.arange(1, 25)[None]
     site = hooks.find_norms(model)[0]
-    yield from (report, report.attention(), report.attention(1, 2), report.exhibits, *report.exhibits.attention)
+    yield from (report, report.attention(), report.attention(1, 2), report.exhibits, report.exhibits.attention)
     yield from (*report.declared.values(), ln_probe.compare([report, report]))
     yield from (site, site.decompose(torch.randn(3, 128)), ln_probe.outlier_tokens(model, tokens))
     with hooks.without(model, "scaling", scale=2.0) as done:
@@ -143,9 +141,7 @@ def test_d6_results_show_themselves_in_one_line(model: object, report: Report) -
 
 def test_d2_pictures_show_without_any_magic(report: Report) -> None:
     """They printed <Figure size …> unless `%matplotlib inline` was called."""
-    drawn = [figures.margins_over_depth(report), heads.heads_map(report, "entropy_change")]
-    drawn.append(figures.causal_effects(report)) if len(report.causal) else None
-    for figure in drawn:
+    for figure in (figures.norms_over_depth(report), figures.keys_over_depth(report), figures.loss_changes(report)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             png, size = figure._repr_png_()
@@ -163,23 +159,3 @@ def test_labels_of_any_script_are_drawn_without_a_word() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert figure._repr_png_()[0]
-
-
-def test_attention_of_a_head(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[dict[str, Any]] = []
-    monkeypatch.setattr("ln_probe.page.attention.packed", lambda content: sent.append(content) or "")
-    kept = report.exhibits.attention[0]
-    layer, head = kept.layers[-1], kept.heads[-1]
-    shape = f"prompt=0: {len(kept.layers)} layers of {len(kept.heads)} heads, {len(kept.tokens)} tokens"
-    assert repr(report.attention(layer, head=head)) == f"AttentionView(layer={layer}, head={head}, {shape})"
-    assert report.attention(layer, head=head).document()
-    assert (sent[-1]["layer"], sent[-1]["head"]) == (layer, head)
-    assert report.attention(layer).document()
-    assert sent[-1]["layer"] == layer
-
-
-def test_d6_the_frame_of_a_notebook_follows_its_content(report: Report) -> None:
-    shown = report.attention()._repr_html_()
-    assert shown.startswith('<iframe class="attention"')
-    assert "lnProbeHeight" in shown[: shown.index("srcdoc=")]
-    assert "<script" not in shown[: shown.index("srcdoc=")]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ln_probe
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, Run
-from ln_probe.analyses.schema import declare
+from ln_probe.analyses.schema import Table
 from ln_probe.guard import ModelStateError
 from ln_probe.hooks import linearized, without
 
@@ -122,7 +122,7 @@ def test_a_compiled_model_is_refused(model: Any) -> None:
         analyzed(model)
 
 
-NOTHING = declare("nothing", "Nothing", "A row per norm.", ("site",), "site (text): the norm")
+NOTHING = Table("nothing", "Nothing", "A row per norm.", ("site",), {"site": ("text", "the norm")})
 
 
 class Doing(Probe):

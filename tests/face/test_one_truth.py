@@ -14,7 +14,7 @@ from test_documents import BUNDLED, TABLES
 import ln_probe
 from ln_probe.page.page import report_page
 
-NUMBERS = ["loss", "delta_loss", "delta_loss_low", "delta_loss_high", "delta_loss_optimal", "p_mean"]
+NUMBERS = ["loss", "delta_loss", "delta_loss_low", "delta_loss_high", "delta_loss_optimal", "p"]
 
 
 def primary(table: pd.DataFrame) -> pd.DataFrame:

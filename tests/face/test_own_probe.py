@@ -13,21 +13,18 @@ from small_models import lab
 
 import ln_probe
 from ln_probe.analyses.probes.base import Finding, Needs, Observer, Picture, Probe, ProbeError, ProbeResults, Run
-from ln_probe.analyses.probes.columns import CAUSAL
-from ln_probe.analyses.schema import declare
+from ln_probe.analyses.probes.tables import CAUSAL
+from ln_probe.analyses.schema import Table
 from ln_probe.measure import ProbeFailedWarning
 from ln_probe.page.figures import Figure
 
 TOKENS = torch.arange(1, 25).reshape(3, 8)
-LENGTHS = declare(
+LENGTHS = Table(
     "lengths",
     "Lengths",
     "A row per norm.",
     ("site",),
-    """
-    site (text): the norm
-    longest (float, L2 norm): length of the longest input
-    """,
+    {"site": ("text", "the norm"), "longest": ("L2 norm", "length of the longest input")},
 )
 
 
@@ -57,7 +54,7 @@ class Lengths(Probe):
         return Watching()
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return [Finding(f"The longest vector has length {tables['lengths']['longest'].max():.6g}.", "drawn")]
+        return [Finding("lengths", f"The longest vector has length {tables['lengths']['longest'].max():.6g}.", "drawn")]
 
     def pictures(self) -> list[Picture]:
         return [Picture("drawn", "Longest vectors", draw, "lengths", "longest")]
@@ -114,7 +111,7 @@ def test_probes_that_cannot_be_used(make: Callable[[], Any]) -> None:
 
 
 def test_unknown_names() -> None:
-    for probes in ("causal", ["casual"], [], ["unembedding"]):
+    for probes in ("casual", ["casual"], [], ["unembedding"]):
         with pytest.raises(ValueError, match=r"list of|no probe"):
             ln_probe.analyze(lab(), TOKENS, probes=probes, progress=False)
 

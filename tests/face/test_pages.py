@@ -1,11 +1,13 @@
-"""Pages without a browser: what is in them, that text in them is text, and that odd reports still make one."""
+"""Pages of every form of a report: what they show is what the tables hold, and text stays text."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import math
 import re
-from collections.abc import Callable
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,396 +15,210 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from architectures import make_bridge, make_hooked
-from made_up import HOSTILE, UNSEEN, Page, lab_page, unpacked
-from matplotlib.figure import Figure
+from made_up import HOSTILE, UNSEEN, Page, lab_page
 
 import ln_probe
-from ln_probe import page as payload
-from ln_probe.analyses.probes.registry import DEFAULT, chosen
-from ln_probe.analyses.schema import Table
-from ln_probe.analyses.text import disarmed, shortened, visible
-from ln_probe.exhibits import CELLS, Exhibits, PromptAttention, bin_edges, pooled, to_bytes
-from ln_probe.page import attention, circuitsvis_script, own_script, packed, policy
-from ln_probe.page.figures import causal_effects, svg
-from ln_probe.page.index import IndexEntry, index_page
-from ln_probe.page.lab import write_lab_page
-from ln_probe.page.page import QUESTIONS, answers, report_page
-from ln_probe.page.tables import STATIC_ROWS, figure_text, table
-from ln_probe.recording import FULL_HEADS, plan
+from ln_probe.exhibits import Exhibits
+from ln_probe.page import attention, figures
+from ln_probe.page.index import BUNDLED, IndexEntry, index_page, write_index
+from ln_probe.page.page import notebook_cell, report_page, title_of
+from ln_probe.page.tables import figure_text, hardest_keys
 from ln_probe.report import Report
 
-PageOf = Callable[[Report], str]
+
+def effects(report: Report, rows: list[dict[str, Any]]) -> Report:
+    """The report with these effects of heads."""
+    defaults = {"variant": "no_scaling", "p": math.nan, "n": 6}
+    return report.with_tables(head_effects=report.declared["head_effects"].frame([defaults | row for row in rows]))
 
 
-def test_the_page_fetches_nothing_and_shows_the_tables(report: Report, page_of: PageOf) -> None:
-    page = Page(page_of(report))
-    assert not [t for t, _ in page.tags if t in ("object", "embed", "link", "base", "form", "img")]
-    assert sum(t == "iframe" for t, _ in page.tags) == 1
-    for tag, attributes in page.tags:
-        for name, value in attributes.items():
-            assert not name.startswith("on"), (tag, name)
-            if name in ("src", "href", "xlink:href"):
-                allowed = ("#", "data:image/png;base64,", "https://arxiv.org/")
-                assert (value or "").startswith(allowed), (tag, name, value)
-    frame = next(a for t, a in page.tags if t == "iframe")
-    assert frame["sandbox"] == "allow-scripts"
-    policies = [
-        a["content"] for p in (page, Page(frame["srcdoc"])) for t, a in p.tags if "content" in a and "http-equiv" in a
-    ]
-    assert len(policies) == 2
-    for found in policies:
-        assert found.startswith("default-src 'none'; script-src 'sha256-")
-    for column in ("mean_share", "margin_median", "attainable_no_scaling_median"):
-        assert column in page.text
-    assert sum(t == "svg" for t, _ in page.tags) >= 7
-    ids = [a["id"] for _, a in page.tags if "id" in a]
-    assert len(ids) == len(set(ids)), "two pictures share an id"
-    for drawn in (a for t, a in page.tags if t == "svg"):  # each says what it shows
-        assert drawn["role"] == "img"
-        assert drawn["aria-labelledby"] in ids
+def unpacked(text: str) -> Any:
+    """What `unpack` in page.js does, written again."""
+    raw = zlib.decompress(base64.b64decode(text))
+    start = 4 + int.from_bytes(raw[:4], "little")
+    return json.loads(
+        raw[4:start],
+        object_hook=lambda v: np.frombuffer(raw, np.uint8, v["n"], start + v["$"]) if "$" in v else v,
+    )
 
 
-def test_answers_come_first_and_link_to_their_pictures(report: Report, page_of: PageOf) -> None:
-    """Each is a question with the first sentence of a finding; all findings are listed below, in their order."""
-    html = page_of(report)
-    start = html.index('id="findings"')
-    first = html[start : html.index("<details", start)]
-    assert first.count("<li>") == len(QUESTIONS)
-    targets = [a["href"][1:] for t, a in Page(first).tags if t == "a" and a.get("class") == "see"]
-    assert len(targets) == len(QUESTIONS)
-    ids = {a.get("id") for _, a in Page(html).tags}
-    assert set(targets) <= ids
-    titles = {t: "x" for t in ids if t}
-    found = answers(report, titles)
-    assert [a.question for a in found] == [*QUESTIONS.values()]
-    for answer in found:
-        sentence = Page(answer.text).text
-        assert f"{answer.question} {sentence}" in Page(first).text
-        start_of = sentence.split(" Freezing scaling for the keys changes")[0].removesuffix(".")
-        assert any(f.startswith(start_of) for f in report.findings()), sentence
-    every = Page(html[html.index("<details", start) :]).text
-    places = [every.index(f) for f in report.findings()]
-    assert places == sorted(places)
+def cut(report: Report, tokens: int, heads: int, length: int) -> Report:
+    """The report with attention of fewer or more tokens and heads."""
+    shown = report.exhibits.attention
+    weights = np.tril(np.full((1, heads, tokens, tokens), 40, np.uint8))
+    new = replace(
+        shown,
+        tokens=tuple(f"t{i}" for i in range(tokens)),
+        length=length,
+        layers=(0,),
+        heads=tuple(range(heads)),
+        intact=weights,
+        frozen=weights,
+    )
+    return replace(report, exhibits=replace(report.exhibits, attention=new))
 
 
-def test_what_norms_do_to_sinks_is_answered(report: Report) -> None:
-    table = report.by_head().dropna(subset=["first_attention", "first_change"])
-    assert len(table) == 8
-    (said,) = [Page(a.text).text for a in answers(report, {}) if a.question == QUESTIONS["sinks"]]
-    most = table.loc[table["first_change"].abs().idxmax()]
-    change = 100 * float(table["first_change"].mean())
-    assert abs(change) > 0.005
-    assert f"by {float(f'{change:.2g}'):+g} percentage points (mean over 8 heads)" in said
-    assert f"most in L{most['layer']:.0f}H{most['head']:.0f} (" in said
-    shown = [replace(a, first_change=np.full((2, 4), -1e-9, np.float32)) for a in report.exhibits.attention]
-    still = replace(report, exhibits=replace(report.exhibits, attention=tuple(shown)))
-    (said,) = [Page(a.text).text for a in answers(still, {}) if a.question == QUESTIONS["sinks"]]
-    assert "by less than 0.01 percentage points" in said
-    none = replace(report, exhibits=Exhibits())
-    (said,) = [Page(a.text).text for a in answers(none, {}) if a.question == QUESTIONS["sinks"]]
-    assert "Freezing scaling" not in said
+FORMS = {
+    "nothing": lambda report: Report(),
+    "norms alone": lambda report: Report({"layernorms": report.layernorms}, report.provenance),
+    "no loss": lambda report: replace(
+        report, tables={n: t for n, t in report.tables.items() if not n.startswith(("causal", "head_e"))}
+    ),
+    "no attention": lambda report: replace(report, exhibits=Exhibits()),
+    "one head, one token": lambda report: cut(report, 1, 1, 1),
+    "512 tokens": lambda report: cut(report, 128, 2, 512),
+    "another loss": lambda report: replace(report, provenance={**report.provenance, "loss": {"unit": "points"}}),
+}
 
 
-def asked_of(report: Report, *probes: str) -> Report:
-    """The report as if these probes had been asked for."""
-    arguments = report.provenance["arguments"] | {"probes": list(probes)}
-    return replace(report, provenance={**report.provenance, "arguments": arguments})
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report) -> None:
+    one = FORMS[form](report)
+    html = report_page(one)
+    page, cell = Page(html), notebook_cell(one)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = [a["href"][1:] for t, a in page.tags if t == "a" and str(a.get("href")).startswith("#")]
+    assert {link for link in links if not re.fullmatch(r"L\d+H\d+", link)} <= set(ids)
+    assert not page.acts()
+    assert "<script" not in cell
+    assert "What this page does not show" in page.text
+    expected = {"512 tokens": "the first 128 of 512 tokens", "another loss": "points", "no loss": "not measured"}
+    assert expected.get(form, "") in page.text
 
 
-@pytest.mark.slow
-def test_a01_only_probes_that_did_not_run_are_called_not_run(report: Report, page_of: PageOf) -> None:
-    everything = [p.name for p in chosen(DEFAULT)]
-    assert "Not run:" not in page_of(asked_of(report, *everything)).replace("Not run: how the loss changes", "")
-    page = page_of(asked_of(report, *(n for n in everything if n not in ("head_effects", "sinks"))))
-    assert "Not run: which heads depend on their norm (the head_effects probe)." in page
-    assert "Not run: attention sinks and outlier tokens (the sinks probe)." in page
+def test_only_its_own_scripts_may_run(report: Report) -> None:
+    html = report_page(report)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1].replace("&#39;", "'")
+    script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert len(re.findall("<script>", html)) == 1
 
 
-@pytest.mark.slow
-def test_interventions_are_drawn_when_there_are_some(report: Report, causal: pd.DataFrame, page_of: PageOf) -> None:
-    emptied = report.with_tables(causal=causal.head(0))
-    without = Page(report_page(asked_of(emptied, "decomposition", "selectability")))
-    assert "Not run: how the loss changes when a term is removed" in without.text
-    failed = Page(report_page(asked_of(emptied, "decomposition", "causal")))
-    assert "Not run: how the loss changes" not in failed.text
-    assert "unknown" in failed.text
-    page = Page(report_page(report.with_tables(causal=causal)))
-    assert "Not run: how the loss changes" not in page.text
-    assert "change of loss, nats per token" in page.text
-    assert sum(t == "svg" for t, _ in page.tags) == sum(t == "svg" for t, _ in without.tags) + 1
-    unknown = causal.assign(delta_loss_low=np.nan, delta_loss_high=np.nan)
-    assert "change of loss" in svg(causal_effects(report.with_tables(causal=unknown)), "x")
+def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
+    ends = {"delta_loss_low": 0.01, "delta_loss_high": 0.04, "estimate": 0.02}
+    one = effects(
+        report,
+        [
+            {"layer": 0, "head": 0, "delta_loss": 0.02, "p": 0.001, "n": 64, **ends},
+            {"layer": 0, "head": 1, "delta_loss": -0.004, "p": 0.5, "n": 64},
+            {"layer": 1, "head": 0, "delta_loss": math.nan, "estimate": 0.2},
+            {"layer": 1, "head": 1, "delta_loss": 0.0002},
+        ],
+    )
+    heads = attention.head_map(one)
+    assert [row[0].layer for row in heads.rows] == [1, 0], "layer 0 is at the bottom"
+    cells = {cell.name: cell for cell in heads.cells}
+    assert cells["L0H0"].classes == "more3"
+    assert "95 % CI" in cells["L0H0"].what
+    assert cells["L0H1"].classes == "less2 pale"
+    assert cells["L1H0"].classes == "more5 pale estimate"
+    assert "first-order estimate" in cells["L1H0"].what
+    assert "not tested, 6 prompts" in cells["L1H1"].what
+    assert cells["L1H2"].classes == "unknown"
+    assert [cell.name for cell in heads.top] == ["L0H0", "L1H0", "L0H1", "L1H1"]
+    legend = " ".join(text for _, text in heads.legend)
+    assert all(text in legend for text in ("hatched", "not tested", "grey"))
 
 
-@pytest.mark.slow
-def test_reductions_are_stated(long_report: Report) -> None:
-    notes = ("attention is shown for the first 1 of 9 prompts; the tables hold all",)
-    exhibits = replace(long_report.exhibits, notes=notes)
-    assert notes[0] in report_page(replace(long_report, exhibits=exhibits))
-    frame = pd.DataFrame({"a": np.arange(30_000)})
-    cut = table(Table.of_frame("x", frame), frame)
-    assert (cut.kept, cut.total, len(cut.rows)) == (20_000, 30_000, STATIC_ROWS)
+def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
+    shown = report.exhibits.attention
+    content = unpacked(attention.attention_data(report)["data"])
+    rows, columns = np.tril_indices(len(shown.tokens))
+    shape = (len(shown.layers), len(shown.heads), len(rows))
+    intact = content["intact"].reshape(shape)
+    assert np.array_equal(intact, shown.intact[..., rows, columns])
+    frozen = intact + content["change"].reshape(shape)  # in 8 bits
+    assert np.array_equal(frozen, shown.frozen[..., rows, columns])
+    assert len(content["tokens"]) == len(shown.tokens)
 
 
-# ------------------------------------------------------------------------------------------------------ hostile text
+def test_contrasts_and_their_means_by_book_are_those_of_the_tables(report: Report) -> None:
+    prompts = pd.DataFrame(
+        {"sites": "all", "variant": "no_scaling", "stratum": list("aab"), "delta_loss": [1.0, 2.0, 5.0], "n": [3, 1, 2]}
+    )
+    assert figures.stratum_means(prompts, "all", "no_scaling") == {"a": 1.25, "b": 5.0}
+    assert figures.stratum_means(prompts[:2], "all", "no_scaling") == {}
+    for contrast in figures.contrasts(report):
+        row = report.causal.set_index(["sites", "variant"]).loc[(contrast.sites, contrast.variant.name)]
+        assert contrast.change[0] == row["delta_loss"]
+        assert contrast.loss == pytest.approx(row["loss"] - row["delta_loss"])
+    svg = figures.svg(figures.loss_changes(report), "x", "a <b> title")
+    assert "&lt;b&gt;" in svg
+    assert svg.count('class="tip"') >= len(figures.contrasts(report))
+    assert figures.svg(figures.loss_changes(report), "x", "a <b> title") == svg
 
 
-@pytest.mark.slow
-def test_hostile_text_is_text_in_tables_and_pictures(report: Report, dirty: list[Report], page_of: PageOf) -> None:
-    clean = {t for t, _ in Page(page_of(report)).tags}
-    said = ""
-    for one in dirty:
-        html = page_of(one)
-        page = Page(html)
-        said += page.text
-        assert {t for t, _ in page.tags} <= clean
-        assert sum(t == "iframe" for t, _ in page.tags) == 1
-        assert not page.acts()
-        assert not [c for c in UNSEEN if c in html]
-    for text in HOSTILE:
-        assert shortened(visible(text)) in said, text
+def test_the_hardest_keys_come_first(report: Report) -> None:
+    keys = report.keys[report.keys["variant"] == "intact"]
+    (first, *_) = hardest_keys(report.keys)
+    worst = keys[keys["verdict"] == "unselectable"] if (keys["verdict"] == "unselectable").any() else keys
+    assert first[4] == ln_probe.analyses.text.percent(worst["attainable"].min())
 
 
-def test_hostile_text_is_text_in_every_single_place(single: list[Report], page_of: PageOf) -> None:
-    """Names, paths, provenance: each string in every such place of a page and a cell of its own."""
-    for text, one in zip(HOSTILE, single, strict=True):
-        for html in (page_of(one), one._repr_html_()):
-            page = Page(html)
-            assert not page.acts()
-            assert not [c for c in UNSEEN if c in html]
-            assert shortened(disarmed(text), 200).strip() in page.text
-
-
-def test_control_characters_are_made_visible() -> None:
-    assert visible("a b\n\t") == "a·b⏎⇥"
-    assert visible("\u202e\x00\u2028") == "\\u202e\\u0000\\u2028"
-    assert visible("") == "∅"
-    assert visible("🙂 <b>") == "🙂·<b>"
-    assert shortened("a" * 100, 10) == "aaaaaaaaaa… (100 characters)"
-
-
-# --------------------------------------------------------------------------------------------------------- odd input
-
-
-def test_unknown_numbers_everywhere(report: Report, causal: pd.DataFrame) -> None:
-    def emptied(frame: pd.DataFrame) -> pd.DataFrame:
-        keep = ["layer", "head", "prompt", "position", "token_id"]
-        numbers = [c for c in frame.select_dtypes("number").columns if c not in keep]
-        return frame.assign(**dict.fromkeys(numbers, np.nan))
-
-    blank = replace(report, tables={n: emptied(t) for n, t in (report.tables | {"causal": causal}).items()})
-    page = Page(report_page(blank))
-    assert "–" in page.text
-    assert "nan" not in page.text.lower().split()
-    assert blank._repr_html_()
-    assert index_page([IndexEntry("blank", "blank/report.html", blank)])
-
-
-def test_some_unknown_numbers(report: Report) -> None:
-    heads = report.heads.copy()
-    for column in ("margin_median", "unselectable_fraction", "attainable_p05", "entropy_ratio"):
-        heads.loc[heads.index % 2 == 0, column] = np.nan
-        heads.loc[heads.index % 7 == 1, column] = np.inf
-    page = report_page(report.with_tables(heads=heads))
-    for name in ("margins", "entropy"):
-        assert f'aria-labelledby="{name}' in page, "a picture is missing"
-
-
-def test_nothing_still_makes_pages(report: Report) -> None:
-    assert "Nothing was measured" in Page(report_page(Report())).text
-    assert "Nothing was measured" in Report()._repr_html_()
-    assert "model" in index_page([IndexEntry("model", report=Report())])
-    assert "0 models" in Page(index_page([])).text
-    bad = IndexEntry("bad", error="ValueError: broken")
-    page = index_page([IndexEntry("good", "good/report.html", report), bad])
-    assert 'href="good/report.html"' in page
-    for html in (page, index_page([bad])):
-        assert "bad failed: ValueError: broken" in Page(html).text
-
-
-def test_a_single_token_and_a_single_head(page_of: PageOf) -> None:
-    one = ln_probe.analyze(make_hooked(n_heads=1, n_layers=1, d_head=32), torch.tensor([[3]]), progress=False)
-    page = Page(page_of(one))
-    assert "1 layers × 1 heads" in page.text
-    assert one.attention(0).document()
-
-
-@pytest.mark.slow
-def test_two_hundred_layers(report: Report) -> None:
-    norms = pd.concat([report.layernorms.assign(layer=i, site=f"blocks.{i}.ln1") for i in range(200)])
-    norms = norms.drop_duplicates("site", ignore_index=True)
-    inside = report.heads[report.heads["layer"] == 0]
-    heads = pd.concat([inside.assign(layer=i) for i in range(200)], ignore_index=True)
-    html = report_page(report.with_tables(layernorms=norms, heads=heads))
-    assert "200 layers × 4 heads" in Page(html).text
-    assert len(html) < 5_000_000
-
-
-@pytest.mark.slow
-def test_a_model_whose_norms_do_not_project() -> None:
-    report = ln_probe.analyze(make_bridge("llama"), torch.arange(1, 20)[None], progress=False)
-    assert "No norm of this model projects" in Page(report_page(report)).text
-
-
-def test_notebook_cell_is_small(report: Report, long_report: Report) -> None:
-    for one in (report, long_report):
-        cell = one._repr_html_()
-        assert len(cell) < 100_000
-        assert "<script" not in cell
-
-
-def test_the_attention_view_is_one_document(long_report: Report, tmp_path: Path) -> None:
-    view = long_report.attention(1, prompt=2)
-    frame = next(a for t, a in Page(view._repr_html_()).tags if t == "iframe")
-    assert frame["sandbox"] == "allow-scripts"
-    assert frame["srcdoc"] == view.document()
-    assert view.to_html(tmp_path / "a" / "view.html").read_text() == view.document()
-    assert view.document().count("<script>") == 1
-
-
-@pytest.mark.parametrize(("value", "text"), [
-    (float("nan"), "–"), (None, "–"), (3, "3"), (2.0, "2"), (0.123456, "0.1235"), (1.5e-7, "1.500e-07"), (True, "True"),
-    (123456.7, "1.235e+05"), (float("inf"), "inf"),
-])  # fmt: skip
-def test_numbers_as_tables_show_them(value: Any, text: str) -> None:
+@pytest.mark.parametrize(("value", "text"), [(None, "–"), (math.nan, "–"), (2.0, "2"), (1.23456, "1.235"), ("a", "a")])
+def test_numbers_are_short(value: Any, text: str) -> None:
     assert figure_text(value) == text
 
 
-def test_a_lab_page_shows_what_was_found_and_escapes_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="results"):
-        write_lab_page(tmp_path)
-    figure = Figure(figsize=(1, 1))
-    figure.subplots().plot([0, 1])
-    text = lab_page(
-        tmp_path,
-        {f"<b>{i}</b>": 0.25 for i in range(300)},
-        figures={"a_curve": figure},
-        diverged=("seed 9",),
-    )
-    for shown in ("ln-probe lab run toy", "&lt;b&gt;0&lt;/b&gt;", "Diverged: seed 9", "0.25"):
-        assert shown in text
-    assert "<b>" not in text
-    assert "data:image/png;base64,iVBOR" in text
-    assert "A curve</h3>" in text
-    assert "of 300 rows shown" in text
-    assert "--paper: #fff" in text  # the report's style, both its parts
-    assert 'content="default-src &#39;none&#39;; script-src &#39;sha256-' in text
-    assert 'src="http' not in text
-    assert 'href="http' not in text
+def test_a_path_is_shown_by_its_last_part() -> None:
+    assert [title_of(n) for n in ("/a/b/model/", "org/model", "~/x/y")] == ["model", "org/model", "y"]
 
 
-def test_what_is_packed_arrives() -> None:
-    sent = {
-        "text": HOSTILE, "none": None, "yes": True, "nan": float("nan"), "n": np.int64(3), "x": np.float32(0.5),
-        "u": np.arange(5, dtype=np.uint8), "h": np.array([0.5, np.nan], np.float16), "i": np.arange(3),
-        "f": np.array([[1.5, -2.0]]), "nested": [{"a": (1, 2)}, np.arange(7, dtype=np.uint8)],
-    }  # fmt: skip
-    assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed(sent)), "it could leave its place"
-    found = unpacked(packed(sent))
-    assert found["text"] == HOSTILE
-    assert (found["none"], found["yes"], found["nan"], found["n"], found["x"]) == (None, True, None, 3, 0.5)
-    assert found["u"].tolist() == [0, 1, 2, 3, 4]
-    assert found["h"].view(np.float16)[0] == 0.5
-    assert np.isnan(found["h"].view(np.float16)[1])
-    assert found["i"].tolist() == [0, 1, 2]
-    assert found["f"].tolist() == [1.5, -2.0]
-    assert found["nested"][0] == {"a": [1, 2]}
-    assert found["nested"][1].tolist() == list(range(7))
+def test_attention_of_a_head(report: Report) -> None:
+    view = report.attention(1, 2)
+    assert 'data-first="L1H2"' in view.document()
+    assert view._repr_html_().startswith('<iframe title="Attention" sandbox="allow-scripts"')
+    with pytest.raises(ValueError, match="head"):
+        report.attention(0, 99)
+    with pytest.raises(ValueError, match="attention"):
+        replace(report, exhibits=Exhibits()).attention()
 
 
-def test_what_cannot_be_sent_is_named() -> None:
-    with pytest.raises(TypeError, match="set"):
-        packed({"a": {1}})
-    with pytest.raises(TypeError, match="U1"):
-        packed(np.array(["a"]))
+# ------------------------------------------------------------------------------------------------------------ the index
 
 
-def test_scripts_cannot_end_their_element() -> None:
-    for script in (circuitsvis_script(), own_script("unpack.js", "attention.js"), own_script("unpack.js", "page.js")):
-        assert not re.search(r"</script|<script|<!--", script, re.IGNORECASE)
-    assert "CircuitsVis" in circuitsvis_script()
-    assert len(circuitsvis_script()) > 1_000_000
+def named(report: Report, name: str, step: int | None = None) -> Report:
+    return replace(report, provenance={**report.provenance, "model": {"name": name, "step": step}})
 
 
-def test_a_policy_names_scripts_by_hash_and_lets_nothing_be_fetched() -> None:
-    script = "let a = 1;"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}';" in policy(script)
-    assert policy().startswith("default-src 'none'; script-src 'none';")
-    assert "unsafe-inline" not in policy(script).split("style-src")[0]
-    assert "http" not in policy(script)
+def test_a_folder_of_reports_has_an_index(report: Report, tmp_path: Path) -> None:
+    for name in ("a", "org/b"):
+        named(report, name).save(tmp_path / name)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "report.json").write_text('{"format": 4}')
+    html = write_index(tmp_path, {"bad": "ValueError: broken"}).read_text()
+    assert 'href="org/b/report.html"' in html
+    assert "bad failed: ValueError: broken" in Page(html).text
+    assert "old failed" in Page(html).text
 
 
-def test_a_missing_bundle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    circuitsvis_script.cache_clear()
-    monkeypatch.setattr(payload, "find_spec", lambda _name: None)
-    with pytest.raises(FileNotFoundError, match="circuitsvis"):
-        circuitsvis_script()
+def test_an_index_says_what_the_bundled_models_are(report: Report) -> None:
+    assert set(BUNDLED) == set(ln_probe.bundled_models())
+    text = Page(index_page([IndexEntry(n, f"{n}/report.html", named(report, n)) for n in BUNDLED])).text
+    assert all(sentence in text for sentence in BUNDLED.values())
 
 
-def test_hard_keys_are_the_hardest_that_nobody_can_give_the_greater_part(long_report: Any) -> None:
-    shown = long_report.exhibits.of_prompt(0)
-    marks = attention.marks(shown)
-    value = shown.attainable.astype(float)
-    for place in np.ndindex(*marks.shape[:2]):
-        hard = marks[place] == attention.MARKS.index(attention.HARD)
-        assert (value[place][hard] < attention.HARD_BELOW).all()
-        assert hard.sum() <= np.ceil(attention.HARDEST_SHARE * marks.shape[-1])
-        stuck = np.isin(shown.verdict[place], [1, 2])
-        assert (marks[place][stuck] == attention.MARKS.index("unselectable")).all()
-    assert (marks == 1).any()
+def test_an_index_of_checkpoints_is_drawn_over_training(report: Report) -> None:
+    runs = [IndexEntry(f"m step {s}", f"{s}/report.html", named(report, "m", s)) for s in (0, 10)]
+    assert 'id="training"' in index_page(runs)
+    assert 'id="training"' not in index_page(runs[:1])
 
 
-# A page about 12 × 12 heads at 512 tokens.
-
-LIMIT = 6_000_000  # bytes; circuitsvis itself takes 63.8 MB for one layer
-LAYERS, HEADS, TOKENS = 12, 12, 512
-
-
-def incompressible(rng: np.random.Generator) -> Exhibits:
-    """Attention without any structure that could be compressed, in the amount that a report keeps."""
-    kept, prompts, _ = plan([TOKENS] * 4, range(LAYERS), HEADS, 4)
-    assert len(kept) == LAYERS
-    hidden, edges = np.triu(np.ones((TOKENS, TOKENS), bool), 1), bin_edges(TOKENS)
-    shape = (LAYERS, HEADS, TOKENS)
-    shown = []
-    for prompt, whole in prompts.items():
-        cells, full = [], {}
-        for layer in range(LAYERS):
-            scores = np.where(hidden, -np.inf, 1.5 * rng.normal(size=(HEADS, TOKENS, TOKENS)))
-            pattern = np.exp(scores - scores.max(-1, keepdims=True))
-            pattern /= pattern.sum(-1, keepdims=True)
-            cells.append(to_bytes(pooled(pattern, edges)))
-            full[layer, layer] = to_bytes(pattern[layer])
-        numbers = [rng.lognormal(-3, 2, size=shape).clip(0, 1).astype(np.float16) for _ in range(3)]
-        verdicts = [rng.choice(2, size=shape, p=[0.9, 0.1]).astype(np.uint8) for _ in range(2)]
-        one = PromptAttention(
-            prompt, tuple(f" w{rng.integers(5000)}" for _ in range(TOKENS)), tuple(range(LAYERS)), tuple(range(HEADS)),
-            edges, np.array(cells), verdicts[0], numbers[0], numbers[1], verdicts[1], numbers[2],
-            to_bytes(rng.lognormal(-6, 1, size=shape).clip(0, 1)), full if whole else {},
-            cells_frozen=np.array(cells)[:, ::-1].copy(),
-        )  # fmt: skip
-        shown.append(one)
-    return Exhibits(tuple(shown))
+def test_the_forest_plot_shows_the_tables_numbers(report: Report) -> None:
+    figure = figures.forest(["a", "b"], [report, report])
+    (row,) = report.causal.query("sites == 'all' and variant == 'no_scaling'").to_dict("records")
+    drawn = [line.get_xdata()[0] for line in figure.axes[0].lines]
+    assert drawn.count(row["delta_loss"]) == 2
 
 
-@pytest.mark.slow
-def test_a_page_without_structure_to_compress_is_small(report: Report) -> None:
-    rng = np.random.default_rng(0)
-    exhibits = incompressible(rng)
-    shown = exhibits.of_prompt(0)
-    assert shown.cells.shape == (LAYERS, HEADS, CELLS, CELLS)
-    assert len(shown.full) >= FULL_HEADS == 12
-    assert all(p.shape == (TOKENS, TOKENS) for p in shown.full.values())
-    layer = report.heads[report.heads["layer"] == 0]
-    heads = [layer.assign(layer=i, head=layer["head"] + 4 * j) for i in range(LAYERS) for j in range(3)]
-    keys = pd.concat([report.keys] * 33, ignore_index=True)  # as many as 12 × 12 heads have
-    numbers = keys.select_dtypes("float").columns
-    keys[numbers] = rng.lognormal(size=(len(keys), len(numbers)))
-    tables = {**report.tables, "heads": pd.concat(heads, ignore_index=True), "keys": keys}
-    big = replace(report, tables=tables, exhibits=exhibits)
-    assert len(keys) > 10_000
-    page = report_page(big)
-    assert len(page.encode()) <= LIMIT
+def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) -> None:
+    for text in HOSTILE:
+        one = replace(named(report, text), notes=(text,), exhibits=Exhibits())
+        for html in (notebook_cell(one), index_page([IndexEntry(text, text, one), IndexEntry(text, error=text)])):
+            assert not Page(html).acts(), text
+            assert not [c for c in UNSEEN if c in html], text
+    page = Page(lab_page(tmp_path, dict.fromkeys(HOSTILE, 1.0)))
+    assert not page.acts()

@@ -21,15 +21,12 @@ from architectures import folded_in_place, hugging_face, make_bridge
 from same_findings import BRACKETED, CLOSED_FORM, SAME, TABLES, assert_same_findings, differences
 
 import ln_probe
-from ln_probe.analyses.probes.columns import CAUSAL, HEADS, KEYS, LAYERNORMS
-from ln_probe.analyses.probes.registry import DEFAULT
-from ln_probe.analyses.probes.selectability import Selectability
+from ln_probe.analyses.probes.tables import CAUSAL, HEADS, KEYS, LAYERNORMS
 from ln_probe.loading.convert import World, has_hooked_transformer
 
 pytestmark = pytest.mark.lens
 SLOW = (pytest.mark.slow, pytest.mark.release)
 
-EVERY_KEY = (Selectability(every_key=True), *(name for name in DEFAULT if name != "selectability"))
 TOKENS = torch.randint(0, 50, (2, 28), generator=torch.Generator().manual_seed(5))
 
 
@@ -72,7 +69,7 @@ def worlds() -> list[World]:
 
 
 def report_in(world: World, folder: Path, case: Case) -> Any:
-    return ln_probe.analyze(case.load(folder, world), TOKENS, progress=False, probes=EVERY_KEY)
+    return ln_probe.analyze(case.load(folder, world), TOKENS, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +120,13 @@ def test_the_same_folded_weights_agree_in_float64(tmp_path: Path) -> None:
                 for name in names.split():
                     value = getattr(getattr(theirs, part), name)
                     getattr(getattr(ours, part), name).copy_(value.reshape(getattr(getattr(ours, part), name).shape))
-    reports = [ln_probe.analyze(m, TOKENS, progress=False, probes=EVERY_KEY) for m in (hooked, bridge)]
+    reports = [ln_probe.analyze(m, TOKENS, progress=False) for m in (hooked, bridge)]
     assert_same_findings(*({t: getattr(r, t) for t in TABLES} for r in reports), 1e-9)
 
 
 def test_every_column_is_compared() -> None:
     """A new column has to be put in one of the lists above."""
-    searched = {"verdict", "margin_lower", "margin_upper", "margin_median", "margin_p05"}
+    searched = {"verdict", "margin_lower", "margin_upper", "margin_median"}
     for table, columns in (
         ("layernorms", LAYERNORMS.names),
         ("heads", HEADS.names),
@@ -138,14 +135,14 @@ def test_every_column_is_compared() -> None:
     ):
         known = {*SAME[table], *CLOSED_FORM[table], *BRACKETED.get(table, []), *searched}
         # What is rounding itself, or a count of signs (rounding decides the sign of a change that is none).
-        left = {"layernorms": {"reconstruction_error"}, "causal": {"prompts_worse", "p_sign", "p_mean"}}
+        left = {"layernorms": {"reconstruction_error"}, "causal": {"prompts_worse", "p"}}
         assert set(columns) - known == left.get(table, set()), table
 
 
 @pytest.mark.slow
 @pytest.mark.release
 def test_the_comparison_sees_differences() -> None:
-    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[:1], progress=False, probes=EVERY_KEY)
+    report = ln_probe.analyze(make_bridge("gpt2"), TOKENS[:1], progress=False)
     tables = {t: getattr(report, t) for t in TABLES}
     assert not list(differences(tables, tables, 1e-9))
 
@@ -154,10 +151,10 @@ def test_the_comparison_sees_differences() -> None:
         other[column] = change(other[column])
         return [text.split(":")[0] for text in differences(tables, tables | {table: other}, 1e-4)]
 
-    assert changed("layernorms", "scale_mean", lambda c: c * 1.001) == ["layernorms.scale_mean"]
-    assert changed("layernorms", "scale_mean", lambda c: c * 1.00001) == []
+    assert changed("layernorms", "sigma_mean", lambda c: c * 1.001) == ["layernorms.sigma_mean"]
+    assert changed("layernorms", "sigma_mean", lambda c: c * 1.00001) == []
     assert changed("heads", "entropy_ratio", lambda c: c.mask(c.index == 20)) == ["heads.entropy_ratio"]
-    assert changed("heads", "undecided", lambda c: c + (c.index == 3)) == ["heads.undecided"]
+    assert changed("heads", "n", lambda c: c + (c.index == 3)) == ["heads.n"]
     assert changed("keys", "verdict", lambda c: c.where(c.index != 9, "unselectable")) == ["keys.verdict"]
     assert changed("keys", "margin_upper", lambda c: c * 0.5) == ["keys"]
     assert changed("keys", "attainable", lambda c: c - 0.1) == ["keys.attainable"]
@@ -171,7 +168,7 @@ def test_the_comparison_sees_differences() -> None:
     ("mgm", (4, 9669, 1, 128), 17, {}),
     # RMSNorm, grouped queries, rotary keys, and a sink whose sigma is a hundred times the rest
     ("smollm2", (20, 40_000, 1, 48), 6,
-     {"layers": [0, 15, 29], "probes": ("decomposition", EVERY_KEY[0], "uniformity")}),
+     {"layers": [0, 15, 29], "probes": ("decomposition", "selectability", "uniformity")}),
 ])  # fmt: skip
 def test_real_checkpoints_in_both_worlds(
     checkpoint: str, tokens: tuple[int, ...], sites: int, how: dict[str, Any], request: pytest.FixtureRequest
@@ -183,10 +180,10 @@ def test_real_checkpoints_in_both_worlds(
     reports = []
     for world in worlds():
         model = ln_probe.load_model(path, world=world, allow_pickle=checkpoint == "mgm", device="cpu")
-        reports.append(ln_probe.analyze(model, drawn, progress=False, **({"probes": EVERY_KEY} | how)))
+        reports.append(ln_probe.analyze(model, drawn, progress=False, **how))
         del model
     for report in reports:
         assert report.layernorms["reconstruction_error"].max() < 1e-5
         assert len(report.layernorms) == sites
-        assert report.heads["undecided"].sum() == 0
+        assert report.provenance["selectability"]["undecided"] == 0
     assert_same_findings(*({t: getattr(r, t) for t in TABLES} for r in reports), 1e-4)

@@ -17,8 +17,8 @@ import pandas as pd
 import pytest
 
 import ln_probe
-from ln_probe.analyses.probes.columns import BUILT_IN
-from ln_probe.report import FORMAT, PRINTED, Report, slug
+from ln_probe.analyses.probes.tables import TABLES
+from ln_probe.report import FORMAT, Report, answers
 
 
 @pytest.fixture(autouse=True)
@@ -30,24 +30,53 @@ def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_saved_reports_load_as_they_were(report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     loaded = ln_probe.load_report(folder)
-    for table in (t.name for t in BUILT_IN):
+    for table in (t.name for t in TABLES):
         pd.testing.assert_frame_equal(loaded.tables[table], report.tables[table], check_dtype=False)
     assert loaded.causal is loaded.tables["causal"]
     assert dict(loaded.provenance) == json.loads(json.dumps(report.provenance))
     assert (loaded.notes, loaded.findings(), repr(loaded)) == (report.notes, report.findings(), repr(report))
     assert sorted(p.name for p in folder.iterdir()) == sorted(
-        ["report.json", "report.html", "exhibits.npz", *(f"{t}.parquet" for t in (d.name for d in BUILT_IN))]
+        ["report.json", "report.html", "exhibits.npz", *(f"{t}.parquet" for t in (d.name for d in TABLES))]
     )
     assert loaded.tokens().equals(report.tokens())
 
 
-def test_print_shows_the_first_findings(report: Report) -> None:
+def test_print_shows_the_findings_in_their_order(report: Report) -> None:
     lines = " ".join(line.strip() for line in str(report).splitlines())
-    assert lines.startswith(f"{report.name} on {report.provenance['prompts']['count']} prompt")
-    assert report.findings()[0] in lines
-    assert f"{len(report.findings()) - PRINTED} more" in lines
+    texts = [answer.text for answer in answers(report)]
+    assert lines == " ".join(
+        [f"{report.name} on {report.provenance['prompts']['count']} prompt (tokens)", *(f"- {text}" for text in texts)]
+    )
+    assert report.findings() == texts
     assert "\x1b" not in str(replace(report, provenance={"model": {"name": "\x1b[31m"}}))
-    assert len(str(Report()).splitlines()) == 2
+    assert all(text.startswith("Not measured") for text in Report().findings())
+
+
+def test_every_value_by_head_is_that_of_its_table(report: Report) -> None:
+    table = report.by_head().set_index(["layer", "head"])
+    assert table.index.tolist() == [(i, h) for i in range(2) for h in range(4)]
+    effects = report.head_effects.set_index(["layer", "head", "variant"])
+    heads = report.heads.set_index(["layer", "head", "variant"])
+    sinks = report.sink_heads.set_index(["layer", "head"])
+    for place, row in table.iterrows():
+        assert row["delta_loss"] == effects.loc[(*place, "no_scaling"), "delta_loss"]
+        intact, frozen = (heads.loc[(*place, variant)] for variant in ("intact", "no_scaling"))
+        assert row["entropy_change"] == frozen["entropy_ratio"] - intact["entropy_ratio"]
+        assert row["received"] == intact["pattern_max_median"]
+        assert row["margin"] == intact["margin_median"]
+        assert row["first_attention"] == sinks.loc[place, "first_attention"]
+    assert not table["estimated"].any()
+    unrun = report.head_effects.copy()
+    unrun.loc[(unrun["layer"] == 1) & (unrun["head"] == 2), ["delta_loss", "p"]] = float("nan")
+    table = report.with_tables(head_effects=unrun).by_head().set_index(["layer", "head"])
+    assert table.loc[(1, 2), "delta_loss"] == effects.loc[(1, 2, "no_scaling"), "estimate"]
+    assert table["estimated"].tolist() == [place == (1, 2) for place in table.index]
+    assert report.by_head("delta_loss")["delta_loss"].abs().is_monotonic_decreasing
+    assert Report().by_head().empty
+    assert Report().by_head().columns.tolist() == report.by_head().columns.tolist()
+    without = report.with_tables(head_effects=report.head_effects.iloc[:0]).by_head()
+    assert len(without) == 8
+    assert without["delta_loss"].isna().all()
 
 
 def test_damaged_reports(report: Report, tmp_path: Path) -> None:
@@ -62,33 +91,19 @@ def test_damaged_reports(report: Report, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=name):
             ln_probe.load_report(folder)
         (folder / name).write_bytes(whole)
-    for content in ('{"format": 5', "[]", '{"format": 5, "tables": {}}', ""):
+    for content in ('{"format": 6', "[]", '{"format": 6, "tables": {}}', ""):
         (folder / "report.json").write_text(content)
         with pytest.raises(ValueError, match="damaged"):
             ln_probe.load_report(folder)
 
 
-@pytest.mark.parametrize("form", [2, 4, 99, "x"])
+@pytest.mark.parametrize("form", [5, 99, "x"])
 def test_a_report_of_another_format_is_refused(form: object, report: Report, tmp_path: Path) -> None:
     folder = report.save(tmp_path / "r")
     (folder / "report.json").write_text(json.dumps({"format": form, "provenance": {}, "notes": []}))
     with pytest.raises(ValueError, match=f"{form!r}.*{FORMAT}") as error:
         ln_probe.load_report(folder)
     assert "\n" not in str(error.value)
-
-
-def test_unknown_tables_are_kept_and_shown(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = pd.DataFrame({"word": ["a", "<u>"], "count": [1, 2]})
-    loaded = ln_probe.load_report(replace(report, tables={**report.tables, "mine": mine}).save(tmp_path / "r"))
-    pd.testing.assert_frame_equal(loaded.tables["mine"], mine)
-    pd.testing.assert_frame_equal(ln_probe.load_report(loaded.save(tmp_path / "s")).tables["mine"], mine)
-    monkeypatch.undo()
-    page = loaded.to_html(tmp_path / "page.html").read_text()
-    assert 'id="table-mine"' in page
-    assert "&lt;u&gt;" in page
-    assert "<u>" not in page
-    joined = ln_probe.compare([loaded, loaded], ["a", "b"])
-    assert set(joined.tables) == {t.name for t in BUILT_IN}  # its declaration says not what tells its rows apart
 
 
 WRONG: list[tuple[Callable[[Any], object], str]] = [
@@ -106,7 +121,6 @@ WRONG: list[tuple[Callable[[Any], object], str]] = [
     (lambda r: r.to_html("file/page.html"), "cannot be written"),
     (lambda r: r.attention(99), "layer 99"),
     (lambda r: r.attention(head=-1), "head -1"),
-    (lambda r: r.attention(prompt=3), "prompt 3"),
     (lambda r: r.attention().to_html(3), "3"),
     (lambda r: r.by_head("size"), "size"),
     (lambda r: ln_probe.load_report(""), "empty"),
@@ -173,7 +187,7 @@ def test_a_killed_save_leaves_a_whole_report_or_none(report: Report, tmp_path: P
 
 @pytest.mark.parametrize("change", [
     lambda t: t.drop(columns="layer"),
-    lambda t: t.assign(keys="many"),
+    lambda t: t.assign(n="many"),
     lambda t: pd.concat([t, t]),
 ])  # fmt: skip
 def test_tables_that_are_not_what_they_should_be(
@@ -183,11 +197,3 @@ def test_tables_that_are_not_what_they_should_be(
     change(pd.read_parquet(file)).to_parquet(file, index=False)
     with pytest.raises(ValueError, match="heads"):
         ln_probe.load_report(file.parent)
-
-
-@pytest.mark.parametrize(("name", "folder"), [
-    ("gpt2", "gpt2"), ("EleutherAI/pythia-70m", "EleutherAI-pythia-70m"), ("../..", "model"), ("a b\u00e9", "a-b"),
-    ("</script>", "script"), ("..", "model"),
-])  # fmt: skip
-def test_slugs_are_plain_folder_names(name: str, folder: str) -> None:
-    assert slug(name) == folder

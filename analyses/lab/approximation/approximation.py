@@ -2,9 +2,9 @@
 
 After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Transformer for Sequence Modeling"), section
 6. Where a trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show
-how much that is worth. The published model has no norm: here one is put before or after its sublayers. The optima are
-in `optima.csv`: least squares over the heads' coefficients with 400 digits, for slopes that were searched for (up to
-four heads) or laid out evenly; upper bounds of the least error.
+how much that is worth. The published model has no norm: here one is put before or after its sublayers. Optima are least
+squares over the heads' coefficients in float64, for slopes that were searched for (up to four heads) or laid out
+evenly: upper bounds of the least error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,37 +20,13 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from matplotlib.figure import Figure
-from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from ln_probe.analyses.lab.approximation.relative import (
-    ADAPTIVE,
-    AFFINE_TARGETS,
-    IF_MINUS,
-    IF_PLUS,
-    LENGTH,
-    RelativeConfig,
-    RelativeTransformer,
-    affine,
-    error,
-    evaluate,
-    plain,
-    variance,
-)
+from ln_probe.analyses.lab import results
+from ln_probe.analyses.lab.approximation import relative
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import (
-    LEVEL,
-    Results,
-    as_factors,
-    contrasted,
-    effects,
-    heat_map,
-    minus_reference,
-    panels,
-    select,
-    summarize,
-)
-from ln_probe.analyses.lab.train import Task, TrainConfig, carry_out, curves, planned, step_generator
+from ln_probe.analyses.lab.runs import carry_out, curves, planned
+from ln_probe.analyses.lab.train import Task, TrainConfig, step_generator
 from ln_probe.analyses.probes.statistics import holm
 
 HEADS, HEADS_QUICK = (1, 4, 16, 64), (1, 16)
@@ -60,8 +35,6 @@ FFN_FREE = 0
 RATES = (1e-2, 1e-3)
 EVALUATION_SEED = 10_000  # apart from every training seed
 EVALUATION_INPUTS = 4096
-EXACT = 0  # inputs of an evaluation that is a sum over lags
-OPTIMA = Path(__file__).with_name("optima.csv")
 KEYS = ("target", "kernel", "heads", "width", "dot_product", "norm", "norm_order", "lr")
 
 # Squared errors as reported; bounds ("< 1e-5") as their bound. 2a and 2b were reported over m and H, not which.
@@ -84,8 +57,10 @@ class Cell:
     norm_order: str = "pre"
     lr: float = RATES[0]
 
-    def spec(self) -> RelativeConfig:
-        return RelativeConfig(LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order)
+    def spec(self) -> relative.RelativeConfig:
+        return relative.RelativeConfig(
+            relative.LENGTH, self.heads, self.width, self.kernel, self.dot_product, self.norm, self.norm_order
+        )
 
 
 class ApproximationTask(Task):
@@ -101,29 +76,36 @@ class ApproximationTask(Task):
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"target": self.target, "length": LENGTH, "evaluated_on": EVALUATION_INPUTS}
+        return {"target": self.target, "length": relative.LENGTH, "evaluated_on": EVALUATION_INPUTS}
 
     def batch(self, step: int, size: int, seed: int) -> Float[Tensor, "batch pos"]:
-        return 2.0 * torch.randint(2, (size, LENGTH), generator=step_generator(seed, step)) - 1
+        return 2.0 * torch.randint(2, (size, relative.LENGTH), generator=step_generator(seed, step)) - 1
 
     def loss(self, model: nn.Module, batch: Tensor) -> Float[Tensor, ""]:
         output: Tensor = model(batch)
-        return (output - evaluate(self.target, batch)).pow(2).mean()
+        return (output - relative.evaluate(self.target, batch)).pow(2).mean()
 
     @cached_property
     def _evaluation(self) -> Float[Tensor, "batch pos"]:
         x = self.batch(0, EVALUATION_INPUTS, EVALUATION_SEED)
-        if self.target == ADAPTIVE:  # each of the eight combinations equally often, so that the bound holds on them
+        if (
+            self.target == relative.ADAPTIVE
+        ):  # each of the eight combinations equally often, so that the bound holds on them
             signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=3)))
-            x[:, [LENGTH - 1, IF_PLUS - 1, IF_MINUS - 1]] = signs.repeat(EVALUATION_INPUTS // len(signs), 1)
+            x[:, [relative.LENGTH - 1, relative.IF_PLUS - 1, relative.IF_MINUS - 1]] = signs.repeat(
+                EVALUATION_INPUTS // len(signs), 1
+            )
         return x
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        relative = cast("RelativeTransformer", model)
-        exact = self.target in AFFINE_TARGETS and plain(relative.cfg)
-        mse = error(self.target, *affine(relative, LENGTH))[0] if exact else float(self.loss(model, self._evaluation))
-        inputs = EXACT if exact else EVALUATION_INPUTS
-        return {"mse": mse, "relative_mse": mse / variance(self.target), "evaluated_on": inputs}
+        trained = cast("relative.RelativeTransformer", model)
+        exact = self.target in relative.AFFINE_TARGETS and relative.plain(trained.cfg)
+        mse = (
+            relative.error(self.target, *relative.affine(trained, relative.LENGTH))[0]
+            if exact
+            else float(self.loss(model, self._evaluation))
+        )
+        return {"mse": mse, "relative_mse": mse / relative.variance(self.target)}
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -160,83 +142,74 @@ def training(quick: bool, seed: int, lr: float) -> TrainConfig:
     )  # fmt: skip
 
 
-def run(request: Request) -> Results:
+def run(request: Request) -> results.Results:
     """Train the missing runs of the grid and put every error beside its optimum."""
     return _run(request, grid(request.quick))
 
 
-def _run(request: Request, cells: Sequence[Cell]) -> Results:
+def _run(request: Request, cells: Sequence[Cell]) -> results.Results:
     runs = planned(
         cells,
         request,
-        name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
         task=lambda cell, _: ApproximationTask(cell.target),
         training=lambda cell, seed: training(request.quick, seed, cell.lr),
     )
     lost = carry_out(runs, request)
-    tables = analyse(with_inputs(curves(runs)))
+    tables = analyse(results.select(curves(runs), measure=["mse", "relative_mse"]))
     settings = {"training": vars(training(request.quick, 0, RATES[0])), "seeds": list(request.seeds)}
-    return Results(tables, plot(tables), settings, lost)
+    return results.Results(tables, plot(tables), settings, lost)
 
 
-def run_adaptive(request: Request) -> Results:
+def run_adaptive(request: Request) -> results.Results:
     """Models of the adaptive target: heads, with an FFN and without, with the dot product and without."""
     heads = (2,) if request.quick else (1, 2, 4)
     dots = (False, True)
-    cells = [Cell(ADAPTIVE, "table", h, width, dot) for width in (FFN_FREE, WIDTH) for dot in dots for h in heads]
+    cells = [
+        Cell(relative.ADAPTIVE, "table", h, width, dot) for width in (FFN_FREE, WIDTH) for dot in dots for h in heads
+    ]
     return _run(request, cells)
 
 
-def with_inputs(table: pd.DataFrame) -> pd.DataFrame:
-    """Errors of `curves` with the column `evaluated_on`: how many inputs each was measured on, EXACT if on none."""
-    run = [*KEYS, "seed", "step"]
-    inputs = table[table["measure"] == "evaluated_on"].set_index(run)["value"]
-    errors = select(table, measure=["mse", "relative_mse"])
-    return errors.join(inputs.rename("evaluated_on"), on=run).astype({"evaluated_on": int})
-
-
 def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Make the tables of the errors of every run (as `with_inputs`).
+    """Make the tables of the errors of every run: KEYS, `seed`, `step`, `measure`, `value`.
 
     Errors lie many orders of magnitude apart: centers are geometric means, intervals those of their logarithms. Holm's
     p is over `norm_factors`, `rates_trained` and `dot_product` together.
     """
-    summary = summarize(frame.drop(columns=["step", "evaluated_on"]), [*KEYS, "measure"], PUBLISHED, kind="log")
-    optima = pd.read_csv(OPTIMA).set_index(["target", "kernel", "heads"])["mse_extended"].to_dict()
-    best = [attainable(row, cast("Any", optima)) for row in summary.to_dict("records")]
-    scale = summary["target"].map(variance).where(summary["measure"] != "mse", 1.0)
-    summary.insert(len(KEYS) + 1, "optimum", np.array(best, dtype=float) / scale)
-    most = frame.groupby([*KEYS, "measure"], sort=False, as_index=False)["evaluated_on"].max()
+    summary = results.summarize(frame.drop(columns="step"), [*KEYS, "measure"], PUBLISHED, kind="log")
+    scale = summary["target"].map(relative.variance).where(summary["measure"] != "mse", 1.0)
+    summary.insert(len(KEYS) + 1, "optimum", np.array(list(map(attainable, summary.to_dict("records")))) / scale)
     tested = [norm_factors(frame), trained_exponents(frame), dot_product_factors(frame)]
     p_holm = holm(np.concatenate([table["p"].to_numpy(float) for table in tested]))
     parts = np.split(p_holm, np.cumsum([len(table) for table in tested])[:-1])
     factors, exponents, products = (t.assign(p_holm=p) for t, p in zip(tested, parts, strict=True))
-    return {
-        "summary": summary.merge(most, on=[*KEYS, "measure"], validate="1:1"), "errors": frame, "norm_factors": factors,
-        "rates_trained": exponents, "dot_product": products,
-    }  # fmt: skip
+    tables = {"norm_factors": factors, "rates_trained": exponents, "dot_product": products}
+    return {"summary": summary, "errors": frame, **tables}
 
 
-def attainable(row: Mapping[Any, Any], optima: Mapping[tuple[str, str, int], float]) -> float:
+def attainable(row: Mapping[Any, Any]) -> float:
     """Return the least squared error known to be attainable with a parametrization; NaN where it is unknown.
 
-    With a slope per head it is that of OPTIMA. An FFN, whose output may be 0, does not raise it. The adaptive target is
-    (a + b) / 2 + e (a - b) / 2 with e = x_1000, a = x_99 and b = x_48: without an FFN and the dot product any output is
-    affine in the inputs and leaves 1/2; with the dot product two heads can have 0 (`adaptive_by_hand`).
+    With a slope per head it is `linear_optimum`. An FFN, whose output may be 0, does not raise it. The adaptive target
+    is (a + b) / 2 + e (a - b) / 2 with e = x_1000, a = x_99 and b = x_48: without an FFN and the dot product any output
+    is affine in the inputs and leaves 1/2; with the dot product two heads can have 0.
     """
     if row["norm_order"] == "post" and row["norm"] != "none":
         return np.nan
-    if row["target"] == ADAPTIVE:
-        return (
-            0.0 if row["width"] or (row["dot_product"] and row["heads"] > 1) else np.nan if row["dot_product"] else 0.5
-        )
-    return optima.get((row["target"], row["kernel"], row["heads"]), np.nan)
+    if row["target"] == relative.ADAPTIVE:
+        affine_at_most = 0.5 if not row["dot_product"] else np.nan
+        return 0.0 if row["width"] or (row["dot_product"] and row["heads"] > 1) else affine_at_most
+    if row["kernel"] == "table" or row["target"] not in relative.LINEAR:
+        return np.nan
+    return relative.linear_optimum(row["target"], row["kernel"], int(row["heads"])).mse
 
 
 def norm_factors(frame: pd.DataFrame) -> pd.DataFrame:
     """By what factor a norm changes the squared error: a geometric mean over seeds of pairs with the same batches."""
-    errors = select(frame, measure="mse").assign(value=lambda t: np.log(t["value"].astype(float)))
-    return as_factors(effects(errors, KEYS, ["norm", "norm_order"]), KEYS)
+    errors = results.select(frame, measure="mse").assign(value=lambda t: np.log(t["value"].astype(float)))
+    same = [key for key in KEYS if key not in ("norm", "norm_order")]
+    pairs = results.minus_reference(errors, errors["norm"] == "none", [*same, "seed"])
+    return results.as_factors(results.contrasted(pairs, KEYS), KEYS)
 
 
 def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
@@ -245,14 +218,12 @@ def dot_product_factors(frame: pd.DataFrame) -> pd.DataFrame:
     Returns:
         `target, kernel, heads, width, factor, low, high` (95 %), `seeds, p, p_holm`.
     """
-    errors = select(frame, measure="mse", norm="none")
+    errors = results.select(frame, measure="mse", norm="none")
     logs = errors.assign(value=np.log(errors["value"].astype(float)))
     keys = ["target", "kernel", "heads", "width"]
-    pairs = minus_reference(logs, ~logs["dot_product"].astype(bool), [*keys, "norm_order", "lr", "seed"])
-    return as_factors(contrasted(pairs, keys), keys)
+    pairs = results.minus_reference(logs, ~logs["dot_product"].astype(bool), [*keys, "norm_order", "lr", "seed"])
+    return results.as_factors(results.contrasted(pairs, keys), keys)
 
-
-# ----------------------------------------------------------------------------------------------------------- rates
 
 FEWEST = 3  # numbers of heads; a line through two points is no fit
 
@@ -266,49 +237,32 @@ def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
         and without the dot product, with at least FEWEST numbers of heads.
     """
     keys = ["target", "kernel", "width", "lr"]
-    errors = select(frame[frame["target"] != ADAPTIVE], measure="mse", norm="none", dot_product=False)
+    errors = results.select(frame[frame["target"] != relative.ADAPTIVE], measure="mse", norm="none", dot_product=False)
     rows = []
     for key, part in errors.groupby([*keys, "seed"], sort=False):
         if part["heads"].nunique() >= FEWEST:
             part = part.sort_values("heads")
-            a, *_, residual = _line(np.log(part["heads"].to_numpy(float)), np.log(part["value"].to_numpy(float)))
-            rows.append((*key, ", ".join(map(str, part["heads"])), a, residual))
+            heads, errors_of = (np.log(part[column].to_numpy(float)) for column in ("heads", "value"))
+            slope, start = np.polyfit(heads, errors_of, 1)
+            residual = float(np.sqrt(((errors_of - start - slope * heads) ** 2).mean()) / np.log(10))
+            rows.append((*key, ", ".join(map(str, part["heads"])), -float(slope), residual))
     table = pd.DataFrame(rows, columns=[*keys, "seed", "heads", "value", "residual"])
     keys.append("heads")
     residuals = table.groupby(keys, sort=False, as_index=False)["residual"].mean()
-    return contrasted(table, keys).merge(residuals, on=keys)
-
-
-def _line(x: Float[np.ndarray, " point"], y: Float[np.ndarray, " point"]) -> tuple[float, float, float, float]:
-    """Minus the slope of a least-squares line with its interval, and the residual in log10."""
-    line = stats.linregress(x, y)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 2)) * float(line.stderr)
-    residual = y - line.intercept - line.slope * x
-    c = -float(line.slope)
-    return c, c - half, c + half, float(np.sqrt((residual**2).mean()) / np.log(10))
-
-
-# --------------------------------------------------------------------------------------------------------- figures
+    return results.contrasted(table, keys).merge(residuals, on=keys)
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """Errors of 4a and 4b over heads beside the optimum; of 1b and 2b with a table of positions, heads against FFN."""
-    from matplotlib.colors import LogNorm
-
-    errors = select(tables["summary"], measure="mse", norm="none", dot_product=False)
-    memory = select(errors, target=["4a", "4b"], kernel=["log", "linear"], width=FFN_FREE)
-    figure, axes = panels(4, 4, 2.8, columns=2)
-    for ((target, kernel), cell), ax in zip(memory.groupby(["target", "kernel"], sort=False), axes, strict=False):
-        for number, (lr, line) in enumerate(cell.groupby("lr", sort=False)):
-            ax.plot(line["heads"], line["mean"], f"C{number}o-", label=f"trained, lr {lr:g}")
-        ax.plot(cell["heads"], cell["optimum"].clip(1e-16), "k_", label="least squares")
-        ax.plot(cell["heads"], cell["published"], "r*", label="published")
-        ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="heads", ylabel="squared error")
-    axes[0].legend(fontsize=7)
-    squares = select(errors, target=["1b", "2b"], kernel="table")
-    table, axes = panels(2, 3.8, 3.2)
-    for (target, part), ax in zip(squares.groupby("target"), axes, strict=False):
-        square = part.pivot(index="heads", columns="width", values="mean")
-        heat_map(ax, square, "{:.0e}".format, 1e-3, norm=LogNorm(1e-10, 1))
-        ax.set(title=f"{target!s}, table of positions", xlabel="m", ylabel="heads")
-    return {"heads": figure, "table": table}
+    """Errors of 4a and 4b over heads beside the optimum; of 1b and 2b with a table of positions, over hidden units."""
+    errors = results.select(tables["summary"], measure="mse", norm="none", dot_product=False)
+    memory = results.select(errors, target=["4a", "4b"], kernel=["log", "linear"], width=FFN_FREE)
+    best = memory[memory["lr"] == RATES[0]].assign(
+        mean=lambda t: t["optimum"].clip(1e-16), ci_low=np.nan, line="optimum"
+    )
+    trained = memory.assign(line=memory["lr"].map("trained, rate {:g}".format))
+    squares = results.select(errors, target=["1b", "2b"], kernel="table")
+    axes: dict[str, Any] = {"xscale": "log", "yscale": "log", "ylabel": "squared error"}
+    return {
+        "heads": results.line_panels(pd.concat([trained, best]), ["target", "kernel"], "heads", "line", **axes),
+        "table": results.line_panels(squares, ["target"], "width", "heads", **axes),
+    }

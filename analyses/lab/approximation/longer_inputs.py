@@ -16,21 +16,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.lab.approximation import approximation
+from ln_probe.analyses.lab.approximation import approximation, relative
 from ln_probe.analyses.lab.approximation.approximation import FFN_FREE, RATES, ApproximationTask
-from ln_probe.analyses.lab.approximation.relative import (
-    AFFINE_TARGETS,
-    LENGTH,
-    RelativeConfig,
-    RelativeTransformer,
-    affine,
-    design,
-    error,
-    linear_optimum,
-)
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, panels, select, summarize
-from ln_probe.analyses.lab.train import Run, TrainConfig, carry_out, planned
+from ln_probe.analyses.lab.results import Results, line_panels, select, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out, planned
+from ln_probe.analyses.lab.train import TrainConfig
 
 LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
 STEPS, QUICK_STEPS = 600, 100  # published: 10,000
@@ -45,8 +36,8 @@ class Cell:
     kernel: str
     heads: int
 
-    def spec(self) -> RelativeConfig:
-        return RelativeConfig(LENGTH, self.heads, FFN_FREE, self.kernel)
+    def spec(self) -> relative.RelativeConfig:
+        return relative.RelativeConfig(relative.LENGTH, self.heads, FFN_FREE, self.kernel)
 
 
 def training(quick: bool, seed: int) -> TrainConfig:
@@ -59,8 +50,10 @@ def solved_errors(cells: Sequence[Cell]) -> pd.DataFrame:
     """Errors of the least-squares solutions for 1000 inputs on every length: KEYS, `value`."""
     rows = []
     for cell in cells:
-        solution = linear_optimum(cell.target, cell.kernel, cell.heads)
-        weights = [design(cell.kernel, solution.slopes, n) @ np.asarray(solution.coefficients) for n in LENGTHS]
+        solution = relative.linear_optimum(cell.target, cell.kernel, cell.heads)
+        weights = [
+            relative.design(cell.kernel, solution.slopes, n) @ np.asarray(solution.coefficients) for n in LENGTHS
+        ]
         rows += _errors(vars(cell), [(0.0, some) for some in weights])
     return pd.DataFrame(rows, columns=[*KEYS, "value"])
 
@@ -69,8 +62,8 @@ def trained_errors(runs: Sequence[Run]) -> pd.DataFrame:
     """Errors of the trained models on every length: KEYS, `seed`, `value`; those that are finished."""
     rows = []
     for run in (run for run in runs if run.finished):
-        model = cast("RelativeTransformer", run.model())
-        rows += _errors({**run.keys, "seed": run.seed}, [affine(model, n) for n in LENGTHS])
+        model = cast("relative.RelativeTransformer", run.model())
+        rows += _errors({**run.keys, "seed": run.seed}, [relative.affine(model, n) for n in LENGTHS])
     return pd.DataFrame(rows, columns=[*KEYS, "seed", "value"])
 
 
@@ -78,7 +71,7 @@ def _errors(about: Mapping[str, Any], outputs: Sequence[tuple[float, np.ndarray]
     """Rows of affine outputs, a constant and the weight of each lag for each of LENGTHS."""
     rows = []
     for length, output in zip(LENGTHS, outputs, strict=True):
-        for measure, value in zip(("mse", "relative_mse"), error(about["target"], *output), strict=True):
+        for measure, value in zip(("mse", "relative_mse"), relative.error(about["target"], *output), strict=True):
             rows.append({**about, "length": length, "measure": measure, "value": value})
     return rows
 
@@ -86,9 +79,9 @@ def _errors(about: Mapping[str, Any], outputs: Sequence[tuple[float, np.ndarray]
 def run(request: Request) -> Results:
     """Train what is not trained, and put every model and every solution on longer inputs."""
     heads = (1,) if request.quick else (1, 16)
-    cells = [Cell(t, k, h) for t in AFFINE_TARGETS for k in ("log", "linear", "t5") for h in heads]
+    cells = [Cell(t, k, h) for t in relative.AFFINE_TARGETS for k in ("log", "linear", "t5") for h in heads]
     runs = planned(
-        cells, request, name=lambda cell: f"{cell.target}-{cell.kernel}-{cell.heads}",
+        cells, request,
         task=lambda cell, _: ApproximationTask(cell.target), training=lambda _, seed: training(request.quick, seed),
     )  # fmt: skip
     lost = carry_out(runs, request)
@@ -108,15 +101,9 @@ def analyse(trained: pd.DataFrame, solved: pd.DataFrame) -> dict[str, pd.DataFra
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """Error relative to the best constant over length; dashed: least squares."""
+    """Error relative to the best constant over length, trained and by least squares."""
     part = select(tables["summary"], measure="relative_mse")
-    groups = list(part.groupby(["target", "kernel"], sort=False))
-    figure, axes = panels(len(groups), 3, 2.5, columns=3, shared=True)
-    for ((target, kernel), cell), ax in zip(groups, axes, strict=True):
-        for number, (heads, line) in enumerate(cell.groupby("heads")):
-            ax.plot(line["length"], line["mean"], f"C{number}o-", markersize=3, label=f"{heads} heads")
-            ax.plot(line["length"], line["solved"].clip(lower=1e-16), f"C{number}--")
-        ax.set(title=f"{target}, {kernel}", xscale="log", yscale="log", xlabel="inputs")
-    axes[0].set_ylabel("error / best constant's")
-    axes[0].legend(fontsize=7)
-    return {"longer": figure}
+    trained = part.assign(line=part["heads"].map("{} heads".format))
+    solved = part.assign(line=trained["line"] + ", solved", mean=part["solved"].clip(lower=1e-16), ci_low=np.nan)
+    axes: dict[str, Any] = {"xscale": "log", "yscale": "log", "ylabel": "error / best constant's", "columns": 3}
+    return {"longer": line_panels(pd.concat([trained, solved]), ["target", "kernel"], "length", "line", **axes)}

@@ -142,7 +142,7 @@ SPARSE_ONE = 99  # that 2a looks at
 UNITS = 64
 ADAPTIVE = "adaptive"
 IF_PLUS, IF_MINUS = SPARSE_ONE, SPARSE[0]  # positions that `adaptive` reads, by what the last input is
-TARGETS = ("1b", "2a", "2b", "4a", "4b", ADAPTIVE)
+LINEAR = ("2b", "4a", "4b")  # targets with a weight for each lag
 # Slopes from one that spreads over the whole sequence to one that sees the nearest lag alone, in the logarithm.
 SLOPE_RANGE = {"log": (1e-3, 30.0), "linear": (1e-4, 30.0), "t5": (1e-4, 30.0)}
 SEARCHED = 4  # heads up to which slopes are searched for; with more they are laid out evenly
@@ -238,18 +238,18 @@ def linear_optimum(target: str, kernel: str, heads: int) -> Optimum:
     low, high = np.log(SLOPE_RANGE[kernel])
 
     def residuals(log_slopes: Float[np.ndarray, " head"]) -> Float[np.ndarray, " lag"]:
-        found = fit(target, kernel, np.exp(log_slopes))
-        return np.asarray(linear_weights(target) - design(kernel, found.slopes) @ np.asarray(found.coefficients))
+        optimum = fit(target, kernel, np.exp(log_slopes))
+        return np.asarray(linear_weights(target) - design(kernel, optimum.slopes) @ np.asarray(optimum.coefficients))
 
-    found = []
+    optima = []
     for part in range(1, STARTS + 1):
         end = low + (high - low) * part / STARTS
         start = np.linspace(low, end, heads + 2)[1:-1]
-        found.append(fit(target, kernel, np.exp(start)))
+        optima.append(fit(target, kernel, np.exp(start)))
         if heads <= SEARCHED:  # with more, evenly spread slopes already fit to rounding or no search helps
             best = least_squares(residuals, start, bounds=(low, high), xtol=1e-15, ftol=1e-15, gtol=1e-15).x
-            found.append(fit(target, kernel, np.exp(best)))
-    return min(found, key=lambda one: one.mse)
+            optima.append(fit(target, kernel, np.exp(best)))
+    return min(optima, key=lambda one: one.mse)
 
 
 def linear_weights(target: str) -> Float[np.ndarray, " lag"]:
@@ -294,29 +294,5 @@ def error(target: str, constant: float, weights: Float[np.ndarray, " lag"]) -> t
     """The squared error of an affine function on its length, and relative to that of the best constant."""
     wanted = lag_weights(target, len(weights))
     assert wanted is not None
-    found = constant**2 + float(((weights - wanted) ** 2).sum())
-    return found, found / float((wanted**2).sum())
-
-
-def adaptive_by_hand(grain: float = 1e-7) -> RelativeTransformer:
-    """Two heads with the dot product and no FFN whose error is near 0, in float64.
-
-    Args:
-        grain: of a head's weight on all lags but its own together.
-    """
-    model = RelativeConfig(LENGTH, 2, 0, "table", True).build().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.embed[0, 0], model.embed[1, 0] = -1.0, 1.0  # the input itself, in one dimension of the stream
-        model.embed[:, 1] = 1.0
-        for head, (place, used_for) in enumerate(((IF_PLUS, 1.0), (IF_MINUS, -1.0))):
-            model.bias[head] = np.log(grain / LENGTH)
-            model.bias[head, LENGTH - place] = 0.0
-            # The score of a token: 0 where the head is used, else large for +1s and as small for -1s.
-            model.W_Q[head, 0, 0], model.W_Q[head, 1, 0] = -used_for, 1.0
-            model.W_K[head, 0, 0] = -np.log(grain) * np.sqrt(D_HEAD)
-            model.W_V[head, 0, 0] = model.W_O[head, 0, 2] = 1.0
-        model.out.weight[0, 2] = 1.0  # the sum of both: one of them is 1
-        model.out.bias[0] = -1.0
-    return model
+    squared = constant**2 + float(((weights - wanted) ** 2).sum())
+    return squared, squared / float((wanted**2).sum())

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.analyses.lab.results import Results, contrasted, differences, minus_reference, select, summarize
+from ln_probe.analyses.lab.runs import carry_out, curves, planned
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import TrainConfig, carry_out, curves, planned
+from ln_probe.analyses.lab.train import TrainConfig
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
 
@@ -129,7 +130,7 @@ def run(request: Request) -> Results:
     """Train the missing runs of the grid and compare held-out losses."""
     task = TextTask(request.texts, D_VOCAB, N_CTX, tokenizer=request.tokenizer)
     runs = planned(
-        grid(request.quick), request, name=lambda cell: "-".join(f"{key}_{getattr(cell, key)}" for key in KEYS),
+        grid(request.quick), request,
         task=lambda *_: task, training=lambda _, seed: training(request.quick, seed),
     )  # fmt: skip
     lost = carry_out(runs, request)

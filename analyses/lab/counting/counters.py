@@ -111,9 +111,8 @@ def exact_to(model: RecurrentTagger, largest: int) -> int:
     for start in range(1, largest + 1, 250):
         n = torch.arange(start, min(start + 250, largest + 1))
         with torch.no_grad():
-            p: Float[Tensor, "word pos token"] = model.out(layer.unfused(model.embed(counted_words(2, n)[0]))).softmax(
-                -1
-            )
+            states = layer.unfused(model.embed(counted_words(2, n)[0]))
+            p: Float[Tensor, "word pos token"] = model.out(states).softmax(-1)
         for row, count in zip(p, n.tolist(), strict=True):
             if not torch.equal(row[: 2 * count + 1] > ACCEPTED, allowed_next(2, count)):
                 return int(count) - 1

@@ -1,10 +1,9 @@
 """Which recurrent networks count, and what a LayerNorm term inside the cell does to the counter.
 
 `counting`: tagging of prefixes, trained at 64 letters (Merrill et al. 2020, section 5); next-token prediction of a^n
-b^n and a^n b^n c^n (Weiss et al. 2018, section 5); and a majority gate without training: uniform attention over a
-prefix of length t gives (#a / t, #b / t), of which LayerNorm makes sign(#a - #b) (1, -1). `counting_budget`: QRNN and
-QRNN+ with ten times the updates, read where they first reach the published accuracy. `anbk`: an LSTM that tags a^n b^2n
-by an absolute value of its count, or by a threshold (released code of Merrill et al.).
+b^n and a^n b^n c^n (Weiss et al. 2018, section 5). QRNN and QRNN+ are trained with ten times the updates, too (`LONG`).
+`anbk`: an LSTM that tags a^n b^2n by an absolute value of its count, or by a threshold (released code of Merrill et
+al.).
 """
 
 from __future__ import annotations
@@ -13,70 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab import results
+from ln_probe.analyses.lab.counting import tasks
 from ln_probe.analyses.lab.counting.recurrent import RecurrentConfig
-from ln_probe.analyses.lab.counting.tasks import (
-    ABSOLUTE,
-    LETTERS,
-    PREFIX_VOCABULARY,
-    PUBLISHED_LENGTHS,
-    TAGS,
-    TERMS,
-    TEST_LENGTHS,
-    THRESHOLD,
-    TRAIN_LENGTH,
-    TRAINED_TAGS,
-    WORDS_RIGHT,
-    AnbkTask,
-    CountingTask,
-    PrefixTask,
-    bos,
-    constant_answers,
-    farthest,
-    trained_to,
-)
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import (
-    Kind,
-    Results,
-    contrasted,
-    differences,
-    effects,
-    lines,
-    panels,
-    select,
-    summarize,
-    summarize_kinds,
-)
-from ln_probe.analyses.lab.train import ADAM, ModelSpec, Run, Task, TrainConfig, carry_out, curves, planned
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, planned
+from ln_probe.analyses.lab.train import ADAM, ModelSpec, Task, TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
-from ln_probe.analyses.probes.statistics import holm
-
-GATE_LENGTHS = (5, 15, 51, 151, 501, 1501, 5001)  # odd, so that one a more than b's is possible
-
-
-def gate_table(lengths: Sequence[int] = GATE_LENGTHS, eps: float = 1e-5) -> pd.DataFrame:
-    """How far the outputs for #a = #b + 1 and #b = #a + 1 differ at each length.
-
-    Columns: `norm, length, output`: half the difference between the two cases in the first coordinate, so 1 is a full
-    gate and what is near 0 is hard to read. `eps` is torch's default.
-    """
-    rows = []
-    for norm in NORM_KINDS:
-        gate = Norm(norm, 2, eps=eps, divisor=None if norm in SCALES else 1.0, gain=False, bias=False).double()
-        for length in lengths:
-            more, less = (length + 1) / (2 * length), (length - 1) / (2 * length)
-            with torch.no_grad():
-                out = gate(torch.tensor([[more, less], [less, more]], dtype=torch.float64))
-            rows.append((norm, length, float(out[0, 0] - out[1, 0]) / 2))
-    return pd.DataFrame(rows, columns=["norm", "length", "output"])
-
 
 KEYS = ("task", "model", "norm", "norm_site")
 
@@ -96,6 +45,7 @@ CHOSEN_SEEDS = 3  # that every cell has; L5's LSTM and transformer got seven mor
 # Cells of `recurrent`, of one layer but for the last.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+", "qrnn x2")
 TRANSFORMER = "transformer"
+LONG = ", 10 x the updates"  # of a QRNN, whose published accuracy at the training length the usual updates do not reach
 
 
 class TransformerTagger(nn.Module):
@@ -118,7 +68,7 @@ class TransformerSpec:
     d_vocab: int
     d_out: int
     norm: str
-    n_ctx: int = TEST_LENGTHS[-1] + 1
+    n_ctx: int = tasks.TEST_LENGTHS[-1] + 1
 
     def build(self) -> TransformerTagger:
         cfg = LabConfig(
@@ -139,13 +89,13 @@ class Cell:
     norm_site: str = "none"
 
     def spec(self) -> ModelSpec:
-        tagging = self.task not in LETTERS
-        d_vocab = PREFIX_VOCABULARY if tagging else bos(LETTERS[self.task]) + 1
+        tagging = self.task not in tasks.LETTERS
+        d_vocab = tasks.PREFIX_VOCABULARY if tagging else tasks.bos(tasks.LETTERS[self.task]) + 1
         d_out = 2 if tagging else d_vocab - 1
         if self.model == TRANSFORMER:
             return TransformerSpec(d_vocab, d_out, self.norm)
-        cell = self.model.removesuffix(" x2")
-        layers = 1 if cell == self.model else 2
+        cell = self.model.removesuffix(LONG).removesuffix(" x2")
+        layers = 2 if self.model.endswith(" x2") else 1
         plain = RecurrentConfig(cell, d_vocab, d_out, d_embed=4 if tagging else 3, n_layers=layers)
         return plain if self.norm == "none" else replace(plain, norm=self.norm, norm_site=self.norm_site)
 
@@ -155,30 +105,31 @@ def grid(quick: bool) -> tuple[Cell, ...]:
     if quick:
         return (
             *(Cell("L5", model) for model in ("lstm", "qrnn")),
-            *(Cell("L5", "lstm", norm, "state") for norm in TERMS),
+            *(Cell("L5", "lstm", norm, "state") for norm in tasks.TERMS),
             *(Cell("anbn", model) for model in ("lstm", "rnn_relu", "gru")),
         )
     taggers = [Cell(task, model) for task in ("L5", "anbnaS", "anbnS") for model in RECURRENT]
-    counters = [Cell(task, model) for task in LETTERS for model in ("lstm", "rnn_relu", "gru", "rnn_tanh")]
-    transformers = [Cell("L5", TRANSFORMER, norm, "blocks") for norm in (*TERMS, "none")]
+    taggers += [Cell(task, model + LONG) for task in ("L5", "anbnaS") for model in ("qrnn", "qrnn+")]
+    counters = [Cell(task, model) for task in tasks.LETTERS for model in ("lstm", "rnn_relu", "gru", "rnn_tanh")]
+    transformers = [Cell("L5", TRANSFORMER, norm, "blocks") for norm in (*tasks.TERMS, "none")]
     sites = {"lstm": ("state", "readout", "gates"), "rnn_relu": ("state", "gates"), "gru": ("state", "gates")}
     normed = [
         Cell(task, model, norm, site)
         for task, models in (("L5", sites), ("anbn", ("lstm",)))  # a^n b^n: in the network that counts
         for model in models
         for site in sites[model]
-        for norm in TERMS
+        for norm in tasks.TERMS
     ]
     return (*taggers, *counters, *transformers, *normed)
 
 
 def make_task(cell: Cell, quick: bool) -> Task:
-    if cell.task in LETTERS:
-        return CountingTask(cell.task, trained_to(cell.task, quick))
+    if cell.task in tasks.LETTERS:
+        return tasks.CountingTask(cell.task, tasks.trained_to(cell.task, quick))
     if quick:
-        return PrefixTask(cell.task, TEST_LENGTHS[:4])
-    plain = cell.norm == "none" and cell.model in RECURRENT
-    return PrefixTask(cell.task, PUBLISHED_LENGTHS if plain else TEST_LENGTHS)
+        return tasks.PrefixTask(cell.task, tasks.TEST_LENGTHS[:4])
+    plain = cell.norm == "none" and cell.model != TRANSFORMER
+    return tasks.PrefixTask(cell.task, tasks.PUBLISHED_LENGTHS if plain else tasks.TEST_LENGTHS)
 
 
 def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
@@ -188,9 +139,10 @@ def training(cell: Cell, quick: bool, seed: int) -> TrainConfig:
     whose steps are the least stable, gets still more and smaller ones: with those of the others it was exact nowhere
     (one seed).
     """
-    counting = cell.task in LETTERS
+    counting = cell.task in tasks.LETTERS
     slow = counting and cell.model == "rnn_relu" and not quick
-    steps, quick_steps = (100_000 if slow else 30_000, 1500) if counting else (10_000, 1000)
+    many = slow or cell.model.endswith(LONG)
+    steps, quick_steps = (100_000 if many else 30_000 if counting else 10_000), 1500 if counting else 1000
     steps = quick_steps if quick else steps
     return TrainConfig(
         steps=steps, batch=10 if counting else 16, lr=3e-3 if slow else 1e-2, lr_end=1e-4, warmup=100, clip=1.0,
@@ -202,21 +154,20 @@ def make_runs(request: Request, cells: Sequence[Cell] | None = None) -> list[Run
     return planned(
         grid(request.quick) if cells is None else cells,
         request,
-        name=lambda cell: "-".join(str(getattr(cell, key)) for key in KEYS).replace(" ", ""),
         task=lambda cell, _: make_task(cell, request.quick),
         training=lambda cell, seed: training(cell, request.quick, seed),
     )
 
 
-def run(request: Request) -> Results:
-    """Train the missing runs of the grid, show the gate, and say what each norm term does to counting."""
+def run(request: Request) -> results.Results:
+    """Train the missing runs of the grid and compare what they count."""
     runs = make_runs(request)
     lost = carry_out(runs, request)
     frame = curves(runs)
     frame = frame[frame["measure"].str.startswith(("accuracy_", "exact_", "accepted_")).astype(bool)]
     tables = analyse(frame)
     trained = {f"{c.task}, {c.model}": vars(training(c, request.quick, 0)) for c in grid(request.quick)}
-    return Results(tables, plot(tables), {"training": trained, "published_budget": PUBLISHED_BUDGET}, lost)
+    return results.Results(tables, plot(tables), {"training": trained, "published_budget": PUBLISHED_BUDGET}, lost)
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -226,37 +177,34 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     the seeds that cells got after the first CHOSEN_SEEDS had been seen.
     """
     values = frame.drop(columns="step", errors="ignore")
-    shares = values["measure"].str.startswith("accuracy_").astype(bool)
-    kinds: list[tuple[pd.DataFrame, Kind]] = [(values[shares], "share"), (values[~shares], "mean")]
-    summary = summarize_kinds(kinds, [*KEYS, "measure"], published_table())
-    places = {key: list(dict.fromkeys(values[key])) for key in KEYS}  # the order of the grid
-    summary = summary.sort_values([*KEYS], key=lambda c: c.map(places[str(c.name)].index), kind="stable")
-    tagged = sorted(set(values["task"]) - set(LETTERS))
-    least = values.groupby([*KEYS, "measure"])["value"].min().rename("least").reset_index()
-    summary = summary.merge(least, on=[*KEYS, "measure"], how="left")
-    summary = summary.merge(constant_answers(tagged), on=["task", "measure"], how="left")
+    shares = [measure for measure in values["measure"].unique() if measure.startswith("accuracy_")]
+    summary = results.summarize(values, [*KEYS, "measure"], published_table(), shares=shares)
+    tagged = sorted(set(values["task"]) - set(tasks.LETTERS))
+    summary = summary.merge(tasks.constant_answers(tagged), on=["task", "measure"], how="left")
     more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
     fresh = _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
     return {
-        "summary": summary, "values": frame, "effects": _tested(values), "effects_fresh": fresh, "gate": gate_table(),
+        "summary": summary, "values": frame, "effects": _tested(values), "effects_fresh": fresh,
     }  # fmt: skip
 
 
 def _tested(values: pd.DataFrame) -> pd.DataFrame:
-    shares = values["measure"].str.startswith("accuracy_").astype(bool)
-    keys, switch = [*KEYS, "measure"], ["norm", "norm_site"]
-    parts = [effects(values[shares], keys, switch, bounds=(-1, 1)), effects(values[~shares], keys, switch)]
-    changed = pd.concat(parts, ignore_index=True)
-    changed.loc[~changed.index.isin(farthest(changed).index), "p"] = float("nan")
-    return changed.assign(p_holm=holm(changed["p"].to_numpy(float)))
+    """What a norm changes: each value minus that of the same network and seed without a norm."""
+    pairs = results.minus_reference(values, values["norm"] == "none", ["task", "model", "measure", "seed"])
+    tested = {"measure": tasks.farthest(pairs["measure"].unique())}
+    changed = results.contrasted(pairs, [*KEYS, "measure"], tested=tested)
+    most = changed["measure"].str.startswith("accuracy_").map({True: 1.0, False: np.inf})
+    changed[["ci_low", "ci_high"]] = changed[["ci_low", "ci_high"]].clip(-most, most, axis=0)
+    return changed
 
 
 def published_table() -> pd.DataFrame:
     """Published accuracy (0-1) of the plain taggers."""
     rows = [
-        (task, model, "none", "none", f"accuracy_{n}", percent / 100)
+        (task, model + longer, "none", "none", f"accuracy_{n}", percent / 100)
         for (task, model), percents in PUBLISHED.items()
-        for n, percent in zip(PUBLISHED_LENGTHS, percents, strict=True)
+        for longer in ("", LONG)
+        for n, percent in zip(tasks.PUBLISHED_LENGTHS, percents, strict=True)
     ]
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
@@ -269,17 +217,11 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     plain = accuracy[accuracy["norm_site"] == "none"]
     normed = accuracy.assign(place=accuracy["model"] + ", on its " + accuracy["norm_site"])
     for name, part, by, panel in (("lengths", plain, "model", "task"), ("norms_over_lengths", normed, "norm", "place")):
-        groups = list(part.groupby(panel, sort=False))
-        figure, axes = panels(max(1, len(groups)), 3.8, 3.0, columns=4, shared=True)
-        for (title, cell), ax in zip(groups, axes, strict=False):
-            lines(ax, cell, "length", by)
-            ax.set(title=title, xscale="log", xlabel="length (trained at 64)")
-            ax.legend(fontsize=6)
-        figures[name] = figure
-    ends = select(tables["values"], measure=["exact_from", "exact_to"])
+        figures[name] = results.line_panels(part, [panel], "length", by, xscale="log", xlabel="length (trained at 64)")
+    ends = results.select(tables["values"], measure=["exact_from", "exact_to"])
     wide = ends.pivot_table(index=[*KEYS, "seed"], columns="measure", values="value", sort=False).reset_index()
     if len(wide):
-        figure, (ax,) = panels(1, 7, 0.09 * len(wide) + 1)
+        figure, (ax,) = results.panels(1, 7, 0.09 * len(wide) + 1)
         ax.hlines(range(len(wide)), wide["exact_from"], wide["exact_to"], linewidth=2)
         ax.set_yticks(range(len(wide)), labels=wide["task"] + ", " + wide["model"] + ", " + wide["norm"], fontsize=4)
         ax.set(xlabel="n with exact answers, a line per seed")
@@ -287,94 +229,24 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     return figures
 
 
-# ------------------------------------------------------------------------------------------------- a longer budget
-
-BUDGET_TASKS, BUDGET_MODELS = ("L5", "anbnaS"), ("qrnn", "qrnn+")
-BUDGET_RATES = (1e-3, 1e-2)  # Adam's default, and what `counting` takes
-UPDATES, EVALUATIONS = 100_000, 20
-BUDGET_KEYS = ["task", "model", "lr"]
-AT_END, WHEN_REACHED = "at the end", "when the published accuracy is first reached"
-
-
-@dataclass(frozen=True)
-class BudgetCell:
-    task: str
-    model: str
-    lr: float
-
-    def spec(self) -> ModelSpec:
-        return Cell(self.task, self.model).spec()
-
-
-def run_budget(request: Request) -> Results:
-    """Train QRNNs longer and read the accuracy beyond where the published one is reached."""
-    quick = request.quick
-    cells = [BudgetCell(t, m, lr) for lr in BUDGET_RATES for t in BUDGET_TASKS for m in BUDGET_MODELS]
-    updates = 2000 if quick else UPDATES
-    usual = training(Cell("L5", "qrnn"), quick, 0)
-    runs = planned(
-        [BudgetCell("L5", model, BUDGET_RATES[1]) for model in BUDGET_MODELS] if quick else cells,
-        request,
-        name=lambda cell: f"{cell.task}-{cell.model}-lr{cell.lr:g}",
-        task=lambda cell, _: PrefixTask(cell.task, PUBLISHED_LENGTHS[: 3 if quick else None]),
-        training=lambda cell, seed: replace(
-            usual, seed=seed, steps=updates, lr=cell.lr, evaluate_every=updates // EVALUATIONS, state_every=5000
-        ),
-    )
-    lost = carry_out(runs, request)
-    frame = curves(runs)
-    frame = frame[frame["measure"].str.startswith("accuracy_").astype(bool)].reset_index(drop=True)
-    return Results(analyse_budget(frame, updates), {}, {"training": vars(usual), "updates": updates}, lost)
-
-
-def analyse_budget(frame: pd.DataFrame, updates: int) -> dict[str, pd.DataFrame]:
-    """Accuracies at the end, and where each run first reached the published one at the training length.
-
-    `readings`: BUDGET_KEYS, `seed`, `read` (AT_END or WHEN_REACHED; no row of the second if it was not reached),
-    `step`, `measure`, `value`. Runs that have not come to the end are left out.
-    """
-    trained, parts = f"accuracy_{TRAIN_LENGTH}", []
-    done = frame.groupby([*BUDGET_KEYS, "seed"])["step"].transform("max") >= updates
-    for (task, model, _, _), one in frame[done].groupby([*BUDGET_KEYS, "seed"], sort=False):
-        parts.append(one[one["step"] == one["step"].max()].assign(read=AT_END))
-        there = one[(one["measure"] == trained) & (one["value"] >= PUBLISHED[str(task), str(model)][0] / 100)]
-        if len(there):
-            parts.append(one[one["step"] == there["step"].min()].assign(read=WHEN_REACHED))
-    columns = [*BUDGET_KEYS, "seed", "read", "step", "measure", "value"]
-    readings = pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
-    at_end = readings[readings["read"] == AT_END]
-    summary = summarize(at_end, [*BUDGET_KEYS, "measure"], published_table(), kind="share")
-    summary = summary.merge(constant_answers(sorted(set(frame["task"]))), on=["task", "measure"], how="left")
-    return {"summary": summary, "values": frame, "readings": readings}
-
-
-# -------------------------------------------------------------------------------------------------------- a^n b^2n
-
 ANBK_UPDATES, ANBK_QUICK_UPDATES = 1000, 60
 ANBK_KEYS = ["form", "lr"]
+ANBK_RATES = (1e-3, 1e-2)  # as released, and what `counting` takes
 
 
-@dataclass(frozen=True)
-class AnbkCell:
-    form: str
-    lr: float
-
-    def spec(self) -> RecurrentConfig:
-        return RecurrentConfig("lstm", PREFIX_VOCABULARY, 2)
-
-
-def run_anbk(request: Request) -> Results:
+def run_anbk(request: Request) -> results.Results:
     """Adam at a constant rate, as released."""
     updates = ANBK_QUICK_UPDATES if request.quick else ANBK_UPDATES
     runs = planned(
-        [AnbkCell(form, lr) for lr in BUDGET_RATES for form in (ABSOLUTE, THRESHOLD)],
+        [(form, lr) for lr in ANBK_RATES for form in (tasks.ABSOLUTE, tasks.THRESHOLD)],
         request,
-        name=lambda cell: f"{cell.form.replace(' ', '_')}-lr{cell.lr:g}",
-        task=lambda cell, _: AnbkTask(cell.form),
+        keys=lambda cell: dict(zip(ANBK_KEYS, cell, strict=True)),
+        spec=lambda _: RecurrentConfig("lstm", tasks.PREFIX_VOCABULARY, 2),
+        task=lambda cell, _: tasks.AnbkTask(cell[0]),
         training=lambda cell, seed: TrainConfig(
             steps=updates,
             batch=16,
-            lr=cell.lr,
+            lr=cell[1],
             schedule="constant",
             warmup=0,
             clip=0.0,
@@ -384,17 +256,17 @@ def run_anbk(request: Request) -> Results:
         ),
     )
     lost = carry_out(runs, request)
-    frame = select(curves(runs), measure=[TRAINED_TAGS, TAGS, WORDS_RIGHT])
-    return Results(analyse_anbk(frame), {}, {"updates": updates, "constant_answer": [2 / 3, 1 / 2]}, lost)
+    frame = results.select(curves(runs), measure=[tasks.TRAINED_TAGS, tasks.TAGS, tasks.WORDS_RIGHT])
+    return results.Results(analyse_anbk(frame), {}, {"updates": updates, "constant_answer": [2 / 3, 1 / 2]}, lost)
 
 
 def analyse_anbk(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """What every run has right at the end (ANBK_KEYS, `seed`, `step`, `measure`, `value`), and the forms compared."""
     last = frame[frame["step"] == frame.groupby([*ANBK_KEYS, "seed"])["step"].transform("max")]
-    wide = select(last, measure=TAGS).pivot_table(index=["seed", "lr"], columns="form", values="value")
-    pairs = differences(wide, {f"{THRESHOLD} minus {ABSOLUTE}": (THRESHOLD, ABSOLUTE)})
+    wide = results.select(last, measure=tasks.TAGS).pivot_table(index=["seed", "lr"], columns="form", values="value")
+    pairs = results.differences(wide, {f"{tasks.THRESHOLD} minus {tasks.ABSOLUTE}": (tasks.THRESHOLD, tasks.ABSOLUTE)})
     return {
-        "summary": summarize(last, [*ANBK_KEYS, "measure"], kind="share"),
+        "summary": results.summarize(last, [*ANBK_KEYS, "measure"], kind="share"),
         "values": frame,
-        "contrasts": contrasted(pairs, ["contrast", "lr"], (-1.0, 1.0)),
+        "contrasts": results.contrasted(pairs, ["contrast", "lr"], (-1.0, 1.0)),
     }

@@ -5,43 +5,22 @@ Where the norm stands (`norm_site`): on W_ih x and W_hh h before the gates' nonl
 replaced by its norm at every step ("state"). Inside a recurrence nothing may shrink or grow the state a little at each
 step, so `projection_only` divides by 1, and a norm on the state has no gain or bias.
 
-Torch's fused recurrences have no place for a norm, and step by step autograd is five to ten times slower than compiled
-loops. So all steps of a batch run in one loop, in float64, with the derivatives written out; a test compares them with
-autograd (`unfused`). Arrays are [step, row, example], so that the innermost loops run over the examples.
+Torch's kernels run layers without a norm. They have no place for one, so a layer with a norm goes step by step, in as
+few operations as possible: an update with 16 words of 64 letters takes 5 to 11 ms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ln_probe.analyses.geometry.compiled import compiled
 from ln_probe.analyses.lab.norms import SCALES, Norm
-
-LSTM, GRU, TANH, RELU = range(4)
-CELL_NUMBERS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}
-GATES, READOUT, STATE, NOWHERE = range(4)
-SITE_NUMBERS = {"gates": GATES, "readout": READOUT, "state": STATE}
-
-
-class NormSwitch(NamedTuple):
-    """A norm as the loops see it: project or not, scale each vector (with eps) or all by `constant`."""
-
-    site: int
-    projects: bool
-    scales: bool
-    eps: float
-    constant: float
-
-
-NO_NORM = NormSwitch(NOWHERE, projects=False, scales=False, eps=0.0, constant=1.0)
 
 
 def pooled(
@@ -52,221 +31,6 @@ def pooled(
     for k, new in zip(keep.unbind(1)[1:], added.unbind(1)[1:], strict=True):
         states.append(k * states[-1] + new)
     return torch.stack(states, dim=1)
-
-
-class _Recurrence(torch.autograd.Function):
-    """Hidden states h_1 … h_T [batch pos hidden] from h_0 = c_0 = 0, differentiable once in every tensor.
-
-    The tensors: W_ih x (normed, if its norm stands before the gates) + b_ih [batch pos gate]; W_hh and b_hh in torch's
-    order of the gates; gain and bias of the norm (ones and zeros where it has none), as long as what is normed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, cell: int, norm: NormSwitch, *tensors: Tensor) -> Tensor:
-        inputs, w_hh, b_hh, gain, bias = (t.detach().double().numpy() for t in tensors)
-        x = np.ascontiguousarray(inputs.transpose(1, 2, 0))
-        weights = tuple(np.ascontiguousarray(w) for w in (w_hh, b_hh, gain, bias))
-        kept = _forward(cell, norm, x, *weights)
-        ctx.cell, ctx.norm, ctx.weights, ctx.kept, ctx.dtype = cell, norm, weights, kept, tensors[0].dtype
-        return torch.from_numpy(np.ascontiguousarray(kept[0][1:].transpose(2, 0, 1))).to(tensors[0].dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        norm = ctx.norm
-        d_out = np.ascontiguousarray(upstream.double().numpy().transpose(1, 2, 0))
-        w_hh, _, gain, _ = ctx.weights
-        hidden, _, _, _, _, normalized, _ = ctx.kept
-        d_inputs, d_linear, d_gained = _backward(ctx.cell, norm, w_hh, gain, ctx.kept, d_out)
-        d_w = np.tensordot(d_linear, hidden[:-1], axes=((0, 2), (0, 2)))
-        d_bias = d_gained.sum(axis=(0, 2))
-        d_b = d_bias if norm.site == GATES else d_linear.sum(axis=(0, 2))
-        d_gain = (d_gained * normalized).sum(axis=(0, 2))
-        gradients = (d_inputs.transpose(2, 0, 1), d_w, d_b, d_gain, d_bias)
-        return (None, None, *(torch.from_numpy(np.ascontiguousarray(g)).to(ctx.dtype) for g in gradients))
-
-
-@compiled
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + np.exp(-x))  # type: ignore[no-any-return]
-
-
-@compiled
-def _normalize(x: Any, factor: Any, norm: NormSwitch) -> None:
-    """x [row, example] becomes its norm; `factor` [example] is u."""
-    rows, examples = x.shape
-    for i in range(examples):
-        mean = 0.0
-        if norm.projects:
-            for j in range(rows):
-                mean += x[j, i]
-            mean /= rows
-        square = 0.0
-        for j in range(rows):
-            x[j, i] -= mean
-            square += x[j, i] * x[j, i]
-        factor[i] = 1.0 / np.sqrt(square / rows + norm.eps) if norm.scales else norm.constant
-        for j in range(rows):
-            x[j, i] *= factor[i]
-
-
-@compiled
-def _normalize_back(d: Any, normalized: Any, factor: Any, norm: NormSwitch) -> None:
-    """The gradient by the norm's output becomes that by its input."""
-    rows, examples = d.shape
-    for i in range(examples):
-        along = 0.0
-        if norm.scales:
-            for j in range(rows):
-                along += d[j, i] * normalized[j, i]
-            along /= rows
-        mean = 0.0
-        for j in range(rows):
-            d[j, i] = factor[i] * (d[j, i] - normalized[j, i] * along)
-            mean += d[j, i]
-        if norm.projects:
-            mean /= rows
-            for j in range(rows):
-                d[j, i] -= mean
-
-
-@compiled
-def _add_product(out: Any, W: Any, x: Any) -> None:
-    """out[j] += Σ_k W[j, k] x[k], example by example."""
-    for j in range(W.shape[0]):
-        for k in range(W.shape[1]):
-            for i in range(x.shape[1]):
-                out[j, i] += W[j, k] * x[k, i]
-
-
-@compiled
-def _forward(cell: int, norm: NormSwitch, x: Any, W: Any, b: Any, gain: Any, bias: Any) -> Any:
-    """All steps; returns what the way back needs: h and c [step + 1, …], then per step the activated gates, what the
-    recurrence gave them, tanh of the LSTM's state as it is read, the norm's output and its factor."""
-    steps, gates, examples = x.shape
-    H = W.shape[1]
-    hidden = np.zeros((steps + 1, H, examples))
-    state = np.zeros((steps + 1, H, examples))
-    active = np.empty((steps, gates, examples))
-    recurrent = np.zeros((steps, gates, examples))
-    squashed = np.empty((steps, H, examples))
-    normalized = np.zeros((steps, gain.shape[0], examples))
-    factor = np.empty((steps, examples))
-    for t in range(steps):
-        r, a, h = recurrent[t], active[t], hidden[t + 1]
-        _add_product(r, W, hidden[t])
-        if norm.site == GATES:
-            _normalize(r, factor[t], norm)
-            normalized[t] = r
-            for j in range(gates):
-                r[j] = r[j] * gain[j] + bias[j]
-        for j in range(gates):
-            r[j] += b[j]
-        if cell == LSTM:
-            c, seen = state[t + 1], squashed[t]
-            for j in range(H):
-                for i in range(examples):
-                    a[j, i] = _sigmoid(x[t, j, i] + r[j, i])
-                    a[H + j, i] = _sigmoid(x[t, H + j, i] + r[H + j, i])
-                    a[2 * H + j, i] = np.tanh(x[t, 2 * H + j, i] + r[2 * H + j, i])
-                    a[3 * H + j, i] = _sigmoid(x[t, 3 * H + j, i] + r[3 * H + j, i])
-                    c[j, i] = a[H + j, i] * state[t, j, i] + a[j, i] * a[2 * H + j, i]
-            if norm.site == STATE:
-                _normalize(c, factor[t], norm)
-                normalized[t] = c
-            seen[:] = c
-            if norm.site == READOUT:
-                _normalize(seen, factor[t], norm)
-                normalized[t] = seen
-                for j in range(H):
-                    seen[j] = seen[j] * gain[j] + bias[j]
-            for j in range(H):
-                for i in range(examples):
-                    seen[j, i] = np.tanh(seen[j, i])
-                    h[j, i] = a[3 * H + j, i] * seen[j, i]
-            continue
-        if cell == GRU:
-            for j in range(H):
-                for i in range(examples):
-                    a[j, i] = _sigmoid(x[t, j, i] + r[j, i])
-                    a[H + j, i] = _sigmoid(x[t, H + j, i] + r[H + j, i])
-                    a[2 * H + j, i] = np.tanh(x[t, 2 * H + j, i] + a[j, i] * r[2 * H + j, i])
-                    h[j, i] = a[H + j, i] * hidden[t, j, i] + (1.0 - a[H + j, i]) * a[2 * H + j, i]
-        else:
-            for j in range(H):
-                for i in range(examples):
-                    total = x[t, j, i] + r[j, i]
-                    a[j, i] = np.tanh(total) if cell == TANH else max(total, 0.0)
-                    h[j, i] = a[j, i]
-        if norm.site == STATE:
-            _normalize(h, factor[t], norm)
-            normalized[t] = h
-    return hidden, state, active, recurrent, squashed, normalized, factor
-
-
-@compiled
-def _backward(cell: int, norm: NormSwitch, W: Any, gain: Any, kept: Any, d_out: Any) -> Any:
-    """Gradients by the inputs, by W h before any norm, and by the norm's output after gain and bias."""
-    hidden, state, active, recurrent, squashed, normalized, factor = kept
-    steps, gates, examples = active.shape
-    H = W.shape[1]
-    W_transposed = W.T.copy()
-    d_inputs = np.empty((steps, gates, examples))
-    d_linear = np.empty((steps, gates, examples))
-    d_gained = np.zeros(normalized.shape)
-    d_h, d_c, d_seen = np.zeros((H, examples)), np.zeros((H, examples)), np.empty((H, examples))
-    for t in range(steps - 1, -1, -1):
-        a, d_x, d_r = active[t], d_inputs[t], d_linear[t]
-        d_h += d_out[t]
-        if cell == LSTM:
-            for j in range(H):
-                for i in range(examples):
-                    o, s = a[3 * H + j, i], squashed[t, j, i]
-                    d_x[3 * H + j, i] = d_h[j, i] * s * o * (1.0 - o)
-                    d_seen[j, i] = d_h[j, i] * o * (1.0 - s * s)
-            if norm.site == READOUT:
-                d_gained[t] = d_seen
-                for j in range(H):
-                    d_seen[j] *= gain[j]
-                _normalize_back(d_seen, normalized[t], factor[t], norm)
-            d_c += d_seen
-            if norm.site == STATE:
-                _normalize_back(d_c, normalized[t], factor[t], norm)
-            for j in range(H):
-                for i in range(examples):
-                    put, keep, new = a[j, i], a[H + j, i], a[2 * H + j, i]
-                    d_x[j, i] = d_c[j, i] * new * put * (1.0 - put)
-                    d_x[H + j, i] = d_c[j, i] * state[t, j, i] * keep * (1.0 - keep)
-                    d_x[2 * H + j, i] = d_c[j, i] * put * (1.0 - new * new)
-                    d_c[j, i] *= keep
-            d_r[:] = d_x
-            d_h[:] = 0.0
-        else:
-            if norm.site == STATE:
-                _normalize_back(d_h, normalized[t], factor[t], norm)
-            for j in range(H):
-                for i in range(examples):
-                    if cell == GRU:
-                        reset, keep, new = a[j, i], a[H + j, i], a[2 * H + j, i]
-                        d_new = d_h[j, i] * (1.0 - keep) * (1.0 - new * new)
-                        d_x[j, i] = d_new * recurrent[t, 2 * H + j, i] * reset * (1.0 - reset)
-                        d_x[H + j, i] = d_h[j, i] * (hidden[t, j, i] - new) * keep * (1.0 - keep)
-                        d_x[2 * H + j, i] = d_new
-                        d_r[j, i], d_r[H + j, i], d_r[2 * H + j, i] = d_x[j, i], d_x[H + j, i], d_new * reset
-                        d_h[j, i] *= keep
-                    else:
-                        slope = 1.0 if a[j, i] > 0.0 else 0.0
-                        if cell == TANH:
-                            slope = 1.0 - a[j, i] * a[j, i]
-                        d_x[j, i] = d_r[j, i] = d_h[j, i] * slope
-                        d_h[j, i] = 0.0
-        if norm.site == GATES:
-            d_gained[t] = d_r
-            for j in range(gates):
-                d_r[j] *= gain[j]
-            _normalize_back(d_r, normalized[t], factor[t], norm)
-        _add_product(d_h, W_transposed, d_r)
-    return d_inputs, d_linear, d_gained
 
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+")
@@ -348,111 +112,98 @@ class QRNNLayer(nn.Module):
         return f, put * torch.tanh(z), torch.sigmoid(others[0]) if others else torch.ones_like(f)
 
 
-_FUSED: dict[str, Callable[..., nn.RNNBase]] = {
+_KERNELS: dict[str, Callable[..., nn.RNNBase]] = {
     "lstm": nn.LSTM,
     "gru": nn.GRU,
     "rnn_tanh": nn.RNN,
     "rnn_relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
 }
+Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # gates' input, h, c -> h, c
 
 
 class NormedLayer(nn.Module):
-    """One LSTM, GRU or Elman layer with torch's weights.
-
-    Torch runs the LSTM without a norm, compiled loops all else on the CPU: 16 words of 64 letters
-    there and back take an LSTM 0.6 ms in torch's kernel and 0.9 in the loops, a GRU 4.9 and 1.5, with a norm 1.5 to 2.4
-    where step by step takes 7 to 8 (`bench/recurrence.py`). Step by step (`unfused`) runs what is on another device, or
-    whose norm is hooked.
-    """
+    """One LSTM, GRU or Elman layer with torch's weights."""
 
     def __init__(self, cfg: RecurrentConfig, width: int, window: int) -> None:
         super().__init__()
         self.cfg = cfg
-        self.weights = _FUSED[cfg.cell](width, cfg.hidden, batch_first=True)
+        self.weights = _KERNELS[cfg.cell](width, cfg.hidden, batch_first=True)
         self.norm_input = self.norm_recurrent = self.norm_state = None
         if cfg.norm != "none" and cfg.norm_site == "gates":
-            rows = self._tensors()[1].shape[0]
+            rows = self.weights.weight_hh_l0.shape[0]
             self.norm_input, self.norm_recurrent = _inside(cfg, rows), _inside(cfg, rows)
         elif cfg.norm != "none":
             self.norm_state = _inside(cfg, cfg.hidden, affine=cfg.norm_site == "readout")
 
     def forward(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
-        norm = self.norm_recurrent or self.norm_state
-        out: Tensor
-        if norm is None and (self.cfg.cell == "lstm" or x.device.type != "cpu"):
-            out = self.weights(x)[0]
+        if self.cfg.norm == "none":
+            out: Tensor = self.weights(x)[0]
             return out
-        if x.device.type != "cpu" or (norm is not None and norm.hooked):
-            return self.unfused(x)
-        _, w_hh, _, b_hh = self._tensors()
-        size = self.cfg.hidden if norm is None else norm.d_model
-        gain = x.new_ones(size) if norm is None or norm.w is None else norm.w
-        bias = x.new_zeros(size) if norm is None or norm.b is None else norm.b
-        switch = NO_NORM
-        if norm is not None:
-            constant = 1.0 if norm.divisor is None else 1 / float(norm.divisor)
-            switch = NormSwitch(SITE_NUMBERS[self.cfg.norm_site], norm.projects, norm.scales, norm.eps, constant)
-        tensors = (self.inputs(x), w_hh, b_hh, gain, bias)
-        out = _Recurrence.apply(CELL_NUMBERS[self.cfg.cell], switch, *tensors)  # type: ignore[no-untyped-call]
-        return out
+        return self.unfused(x)
 
     def unfused(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
-        """The same recurrence, step by step, with the norm in its place."""
+        """The recurrence step by step, with the norm in its place."""
+        step = self.step()
         h = c = x.new_zeros(x.shape[0], self.cfg.hidden)
         outputs = []
         for i in self.inputs(x).unbind(1):
-            h, c = self.step(i, h, c)
+            h, c = step(i, h, c)
             outputs.append(h)
         return torch.stack(outputs, dim=1)
 
-    def step(
-        self, i: Float[Tensor, "batch gate"], h: Float[Tensor, "batch hidden"], c: Float[Tensor, "batch hidden"]
-    ) -> tuple[Float[Tensor, "batch hidden"], Float[Tensor, "batch hidden"]]:
-        """h and c (an LSTM's; others leave it alone) after one more letter, of which the gates get `i`."""
-        _, w_hh, _, b_hh = self._tensors()
-        r = F.linear(h, w_hh)
-        if self.norm_recurrent is not None:
-            r = self.norm_recurrent(r)
-        r = r + b_hh
-        if self.cfg.cell == "lstm":
-            return self._lstm(i + r, c)
-        if self.cfg.cell == "gru":
-            return self._state(_gru(i, r, h)), c
-        return self._state(torch.tanh(i + r) if self.cfg.cell == "rnn_tanh" else torch.relu(i + r)), c
-
     def inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
-        """What the inputs give to the gates: W_ih x, normed if that is the norm's site, and b_ih."""
-        w_ih, _, b_ih, _ = self._tensors()
-        inputs = F.linear(x, w_ih)
-        if self.norm_input is not None:
-            inputs = self.norm_input(inputs)
-        return inputs + b_ih
+        """What the inputs and biases give to the gates: W_ih x, normed if that is the norm's site, and b."""
+        weights = self.weights
+        flat = _function(self.norm_input, x)(x.flatten(0, 1) @ weights.weight_ih_l0.T) + weights.bias_ih_l0
+        if self.cfg.cell != "gru":  # whose reset gate scales W_hh h + b_hh
+            flat = flat + weights.bias_hh_l0
+        return flat.view(*x.shape[:-1], -1)
 
-    def _tensors(self) -> list[Tensor]:
-        """W_ih, W_hh, b_ih, b_hh."""
-        return list(self.weights.parameters())
+    def step(self) -> Step:
+        """Return what makes h and c (an LSTM's; others leave it alone) of one more letter, given what it adds."""
+        H, W, b = self.cfg.hidden, self.weights.weight_hh_l0.T, self.weights.bias_hh_l0
+        gates, state = _function(self.norm_recurrent, W), _function(self.norm_state, W)
+        on_state, activation = self.cfg.norm_site == "state", torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
 
-    def _state(self, state: Tensor) -> Tensor:
-        """The recurrent state as the next step gets it."""
-        return state if self.norm_state is None else cast("Tensor", self.norm_state(state))
+        def total(i: Tensor, h: Tensor) -> Tensor:
+            return torch.addmm(i, h, W) if self.norm_recurrent is None else i + gates(h @ W)
 
-    def _lstm(self, gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        i, f, g, o = gates.chunk(4, dim=-1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        if self.cfg.norm_site == "state":
-            c = self._state(c)
-            return torch.sigmoid(o) * torch.tanh(c), c
-        seen = self._state(c) if self.cfg.norm_site == "readout" else c
-        return torch.sigmoid(o) * torch.tanh(seen), c
+        def lstm(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            inner = total(i, h)
+            put, keep, _, show = torch.sigmoid(inner).chunk(4, dim=-1)
+            c = torch.addcmul(put * torch.tanh(inner[:, 2 * H : 3 * H]), keep, c)
+            seen = state(c)
+            return show * torch.tanh(seen), seen if on_state else c
 
+        def gru(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            both, new = total(b, h).split([2 * H, H], dim=-1)
+            i_both, i_new = i.split([2 * H, H], dim=-1)
+            reset, update = torch.sigmoid(i_both + both).chunk(2, dim=-1)
+            new = torch.tanh(torch.addcmul(i_new, reset, new))
+            return state(torch.addcmul((1 - update) * new, update, h)), c
 
-def _gru(i: Tensor, r: Tensor, h: Tensor) -> Tensor:
-    """One step from the input's and the recurrent part of [reset, update, new] (torch.nn.GRU's order)."""
-    (i_reset, i_update, i_new), (r_reset, r_update, r_new) = i.chunk(3, dim=-1), r.chunk(3, dim=-1)
-    update = torch.sigmoid(i_update + r_update)
-    return update * h + (1 - update) * torch.tanh(i_new + torch.sigmoid(i_reset + r_reset) * r_new)
+        def elman(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            return state(activation(total(i, h))), c
+
+        return {"lstm": lstm, "gru": gru}.get(self.cfg.cell, elman)
 
 
 def _inside(cfg: RecurrentConfig, size: int, affine: bool = True) -> Norm:
     divisor = None if cfg.norm in SCALES else 1.0
     return Norm(cfg.norm, size, eps=cfg.eps, divisor=divisor, gain=affine, bias=affine)
+
+
+def _function(norm: Norm | None, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """What a norm computes of vectors of the type of `like`, in few operations (the identity of none)."""
+    if norm is None:
+        return lambda x: x
+    size, w, b, eps = norm.d_model, norm.w, norm.b, like.new_tensor(norm.eps)
+    mean = torch.full((size, size), 1 / size, dtype=like.dtype, device=like.device)
+    projection = torch.eye(size, dtype=like.dtype, device=like.device) - mean
+
+    def normalized(x: Tensor) -> Tensor:
+        return x @ projection if norm.kind == "projection_only" else x * torch.addmm(eps, x * x, mean).rsqrt()
+
+    if norm.kind == "layernorm":
+        return lambda x: F.layer_norm(x, (size,), w, b, norm.eps)
+    return normalized if w is None or b is None else lambda x: torch.addcmul(b, normalized(x), w)

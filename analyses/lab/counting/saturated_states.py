@@ -3,8 +3,8 @@
 Merrill et al. (2020, "A Formal Hierarchy of RNN Architectures", sections 2 and 3) look at the limit of large weights,
 in which a sigmoid is 0 or 1 and a tanh -1, 0 or 1. A saturated Elman RNN, GRU and QRNN with f- or fo-pooling have a
 number of states that no length changes; an LSTM, and a QRNN with ifo-pooling, have polynomially many, at most as length
-to the power of their counters. A ReLU-RNN does not saturate: its weights are drawn from -1, 0 and 1. No training:
-weights are drawn, and every state that a word over {a, b} reaches is found.
+to the power of their counters. No training: weights are drawn, and every state that a word over {a, b} reaches is
+counted.
 
     rnn_tanh    h = sign(W x + U h + b)
     gru         h = z h + (1 - z) sign(W x + U (r h) + b), r and z 0 or 1
@@ -12,8 +12,6 @@ weights are drawn, and every state that a word over {a, b} reaches is found.
     qrnn f      c = f c + (1 - f) z, out = c          gates of the last two inputs (Bradbury et al. 2017)
     qrnn fo     the same, out = o c
     qrnn ifo    c = f c + i z, out = o c
-    qrnn+       qrnn fo under a layer of sigmoids, 0 or 1, which has no state
-    rnn_relu    h = max(0, W x + U h + b)
 """
 
 from __future__ import annotations
@@ -30,14 +28,12 @@ from jaxtyping import Float, Shaped
 from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, lines, panels, select, summarize, summarize_kinds
+from ln_probe.analyses.lab.results import Results, line_panels, select, summarize
 
 LETTERS = 2
 CAP = 50_000  # states; more of them take minutes, and have grown beyond doubt
 POOLED = ("qrnn f", "qrnn fo", "qrnn ifo")
-PLUS = "plus"  # the stateless layer above a QRNN that makes it a QRNN+
-_GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "qrnn f": 2, "qrnn fo": 3, "qrnn ifo": 4, PLUS: 1, "lstm": 4}
-_STACKS = {"qrnn+": ("qrnn fo", PLUS)}  # cells that are layers of several kinds
+_GATES = {"rnn_tanh": 1, "gru": 3, "qrnn f": 2, "qrnn fo": 3, "qrnn ifo": 4, "lstm": 4}
 States = Shaped[np.ndarray, "state number"]
 
 
@@ -57,10 +53,8 @@ class SaturatedLayer:
 
     @property
     def size(self) -> int:
-        """Numbers in its state: h; of an LSTM c, and sign(h); of a QRNN c, and the input before; none above a QRNN."""
+        """Numbers in its state: h; of an LSTM c, and sign(h); of a QRNN c, and the input before."""
         hidden, inputs = int(self.U.shape[1]), int(self.W.shape[1])
-        if self.cell == PLUS:
-            return 0
         if self.cell == "lstm":
             return 2 * hidden
         return hidden + (inputs // 2 if self.cell in POOLED else 0)
@@ -70,17 +64,12 @@ class SaturatedLayer:
     ) -> tuple[States, Shaped[np.ndarray, "state hidden"]]:
         """The next state and what the layer puts out, for every row."""
         H = self.U.shape[1]
-        if self.cell == PLUS:
-            return state, (x @ self.W.T + self.b > 0).astype(int)
         if self.cell in POOLED:
             return self._pool(state, x)
         h = state[:, -H:]
         if self.cell == "lstm":
             h = np.where(h != 0, np.tanh(state[:, :H].astype(float)), 0.0)
         given, recurrent = x @ self.W.T + self.b, h @ self.U.T
-        if self.cell == "rnn_relu":
-            out = np.maximum(given + recurrent, 0)
-            return out, out
         if self.cell == "rnn_tanh":
             out = np.sign(given + recurrent).astype(int)
             return out, out
@@ -107,18 +96,12 @@ class SaturatedLayer:
 
 
 def drawn(cell: str, layers: int, rng: np.random.Generator, hidden: int) -> list[SaturatedLayer]:
-    """Layers with normal weights (a ReLU-RNN's: -1, 0 or 1)."""
-    below, *above = _STACKS.get(cell, (cell,))
-    made: list[SaturatedLayer] = []
-    for kind in (*(below,) * layers, *above):
-        gates = _GATES[kind] * hidden
-        inputs = (hidden if made else LETTERS) * (2 if kind in POOLED else 1)
-        made.append(SaturatedLayer(kind, *(_weights(kind, s, rng) for s in ((gates, inputs), (gates, hidden), gates))))
-    return made
-
-
-def _weights(kind: str, shape: Any, rng: np.random.Generator) -> Any:
-    return rng.integers(-1, 2, size=shape) if kind == "rnn_relu" else rng.standard_normal(shape)
+    """Layers with normal weights."""
+    net: list[SaturatedLayer] = []
+    for _ in range(layers):
+        gates, inputs = _GATES[cell] * hidden, (hidden if net else LETTERS) * (2 if cell in POOLED else 1)
+        net.append(SaturatedLayer(cell, *map(rng.standard_normal, ((gates, inputs), (gates, hidden), gates))))
+    return net
 
 
 def advance(layers: list[SaturatedLayer], states: States, letter: int) -> States:
@@ -170,18 +153,6 @@ def reachable(layers: list[SaturatedLayer], longest: int) -> Reached:
     return Reached(np.array(counts, dtype=float), settled=False)
 
 
-def closure(layers: list[SaturatedLayer], most: int) -> int | None:
-    """How many states all words of all lengths reach together; None if more than `most`."""
-    known = states = start(layers)
-    while len(known) <= most:
-        states = np.vstack([advance(layers, states, letter) for letter in range(LETTERS)])
-        both = distinct(np.vstack([known, states]))
-        if len(both) == len(known):
-            return len(known)
-        known = states = both
-    return None
-
-
 def distinct(states: States) -> Shaped[np.ndarray, "kept number"]:
     """Every row once, in an order that the set alone decides."""
     low = states.min(axis=0)
@@ -191,18 +162,6 @@ def distinct(states: States) -> Shaped[np.ndarray, "kept number"]:
     place = np.concatenate([[1], np.cumprod(spans[:-1])])
     _, first = np.unique((states - low) @ place, return_index=True)
     return np.asarray(states[first])
-
-
-def visited(layers: list[SaturatedLayer], lengths: tuple[int, ...], rng: np.random.Generator) -> dict[int, int]:
-    """Distinct states along a random word, after each of some lengths."""
-    exact = object if layers[0].cell == "rnn_relu" else int  # a ReLU-RNN may double at each step: 2048 bits
-    state, seen, found = start(layers, exact), set(), {}
-    for length, letter in enumerate(rng.integers(LETTERS, size=max(lengths)), start=1):
-        state = advance(layers, state, int(letter))
-        seen.add(tuple(state[0].tolist()))
-        if length in lengths:
-            found[length] = len(seen)
-    return found
 
 
 def exponent(counts: Float[np.ndarray, " length"], settled: bool) -> float:
@@ -223,7 +182,7 @@ def exponent(counts: Float[np.ndarray, " length"], settled: bool) -> float:
     return float(np.polyfit(np.log(lengths), np.log(counts[lengths - 1]), 1)[0])
 
 
-CONSTANT, GROWS, UNSATURATED = "constant", "grows", "does not saturate"
+CONSTANT, GROWS = "constant", "grows"
 
 
 @dataclass(frozen=True)
@@ -242,71 +201,55 @@ class Cell:
 
 CELLS = (
     *(Cell(cell, n, 3, CONSTANT, 2048) for cell in ("rnn_tanh", "gru", "qrnn f", "qrnn fo") for n in (1, 2)),
-    Cell("qrnn+", 1, 3, CONSTANT, 2048),
     *(
         Cell(cell, layers, hidden, GROWS, longest)
         for cell in ("qrnn ifo", "lstm")
         for layers, hidden, longest in ((1, 1, 2048), (1, 2, 256), (1, 3, 128), (2, 3, 64))
     ),
-    *(Cell("rnn_relu", n, 3, UNSATURATED, 32) for n in (1, 2)),  # 3 to the power 32 still fits into 64 bits
 )
 DRAWS, DRAWS_QUICK = 50, 6  # of weights, per seed; of 50 LSTMs with one unit a few count, of 10 often none
 LENGTHS, LENGTHS_QUICK = (8, 16, 32, 64, 128, 256, 512, 1024, 2048), (8, 16, 32)  # of `states`
-VISITED, VISITED_QUICK = (64, 128, 256, 512, 1024, 2048), (64, 128)  # of `visited`; the source's longest is 2048
 KEYS = ("cell", "layers", "hidden", "theory", "measure")
 EXPONENT, SETTLED, COUNTING = "exponent", "settled draws", "growing draws"
 GROWING = 0.5  # an exponent above it counts as growth: exponents come out near whole numbers
 
 
 def run(request: Request) -> Results:
+    """Draw cells, and count the states that words reach."""
     counts, growth = [], []
+    draws = DRAWS_QUICK if request.quick else DRAWS
     for seed, (number, cell) in itertools.product(request.seeds, enumerate(CELLS)):
         rng = np.random.default_rng([seed, number])
         named = (cell.cell, cell.layers, cell.hidden, cell.theory)
-        draws = [_draw(cell, rng, request.quick) for _ in range(DRAWS_QUICK if request.quick else DRAWS)]
-        for kind, length in draws[0][0]:
-            all_of = [found[kind, length] for found, *_ in draws]
+        lengths = [n for n in (LENGTHS_QUICK if request.quick else LENGTHS) if n <= cell.longest]
+        reached = [reachable(drawn(cell.cell, cell.layers, rng, cell.hidden), max(lengths)) for _ in range(draws)]
+        for length in lengths:
+            all_of = [one.counts[length - 1] for one in reached]
             for name, value in (("largest", max(all_of)), ("median", np.median(all_of))):
-                counts.append((*named, f"{kind}, {name}", length, seed, float(value)))
-        known = np.array([power for _, power, _ in draws if not np.isnan(power)])
+                counts.append((*named, f"states, {name}", length, seed, float(value)))
+        powers = np.array([exponent(one.counts, one.settled) for one in reached])
+        known = powers[~np.isnan(powers)]
         growth += [
             (*named, f"{EXPONENT}, largest", seed, known.max() if len(known) else np.nan),
             (*named, f"{EXPONENT}, median", seed, float(np.median(known)) if len(known) else np.nan),
-            (*named, SETTLED, seed, float(np.mean([settled for *_, settled in draws]))),
+            (*named, SETTLED, seed, float(np.mean([one.settled for one in reached]))),
             (*named, COUNTING, seed, float((known > GROWING).mean()) if len(known) else np.nan),
         ]
     values = pd.DataFrame(counts, columns=[*KEYS, "length", "seed", "value"])
     tables = analyse(values, pd.DataFrame(growth, columns=[*KEYS, "seed", "value"]))
-    return Results(tables, plot(tables), {"draws": DRAWS_QUICK if request.quick else DRAWS, "cap": CAP})
-
-
-def _draw(cell: Cell, rng: np.random.Generator, quick: bool) -> tuple[dict[tuple[str, int], float], float, bool]:
-    """Of a draw, counts by measure and length, its exponent, and whether its set of states came back."""
-    lengths = [n for n in (LENGTHS_QUICK if quick else LENGTHS) if n <= cell.longest]
-    net = drawn(cell.cell, cell.layers, rng, cell.hidden)
-    reached = reachable(net, max(lengths))
-    found = {("states", n): float(reached.counts[n - 1]) for n in lengths}
-    seen = visited(net, VISITED_QUICK if quick else VISITED, rng)
-    found |= {("visited", n): float(count) for n, count in seen.items()}
-    return found, exponent(reached.counts, reached.settled), reached.settled
+    return Results(tables, plot(tables), {"draws": draws, "cap": CAP})
 
 
 def analyse(values: pd.DataFrame, growth: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Summary of counts (with `length`; geometric means over seeds), and the exponents."""
-    powers = growth["measure"].str.startswith(EXPONENT).astype(bool)
-    exponents = summarize_kinds([(growth[powers], "mean"), (growth[~powers], "share")], KEYS).drop(columns="published")
+    exponents = summarize(growth, KEYS, shares=(SETTLED, COUNTING)).drop(columns="published")
     summary = summarize(values, [*KEYS, "length"], kind="log")
     return {"summary": summary, "values": values, "growth": growth, "exponents": exponents}
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Distinct states over length, the largest draw of every cell."""
-    figure, axes = panels(2, 5.5, 4.6)
-    summary = tables["summary"]
-    named = summary.assign(line=summary["cell"] + summary["layers"].map(", {} × ".format) + summary["hidden"].map(str))
-    for kind, ax in zip(("states", "visited"), axes, strict=True):
-        lines(ax, select(named, measure=f"{kind}, largest"), "length", "line", published=False)
-        where = "along a random word" if kind == "visited" else "after all words"
-        ax.set(xscale="log", yscale="log", ylabel=f"distinct states {where}")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, title="layers × units")
-    return {"states": figure}
+    largest = select(tables["summary"], measure="states, largest")
+    named = largest.assign(line=largest["cell"] + largest["layers"].map(", {} × ".format) + largest["hidden"].map(str))
+    axes: dict[str, Any] = {"xscale": "log", "yscale": "log", "ylabel": "distinct states after all words"}
+    return {"states": line_panels(named, ["theory"], "length", "line", published=False, **axes)}

@@ -192,13 +192,11 @@ def counted(model: nn.Module, letters: int, largest: int) -> dict[str, float]:
     return {"exact_from": float(best[0]), "exact_to": float(best[1]), "accepted_to": float(accepted_to)}
 
 
-def farthest(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the longest words and of the largest exact n."""
-    lengths = [int(m.removeprefix("accuracy_")) for m in table["measure"].unique() if m.startswith("accuracy_")]
-    return table[table["measure"].isin([*([f"accuracy_{max(lengths)}"] if lengths else []), "exact_to"])]
+def farthest(measures: Iterable[str]) -> list[str]:
+    """The measures of the longest words and of the largest exact n."""
+    lengths = [int(m.removeprefix("accuracy_")) for m in measures if m.startswith("accuracy_")]
+    return [*([f"accuracy_{max(lengths)}"] if lengths else []), "exact_to"]
 
-
-# ------------------------------------------------------------------------------------------------------ a^n b^2n
 
 ABSOLUTE, THRESHOLD = "absolute value", "threshold"
 ANBK_TRAINED, ANBK_TESTED = torch.arange(2, 300, 2), torch.arange(310, 320, 2)  # as released

@@ -8,8 +8,7 @@ what the network itself does. Tasks, models and names of runs are those of `coun
 Over each run of one letter (a phase) a line is laid through each dimension of the state by least squares; a dimension
 is a candidate for a phase if it goes one way there and the other way in an earlier phase, straight in both
 (`STRAIGHT`), and counts if these lines also tell every letter apart (`READABLE`). The state is an LSTM's c as it is
-carried on (normed, if a norm stands on it), any other cell's h. `reads_to` shares nothing with the fit: after how many
-b's the network first allows what comes after a^n b^n, its own count of n.
+carried on (normed, if a norm stands on it), any other cell's h.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ln_probe.analyses.lab.counting import counting
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
-from ln_probe.analyses.lab.counting.tasks import ACCEPTED, EOS, MAX_TESTED_N, TERMS, CountingTask, bos
+from ln_probe.analyses.lab.counting.tasks import MAX_TESTED_N, TERMS, CountingTask, bos
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, lines, panels, summarize
-from ln_probe.analyses.lab.train import Run, carry_out, read_metrics
+from ln_probe.analyses.lab.results import Results, line_panels, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out
+from ln_probe.analyses.lab.train import read_metrics
 
 # R²; of a state that nears a limit: .9992 if its slope falls by a fifth in the phase, .996 by 40 %. So it is passed by
 # what bends by several letters, and is asked for beside READABLE, not in its place.
@@ -40,16 +40,14 @@ SETTLING = 5  # letters at the beginning of a phase that are left out of every f
 # Of a letter: what a count may be off its line and still be right when it is rounded, all through the longest trained
 # word.
 READABLE = 0.5
-SLACK = 30  # letters beyond the longest run that a network is given to end a phase in
 PHASES = "abc"
 SITES = ("state", "readout", "gates")
 KEYS = counting.KEYS
 NETWORK = (*KEYS, "seed", "phase")
-# Of a network and the phase in which it counts down; exact_* and accepted_to are the run's own evaluation. holds_to is
-# of the phase before, holds_to_in of the phase itself, in the longest tested word; off_* in the longest trained one.
+# Of a network and the phase in which it counts down; exact_* and accepted_to are the run's own evaluation.
 MEASURES = (
-    "dimensions_counting", "slope_before", "slope_in", "r2_before", "r2_in", "holds_to", "reads_to", "reads_last_as",
-    "exact_from", "exact_to", "accepted_to", "holds_to_in", "off_before", "off_in", "counts",
+    "dimensions_counting", "slope_before", "slope_in", "r2_before", "r2_in", "exact_from", "exact_to", "accepted_to",
+    "off_before", "off_in", "counts",
 )  # fmt: skip
 
 
@@ -71,6 +69,7 @@ class LetterByLetter:
         self.model = copy.deepcopy(model).double().eval()
         self.letters, self.layer = letters, cast("NormedLayer", self.model.layers[0])
         with torch.no_grad():
+            self._step = self.layer.step()
             self._inputs = self.layer.inputs(self.model.embed(torch.arange(bos(letters) + 1))[None])[0]
 
     def start(self) -> State:
@@ -81,13 +80,7 @@ class LetterByLetter:
     @torch.no_grad()
     def read(self, state: State, token: int) -> State:
         """After one more token."""
-        return State(*self.layer.step(self._inputs[token].expand(len(state.h), -1), state.h, state.c))
-
-    @torch.no_grad()
-    def allows(self, state: State, token: int) -> Tensor:
-        """Whether the network gives a token a probability that counts as accepted, [word]."""
-        accepted: Tensor = self.model.out(state.h).softmax(-1)[:, token] > ACCEPTED
-        return accepted
+        return State(*self._step(self._inputs[token].expand(len(state.h), -1), state.h, state.c))
 
     def phases(self, n: int) -> Float[np.ndarray, "phase letter hidden"]:
         """The state (an LSTM's c) after every letter of a^n b^n (c^n)."""
@@ -97,30 +90,6 @@ class LetterByLetter:
                 state = self.read(state, 1 + phase)
                 trace.append((state.c if self.model.cfg.cell == "lstm" else state.h)[0].numpy())
         return np.stack(trace).reshape(self.letters, n, -1)
-
-    def letters_read(self, phase: int, n: Int[np.ndarray, " word"], most: int) -> Float[np.ndarray, " word"]:
-        """After how many letters of a phase a network first allows what follows it, of each n; NaN: not by `most`."""
-        after = EOS if phase == self.letters - 1 else 2 + phase
-        state, counts = self._before(phase, n), np.full(len(n), np.nan)
-        for count in range(most + 1):
-            counts[self.allows(state, after).numpy() & np.isnan(counts)] = count
-            if not np.isnan(counts).any():
-                break
-            state = self.read(state, 1 + phase)
-        return counts
-
-    def _before(self, phase: int, n: Int[np.ndarray, " word"]) -> State:
-        """The state after a^n … up to a phase, for each n (ascending)."""
-        states, state = [], self.start()
-        for count in range(1, int(n.max()) + 1):
-            state = self.read(state, 1)
-            if count in n:
-                here = state
-                for earlier in range(1, phase):
-                    for _ in range(count):
-                        here = self.read(here, 1 + earlier)
-                states.append(here)
-        return State(torch.cat([s.h for s in states]), torch.cat([s.c for s in states]))
 
 
 @dataclass(frozen=True)
@@ -146,18 +115,6 @@ def line_through(trace: Float[np.ndarray, " letter"]) -> Line:
     still = spread <= 1e-20 * max(1.0, float(np.abs(settled).max())) ** 2 * len(settled)  # nothing but rounding moves
     r2 = float("nan") if still else 1 - float((rest**2).sum()) / spread
     return Line(slope, r2, float(np.abs(rest).max()) / abs(slope) if slope and not still else float("inf"))
-
-
-def holds_to(trace: Float[np.ndarray, " letter"]) -> int:
-    """Return up to which letter of a phase a trace is a straight count, within READABLE of a line.
-
-    The line is laid anew through the letters up to each; where it first leaves one of them by more, a count can no
-    longer be read off any line by rounding. 0 if that is so from the beginning.
-    """
-    for last in range(SETTLING + 3, len(trace) + 1):
-        if line_through(trace[:last]).off > READABLE:
-            return last - 1 if last > SETTLING + 3 else 0
-    return len(trace)
 
 
 def counter_of(trace: Float[np.ndarray, "phase letter hidden"], phase: int) -> tuple[int, int, int]:
@@ -192,28 +149,25 @@ def run(request: Request) -> Results:
     runs = counting.make_runs(request, grid(request.quick))
     lost = carry_out(runs, request)
     parts = [followed(run) for run in runs if run.finished]
-    tables = analyse(*(pd.concat([part[i] for part in parts], ignore_index=True) for i in range(3)))
+    tables = analyse(*(pd.concat([part[i] for part in parts], ignore_index=True) for i in range(2)))
     return Results(tables, plot(tables), {"straight": STRAIGHT, "readable": READABLE, "settling": SETTLING}, lost)
 
 
-def followed(run: Run) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The rows of a finished run: `networks`, `traces` (of the dimension that counts), `readings`."""
+def followed(run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The rows of a finished run: `networks`, and `traces` of the dimension that counts."""
     task = cast("CountingTask", run.task)
     reader, trained, tested = LetterByLetter(run.model(), task.letters), task.max_n, MAX_TESTED_N * task.max_n
     short, long = reader.phases(trained), reader.phases(tested)
     evaluated = read_metrics(run.folder).iloc[-1]
-    networks, traces, readings = [], [], []
+    networks, traces = [], []
     for phase in range(1, task.letters):
         dimension, earlier, candidates = counter_of(short, phase)
         there, here = (line_through(short[p, :, dimension]) for p in (earlier, phase))
-        n = np.arange(1, tested + 1)
-        read = reader.letters_read(phase, n, tested + SLACK)
         keys = {**dict(run.keys), "seed": run.seed, "phase": PHASES[phase]}
         numbers = (
-            candidates, there.slope, here.slope, there.r2, here.r2, holds_to(long[earlier, :, dimension]),
-            _longest_run(read == n), read[-1], *evaluated[["exact_from", "exact_to", "accepted_to"]].astype(float),
-            holds_to(long[phase, :, dimension]), there.off, here.off,
-            int(candidates > 0 and max(there.off, here.off) <= READABLE),
+            candidates, there.slope, here.slope, there.r2, here.r2,
+            *evaluated[["exact_from", "exact_to", "accepted_to"]].astype(float),
+            there.off, here.off, int(candidates > 0 and max(there.off, here.off) <= READABLE),
         )  # fmt: skip
         about = {"dimension": dimension, "before": PHASES[earlier], "trained_n": trained, "tested_n": tested}
         networks.append(pd.DataFrame([{**keys, **about, **dict(zip(MEASURES, numbers, strict=True))}]))
@@ -221,33 +175,18 @@ def followed(run: Run) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
             values = word[..., dimension].reshape(-1)
             letter = np.arange(1, len(values) + 1)
             traces.append(pd.DataFrame({**keys, "n": word.shape[1], "letter": letter, "value": values}))
-        readings.append(pd.DataFrame({**keys, "n": n, "read": read}))
-    return pd.concat(networks), pd.concat(traces), pd.concat(readings)
+    return pd.concat(networks), pd.concat(traces)
 
 
-def _longest_run(right: np.ndarray) -> int:
-    """The end of the longest run of n's (from 1 on) where this is so; 0: it is nowhere."""
-    ends = np.flatnonzero(np.diff(np.concatenate([[False], right, [False]]).astype(int)))
-    return int(ends[1::2][np.argmax(ends[1::2] - ends[::2])]) if len(ends) else 0
-
-
-def analyse(networks: pd.DataFrame, traces: pd.DataFrame, readings: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def analyse(networks: pd.DataFrame, traces: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Summary of MEASURES over seeds, beside the tables of `followed`."""
     values = networks.melt([*NETWORK], [*MEASURES], "measure", "value")
     values["value"] = values["value"].astype(float)
     summary = summarize(values, [*KEYS, "phase", "measure"])
-    return {"summary": summary, "networks": networks, "traces": traces, "readings": readings}
+    return {"summary": summary, "networks": networks, "traces": traces}
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """The dimension that counts, or comes nearest, over letters; and after how many letters a phase ends, over n."""
-    figures = {}
-    for name, x, y, by in (("traces", "letter", "value", "n"), ("readings", "n", "read", "seed")):
-        groups = list(tables[name].groupby([*KEYS, "phase"], sort=False))
-        figure, axes = panels(max(1, len(groups)), 3.3, 2.3, columns=4)
-        for (network, part), ax in zip(groups, axes, strict=False):
-            shown = part[part["seed"] == part["seed"].min()] if name == "traces" else part
-            lines(ax, shown, x, by, y, published=False)
-            ax.set_title(", ".join(map(str, cast("tuple[Any, ...]", network))), fontsize=7)
-        figures[name] = figure
-    return figures
+    first = tables["traces"][tables["traces"]["seed"] == tables["traces"]["seed"].min()]
+    return {"traces": line_panels(first, [*KEYS, "phase"], "letter", "n", "value")}

@@ -8,24 +8,22 @@ compared with the interpreter on all short words and on random long ones, under 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 
 from ln_probe.analyses.lab.crasp.crasp import Program, parse
-from ln_probe.analyses.lab.crasp.weights import TINY_EPS, compile_program
+from ln_probe.analyses.lab.crasp.weights import compile_program
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
-from ln_probe.analyses.lab.results import Results, lines, panels, summarize
+from ln_probe.analyses.lab.results import Results, summarize
 from ln_probe.analyses.lab.train import step_generator
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.experiments import Request
 
-# -------------------------------------------------------------------------------------------------------- programs
 
 MAJORITY = "majority := #[Q_a] > #[Q_b]"
 
@@ -87,13 +85,9 @@ def gate_program(depth: int) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------------ experiment
-
 EVERY_WORD_TO, QUICK_EVERY_WORD_TO = 8, 6  # letters; the answers at a word's letters are those of its prefixes
 LETTERS, WORDS, QUICK_WORDS = 200, 1000, 30
 FEW_WORDS = 15  # random words where a norm does not suffice, and words for the operations
-LENGTHS, QUICK_LENGTHS = (50, 100, 200, 400, 800, 1600), (50, 100, 200, 400)
-LENGTHS_PROGRAM = gate_program(2)  # a comparison that is counted and compared again
 KEYS = ("program", "norm")
 
 CASES = "x := Q_a ? min(#[Q_a], 3) : (#[Q_b] > 2 ? max(#[Q_a] - #[Q_b], -1) : 2 * #[true] - 5)"
@@ -127,7 +121,6 @@ OPERATIONS = {  # the rows of the table of operations: what each is tried on
     "MIN, MAX compared": "x := max(#[Q_a], 40) < 2 * min(#[Q_b], 50)",
     "CONDITIONAL on a comparison, compared": f"x := ({CHOICE}) > 90",
 }
-CURVES = {"scaling": TINY_EPS, "scaling, eps 1e-5": 1e-5}
 
 
 def random_words(
@@ -197,41 +190,18 @@ def operations_table(seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def lengths_table(lengths: Sequence[int], seed: int = 0) -> pd.DataFrame:
-    """Share of right answers on random words of several lengths: `means, letters, value`."""
-    program = parse(LENGTHS_PROGRAM)
-    rows = []
-    for letters in lengths:
-        words = random_words("ab", letters, FEW_WORDS, step_generator(seed, letters))
-        truth = interpreted(program, words)
-        for name, eps in CURVES.items():
-            compiled = compile_program(program, alphabet="ab", n_ctx=letters + 1, eps=eps)
-            rows.append((name, letters, float((compiled.run(words) == truth).mean())))
-    return pd.DataFrame(rows, columns=["means", "letters", "value"])
-
-
 def run(request: Request) -> Results:
     """Compile and compare every program, and report what each operation needs."""
     rows: list[dict[str, Any]] = []
     for seed, (name, (_, alphabet)) in itertools.product(request.seeds, PROGRAMS.items()):
         every_word_to = QUICK_EVERY_WORD_TO if request.quick and len(alphabet) > 2 else EVERY_WORD_TO
         rows += agreement(name, seed, QUICK_WORDS if request.quick else WORDS, every_word_to)
-    lengths = lengths_table(QUICK_LENGTHS if request.quick else LENGTHS)
-    tables = analyse(pd.DataFrame(rows), operations_table(), lengths)
+    tables = analyse(pd.DataFrame(rows), operations_table())
     settings = {"every_word_to": EVERY_WORD_TO, "letters": LETTERS, "few_words": FEW_WORDS, "arithmetic": "float64"}
-    return Results(tables, plot(tables), settings)
+    return Results(tables, {}, settings)
 
 
-def analyse(table: pd.DataFrame, operations: pd.DataFrame, lengths: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Summary of the rows of `agreement`, beside the other two tables."""
+def analyse(table: pd.DataFrame, operations: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of the rows of `agreement`, beside what each operation needs."""
     summary = summarize(table, [*KEYS, "measure"])
-    return {"summary": summary, "agreement": table, "operations": operations, "lengths": lengths}
-
-
-def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """Draw the share of right answers over length."""
-    figure, (ax,) = panels(1, 6, 3.6)
-    lines(ax, tables["lengths"], "letters", "means", "value")
-    ax.set(xscale="log", ylabel="answers right", title="A majority of majorities, compiled")
-    ax.legend(fontsize=7)
-    return {"lengths": figure}
+    return {"summary": summary, "agreement": table, "operations": operations}

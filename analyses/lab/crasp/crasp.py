@@ -18,27 +18,16 @@ Yang & Chiang 2024, "Counting Like Transformers", section 4).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Bool, Int
 
 try:
-    from lark import (
-        Lark,
-        Token,
-        Transformer,
-        Tree,
-        UnexpectedCharacters,
-        UnexpectedEOF,
-        UnexpectedInput,
-        UnexpectedToken,
-    )
+    from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
     from lark.exceptions import VisitError
     from lark.lexer import PatternStr
 except ImportError as error:
@@ -87,13 +76,10 @@ TIMES: "*"
 %ignore /[ \t\r\n\f]+/
 %ignore /\/\/[^\n]*/
 """
-# Brackets or operators inside each other: walks recurse, three calls a level; the stack has room for about 1000.
-DEEPEST = 150
-_BRACKET = re.compile(r'//[^\n]*|Q_"[^"\n]*"|[\[(]|[\])]')
+DEEPEST = 150  # operators inside each other: walks recurse, three calls a level
+TOO_DEEP = "this is nested too deep", f"at most {DEEPEST} operators inside each other: give inner parts names"
 LARGEST = 2**31  # what a count may reach per letter of a word: words of 2^31 letters then stay within 64 bits
 DIGITS = 10  # of LARGEST; an integer of more is refused unread (Python reads no more than 4300)
-
-SHOWN = 200  # characters of a line in an error
 
 
 class CRaspError(ValueError):
@@ -104,9 +90,6 @@ class CRaspError(ValueError):
         lines = source.split("\n")  # the parser's lines; `splitlines` would end one at a form feed or U+2028 as well
         # A character each for what moves the caret or is not seen: tabs, line separators, a byte order mark.
         shown = "".join(c if c.isprintable() else " " for c in lines[min(line, len(lines)) - 1].rstrip("\r"))
-        start = max(0, column - SHOWN // 2)
-        if len(shown) > SHOWN:
-            shown, column = shown[start : start + SHOWN], column - start
         super().__init__(
             f"line {self.line}, column {self.column}: {problem}; expected {expected}\n  {shown}\n"
             f"  {' ' * (column - 1)}^"
@@ -135,7 +118,7 @@ class Expression:
     """One node: its kind, where it stands in the source and how deeply it nests counting.
 
     `growth` bounds a count: at most so much per letter of the word, up or down. `operation` (a rule of the grammar),
-    `value` (its symbol, number or operator) and `parts` say what it is made of.
+    `value` (its symbol, number or operator) and `parts` say what it is made of, `levels` how many operators are nested.
     """
 
     kind: Kind
@@ -146,6 +129,7 @@ class Expression:
     column: int
     depth: int
     growth: int
+    levels: int
 
     def walk(self) -> Iterator[Expression]:
         """This and its parts in the order of the source, not through names."""
@@ -196,35 +180,16 @@ class Program:
         """What cannot be done with a part of this program."""
         return CRaspError(self.source, at.line, at.column, problem, expected)
 
-    def _values(self, word: Sequence[str] | np.ndarray) -> dict[str, Values]:
-        symbols = word if isinstance(word, np.ndarray) else np.asarray(list(word), dtype=object)
-        known: dict[str, Values] = {}
-        for name, expression in self.definitions.items():
-            known[name] = expression.evaluate(symbols, known)
-        return known
-
     def run(self, word: Sequence[str] | np.ndarray) -> Values:
         """The output at every position of `word` (a string of one-letter symbols, or a list of symbols), [pos].
 
         Equally long words at once are an array of symbols, [pos, word], as is the output.
         """
-        return self._values(word)[self.name]
-
-    def trace(self, word: Sequence[str]) -> pd.DataFrame:
-        """Every definition (columns) at every position (rows, named by their symbols)."""
-        return pd.DataFrame(self._values(word), index=pd.Index(list(word), name="symbol"))
-
-    def accepts(self, word: Sequence[str]) -> bool:
-        """Whether the output holds at the last position.
-
-        Raises:
-            ValueError: the word is empty, or the output is a count.
-        """
-        if self.output.kind != "Boolean":
-            raise ValueError(f"the output {self.name!r} is a count: end the program with a Boolean to accept by it")
-        if not len(word):
-            raise ValueError("the empty word has no last position: begin every word with a symbol such as BOS")
-        return bool(self.run(word)[-1])
+        symbols = word if isinstance(word, np.ndarray) else np.asarray(list(word), dtype=object)
+        known: dict[str, Values] = {}
+        for name, expression in self.definitions.items():
+            known[name] = expression.evaluate(symbols, known)
+        return known[self.name]
 
 
 def parse(source: str) -> Program:
@@ -235,8 +200,7 @@ def parse(source: str) -> Program:
 
     Raises:
         CRaspError: it is malformed, mixes Booleans and counts, or uses a name that is not defined above; says the
-            line, the column and what was expected. In one definition DEEPEST brackets or operators may be inside each
-            other.
+            line, the column and what was expected. In one definition DEEPEST operators may be inside each other.
     """
     definitions: dict[str, Expression] = _parsed(source, "program")
     return Program(definitions, source)
@@ -249,45 +213,14 @@ def parse_expression(source: str) -> Expression:
 
 
 def _parsed(source: str, start: str) -> Any:
-    _check_brackets(source)
     try:
-        tree = _parser().parse(source, start=start)
-        _check_depth(source, tree)
-        return _Builder(source).transform(tree)
+        return _Builder(source).transform(_parser().parse(source, start=start))
     except UnexpectedInput as error:
         raise _syntax_error(source, error, start) from None
-    except VisitError as error:
-        raise error.orig_exc from None
-
-
-def _check_brackets(source: str) -> None:
-    """Before the parser is asked: it would tell what it expects in the midst of 100 000 brackets, and take minutes."""
-    depth = 0
-    for found in _BRACKET.finditer(source):
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(found[0], 0)
-        if depth > DEEPEST:
-            line = source.count("\n", 0, found.start()) + 1
-            column = found.start() - source.rfind("\n", 0, found.start())
-            raise _too_deep(source, line, column)
-
-
-def _check_depth(source: str, tree: Tree[Token]) -> None:
-    """Operators nest as brackets do: `not not …`, and `a + b + c` is `(a + b) + c`."""
-    waiting: list[tuple[Tree[Token], int]] = [(tree, -1)]  # a definition's outermost operator is then at depth 1
-    while waiting:
-        node, depth = waiting.pop()
-        inner = [child for child in node.children if isinstance(child, Tree)]
-        if inner and depth > DEEPEST:  # what has nothing inside is a symbol, a name or a number
-            raise _too_deep(source, node.meta.line, node.meta.column)
-        waiting += [(child, depth + 1) for child in inner]
-
-
-def _too_deep(source: str, line: int, column: int) -> CRaspError:
-    expected = (
-        f"at most {DEEPEST} brackets or operators inside each other (`#[…] > 0` is two operators): give inner parts "
-        "names of their own"
-    )
-    return CRaspError(source, line, column, "this is nested too deep", expected)
+    except (VisitError, RecursionError) as error:
+        if isinstance(cause := getattr(error, "orig_exc", error), RecursionError):
+            raise CRaspError(source, 1, 1, *TOO_DEEP) from None
+        raise cause from None
 
 
 @cache
@@ -296,17 +229,16 @@ def _parser() -> Lark:
 
 
 def _syntax_error(source: str, error: UnexpectedInput, start: str) -> CRaspError:
-    terminals: Any
     line, column = error.line, error.column
     if isinstance(error, UnexpectedCharacters):
-        problem, terminals = f"unexpected {error.char!r}", error.allowed or ()
-    elif isinstance(error, UnexpectedEOF) or (isinstance(error, UnexpectedToken) and error.token.type == "$END"):
-        problem = f"the {'program' if start == 'program' else 'formula'} ends too early"
-        lines = source.rstrip().split("\n")
-        line, column, terminals = len(lines), len(lines[-1]) + 1, getattr(error, "accepts", None) or error.expected
+        problem, terminals = f"unexpected {error.char!r}", error.allowed or set()
     else:
         assert isinstance(error, UnexpectedToken)
-        problem, terminals = f"unexpected {str(error.token)!r}", error.accepts or error.expected
+        problem, terminals = f"unexpected {str(error.token)!r}", error.expected
+        if error.token.type == "$END":
+            problem = f"the {'program' if start == 'program' else 'formula'} ends too early"
+            lines = source.rstrip().split("\n")
+            line, column = len(lines), len(lines[-1]) + 1
     if {"COUNT", "INT", "NAME"} <= {*terminals}:
         return CRaspError(source, line, column, problem, "an expression")
     return CRaspError(source, line, column, problem, " or ".join(sorted(map(_in_words, terminals))))
@@ -356,7 +288,13 @@ class _Builder(Transformer[Token, Any]):
             raise self._refuse(token, f"{str(token)!r} is not defined", f"a name defined above ({known}) or Q_{token}")
         inner = self.defined[token]  # as deep and as large as its definition
         return replace(
-            inner, operation="name", value=str(token), parts=(inner,), line=token.line or 0, column=token.column or 0
+            inner,
+            operation="name",
+            value=str(token),
+            parts=(inner,),
+            line=token.line or 0,
+            column=token.column or 0,
+            levels=1,
         )
 
     def __default__(self, rule: Any, children: list[Any], meta: Any) -> Expression:
@@ -379,7 +317,10 @@ class _Builder(Transformer[Token, Any]):
             problem = f"this may reach {growth} per letter of a word"
             raise self._refuse(at, problem, f"less than {LARGEST}, to stay in 64 bits")
         depth = max((part.depth for part in parts), default=0) + (operation == "count")
-        return Expression(kind, operation, value, parts, at.line or 0, at.column or 0, depth, growth)
+        levels = 1 + max((part.levels for part in parts), default=0)
+        if levels > DEEPEST:
+            raise self._refuse(at, *TOO_DEEP)
+        return Expression(kind, operation, value, parts, at.line or 0, at.column or 0, depth, growth, levels)
 
     def _number(self, token: Token) -> int:
         """An integer's value; CRaspError if it is too long to be one that a count may reach."""

@@ -9,7 +9,7 @@ by themselves is tested apart (`fresh_terms`). `depth_deep` goes on to depths 10
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -21,38 +21,18 @@ from jaxtyping import Bool, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab import results
 from ln_probe.analyses.lab.crasp.compiler import last_block
 from ln_probe.analyses.lab.crasp.crasp import parse
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import NORM_KINDS
-from ln_probe.analyses.lab.results import (
-    Results,
-    binomial_interval,
-    contrasted,
-    differences,
-    effects,
-    heat_map,
-    interval,
-    lines,
-    paired_p,
-    panels,
-    select,
-    summarize,
-)
-from ln_probe.analyses.lab.train import (
-    PAD,
-    TrainConfig,
-    Words,
-    WordsTask,
-    carry_out,
-    curves,
-    diverged,
-    planned,
-    step_generator,
-)
+from ln_probe.analyses.lab.runs import carry_out, curves, diverged, planned
+from ln_probe.analyses.lab.train import PAD, TrainConfig, Words, WordsTask, step_generator
 from ln_probe.analyses.lab.transformer import LabConfig
 from ln_probe.analyses.probes.statistics import holm
 
+Analyse = Callable[[pd.DataFrame, pd.DataFrame], dict[str, pd.DataFrame]]
+Plot = Callable[[Mapping[str, pd.DataFrame]], dict[str, Figure]]
 BOS, A, B = 0, 1, 2
 D_VOCAB = 3
 
@@ -154,7 +134,7 @@ class Cell:
         )  # fmt: skip
 
 
-HIT = 0.99  # the threshold of a hit; `sweep` shows what the others would say
+HIT = 0.99  # the threshold of a hit
 REACH = "reach"  # mean exact match over the bins beyond the training lengths
 WITHIN, BEYOND = "within", "beyond"  # of what the theory says this depth suffices for
 ALL_DEPTHS, BOTH = "all", "both"
@@ -179,16 +159,13 @@ PUBLISHED_MODELS = "post-norm, d_model 256 or 512; one seed, the best of four co
 def analyse(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
     """Make the tables of the exact match of every run; `failed` are KEYS and seed of those that diverged (misses)."""
     values = frame.drop(columns="step", errors="ignore")
-    return {
-        "summary": summarized(values), "exact_match": frame, "hits": hit_rates(frame, failed),
-        "terms": term_effects(values), "terms_fresh": fresh_terms(values),
-        "effects": effects(values, [*KEYS, "measure"], ["norm"]),
-    }  # fmt: skip
+    terms = {"terms": term_effects(values), "terms_fresh": fresh_terms(values)}
+    return {"summary": summarized(values), "exact_match": frame, "hits": hit_rates(frame, failed), **terms}
 
 
 def summarized(values: pd.DataFrame) -> pd.DataFrame:
     """Shares over seeds for every cell and bin, with the depth that the theory predicts."""
-    summary = summarize(values, [*KEYS, "measure"], published_table(), kind="share")
+    summary = results.summarize(values, [*KEYS, "measure"], published_table(), kind="share")
     summary.insert(len(KEYS), "predicted_depth", summary["k"].map(predicted_depth))
     return summary
 
@@ -203,30 +180,22 @@ def published_table() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*KEYS, "measure", "published"])
 
 
-def worst_bins(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
-    """What every run has in its worst bin: KEYS, `seed`, `value`, `right` (HIT or more) and `side` of the boundary.
-
-    `failed` are KEYS and `seed` of runs that diverged: they have 0.
-    """
-    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
-    if failed is not None and len(failed):
-        worst = pd.concat([worst, failed.assign(value=0.0)], ignore_index=True)
-    return worst.assign(right=worst["value"] >= HIT, side=_side(worst))
-
-
 def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
     """How many seeds generalize to every bin of a cell, with an exact 95 % interval (Clopper-Pearson).
 
     Returns:
-        KEYS, `predicted` (the theory says this depth suffices), `hits`, `seeds`, `rate`, `low`, `high`.
+        KEYS, `predicted` (the theory says this depth suffices), `hits` (HIT or more in the worst bin; none of a run in
+        `failed`), `seeds`, `rate`, `low`, `high`.
     """
+    worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
+    if failed is not None and len(failed):
+        worst = pd.concat([worst, failed.assign(value=0.0)], ignore_index=True)
     rows = []
-    for key, part in worst_bins(table, failed).groupby(list(KEYS), sort=False):
-        hits, seeds = int(part["right"].sum()), len(part)
-        predicted = part["side"].iloc[0] == WITHIN
-        rows.append(
-            (*cast("tuple[Any, ...]", key), predicted, hits, seeds, hits / seeds, *binomial_interval(hits, seeds))
-        )
+    for key, part in worst.groupby(list(KEYS), sort=False):
+        hits, seeds = int((part["value"] >= HIT).sum()), len(part)
+        predicted = _side(cast("pd.DataFrame", part)).iloc[0] == WITHIN
+        interval = results.binomial_interval(hits, seeds)
+        rows.append((*cast("tuple[Any, ...]", key), predicted, hits, seeds, hits / seeds, *interval))
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
 
 
@@ -234,51 +203,40 @@ def _side(frame: pd.DataFrame) -> pd.Series:
     return frame["k"].map(predicted_depth).le(frame["depth"]).map({True: WITHIN, False: BEYOND})
 
 
-def outcomes(values: pd.DataFrame) -> pd.DataFrame:
-    """Continuous outcomes of every run without positions: REACH and the last bin; KEYS, `seed`, `outcome`, `value`."""
-    plain = values[values["positions"] == "none"]
-    far = plain[plain["measure"] != measure(TRAIN_LENGTHS)]
-    reach = far.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean().assign(outcome=REACH)
-    last = far[far["measure"] == measure(BINS[-1])].rename(columns={"measure": "outcome"})
-    both: pd.DataFrame = pd.concat([reach, last], ignore_index=True)[[*KEYS, "seed", "outcome", "value"]]
-    return both
-
-
 def term_effects(values: pd.DataFrame) -> pd.DataFrame:
-    """What a norm term changes on each side of the boundary, at each depth and over all depths.
+    """What a norm term changes in REACH on each side of the boundary, at each depth and over all depths.
 
     A unit is a pair of runs of one seed, depth and order that differ in this term alone (two pairs: with the other term
     and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
-    (NaN with fewer than two such seeds). Only REACH over all depths is tested: `p` is of the
-    same t, and `p_holm` over these rows. `units` are the pairs that the mean is of.
+    (NaN with fewer than two such seeds). Only rows over all depths are tested: `p` is of the same t, and `p_holm` over
+    these rows. `units` are the pairs that the mean is of.
 
     Returns:
         `term, norm_order` ("both": over pre- and post-norm runs)`, side, depth, outcome, mean, ci_low, ci_high, seeds,
         units, p, p_holm`.
     """
-    told = outcomes(values)
-    index = ["norm_order", "side", "outcome", "depth", "seed"]
-    wide = told.assign(side=_side(told)).pivot(index=index, columns="norm", values="value")
+    plain = values[(values["positions"] == "none") & (values["measure"] != measure(TRAIN_LENGTHS))]
+    reach = plain.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean()
+    index = ["norm_order", "side", "depth", "seed"]
+    wide = reach.assign(side=_side(reach)).pivot(index=index, columns="norm", values="value")
     rows: list[tuple[Any, ...]] = []
     for term, pairs in TERMS.items():
-        change = differences(wide, {have: (have, lack) for have, lack in pairs}, "pair")
+        change = results.differences(wide, {have: (have, lack) for have, lack in pairs}, "pair")
         change["own_order"] = change["norm_order"]
         both = change.assign(norm_order=BOTH) if change["norm_order"].nunique() > 1 else change[:0]
-        for key, part in pd.concat([change, both]).groupby(["norm_order", "side", "outcome"], sort=False):
-            order, side, outcome = cast("tuple[str, str, str]", key)
+        for key, part in pd.concat([change, both]).groupby(["norm_order", "side"], sort=False):
+            order, side = cast("tuple[str, str]", key)
             groups = [(str(depth), one) for depth, one in part.groupby("depth")] if order != BOTH else []
             for depth, one in [*groups, (ALL_DEPTHS, part)]:
-                tests = depth == ALL_DEPTHS and outcome == REACH
                 pairs_by_seed = one.pivot(index="seed", columns=["own_order", "depth", "pair"], values="value")
                 complete = pairs_by_seed.dropna()
                 seeds = complete.mean(axis=1).to_numpy(float)
-                p = paired_p(seeds) if tests and len(seeds) else np.nan
-                center = interval(seeds) if len(seeds) else (float(one["value"].mean()), np.nan, np.nan)
-                units = complete.size or len(one)
-                rows.append((term, order, side, depth, outcome, *center, len(seeds), units, p))
+                p = results.paired_p(seeds) if depth == ALL_DEPTHS and len(seeds) else np.nan
+                center = results.interval(seeds) if len(seeds) else (float(one["value"].mean()), np.nan, np.nan)
+                rows.append((term, order, side, depth, REACH, *center, len(seeds), complete.size or len(one), p))
     columns = ["term", "norm_order", "side", "depth", "outcome", "mean", "ci_low", "ci_high", "seeds", "units", "p"]
-    found = pd.DataFrame(rows, columns=columns)
-    return found.assign(p_holm=holm(found["p"].to_numpy(float)))
+    table = pd.DataFrame(rows, columns=columns)
+    return table.assign(p_holm=holm(table["p"].to_numpy(float)))
 
 
 def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
@@ -287,36 +245,29 @@ def fresh_terms(values: pd.DataFrame) -> pd.DataFrame:
     Holm's p is over these alone: two terms in each order. Empty if there are no such seeds.
     """
     later = values[values["seed"] >= CHOSEN_SEEDS]
-    found = term_effects(later if len(later) else values)
-    tested = select(found, depth=ALL_DEPTHS, outcome=REACH, side=BEYOND, norm_order=["post", "pre"])
+    terms = term_effects(later if len(later) else values)
+    tested = results.select(terms, depth=ALL_DEPTHS, side=BEYOND, norm_order=["post", "pre"])
     fresh = tested[: len(tested) * bool(len(later))].reset_index(drop=True)
     return fresh.assign(p_holm=holm(fresh["p"].to_numpy(float)))
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """The boundary as a map; curves over length of the post-norm runs."""
+    """Words right in the farthest bin by k and depth; curves over length of the post-norm runs."""
     summary = tables["summary"]
-    far = select(summary, measure=measure(BINS[-1]), positions="none")
-    groups = list(far.groupby(["norm_order", "norm"], sort=False))
-    figure, axes = panels(max(1, len(groups)), 2.8, 2.5, columns=4)
-    for ((order, norm), part), ax in zip(groups, axes, strict=False):
-        square = part.pivot(index="depth", columns="k", values="mean").rename(columns="L{}".format)
-        heat_map(ax, square, "{:.0%}".format, 0.6, vmin=0, vmax=1)
-        ax.set(title=f"{norm}, {order}-norm", ylabel="depth")
-    return {"boundary": figure, "lengths": length_curves(select(summary, norm_order="post", positions="none"), "norm")}
+    far = results.select(summary, measure=measure(BINS[-1]), positions="none")
+    post = results.select(summary, norm_order="post", positions="none")
+    axes: dict[str, Any] = {"ylim": (0, 1.05), "ylabel": "exact match"}
+    return {
+        "boundary": results.line_panels(far, ["norm_order", "norm"], "k", "depth", published=False, **axes),
+        "lengths": length_curves(post, "norm"),
+    }
 
 
 def length_curves(part: pd.DataFrame, by: str) -> Figure:
     """Exact match over length: a panel per (depth, k), a line per value of the column `by`; crosses are published."""
     middles = {measure(lengths): sum(lengths) / 2 for lengths in BINS}
-    part = part.assign(letters=part["measure"].map(middles))
-    squares = list(part.groupby(["depth", "k"], sort=False))
-    figure, axes = panels(max(1, len(squares)), 3.6, 2.4, columns=4, shared=True)
-    for ((depth, k), cell), ax in zip(squares, axes, strict=False):
-        lines(ax, cell, "letters", by)
-        ax.set(title=f"depth {depth}, L{k}", ylim=(0, 1.05))
-    axes[0].legend(fontsize=7)
-    return figure
+    named = part.assign(letters=part["measure"].map(middles), language=part["k"].map("L{}".format))
+    return results.line_panels(named, ["depth", "language"], "letters", by, ylim=(0, 1.05))
 
 
 def grid(quick: bool) -> tuple[Cell, ...]:
@@ -343,31 +294,27 @@ def training(quick: bool) -> TrainConfig:
     return TrainConfig(steps=steps, batch=32, lr=1e-3, lr_end=1e-5, warmup=100, clip=1.0, evaluate_every=steps)
 
 
-def exact_matches(
-    cells: Iterable[Cell], request: Request, schedule: TrainConfig, words: int, name: str
-) -> tuple[pd.DataFrame, pd.DataFrame, tuple[str, ...]]:
-    """Train a run per seed and cell, called by a format string over KEYS, each bin measured on so many words.
-
-    Returns:
-        Exact match of every run in every bin; KEYS and seed of runs that diverged, and their messages.
-    """
+def _run(
+    request: Request, cells: Iterable[Cell], schedule: TrainConfig, words: int, analyse: Analyse, plot: Plot
+) -> results.Results:
+    """Train a run per seed and cell, each bin measured on so many words, and make tables and figures of them."""
     runs = planned(
-        cells, request, name=lambda cell: name.format(**vars(cell)), task=lambda cell, _: BlockTask(cell.k, words),
+        cells,
+        request,
+        task=lambda cell, _: BlockTask(cell.k, words),
         training=lambda _, seed: replace(schedule, seed=seed),
-    )  # fmt: skip
-    carry_out(runs, request)
-    table, lost = curves(runs), diverged(runs)
-    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in lost])
-    return select(table, measure=[measure(b) for b in BINS]), failed, tuple(lost.values())
+    )
+    lost = carry_out(runs, request)
+    failed = pd.DataFrame([{**run.keys, "seed": run.seed} for run in runs if run.name in diverged(runs)])
+    tables = analyse(results.select(curves(runs), measure=[measure(b) for b in BINS]), failed)
+    settings = {"training": vars(schedule), "published": PUBLISHED_MODELS}
+    return results.Results(tables, plot(tables), settings, lost)
 
 
-def run(request: Request) -> Results:
-    """Train the missing runs of the grid and report where the boundary lies under each norm."""
-    schedule, words = training(request.quick), 200 if request.quick else EVALUATION_WORDS
-    name = "{norm_order}-{positions}-L{k}-depth{depth}-{norm}"
-    frame, failed, lost = exact_matches(grid(request.quick), request, schedule, words, name)
-    tables = analyse(frame, failed)
-    return Results(tables, plot(tables), {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
+def run(request: Request) -> results.Results:
+    """Train the missing runs of the grid and compare the norms on either side of the boundary."""
+    words = 200 if request.quick else EVALUATION_WORDS
+    return _run(request, grid(request.quick), training(request.quick), words, analyse, plot)
 
 
 POSITIONS = ("none", "rotary", "alibi")
@@ -382,16 +329,17 @@ def deep_grid(quick: bool) -> tuple[Cell, ...]:
     return (*squares, *(Cell(4, 6, positions=p) for p in ("rotary", "alibi")))
 
 
-def run_deep(request: Request) -> Results:
+def run_deep(request: Request) -> results.Results:
     """`run` at DEPTHS under LayerNorm."""
     schedule, words = training(request.quick), 100 if request.quick else EVALUATION_WORDS
     if request.quick:
         schedule = replace(schedule, steps=60, warmup=15, evaluate_every=60)
-    name = "{positions}-L{k}-depth{depth}"
-    frame, failed, lost = exact_matches(deep_grid(request.quick), request, schedule, words, name)
-    tables = analyse_deep(frame, failed)
-    figures = {"deep": length_curves(tables["summary"], "positions")}
-    return Results(tables, figures, {"training": vars(schedule), "published": PUBLISHED_MODELS}, lost)
+    return _run(request, deep_grid(request.quick), schedule, words, analyse_deep, plot_deep)
+
+
+def plot_deep(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Exact match over length."""
+    return {"deep": length_curves(tables["summary"], "positions")}
 
 
 def analyse_deep(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dict[str, pd.DataFrame]:
@@ -419,4 +367,4 @@ def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
     pairs = {f"depth {d}: L{d + 2} minus L{d + 3}": ((d, d + 2, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
     pairs |= {f"L{d + 3}: depth {d + 1} minus {d}": ((d + 1, d + 3, none), (d, d + 3, none)) for d in DEPTHS[:-1]}
     pairs |= {f"depth 4, L6: {p} positions minus none": ((4, 6, p), (4, 6, none)) for p in POSITIONS[1:]}
-    return contrasted(differences(reach, pairs), ["contrast"], (-1.0, 1.0))
+    return results.contrasted(results.differences(reach, pairs), ["contrast"], (-1.0, 1.0))

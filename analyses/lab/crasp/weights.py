@@ -133,9 +133,6 @@ def compile_program(
     return CompiledProgram(program, model, letters, sum(bool(sums) for sums in plan.sums))
 
 
-# ----------------------------------------------------------------------------------------------------------- the plan
-
-
 def _base(formula: Formula, positive: bool = True) -> Literal:
     """A formula without its negations, which cost nothing, and its sign."""
     while formula.operation == "not":
@@ -244,9 +241,6 @@ def _check_factors(program: Program, plan: _Plan, n_ctx: int) -> None:
                 problem = f"too wide: a sum of up to {sizes[-1]} per letter, which float64 does not tell from 0"
                 raise program.error(program.output, problem, f"smaller factors, or fewer than {n_ctx} positions")
         off = max([off, *(FLOAT_ERROR * n_ctx * size for size in sizes)])
-
-
-# -------------------------------------------------------------------------------------------------------- the weights
 
 
 @dataclass(frozen=True)

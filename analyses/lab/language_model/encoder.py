@@ -2,13 +2,15 @@
 
 After the comparison of Brody, Alon & Yahav 2023, section 4.2, made there with decoders: the norm that attention reads
 differs, and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, and d 64 with four heads of
-16. An encoder is bidirectional and post-norm, with learned positions and a norm on the embeddings (Devlin et al. 2019);
-left out of BERT are segment embeddings, dropout, and the dense layer before the unembedding.
+16; of table 4, which reads sentences, d 8 with 3072 hidden units and no norm at all. In place of SST-2 the encoders are
+fine-tuned to tell books (`passages`). An encoder is bidirectional and post-norm, with learned positions and a norm on
+the embeddings (Devlin et al. 2019); left out of BERT are segment embeddings, dropout, and the dense layer before the
+unembedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,17 +21,11 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published import (
-    BEFORE,
-    FRACTION,
-    HEAD,
-    LOSS,
-    NORMALIZED,
-    unselectable_at_checkpoints,
-)
-from ln_probe.analyses.lab.results import Results, contrasted, lines, minus_reference, panels, select, summarize_kinds
+from ln_probe.analyses.lab.language_model import passages, published
+from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, planned, shared_settings
 from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
-from ln_probe.analyses.lab.train import Run, carry_out, curves, finished, planned, shared_settings, text_training
+from ln_probe.analyses.lab.train import text_training
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, norm_or_nothing
 
 
@@ -71,42 +67,52 @@ ACCURACY = "valid_accuracy"
 WHOLE = "layernorm"  # what the others are compared with
 
 
-def analyse(frame: pd.DataFrame, losses: pd.DataFrame, steps: int) -> dict[str, pd.DataFrame]:
-    """Summary of KEYS, `seed`, `value`: shares at kept steps, loss and accuracy at the last; and what terms change.
+def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Summary of KEYS, `seed`, `value`: shares at measured steps, loss and accuracy at the last; and what terms change.
 
-    `effects`: at the last step against LayerNorm, loss, and unselectable keys (mean over layers); Holm's p over all
-    rows. After a norm that scales no key is unselectable by theorem, so what is normalized is not compared.
+    `effects`: at the last step minus LayerNorm of the same seed (unselectable keys: means over layers), with Holm's p
+    over the rows of one kind: encoders on windows, encoders of table 4, passages. After a norm that scales no key is
+    unselectable by theorem, so what is normalized is not compared.
     """
-    shares = frame["measure"].isin((FRACTION, ACCURACY))
-    told = select(frame[frame["space"] != NORMALIZED], step=steps, measure=[LOSS, FRACTION])
+    ends = frame[frame["step"] == frame.groupby(["shape", "space"])["step"].transform("max")]
+    passages = ends["space"] == PASSAGES
+    seen = ends["space"].isin((published.BEFORE, published.HEAD, "-")) & ends["measure"].isin(
+        (published.FRACTION, published.LOSS)
+    )
+    read = (ends["shape"] == MANY_HIDDEN) & (
+        (ends["measure"] == published.LOSS)
+        | (ends["space"] == published.HEAD + published.SENTENCES) & (ends["measure"] == published.FRACTION)
+    )
     same = ["shape", "space", "measure", "seed"]
-    means = cast("pd.DataFrame", told.groupby([*same, "norm"], sort=False, as_index=False)["value"].mean())
-    pairs = minus_reference(means, means["norm"] == WHOLE, same)
+    tests = []
+    for rows in (seen & (ends["shape"] != MANY_HIDDEN), read, passages & (ends["measure"] == ACCURACY)):
+        means = cast("pd.DataFrame", ends[rows].groupby([*same, "norm"], sort=False, as_index=False)["value"].mean())
+        pairs = minus_reference(means, means["norm"] == WHOLE, same)
+        tests.append(contrasted(pairs, ["shape", "norm", "space", "measure"]))
     return {
-        "summary": summarize_kinds([(frame[shares], "share"), (frame[~shares], "mean")], KEYS),
+        "summary": summarize(frame, KEYS, shares=(published.FRACTION, published.UNDECIDED, ACCURACY)),
         "seeds": frame,
         "curves": losses,
-        "effects": contrasted(pairs, ["shape", "norm", "space", "measure"]),
+        "effects": pd.concat([table for table in tests if len(table)], ignore_index=True),
     }
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Unselectable keys at the last step over layers, a panel per shape and space."""
     summary = tables["summary"]
-    rows = select(summary, measure=FRACTION, step=summary["step"].max())
-    groups = list(rows.groupby(["shape", "space"], sort=False))
-    figure, axes = panels(len(groups), 3.7, 2.8, columns=3, shared=True)
-    for ((shape, space), part), ax in zip(groups, axes, strict=True):
-        lines(ax, part, "layer", "norm", published=False)
-        ax.set(title=f"{shape}: {space}")
-    axes[0].set_ylabel("unselectable keys")
-    axes[0].legend(fontsize=7)
-    return {"unselectable": figure}
+    rows = select(
+        summary,
+        measure=published.FRACTION,
+        step=summary["step"].max(),
+        space=[published.BEFORE, published.NORMALIZED, published.HEAD],
+    )
+    return {"unselectable": line_panels(rows, ["shape", "space"], "layer", "norm", published=False, columns=3)}
 
 
 HEADS = 4
-SHAPES = {"narrow": 8, "wide": 64}  # d_model
-RATES = {"narrow": 5e-3, "wide": 2e-3}
+MANY_HIDDEN = "narrow, 3072 hidden"  # of table 4
+SHAPES: dict[str, tuple[int, int | None]] = {"narrow": (8, None), "wide": (64, None), MANY_HIDDEN: (8, 3072)}
+RATES = {"narrow": 5e-3, "wide": 2e-3, MANY_HIDDEN: 5e-3}
 # What attention reads, and every other norm. In post-norm order what attention reads has just passed another norm, so
 # leaving a term out there alone leaves it in the stream: the last two leave it out everywhere.
 NORMS: dict[str, tuple[str | None, str | None]] = {
@@ -115,17 +121,20 @@ NORMS: dict[str, tuple[str | None, str | None]] = {
     "scaling_only": ("scaling_only", "layernorm"),
     "projection_only everywhere": ("projection_only", "projection_only"),
     "scaling_only everywhere": ("scaling_only", "scaling_only"),
-    "identity": (None, None),  # no norm at all: of `sentences`
+    "identity": (None, None),  # no norm at all: of table 4
 }
-CELLS = (  # the wide shape, whose keys are all within reach, without the last two
+CELLS = (  # the wide shape, whose keys are all within reach, without terms left out everywhere
     *(("narrow", norm) for norm in tuple(NORMS)[:5]),
     *(("wide", norm) for norm in tuple(NORMS)[:3]),
+    *((MANY_HIDDEN, norm) for norm in (WHOLE, "identity")),
 )
+TUNED = tuple(NORMS)[:3]  # norms of encoders that are fine-tuned on passages
+PASSAGES = "passages"  # the space of their loss and accuracy
 
 
 @dataclass(frozen=True)
 class Size:
-    """Vocabulary (the mask not counted), window, batch (windows), steps; windows that loss and keys are measured on."""
+    """Vocabulary (the mask not counted), window, batch (windows), steps; what loss and keys are measured on."""
 
     d_vocab: int
     n_ctx: int
@@ -133,33 +142,34 @@ class Size:
     steps: int
     valid_windows: int
     contexts: int
+    sentences: int
 
 
 # BERT: 30,000 tokens, windows of 512, 256 of them a step, 10⁶ steps. Here a run takes a core half a minute to a minute.
-SMALL = Size(d_vocab=1024, n_ctx=128, batch=8, steps=1000, valid_windows=256, contexts=8)
-TINY = Size(d_vocab=512, n_ctx=64, batch=4, steps=100, valid_windows=32, contexts=2)
+SMALL = Size(d_vocab=1024, n_ctx=128, batch=8, steps=1000, valid_windows=256, contexts=8, sentences=64)
+TINY = Size(d_vocab=512, n_ctx=128, batch=4, steps=50, valid_windows=32, contexts=2, sentences=16)
 
 
 def encoder_config(shape: str, norm: str, size: Size) -> EncoderConfig:
     """An encoder of one of SHAPES and NORMS."""
     read, others = NORMS[norm]
     return EncoderConfig(
-        n_layers=LAYERS, d_model=SHAPES[shape], n_heads=HEADS, d_vocab=size.d_vocab + 1, n_ctx=size.n_ctx, causal=False,
-        norm_order="post", norm=others, norm_mlp=others, norm_final=None, norm_read=read,
+        n_layers=LAYERS, d_model=SHAPES[shape][0], d_mlp=SHAPES[shape][1], n_heads=HEADS, d_vocab=size.d_vocab + 1,
+        n_ctx=size.n_ctx, causal=False, norm_order="post", norm=others, norm_mlp=others, norm_final=None,
+        norm_read=read,
     )  # fmt: skip
 
 
-def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | None = None) -> list[Run]:
+def make_runs(request: Request, size: Size) -> list[Run]:
     """A run per seed, shape and norm; within a seed and shape all start at the same weights and see the same masks."""
     text = TextTask(
         request.texts, size.d_vocab, size.n_ctx, tokenizer=request.tokenizer, valid_windows=size.valid_windows
     )
     task, tenth = MaskedTextTask(text), max(1, size.steps // 10)
     return planned(
-        CELLS if cells is None else cells,
+        CELLS,
         request,
         keys=lambda cell: {"shape": cell[0], "norm": cell[1]},
-        name=lambda cell: f"{cell[0]}-{cell[1].replace(' ', '-')}",
         task=lambda *_: task,
         spec=lambda cell: encoder_config(*cell, size),
         training=lambda cell, seed: text_training(
@@ -169,19 +179,36 @@ def make_runs(request: Request, size: Size, cells: Sequence[tuple[str, str]] | N
 
 
 def run(request: Request) -> Results:
-    """Train (or resume), measure, and compare."""
+    """Train (or resume), measure, fine-tune, and compare."""
     size = TINY if request.quick else SMALL
     runs = make_runs(request, size)
+    text = cast("MaskedTextTask", runs[0].task).text
+    task = None
+    if len(request.texts) > 1:  # refuses texts before anything is trained; SST-2's sentences have about 20 words
+        task = passages.PassagesTask(request.texts, text, 32, 100 if request.quick else 700)
     lost = carry_out(runs, request)
+    encoders = [run for run in runs if run.keys["norm"] in TUNED and run.keys["shape"] != MANY_HIDDEN]
+    tuned = passages.make_runs(request, encoders, task) if task else []
+    lost += carry_out(tuned, request)
     started = finished(runs, checkpoints=True)
-    task = cast(MaskedTextTask, started[0].task)
-    losses = select(curves(started), measure=["train_loss", LOSS, ACCURACY])
-    fractions = unselectable_at_checkpoints(started, task.text.held_out(size.contexts), key_places())
-    last = select(losses, step=size.steps, measure=[LOSS, ACCURACY]).assign(layer=-1, space="-")
-    values = pd.concat([fractions, last], ignore_index=True)[[*KEYS, "seed", "value"]]
+    losses = select(curves(started), measure=["train_loss", published.LOSS, ACCURACY])
+    parts = [
+        published.unselectable_at_checkpoints(started, text.held_out(size.contexts), key_places()),
+        *(
+            published.on_sentences(run, text, key_places(), size.sentences)
+            for run in started
+            if run.finished and run.keys["shape"] == MANY_HIDDEN
+        ),
+        select(losses, step=size.steps, measure=[published.LOSS, ACCURACY]).assign(layer=-1, space="-"),
+    ]
+    if tuned:
+        parts.append(select(curves(tuned), measure=[published.LOSS, ACCURACY]).assign(layer=-1, space=PASSAGES))
+    values = pd.concat(parts, ignore_index=True)[[*KEYS, "seed", "value"]]
     varied = ("norm", "norm_mlp", "norm_read", "d_model", "d_head", "d_mlp", "lr", "lr_end")
-    settings = shared_settings(started[0], varied) | {"unigram_loss": task.unigram_loss(), "contexts": size.contexts}
-    tables = analyse(values, losses, size.steps)
+    settings = shared_settings(started[0], varied) | {"contexts": size.contexts}
+    settings |= {"unigram_loss": cast("MaskedTextTask", runs[0].task).unigram_loss()}
+    settings |= {"passages": task.identity, "counted_accuracy": task.counted_accuracy()} if task else {}
+    tables = analyse(values, losses)
     return Results(tables, plot(tables), settings, lost)
 
 
@@ -189,7 +216,9 @@ def key_places() -> dict[tuple[int, str], str]:
     """Hook names by layer and space: what attention reads before its norm and after, and a head's keys."""
     places = {}
     for layer in range(LAYERS):
-        places[layer, BEFORE] = f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embedded"
-        places[layer, NORMALIZED] = f"blocks.{layer}.hook_resid_pre"  # norms that attention reads have no gain and bias
-        places[layer, HEAD] = f"blocks.{layer}.attn.hook_k"
+        places[layer, published.BEFORE] = f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embedded"
+        places[layer, published.NORMALIZED] = (
+            f"blocks.{layer}.hook_resid_pre"  # norms that attention reads have no gain and bias
+        )
+        places[layer, published.HEAD] = f"blocks.{layer}.attn.hook_k"
     return places

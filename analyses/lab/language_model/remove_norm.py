@@ -21,6 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -30,21 +31,16 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published import HEAD, LOSS, NORMALIZED, key_places, unselectable_keys
+from ln_probe.analyses.lab.language_model import published
 from ln_probe.analyses.lab.norms import Norm
-from ln_probe.analyses.lab.results import Results, contrasted, differences, panels, select, summarize
+from ln_probe.analyses.lab.results import Results, contrasted, differences, lines, panels, select, summarize
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, measured_once, planned
 from ln_probe.analyses.lab.text_task import TaskOnText, TextTask
 from ln_probe.analyses.lab.train import (
     LAB_FILE,
     MODEL_FILE,
-    Run,
     TrainConfig,
-    carry_out,
-    curves,
-    finished,
     load_run,
-    measured_once,
-    planned,
     save_model,
     text_training,
     weights_of,
@@ -64,7 +60,7 @@ class ReplaceableNorm(nn.Module):
     stage: Tensor
     first: Float[Tensor, ""]
     rest: Float[Tensor, ""]
-    seen: Tensor
+    batches: Tensor
 
     def __init__(self, norm: Norm) -> None:
         """Take over gain and bias of a LayerNorm with both, at the usual radius."""
@@ -73,16 +69,16 @@ class ReplaceableNorm(nn.Module):
         self.w, self.b = cast("nn.Parameter", norm.w), cast("nn.Parameter", norm.b)
         for name in ("first", "rest"):
             self.register_buffer(name, torch.zeros(()))
-        for name in ("stage", "seen"):
+        for name in ("stage", "batches"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
 
     def follow(self, x: Float[Tensor, "batch pos d_model"]) -> None:
         """Take a batch into the running means of sigma at position 0 and elsewhere."""
         sigma = (x.detach().var(-1, correction=0) + self.eps).sqrt()
-        weight = max(MEMORY, 1 / (int(self.seen) + 1))
+        weight = max(MEMORY, 1 / (int(self.batches) + 1))
         for mean, part in ((self.first, sigma[:, 0]), (self.rest, sigma[:, 1:])):
             mean.lerp_(part.mean(), weight)
-        self.seen += 1
+        self.batches += 1
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         if self.stage == LAYERNORM:
@@ -100,8 +96,8 @@ def replaceable_norms(model: LabTransformer) -> list[ReplaceableNorm]:
 
     (Heimersheim 2024, whose order this is: norms of MLPs cost least.)
     """
-    found = [*(block.ln2 for block in model.blocks), *(block.ln1 for block in model.blocks), model.ln_final]
-    return [cast("ReplaceableNorm", norm) for norm in found]
+    norms = [*(block.ln2 for block in model.blocks), *(block.ln1 for block in model.blocks), model.ln_final]
+    return [cast("ReplaceableNorm", norm) for norm in norms]
 
 
 def plain(model: LabTransformer) -> LabTransformer:
@@ -116,13 +112,12 @@ def plain(model: LabTransformer) -> LabTransformer:
         owner, leaf = name.rsplit(".", 1)
         if leaf == "rest" and kind == "projection_only":
             weights[f"{owner}.divisor"] = value
-        if leaf not in ("first", "rest", "stage", "seen"):
+        if leaf not in ("first", "rest", "stage", "batches"):
             weights[name] = value
-    made = LabTransformer(
-        replace(model.cfg, norm=kind, norm_mlp=kind, norm_final=kind, divisor=None), tokenizer=model.tokenizer
-    )
-    made.load_state_dict(weights)
-    return made.eval()
+    cfg = replace(model.cfg, norm=kind, norm_mlp=kind, norm_final=kind, divisor=None)
+    copied = LabTransformer(cfg, tokenizer=model.tokenizer)
+    copied.load_state_dict(weights)
+    return copied.eval()
 
 
 @dataclass(frozen=True)
@@ -159,10 +154,6 @@ class Schedule:
         """The step at which all norms are replaced."""
         return self.first + norms * self.every
 
-    def over(self, norms: int) -> int:
-        """The step from which on nothing is replaced any more."""
-        return self.replaced(norms) + norms * self.joined_every
-
     def set_stages(self, norms: Sequence[ReplaceableNorm], step: int) -> None:
         """What each norm computes at a step."""
         for i, norm in enumerate(norms):
@@ -171,7 +162,7 @@ class Schedule:
             norm.stage.fill_(ONE_CONSTANT if joined else TWO_CONSTANTS if gone else LAYERNORM)
 
 
-SINK = 0.3  # more attention than this on one position makes a (head, query) a sink's (Gu et al. 2025)
+SINK = 0.3  # of attention (the threshold of Gu et al. 2025, who compare a head's mean over queries with it)
 KEY_CONTEXTS = 2  # held-out windows whose keys are decided: 64 heads of 256 keys each, some ten seconds a window
 
 
@@ -179,39 +170,41 @@ KEY_CONTEXTS = 2  # held-out windows whose keys are decided: 64 heads of 256 key
 def measures(model: LabTransformer, text: TextTask, contexts: int) -> Iterator[tuple[str, float]]:
     """Measure and value, means over layers, heads, held-out windows and their positions.
 
-    valid_loss; attention_on_first, sink_rate: attention that queries after position 0 pay to it, and the share of them
-    that pay over SINK; entropy_ratio: of attention over its largest possible; sigma_ratio: sigma at position 0 over
-    the mean elsewhere, of norm inputs; unselectable_head, unselectable_normalized: shares of keys.
+    valid_loss; attention_on_first: attention that queries after position 0 pay to it; queries_on_sink: the share of
+    them that pay over SINK; entropy_ratio: of attention over its largest possible; unselectable_head,
+    undecided_normalized, …: shares of keys.
     """
-    yield LOSS, text.evaluate(model)[LOSS]
-    layers = range(model.cfg.n_layers)
-    windows = text.held_out(contexts)
-    means: dict[str, list[Tensor]] = {
-        name: [] for name in ("attention_on_first", "sink_rate", "entropy_ratio", "sigma_ratio")
-    }
+    yield published.LOSS, text.evaluate(model)[published.LOSS]
+    layers, windows = range(model.cfg.n_layers), text.held_out(contexts)
+    rows = []
     for part in windows.split(4):
-        _, cache = model.run_with_cache(
-            part, names_filter=lambda name: name.endswith(("hook_resid_pre", "hook_pattern")), return_type=None
-        )
-        for layer in layers:
-            pattern = cache[f"blocks.{layer}.attn.hook_pattern"]
+        _, cache = model.run_with_cache(part, names_filter=lambda name: name.endswith("hook_pattern"), return_type=None)
+        for pattern in cache.values():
             on_first = pattern[:, :, 1:, 0]
-            means["attention_on_first"].append(on_first.mean())
-            means["sink_rate"].append((on_first > SINK).float().mean())
-            means["entropy_ratio"] += [entropy_ratio(one.double())[:, 1:].mean() for one in pattern]
-            spread = cache[f"blocks.{layer}.hook_resid_pre"].std(-1, correction=0)
-            means["sigma_ratio"].append((spread[:, 0] / spread[:, 1:].mean(1)).mean())
-    for name, parts in means.items():
-        yield name, float(torch.stack([part.double() for part in parts]).mean())
-    for space in (NORMALIZED, HEAD):
-        keys = unselectable_keys(model, windows[:KEY_CONTEXTS], key_places(layers, (space,)))
-        yield f"unselectable_{space}", sum(share for *_, share in keys) / len(layers)
+            ratios = [entropy_ratio(one.double())[:, 1:].mean() for one in pattern]
+            rows.append(
+                (float(on_first.mean()), float((on_first > SINK).float().mean()), float(sum(ratios)) / len(part))
+            )
+    means = np.average(rows, axis=0)
+    yield from zip(("attention_on_first", "queries_on_sink", "entropy_ratio"), map(float, means), strict=True)
+    for space in (published.NORMALIZED, published.HEAD):
+        keys = list(published.unselectable_keys(model, windows[:KEY_CONTEXTS], published.key_places(layers, (space,))))
+        for measure in (published.FRACTION, published.UNDECIDED):
+            shares = [share for _, _, of, share in keys if of == measure]
+            yield f"{measure.removesuffix('_fraction')}_{space}", sum(shares) / len(layers)
 
 
 START = "lm-layernorm"
-BEFORE, AT_ONCE, KEPT, REMOVED = "before", "removed at once", "kept", "removed"
+BEFORE, KEPT, REMOVED = "before", "kept", "removed"
 KEYS = ["model", "measure"]
-TESTED = (LOSS, "entropy_ratio", "sink_rate", "attention_on_first", "unselectable_head", "unselectable_normalized")
+TESTED = (
+    published.LOSS,
+    "entropy_ratio",
+    "queries_on_sink",
+    "attention_on_first",
+    "unselectable_head",
+    "unselectable_normalized",
+)
 
 
 @dataclass(frozen=True)
@@ -276,7 +269,7 @@ def make_runs(request: Request, size: Size, start: Path) -> list[Run]:
     shape = Start(start).build().cfg
     text = TextTask(request.texts, shape.d_vocab, shape.n_ctx, tokenizer=start, valid_windows=size.valid_windows)
     return planned(
-        (REMOVED, KEPT), request, keys=lambda cell: {"model": cell}, name=lambda cell: cell,
+        (REMOVED, KEPT), request, keys=lambda cell: {"model": cell},
         task=lambda cell, _: Removal(text, size.schedule if cell == REMOVED else None), spec=lambda _: Start(start),
         training=lambda _, seed: training(size, seed),
     )  # fmt: skip
@@ -298,13 +291,9 @@ def run(request: Request, size: Size | None = None, start: Path | None = None) -
             write_plain(each, request.out / "models" / f"removed-seed{each.seed}")
     task = cast(Removal, runs[0].task)
     seeds = sorted({each.seed for each in done})
-    before = pd.DataFrame(measures(plain(Start(start).build()), task.text, size.contexts), columns=["measure", "value"])
+    before = pd.DataFrame(measures(load_run(start), task.text, size.contexts), columns=["measure", "value"])
     rows = [measured(each, size) for each in done]
     rows += [before.assign(model=BEFORE, seed=seed) for seed in seeds]  # the same model for every seed
-    for seed in seeds:
-        for stage, measure in ((TWO_CONSTANTS, f"{LOSS}_position_0_apart"), (ONE_CONSTANT, LOSS)):
-            loss = task.evaluate(at_once(start, task, size, seed, stage))[LOSS]
-            rows.append(pd.DataFrame([{"model": AT_ONCE, "seed": seed, "measure": measure, "value": loss}]))
     trained_on = json.loads((start / LAB_FILE).read_text(encoding="utf-8"))["data"]["files"]
     norms = len(replaceable_norms(Start(start).build()))
     settings = {
@@ -329,18 +318,6 @@ def write_plain(run: Run, out: Path) -> None:
     for name in ("tokenizer.json", "metrics.jsonl"):
         write_atomically(out / name, (run.folder / name).read_bytes())
     save_model(model, out / MODEL_FILE)
-
-
-def at_once(start: Path, task: Removal, size: Size, seed: int, stage: int) -> LabTransformer:
-    """The starting model with all norms replaced and nothing trained; constants from the seed's first ten batches."""
-    model = Start(start).build()
-    norms = replaceable_norms(model)
-    for step in range(10):
-        with torch.enable_grad():  # a norm follows its sigmas where it trains
-            model(task.text.batch(step, size.batch, seed), return_type=None)
-    for norm in norms:
-        norm.stage.fill_(stage)
-    return model.eval()
 
 
 def measured(run: Run, size: Size) -> pd.DataFrame:
@@ -371,12 +348,9 @@ def analyse(frame: pd.DataFrame, losses: pd.DataFrame) -> dict[str, pd.DataFrame
 def plot(tables: Mapping[str, pd.DataFrame], schedule: Schedule, norms: int) -> dict[str, Figure]:
     """Held-out loss over fine-tuning, a line per seed: norms removed and kept."""
     figure, (ax,) = panels(1, 7, 4.2)
-    rows = select(tables["curves"], measure=LOSS)
-    for (model, seed), one in rows.groupby(["model", "seed"]):
-        label = str(model) if seed == rows["seed"].min() else None
-        ax.plot(one["step"], one["value"], color="C0" if model == KEPT else "C1", label=label)
+    rows = select(tables["curves"], measure=published.LOSS)
+    lines(ax, rows.assign(line=rows["model"] + ", seed " + rows["seed"].astype(str)), "step", "line", "value")
     ax.axvspan(schedule.first, schedule.replaced(norms), color="0.9", label="norms go, one by one")
-    ax.axvspan(schedule.replaced(norms), schedule.over(norms), color="0.95", label="position 0 joins")
     ax.set(xlabel="step", ylabel="held-out loss, nats per token")
-    ax.legend()
+    ax.legend(fontsize=7)
     return {"losses": figure}

@@ -8,15 +8,14 @@ windows. Primary contrasts, and no others: the main effects of scaling and of pr
 seeds after Holm's adjustment over these four. Hypotheses: scaling raises the loss and lowers the share; projection
 changes neither, claimed only where the 90 % CI lies within the margin. A seed counts if its four models are finished.
 
-`python -m ln_probe.analyses.lab.language_model.two_by_two --norm layernorm --out FOLDER TEXT…` trains a bundled model.
+A bundled model is made by `train(task, BUNDLED.spec(norm), BUNDLED.training(False, 0), run)` and `bundle(run, …)`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -26,30 +25,13 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from ln_probe.analyses.lab import results
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model.published import FRACTION, LOSS, unselectable_share
+from ln_probe.analyses.lab.language_model.published import FRACTION, LOSS, UNDECIDED, unselectable_share
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES, Norm
-from ln_probe.analyses.lab.results import (
-    Results,
-    contrasted,
-    differences,
-    effect_rows,
-    main_effects,
-    panels,
-    select,
-    summarize_kinds,
-)
+from ln_probe.analyses.lab.runs import carry_out, measured_once, planned
 from ln_probe.analyses.lab.text_task import TextTask
-from ln_probe.analyses.lab.train import (
-    MODEL_FILE,
-    TrainConfig,
-    carry_out,
-    load_run,
-    measured_once,
-    planned,
-    save_model,
-    train,
-)
+from ln_probe.analyses.lab.train import MODEL_FILE, TrainConfig, load_run, save_model
 from ln_probe.analyses.lab.transformer import Block, LabConfig, LabTransformer
 from ln_probe.analyses.probes.statistics import holm
 from ln_probe.hooks.edits import NoOpWarning, without
@@ -57,7 +39,9 @@ from ln_probe.hooks.edits import NoOpWarning, without
 D_VOCAB, N_CTX = 1024, 256
 STEPS, BATCH = 2000, 16
 SHIPPED_SEED = 0
-FROZEN = "unselectable_without_scaling"
+WITHOUT_SCALING = {FRACTION: "unselectable_without_scaling", UNDECIDED: "undecided_without_scaling"}
+FROZEN = WITHOUT_SCALING[FRACTION]
+SHARES = (*WITHOUT_SCALING, *WITHOUT_SCALING.values())
 COSTS = {"scaling": "delta_loss_no_scaling", "projection": "delta_loss_no_projection"}  # of every norm, nats per token
 CONTRASTS = {  # the norm that has the term, and the one that lacks it
     "scaling, with projection": ("layernorm", "projection_only"),
@@ -69,8 +53,6 @@ CONTRASTS = {  # the norm that has the term, and the one that lacks it
 OUTCOMES = {LOSS: ("Held-out loss", "nats", 1.0, 0.01), FRACTION: ("Unselectable keys", "points", 100.0, 1.0)}
 KEYS = ["norm", "layer", "measure"]
 ALL_LAYERS = -1  # the `layer` of means over layers and of what is not measured layer by layer
-
-# ----------------------------------------------------------------------------------------------------------- models
 
 
 @dataclass(frozen=True)
@@ -116,27 +98,29 @@ def text(request: Request) -> TextTask:
     return task
 
 
-def run(request: Request) -> Results:
+def run(request: Request) -> results.Results:
     """The bundled models with more seeds."""
     return _run(request, BUNDLED, analyse)
 
 
-def run_fresh(request: Request) -> Results:
+def run_fresh(request: Request) -> results.Results:
     """Ten fresh seeds, registered."""
     return _run(request, SHORT, analyse_registered)
 
 
-def run_long(request: Request) -> Results:
+def run_long(request: Request) -> results.Results:
     """Ten others with the bundled models' whole schedule."""
     return _run(request, LONG, analyse_registered)
 
 
-def _run(request: Request, design: Design, analyse: Callable[[pd.DataFrame], dict[str, pd.DataFrame]]) -> Results:
+def _run(
+    request: Request, design: Design, analyse: Callable[[pd.DataFrame], dict[str, pd.DataFrame]]
+) -> results.Results:
     """Train the four models of each seed and measure the seeds whose four are finished."""
     task, bundled = text(request), design is BUNDLED
     runs = planned(
         NORM_KINDS, replace(request, seeds=tuple(design.first_seed + seed for seed in request.seeds)),
-        keys=lambda norm: {"norm": norm}, name=lambda norm: norm, task=lambda *_: task, spec=design.spec,
+        keys=lambda norm: {"norm": norm}, task=lambda *_: task, spec=design.spec,
         training=lambda _, seed: design.training(request.quick, seed),
     )  # fmt: skip
     shipped = bundled and not request.quick and SHIPPED_SEED in request.seeds
@@ -158,10 +142,7 @@ def _run(request: Request, design: Design, analyse: Callable[[pd.DataFrame], dic
         "training": {k: v for k, v in vars(design.training(request.quick, 0)).items() if k != "seed"},
         "contexts": design.contexts,
     }
-    return Results(tables, plot(tables), settings, lost)
-
-
-# -------------------------------------------------------------------------------------------------------- measures
+    return results.Results(tables, plot(tables), settings, lost)
 
 
 def loss_and_keys(folder: Path, beside: Path, task: TextTask, design: Design) -> pd.DataFrame:
@@ -196,13 +177,15 @@ def unselectable(model: LabTransformer, tokens: torch.Tensor) -> Iterator[tuple[
     leaves = ("hook_resid_pre", "attn.hook_k", "ln1.hook_scale")
     _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith(leaves), return_type=None)
     for layer, block in enumerate(model.blocks):
-        yield layer, FRACTION, unselectable_share(cache[f"blocks.{layer}.attn.hook_k"])
+        for measure, share in unselectable_share(cache[f"blocks.{layer}.attn.hook_k"]).items():
+            yield layer, measure, share
         if model.cfg.norm in SCALES:
             sigma = cache[f"blocks.{layer}.ln1.hook_scale"]
             constant = sigma.clone()
             constant[:, 0], constant[:, 1:] = sigma[:, 0].mean(), sigma[:, 1:].mean()
             keys = _keys(block, cache[f"blocks.{layer}.hook_resid_pre"], constant)
-            yield layer, FROZEN, unselectable_share(keys)
+            for measure, share in unselectable_share(keys).items():
+                yield layer, WITHOUT_SCALING[measure], share
 
 
 def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
@@ -214,19 +197,11 @@ def _keys(block: Block, resid: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
     return attention._project(x * norm.w + norm.b, attention.W_K, attention.b_K)
 
 
-# ---------------------------------------------------------------------------------------------------------- tables
-
-
 def with_means(values: pd.DataFrame) -> pd.DataFrame:
     """KEYS, `seed` and `value`, and with them the means over layers."""
     layered = values[values["layer"] != ALL_LAYERS]
     means = layered.groupby(["norm", "measure", "seed"], as_index=False, sort=False)["value"].mean()
     return pd.concat([values, cast("pd.DataFrame", means).assign(layer=ALL_LAYERS)], ignore_index=True)
-
-
-def _summary(values: pd.DataFrame) -> pd.DataFrame:
-    shares = values["measure"].isin((FRACTION, FROZEN))
-    return summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS)
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -235,9 +210,9 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     Holm's p is over all rows of `contrasts`.
     """
     values = with_means(frame)
-    wide = select(values, layer=ALL_LAYERS).pivot(index=["measure", "seed"], columns="norm", values="value")
-    contrasts = contrasted(differences(wide, CONTRASTS), ["contrast", "measure"])
-    return {"summary": _summary(values), "seeds": frame, "contrasts": contrasts}
+    wide = results.select(values, layer=ALL_LAYERS).pivot(index=["measure", "seed"], columns="norm", values="value")
+    contrasts = results.contrasted(results.differences(wide, CONTRASTS), ["contrast", "measure"])
+    return {"summary": results.summarize(values, KEYS, shares=SHARES), "seeds": frame, "contrasts": contrasts}
 
 
 def analyse_registered(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -248,29 +223,28 @@ def analyse_registered(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     values = with_means(frame)
     rows: list[dict[str, Any]] = []
     for measure, (title, unit, factor, margin) in OUTCOMES.items():
-        per_seed = main_effects(select(values, measure=measure, layer=ALL_LAYERS)) if len(values) else {}
-        for row in effect_rows(per_seed, factor):
+        per_seed = (
+            results.main_effects(results.select(values, measure=measure, layer=ALL_LAYERS)) if len(values) else {}
+        )
+        for row in results.effect_rows(per_seed, factor):
             rows.append({"measure": measure, "outcome": title, "unit": unit, **row, "margin": margin})
     effects = pd.DataFrame(rows)
     if rows:
         effects = effects.assign(p_holm=holm(effects["p"].to_numpy()), equivalent=effects["bound"] < effects["margin"])
-    return {"summary": _summary(values), "seeds": frame, "effects": effects}
+    return {"summary": results.summarize(values, KEYS, shares=SHARES), "seeds": frame, "effects": effects}
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Held-out loss, costs of the terms and unselectable keys of every seed, a row per norm."""
-    values = select(with_means(tables["seeds"]), layer=ALL_LAYERS)
+    values = results.select(with_means(tables["seeds"]), layer=ALL_LAYERS)
     shown = [m for m in (LOSS, *COSTS.values(), FRACTION, FROZEN) if m in set(values["measure"])]
-    figure, axes = panels(max(1, len(shown)), 2.7, 2.6, shared=True)
+    figure, axes = results.panels(max(1, len(shown)), 2.7, 2.6, shared=True)
     for measure, ax in zip(shown, axes, strict=False):
-        part = select(values, measure=measure)
+        part = results.select(values, measure=measure)
         ax.plot(part["value"], [NORM_KINDS.index(str(n)) for n in part["norm"]], "o", markersize=4)
         ax.set(xlabel=measure.replace("_", " "))
         ax.set_yticks(range(len(NORM_KINDS)), labels=NORM_KINDS)
     return {"seeds": figure}
-
-
-# ------------------------------------------------------------------------------------------- models that are shipped
 
 
 def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
@@ -285,31 +259,3 @@ def bundle(run: Path, out: Path, task: TextTask, command: str) -> None:
         "training_seconds": last["seconds"],
     }  # fmt: skip
     (out / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train one bundled model."""
-    parser = argparse.ArgumentParser(description="train one language model; only the norm before attention varies")
-    parser.add_argument("text", nargs="+", help="UTF-8 text files")
-    parser.add_argument("--norm", default="layernorm", choices=NORM_KINDS)
-    parser.add_argument("--out", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--bundle", type=Path, help="then copy it here in float16, with its recipe")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, default=BATCH, help="windows per step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="to train on")
-    args = parser.parse_args(argv)
-    task = TextTask(args.text, D_VOCAB, N_CTX)
-    training = replace(BUNDLED, steps=args.steps, batch=args.batch).training(False, args.seed)
-    train(task, BUNDLED.spec(args.norm), training, args.out, device=args.device)
-    if args.bundle:
-        command = (
-            f"python -m ln_probe.analyses.lab.language_model.two_by_two --norm {args.norm} --steps {args.steps} "
-            f"--batch {args.batch} --seed {args.seed} --device {args.device} --out runs/lm-{args.norm} "
-            + " ".join(Path(t).name for t in args.text)
-        )
-        bundle(args.out, args.bundle, task, command)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,8 @@
 Every position of a sequence predicts the class that occurs most often in it (Brody, Alon & Yahav 2023, section 4.1).
 The published comparison confounds projection with size, for its layer without projection scales to norm 1/√d instead of
 √d. So both are varied: {layernorm, scaling_only} × {radius √d, 1/√d}, with the norms that do not scale, and with
-queries and keys or values alone made small. `majority_in_space` is the task of figures 1a and 1b: d 3, 10 classes,
-sequences of 30. Data as published: partitions of the length in the order of a random depth-first search, ten examples
+queries and keys or values alone made small. Rows with d 3 are of figures 1a and 1b: 10 classes, sequences of 30. Data
+as published: partitions of the length in the order of a random depth-first search, ten examples
 for each. Equal tokens of a sequence have equal outputs, so the loss is computed from one row per distinct token
 (`bag_logits`).
 """
@@ -12,8 +12,8 @@ for each. Equal tokens of a sequence have equal outputs, so the loss is computed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -25,30 +25,11 @@ from jaxtyping import Float, Int64, UInt8
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from ln_probe.analyses.lab import results
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import Norm, calibrate
-from ln_probe.analyses.lab.results import (
-    Results,
-    contrasted,
-    differences,
-    minus_reference,
-    panels,
-    select,
-    summarize_kinds,
-)
-from ln_probe.analyses.lab.train import (
-    ADAM,
-    ModelSpec,
-    Run,
-    Task,
-    TrainConfig,
-    carry_out,
-    curves,
-    finished,
-    planned,
-    shared_settings,
-    step_generator,
-)
+from ln_probe.analyses.lab.runs import Run, carry_out, curves, planned, shared_settings
+from ln_probe.analyses.lab.train import ADAM, ModelSpec, Task, TrainConfig, step_generator
 from ln_probe.analyses.lab.transformer import Attention, LabConfig, LabTransformer
 
 PER_PARTITION, TRAIN_SHARE = 10, 0.8  # published
@@ -56,12 +37,10 @@ BATCH, EPOCH, STEPS = 6000, 14, 17_000  # published; the published loss is the m
 EPOCHS_OF_DECAY = 10_000  # the published schedule: linear to 0 over ten times the published 1000 epochs
 STEPS_SHOWN = (1000, 2000, 5000, STEPS)
 PARTS = ("queries and keys", "values")  # what a norm before attention feeds, and `PartShrunk` makes small
-KEYS = ["norm", "radius", "step", "measure"]
+KEYS = ["d", "norm", "radius", "step", "measure"]
 TESTED, ACCURACY, ANGLE = "train_loss", "test_accuracy", "angle_deg"
 LEVELS = (0.75, 0.4, 0.21)  # training losses of the published model with projection at 1K, 2K and 5K steps
 WHENEVER = -1  # the `step` of measures that are not taken at a step
-
-# ------------------------------------------------------------------------------------------------------------ data
 
 
 @dataclass(frozen=True)
@@ -125,9 +104,6 @@ def make_data(seed: int, size: MajoritySize) -> tuple[Bags, Bags]:
     train = np.concatenate([where[: round(TRAIN_SHARE * len(where))] for where in classes])
     test = np.concatenate([where[round(TRAIN_SHARE * len(where)) :] for where in classes])
     return Bags(counts, label, np.sort(train)), Bags(counts, label, np.sort(test))
-
-
-# ---------------------------------------------------------------------------------------------------------- models
 
 
 def majority_model(norm: str, radius: float | None = None, size: MajoritySize | None = None, d: int = 8) -> LabConfig:
@@ -265,18 +241,60 @@ def query_angles(model: LabTransformer) -> Float[Tensor, " token"]:
     return torch.rad2deg(torch.acos(cosine.clamp(max=1.0)))
 
 
-# ------------------------------------------------------------------------------------------------------ experiment
-
 QUICK = MajoritySize(examples=20_000)
-RADII = {"sqrt(d)": None, "1/sqrt(d)": 1 / math.sqrt(8)}
-CELLS = (
-    *((norm, radius) for radius in RADII for norm in ("layernorm", "scaling_only")),
+SIZES = {8: MajoritySize(), 3: MajoritySize(10, 30)}  # by d, as published
+# With d 3, of 9,600 examples (the partitions of 30 are few), 7 seconds of a core: with the published batch and rate 300
+# steps, which take as long, leave accuracy at a third.
+SPACE_STEPS, SPACE_STEPS_QUICK, SPACE_BATCH, SPACE_RATE = 3000, 600, 500, 1e-2
+SMALL_RADIUS = "1/sqrt(d)"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model; `radius` as text, of the whole norm or of one of PARTS."""
+
+    d: int
+    norm: str
+    radius: str
+
+    def spec(self, size: MajoritySize) -> ModelSpec:
+        part = next((part for part in PARTS if self.radius.endswith(part)), None)
+        radius = 1 / math.sqrt(self.d) if self.radius == SMALL_RADIUS else None
+        model = majority_model(self.norm, radius, size, self.d)
+        return PartShrunk(model, part) if part else model
+
+    def training(self, quick: bool, seed: int) -> TrainConfig:
+        """The published optimizer: Adam with a linear schedule to 0, without warm-up, weight decay and clipping."""
+        if self.d == 3:
+            steps = SPACE_STEPS_QUICK if quick else SPACE_STEPS
+            sizes: dict[str, Any] = {"steps": steps, "batch": SPACE_BATCH, "lr": SPACE_RATE}
+            sizes["evaluate_every"] = steps // 10
+        else:
+            steps = 1000 if quick else STEPS
+            sizes = {
+                "steps": steps,
+                "batch": BATCH,
+                "evaluate_every": 200 if quick else 100,
+                "evaluate_at": tuple(s - EPOCH for s in STEPS_SHOWN if s <= steps),
+                "save_at": tuple(s for s in (0, *STEPS_SHOWN) if s < steps),
+                "decay_steps": EPOCH * EPOCHS_OF_DECAY,
+            }
+        schedule: Any = {"schedule": "linear", "lr_end": 0.0, "warmup": 0, "clip": 0.0, "state_every": 500}
+        return TrainConfig(seed=seed, **sizes, **schedule, **ADAM)
+
+
+NORMS = (
+    *((norm, radius) for radius in ("sqrt(d)", SMALL_RADIUS) for norm in ("layernorm", "scaling_only")),
     *((norm, "sqrt(d)") for norm in ("projection_only", "none")),
-    *(("scaling_only", f"1/sqrt(d) for {part}") for part in PARTS),
 )
-WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", "1/sqrt(d)")  # the two published models
-MATCHED = ("scaling_only", "sqrt(d)"), ("layernorm", "1/sqrt(d)")  # the cells that were not published
-_SMALL_SCORES, _SMALL_VALUES = (("scaling_only", f"1/sqrt(d) for {part}") for part in PARTS)
+CELLS = (
+    *(Cell(8, *norm) for norm in NORMS),
+    *(Cell(8, "scaling_only", f"{SMALL_RADIUS} for {part}") for part in PARTS),
+    *(Cell(3, *norm) for norm in NORMS if norm != ("layernorm", SMALL_RADIUS)),
+)
+WITH, WITHOUT = ("layernorm", "sqrt(d)"), ("scaling_only", SMALL_RADIUS)  # the two published models
+MATCHED = ("scaling_only", "sqrt(d)"), ("layernorm", SMALL_RADIUS)  # the cells that were not published
+_SMALL_SCORES, _SMALL_VALUES = (("scaling_only", f"{SMALL_RADIUS} for {part}") for part in PARTS)
 # Differences between cells, each paired by seed (same data, same order): the first minus the second.
 CONTRASTS: dict[str, tuple[Hashable, Hashable]] = {
     "the published gap": (WITHOUT, WITH),
@@ -288,9 +306,14 @@ CONTRASTS: dict[str, tuple[Hashable, Hashable]] = {
     "size 1/sqrt(d) of values alone": (_SMALL_VALUES, MATCHED[0]),
     "size 1/sqrt(d) of queries and keys, beside such values": (WITHOUT, _SMALL_VALUES),
 }
+SPACE_CONTRASTS: dict[str, tuple[Hashable, Hashable]] = {
+    **{name: CONTRASTS[name] for name in ("no projection, at radius sqrt(d)", "the published gap")},
+    "no scaling": (("projection_only", "sqrt(d)"), WITH),
+    "neither term": (("none", "sqrt(d)"), WITH),
+}
 PUBLISHED = pd.DataFrame(  # read off the plots (Brody, Alon & Yahav 2023, figures 1-3), to about two digits
     [
-        (*cell, step, measure, value)
+        (8, *cell, step, measure, value)
         for cell, step, measure, value in (
             (WITH, 1000, TESTED, 0.75), (WITH, 2000, TESTED, 0.4), (WITH, 5000, TESTED, 0.21),
             (WITHOUT, 1000, TESTED, 1.5), (WITHOUT, 2000, TESTED, 0.86), (WITHOUT, 5000, TESTED, 0.43),
@@ -301,65 +324,31 @@ PUBLISHED = pd.DataFrame(  # read off the plots (Brody, Alon & Yahav 2023, figur
             (WITHOUT, WHENEVER, "times_the_steps_to_0.4", 3.0),
         )
     ],
-    columns=["norm", "radius", "step", "measure", "published"],
+    columns=[*KEYS, "published"],
 )  # fmt: skip
 
 
-def published_training(steps: int, seed: int, *, lr: float = 1e-3, batch: int = BATCH, **others: Any) -> TrainConfig:
-    """The published optimizer: Adam with a linear schedule to 0, without warm-up, weight decay and clipping."""
-    return TrainConfig(
-        steps=steps, batch=batch, lr=lr, lr_end=0.0, warmup=0, clip=0.0, seed=seed, state_every=500, schedule="linear",
-        **ADAM, **others,
-    )  # fmt: skip
-
-
-def make_runs(
-    request: Request,
-    cells: Sequence[tuple[str, str]],
-    size: MajoritySize,
-    spec: Callable[[str, str], ModelSpec],
-    training: Callable[[int], TrainConfig],
-) -> list[Run]:
-    """A run per seed and cell (norm and radius), all cells of a seed on the same data in the same order."""
-    tasks = {seed: MajorityTask(seed, size) for seed in request.seeds}
+def make_runs(request: Request) -> list[Run]:
+    """A run per seed and cell, all cells of a seed and d on the same data in the same order."""
+    sizes = {8: QUICK if request.quick else SIZES[8], 3: SIZES[3]}
+    tasks = {(d, seed): MajorityTask(seed, size) for d, size in sizes.items() for seed in request.seeds}
     return planned(
-        cells, request, keys=lambda cell: {"norm": cell[0], "radius": cell[1]},
-        name=lambda cell: f"{cell[0]}-{cell[1].replace('/', '_over_').replace(' ', '_')}",
-        task=lambda _, seed: tasks[seed], spec=lambda cell: spec(*cell), training=lambda _, seed: training(seed),
-    )  # fmt: skip
-
-
-def majority_runs(request: Request) -> list[Run]:
-    """The runs of the experiment."""
-    size = QUICK if request.quick else MajoritySize()
-    steps, every = (1000, 50) if request.quick else (STEPS, 100)
-
-    def spec(norm: str, radius: str) -> ModelSpec:
-        part = next((part for part in PARTS if radius.endswith(part)), None)
-        return PartShrunk(majority_model(norm, None, size), part) if part else majority_model(norm, RADII[radius], size)
-
-    return make_runs(
-        request,
         CELLS,
-        size,
-        spec,
-        lambda seed: published_training(
-            steps,
-            seed,
-            evaluate_every=every,
-            evaluate_at=tuple(s - EPOCH for s in STEPS_SHOWN if s <= steps),
-            save_at=tuple(s for s in (0, *STEPS_SHOWN) if s < steps),
-            decay_steps=EPOCH * EPOCHS_OF_DECAY,
-        ),
+        request,
+        task=lambda cell, seed: tasks[cell.d, seed],
+        spec=lambda cell: cell.spec(sizes[cell.d]),
+        training=lambda cell, seed: cell.training(request.quick, seed),
     )
 
 
-def run(request: Request) -> Results:
+def run(request: Request) -> results.Results:
     """Train all cells and compare them."""
-    runs = majority_runs(request)
+    runs = make_runs(request)
     lost = carry_out(runs, request)
-    tables = analyse(curves(runs), start_angles(runs))
-    return Results(tables, plot(tables), shared_settings(runs[0], KEYS), lost)
+    measured = curves(runs)
+    shown = results.select(measured, measure=["train_loss", "test_loss", ACCURACY, ANGLE])
+    tables = analyse(pd.concat([start_angles(runs), shown], ignore_index=True))
+    return results.Results(tables, plot(tables), shared_settings(runs[0], KEYS), lost)
 
 
 def start_angles(runs: Sequence[Run]) -> pd.DataFrame:
@@ -367,39 +356,46 @@ def start_angles(runs: Sequence[Run]) -> pd.DataFrame:
     rows = []
     for run in runs:
         torch.manual_seed(run.seed)
-        model = cast(LabTransformer, run.spec.build())
+        model = cast("LabTransformer", run.spec.build())
         with calibrate(model):
             angle = float(query_angles(model).mean())
         rows.append({**run.keys, "seed": run.seed, "step": 0, "measure": ANGLE, "value": angle})
     return pd.DataFrame(rows)
 
 
-def analyse(frame: pd.DataFrame, start: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Make the tables of the metrics of every run; `start` is of before training (`start_angles`).
+def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Make the tables of the metrics of every run, step 0 (`start_angles`) among them.
 
     Returns:
-        `summary` at the steps shown; `contrasts` (paired by seed, Holm's p over the training losses); `steps_to`, the
-        steps of every run to a training loss; `curves`.
+        `summary` at the steps shown; `contrasts` (paired by seed, Holm's p over the training losses of d 8, and over
+        what d 3 ends with); `steps_to`, the steps of every run to a training loss; `curves`.
     """
-    frame = select(frame, measure=["train_loss", "test_loss", ACCURACY, ANGLE, "score_sd"]).reset_index(drop=True)
-    at_steps, times = select(frame, step=list(STEPS_SHOWN)), steps_to(frame)
+    space = frame["d"] == 3
+    ends = space & (frame["step"] == frame["step"][space].max())
+    shown = frame[ends | ~space & frame["step"].isin(STEPS_SHOWN)]
+    times = steps_to(frame[~space])
     complete = times[times.groupby(["norm", "radius", "level"])["reached"].transform("all")]
     speeds = [  # of cells whose seeds have all come there: of the others a mean would be too small
-        complete.assign(value=complete[column], measure=[f"{name}_{x:g}" for x in complete["level"]], step=WHENEVER)
+        complete.assign(
+            value=complete[column], measure=[f"{name}_{x:g}" for x in complete["level"]], step=WHENEVER, d=8
+        )
         for column, name in (("steps", "steps_to"), ("times", "times_the_steps_to"))
     ]
-    values = pd.concat([start, at_steps, *speeds], ignore_index=True)[[*KEYS, "seed", "value"]]
-    summary = summarized(values, PUBLISHED)
-    return {"summary": summary, "contrasts": _contrasts(at_steps), "curves": frame, "steps_to": times}
+    values = pd.concat([frame[frame["step"] == 0], shown, *speeds], ignore_index=True)[[*KEYS, "seed", "value"]]
+    return {
+        "summary": summarized(values, PUBLISHED),
+        "contrasts": _contrasts(shown),
+        "curves": frame,
+        "steps_to": times,
+    }
 
 
 def summarized(values: pd.DataFrame, published: pd.DataFrame | None = None) -> pd.DataFrame:
     """`summarize` with the interval of a share for accuracies; those of angles end at 0° and 90°."""
-    shares = values["measure"].eq(ACCURACY)
-    summary = summarize_kinds([(values[~shares], "mean"), (values[shares], "share")], KEYS, published)
+    summary = results.summarize(values, KEYS, published, shares=(ACCURACY,))
     angles = summary["measure"].eq(ANGLE)
     summary.loc[angles, ["ci_low", "ci_high"]] = summary.loc[angles, ["ci_low", "ci_high"]].clip(0.0, 90.0)
-    return summary
+    return summary.assign(ci_low=summary["ci_low"].clip(lower=0.0))  # of losses
 
 
 def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
@@ -409,7 +405,7 @@ def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
     has not come there). Of a run that has not come there, `steps` is its last: both are lower bounds.
     """
     rows = []
-    losses = select(frame, measure=TESTED).sort_values("step", kind="stable")
+    losses = results.select(frame, measure=TESTED).sort_values("step", kind="stable")
     for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
         step, loss = run["step"].to_numpy(float), run["value"].to_numpy(float)
         for level in LEVELS:
@@ -421,85 +417,40 @@ def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
                 steps = step[i - 1] + part * (step[i] - step[i - 1]) if i else step[0]
             rows.append((norm, radius, seed, level, float(steps), bool(len(below))))
     times = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
-    first = select(times, norm=WITH[0], radius=WITH[1], reached=True)
+    first = results.select(times, norm=WITH[0], radius=WITH[1], reached=True)
     reference = first.rename(columns={"steps": "reference"})[["seed", "level", "reference"]]
     times = times.merge(reference, on=["seed", "level"], how="left")
     return times.assign(times=times["steps"] / times["reference"]).drop(columns="reference")
 
 
 def _contrasts(table: pd.DataFrame) -> pd.DataFrame:
-    """Paired differences of `CONTRASTS` over the seeds whose cells have all come that far.
+    """Paired differences of CONTRASTS and SPACE_CONTRASTS over the seeds whose cells have all come that far.
 
     (All of those that any seed has taken that far: to the end only some are trained.)
     """
-    wide = table.pivot(index=["seed", "step", "measure"], columns=["norm", "radius"], values="value")
+    wide = table.pivot(index=["d", "seed", "step", "measure"], columns=["norm", "radius"], values="value")
     cells = [cell for cell in (WITH, WITHOUT, *MATCHED) if cell in wide]
     parts = [part.dropna(subset=[c for c in cells if part[c].notna().any()]) for _, part in wide.groupby(level="step")]
-    pairs = differences(pd.concat(parts) if parts else wide, CONTRASTS)
-    return contrasted(pairs, ["contrast", "step", "measure"], tested={"measure": TESTED})
+    complete, keys = pd.concat(parts) if parts else wide, ["d", "contrast", "step", "measure"]
+    flat, space = (complete[complete.index.get_level_values("d") == d] for d in (8, 3))
+    in_space = results.select(results.differences(space, SPACE_CONTRASTS), measure=[ANGLE, ACCURACY])
+    contrasts = results.contrasted(in_space, keys)
+    most = contrasts["measure"].map({ANGLE: 90.0, ACCURACY: 1.0}).astype(float)
+    contrasts[["ci_low", "ci_high"]] = contrasts[["ci_low", "ci_high"]].clip(-most, most, axis=0)
+    published = results.contrasted(results.differences(flat, CONTRASTS), keys, tested={"measure": TESTED})
+    return pd.concat([part for part in (published, contrasts) if len(part)], ignore_index=True)
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Loss, accuracy and angle over steps: mean and 95 % interval over seeds, published figures as crosses."""
     shown = {TESTED: "training loss (nats)", ACCURACY: "test accuracy", ANGLE: "query to ones (°)"}
-    figure, axes = panels(len(shown), 5, 4.2)
-    curve = select(tables["curves"], measure=list(shown))
-    means = summarized(curve[curve["step"] % 100 == 0])
+    figure, axes = results.panels(len(shown), 5, 4.2)
+    curve = results.select(tables["curves"], measure=list(shown), d=8)
+    means = summarized(curve[curve["step"] % 100 == 0], PUBLISHED)
+    named = means.assign(line=means["norm"] + ", radius " + means["radius"])
     for axis, (measure, label) in zip(axes, shown.items(), strict=True):
-        for i, cell in enumerate(dict.fromkeys(zip(curve["norm"], curve["radius"], strict=True))):
-            rows = select(means, norm=cell[0], radius=cell[1], measure=measure).sort_values("step")
-            axis.plot(rows["step"], rows["mean"], color=f"C{i}", label=f"{cell[0]}, radius {cell[1]}")
-            axis.fill_between(rows["step"], rows["ci_low"], rows["ci_high"], color=f"C{i}", alpha=0.2, lw=0)
-            told = select(PUBLISHED, norm=cell[0], radius=cell[1], measure=measure)
-            axis.plot(told["step"], told["published"], "x", color=f"C{i}")
-        axis.set(xlabel="step", ylabel=label)
+        results.lines(axis, results.select(named, measure=measure), "step", "line")
+        axis.set(ylabel=label)
     axes[0].set_yscale("log")
     axes[-1].legend(fontsize=7, title="x: published", title_fontsize=7)
     return {"curves": figure}
-
-
-# ------------------------------------------------------------------------------------------ in three dimensions
-
-IN_SPACE = MajoritySize(10, 30)  # published, with d 3
-# Of 9,600 examples (the partitions of 30 are few), 7 seconds of a core: with the published batch (6000) and rate (1e-3)
-# 300 steps, which take as long, leave accuracy at a third.
-SPACE_STEPS, SPACE_STEPS_QUICK, SPACE_BATCH, SPACE_RATE = 3000, 600, 500, 1e-2
-SPACE_CELLS = (*CELLS[:2], WITHOUT, *CELLS[4:6])
-
-
-def run_in_space(request: Request) -> Results:
-    """Figures 1a and 1b: d 3, 10 classes, sequences of 30; angles before and after training, and accuracy."""
-    radii = {"sqrt(d)": None, "1/sqrt(d)": 1 / math.sqrt(3)}
-    steps = SPACE_STEPS_QUICK if request.quick else SPACE_STEPS
-    runs = make_runs(
-        request,
-        SPACE_CELLS,
-        IN_SPACE,
-        lambda norm, radius: replace(majority_model(norm, radii[radius], IN_SPACE, d=3), d_head=3),
-        lambda seed: published_training(
-            steps, seed, lr=SPACE_RATE, batch=SPACE_BATCH, evaluate_every=max(1, steps // 10), save_at=(0,)
-        ),
-    )
-    lost = carry_out(runs, request)
-    done = finished(runs)
-    rows = [
-        {**run.keys, "seed": run.seed, "step": step, "measure": ANGLE, "value": float(query_angles(model).mean())}
-        for run in done
-        for step in (0, steps)
-        for model in [cast("LabTransformer", run.model(step))]
-    ]
-    scores = pd.concat([pd.DataFrame(rows), select(curves(done), step=steps, measure=[ACCURACY, "test_loss"])])
-    return Results(analyse_in_space(scores), {}, shared_settings(runs[0], KEYS), lost)
-
-
-def analyse_in_space(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Angles and accuracies, and after training their differences from LayerNorm's of the same seed."""
-    scores = scores[[*KEYS, "seed", "value"]].reset_index(drop=True)
-    trained = select(scores[scores["step"] > 0], measure=[ANGLE, ACCURACY])
-    whole = (trained["norm"] == WITH[0]) & (trained["radius"] == WITH[1])
-    contrasts = contrasted(minus_reference(trained, whole, ["seed", "step", "measure"]), KEYS)
-    most = contrasts["measure"].map({ANGLE: 90.0, ACCURACY: 1.0})
-    contrasts[["ci_low", "ci_high"]] = contrasts[["ci_low", "ci_high"]].clip(-most, most, axis=0)
-    summary = summarized(scores)
-    summary["ci_low"] = summary["ci_low"].clip(lower=0.0)  # of losses
-    return {"summary": summary, "scores": scores, "contrasts": contrasts}

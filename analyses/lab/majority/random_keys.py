@@ -17,10 +17,10 @@ import pandas as pd
 from jaxtyping import Float64
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.check import NAMES, UNDECIDED, UNSELECTABLE
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, binomial_interval, panels, share_interval_of, summarize
+from ln_probe.analyses.lab.results import Results, binomial_interval, panels, select, share_interval_of, summarize
 from ln_probe.analyses.progress import ProgressLine, tell
 
 DRAWS = 100  # published; per seed
@@ -31,7 +31,7 @@ NORMAL, NORMALIZED, HEAD = "keys as drawn", "after LayerNorm", f"after LayerNorm
 HEADS, HEAD_COUNTS = ((8, 2), (8, 4), (64, 8), (64, 16), (768, 64)), (128, 896)
 HEAD_DRAWS = 8
 WHOLE_HEAD = "a head"  # the space of those heads in the tables
-MEASURES = ("any_unselectable", "unselectable_fraction")
+MEASURES = ("any_unselectable", "unselectable_fraction", "undecided_fraction")
 KEYS = ["space", "d_model", "d", "n", "measure"]
 SHOWN = (3, 5, 6, 8)  # dimensions whose value at n = 60 the summary gives
 PUBLISHED = pd.DataFrame(
@@ -64,14 +64,15 @@ class Cell:
         if self.space == NORMALIZED:
             return x
         W_K = rng.standard_normal((self.draws, self.d_model, self.d)) / np.sqrt(self.d_model)
-        made: Float64[np.ndarray, "draw key d"] = x @ W_K
-        return made
+        keys: Float64[np.ndarray, "draw key d"] = x @ W_K
+        return keys
 
 
-def unselectable(cell: Cell, seed: int, threads: int = 1) -> tuple[float, float]:
-    """Share of draws with an unselectable key, and mean share of unselectable keys."""
-    verdict = key_geometry(cell.keys(seed), margins=False, threads=threads).verdict == NAMES[UNSELECTABLE]
-    return float(verdict.any(-1).mean()), float(verdict.mean())
+def unselectable(cell: Cell, seed: int, threads: int = 1) -> tuple[float, float, float]:
+    """Share of draws with an unselectable key, and mean shares of unselectable and of undecided keys."""
+    verdict = key_geometry(cell.keys(seed), margins=False, threads=threads).verdict
+    lost = verdict == NAMES[UNSELECTABLE]
+    return float(lost.any(-1).mean()), float(lost.mean()), float((verdict == NAMES[UNDECIDED]).mean())
 
 
 def cells(quick: bool) -> Iterator[Cell]:
@@ -125,7 +126,7 @@ def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Draw the maps."""
     means = tables["maps"]
     means = means[means["space"] != WHOLE_HEAD]
-    groups = list(means.groupby(["measure", "space"], sort=False))
+    groups = list(select(means, measure=[*MEASURES[:2]]).groupby(["measure", "space"], sort=False))
     figure, axes = panels(len(groups), 4.2, 3.6, columns=3)
     for ((measure, space), part), axis in zip(groups, axes, strict=True):
         grid = part.pivot(index="n", columns="d", values="mean")

@@ -1,0 +1,157 @@
+"""What a report says: five questions in their order, each with the numbers of the tables, in at most 30 words."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from ln_probe.analyses.probes import tables, wording
+from ln_probe.analyses.probes.wording import NATS, QUESTIONS, findings, in_layers, loss_change
+
+EDIT = "Freezing scaling at every norm"
+TEMPLATES = [name for name, text in vars(wording).items() if name.isupper() and isinstance(text, str) and "{" in text]
+
+
+def row(sites: str, variant: str, change: float = 0.0, half: float = 0.01, **values: Any) -> dict[str, Any]:
+    return {
+        "sites": sites, "variant": variant, "family": "primary", "loss": 4.0 + change,
+        "delta_loss": change, "delta_loss_low": change - half, "delta_loss_high": change + half,
+        "p": 0.002 if abs(change) > half else math.nan if math.isnan(half) else 0.5,
+        "equivalence_bound": abs(change) + 0.8 * half, "prompts_worse": 30, "n": 64,
+    } | values  # fmt: skip
+
+
+def report_tables(**rows: list[dict[str, Any]]) -> dict[str, pd.DataFrame]:
+    return {table.name: table.frame(rows.get(table.name, [])) for table in tables.TABLES}
+
+
+def by_head(*values: tuple[Any, ...], names: str = "layer head variant unselectable entropy_ratio n") -> Any:
+    return [dict(zip(names.split(), each, strict=True)) for each in values]
+
+
+ABOUT = {"selectability": {"keys_per_prompt": 128, "d_head": 8, "random_unselectable": 0.114, "by_theorem": False}}
+WHOLE = report_tables(
+    causal=[row("all", "no_scaling", 0.411, 0.04), row("all", "no_projection", 0.002, 0.001),
+            row("attention", "no_scaling", 0.1)],
+    causal_prompts=[
+        {"prompt": i, "stratum": f"book {i % 2}", "sites": "all", "variant": "no_scaling", "loss": 4.0,
+         "delta_loss": 0.1 * i, "shift": 0.0, "n": 1 + i} for i in range(4)
+    ],
+    head_effects=[
+        {"layer": 1, "head": head, "variant": "no_scaling", "delta_loss": change, "delta_loss_low": 0.0,
+         "delta_loss_high": 0.1, "p": p, "prompts_worse": 50, "n": 64}
+        for head, change, p in ((0, 0.0073, 0.04), (6, 0.0079, 0.0016), (7, 0.02, 0.3), (8, 0.0005, 0.01))
+    ],
+    heads=by_head((0, 0, "intact", 0.25, 0.9, 100), (1, 1, "intact", 0.5, 0.7, 300),
+                  (0, 0, "no_scaling", 0.5, 0.8, 100), (1, 1, "no_scaling", 0.5, 0.6, 300)),
+    sinks=[
+        {"prompt": 0, "position": 0, "token": "a", "kind": "first+outlier", "length_ratio": 20.0, "uniform": 0.1,
+         "n": 9},
+        {"prompt": 0, "position": 3, "token": " b", "kind": "longest+outlier", "length_ratio": 12.0, "uniform": 0.2,
+         "n": 6},
+        {"prompt": 1, "position": 0, "token": "a", "kind": "first", "length_ratio": 1.0, "uniform": 0.2, "n": 3},
+    ],
+    sink_heads=[
+        {"layer": 0, "head": head, "sink_rate": rate, "first_attention": 0.3 + rate / 2,
+         "first_attention_no_scaling": 0.2, "n": 2} for head, rate in ((0, 0.0), (1, 1.0))
+    ],
+)  # fmt: skip
+
+
+def test_at_most_twelve_templates_of_whole_sentences() -> None:
+    assert 5 <= len(TEMPLATES) <= 12
+    for name in TEMPLATES:
+        assert getattr(wording, name).endswith(".")
+
+
+def test_the_five_questions_in_their_order() -> None:
+    found = findings(WHOLE, ABOUT)
+    assert [finding.question for finding in found] == ["loss", "loss", "heads", "keys", "sinks", "uniform"]
+    texts = [finding.text for finding in found]
+    assert texts[0].startswith(
+        f"{EDIT} raises the loss by 0.411 nats/token, 10 % of the intact 4 (95 % CI +0.371 to +0.451; Holm-adjusted "
+        "p = 0.002). "
+    )
+    assert texts[0].endswith("2 texts, and does not say how others differ: book 0 +0.150, book 1 +0.233.")
+    assert "raises the loss by 0.0020 nats/token" in texts[1]
+    assert texts[1].endswith("less than the 0.01 nats/token of an effect.")
+    assert "2 of 4 heads significantly raise the loss (64 prompts): L1H6 +0.0079, L1H0 +0.0073 nats/token" in texts[2]
+    assert texts[3].startswith("43.8 % of keys are selected by no query (50.0 % with scaling frozen), of 128 keys in 8")
+    assert "random keys: 11.4 %" in texts[3]
+    assert texts[4].startswith(
+        "Position 0 receives 55 % of attention (12 % if uniform; 20 % with scaling frozen); 1 of 2"
+    )
+    assert "position 0 (1 of 2 prompts, up to 20 times), '·b' (1, up to 12 times)" in texts[4]
+    assert texts[5].startswith(
+        "The median head has 80.0 % of the entropy of uniform attention (70.0 % with scaling frozen)"
+    )
+    assert "L0H0 has most, 90.0 %" in texts[5]
+    for text in texts:
+        sentences = re.split(r"(?<=[a-z)%])\. (?=[A-Z])", text)
+        assert len(sentences) <= 2, text
+        assert all(len(sentence.split()) <= 30 for sentence in sentences), text
+
+
+def test_what_was_not_measured_is_named_once_for_each_question() -> None:
+    found = findings(report_tables(), {})
+    assert [finding.text for finding in found] == [f"Not measured: {what}." for what, _ in QUESTIONS.values()]
+    without = findings(report_tables(), {"model": {"norms": {}}})
+    assert "it has no normalization" in without[0].text
+
+
+def test_a_decrease_of_the_loss_comes_first() -> None:
+    rows = [row("all", "no_scaling", 0.2), row("all", "no_projection", -0.4)]
+    texts = [finding.text for finding in findings(report_tables(causal=rows), {})[:2]]
+    assert texts[0].startswith("Removing projection at every norm lowers the loss by 0.400")
+    assert texts[1].startswith(f"{EDIT} raises")
+
+
+@pytest.mark.parametrize(("values", "unit", "text"), [
+    ({"change": 0.004, "half": 0.001}, NATS,
+     "by 0.0040 nats/token (95 % CI +0.0030 to +0.0050; Holm-adjusted p = 0.002), less than the 0.01 nats/token of an "
+     "effect."),
+    ({"change": 0.004, "half": 0.001}, "units of my_loss", "p = 0.002)."),
+    ({"change": 0.02, "half": 0.03}, NATS, "does not significantly change the loss: +0.020 nats/token (95 % CI -0.010 "
+     "to +0.050; Holm-adjusted p = 0.5)."),
+    ({"change": 0.001, "half": 0.003}, NATS, "equivalent to 0 within ±0.0034."),
+    ({"change": 0.001, "half": 0.003}, "units of my_loss", "p = 0.5)."),
+    ({"change": 0.4, "half": math.nan, "n": 6}, NATS, "changes the loss by +0.4 nats/token: not tested (6 prompts)."),
+    ({"change": 21.5, "half": 1.0, "loss": 22.7}, NATS, "raises the loss by 21.5 nats/token (95 % CI"),  # above 100 %
+    ({"change": -0.0002, "half": 0.02}, NATS, "+0.000 nats/token"),  # no -0
+])  # fmt: skip
+def test_a_change_of_the_loss_in_words(values: dict[str, Any], unit: str, text: str) -> None:
+    assert text in loss_change(row("all", "no_scaling", **values), unit, EDIT)
+
+
+@pytest.mark.parametrize(("causal", "provenance", "text"), [
+    ([row("all", "no_scaling", 0.2)], {"causal": {"no_op": {"no_projection": "rmsnorm: it has no projection"}}},
+     "Removing projection changes nothing in this model: rmsnorm: it has no projection."),
+    ([row("all", "no_scaling", math.nan), row("attention", "no_scaling", 0.2)], {},
+     "Freezing scaling at the norms that attention reads raises the loss by 0.200 nats/token"),  # logits overflow
+    ([row("all", "no_scaling", 0.2)], {"arguments": {"layers": [2, 0]}}, f"{EDIT} in layers 0, 2 raises"),
+    ([row("all", "no_scaling", 0.2)], {"loss": {"unit": "units of f"}}, "by 0.200 units of f"),
+])  # fmt: skip
+def test_what_else_is_said_of_the_loss(causal: list[dict[str, Any]], provenance: dict[str, Any], text: str) -> None:
+    assert any(text in finding.text for finding in findings(report_tables(causal=causal), provenance))
+
+
+@pytest.mark.parametrize(("change", "p", "unit", "text"), [
+    (0.4, math.nan, NATS, "head L0H0 alone, the largest of 1 head, changes the loss by +0.4 nats/token: not tested"),
+    (0.4, 0.5, NATS, "no head significantly raises the loss (1 head, 6 prompts); most: L0H0, +0.4 nats/token."),
+    (0.0005, 0.01, NATS, "no head significantly raises"),  # less than 0.001 nats
+    (0.0005, 0.01, "units of f", "1 of 1 head significantly raise the loss (6 prompts): L0H0 +0.0005 units of f"),
+    (-0.4, 0.01, NATS, "no head significantly raises"),
+])  # fmt: skip
+def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:
+    effects = [{"layer": 0, "head": 0, "variant": "no_scaling", "delta_loss": change, "p": p, "n": 6}]
+    found = findings(report_tables(head_effects=effects), {"loss": {"unit": unit}})
+    assert text in next(finding.text for finding in found if finding.question == "heads")
+
+
+def test_layers_in_words() -> None:
+    assert in_layers({}) == in_layers({"arguments": {"layers": None}}) == ""
+    assert in_layers({"arguments": {"layers": [2]}}) == " in layer 2"
