@@ -23,11 +23,10 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float64, Shaped
 
-from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE
 from ln_probe.analyses.geometry.check import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
 from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, solve_sets
 from ln_probe.analyses.geometry.key_geometry import random_unselectable, reachable
-from ln_probe.analyses.geometry.keys import SPAN_TOLERANCE, QuerySet
+from ln_probe.analyses.geometry.keys import QuerySet
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS, KEYS
 from ln_probe.analyses.probes.uniformity import GEOMETRY_PROMPTS, AttentionLayer, uniformity_of
@@ -46,10 +45,6 @@ class Selectability(Probe):
     tables = (HEADS, KEYS)
     needs = Needs(attention=True)
     prompts = GEOMETRY_PROMPTS
-    thresholds = {  # noqa: RUF012 - a constant of the class
-        "query_radius_quantile": QUERY_RADIUS_QUANTILE,
-        "query_span_tolerance": SPAN_TOLERANCE,
-    }
 
     def start(self, run: Run) -> Observer:
         return _KeyObserver(run)
@@ -111,10 +106,7 @@ class _KeyObserver(Observer):
                 }
 
     def _provenance(self) -> dict[str, Any]:
-        """Return how the keys were judged, and how many random keys nothing selects.
-
-        `keys_per_prompt` is how many compete, a mean over keys.
-        """
+        """Return how the keys were judged; `keys_per_prompt` (a mean over keys) compete."""
         first = next(iter(self.measured.values()))
         verdicts = np.concatenate([m["verdict"].ravel() for each in self.measured.values() for _, m in each])
         per_prompt = round(float(np.mean(np.concatenate([measures["n"][0] for _, measures in first]))))
@@ -129,9 +121,6 @@ class _KeyObserver(Observer):
             "by_theorem": selectable and longest <= self.d_head + 1,  # of affinely independent keys each is a corner
             "random_unselectable": random_unselectable(per_prompt, self.d_head),
         }
-
-
-# --------------------------------------------------------------------------------------------------------- measures
 
 
 def _measure(attended: AttentionLayer, variant: str) -> Measures:
