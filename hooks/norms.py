@@ -274,7 +274,14 @@ class _ShortPass:
                 point: Any = module.hook_normalized
                 point.add_hook(partial(_add_leaf, leaves[name]))
                 stack.callback(point.remove_hooks)
-            logits = model(tokens, return_type="logits")
+            try:
+                logits = model(tokens, return_type="logits")
+            except (
+                AttributeError
+            ) as error:  # (a bridge of a norm without weights, which computes it where hooks edit it)
+                raise UnknownNormError(
+                    f"TransformerLens cannot run this model with hooks at its norms: {error}"
+                ) from error
         self.lost = _lost_leaves(logits, leaves)
         d_model = int(model.cfg.d_model)
         for name in [n for n in others if n in self.outputs]:

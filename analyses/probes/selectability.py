@@ -161,23 +161,20 @@ def _of_all_heads(
 
     Where queries have no bound there are verdicts alone, over every direction that the head has.
     """
-    last = seen.stop - 1
-    ellipsoids = attended.reachable(last)
-    bounds = bounds and ellipsoids is not None
-    queries = attended.once("query sets", last, lambda: _query_sets(ellipsoids or attended.directions(last)))
-    inner = None
+    queries, bounded = attended.once("query sets", seen.stop, lambda: _query_sets(attended, seen.stop - 1))
+    bounds, inner = bounds and bounded, None
     if bounds and attended.radii is not None:
         inner = np.array([attended.radii[head] for head in attended.chosen])
     request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
     return [_of_set(solved) for solved in solve_sets(keys, bias, queries, inner, request)]
 
 
-def _query_sets(ellipsoids: tuple[np.ndarray, np.ndarray]) -> list[QuerySet]:
-    """Return the sets of queries of all chosen heads, from centers and axes."""
-    return [
-        QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)).compact()
-        for center, axes in zip(*ellipsoids, strict=True)
-    ]
+def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
+    """Return the sets of queries of all chosen heads at a position, and whether they are bounded."""
+    reachable_queries = attended.reachable(position)
+    ellipsoids = zip(*(reachable_queries or attended.directions(position)), strict=True)
+    sets = [QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)) for center, axes in ellipsoids]
+    return [queries.compact() for queries in sets], reachable_queries is not None
 
 
 def _of_set(solved: Solved) -> Measures:
