@@ -157,7 +157,8 @@ def interval(change: Sequence[float], unit: str = "") -> str:
 def loss_changes(report: Report) -> Figure:
     """Change of the loss against the intact model, by the term that is removed and from which norms.
 
-    Lines are 95 % confidence intervals, and ticks the means of single books where the prompts are of several.
+    Scaling frozen: constants replace sigma. Projection removed: the mean is not subtracted. Lines are 95 % confidence
+    intervals, and ticks the means of single books where the prompts are of several.
     """
     rows = contrasts(report)
     figure, axes = _rows([(row.label, row.text, row.significant) for row in rows])
