@@ -217,7 +217,7 @@ def assemble(
             for name, frame in frames.items():
                 tables[name].check(tables[name].merged([*filled.get(name, ()), frame]))
         except Exception as error:
-            result = Failure.of(probe.name, error)
+            result = Failure(probe.name, f"{type(error).__name__}: {error}")
         if isinstance(result, Failure):
             failures.append(result)
             continue

@@ -51,8 +51,7 @@ def batch_limit(model: HookedModel, batch_size: int | None, probes: Sequence[Pro
             memory allows.
         probes: those that observe the prompts.
     """
-    is_small = device_of(model).type != "cuda" and any(probe.needs.attention for probe in probes)
-    together = all(probe.interleaved for probe in probes) and not is_small
+    together = device_of(model).type == "cuda" or not any(probe.needs.attention for probe in probes)
     return lambda length: batch_size or (rows_at_once(model, length) if together else 1)
 
 
@@ -189,7 +188,7 @@ def second_pass(
         assert maps is not None
         number, norm = numbers[row], seen.norm
         constant = Constant(1.0, 1.0) if norm.is_identity else run.constants.of(number)[norm.name]
-        attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), number, run.heads)
+        attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), run.heads)
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
             observer.call("attention", number, attended)

@@ -49,7 +49,7 @@ from ln_probe.hooks.constants import FROZEN, OPTIMAL, UNIFORM, Constant, Gradien
 from ln_probe.hooks.edits import GROUPS, members, no_op
 from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, evaluating, hooks_on, tensors_in
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm, Variant
-from ln_probe.hooks.norm_edits import NormEdit, edited_output, lost_edits
+from ln_probe.hooks.norm_edits import NormEdit, lost_edits
 
 # The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
 # these groups of norms. All others are exploratory.
@@ -118,7 +118,6 @@ class Causal(Probe):
     summary = "how the loss changes when a term is removed"
     tables = (CAUSAL, CAUSAL_PROMPTS)
     needs = Needs(output=True)
-    interleaved = True
     thresholds = {  # noqa: RUF012 - a constant
         "causal_resamples": statistics.RESAMPLES,
         "causal_confidence": statistics.CONFIDENCE,
@@ -476,7 +475,7 @@ def norm_estimates(
         edit.positions.direct, edit.positions.shape = True, (1, len(tokens))
         for x, y, leaf in calls[edit.norm.name]:
             if id(leaf) in slopes:
-                change = at_least_float32(edited_output(edit.norm, edit, x, y)).detach() - at_least_float32(y)
+                change = at_least_float32(edit.output(x, y)).detach() - at_least_float32(y)
                 own, of_drawn = (slope * change for slope in slopes[id(leaf)])
                 first += float(own.sum(dtype=torch.float64))
                 second = second.to(y.device) + of_drawn.sum(-1, dtype=torch.float64)  # all calls read one vector

@@ -50,7 +50,7 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, VARIANTS, Norm
-from ln_probe.hooks.norm_edits import InterventionError, NormEdit, Readers, edited_output, lost_edits, z_of
+from ln_probe.hooks.norm_edits import InterventionError, NormEdit, Readers, lost_edits, z_of
 
 Place = tuple[int, int, str]  # layer, head, variant
 
@@ -76,7 +76,6 @@ class HeadEffects(Probe):
     summary = "how the loss changes when one head reads its norm without a term"
     tables = (HEAD_EFFECTS,)
     needs = Needs(output=True)
-    interleaved = True
     thresholds = {  # noqa: RUF012 - constants
         "head_effects_exact_work": EXACT_WORK,
         "head_effects_leading": LEADING,
@@ -159,7 +158,7 @@ class _IntactHeads:
             self._inside = True
             try:
                 with torch.no_grad():
-                    z = z_of(self._model, layer, args, kwargs, y, edited_output(norm, edit, x, y))
+                    z = z_of(self._model, layer, args, kwargs, y, edit.output(x, y))
             finally:
                 self._inside = False
             if z is None:

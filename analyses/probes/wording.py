@@ -23,12 +23,7 @@ NATS = "nats/token"
 # The smallest change of a loss in nats that is called an effect (1 % of perplexity), and that of one head.
 LEAST_CHANGE, LEAST_HEAD_CHANGE = 0.01, 0.001
 PRIMARY = "primary"
-PLACES = {
-    "all": "every norm",
-    "attention": "the norms that attention reads",
-    "mlp": "the norms that MLPs read",
-    "final": "the final norm",
-}
+PLACES = {"all": "every norm", "attention": "the norms that attention reads"}
 _MOST_STRATA, _COUNTS = 6, {2: "two", 3: "three"}  # books whose means a sentence lists
 _HEADS_NAMED, _OUTLIERS_NAMED = 3, 2  # in a sentence
 
@@ -111,34 +106,26 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
     if math.isnan(low):
         return UNTESTED.format(edit=edit, size=signed(delta), unit=unit, prompts=counted(row["n"], "prompt"))
     size, ends = with_interval(delta, low, high)
-    interval = f"95 % CI {ends}; {p_text(float(row['p']))}"
+    p = float(row["p"])
+    tested = "not tested" if math.isnan(p) else f"Holm-adjusted p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
+    interval = f"95 % CI {ends}; {tested}"
     if not is_significant(row):
         bound, equivalent = float(row["equivalence_bound"]), ""
         if unit == NATS and bound < LEAST_CHANGE:
             equivalent = f", equivalent to 0 within ±{number(bound)}"
         return NO_CHANGE.format(edit=edit, size=size, unit=unit, interval=interval, equivalent=equivalent)
-    effect = is_effect(row, unit)
+    effect, loss, share = is_effect(row, unit), base_loss(row), ""
+    if effect and abs(delta) <= loss:  # a share above 100 % says nothing
+        share = f", {percent(abs(delta) / loss)} of the intact {number(loss)}"
     return CHANGE.format(
         edit=edit,
         moves="raises" if delta > 0 else "lowers",
         size=size[1:],
         unit=unit,
-        share=share_of_loss(delta, base_loss(row)) if effect else "",
+        share=share,
         interval=interval,
         small="" if effect else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
     )
-
-
-def share_of_loss(delta: float, loss: float) -> str:
-    """Return a change as a share of the intact loss; nothing above 100 %, where it says nothing."""
-    return f", {percent(abs(delta) / loss)} of the intact {number(loss)}" if 0 < abs(delta) <= loss else ""
-
-
-def p_text(p: float) -> str:
-    """Return a Holm-adjusted p as text."""
-    if math.isnan(p):
-        return "not tested"
-    return "Holm-adjusted p < 0.001" if p < 0.001 else f"Holm-adjusted p = {p:.2g}"
 
 
 def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
