@@ -33,7 +33,6 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 import typer
 from jaxtyping import Float64, Int
 from torch import Tensor
@@ -41,7 +40,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "checkpoints"))
 
 import measure
-import plans
 
 import ln_probe
 from ln_probe.analyses.probes import statistics
@@ -109,21 +107,10 @@ def _bundled(name: str) -> Case:
     )
 
 
-def _capp_gpt(model: Any) -> Measured:
-    """Parts and the model's plans for them, as in `plans.py`; the loss is that of the plan."""
-
-    def of_plan(output: Tensor, tokens: Tensor) -> Tensor:
-        read = len(plans.KINDS)
-        losses = F.cross_entropy(output[:, read - 1 : -1].transpose(1, 2), tokens[:, read:], reduction="none")
-        return losses.mean(1)
-
-    return Measured(plans.draw(model, PROMPTS, 0), plans.draw(model, PROMPTS, 1), of_plan)
-
-
 CASES = {
     "mgm": _from_checkpoints("mgm", "LN_PROBE_MGM"),
     "smollm2-135m": _from_checkpoints("smollm2-135m", "LN_PROBE_GGUF"),
-    "capp-gpt": Case(lambda: measure.load(measure.CASES["capp-gpt-own"]), _capp_gpt),
+    "capp-gpt": _from_checkpoints("capp-gpt-own"),
     **{name: _bundled(name) for name in ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none",
                                          "lm-layernorm-removed")},
 }  # fmt: skip
@@ -256,9 +243,9 @@ def rows_of(name: str, values: Path | None) -> list[dict[str, Any]]:
         if not np.isclose(theirs["delta_loss"], delta["leave_one_out"], rtol=1e-4, atol=1e-4, equal_nan=True):
             raise SystemExit(f"{name}, {group}: freezing_cost says {theirs['delta_loss']}, here {delta}")
         half_width = (theirs["delta_loss_high"] - theirs["delta_loss_low"]) / 2
-        ends = statistics.interval(change["leave_one_out"], weight)
+        alone = statistics.infer_mean(change["leave_one_out"], weight)
         cells = (name, group, len(prompts), intact.sum() / weight.sum(), *delta.values(), difference, low, high, agrees,
-                 half_width, (ends[1] - ends[0]) / 2, f"python bench/headline.py {name}",
+                 half_width, (alone.high - alone.low) / 2, f"python bench/headline.py {name}",
                  round(time.perf_counter() - began))  # fmt: skip
         found.append(dict(zip(COLUMNS, cells, strict=True)))
         by_prompt = {k: c / weight for k, c in change.items()}

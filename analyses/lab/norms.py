@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
+
+from ln_probe.analyses.lab.points import HookPoint
 
 NormKind = Literal["layernorm", "projection_only", "scaling_only", "none"]
 NORM_KINDS: tuple[str, ...] = get_args(NormKind)

@@ -21,8 +21,7 @@ from torch import nn
 from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab import train as trainer
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.processes import follow_parent
-from ln_probe.analyses.progress import ProgressLine, tell
+from ln_probe.analyses.progress import ProgressLine, follow_parent, tell
 
 
 @dataclass(frozen=True)

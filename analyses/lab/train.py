@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ln_probe.analyses.files import replacing, write_atomically
+from ln_probe.analyses.lab import points
 from ln_probe.analyses.lab.experiments import claim
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
@@ -194,10 +195,8 @@ def _tokenizer(path: Path) -> Any:
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    from transformers import PreTrainedTokenizerFast
-
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
+        return points.tokenizer_class()(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{file} is not a tokenizer ({error}): restore it") from error
 

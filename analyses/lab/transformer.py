@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
-from transformer_lens.HookedRootModule import HookedRootModule
 
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
+from ln_probe.analyses.lab.points import HookedRootModule, HookPoint
 
 INIT_STD = 0.02  # GPT-2's; output projections are divided by sqrt(2 n_layers), as there
 # Embeddings start ten times larger than GPT-2's: what a norm without scaling divides by is measured at initialization,

@@ -1,10 +1,14 @@
-"""What a real checkpoint loses with a term switched off, on 64 prompts: the tables that the documentation is made of.
+"""Measure a checkpoint on 64 prompts, and compare checkpoints of the hub with predictions made before.
 
-    python examples/checkpoints/measure.py NAME            # one of CASES; writes examples/checkpoints/tables/NAME
-    python examples/checkpoints/measure.py gpt2 pythia-70m --check    # with a network: says which predictions hold
+    python examples/checkpoints/measure.py NAME…             # writes tables/NAME/{causal,causal_prompts,values}.csv
+    python examples/checkpoints/measure.py --check gpt2 …    # prints which predictions hold; writes checked/NAME
 
-Corpora and CAPP-GPT are read from ../shared (or LN_PROBE_SHARED), MGM from LN_PROBE_MGM, SmolLM2 from LN_PROBE_GGUF, as
-in the tests. Prompts are chosen without looking: evenly spread over a corpus, or drawn with a fixed seed.
+`values.csv` holds eight measures of a checkpoint. A prediction for another checkpoint is their mean over the measured
+ones (`MEASURED`), plus and minus twice their standard deviation (of logarithms where scaling is frozen). Prompts are
+chosen without looking: evenly spread over a corpus, or drawn with a fixed seed.
+
+Books and CAPP-GPT are read from ../shared (or LN_PROBE_SHARED), MGM from LN_PROBE_MGM, SmolLM2 from LN_PROBE_GGUF, as
+in the tests; wikitext-2 from ../shared or, if it is not there, through `datasets`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import hashlib
 import json
 import os
 import re
-import tempfile
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 import ln_probe
@@ -40,87 +45,87 @@ TEXTS = {  # SHA-256 of the texts, as the committed tables were measured on them
     "wikitext2/test.txt": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
     "wikitext2/valid.txt": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
 }
-BOOKS = {
-    "kjv.txt": "King James Bible",
-    "shakespeare_complete_gut.txt": "Shakespeare",
-    "moby_dick.txt": "Moby Dick",
-}
+BOOKS = ("kjv.txt", "shakespeare_complete_gut.txt", "moby_dick.txt")
+WIKITEXT = "Salesforce/wikitext", "wikitext-2-v1"  # of the hub
+SPLITS = {"wikitext2/test.txt": "test", "wikitext2/valid.txt": "validation"}
 ORDER_SEED = 0
+MEASURED = ("mgm", "capp-gpt-own", "smollm2-135m", "lm-layernorm-books")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, and what it is measured on."""
+    """A checkpoint, and what it is measured on.
+
+    Attributes:
+        model: a name that `load_model` reads, or that of a model whose folder a variable names.
+        prompts: one of SOURCES.
+        tokens: of each prompt, at most.
+        revision: of the hub.
+        single: prompts on which norms are taken one by one.
+        optimal: whether loss-optimal constants are fitted; bundled models bring theirs.
+    """
 
     model: str
-    prompts: str  # one of SOURCES
-    tokens: int  # of each prompt, at most
+    prompts: str
+    tokens: int
     revision: str | None = None
-    single: int = 12  # prompts on which norms are taken one by one
-    optimal: bool = False  # fit loss-optimal constants; bundled models bring theirs
+    single: int = 12
+    optimal: bool = False
 
 
 def corpus(name: str) -> str:
-    """A text that prompts are taken from.
+    """Return a text that prompts are taken from.
 
     Raises:
-        SystemExit: there is none, or another.
+        SystemExit: the text is missing, or it is another one.
     """
     path = SHARED / "corpora" / name
+    if not path.is_file() and name in SPLITS:
+        from datasets import load_dataset  # type: ignore[import-not-found,unused-ignore]
+
+        return "".join(load_dataset(*WIKITEXT, split=SPLITS[name])["text"])
     if not path.is_file():
-        raise SystemExit(
-            f"there is no {path}: put the text there (SHA-256 {TEXTS[name]}), or name the folder that holds "
-            f"corpora/{name} with LN_PROBE_SHARED"
-        )
+        raise SystemExit(f"there is no {path}: put the text there (SHA-256 {TEXTS[name]}) or set LN_PROBE_SHARED")
     content = path.read_bytes()
-    if (found := hashlib.sha256(content).hexdigest()) != TEXTS[name]:
-        raise SystemExit(
-            f"{path} is another text: SHA-256 {found}, expected {TEXTS[name]}; other prompts, other figures"
-        )
+    if (digest := hashlib.sha256(content).hexdigest()) != TEXTS[name]:
+        raise SystemExit(f"{path} is another text: SHA-256 {digest}, expected {TEXTS[name]}")
     return content.decode(errors="replace")
 
 
 def books(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
-    """In-domain for the bundled models: from the ends of their three books, which they were not trained on.
+    """Return windows from the ends of the bundled models' three books, on which they were not trained.
 
-    As they were trained: the text as it stands, line breaks and numbers of verses included, from a word's beginning.
     The books alternate, and the windows of a book are shuffled, so that any number of the first prompts is a sample of
-    all three (`book_of` says of which book each is).
+    all three.
 
     Args:
         model: gives the tokenizer.
         limit: longest prompt, in tokens.
-        others: not the measured prompts but others of their kind, for constants (of books those halfway between).
+        others: prompts halfway between the measured ones, for constants.
     """
     generator = np.random.default_rng(ORDER_SEED)
     by_book: list[list[list[int]]] = []
     for number, name in enumerate(BOOKS):
         text = corpus(name)
-        held = text[int(len(text) * (1 - HELD_OUT)) :]
+        held_out = text[int(len(text) * (1 - HELD_OUT)) :]
         count = PROMPTS // len(BOOKS) + (number < PROMPTS % len(BOOKS))
-        starts = np.linspace(0, len(held) - 8 * limit, count).astype(int)
+        starts = np.linspace(0, len(held_out) - 8 * limit, count).astype(int)
         starts = (starts[:-1] + starts[1:]) // 2 if others else starts
-        windows = (re.sub(r"^\S*\s+", "", held[s : s + 8 * limit]) for s in generator.permutation(starts))
+        windows = (re.sub(r"^\S*\s+", "", held_out[s : s + 8 * limit]) for s in generator.permutation(starts))
         by_book.append([encode(model, window)[:limit].tolist() for window in windows])
     return [row for rows in zip_longest(*by_book) for row in rows if row is not None]
 
 
-def book_of(prompt: int) -> str:
-    """Return the title of the book that the prompt of this number is from, in the order of `books`."""
-    return list(BOOKS.values())[prompt % len(BOOKS)]
-
-
 def wikitext(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
-    """Passages of wikitext-2's test part: whole sentences in a row without an unknown word, 80 words or more.
+    """Return passages of wikitext-2's test part (`others`: of its validation part), evenly spread.
 
-    Of each paragraph the longest run of such sentences; without the corpus's own marks and spaces; evenly spread.
-    Arguments as of `books`; the others are of the validation part.
+    Of each paragraph the longest run of whole sentences without an unknown word, if it has 80 words or more; without
+    the corpus's own marks and spaces.
     """
-    text = corpus("wikitext2/valid.txt" if others else "wikitext2/test.txt")
-    runs = [_known_sentences(line) for line in text.splitlines()]
-    long = [run for run in runs if len(run.split()) >= 80]
-    chosen = np.linspace(0, len(long) - 1, PROMPTS).astype(int)
-    return [encode(model, _written(long[i]))[:limit].tolist() for i in chosen]
+    lines = corpus("wikitext2/valid.txt" if others else "wikitext2/test.txt").splitlines()
+    passages = [run for run in map(_known_sentences, lines) if len(run.split()) >= 80]
+    chosen = np.linspace(0, len(passages) - 1, PROMPTS).astype(int)
+    return [encode(model, _plain_text(passages[i]))[:limit].tolist() for i in chosen]
 
 
 def _known_sentences(paragraph: str) -> str:
@@ -133,8 +138,8 @@ def _known_sentences(paragraph: str) -> str:
     return max((" ".join(run) for run in runs), key=len)
 
 
-def _written(tokens: str) -> str:
-    """Text as people write it, of wikitext's tokens."""
+def _plain_text(tokens: str) -> str:
+    """Return text as people write it, of wikitext's tokens."""
     text = re.sub(r" @(.)@ ", r"\1", tokens)
     text = re.sub(r'" ([^"]*?) "', r'"\1"', text)
     text = re.sub(r" ([,.;:!?)\]'%])", r"\1", text)
@@ -143,17 +148,14 @@ def _written(tokens: str) -> str:
 
 
 def own(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
-    """Sequences of the model's own, from its first token to its end token; those of one or two tokens are left out.
-
-    Arguments as of `books`; the others are drawn with other seeds.
-    """
+    """Return sequences drawn from the model (`others`: with other seeds), longer than two tokens."""
     seeds = range(6, 10) if others else range(2, 6)
-    rows = [r for seed in seeds for r in drawn(model, limit, seed)]
-    return [r.tolist() for r in rows if len(r) > 2][:PROMPTS]
+    rows = [row for seed in seeds for row in drawn(model, limit, seed)]
+    return [row for row in rows if len(row) > 2][:PROMPTS]
 
 
-def drawn(model: Any, limit: int, seed: int, count: int = 32, least: int = 512) -> list[torch.Tensor]:
-    """Sequences drawn at temperature 1, up to and with an end token: `count` at a time until there are `least` tokens.
+def drawn(model: Any, limit: int, seed: int, count: int = 32, least: int = 512) -> list[list[int]]:
+    """Draw sequences at temperature 1, up to and with an end token: `count` at a time until there are `least` tokens.
 
     They begin with the model's first token, or with a token drawn evenly that neither ends nor pads.
     """
@@ -161,7 +163,7 @@ def drawn(model: Any, limit: int, seed: int, count: int = 32, least: int = 512) 
     ends, first = special_tokens(model, "eos"), special_tokens(model, "bos")
     others = {*ends, *special_tokens(model, "pad")}
     allowed = torch.tensor([i for i in range(int(model.cfg.d_vocab)) if i not in others])
-    found: list[torch.Tensor] = []
+    sequences: list[list[int]] = []
     for _ in range(4):
         if first and first[0] not in ends:
             rows = torch.full((count, 1), first[0])
@@ -172,49 +174,40 @@ def drawn(model: Any, limit: int, seed: int, count: int = 32, least: int = 512) 
             logits = run(model, rows, return_type="logits")[:, -1].float()
             rows = torch.cat([rows, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
             ended = torch.tensor([int(row[-1]) in ends for row in rows])
-            complete |= dict(zip(numbers[ended].tolist(), rows[ended], strict=True))
+            complete |= dict(zip(numbers[ended].tolist(), rows[ended].tolist(), strict=True))
             numbers, rows = numbers[~ended], rows[~ended]
-        complete |= dict(zip(numbers.tolist(), rows, strict=True))
-        found += [complete[number] for number in range(count)]
-        if sum(map(len, found)) >= min(least, count * limit):
+        complete |= dict(zip(numbers.tolist(), rows.tolist(), strict=True))
+        sequences += [complete[number] for number in range(count)]
+        if sum(map(len, sequences)) >= min(least, count * limit):
             break
-    return found
+    return sequences
 
 
-SOURCES: dict[str, Callable[..., list[list[int]]]] = {
-    "books": books,
-    "wikitext": wikitext,
-    "own": own,
-}
+SOURCES: dict[str, Callable[..., list[list[int]]]] = {"books": books, "wikitext": wikitext, "own": own}
 _LABS = ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none")
+_HUB = {  # commits of the main branches, of Pythia that of the last step, 143,000
+    "gpt2": ("gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
+    "gpt2-medium": ("gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
+    "gpt2-small-without-norms": ("schaeff/gpt2-small_LNFree300", None),  # commits could not be looked up
+    "gpt2-medium-without-norms": ("schaeff/gpt2-medium_LNFree500", None),
+    "pythia-70m": ("EleutherAI/pythia-70m-deduped", "e93a9faa9c77e5d09219f6c868bfc7a1bd65593c"),
+    "pythia-160m": ("EleutherAI/pythia-160m-deduped", "582159a2dfe3e712a8d47ae83dec95ae3bde8e7e"),
+    "pythia-410m": ("EleutherAI/pythia-410m-deduped", "c4fc8d586d62df497f1f9b69d66d3ca419992d3e"),
+    "pythia-1b": ("EleutherAI/pythia-1b-deduped", "7199d8fc61a6d565cd1f3c62bf11525b563e13b2"),
+    "pythia-1.4b": ("EleutherAI/pythia-1.4b-deduped", "step143000"),  # a branch that is not written to
+}
 CASES = {
     "capp-gpt-own": Case("capp-gpt", "own", 64, optimal=True),
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
     **{f"{name}-wikitext": Case(name, "wikitext", 128) for name in _LABS},
     "mgm": Case("mgm", "own", 128),
-    "smollm2-135m": Case("smollm2-135m", "wikitext", 32, single=0),
-    # For those who have a network; what is expected of them was written down first (predictions.json).
-    "gpt2": Case("gpt2", "wikitext", 128, revision="607a30d783dfa663caf39e06633721c8d4cfcd7e"),
-    # (Commits of the main branches: of the last step, 143,000.)
-    "pythia-70m": Case(
-        "EleutherAI/pythia-70m-deduped", "wikitext", 128, revision="e93a9faa9c77e5d09219f6c868bfc7a1bd65593c"
-    ),
-    "pythia-160m": Case(
-        "EleutherAI/pythia-160m-deduped", "wikitext", 128, revision="582159a2dfe3e712a8d47ae83dec95ae3bde8e7e"
-    ),
-    "gpt2-medium": Case("gpt2-medium", "wikitext", 128, revision="6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
-    "pythia-410m": Case(
-        "EleutherAI/pythia-410m-deduped", "wikitext", 128, revision="c4fc8d586d62df497f1f9b69d66d3ca419992d3e"
-    ),
-    "pythia-1b": Case(
-        "EleutherAI/pythia-1b-deduped", "wikitext", 128, revision="7199d8fc61a6d565cd1f3c62bf11525b563e13b2"
-    ),
-    # (A branch that is not written to: the commit of its main branch could not be looked up.)
-    "pythia-1.4b": Case("EleutherAI/pythia-1.4b-deduped", "wikitext", 128, revision="step143000"),
+    "smollm2-135m": Case("smollm2-135m", "wikitext", 32, single=False),
+    **{name: Case(model, "wikitext", 128, revision) for name, (model, revision) in _HUB.items()},
 }
 
 
 def load(case: Case) -> Any:
+    """Load the model of a case."""
     folders = {
         "capp-gpt": SHARED / "checkpoints" / "capp_gpt",
         "mgm": os.environ.get("LN_PROBE_MGM"),
@@ -223,51 +216,85 @@ def load(case: Case) -> Any:
     return ln_probe.load_model(folders.get(case.model) or case.model, revision=case.revision, allow_pickle=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", choices=CASES, nargs="+", metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--check", action="store_true", help="compare with predictions.json")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in args.names:
-        measured(name, check=args.check)
-
-
-def measured(name: str, *, check: bool = False) -> None:
-    """Write the tables of one case; with `check` into `checked`, loss-optimal constants and geometry included."""
+def analyzed(name: str, *, optimal: bool) -> Any:
+    """Return the report of a case: the loss without a term of each group of norms, keys, angles and sinks."""
     case = CASES[name]
     model = load(case)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{case.prompts}.jsonl"
-        rows = SOURCES[case.prompts](model, case.tokens)
-        path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
-        # (The books are the default prompts of a bundled model, for which it brings loss-optimal constants.)
-        given = None if case.prompts == "books" else path
-        report = ln_probe.analyze(
-            model, given, probes=[Causal(case.single, every_norm=True)], progress=False, optimal=check or case.optimal
-        )
-    # (Next to the committed tables, from which the documents take their figures.)
-    out = HERE / ("checked" if check else "tables") / name
-    out.mkdir(parents=True, exist_ok=True)
-    # (Every norm is run, so the estimates are left out.)
-    report.causal.drop(columns="estimate").to_csv(out / "causal.csv", index=False, float_format="%.6g")
-    report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")
-    about = {
-        key: report.provenance[key] for key in ("model", "prompts", "calibration", "constants", "loss", "versions")
-    }
-    about |= {"command": f"python examples/checkpoints/measure.py {name}", "notes": list(report.notes)}
-    about["model"] = {k: about["model"][k] for k in ("revision", "weights_sha256")} | {"name": case.model}
-    (out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
-    print(report.causal[report.causal["sites"].isin(["attention", "mlp", "final", "all"])].to_string())
-    if check:
-        import checked
-        import geometry
+    # The books are the default prompts of a bundled model, for which it brings loss-optimal constants.
+    prompts = None if case.prompts == "books" else SOURCES[case.prompts](model, case.tokens)
+    probes = [Causal(single_norm_prompts=0), "selectability", "uniformity", "sinks"]
+    return ln_probe.analyze(model, prompts, probes=probes, progress=False, optimal=optimal)
 
-        heads, prompts = geometry.measured(name, model)
-        table = geometry.rows_of(name, heads, prompts)
-        table.to_csv(out / "geometry.csv", index=False, float_format="%.6g")
-        checked.check(name, report.causal, table)
+
+def values(report: Any) -> dict[str, float]:
+    """Return the measures that predictions are about; a norm that lacks a term has 0 without it."""
+    causal = report.tables["causal"].set_index(["sites", "variant"])["delta_loss"]
+    measures = {
+        f"{variant} at {sites}": float(causal.get((sites, variant), 0.0))
+        for sites in ("attention", "all")
+        for variant in ("no_scaling", "no_projection")
+    }
+    heads = report.tables["heads"].groupby("variant")[["unselectable", "uniform_angle_deg"]].mean()
+    for variant in ("intact", "no_scaling"):
+        measures[f"unselectable, {variant}"] = float(heads["unselectable"].get(variant, np.nan))
+    random_angle = report.provenance.get("uniformity", {}).get("random_angle_deg", np.nan)
+    measures["degrees closer to uniform than random"] = random_angle - float(heads.loc["intact", "uniform_angle_deg"])
+    return measures | {"sink_rate": float(report.tables["sink_heads"]["sink_rate"].mean())}
+
+
+def predictions() -> pd.DataFrame:
+    """Return the thresholds of each measure: mean plus and minus twice the standard deviation over MEASURED."""
+    known = pd.concat([pd.read_csv(HERE / "tables" / name / "values.csv") for name in MEASURED])
+    rows = []
+    for measure, some in known.dropna().groupby("measure", sort=False)["value"]:
+        in_logs = measure.startswith("no_scaling")
+        scale = np.log(some) if in_logs else some
+        ends = scale.mean() - 2 * scale.std(), scale.mean() + 2 * scale.std()
+        low, high = np.exp(ends) if in_logs else ends
+        rows.append({"measure": measure, "low": low, "high": high, "models": len(some)})
+    return pd.DataFrame(rows)
+
+
+def check(name: str, measured: dict[str, float], thresholds: pd.DataFrame) -> list[bool]:
+    """Print for each prediction whether it holds for a case."""
+    verdicts = []
+    for row in thresholds.to_dict("records"):
+        value = measured[row["measure"]]
+        verdicts.append(row["low"] <= value <= row["high"])
+        verdict = "holds" if verdicts[-1] else "not measured" if np.isnan(value) else "FAILS"
+        print(f"{name}: {verdict}: {row['measure']} {value:.4g}, predicted {row['low']:.3g} to {row['high']:.3g}")
+    return verdicts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", choices=CASES, nargs="+", metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--check", action="store_true", help="compare with the predictions")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    failures = 0
+    for name in args.names:
+        try:
+            report = analyzed(name, optimal=not args.check and CASES[name].optimal)
+        except (OSError, ValueError) as error:  # no hub, a revision that is gone, unusable prompts
+            print(f"{name}: not measured: {error}", file=sys.stderr)
+            failures += 1
+            continue
+        out = HERE / ("checked" if args.check else "tables") / name
+        out.mkdir(parents=True, exist_ok=True)
+        groups = report.tables["causal"].drop(columns="estimate")
+        groups.to_csv(out / "causal.csv", index=False, float_format="%.6g")
+        report.tables["causal_prompts"].to_csv(out / "causal_prompts.csv", index=False, float_format="%.6g")
+        about = {key: report.provenance[key] for key in ("model", "prompts", "versions")}
+        (out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        measured = values(report)
+        table = pd.DataFrame({"measure": measured.keys(), "value": measured.values()})
+        table.to_csv(out / "values.csv", index=False, float_format="%.6g")
+        print(groups[groups["family"] == "primary"].to_string(index=False))
+        if args.check:
+            failures += not all(check(name, measured, predictions()))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

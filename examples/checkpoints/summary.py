@@ -1,40 +1,26 @@
-"""Summarize what every prompt and head gave: tables with means and 95 % CIs over prompts, which the site shows.
+"""Summarize what every prompt, pair and head gave: tables with means and 95 % CIs, which the site shows.
 
-python examples/checkpoints/summary.py    # writes tables/{parts,plans-capp-gpt,heads,books}-summary.csv
+python examples/checkpoints/summary.py    # writes tables/{books,heads,geometry,patching,keys-at-length}-summary.csv
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy import stats  # type: ignore[import-untyped]
 
 import ln_probe
-from ln_probe.analyses.probes.statistics import interval
+from ln_probe.analyses.probes.statistics import holm, infer_mean
 
 TABLES = Path(__file__).parent / "tables"
-
-
-def over_prompts(rows: pd.DataFrame) -> tuple[float, float, float]:
-    """The mean loss increase over the predicted tokens of all prompts, and its interval over prompts."""
-    weight = rows["predicted"].to_numpy(float)
-    total = rows["delta_loss"].to_numpy(float) * weight
-    return (float(total.sum() / weight.sum()), *interval(total, weight))
-
-
-def grouped(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """A row with mean and interval for each group, in the order of the file."""
-    groups = rows.groupby(by, sort=False, dropna=False)
-    return pd.DataFrame(
-        [(*key, *over_prompts(some)) for key, some in groups], columns=[*by, "delta_loss", "low", "high"]
-    )
-
-
-def heads() -> dict[str, pd.DataFrame]:
-    """First-order and exact effects of every head, by model."""
-    names = (p for p in sorted(TABLES.glob("heads-*.csv")) if "summary" not in p.stem)
-    return {p.stem.removeprefix("heads-"): pd.read_csv(p) for p in names}
+CLOSER = 5.0  # degrees: heads whose queries are that much closer to the all-ones direction than random ones are counted
+LIMITS = {"margin": (None, None), "uniform_angle_deg": (0, 90)}  # of the measures that are not shares
+BY_QUERY = ("entropy_ratio", "uniform_angle_deg", "first_rate")  # means over queries, so prompts have weights
 
 
 def books() -> pd.DataFrame:
@@ -53,32 +39,111 @@ def books() -> pd.DataFrame:
     return pd.concat(tables).reset_index()
 
 
+def heads() -> Iterator[dict[str, Any]]:
+    """Yield a row for each model and variant: how well first-order estimates of single heads rank exact effects."""
+    for path in sorted(TABLES.glob("heads-*.csv")):
+        if path.stem == "heads-summary":
+            continue
+        for variant, rows in pd.read_csv(path).groupby("variant", sort=False):
+            rank = rows["delta_loss"].corr(rows["estimate"], method="spearman")
+            row = {"model": path.stem.removeprefix("heads-"), "variant": variant, "heads": len(rows)}
+            yield row | {"rank_correlation": rank, "largest": rows["delta_loss"].abs().max()}
+
+
+def mean_and_half_width(prompts: pd.DataFrame, measure: str) -> tuple[float, float]:
+    """Return the mean over prompts, by queries where it is one of queries, and half the width of its 95 % CI."""
+    known = prompts[prompts[measure].notna()]
+    values = known[measure].to_numpy(float)
+    weight = known["queries"].to_numpy(float) if measure in BY_QUERY else np.ones(len(known))
+    if len(known) < 2:
+        return float(values.sum()) if len(known) else np.nan, np.nan
+    center = float(weight @ values / weight.sum())
+    spread = np.square(weight * (values - center)).sum() * len(known) / (len(known) - 1)  # of a ratio (Cochran 1977)
+    return center, float(stats.t.ppf(0.975, len(known) - 1) * spread**0.5 / weight.sum())
+
+
+def geometry() -> Iterator[dict[str, Any]]:
+    """Yield a row for each checkpoint and variant, of keys as heads see them: means over heads, CIs over prompts."""
+    for path in sorted(TABLES.glob("geometry/*-prompts.csv")):
+        name = path.stem.removesuffix("-prompts")
+        prompts, of_heads = pd.read_csv(path), pd.read_csv(path.with_name(f"{name}.csv"))
+        for variant in ("intact", "no_scaling"):
+            some, own = (t[(t["space"] == "head") & (t["variant"] == variant)] for t in (prompts, of_heads))
+            if own["no_op"].notna().any():  # this norm does not scale
+                continue
+            row: dict[str, Any] = {"checkpoint": name, "variant": variant, "prompts": len(some), "heads": len(own)}
+            for measure in ("margin", "attainable", *BY_QUERY):
+                center, half = mean_and_half_width(some, measure)
+                ends = np.clip((center, center - half, center + half), *LIMITS.get(measure, (0, 1)))
+                row |= dict(zip((measure, f"{measure}_low", f"{measure}_high"), ends, strict=True))
+            angles = own[own["random_angle_deg"].notna()]
+            below = angles["random_angle_deg"] - angles["uniform_angle_deg"]
+            row["random_angle_deg"] = angles["random_angle_deg"].mean()
+            row["closer"] = (below > CLOSER).mean() if len(angles) else np.nan
+            yield row
+
+
+def patching() -> pd.DataFrame:
+    """Return the rank correlations of attribution patching with exact effects: means over pairs, and differences."""
+    rows = []
+    for name in ("lm-layernorm", "mgm", "capp-gpt"):
+        for kind, pairs in pd.read_csv(TABLES / f"patching-{name}.csv").groupby("kind", sort=False):
+            if kind == "paths":
+                continue
+            standard, linearized = pairs["rank_standard"].to_numpy(float), pairs["rank_linearized"].to_numpy(float)
+            change = infer_mean(linearized - standard, np.ones(len(pairs)))
+            rows.append(
+                {
+                    "model": name,
+                    "kind": kind,
+                    "pairs": len(pairs),
+                    "standard": standard.mean(),
+                    "linearized": linearized.mean(),
+                    "change": (linearized - standard).mean(),
+                    "low": change.low,
+                    "high": change.high,
+                    "p": change.p,
+                    "pairs_better": int((linearized > standard).sum()),
+                }
+            )
+    table = pd.DataFrame(rows)
+    return table.assign(p_holm=holm(table["p"].to_numpy(float)))
+
+
+def keys_at_length() -> pd.DataFrame:
+    """Return the share of unselectable keys of each model, variant and n, beside normal keys of the same n and d.
+
+    `hull` is what 2 sqrt(2 pi ln n) vertices of the convex hull leave in two dimensions (Rényi and Sulanke 1963).
+    """
+    table = pd.read_csv(TABLES / "keys-at-length.csv")
+    table["keys"] = table["n"] * table["contexts"]
+    about = ["model", "d_head", "variant", "n"]
+    totals = table.groupby(about, sort=False)[["keys", "unselectable", "undecided"]].sum().reset_index()
+    totals["share"] = totals["unselectable"] / totals["keys"]
+    heads = table.assign(share=table["unselectable"] / table["keys"]).groupby(about, sort=False)["share"]
+    totals = totals.merge(heads.max().rename("largest_head").reset_index(), on=about)
+    normal = totals[totals["model"] == "random"].set_index(["d_head", "n"])["share"]
+    lengths = {d: rows.droplevel(0) for d, rows in normal.groupby(level=0)}
+    totals["normal"] = [
+        float(np.interp(np.log(n), np.log(lengths[d].index), lengths[d])) if d in lengths else np.nan
+        for d, n in zip(totals["d_head"], totals["n"], strict=True)
+    ]
+    hull = 1 - 2 * np.sqrt(2 * np.pi * np.log(totals["n"])) / totals["n"]
+    return totals.assign(n_over_d=totals["n"] / totals["d_head"], hull=hull.where(totals["d_head"] == 2))
+
+
+SUMMARIES = {
+    "books": books,
+    "heads": heads,
+    "geometry": geometry,
+    "patching": patching,
+    "keys-at-length": keys_at_length,
+}
+
+
 def summaries() -> dict[str, pd.DataFrame]:
-    """The summary tables by the names of their files."""
-    parts = [
-        pd.read_csv(p).assign(checkpoint=p.stem.removeprefix("parts-"))
-        for p in sorted(TABLES.glob("parts-*.csv"))
-        if "summary" not in p.stem
-    ]
-    estimates = [
-        (
-            model,
-            variant,
-            len(some),
-            some["delta_loss"].corr(some["estimate"], method="spearman"),
-            some["delta_loss"].abs().max(),
-        )
-        for model, rows in heads().items()
-        for variant, some in rows.groupby("variant", sort=False)
-    ]
-    return {
-        "parts-summary": grouped(pd.concat(parts), ["checkpoint", "sites", "constants", "only"]),
-        "plans-capp-gpt-summary": grouped(
-            pd.read_csv(TABLES / "plans-capp-gpt.csv"), ["sites", "without", "constants"]
-        ),
-        "books-summary": books(),
-        "heads-summary": pd.DataFrame(estimates, columns=["model", "variant", "heads", "rank_correlation", "largest"]),
-    }
+    """Return the summary tables by the names of their files."""
+    return {f"{name}-summary": pd.DataFrame(make()) for name, make in SUMMARIES.items()}
 
 
 if __name__ == "__main__":
