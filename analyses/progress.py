@@ -1,37 +1,51 @@
-"""The progress of a long call: a line that moves on a terminal or in a notebook, elsewhere a line every half minute.
+"""The progress of a long call, and the processes and threads that it runs in.
 
-    tell("gpt2: downloading", 120e6, 548e6, "B")
-    tell_inner("layer 3 of 12")  # of the prompt that is being measured
-
-`tell` costs microseconds where no `ProgressLine` is open.
+tell("second pass", 3, 64, "prompts")  # microseconds where no `ProgressLine` is open
+tell_inner("layer 3 of 12")  # of the prompt that is being measured
+tell_left(40.0)  # seconds of the whole call
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
+
 _INTERVAL_S = 30.0  # between plain lines
-_GUESS_S, _GUESS_SHARE = 3.0, 0.02  # the remaining time is not shown before both have passed: it would be a guess
+_LEAST_LEFT_S = 3.0  # less is not shown
 
 
 class ProgressLine:
-    """Shows the current stage until it is closed; inside another one it shows nothing of its own.
+    """A line that moves on a terminal or in a notebook; elsewhere a line every half minute.
+
+    Inside another one it shows nothing of its own.
 
     Args:
         quiet: show nothing.
+        on_left: called with the seconds left, instead of showing them.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.stage, self.inner, self.delay = "", "", ""
+    def __init__(self, *, quiet: bool = False, on_left: Callable[[float], None] | None = None) -> None:
+        self.stage, self.inner, self.delay, self.left = "", "", "", math.nan
         self.started = self.stage_started = time.monotonic()
-        self.share = 0.0
-        self._console = None if quiet else console
+        self.on_left = on_left
+        self._console = None if quiet else Console(stderr=True, highlight=False, soft_wrap=True)
         self._printed = self.started - _INTERVAL_S + 1.0  # the first plain line after a second
         self._live: Live | None = None
         self._outer: ProgressLine | None = None
@@ -55,12 +69,10 @@ class ProgressLine:
             self._live.stop()
 
     def __str__(self) -> str:
+        seconds = int(time.monotonic() - self.started)
+        left = f", {about(self.left)} left" * (self.left >= _LEAST_LEFT_S)  # NaN: not known yet
         details = "; ".join(text for text in (self.inner, self.delay) if text)
-        text = f"{clock(time.monotonic() - self.started)}  {self.stage}" + f" ({details})" * bool(details)
-        spent = time.monotonic() - self.stage_started
-        if spent < _GUESS_S or not _GUESS_SHARE <= self.share < 1:
-            return text
-        return f"{text} · {clock(spent * (1 - self.share) / self.share)} left"
+        return f"{seconds // 60}:{seconds % 60:02d}  {self.stage}{left}" + f" ({details})" * bool(details)
 
     def refresh(self) -> None:
         """Print a plain line, where none moves and the last one is old enough."""
@@ -73,16 +85,18 @@ _line: ProgressLine | None = None  # the open one of this process
 
 
 def tell(stage: str, done: float = 0.0, total: float = math.nan, unit: str = "") -> None:
-    """Set what this process is doing, and how much of it is done; "B" are bytes."""
-    if _line is None:
-        return
-    scale, shown_unit = (1e6, "MB") if unit == "B" else (1.0, unit)
-    count = "" if math.isnan(total) else f": {done / scale:.0f} of {total / scale:.0f} {shown_unit}"
-    if not _line.stage.startswith(stage):
-        _line.stage_started = time.monotonic()
-    _line.stage, _line.inner = f"{stage}{count}".rstrip(), ""
-    _line.share = done / total if total > 0 else 0.0
-    _line.refresh()
+    """Set what this process is doing, and how much of it is done.
+
+    The time left is a share of the time so far, except for prompts, on which several things are measured (`tell_left`).
+    """
+    if _line is not None:
+        count = "" if math.isnan(total) else f": {done:.0f} of {total:.0f} {unit}"
+        if not _line.stage.startswith(stage):
+            _line.stage_started = time.monotonic()
+        _line.stage, _line.inner = f"{stage}{count}".rstrip(), ""
+        if done and unit != "prompts":
+            _line.left = (time.monotonic() - _line.stage_started) * (total / done - 1)
+        _line.refresh()
 
 
 def tell_inner(text: str) -> None:
@@ -101,11 +115,84 @@ def tell_delay(text: str) -> None:
         console.print(f"ln_probe: {text}", markup=False)
 
 
+def tell_left(seconds: float) -> None:
+    """Set how many seconds the call still takes."""
+    if _line is not None:
+        _line.left = seconds
+        if _line.on_left is not None:
+            _line.on_left(seconds)
+
+
+class TimeLeft:
+    """An estimate of the time that work of several kinds still takes: what is left of each, at its pace so far.
+
+    Args:
+        steps: the size of each step of each kind, in any unit of the kind's own.
+    """
+
+    def __init__(self, steps: Mapping[str, Sequence[float]]) -> None:
+        self.steps = steps
+        self.seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+
+    @contextmanager
+    def step(self, kind: str, count: int = 1) -> Iterator[None]:
+        """Time the next steps of a kind."""
+        started = time.monotonic()
+        yield
+        self.seconds[kind] += [(time.monotonic() - started) / count] * count
+
+    @property
+    def left(self) -> float:
+        """The seconds left. The first step of a kind also prepares: from the third on it does not count."""
+        total = 0.0
+        for kind, seconds in self.seconds.items():
+            first, done = int(len(seconds) > 2), len(seconds)
+            if size := sum(self.steps[kind][first:done]):
+                total += sum(self.steps[kind][done:]) * sum(seconds[first:]) / size
+        return total
+
+
+def about(seconds: float) -> str:
+    """Return a time as it can be estimated: "about 40 s", "about 3 min"."""
+    if seconds >= 100:
+        return f"about {seconds / 60:.0f} min"
+    return f"about {seconds:.0f} s" if seconds < 10 else f"about {round(seconds, -1):.0f} s"
+
+
 def _moves(console: Console) -> bool:
     return console.is_terminal or console.is_jupyter
 
 
-def clock(seconds: float) -> str:
-    """Return h:mm:ss."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+# ---------------------------------------------------------------------------------------------- processes and threads
+
+
+def follow_parent() -> None:
+    """Leave Ctrl-C to the parent process, and end when it ends, however that happens. Call first in a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Let NumPy's and SciPy's matrix products use one thread while this lasts.
+
+    Theirs would wait for each other, and for torch's: with two processors `selectability` took twice as long.
+    """
+    with _blas().limit(limits=1, user_api="blas"):
+        yield
+
+
+@cache
+def _blas() -> ThreadpoolController:
+    from threadpoolctl import ThreadpoolController
+
+    import_module("scipy.linalg")  # its BLAS can only be limited once it is loaded
+    return ThreadpoolController()

@@ -1,33 +1,40 @@
 """How fast and how right the geometry of keys is. Prints tables; `python bench/geometry.py [section …]`.
 
-Sections: speed (verdicts and margins against a linear program per key and the published algorithm, one thread), heads
-(all heads of a layer of lm-layernorm's and GPT-2's shape, one thread and two), rational (certificates of families
-checked in exact arithmetic), compilation (processor seconds of a cold cache, and of a warm one). Ratios are per core:
-OPENBLAS_NUM_THREADS and the like are set to 1 and the script starts itself again. `--out bench/results` writes tables.
+Sections: speed (verdicts and margins against a linear program per key, one thread), heads (all heads of a layer of
+lm-layernorm's and GPT-2's shape, one thread and two), rational (certificates of families checked in exact arithmetic,
+samples against the linear program), compilation (processor seconds of a cold cache, and of a warm one). Ratios are per
+core: OPENBLAS_NUM_THREADS and the like are set to 1 and the script starts itself again. `--out bench/results` writes
+tables. `--state FILE` keeps what `rational` has checked: the next run checks only what is new or has changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import baselines
 import families
 import numpy as np
 from harness import THREADS, show, show_head, write_table
+from scipy.optimize import linprog
 
 import ln_probe
 from ln_probe.analyses.geometry.decide import Request, solve_sets
+from ln_probe.analyses.geometry.key_geometry import KeyGeometry
 from ln_probe.analyses.geometry.keys import QuerySet
 
 REPEATS = 5
-SAMPLE = 12  # keys of a set that the slow competitors are timed on, per repeat
+SAMPLE = 12  # keys of a set that linear programs are timed on, per repeat
+# Seconds after which a linear program is given up: HiGHS cycles without end on some keys with lognormal norms.
+TIME_LIMIT = 1.0
 SPEED = [  # family, keys, dimensions, heads
     ("normal", 512, 64, 1),
     ("LayerNorm'd normal", 512, 64, 1),
@@ -39,8 +46,9 @@ SPEED = [  # family, keys, dimensions, heads
     ("normal", 128, 4, 12),
 ]
 SHAPES = {"lm-layernorm": (64, 8, 8), "GPT-2": (768, 12, 64)}  # d_model, heads, d_head
-SETS = [(40, 2), (60, 8), (128, 16), (256, 32), (256, 64)]  # keys, dimensions
-KEYS = 5000  # of each family that are checked
+SETS = [(40, 2), (60, 8), (128, 16), (256, 32), (60, 4), (128, 8), (256, 64)]  # keys, dimensions
+KEYS = 10_000  # of each family that are checked
+PROGRAMS = 10  # keys of a set that are compared with HiGHS
 
 printed: list[tuple[object, ...]] = []  # the head and rows of one section
 
@@ -61,35 +69,37 @@ def seconds(work: Callable[..., object], *arguments: object, **named: object) ->
     return time.process_time() - start
 
 
-def each(decide: Callable[[np.ndarray, int], object], keys: np.ndarray, sample: np.ndarray) -> None:
+def feasibility(keys: np.ndarray, i: int) -> bool | None:
+    """Is key i selectable, by HiGHS: no convex weights of the other keys reproduce it. None: it gave up."""
+    others = np.delete(keys, i, axis=0)
+    sums = np.vstack([others.T, np.ones(len(others))])
+    right, limit = np.append(keys[i], 1.0), {"time_limit": TIME_LIMIT}
+    solved = linprog(np.zeros(len(others)), A_eq=sums, b_eq=right, method="highs", options=limit)
+    return {0: False, 2: True}.get(int(solved.status))
+
+
+def programs(keys: np.ndarray, sample: np.ndarray) -> None:
     for which, i in sample:
-        decide(keys[which], i)
+        feasibility(keys[which], i)
 
 
 def speed() -> None:
     """Time per key of a verdict with its certificate; margins are timed with it."""
-    print(f"\nspeed: one thread, medians of {REPEATS} repeats in μs per key. (a) HiGHS feasibility,")
-    print(f"(b) reflections and Chebyshev centre, both on {SAMPLE} of the same keys per repeat")
-    head("keys", "n", "d", "hidden", "(a)", "(b)", "verdict", "+ margin", "(a)/verdict", "(b)/verdict")
+    print(f"\nspeed: one thread, medians of {REPEATS} repeats in μs per key; HiGHS on {SAMPLE} of the keys per repeat")
+    head("keys", "n", "d", "hidden", "HiGHS", "verdict", "+ margin", "ratio")
     for name, n, d, heads in SPEED:
         rng = np.random.default_rng(0)
         keys = np.stack([families.RANDOM[name](rng, n, d) for _ in range(heads)])
         geometry = ln_probe.key_geometry(keys, threads=1)
-        taken = []
+        times = []
         for _ in range(REPEATS):
             sample = np.stack([rng.integers(0, heads, SAMPLE), rng.integers(0, n, SAMPLE)], axis=1)
-            taken.append(
-                (
-                    seconds(each, baselines.feasibility, keys, sample) / SAMPLE,
-                    seconds(each, baselines.published, keys, sample) / SAMPLE,
-                    seconds(ln_probe.key_geometry, keys, margins=False, threads=1) / (n * heads),
-                    seconds(ln_probe.key_geometry, keys, threads=1) / (n * heads),
-                )
-            )
-        a, b, verdict, margin = 1e6 * np.median(taken, axis=0)
+            own = [seconds(ln_probe.key_geometry, keys, margins=m, threads=1) / (n * heads) for m in (False, True)]
+            times.append((seconds(programs, keys, sample) / SAMPLE, *own))
+        program, verdict, margin = 1e6 * np.median(times, axis=0)
         hidden = (geometry.verdict == "unselectable").mean()
-        times = f"{a:.0f}", f"{b:.0f}", f"{verdict:.1f}", f"{margin:.1f}"
-        row(name, n, f"{d} × {heads}", f"{hidden:.2f}", *times, f"{a / verdict:.0f}", f"{b / verdict:.1f}")
+        cells = f"{hidden:.2f}", f"{program:.0f}", f"{verdict:.1f}", f"{margin:.1f}", f"{program / verdict:.0f}"
+        row(name, n, f"{d} × {heads}", *cells)
 
 
 def heads() -> None:
@@ -114,21 +124,52 @@ def heads() -> None:
             row(shape, asked, *(f"{1e6 * t / keys[..., 0].size:.1f}" for t in (processor, *walls)))
 
 
-def rational() -> None:
+def rational(state: Path | None = None) -> None:
     """Check every certificate in exact arithmetic on the keys as given."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "analyses"))
-    from rational_checker import RationalChecker, Report
-
-    print(f"\nrational: certificates in exact arithmetic, at least {KEYS} keys of each family")
-    head("family", "keys", "unselectable", "undecided", "wrong")
-    for name, family in (families.RANDOM | families.HARD).items():
-        report, seed = Report(), 0
-        while report.keys < KEYS:
+    print(f"\nrational: certificates in exact arithmetic, {KEYS} keys of each family; {PROGRAMS} of a set by HiGHS")
+    head("family", "keys", "n ≥ 256, d ≥ 32", "unselectable", "undecided", "wrong", "by HiGHS", "differ")
+    checked = {} if state is None or not state.exists() else dict(map(json.loads, state.read_text().splitlines()))
+    for name, family in (families.RANDOM | families.HARD | {"near-ties": families.near_ties}).items():
+        total, seed = Counter[str](), 0
+        while total["keys"] < KEYS:
             n, d = SETS[seed % len(SETS)]
             keys = family(np.random.default_rng([seed, n]), n, d)
-            report.add(RationalChecker(keys).check(ln_probe.key_geometry(keys, margins=False, threads=1)))
+            geometry = ln_probe.key_geometry(keys, margins=False, threads=1)
+            digest = certificates_digest(keys, geometry)
+            if digest not in checked:
+                checked[digest] = check(keys, geometry, np.random.default_rng(seed))
+                if state is not None:
+                    with state.open("a") as file:
+                        file.write(json.dumps([digest, checked[digest]]) + "\n")
+            total += Counter(checked[digest])
+            total["large"] += n if n >= 256 and d >= 32 else 0
             seed += 1
-        row(name, report.keys, report.verdicts.get("unselectable", 0), report.undecided, len(report.wrong))
+        columns = "keys", "large", "unselectable", "undecided", "wrong", "programs", "differ"
+        row(name, *(total[column] for column in columns))
+
+
+def certificates_digest(keys: np.ndarray, geometry: KeyGeometry) -> str:
+    """Return a digest of keys and of all that proves their verdicts."""
+    digest = hashlib.sha256(keys.tobytes())
+    for part in geometry._sets[0].solved.answers.verdicts:
+        digest.update(part.tobytes())
+    return digest.hexdigest()
+
+
+def check(keys: np.ndarray, geometry: KeyGeometry, rng: np.random.Generator) -> dict[str, int]:
+    """Return how many certificates of a set are wrong, and how many verdicts differ from HiGHS's."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "analyses"))
+    from rational_checker import RationalChecker
+
+    report = RationalChecker(keys).check(geometry)
+    for text in report.wrong:
+        print(text, flush=True)
+    apart = np.flatnonzero(geometry.verdict != "duplicate")  # a copy reproduces a key, and does not compete with it
+    sample = rng.permutation(apart)[:PROGRAMS]
+    answers = [(feasibility(keys, i), geometry.verdict[i] != "unselectable") for i in sample]
+    known = [ours == theirs for theirs, ours in answers if theirs is not None]
+    counts = {"keys": report.keys, "undecided": report.undecided, "wrong": len(report.wrong)}
+    return counts | report.verdicts | {"programs": len(known), "differ": known.count(False)}
 
 
 def compilation() -> None:
@@ -146,13 +187,19 @@ def compilation() -> None:
             row(cache, f"{float(done.stdout.split()[-1]):.1f}")
 
 
-SECTIONS = {"speed": speed, "heads": heads, "rational": rational, "compilation": compilation}
+SECTIONS: dict[str, Callable[[], None]] = {
+    "speed": speed,
+    "heads": heads,
+    "rational": rational,
+    "compilation": compilation,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default all")
     parser.add_argument("--out", type=Path, help="a folder for geometry-SECTION.csv")
+    parser.add_argument("--state", type=Path, help="a file that keeps what `rational` has checked")
     arguments = parser.parse_args()
     chosen = arguments.sections or list(SECTIONS)
     for name in chosen:
@@ -163,7 +210,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
     for name in chosen:
         printed.clear()
-        SECTIONS[name]()
+        SECTIONS[name]() if name != "rational" else rational(arguments.state)
         if arguments.out:
             write_table(arguments.out / f"geometry-{name}.csv", printed)
 

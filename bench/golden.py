@@ -307,8 +307,8 @@ def laboratory(name: str, text: bool) -> Tables:
 
 REPORTS = ("lm-layernorm", "lm-none", "lm-scaling_only", "mgm", "minilm", *TINY)
 LAB = {
-    "majority": ("random_keys", "majority_in_space", "majority"),
-    "language_model": ("remove_norm", "sentences", "language_model"),
+    "majority": ("random_keys", "majority"),
+    "language_model": ("remove_norm", "language_model"),
     "crasp": ("compiler", "depth", "depth_deep"),
     "approximation": ("longer_inputs", "adaptive_memory", "approximation_text"),
     "counting": ("saturated_states", "rational_recurrence", "counters", "anbk"),

@@ -11,112 +11,96 @@
 # ---
 
 # %% [markdown]
-# # Tour: what does LayerNorm do for this model's attention?
+# # Tour: what does LayerNorm do for attention?
 #
-# A small language model comes with the package, so nothing has to be downloaded. Open this file as a notebook
-# (`jupyter lab` with jupytext installed shows it as one), or run it as a script.
+# Nothing has to be downloaded. The first part is geometry with six points; the second measures a small language model
+# that comes with the package.
+#
+# ## Six keys in three dimensions
+#
+# A query selects the key with the highest score, query · key. The last of these keys is short: it lies among the
+# others.
 
 # %%
-import ln_probe
-from ln_probe.page import figures
+import numpy as np
+import torch
 
-model = ln_probe.load_model("lm-layernorm")  # or "gpt2", a Hugging Face folder, a .gguf, a lab run
-report = ln_probe.analyze(model, progress=False)
+import ln_probe
+
+keys = np.array([[4, 0, 0], [0, 4, 0], [0, 0, 4], [-2, -1, -1], [3, 3, -2], [0.5, 0.6, 0.9]])
+geometry = ln_probe.key_geometry(keys)
+geometry.verdict
 
 # %% [markdown]
-# The report in a cell: findings in sentences, the median head of each variant, one picture. Everything is computed
-# from tables, which are pandas DataFrames.
+# *Unselectable* means that it is in the convex hull of the others: it is a mixture of them, so its score is a mixture
+# of theirs and never the highest one. The weights of that mixture prove it:
 
 # %%
+weights = geometry.weights(5)
+print(weights.round(3), abs(weights @ keys - keys[5]).max())
+
+# %% [markdown]
+# LayerNorm subtracts the mean of each vector and divides by its length. All keys are then on a circle, and each is a
+# corner. This query selects the last one:
+
+# %%
+normalized = torch.nn.functional.layer_norm(torch.tensor(keys), (3,)).numpy()
+geometry = ln_probe.key_geometry(normalized)
+print(geometry.verdict)
+print("scores:", (normalized @ geometry.witness(5)).round(2))
+
+# %% [markdown]
+# ## A language model
+#
+# Does that happen in a trained model, and what does the model lose without it? One call measures every norm and head.
+# It also takes your own `HookedTransformer` or bridge, and `load_model("gpt2")`, a Hugging Face folder or a .gguf.
+
+# %%
+model = ln_probe.load_model("lm-layernorm")
+report = ln_probe.analyze(model, progress=False)
 report
 
 # %% [markdown]
-# ## Every norm, term by term
-#
-#     LN(x) = gain · (Px) / sigma + bias
-#
-# Projection (P) removes the component along the all-ones direction; scaling (1/sigma) puts the rest onto a sphere.
-# How large that component is, and how much lengths differ before scaling:
+# The sentences are computed from tables, which are pandas DataFrames. What each norm removes (projection), and the
+# lengths it equalizes (scaling):
 
 # %%
-report.layernorms[["site", "reads", "projected_share", "angle_to_ones_deg", "input_norm", "sigma_cv"]]
+report.layernorms[["site", "reads", "projected_share", "angle_to_ones_deg", "sigma_mean", "sigma_cv"]]
 
 # %% [markdown]
-# The same as a picture, over depth:
+# How much the loss rises when each term is removed, at every norm and at the norms that attention reads:
 
 # %%
-figures.norms_over_depth(report)
+primary = report.causal[report.causal["family"] == "primary"]
+primary[["sites", "variant", "delta_loss", "delta_loss_low", "delta_loss_high", "p"]]
 
 # %% [markdown]
-# ## Which keys can a query select?
-#
-# A key is *unselectable* if it lies in the convex hull of the others: no query gives it the highest score. Each head
-# is measured intact (`intact`) and with one term removed at a time.
+# The heads, intact and with one term removed: keys that no query can select, the attention that a key can receive, and
+# how uniform attention is (1: uniform).
 
 # %%
-measures = ["unselectable", "margin_median", "attainable_median", "entropy_ratio"]
+measures = ["unselectable", "attainable_median", "entropy_ratio"]
 report.heads.groupby(["layer", "variant"], sort=False)[measures].median()
 
 # %% [markdown]
-# Pictures are matplotlib figures, to be restyled as you like.
-
-# %%
-figure = figures.keys_over_depth(report)
-figure.suptitle("attention that a key can receive", fontsize=11)
-figure
-
-# %% [markdown]
-# Which tokens lose? Position 0 and attention sinks stand apart; a negative change means that the token can get less
-# attention once scaling is gone.
-
-# %%
-tokens = report.tokens()
-tokens[tokens["place"] == "elsewhere"].head(8)
-
-# %% [markdown]
-# ## Attention, intact and with scaling frozen
+# ## Attention, head by head
 #
-# circuitsvis draws the patterns of one head; choose another in the map.
+# circuitsvis draws the pattern.
 
 # %%
 report.attention(layer=1)
 
 # %% [markdown]
-# ## One key, with its certificate
+# ## Save it, load it, compare it
 #
-# A verdict is not a solver's word: an unselectable key comes with the convex weights that reproduce it, a selectable
-# one with a query that selects it. `certify` checks them all again with code that shares nothing with the solver.
-
-# %%
-import numpy as np
-
-keys = np.random.default_rng(0).normal(size=(60, 4))
-found = ln_probe.key_geometry(keys)
-inside = int(np.flatnonzero(found.verdict == "unselectable")[0])
-weights = found.weights(inside)
-print(
-    f"key {inside} = a mixture of {(weights > 0).sum()} others, off by {abs(weights @ keys - keys[inside]).max():.1e}"
-)
-found.certify()
-
-# %% [markdown]
-# ## Keep it, open it, compare it
-#
-# `save` writes parquet tables, `report.json` with where everything came from, and `report.html`: one file that opens
-# offline. Here another bundled model, which was trained without scaling before attention, is compared with the first.
+# `save` writes parquet tables, `report.json` (where everything came from) and `report.html`, a page that opens offline.
+# Here a second bundled model, trained without scaling before attention, is compared with the first.
 
 # %%
 import tempfile
 from pathlib import Path
 
 folder = report.save(Path(tempfile.mkdtemp()) / "lm-layernorm")
-print(sorted(p.name for p in folder.iterdir()))
 report = ln_probe.load_report(folder)
-
-# %%
 other = ln_probe.analyze(ln_probe.load_model("lm-projection_only"), progress=False)
-both = ln_probe.compare([report, other])
-both.summary.T
-
-# %%
-both.heads["unselectable"].groupby("variant", sort=False).median()
+ln_probe.compare([report, other]).summary.T

@@ -18,8 +18,6 @@
 # query meets which component of the key, and what gain, bias, projection and the sigmas of LayerNorm do to it.
 
 # %%
-import os
-
 import pandas as pd
 import torch
 
@@ -27,7 +25,6 @@ import ln_probe
 from ln_probe import hooks
 from ln_probe.prompts import make_prompts
 
-SHOWN = 4  # heads in the tables
 FIRST = 10  # the first query that is analyzed
 
 
@@ -76,47 +73,10 @@ keys = why.table[why.table["side"] == "key"]
 keys.reindex(keys["contribution"].abs().sort_values(ascending=False).index).head(6)
 
 # %% [markdown]
-# ## Checkpoints of others
-#
-# MGM (bacterial genera; layer 2 has sinks) and SmolLM2-135M (layer 16) are used if they are there: set `LN_PROBE_MGM`
-# and `LN_PROBE_GGUF` as CONTRIBUTING.md says.
-
+# A negative number in the column *sigma* of the key means that scaling works against the sink: with the median sigma
+# of the other tokens at every key, the score would be that much higher. In models with real sinks (load "gpt2") the
+# vector at position 0 is many times longer than the others, and the norm takes nearly all of that away again:
 
 # %%
-def explained(model: torch.nn.Module, ids: torch.Tensor, layer: int) -> pd.DataFrame:
-    """Of the heads that look at position 0 most: the score against the mean, its terms, and the key's largest part."""
-    rows = []
-    paid = to_position_0(model, ids, layer)
-    for head in paid.mean(1).topk(SHOWN).indices.tolist():
-        query = FIRST + int(paid[head].argmax())
-        found = ln_probe.attribute_scores(model, ids, layer, head, query, key=0, against="mean").check()
-        terms = found.terms.set_index(["side", "term"])["contribution"]
-        keys = found.table[found.table["side"] == "key"].set_index("part")["contribution"]
-        row = {"head": head, "query": query, "attention": found.weight, "score − mean": found.total}
-        row |= {f"key's {term}": terms["key", term] for term in ("sigma", "gain", "bias", "projection")}
-        rows.append(row | {"largest part of the key": keys.abs().idxmax(), "it gives": keys[keys.abs().idxmax()]})
-    sigma = hooks.linearized.sigmas(model, ids)[f"blocks.{layer}.ln1"][0]
-    print(f"sigma at position 0: {float(sigma[0] / sigma[1:].median()):.1f} × the median of the others")
-    return pd.DataFrame(rows).set_index("head").round(3)
-
-
-explained(model, ids, layer)
-
-# %%
-said = "LN_PROBE_MGM is not set: MGM is left out"
-if path := os.environ.get("LN_PROBE_MGM"):
-    genera = torch.cat([torch.tensor([2]), torch.arange(100, 140), torch.tensor([3])])
-    said = explained(ln_probe.load_model(path, allow_pickle=True), genera, 2)
-said
-
-# %%
-said = "LN_PROBE_GGUF is not set: SmolLM2 is left out"
-if path := os.environ.get("LN_PROBE_GGUF"):
-    smollm2 = ln_probe.load_model(path)
-    said = explained(smollm2, make_prompts(smollm2, [text]).tokens[0], 16)
-said
-
-# %% [markdown]
-# A negative number under *key's sigma* means that scaling works against the sink: with the median sigma of the other
-# tokens at every key the score would be that much higher. Where the vector at position 0 is many times longer than the
-# others (the first line), the norm takes nearly all of that away again.
+sigma = hooks.linearized.sigmas(model, ids)[f"blocks.{layer}.ln1"][0]
+print(f"sigma at position 0: {float(sigma[0] / sigma[1:].median()):.1f} × the median of the others")

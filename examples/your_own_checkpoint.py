@@ -51,7 +51,7 @@ of_raw = ln_probe.analyze(raw, tokens, progress=False)
 {k: of_raw.provenance["model"][k] for k in ("world", "architecture", "logits_max_difference")}
 
 # %%
-of_raw.layernorms[["site", "projected_share", "sigma_mean", "reconstruction_error"]]
+of_raw.layernorms[["site", "projected_share", "reconstruction_error"]]
 
 # %% [markdown]
 # ## Folded: what TransformerLens does on request
@@ -65,7 +65,7 @@ of_raw.layernorms[["site", "projected_share", "sigma_mean", "reconstruction_erro
 folded = ln_probe.load_model(folder, world="bridge")
 folded.enable_compatibility_mode(center_unembed=False, fold_value_biases=False, disable_warnings=True)
 of_folded = ln_probe.analyze(folded, tokens, progress=False)
-of_folded.layernorms[["site", "projected_share", "sigma_mean", "reconstruction_error"]]
+of_folded.layernorms[["site", "projected_share", "reconstruction_error"]]
 
 # %% [markdown]
 # ## The same model, so the same heads
@@ -81,13 +81,6 @@ print(f"largest difference between median margins: {largest:.1e} nats")
 assert (intact["unselectable"]["raw"] == intact["unselectable"]["folded"]).all()
 assert largest < 1e-3
 intact[["unselectable", "margin_median", "entropy_ratio"]].head(8)
-
-# %% [markdown]
-# What does change is what taking a term away means: with the stream centred, removing projection changes nothing, and
-# the report says so.
-
-# %%
-of_folded.findings()
 
 # %% [markdown]
 # On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.jsonl`.

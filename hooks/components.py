@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
@@ -132,16 +132,10 @@ class Writers:
         self.model = model
         self.d_model = int(model.cfg.d_model)
 
-    def heads(self, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"]:
-        """Return W_O of a layer.
-
-        Raises:
-            SplitError: the layer shows none.
-        """
+    def heads(self, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
+        """Return W_O of a layer; None where it shows none, so that its heads cannot be separated."""
         W_O = weight_of(child_of(blocks(self.model)[layer], "attn"), "W_O")
-        if W_O is None or W_O.ndim != 3:
-            raise SplitError(f"blocks.{layer}.attn shows no W_O [head d_head d_model]: its heads cannot be separated")
-        return W_O.to(like)
+        return None if W_O is None or W_O.ndim != 3 else W_O.to(like)
 
     def bias(self, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
         """Return b_O of an attention layer, b_out of an MLP; None where there is none (or zeros)."""
@@ -151,11 +145,12 @@ class Writers:
             return None
         return bias.to(like).reshape(-1)
 
-    def written(self, source: Source, shown: Float[Tensor, "row wide"]) -> Float[Tensor, "row d_model"]:
-        """Return what a source wrote, from what its module showed."""
+    def written(self, source: Source, shown: Float[Tensor, "row wide"]) -> Float[Tensor, "row d_model"] | None:
+        """Return what a source wrote, from what its module showed; None where that cannot be known."""
         if source.kind != "attn":
             return shown
-        W_O = self.heads(source.layer, shown)
+        if (W_O := self.heads(source.layer, shown)) is None or shown.shape[-1] != W_O[:, :, 0].numel():
+            return None
         out = torch.einsum("rhk,hkd->rd", shown.unflatten(-1, (len(W_O), -1)), W_O)
         bias = self.bias(source, shown)
         return out if bias is None else out + bias
@@ -290,60 +285,45 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
         bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
     writers, tokens, dtype = Writers(model), probe_tokens(model, TOKENS), dtype_of(model)
-    search = _Search(dtype)
-    reads: dict[str, Expression] = {}
-    single: set[str] = set()
-    done: set[object] = set()  # (HookedTransformer calls a norm for queries, keys and values: the first call counts)
+    search, reads, single = _Search(dtype), dict[str, Expression](), set[str]()
+    shown: dict[Any, tuple[Any, Any]] = {}  # what ran, in its order: its input and output
 
-    def rows(value: Any) -> Float[Tensor, "row wide"]:
-        return flat(value, len(tokens)).double()
+    def note(what: object, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        # (HookedTransformer calls a norm for queries, keys and values: the first call counts)
+        shown.setdefault(what, (next(iter(tensors_in(args, kwargs)), None), *output))
 
-    def on_write(source: Source, _m: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        if source in done:
-            return
-        done.add(source)
-        try:
-            written = writers.written(source, rows(output))
-        except (SplitError, RuntimeError):  # a layer without W_O: the places that read it stay open
-            return
-        if written.shape[-1] == writers.d_model:
-            search.writes.append((source, written))
-
-    def on_norm(norm: Norm, _m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if norm in done:
-            return
-        done.add(norm)
-        x, y = (rows(value)[:, : norm.d] for value in (tensors_in(args, kwargs)[0], output))  # (of the first head)
-        if (expression := search.see(norm.name, x)) is not None:
-            reads[norm.name] = expression
-        search.add_norm(norm, y)
-        off = float((norm.affine(norm.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
-        if dtype == torch.float64 and off > CLOSES[dtype]:
-            single.add(norm.name)
-            search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
-
-    def on_block(layer: int, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        expression = search.see(f"blocks.{layer}", rows(tensors_in(args, kwargs)[0]))
-        if expression is not None and layer in bare:
-            reads[f"blocks.{layer}"] = expression
-
-    def on_end(_m: nn.Module, args: Any, kwargs: Any) -> None:
-        x = rows(tensors_in(args, kwargs)[0])
-        if x.shape[-1] != writers.d_model:
+    after = [(module, partial(note, source)) for source, module in watched(model)]
+    after += [(n.module, partial(note, n)) for n in outside_attention(norms) if n.d == writers.d_model]
+    before: list[Hook] = [(block, partial(note, f"blocks.{layer}")) for layer, block in enumerate(blocks(model))]
+    if (reader := unembedding(model)) is not None:
+        before.append((reader, partial(note, END)))
+    with evaluating(model), unedited(model), hooks_on(after, before):
+        run(model, tokens[None], return_type="logits")
+    for what, values in shown.items():
+        x, y = (None if value is None else flat(value, len(tokens)).double() for value in (values[0], values[-1]))
+        if isinstance(what, Source):
+            written = writers.written(what, y)
+            if written is not None and written.shape[-1] == writers.d_model:
+                search.writes.append((what, written))
+            continue
+        place = what.name if isinstance(what, Norm) else what
+        if place == END and x.shape[-1] != writers.d_model:
             search.open[END] = (
                 f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {writers.d_model}: a map "
                 "that ln_probe does not know comes between them. Attribute attention scores or layers before it"
             )
-        elif (expression := search.see(END, x)) is not None:
-            reads[END] = expression
-
-    after = [(module, partial(on_write, source)) for source, module in watched(model)]
-    after += [(n.module, partial(on_norm, n)) for n in outside_attention(norms) if n.d == writers.d_model]
-    before: list[Hook] = [(block, partial(on_block, layer)) for layer, block in enumerate(blocks(model))]
-    if (reader := unembedding(model)) is not None:
-        before.append((reader, on_end))
-    with evaluating(model), unedited(model), hooks_on(after, before):
-        run(model, tokens[None], return_type="logits")
+            continue
+        x = x[:, : writers.d_model]  # (of the first head)
+        expression = search.see(place, x)
+        if expression is not None and (not place.removeprefix("blocks.").isdigit() or int(place[7:]) in bare):
+            reads[place] = expression
+        if isinstance(what, Norm):
+            y = y[:, : what.d]
+            search.add_norm(what, y)
+            off = float((what.affine(what.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
+            if dtype == torch.float64 and off > CLOSES[dtype]:
+                single.add(what.name)
+                search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
     return Wiring(writers, norms, reads, search.open, frozenset(single))
 
 
@@ -374,6 +354,55 @@ class Record:
     logits: Float[Tensor, "row d_vocab"] | None
     dtype: torch.dtype
     points: Mapping[str, Float[Tensor, "row _"]] = field(default_factory=dict)
+
+
+def record(
+    model: HookedModel,
+    tokens: Int[Tensor, "*batch pos"],
+    positions: Sequence[int],
+    norms: Sequence[Norm],
+    *,
+    neurons: Collection[int] = (),
+    points: Mapping[str, nn.Module] | None = None,
+    logits: bool = True,
+) -> Record:
+    """Return what one forward pass shows at some positions.
+
+    Args:
+        model: any hooked model.
+        tokens: one prompt, or several of equal length.
+        positions: the rows of the record, counted through all prompts: prompt · length + position.
+        norms: the model's norms.
+        neurons: layers whose neurons are recorded.
+        points: other modules whose output is recorded, by name.
+        logits: whether those of the positions are recorded.
+
+    Raises:
+        SplitError: a layer's MLP shows no neurons.
+    """
+    prompts = tokens if tokens.ndim == 2 else tokens[None]
+    rows, (batch, length) = torch.tensor(positions), prompts.shape
+    seen, inputs, active, shown = (dict[Any, Tensor]() for _ in range(4))
+
+    def store(into: dict[Any, Tensor], key: Any, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        if key not in into:
+            value = output[0] if output else tensors_in(args, kwargs)[0]
+            width = None if output else value.shape[-1]  # (of the first head)
+            into[key] = flat(value, length, batch)[rows, :width].cpu()
+
+    after = [(module, partial(store, seen, source)) for source, module in watched(model)]
+    after += [(module, partial(store, shown, name)) for name, module in (points or {}).items()]
+    before = [(norm.module, partial(store, inputs, norm.name)) for norm in outside_attention(norms)]
+    if (reader := unembedding(model)) is not None:
+        before.append((reader, partial(store, inputs, END)))
+    for layer in neurons:
+        if (of_neurons := neurons_of(model, layer)) is None:
+            raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
+        after.append((of_neurons[0], partial(store, active, layer)))
+    with hooks_on(after, before):
+        output = run(model, prompts, return_type="logits" if logits else None)
+    of_positions = output.flatten(0, 1)[rows].cpu() if logits else None
+    return Record(seen, inputs, active, of_positions, next(iter((inputs or seen).values())).dtype, shown)
 
 
 def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
@@ -456,7 +485,9 @@ class Split:
 
     def _written(self, source: Source) -> Float[Tensor, "row d_model"]:
         if source.kind != "norm":
-            return self.wiring.writers.written(source, self.record.seen[source].double())
+            written = self.wiring.writers.written(source, self.record.seen[source].double())
+            assert written is not None  # (its place would be open)
+            return written
         norm, x = self.norm(source.norm), self.input(source.norm)
         return norm.affine(norm.project(x) / self.sigma(source.norm))
 
@@ -493,7 +524,9 @@ class Split:
 
     def _heads(self, layer: int, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
         if layer not in self._weights:
-            self._weights[layer] = self.wiring.writers.heads(layer, z)
+            W_O = self.wiring.writers.heads(layer, z)
+            assert W_O is not None
+            self._weights[layer] = W_O
         weights = self._weights[layer]
         pulled = einsum(once(f), weights, "row reading d, head k d -> head row reading k")
         by_head = rearrange(z, "row (head k) -> row head k", head=len(weights))

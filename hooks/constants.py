@@ -19,7 +19,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,16 +52,19 @@ class Constant:
         """Return the constant that a number (everywhere the same), a pair, or {"first": …, "rest": …} stands for.
 
         Raises:
-            ValueError: something else.
+            ValueError: something else, or a number that is not positive and finite.
         """
+        pair = given
         if isinstance(given, Constant):
-            return given
-        if isinstance(given, Mapping) and set(given) == {"first", "rest"}:
-            given = (given["first"], given["rest"])
-        values = tuple(map(_number, given if isinstance(given, tuple | list) else (given, given)))
-        if len(values) != 2 or None in values:
-            raise ValueError(f'a constant is a number or {{"first": number, "rest": number}}, got {given!r}')
-        return cls(float(values[0]), float(values[1]))
+            pair = (given.first, given.rest)
+        elif isinstance(given, Mapping) and set(given) == {"first", "rest"}:
+            pair = (given["first"], given["rest"])
+        entries = list(pair) if isinstance(pair, tuple | list) else [pair, pair]
+        plain = [v.item() if getattr(v, "ndim", None) == 0 else v for v in entries]
+        numbers = [float(v) for v in plain if isinstance(v, int | float) and not isinstance(v, bool)]
+        if len(plain) != 2 or len(numbers) != 2 or not all(0 < v < math.inf for v in numbers):
+            raise ValueError(f'a constant is a positive number or {{"first": number, "rest": number}}, got {given!r}')
+        return cls(*numbers)
 
     @property
     def plain(self) -> dict[str, float]:
@@ -131,51 +133,23 @@ def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structur
     return known
 
 
-# ---------------------------------------------------------------------------------------- arguments
-
-
-def divisors_of(
-    scale: object, names: Sequence[str], means: Callable[[], Mapping[str, Constant]]
-) -> dict[str, Constant]:
-    """Return what each of these norms divides by.
-
-    Args:
-        scale: "frozen", "uniform", a number, or constants by name (as `Constant.of` takes them).
-        names: of the norms.
-        means: measures the mean sigmas of these norms, where `scale` needs them.
+def given_constants(scale: object, names: Sequence[str]) -> dict[str, Constant]:
+    """Return the constants of these norms that `scale` gives: one for all, or a mapping with one by name.
 
     Raises:
-        ValueError: something else; a name is missing, or a divisor is no positive finite number.
+        ValueError: something else; a name is missing, or a constant is not positive and finite.
     """
+    if isinstance(scale, Mapping) and (missing := [n for n in names if n not in scale]):
+        raise ValueError(f"scale has no entry for {some(missing)}")
     constants: dict[str, Constant] = {}
-    if isinstance(scale, str) and scale in (FROZEN, UNIFORM):
-        measured = means() if names else {}
-        constants = {n: measured[n] if scale == FROZEN else measured[n].uniform for n in names}
-    elif isinstance(scale, Mapping):
-        if missing := [n for n in names if n not in scale]:
-            raise ValueError(f"scale has no entry for {some(missing)}")
-        for n in names:
-            try:
-                constants[n] = Constant.of(scale[n])
-            except ValueError as error:
-                raise ValueError(f"{n}: {error}") from None
-    elif (number := _number(scale)) is None:
-        named = ", ".join(map(repr, SCALES))
-        raise ValueError(f"scale must be one of {named}, a positive number or a mapping, got {scale!r}")
-    elif not (number > 0 and np.isfinite(number)):
-        raise ValueError(f"scale must be a positive finite number, got {number!r}")
-    else:
-        constants = dict.fromkeys(names, Constant.of(number))
-    for name, value in constants.items():
-        if wrong := [v for v in (value.first, value.rest) if not (v > 0 and np.isfinite(v))]:
-            raise ValueError(f"{name}: its divisor must be a positive finite number, got {wrong[0]!r}")
+    for name in names:
+        try:
+            constants[name] = Constant.of(scale[name] if isinstance(scale, Mapping) else scale)
+        except ValueError as error:
+            options = ", ".join(map(repr, SCALES))
+            other = "" if isinstance(scale, Mapping) else f"; scale is one of {options}, a number or a mapping"
+            raise ValueError(f"{name}: {error}{other}") from None
     return constants
-
-
-def _number(given: Any) -> Any:
-    """Return a number, also that in a tensor or an array without axes; None: it is none."""
-    plain = given.item() if getattr(given, "ndim", None) == 0 else given
-    return plain if isinstance(plain, int | float) and not isinstance(plain, bool) else None
 
 
 def some(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,8 +36,8 @@ from ln_probe.hooks.constants import (
     SCALES,
     Constant,
     default_means,
-    divisors_of,
     fit,
+    given_constants,
     mean_sigmas,
     some,
 )
@@ -60,7 +60,7 @@ from ln_probe.hooks.model import (
     unedited,
     whole_number,
 )
-from ln_probe.hooks.norm import VARIANT_WITHOUT, VARIANTS, Norm
+from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm
 from ln_probe.hooks.norm_edits import (
     Edit,
     HeadEdit,
@@ -176,10 +176,12 @@ def without(
     no_ops = {n.name: reason for n in choice.norms if (reason := no_op(n, choice.variant))}
     _warn(what, choice, no_ops)
     edits, pairs = list[Edit](), {name: constant.pair for name, constant in constants.items()}
-    for norm, own in zip(choice.norms, originals, strict=True):
+    for norm in (norm for norm in originals if norm.name not in no_ops):
         edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name), f"without {what!r}")
-        if norm.name not in no_ops:
-            edits.append(_at_output(edit, own) if choice.readers is None else HeadEdit(choice.readers, norm, edit))
+        if choice.readers is None:
+            edits.append(edit if target is choice.model else OutputEdit(edit))
+        else:
+            edits.append(HeadEdit(choice.readers, edit))
     with installed(target, edits):
         yield Intervention(choice.variant, tuple(n.name for n in choice.norms), constants, no_ops)
 
@@ -221,13 +223,11 @@ def _choice(
     every = norms_of(hooked, structure)
     readers = readers_of(hooked, every, sites, only, heads)
     norms = choose(every, sites if readers is None else list(readers.heads))
-    prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure, readers)
+    if readers is None:
+        prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure)
+    else:
+        readers.check(hooked)
     return _Choice(hooked, structure, variant, every, norms, readers)
-
-
-def _at_output(edit: NormEdit | Held, own: Norm) -> Edit:
-    """Return an edit as it is installed: of a norm without hook points (`own` is another module) at its output."""
-    return edit if own is edit.norm else OutputEdit(own, edit)
 
 
 def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple[HookedModel, Sequence[Norm]]:
@@ -258,28 +258,23 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
     """Return the norms that a user asked for, in the order of the forward pass.
 
     Raises:
-        InterventionError: no norms, an empty group, an unknown name (the nearest are suggested), a name given twice.
+        InterventionError: no norms, an empty group, an unknown name (the nearest are suggested) or one given twice.
     """
     if not norms:
         raise InterventionError("the model has no normalization: there is no projection or scaling to remove")
     if isinstance(sites, str) and sites in GROUPS:
-        if chosen := members(norms, sites):
-            return chosen
-        raise InterventionError(f"no norm belongs to sites={sites!r}; give names: {some([n.name for n in norms])}")
-    if not isinstance(sites, str | Iterable):
+        if not (chosen := members(norms, sites)):
+            raise InterventionError(f"no norm belongs to sites={sites!r}; give names: {some([n.name for n in norms])}")
+        return chosen
+    if not isinstance(sites, str | Sequence) or not len(sites):
         raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
-    names = [sites] if isinstance(sites, str) else list(sites)
-    if not names:
-        raise InterventionError(f"an empty list of sites: give names, or one of {', '.join(GROUPS)}")
-    known = {n.name: n for n in norms}
+    known, names = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
     for name in names:
-        if isinstance(name, str) and name in GROUPS:
-            raise InterventionError(f"{name!r} is a group of norms: give it alone, sites={name!r}")
         if not isinstance(name, str) or name not in known:
             near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
-            raise InterventionError(f"no norm called {name!r}; there are {some(near)}")
-        if names.count(name) > 1:
-            raise InterventionError(f"{name!r} is given twice")
+            raise InterventionError(f"no norm called {name!r}; there are {some(near)} (give a group alone)")
+    if len(set(names)) < len(names):
+        raise InterventionError(f"a name is given twice: {some(names)}")
     return [n for n in norms if n.name in names]
 
 
@@ -298,31 +293,30 @@ def _constants(
     Raises:
         InterventionError: an unknown scale, tokens that are not used, or constants that are missing or not positive.
     """
-    model, variant = choice.model, VARIANTS[choice.variant]
+    model, variant, names = choice.model, VARIANTS[choice.variant], [n.name for n in choice.every]
     frozen = [n for n in choice.norms if variant.takes_scaling(n)]
-    given = None if tokens is None else check_tokens(model, tokens)
-    if given is not None and not (isinstance(scale, str) and scale in SCALES):
-        raise InterventionError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
-    names = [n.name for n in choice.every]
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
-
-    def measure() -> Mapping[str, Constant]:
-        if given is None:
-            return default_means(model, choice.every, choice.structure)
-        with unedited(model):
-            return mean_sigmas(model, frozen, given)
-
+    rows = None if tokens is None else check_tokens(model, tokens)
     try:
-        if not (isinstance(scale, str) and scale == OPTIMAL):
-            return divisors_of(scale, [n.name for n in frozen], measure)
+        if not (isinstance(scale, str) and scale in SCALES):
+            if rows is not None:
+                raise ValueError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
+            return given_constants(scale, [n.name for n in frozen])
         shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
         own = next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)
-        if not frozen or (own is not None and given is None and choice.variant == VARIANT_WITHOUT["scaling"]):
+        if not frozen or (own and scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name):
             return dict(own or {})
+        if rows is None:
+            means = default_means(model, choice.every, choice.structure)
+        else:
+            with unedited(model):
+                means = mean_sigmas(model, frozen, rows)
+        if scale != OPTIMAL:
+            return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
         with unedited(model):
-            prompts = default_tokens(model) if given is None else given
-            return fit(model, choice.norms, prompts, start=measure(), variant=choice.variant)
+            prompts = default_tokens(model) if rows is None else rows
+            return fit(model, choice.norms, prompts, start=means, variant=choice.variant)
     except ActivationError:
         raise
     except ValueError as error:
@@ -371,21 +365,19 @@ def _by_norm(
     model: HookedModel, norms: Sequence[Norm], heads: Sequence[tuple[int, int]]
 ) -> dict[str, dict[int, tuple[int, ...] | None]]:
     """Return those heads by block, by the norm that their attention reads."""
-    if not isinstance(heads, Sized) or not len(heads):
-        raise InterventionError(f"heads must be a list of (layer, head) pairs that is not empty, got {heads!r}")
-    by_layer: dict[int, list[int]] = {}
-    for pair in heads:
-        try:
-            layer, head = (whole_number(i, "heads") for i in pair)
-        except (TypeError, ValueError):
-            raise InterventionError(f"heads must be (layer, head) pairs of whole numbers, got {pair!r}") from None
+    by_layer: dict[int, set[int]] = {}
+    try:
+        pairs = [(whole_number(layer, "a layer"), whole_number(head, "a head")) for layer, head in heads]
+    except (TypeError, ValueError):
+        pairs = []
+    if not pairs:
+        raise InterventionError(f"heads must be a list of (layer, head) pairs, not empty, got {heads!r}")
+    for layer, head in pairs:
         if not 0 <= layer < n_layers(model):
             raise InterventionError(f"heads: there is no layer {layer}; the layers are 0 to {n_layers(model) - 1}")
         if not 0 <= head < head_count(model, layer):
             raise InterventionError(f"heads: layer {layer} has the heads 0 to {head_count(model, layer) - 1}")
-        if head in by_layer.setdefault(layer, []):
-            raise InterventionError(f"heads: ({layer}, {head}) is given twice")
-        by_layer[layer].append(head)
+        by_layer.setdefault(layer, set()).add(head)
     by_norm: dict[str, dict[int, tuple[int, ...] | None]] = {}
     for layer, chosen in by_layer.items():
         norm = next((n for n in norms if layer in n.attention_layers), None)
@@ -394,7 +386,7 @@ def _by_norm(
         group = queries_per_key(model, layer)
         for key in {head // group for head in chosen}:
             together = range(key * group, (key + 1) * group)
-            if not set(together) <= set(chosen):
+            if not chosen.issuperset(together):
                 raise InterventionError(f"heads {together[0]} to {together[-1]} of layer {layer} share a key: give all")
         by_norm.setdefault(norm.name, {})[layer] = tuple(sorted(chosen))
     return by_norm
@@ -442,8 +434,8 @@ class _Linearized:
         norms, held, given = _held(hooked, sigma)
         target, originals = _targets(model, hooked, held)
         _refuse_twice(originals, holds=True)
-        edits = [Held(norm, given.get(norm.name)) for norm in held]
-        with installed(target, [_at_output(edit, own) for edit, own in zip(edits, originals, strict=True)]):
+        edits = [Held(norm, given.get(norm.name)) for norm in originals]
+        with installed(target, edits if target is hooked else [OutputEdit(edit) for edit in edits]):
             yield tuple(n.name for n in norms)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:

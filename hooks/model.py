@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -71,8 +72,7 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raise ValueError if a model's weights cannot be measured: quantized, without values, on several devices or on one
-    that has no float64."""
+    """Raise ValueError if a model's weights cannot be measured: quantized, without values or on several devices."""
     modules, packed = modules_of(model), ""
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     devices = {p.device: "" for p in parameters}
@@ -80,7 +80,7 @@ def check_weights(model: nn.Module) -> None:
         if _QUANTIZED.search(name := f"{kind.__module__}.{kind.__name__}"):
             path = next(path for path, module in model.named_modules() if type(module) is kind)
             packed = packed or f"{plain_path(path)} is a {name}"
-    measurable = all(p.dtype in _MEASURABLE for p in parameters) and not any(map(device_obstacle, devices))
+    measurable = all(p.dtype in _MEASURABLE for p in parameters) and "meta" not in [d.type for d in devices]
     if measurable and not packed and len(devices) <= 1:
         return
     for path, parameter in model.named_parameters():
@@ -93,19 +93,10 @@ def check_weights(model: nn.Module) -> None:
             "weights. Load it unquantized (float32, bfloat16, float16; load_model unpacks a .gguf file)"
         )
     for device, name in devices.items():
-        if obstacle := device_obstacle(device):
-            raise ValueError(f"{name} is on {device}: {obstacle}. Move or load the model onto a real device first")
+        if device.type == "meta":
+            raise ValueError(f"{name} is on the meta device: the model has no weights to measure. Load it first")
     where = ", ".join(f"{name} on {device}" for device, name in devices.items())
     raise ValueError(f"the model's weights are on several devices ({where}): move it to one")
-
-
-def device_obstacle(device: torch.device) -> str:
-    """Return why nothing can be measured on a device; empty if it can."""
-    reasons = {
-        "mps": "Apple's MPS computes no float64, in which ln_probe measures keys, queries and norms",
-        "meta": "there the model has no weights to measure",
-    }
-    return reasons.get(device.type, "")
 
 
 def modules_of(model: object) -> list[nn.Module]:
@@ -401,17 +392,12 @@ def logit_factor(model: HookedModel) -> float:
 
 # ---------------------------------------------------------------------------------------- Hugging Face models in memory
 
-# Largest difference of logits, relative to the largest, between a bridge and the model that it wraps.
-_SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4}
-_SAME_LOGITS_HALF = 1e-1
-_COMPARED = 8  # tokens
-_WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-
-
-def is_hugging_face(model: object) -> bool:
-    """Return whether this is a plain Hugging Face model; imports nothing."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+# Largest difference of logits, relative to the largest, between an original and its TransformerLens model. Ports of the
+# same arithmetic in another order differ by 1e-6 (1e-5 where scores are large), a wrong rotary base or mask by 1e-3 and
+# more. In half precision only gross errors are seen.
+SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+_COMPARED = 48  # tokens: enough for a wrong rotary base, mask or position table to show
+_LONGEST_WINDOW = 304  # of local attention that is exercised beyond its window
 
 
 def same_weights(model: nn.Module) -> Any:
@@ -439,42 +425,73 @@ def complete_biases(model: nn.Module) -> tuple[str, ...]:
 
 
 def complete_token_ids(config: Any) -> None:
-    """Give a config the ids of special tokens that it lacks, as None: transformers reads some without a default."""
+    """Give a config the ids of special tokens that it lacks, as None.
+
+    TransformerLens and some of transformers' own models read them without a default.
+    """
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if not hasattr(config, name):
             setattr(config, name, None)
 
 
+def is_hugging_face(model: object) -> bool:
+    """Return whether this is a plain Hugging Face model; imports nothing."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+# The bridge around each Hugging Face model, with what it was made of (`_structure`).
+_WRAPPED: WeakKeyDictionary[nn.Module, tuple[Any, nn.Module]] = WeakKeyDictionary()
+
+
 def wrapped(model: Any) -> nn.Module:
     """Return a bridge around a copy of a Hugging Face model that shares its parameters.
 
-    Its logits are compared with the model's own each time. Where the model has changed since, the bridge is made anew.
+    Its logits are compared with the model's own at each call, and it is made anew where a module or the configuration
+    has changed.
 
     Raises:
-        ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits.
+        ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits (names the
+            first module that does).
     """
-    difference = math.inf
-    for known in (_WRAPPED.get(model), None):
-        bridge = _bridge_of(model) if known is None else known
-        tokens = probe_tokens(cast(HookedModel, bridge), _COMPARED)[None].to(device_of(model))
-        with torch.no_grad(), evaluating(model), evaluating(bridge):
-            own, logits = getattr(model(tokens), "logits", None), bridge(tokens, return_type="logits")
-        difference = 0.0
-        if own is not None and isinstance(logits, Tensor) and own.shape == logits.shape:
-            difference = float((logits - own).abs().max() / own.abs().max().clamp_min(1e-12))
-        if difference <= _SAME_LOGITS.get(dtype_of(model), _SAME_LOGITS_HALF):
-            _WRAPPED[model] = bridge.train(model.training)
-            return bridge
-    raise ValueError(
-        f"the bridge around this {type(model).__name__} computes other logits ({difference:.1e} of the largest): save "
-        "the model and load it with ln_probe.load_model"
-    )
+    structure, bridge = _WRAPPED.get(model, (None, None))
+    if bridge is None or structure != _structure(model):
+        structure, bridge = _structure(model), _bridge_of(model)
+    try:
+        difference = _logit_difference(model, bridge)
+    except Exception as error:
+        raise ValueError(
+            f"TransformerLens's bridge cannot run this {type(model).__name__} ({type(error).__name__}: {error})"
+        ) from error
+    if not difference <= SAME_LOGITS[dtype_of(model)]:
+        raise ValueError(
+            f"TransformerLens's bridge computes other logits than this {type(model).__name__} ({difference:.1e} of the "
+            f"largest), first in {_first_difference(model, bridge)}: pass a TransformerLens model that computes yours"
+        )
+    bridge.__dict__["logits_difference"] = difference
+    _WRAPPED[model] = structure, bridge.train(model.training)
+    return bridge
+
+
+def _structure(model: Any) -> list[Any]:
+    """Return what decides the function of a model beside its weights: configuration, modules, attributes and hooks."""
+    plain = (bool, int, float, str, type(None))
+    modules: list[Any] = []
+    for path, module in model.named_modules():
+        hooks = [id(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
+        values = {name: value for name, value in vars(module).items() if name != "training"}
+        facts = {
+            n: v if isinstance(v, plain) else id(v) for n, v in values.items() if isinstance(v, plain) or callable(v)
+        }
+        modules.append((path, type(module), facts, hooks))
+    tensors = [(id(t), t.dtype) for t in chain(model.parameters(), model.buffers())]
+    return [repr(model.config), modules, tensors]
 
 
 def _bridge_of(model: Any) -> nn.Module:
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    copied = same_weights(model)
+    copied = same_weights(model).eval()
     complete_token_ids(copied.config)
     complete_biases(copied)
     copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
@@ -483,13 +500,70 @@ def _bridge_of(model: Any) -> nn.Module:
     try:
         bridge: nn.Module = build_bridge_from_module(copied, type(model).__name__, model_name="local", **options)
     except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
-        raise ValueError(f"TransformerLens has no bridge for this {type(model).__name__}: {error}") from error
+        raise ValueError(
+            f"TransformerLens has no bridge for {type(model).__name__} ({error}): pass a model with a language-model "
+            "head, such as GPT2LMHeadModel"
+        ) from error
     return bridge
+
+
+def _logit_difference(model: Any, bridge: Any) -> float:
+    tokens = ordinary_tokens(model.config, device_of(model))
+    with torch.no_grad(), evaluating(model), evaluating(bridge):
+        own, other = getattr(model(tokens), "logits", None), bridge(tokens, return_type="logits")
+    return 0.0 if own is None or not isinstance(other, Tensor) else relative_difference(other, own)
+
+
+def ordinary_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
+    """Return seeded random token ids [1, pos] that fit a Hugging Face config; no mark of a beginning, end or padding,
+    which can change the attention mask."""
+    windows = (getattr(config, name, None) for name in ("window_size", "sliding_window"))
+    window = next((w for w in windows if isinstance(w, int) and 0 < w < _LONGEST_WINDOW), 0)
+    length = min(max(_COMPARED, window + 16), context_of_config(config) or _COMPARED)
+    named = (getattr(config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos"))
+    special = {i for ids in named for i in (ids if isinstance(ids, list | tuple) else [ids])}  # Llama 3: several ends
+    ordinary = [i for i in range(min(int(config.vocab_size), 50_000)) if i not in special] or [0]
+    picks = torch.randint(len(ordinary), (1, length), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(ordinary)[picks].to(device)
+
+
+def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor, "*shape"]) -> float:
+    """Return the largest absolute difference over the largest absolute reference; infinite if shapes differ or NaN."""
+    if values.shape != reference.shape:
+        return math.inf
+    difference, scale = float((values - reference).abs().max()), float(reference.abs().max())
+    return math.inf if math.isnan(difference) or math.isnan(scale) else difference / (scale or 1.0)
+
+
+def _first_difference(model: Any, bridge: Any) -> str:
+    """Return the path of the first module whose output is another in the bridge."""
+    own, others = _outputs(model, model), _outputs(bridge, bridge.original_model)
+    for path, value in own.items():
+        if path in others and not relative_difference(others[path], value) <= SAME_LOGITS[dtype_of(model)]:
+            return path
+    return "the embedding"
+
+
+def _outputs(whole: Any, modules: nn.Module) -> dict[str, Tensor]:
+    """Return the first outputs of modules on some tokens, by path; of those that a bridge wraps, the wrapper's."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(path: str, _module: object, _args: object, _kwargs: object, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(output, Tensor):
+            outputs.setdefault(plain_path(path), output)
+
+    named = [(path, module) for path, module in modules.named_modules() if not path.endswith("_original_component")]
+    hooks = [(module, partial(keep, path)) for path, module in named if path]
+    tokens = ordinary_tokens(modules.config, device_of(modules))
+    with torch.no_grad(), evaluating(whole), hooks_on(after=hooks):
+        whole(tokens)
+    return outputs
 
 
 def original_module(model: nn.Module, module: nn.Module) -> nn.Module:
     """Return the module of a Hugging Face model of which a module of `wrapped(model)` wraps the copy."""
-    copied: Any = _WRAPPED[model].original_model
+    copied: Any = _WRAPPED[model][1].original_model
     inner = getattr(module, "original_component", None)
     path = next(path for path, each in copied.named_modules() if each is inner)
     return model.get_submodule(path.replace("._original_component", ""))

@@ -108,7 +108,7 @@ VARIANT_WITHOUT = {"scaling": "no_scaling", "projection": "no_projection", "both
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Terms(OneLine):
-    """The terms of one norm on some vectors; float64.
+    """The terms of one norm on some vectors; float64. Its output is `total()`.
 
     Attributes:
         x: the vectors.
@@ -120,7 +120,7 @@ class Terms(OneLine):
 
     Example:
         >>> terms = ln_probe.hooks.find_norms(model)[0].decompose(torch.randn(5, 128))
-        >>> torch.allclose(terms.total(), sum(terms.summands().values()))
+        >>> torch.allclose(terms.normalized, terms.projected / terms.sigma)
         True
     """
 
@@ -132,29 +132,9 @@ class Terms(OneLine):
     gain: Float64[Tensor, " d"] | None
     bias: Float64[Tensor, " d"] | None
 
-    @property
-    def scale(self) -> Float64[Tensor, "*batch 1"]:
-        """1 / sigma, what the norm multiplies by."""
-        return 1.0 / self.sigma
-
     def total(self) -> Float64[Tensor, "*batch d"]:
         """Return the norm's output: gain * normalized + bias."""
         return _affine(self.normalized, self.gain, self.bias)
-
-    def summands(self) -> dict[str, Float64[Tensor, "*batch d"]]:
-        """Return the output as a sum of vectors: `input` (gain·x / sigma), `projection` (what removing the mean adds,
-        -gain·mu / sigma; zeros where the norm does not project) and `bias` (zeros where it has none).
-
-        Each is linear in its part of x once sigma is given, so a direction can be followed through them. They add up
-        to `total()` but for rounding in float64.
-        """
-        gain = torch.ones_like(self.sigma) if self.gain is None else self.gain
-        zeros = torch.zeros_like(self.x)
-        return {
-            "input": self.x / self.sigma * gain,
-            "projection": (self.projected - self.x) / self.sigma * gain,
-            "bias": zeros if self.bias is None else zeros + self.bias,
-        }
 
 
 def _affine(normalized: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -35,7 +35,7 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
-from ln_probe.hooks.norms import Structure, lost_leaves, short_pass, structure_of
+from ln_probe.hooks.norms import Structure, structure_of
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in", "use_attn_result")
@@ -68,9 +68,7 @@ class Positions:
     def __init__(self) -> None:
         self.depth = 0  # calls of the model that are running, one inside the other
         self.direct = False  # whether its `forward` is running without a call of the model (HookedTransformer.generate)
-        self.whole = True  # whether the running pass goes through all layers
-        self.known = False  # whether it says where its vectors are
-        self.check: Callable[[], None] = lambda: None  # called at the start of a pass
+        self.whole = self.known = False  # whether the pass goes through all layers; says where its vectors are
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, int] | None = None  # batch and positions of the pass
         self.padding: Tensor | None = None  # in front of each row of the batch
@@ -95,47 +93,45 @@ class Positions:
         return first.expand(*x.shape[:-1], 1)
 
     @contextmanager
-    def watch(self, model: HookedModel | nn.Module) -> Iterator[None]:
-        """While it lasts, note where every forward pass begins."""
+    def watch(
+        self, model: HookedModel | nn.Module, begin: Callable[[], None], end: Callable[[], None]
+    ) -> Iterator[None]:
+        """While it lasts, note where every forward pass begins; `begin` is called then, and `end` at the end of a call
+        of the model."""
         inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
-        whole = {id(m): m for m in (model, inner) if isinstance(m, nn.Module)}.values()
-        at = [(module, None) for module in whole] + [(b, layer) for layer, b in enumerate(blocks(model))]
-        with hooks_on(before=[(module, partial(self._begin, layer)) for module, layer in at]), ExitStack() as stack:
-            for module in whole:
-                stack.callback(module.register_forward_hook(self._end, always_call=True).remove)
+        calls = {id(m): m for m in (model, inner) if isinstance(m, nn.Module)}.values()
+        at = [(module, None) for module in calls] + [(block, layer) for layer, block in enumerate(blocks(model))]
+
+        def leave(*_: object) -> None:
+            self.depth -= 1
+
+        def leave_unembedding(*_: object) -> None:
+            self.direct = False
+
+        before = [(module, partial(self._enter, begin, layer)) for module, layer in at]
+        with hooks_on(after=[(cast(nn.Module, model), lambda *_: end())], before=before), ExitStack() as stack:
+            for module in calls:
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             if (reader := child_of(model, "unembed")) is not None:
-                stack.callback(reader.register_forward_hook(self._end_direct).remove)
+                stack.callback(reader.register_forward_hook(leave_unembedding).remove)
             yield
 
-    def _end(self, *_: object) -> None:
-        self.depth -= 1
-
-    def _end_direct(self, *_: object) -> None:
-        self.direct = False
-
-    def _start(self, *, whole: bool, known: bool) -> None:
-        """Note that a pass starts."""
-        self.direct = self.depth == 0
-        self.whole, self.known = whole, known
-        self.offset, self.padding = 0, None
-        self.check()
-
-    def _begin(self, layer: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, begin: Callable[[], None], layer: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
         if len(args) > 1:
             kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         given = (*args, *(kwargs.get(n) for n in _READ))
-        read = next((v for v in given if isinstance(v, Tensor) and v.ndim >= 2), None)
-        if read is not None:
+        if (read := next((v for v in given if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
             self.shape = int(read.shape[0]), int(read.shape[1])
         self.depth += layer is None
-        if layer is None and self.depth == 1:
-            later = kwargs.get("start_at_layer") is not None
-            known = not later or kwargs.get("tokens") is not None
-            self._start(whole=not later and kwargs.get("stop_at_layer") is None, known=known)
-        elif layer == 0 and self.depth == 0:
-            self._start(whole=False, known=True)
-        caches = [kwargs[n] for n in CACHES if kwargs.get(n) is not None]
-        if caches:
+        if (layer is None and self.depth == 1) or (layer == 0 and self.depth == 0):
+            later, self.direct = kwargs.get("start_at_layer") is not None, self.depth == 0
+            self.whole = not (later or self.direct) and kwargs.get("stop_at_layer") is None
+            self.known = not later or kwargs.get("tokens") is not None
+            self.offset, self.padding = 0, None
+            begin()
+        if caches := [kwargs[n] for n in CACHES if kwargs.get(n) is not None]:
             self.offset = cached_tokens(caches[0], layer)
         elif layer is not None and "past_kv_cache_entry" in kwargs:
             self.offset = 0
@@ -189,19 +185,14 @@ class Edit:
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         """Put the hooks on; `stack` takes them off, whatever else has happened to the hook points."""
-        module, points = self.norm.module, dict(self.norm.module.named_children())
+        module, points = self.norm.module, self.norm.module._modules
         stack.callback(module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(self._end).remove)
-        if "hook_in" in points:
-            self._add(points["hook_in"], self._record_input, False, stack)
-        for name, hook, before in self.hooks():
-            self._add(points[name], hook, before, stack)
+        for name, hook, before in (("hook_in", self._record_input, False), *self.hooks()):
+            if name in points:
+                handle = add_hook(points[name], hook, stack, prepend=before)
+                self._ordered.append((cast(nn.Module, points[name]), handle.hook.id, before))
         register_edit(module, self, stack)
-
-    def _add(self, point: Any, hook: Callable[..., Any], before: bool, stack: ExitStack) -> None:
-        """Add a permanent hook to a hook point, before or after those of users."""
-        handle = add_hook(point, hook, stack, prepend=before)
-        self._ordered.append((point, handle.hook.id, before))
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the norm's input, and bring the hooks into their order: hooks of users were added since."""
@@ -222,11 +213,7 @@ class Edit:
         self.calls += 1
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Refuse a copy of the model (copy.deepcopy, pickle, torch.save): nothing would end the edit in it.
-
-        Raises:
-            InterventionError: always.
-        """
+        """Refuse a copy of the model (copy.deepcopy, pickle, torch.save): nothing would end the edit in it."""
         raise InterventionError(f"{self.norm.name} is under {self.label}: copy the model outside the `with` block")
 
 
@@ -278,11 +265,6 @@ class NormEdit(Edit):
         takes_scaling = VARIANTS[variant].takes_scaling(norm)
         return cls(norm, [variant], None if pair is None or not takes_scaling else pair[None], label)
 
-    @property
-    def freezes(self) -> bool:
-        """Whether a constant replaces sigma in some row."""
-        return self.constants is not None
-
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
         yield "hook_scale", self._divide, True
         yield "hook_scale", self._record_scale, False
@@ -333,6 +315,27 @@ class NormEdit(Edit):
             back = back * _by_row(self.adds_mean[:, None].to(back), normalized)
         return normalized + back.to(normalized.dtype)
 
+    def output(
+        self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"] | None = None, sigma: Tensor | None = None
+    ) -> Float[Tensor, "*batch d"]:
+        """Return the norm's output if all rows are edited alike; 16-bit formats are computed in float32.
+
+        Args:
+            x: its input.
+            y: its own output, to which only what is removed is added where scaling stays; None: all is computed of x.
+            sigma: what is divided by where scaling stays, if it is held (`linearized`); None: that of x.
+        """
+        norm, wide, self.x = self.norm, at_least_float32(x), x
+        if self.constants is not None or y is None:
+            divisor = sigma if self.constants is None else self.divisor(wide)
+            edited = norm.affine(norm.normalize(wide, keep_mean=self.adds_mean is not None, divisor=divisor), live=True)
+            return edited.to(x.dtype if y is None else y.dtype)
+        if self.adds_mean is None:
+            return y
+        back = wide.mean(-1, keepdim=True) / (norm.sigma(wide) if sigma is None else sigma.to(wide))
+        back = back if (gain := norm.live_gain()) is None else back * gain.to(back)
+        return (y.to(back.dtype) + back).to(y.dtype)
+
 
 def _by_row(values: Float[Tensor, "row n"], like: Tensor) -> Tensor:
     """Return values of each row of the batch so that they broadcast to a norm's input, whose first axis is the batch's,
@@ -368,10 +371,17 @@ class Held(Edit):
 
     def _hold(self, scale: Tensor, hook: Any) -> Tensor:
         self._changed = True
-        frozen = any(isinstance(edit, NormEdit) and edit.freezes for edit in edits_on(self.norm.module))
+        frozen = any(isinstance(edit, NormEdit) and edit.constants is not None for edit in edits_on(self.norm.module))
         if self.given is None or frozen:
             return scale.detach().clone()
         return sigma_per_token(self.norm, self.given, self.x).to(scale).clone()
+
+    def output(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Return the norm's output, linear in its input x; `y`: the norm's own output."""
+        wide = at_least_float32(x)
+        linear = self.norm.affine(self.norm.project(wide) / self.sigma(wide), live=True).to(y.dtype)
+        # 0 + y is y, bit for bit, and its gradient is that of `linear`
+        return linear if self.given is not None else (linear - linear.detach()) + y.detach()
 
 
 def sigma_per_token(norm: Norm, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
@@ -394,10 +404,10 @@ def sigma_per_token(norm: Norm, given: Tensor, x: Float[Tensor, "*batch d"]) -> 
 
 
 class OutputEdit(Edit):
-    """A change of the output of a norm without hook points, inside a Hugging Face model in memory."""
+    """An edit of a norm without hook points, inside a Hugging Face model in memory, at the norm's output."""
 
-    def __init__(self, norm: Norm, edit: NormEdit | Held) -> None:
-        super().__init__(norm, edit.label)
+    def __init__(self, edit: NormEdit | Held) -> None:
+        super().__init__(edit.norm, edit.label)
         self.edit, self.holds = edit, edit.holds
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
@@ -409,45 +419,11 @@ class OutputEdit(Edit):
         if self.suspended:
             return y
         x, self.calls = tensors_in(args, kwargs)[0], self.calls + 1
-        linear = next((e.edit for e in edits_on(self.norm.module) if e.holds and isinstance(e, OutputEdit)), None)
-        sigma = linear.sigma(x) if isinstance(linear, Held) else None
+        edits = [edit.edit for edit in edits_on(self.norm.module)]
         if isinstance(self.edit, Held):
-            others = [e for e in edits_on(self.norm.module) if not e.holds]
-            return y if others else _held_output(self.norm, self.edit, x, y)
-        return edited_output(self.norm, self.edit, x, y, sigma)
-
-
-def _held_output(norm: Norm, edit: Held, x: Tensor, y: Tensor) -> Tensor:
-    wide = at_least_float32(x)
-    linear = norm.affine(norm.project(wide) / edit.sigma(wide), live=True).to(y.dtype)
-    # 0 + y is y, bit for bit, and its gradient is that of `linear`
-    return linear if edit.given is not None else (linear - linear.detach()) + y.detach()
-
-
-def edited_output(
-    norm: Norm,
-    edit: NormEdit,
-    x: Float[Tensor, "*batch d"],
-    y: Float[Tensor, "*batch d"] | None = None,
-    sigma: Tensor | None = None,
-) -> Float[Tensor, "*batch d"]:
-    """Return the norm's output under an edit of all rows alike; 16-bit formats are computed in float32.
-
-    Args:
-        x: its input.
-        y: its own output, to which only what is removed is added where scaling stays; None: all is computed of x.
-        sigma: what is divided by where scaling stays, if it is held (`linearized`); None: that of x.
-    """
-    wide, edit.x = at_least_float32(x), x
-    if edit.constants is not None or y is None:
-        divisor = sigma if edit.constants is None else edit.divisor(wide)
-        made = norm.affine(norm.normalize(wide, keep_mean=edit.adds_mean is not None, divisor=divisor), live=True)
-        return made.to(x.dtype if y is None else y.dtype)
-    if edit.adds_mean is None:
-        return y
-    back = wide.mean(-1, keepdim=True) / (norm.sigma(wide) if sigma is None else sigma.to(wide))
-    back = back if (gain := norm.live_gain()) is None else back * gain.to(back)
-    return (y.to(back.dtype) + back).to(y.dtype)
+            return y if any(isinstance(edit, NormEdit) for edit in edits) else self.edit.output(x, y)
+        linear = next((edit for edit in edits if isinstance(edit, Held)), None)
+        return self.edit.output(x, y, None if linear is None else linear.sigma(x))
 
 
 # ---------------------------------------------------------------------------------------- for some readers alone
@@ -465,25 +441,26 @@ class Readers:
     letters: str
     heads: Mapping[str, Mapping[int, tuple[int, ...] | None]]
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What tells these readers from others."""
-        return self.letters, tuple(sorted((n, tuple(by_layer.items())) for n, by_layer in self.heads.items()))
+    def check(self, model: HookedModel) -> None:
+        """Raise InterventionError if a block's queries, keys or values cannot be replaced."""
+        shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
+        for layer in {layer for by_layer in self.heads.values() for layer in by_layer}:
+            for letter in self.letters:
+                attn = attention_of(model, layer)
+                point, other = child_of(attn, f"hook_{letter}"), shortformer and letter != "v"
+                if point is None or _weight(attn, letter) is None or other:
+                    raise InterventionError(
+                        f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
+                    )
 
 
 class HeadEdit(Edit):
-    """An edit of one norm that some readers see.
+    """An edit of one norm that some readers see."""
 
-    Args:
-        readers: of all edited norms.
-        norm: the norm.
-        edit: what they see; None: its output with a leaf of zeros added, to see whether a gradient arrives there.
-    """
-
-    def __init__(self, readers: Readers, norm: Norm, edit: NormEdit | None = None) -> None:
-        super().__init__(norm, "the edit" if edit is None else edit.label)
-        self.edit, self.leaves = edit, list[Tensor]()
-        self.letters, self.heads = readers.letters, readers.heads[norm.name]
+    def __init__(self, readers: Readers, edit: NormEdit) -> None:
+        super().__init__(edit.norm, edit.label)
+        self.edit = edit
+        self.letters, self.heads = readers.letters, readers.heads[edit.norm.name]
         self.output = torch.zeros(0)  # of the edited norm
         self._replaced: set[str] = set()
 
@@ -492,18 +469,12 @@ class HeadEdit(Edit):
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         super().install(model, stack)
-        if self.edit is not None:
-            self.edit.positions = self.positions
-        shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
+        self.edit.positions = self.positions
         for layer, heads in self.heads.items():
             attn = attention_of(model, layer)
             for letter in self.letters:
-                point = child_of(attn, f"hook_{letter}")
-                if point is None or _weight(attn, letter) is None or (shortformer and letter != "v"):
-                    raise InterventionError(
-                        f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
-                    )
-                add_hook(point, partial(self._replace, model, layer, letter, heads), stack, prepend=True)
+                hook = partial(self._replace, model, layer, letter, heads)
+                add_hook(child_of(attn, f"hook_{letter}"), hook, stack, prepend=True)
             stack.callback(attn.register_forward_pre_hook(self._enter).remove)
             stack.callback(attn.register_forward_hook(self._leave).remove)
 
@@ -512,13 +483,9 @@ class HeadEdit(Edit):
         if self.suspended:
             return
         self.calls += 1
-        if self.edit is None:
-            self.leaves.append(torch.zeros_like(y, requires_grad=True))
-            self.output = y + self.leaves[-1]
-            return
         linear = next((e for e in edits_on(self.norm.module) if isinstance(e, Held)), None)
         sigma = None if linear is None else linear.sigma(self.x)
-        self.output = edited_output(self.norm, self.edit, self.x, sigma=sigma).to(y.dtype)
+        self.output = self.edit.output(self.x, sigma=sigma).to(y.dtype)
 
     def _enter(self, *_: object) -> None:
         self._replaced = set()
@@ -584,13 +551,12 @@ def z_of(
         same = isinstance(value, Tensor) and value.shape == read.shape and torch.equal(value, read)
         return instead if same else value
 
-    own, named = tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
-    if all(new is old for new, old in zip((*own, *named.values()), (*args, *kwargs.values()), strict=True)):
+    own, named = [changed(value) for value in args], {name: changed(value) for name, value in kwargs.items()}
+    if not any(value is instead for value in (*own, *named.values())):
         return None
     named.update({name: None for name in CACHES if name in named})  # keys of this call must not be kept
     outputs: list[Tensor] = []
-    point = z_point(model, layer)
-    with hooks_on([(point, lambda _m, _a, _k, z: outputs.append(z))]):
+    with hooks_on([(z_point(model, layer), lambda _m, _a, _k, z: outputs.append(z))]):
         attention_of(model, layer).forward(*own, **named)
     return outputs[0] if outputs else None
 
@@ -606,29 +572,22 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
         LostEditError: at a pass in which a hook of an edit was not called.
     """
     positions, flags = Positions(), _flags(model)
-    for edit in edits:
-        edit.positions = positions
 
-    def check() -> None:
-        if any(edit.suspended for edit in edits):
-            return
-        for edit in edits:
-            edit.calls = 0
-        if (now := _flags(model)) != flags:
-            changed = next(name for name in _FLAGS if now[name] != flags[name])
-            raise LostEditError(f"cfg.{changed} was changed inside the block: set it before entering")
+    def begin() -> None:
+        if not any(edit.suspended for edit in edits):
+            if changed := [name for name, value in _flags(model).items() if value != flags[name]]:
+                raise LostEditError(f"cfg.{changed[0]} was changed inside the block: set it before entering")
+            for edit in edits:
+                edit.calls = 0
 
-    def end(*_: object) -> None:
+    def end() -> None:
         idle = [edit for edit in edits if not (edit.calls or edit.suspended)]
         if positions.depth == 1 and positions.whole and idle:
             raise LostEditError(f"{idle[0].norm.name}: {idle[0].label} was lost: a pass does not run this norm")
 
-    with _bridge_may_recompute(), ExitStack() as stack:
-        positions.check = check
-        stack.enter_context(positions.watch(model))
-        # Before the hook of `positions` that ends the pass.
-        stack.callback(model.register_forward_hook(end, prepend=True).remove)  # type: ignore[union-attr]
+    with _bridge_may_recompute(), positions.watch(model, begin, end), ExitStack() as stack:
         for edit in edits:
+            edit.positions = positions
             edit.install(cast(HookedModel, model), stack)
         yield
 
@@ -650,39 +609,20 @@ def _bridge_may_recompute() -> Iterator[None]:
             warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
-def lost_edits(
-    model: HookedModel, norms: Sequence[Norm], readers: Readers | None = None, structure: Structure | None = None
-) -> dict[str, str]:
+def lost_edits(model: HookedModel, norms: Sequence[Norm], structure: Structure | None = None) -> dict[str, str]:
     """Return the norms at which an edit does not reach the model's output, each with the probable cause.
-
-    Costs nothing beside `find_norms`; with readers a forward and a backward pass over two tokens, the first time.
 
     Args:
         model: any hooked model.
         norms: some of its norms.
-        readers: those that alone see the edit; None: all.
         structure: as `structure_of` has just given it.
     """
-    structure = structure_of(model) if structure is None else structure
-    if readers is None:
-        return {n.name: structure.lost[n.name] for n in norms if n.name in structure.lost}
-    proved = structure.proved.setdefault(readers.kind, set())
-    edits = [HeadEdit(readers, norm) for norm in norms if norm.name not in proved]
-    if not edits:
-        return {}
-    with short_pass(model) as tokens:
-        try:
-            with installed(model, edits):
-                logits = model(tokens, return_type="logits")
-        except LostEditError as error:
-            return {edit.norm.name: str(error) for edit in edits}
-        lost = lost_leaves(logits, {edit.norm.name: edit.leaves for edit in edits})
-    proved |= {edit.norm.name for edit in edits} - lost.keys()
-    return lost
+    lost = (structure_of(model) if structure is None else structure).lost
+    return {norm.name: lost[norm.name] for norm in norms if norm.name in lost}
 
 
-def prove(model: HookedModel, norms: Sequence[Norm], structure: Structure, readers: Readers | None = None) -> None:
+def prove(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> None:
     """Raise LostEditError if an edit of one of these norms does not reach the output (`lost_edits`)."""
-    if lost := lost_edits(model, norms, readers, structure):
+    if lost := lost_edits(model, norms, structure):
         more = f" (and at {len(lost) - 1} more norms)" if len(lost) > 1 else ""
         raise LostEditError(next(iter(lost.values())) + more)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
@@ -102,7 +102,6 @@ class Structure:
         settings: of its configuration and its modules.
         norms: fields of its norms, and of identities; a module stands there by its path in the model.
         lost: norms of which a change does not reach the output, and why.
-        proved: for each kind of readers the names of norms of which their edit has been seen to reach the output.
         constants: mean sigmas of the default prompts, with what they depend on.
     """
 
@@ -110,7 +109,6 @@ class Structure:
     settings: tuple[object, ...]
     norms: list[tuple[str, dict[str, Any]]]
     lost: dict[str, str]
-    proved: dict[object, set[str]] = field(default_factory=dict)
     constants: Any = None
 
     @property
@@ -146,26 +144,7 @@ def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object,
 # ---------------------------------------------------------------------------------------- the short pass
 
 
-@contextmanager
-def short_pass(model: HookedModel) -> Iterator[Tensor]:
-    """Give the tokens of a short pass with gradients, without edits and hooks of users, in evaluation mode."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        evaluating(model),
-        unedited(model),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
-        try:
-            yield probe_tokens(model, TOKENS)[None].to(device_of(model))
-        finally:  # what a pass with gradients left on a bridge's attention: a model with it has no copy
-            for attn in attentions(model).values():
-                graph = {k: v for k, v in vars(attn).items() if isinstance(v, Tensor) and v.grad_fn is not None}
-                vars(attn).update({name: value.detach() for name, value in graph.items()})
-
-
-def lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
+def _lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
     """Return the norms whose leaves have no gradient, and why.
 
     Args:
@@ -213,7 +192,15 @@ def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[
     modules = norm_modules(paths)
     fields: list[tuple[str, dict[str, Any]]] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
-    with short_pass(model) as tokens:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        evaluating(model),
+        unedited(model),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
+        tokens = probe_tokens(model, TOKENS)[None].to(device_of(model))
         seen = _ShortPass(model, modules, _other_modules(model, modules, paths), tokens)
         for name, module in sorted(modules.items(), key=lambda item: seen.order.get(item[0], len(seen.order))):
             d = int(seen.inputs[name].shape[-1]) if name in seen.inputs else int(model.cfg.d_model)
@@ -224,6 +211,11 @@ def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[
             if alike not in formulas:
                 formulas[alike] = formula_of(name, module, model, d)
             fields.append((paths[module], {**place, "reads": _reads(name, readers), **formulas[alike]}))
+        for attn in attentions(
+            model
+        ).values():  # a pass with gradients leaves tensors on a bridge: it would have no copy
+            graph = {k: v for k, v in vars(attn).items() if isinstance(v, Tensor) and v.grad_fn is not None}
+            vars(attn).update({name: value.detach() for name, value in graph.items()})
     for name in (n for n in seen.order if n not in modules and any(r != "unembed" for r, _ in seen.readers[n])):
         raise UnknownNormError(
             f"{name} stands where a norm would and has no hook points of a norm: ln_probe cannot measure this model"
@@ -282,8 +274,15 @@ class _ShortPass:
                 point: Any = module.hook_normalized
                 point.add_hook(partial(_add_leaf, leaves[name]))
                 stack.callback(point.remove_hooks)
-            logits = model(tokens, return_type="logits")
-        self.lost = lost_leaves(logits, leaves)
+            try:
+                logits = model(tokens, return_type="logits")
+            except (
+                AttributeError
+            ) as error:  # (a bridge of a norm without weights, which computes it where hooks edit it)
+                raise UnknownNormError(
+                    f"TransformerLens cannot run this model with hooks at its norms: {error}"
+                ) from error
+        self.lost = _lost_leaves(logits, leaves)
         d_model = int(model.cfg.d_model)
         for name in [n for n in others if n in self.outputs]:
             x, y = self.inputs[name], self.outputs[name][0]

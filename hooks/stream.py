@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from ln_probe.hooks.components import (
     END,
     Record,
-    Source,
     SplitError,
     Wiring,
-    neurons_of,
-    outside_attention,
+    record,
     watched,
 )
 from ln_probe.hooks.model import (
@@ -37,7 +35,6 @@ from ln_probe.hooks.model import (
     n_layers,
     run,
     tensors_in,
-    unembedding,
 )
 from ln_probe.hooks.norm import Norm, is_heads_first
 
@@ -61,23 +58,12 @@ def visible_keys(
     return every if window is None else every.triu(keys - queries - window + 1)
 
 
-_ROWS = 64  # queries per band
 _TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
 
 
 def is_causal(pattern: Float[Tensor, "head query key"]) -> bool:
-    """Whether no query pays attention to a later key (as many queries as keys).
-
-    The largest weight above the diagonal, a band of queries at a time: a tenth of the time of `triu(1).any()`.
-    """
-    length = pattern.shape[-1]
-    for first in range(0, length, _ROWS):
-        last = min(first + _ROWS, length)
-        band = pattern[:, first:last]
-        above = [band[..., first:last].triu(1), band[..., last:]]
-        if not all(float(part.amax()) <= 0.0 for part in above if part.numel()):  # (NaN is paid, too)
-            return False
-    return True
+    """Return whether no query pays attention to a later key: the first one, which has nothing else to look at."""
+    return not bool(pattern[:, 0, 1:].any())
 
 
 def window_of(attn: nn.Module, pattern: Float[Tensor, "head query key"]) -> int | None:
@@ -297,60 +283,6 @@ def stream_together(
         run(model, tokens)
 
 
-def record(
-    model: HookedModel,
-    tokens: Int[Tensor, "*batch pos"],
-    positions: Sequence[int],
-    norms: Sequence[Norm],
-    *,
-    neurons: Collection[int] = (),
-    points: Mapping[str, nn.Module] | None = None,
-    logits: bool = True,
-) -> Record:
-    """One forward pass, and what it shows at some positions.
-
-    Args:
-        tokens: one prompt, or several of equal length.
-        positions: which rows are kept, counted through all prompts: prompt · length + position.
-        neurons: layers whose neurons are kept.
-        points: other modules whose output is kept, by name.
-        logits: whether those of the positions are kept.
-
-    Raises:
-        SplitError: a layer's MLP shows no neurons.
-    """
-    prompts = tokens if tokens.ndim == 2 else tokens[None]
-    rows, (batch, length) = torch.tensor(positions), prompts.shape
-    seen: dict[Source, Tensor] = {}
-    inputs: dict[str, Tensor] = {}
-    active: dict[int, Tensor] = {}
-    shown_at: dict[str, Tensor] = {}
-
-    def keep(into: dict[Any, Tensor], key: Any) -> Callable[..., None]:
-        def hook(_m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-            if key not in into and output:
-                into[key] = flat(output[0], length, batch)[rows].cpu()
-            elif key not in into:
-                x = tensors_in(args, kwargs)[0]
-                into[key] = flat(x, length, batch)[rows, : x.shape[-1]].cpu()  # (of the first head)
-
-        return hook
-
-    after = [(module, keep(seen, source)) for source, module in watched(model)]
-    after += [(module, keep(shown_at, name)) for name, module in (points or {}).items()]
-    before = [(norm.module, keep(inputs, norm.name)) for norm in outside_attention(norms)]
-    if (reader := unembedding(model)) is not None:
-        before.append((reader, keep(inputs, END)))
-    for layer in neurons:
-        if (shown := neurons_of(model, layer)) is None:
-            raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
-        after.append((shown[0], keep(active, layer)))
-    with hooks_on(after, before):
-        output = run(model, prompts, return_type="logits" if logits else None)
-    kept = output.flatten(0, 1)[rows].cpu() if logits else None
-    return Record(seen, inputs, active, kept, next(iter((inputs or seen).values())).dtype, shown_at)
-
-
 def record_attention(
     model: HookedModel,
     tokens: Int[Tensor, "batch pos"],
@@ -385,21 +317,16 @@ class CachedPrompts:
 
     def __init__(self, model: HookedModel, cache: Any) -> None:
         if getattr(cache, "model", model) is not model:
-            raise SplitError(
-                "the cache is of another model (a folded or centred copy writes other parts): run this model, or pass "
-                "tokens"
-            )
+            raise SplitError("the cache is of another model, which writes other parts: run this model, or pass tokens")
         batched = bool(getattr(cache, "has_batch_dim", True))
-        values = ((name, value) for name, value in cache.items() if isinstance(value, Tensor))
+        values = ((name, value.detach()) for name, value in cache.items() if isinstance(value, Tensor))
         self.model = model
-        self._values = {name: value.detach() if batched else value.detach()[None] for name, value in values}
+        self._values = {name: value if batched else value[None] for name, value in values}
 
     def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
         """Return the first of these activations that is in the cache."""
         if (name := next((n for n in names if n in self._values), None)) is None:
-            raise SplitError(
-                f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens instead"
-            )
+            raise SplitError(f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens")
         return self._values[name]
 
     def _rows(self, *names: str) -> Float[Tensor, "row wide"]:
@@ -416,25 +343,23 @@ class CachedPrompts:
         Raises:
             SplitError: the cache does not hold the embeddings.
         """
-        value = self._value("embed.hook_out", "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.hook_in")
+        value = self._value("embed.hook_out", "hook_embed")
         return len(value), int(value.shape[1])
 
     def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
-        """Return what is needed to divide what is read at `place` among its parts, as `record` does.
+        """Return what is needed to divide what is read at `place` among its parts, as `components.record` does.
 
         Raises:
             SplitError: the cache lacks something, by name.
         """
         rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
         wanted = {source for at in passed for source in wiring.at(at)}
-        seen: dict[Source, Tensor] = {}
+        seen = {}
         for source, module in watched(self.model):
-            if source in wanted:
-                block = f"blocks.{source.layer}"
-                of_mlp = [f"{block}.mlp.hook_out", f"{block}.hook_mlp_out"]
-                names = [str(module.name)] if hasattr(module, "fwd_hooks") else of_mlp
-                seen[source] = self._rows(*names)[rows].cpu()
-        inputs = {name: self._rows(*self._input_of(name))[rows].cpu() for name in passed}
+            if source in wanted:  # (an MLP without an output map is no hook point)
+                name = str(module.name) if hasattr(module, "fwd_hooks") else f"blocks.{source.layer}.mlp.hook_out"
+                seen[source] = self._rows(name, f"blocks.{source.layer}.hook_mlp_out")[rows].cpu()
+        inputs = {name: self._input(name)[rows].cpu() for name in passed}
         shown = {name: self._rows(name)[rows].cpu() for name in points}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
 
@@ -445,7 +370,7 @@ class CachedPrompts:
             SplitError: the cache lacks something, by name.
         """
         (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
-        x, pattern = self._rows(*self._input_of(place)), self._value(f"{attn}.hook_pattern")
+        x, pattern = self._input(place), self._value(f"{attn}.hook_pattern")
         y = x if norm.is_identity else norm.affine(self._rows(f"{norm.name}.hook_normalized"))
         names = {n: [m for m in (f"{attn}.{n}", f"rotary_emb.{n}") if m in self._values] for n in _TABLES}
         shown = {n: self._value(*present) for n, present in names.items() if present}
@@ -455,14 +380,11 @@ class CachedPrompts:
             for i in range(batch)
         ]
 
-    def _input_of(self, place: str) -> list[str]:
-        """Return the points that may show what is read at a place; without `hook_in`, those of a HookedTransformer."""
-        last = f"blocks.{n_layers(self.model) - 1}"
+    def _input(self, place: str) -> Float[Tensor, "row wide"]:
+        """Return what is read at a place."""
+        last, (block, _, leaf) = f"blocks.{n_layers(self.model) - 1}.hook_resid_post", place.rpartition(".")
         if place == END:
             reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
-            return [f"{reader}.hook_in", f"{last}.hook_resid_post", f"{last}.hook_out"]
-        block, _, leaf = place.rpartition(".")
-        if leaf.isdigit():  # a block, whose attention reads the stream itself
-            return [f"{place}.hook_in", f"{place}.hook_resid_pre"]
-        point = {"ln1": f"{block}.hook_resid_pre", "ln2": f"{block}.hook_resid_mid"}.get(leaf)
-        return [f"{place}.hook_in", *([point] if point else [] if block else [f"{last}.hook_resid_post"])]
+            return self._rows(f"{reader}.hook_in", last)
+        residual = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf)  # of a HookedTransformer
+        return self._rows(f"{place}.hook_in", f"{block}.{residual}" if block else last)

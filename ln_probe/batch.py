@@ -15,22 +15,23 @@ import os
 import re
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ln_probe import __version__
-from ln_probe.analyses.files import read_json, sha256_of_file
+from ln_probe.analyses.files import read_json, read_labels, sha256_of_file
 from ln_probe.analyses.probes import DEFAULT
-from ln_probe.analyses.processes import follow_parent
-from ln_probe.analyses.progress import tell
+from ln_probe.analyses.progress import ProgressLine, follow_parent, tell, tell_left
 from ln_probe.analyses.text import whole_number
 
 MAX_WORKERS = 4  # by default: each holds a model and about 1 GB beside it, and they compete for memory bandwidth
@@ -73,7 +74,7 @@ class Target:
             BatchError: no list of steps, or a model without training steps.
             ConnectionError: all steps of a model on the hub, and no network.
         """
-        from ln_probe.loading import hub
+        from ln_probe.loading.pretrained import checkpoints, official_name
         from ln_probe.models import kind_of
 
         numbers = [] if steps == "all" else [whole_number(step, 18) for step in steps.split(",")]
@@ -87,7 +88,7 @@ class Target:
 
             revisions = [str(step) for step in checkpoint_steps(path)]
         elif kind == "hub" and not numbers:
-            revisions = hub.checkpoints(hub.official_name(self.name))
+            revisions = checkpoints(official_name(self.name))
         if kind not in ("hub", "lab") or not revisions:
             raise BatchError(f"{self} has no training steps: leave out --checkpoints, or name the folder of each step")
         return [Target(self.name, revision) for revision in revisions]
@@ -99,7 +100,7 @@ class Settings:
 
     Attributes:
         overwrite: replace a report of other weights or settings.
-        progress: show what is being measured.
+        progress: show what is being measured; of several checkpoints, how much time is left alone.
     """
 
     prompts: Path | None = None
@@ -136,6 +137,14 @@ def digest_of(folder: Path) -> str | None:
         return None
 
 
+def answers(folder: Path) -> list[str]:
+    """Return the first finding of the report in a folder, with the model's name."""
+    from ln_probe.report import load_report
+
+    report = load_report(folder)
+    return [f"{report.name}: {finding}" for finding in report.findings()[:1]]
+
+
 def report_one(target: Target, settings: Settings, out: Path) -> Path:
     """Load a checkpoint, measure it and save its report; a report of the same weights and settings is left as it is.
 
@@ -148,7 +157,6 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         Exception: whatever `load_model`, `analyze` and `Report.save` raise.
     """
     from ln_probe.analyses.probes.base import ProbeError
-    from ln_probe.arguments import read_groups
     from ln_probe.measure import analyze
     from ln_probe.models import load_model, source_of
 
@@ -179,7 +187,7 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
         settings.prompts,
         max_prompts=settings.max_prompts,
         max_tokens=settings.max_tokens,
-        groups=None if settings.groups is None else read_groups(settings.groups)[: settings.max_prompts],
+        groups=None if settings.groups is None else read_labels(settings.groups)[: settings.max_prompts],
         loss=settings.loss,
         probes=settings.probes,
         layers=settings.layers,
@@ -283,27 +291,27 @@ def local_outcomes(targets: Sequence[Target], settings: Settings, out: Path, wor
     if len(targets) == 1:
         yield attempt(targets[0], settings, out)  # needs no second process
         return
-    threads = max(1, processors() // workers)
+    clock = _Clock(targets, workers)
+    start = partial(_worker, max(1, processors() // workers), clock)
     waiting = deque((target, 0) for target in targets)  # with how many processes died of it
-    idle = [_worker(threads) for _ in range(min(workers, len(targets)))]
+    idle = [start() for _ in range(min(workers, len(targets)))]
     running: dict[Future[Outcome], tuple[Target, int, ProcessPoolExecutor]] = {}
     try:
         while waiting or running:
             while waiting and idle:
                 (target, deaths), worker = waiting.popleft(), idle.pop()
                 try:
-                    running[worker.submit(attempt, target, settings, out)] = target, deaths, worker
+                    running[worker.submit(_attempt, target, settings, out)] = target, deaths, worker
                 except BrokenProcessPool:  # killed while it was idle
                     waiting.appendleft((target, deaths))
-                    idle.append(_worker(threads))
-            done = len(targets) - len(waiting) - len(running)
-            tell(", ".join(str(target) for target, _, _ in running.values()), done, len(targets), "reports")
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    idle.append(start())
+            clock.show([target for target, _, _ in running.values()], len(waiting))
+            for future in wait(running, timeout=_LOOK_S, return_when=FIRST_COMPLETED).done:
                 target, deaths, worker = running.pop(future)
                 try:
                     outcome = future.result()
                 except BrokenProcessPool:
-                    worker = _worker(threads)
+                    worker = start()
                     if not deaths:
                         waiting.appendleft((target, 1))
                         idle.append(worker)
@@ -316,14 +324,54 @@ def local_outcomes(targets: Sequence[Target], settings: Settings, out: Path, wor
             process.kill()
 
 
-def _worker(threads: int) -> ProcessPoolExecutor:
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=spawn, initializer=_start_worker, initargs=(threads,))
+class _Clock:
+    """Shows which of several models are measured, and the time left, as their processes estimate it."""
+
+    def __init__(self, targets: Sequence[Target], workers: int) -> None:
+        self.targets, self.workers = [str(target) for target in targets], workers
+        self.shared = _SPAWN.Array("d", [math.nan] * len(targets))  # when each will be done, as time.time()
+        self.started: dict[str, float] = {}
+
+    def show(self, running: Sequence[Target], waiting: int) -> None:
+        """Set the progress line."""
+        now, names = time.time(), [str(target) for target in running]
+        ends = [self.shared[self.targets.index(name)] - now for name in names]
+        whole = [left + now - self.started.setdefault(name, now) for name, left in zip(names, ends, strict=True)]
+        first = len(self.targets) - waiting - len(running) + 1
+        last = f" to {first + len(running) - 1}" * (len(running) > 1)
+        tell(f"model{'s' * bool(last)} {first}{last} of {len(self.targets)} ({', '.join(names)})")
+        if names and not any(map(math.isnan, ends)):
+            tell_left(max(*ends, 0.0) + sum(whole) / len(whole) * math.ceil(waiting / self.workers))
 
 
-def _start_worker(threads: int) -> None:
+_SPAWN = multiprocessing.get_context("spawn")
+_LOOK_S = 0.5  # between two looks at the workers
+
+
+def _worker(threads: int, clock: _Clock) -> ProcessPoolExecutor:
+    arguments = (threads, clock.targets, clock.shared)
+    return ProcessPoolExecutor(1, mp_context=_SPAWN, initializer=_start_worker, initargs=arguments)
+
+
+def _start_worker(threads: int, targets: list[str], shared: Any) -> None:
+    global _shared
     follow_parent()
     use_threads(threads)
+    _shared = targets, shared
+
+
+_shared: tuple[list[str], Any] = [], None  # of a worker: all targets, and when each will be done
+
+
+def _attempt(target: Target, settings: Settings, out: Path) -> Outcome:
+    """Make a report in a worker, which tells the driver when it expects to be done."""
+    targets, shared = _shared
+
+    def on_left(seconds: float) -> None:
+        shared[targets.index(str(target))] = time.time() + seconds
+
+    with ProgressLine(quiet=True, on_left=on_left):
+        return attempt(target, replace(settings, progress=False), out)
 
 
 def use_threads(count: int) -> None:
@@ -347,7 +395,7 @@ def ray_outcomes(targets: Sequence[Target], settings: Settings, out: Path, worke
     try:
         import ray
     except ImportError:
-        raise BatchError("--engine ray needs the package ray: pip install 'ln-probe[ray]'") from None
+        raise BatchError("--engine ray needs the package ray: pip install ray") from None
     host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     try:
         if port.isdigit() and "//" not in host:  # Ray would try for many minutes where nobody listens

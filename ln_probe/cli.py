@@ -1,16 +1,20 @@
 """The command line: `ln-probe report | freezing-cost | models | lab | env`.
 
-Heavy imports happen inside the commands, after their arguments have been checked.
+Arguments are checked before anything heavy is imported: a wrong one ends within a tenth of a second.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
 import textwrap
+from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,16 +23,17 @@ import typer.core
 
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT, listing
 from ln_probe.analyses.text import whole_number
-from ln_probe.models import bundled_models
+from ln_probe.models import BUNDLED, kind_of, layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ln_probe.batch import Target
 
 SOME_FAILED, BAD_ARGUMENTS, STOPPED = 1, 2, 130  # exit statuses
 MAX_SEEDS = 10_000
 MAX_LAYERS = 10_000  # the deepest language models have some hundreds
+MEASURED, RUNNING = "What is measured", "How it runs"  # the two groups of options
 
 
 class ArgumentError(typer.TyperException):
@@ -45,11 +50,30 @@ class _Commands(typer.core.TyperGroup):
         try:
             status = super().main(*args, **{**options, "standalone_mode": False})
         except typer.TyperException as error:
-            typer.echo(f"ln-probe: {' '.join(error.format_message().split())}", err=True)
+            _echo_error(_in_our_words(error.format_message()))
             sys.exit(error.exit_code)
         if status == STOPPED:
-            typer.echo("ln-probe: stopped; repeat the command to resume", err=True)
+            _echo_error("stopped; repeat the command to resume")
         sys.exit(status or 0)
+
+
+def _in_our_words(message: str) -> str:
+    """Return typer's message on a wrong word in the form of all others."""
+    message = " ".join(message.split())
+    if match := re.fullmatch(
+        r"No such (option|command):? '?([^' ]*)'?\.?(?: \(?(?:Possible options:|Did you mean) (.*)\W)?", message
+    ):
+        kind, word, others = match.groups()
+        close = get_close_matches(word, re.findall(r"[\w-]+", others or ""), n=2, cutoff=0.3)
+        return f"there is no {kind} {word!r}" + f": did you mean {' or '.join(close)}?" * bool(close)
+    return re.sub(r"^Invalid value for '?([^' ]+)'?: (Value error, )?", r"\1: ", message)
+
+
+def _echo_error(message: str) -> None:
+    """Print one line on standard error, broken between words on a terminal."""
+    line = f"ln-probe: {message}"
+    columns = shutil.get_terminal_size().columns
+    typer.echo(textwrap.fill(line, columns, break_on_hyphens=False) if sys.stderr.isatty() else line, err=True)
 
 
 app = typer.Typer(
@@ -63,11 +87,21 @@ lab = typer.Typer(help="Experiments that train small models from scratch.", no_a
 app.add_typer(lab, name="lab")
 
 
+# ---------------------------------------------------------------------------------------------------- single values
+
+
 def _file(text: str) -> Path:
     """Return the absolute path of a file that exists."""
     path = Path(text).expanduser().absolute()
     if not path.is_file():
         raise typer.BadParameter(f"there is no file {text!r}")
+    return path
+
+
+def _prompts_file(text: str) -> Path:
+    path = _file(text)
+    if path.suffix not in (".txt", ".jsonl"):
+        raise typer.BadParameter(f"{text!r} is neither a .txt nor a .jsonl")
     return path
 
 
@@ -102,6 +136,22 @@ def _loss(text: str) -> str:
     module, _, function = text.partition(":")
     if not (module and function):
         raise typer.BadParameter(f"{text!r} is not written MODULE:FUNCTION")
+    if "." not in module and find_spec(module) is None:  # (a package would be imported to look into it)
+        raise typer.BadParameter(f"there is no module {module!r} on Python's path (PYTHONPATH)")
+    return text
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|mps|cuda(:\d{1,3})?", text):
+        raise typer.BadParameter(f"{text!r} is no device such as cpu, cuda, cuda:1 or mps")
+    return text
+
+
+def _engine(text: str) -> str:
+    if text not in ("local", "ray"):
+        raise typer.BadParameter(f"{text!r} is neither local nor ray")
+    if text == "ray" and find_spec("ray") is None:
+        raise typer.BadParameter("the package ray is missing: pip install ray")
     return text
 
 
@@ -112,24 +162,37 @@ def _suggestion(name: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
 
 
+def _measured(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=MEASURED, **more)
+
+
+def _running(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=RUNNING, **more)
+
+
 Prompts = Annotated[
     Path | None,
-    typer.Option(parser=_file, metavar="FILE", help="A .txt (a prompt per paragraph) or .jsonl; default: bundled."),
+    _measured("A .txt (a prompt per paragraph) or .jsonl; default: bundled.", parser=_prompts_file, metavar="FILE"),
 ]
-MaxPrompts = Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")]
-MaxTokens = Annotated[int, typer.Option(min=2, help="Longer prompts are cut.")]
+MaxPrompts = Annotated[int | None, _measured("Only the first so many prompts.", min=1)]
+MaxTokens = Annotated[int, _measured("Longer prompts are cut.", min=2)]
 Groups = Annotated[
     Path | None,
-    typer.Option(parser=_file, metavar="FILE", help="A label per prompt, one a line: equal labels form one group."),
+    _measured("A label per prompt, one a line: equal labels form one group.", parser=_file, metavar="FILE"),
 ]
 Loss = Annotated[
     str | None,
-    typer.Option(parser=_loss, metavar="MODULE:FUNCTION", help="Another loss: (output, tokens) -> loss per prompt."),
+    _measured("Another loss: (output, tokens) -> loss per prompt.", parser=_loss, metavar="MODULE:FUNCTION"),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")]
-Dtype = Annotated[Literal["float32", "float64", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
-AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Read .bin and .pt weights (weights_only).")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Device = Annotated[
+    str | None, _running("cpu, cuda, cuda:1, mps; default: a GPU if there is one.", parser=_device, metavar="DEVICE")
+]
+Dtype = Annotated[Literal["float32", "float64", "bfloat16", "float16"] | None, _running("Of the weights.")]
+AllowPickle = Annotated[bool, _running("Read .bin and .pt weights (weights_only).", "--allow-pickle")]
+Quiet = Annotated[bool, _running("No progress.", "--quiet")]
+
+
+# -------------------------------------------------------------------------------------------------------- commands
 
 
 @app.callback(invoke_without_command=True)
@@ -144,13 +207,16 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def models() -> None:
     """List the models that can be loaded."""
-    typer.echo("bundled (each is one trained model; other seeds may differ):")
-    typer.echo("\n".join(f"  {name}" for name in bundled_models()))
+    width = max(map(len, BUNDLED))
+    bundled = "\n".join(f"  {name:{width}}  {about}" for name, about in BUNDLED.items())
     _echo_wrapped(
+        "bundled: small language models trained on three books, 4 layers of 16 heads; in each one only the norms "
+        f"differ, and other seeds may differ too\n{bundled}\n"
         "from the hub (needs a network or a filled cache):\n"
         "  gpt2, gpt2-medium, …   pythia-70m, pythia-160m, … (pythia-70m@step1000)   opt-125m   gpt-neo-125M\n"
         "  any owner/name of a GPT-2, GPT-NeoX, OPT, GPT-Neo, Llama-family or Gemma checkpoint\n"
-        "from disk:\n  a Hugging Face folder, a .gguf file, a lab run's folder"
+        "from disk:\n  a Hugging Face folder, a .gguf file, a lab run's folder",
+        indent=width + 4,
     )
 
 
@@ -164,10 +230,10 @@ def report(
         ),
     ] = None,
     from_file: Annotated[
-        Path | None, typer.Option("--from", parser=_file, metavar="FILE", help="More targets, one a line.")
+        Path | None, _measured("More targets, one a line.", "--from", parser=_file, metavar="FILE")
     ] = None,
     checkpoints: Annotated[
-        str | None, typer.Option(metavar="STEPS", help="Training steps of each target: 0,1000,… or all.")
+        str | None, _measured("Training steps of each target: 0,1000,… or all.", metavar="STEPS")
     ] = None,
     prompts: Prompts = None,
     max_prompts: MaxPrompts = None,
@@ -175,33 +241,29 @@ def report(
     groups: Groups = None,
     loss: Loss = None,
     probes: Annotated[
-        Any, typer.Option(parser=_probes, metavar="NAMES", help=f"Separated by commas; default: all. {listing()}.")
+        Any, _measured(f"Separated by commas; default: all. {listing()}.", parser=_probes, metavar="NAMES")
     ] = None,
-    layers: Annotated[Any, typer.Option(parser=_layers, metavar="LAYERS", help="Such as 0,3-5; default: all.")] = None,
+    layers: Annotated[Any, _measured("Such as 0,3-5; default: all.", parser=_layers, metavar="LAYERS")] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
+        _measured(
+            "For a model without one: a tokenizer's folder, or its token strings (JSON, or one a line).",
             parser=_file_or_folder,
             metavar="FILE",
-            help="For a model without one: a tokenizer's folder, or its token strings (JSON, or one a line).",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A folder per report, and index.html.")] = Path("reports"),
+    out: Annotated[Path, _running("A folder per report, and index.html.", metavar="FOLDER")] = Path("reports"),
     workers: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Checkpoints measured side by side, a process each; default: one per processor, at most 4."
-        ),
+        _running("Checkpoints measured side by side, a process each; default: one per processor, at most 4.", min=1),
     ] = None,
     engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Processes here, or a Ray cluster that shares --out.")
+        str, _running("local: processes here; ray: a cluster that shares --out.", parser=_engine, metavar="ENGINE")
     ] = "local",
     device: Device = None,
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace reports of other weights or settings.")
-    ] = False,
+    overwrite: Annotated[bool, _running("Replace reports of other weights or settings.", "--overwrite")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a report on each checkpoint and an index; repeat the command to resume.
@@ -209,7 +271,7 @@ def report(
     A report that is there, of the same weights and settings, is skipped.
     """
     from ln_probe import batch
-    from ln_probe.analyses.progress import ProgressLine
+    from ln_probe.analyses.files import read_labels
 
     names = [*(targets or ()), *_listed(from_file)]
     if not names:
@@ -217,12 +279,14 @@ def report(
             raise ArgumentError(f"{out} holds no reports: name a model to measure, such as lm-layernorm")
         typer.echo(f"{_index(out, {})} (nothing was measured: name a model for that)")
         return
-    chosen = [_target(name) for name in names]
-    if checkpoints is not None:
-        try:
+    chosen = [_target(name, layers or ()) for name in names]
+    try:
+        if groups is not None:
+            read_labels(groups)
+        if checkpoints is not None:
             chosen = [step for target in chosen for step in target.at_steps(checkpoints)]
-        except (OSError, ValueError) as error:
-            raise ArgumentError(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise ArgumentError(str(error)) from error
     settings = batch.Settings(
         prompts=prompts,
         max_prompts=max_prompts,
@@ -236,11 +300,11 @@ def report(
         device=device,
         allow_pickle=allow_pickle,
         overwrite=overwrite,
-        progress=not quiet and len(chosen) == 1,
+        progress=not quiet,
     )
     failures = dict[str, str]()
     try:
-        with batch.locked(chosen, out), ProgressLine(quiet=quiet):
+        with batch.locked(chosen, out), _progress(quiet):
             if engine == "ray":
                 outcomes = batch.ray_outcomes(chosen, settings, out, workers)
             else:
@@ -255,9 +319,27 @@ def report(
         raise ArgumentError(str(error)) from error
     except OSError as error:
         raise ArgumentError(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
-    typer.echo(f"{index}: {len(chosen) - len(failures)} of {len(chosen)} reports")
+    for target in chosen if len(chosen) <= _SUMMARIZED else ():
+        if str(target) not in failures:
+            _echo_wrapped("\n".join(batch.answers(out / target.folder)))
+    typer.echo(f"{len(chosen) - len(failures)} of {len(chosen)} reports; open {index}")
     if failures:
         raise typer.Exit(SOME_FAILED)
+
+
+_SUMMARIZED = 4  # models whose results are printed at the end
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[None]:
+    """Show at once that something happens; then a progress line."""
+    from ln_probe.analyses.progress import ProgressLine, tell
+
+    if not (quiet or sys.stderr.isatty()):
+        typer.echo("loading PyTorch …", err=True)
+    with ProgressLine(quiet=quiet):
+        tell("loading PyTorch …")
+        yield
 
 
 def _listed(path: Path | None) -> list[str]:
@@ -275,18 +357,29 @@ def _listed(path: Path | None) -> list[str]:
     return [line for line in lines if line]
 
 
-def _target(text: str) -> Target:
-    """Return the target that a text names; raise ArgumentError where it is no model's name, as far as can be seen."""
+def _target(text: str, layers: Iterable[int] = ()) -> Target:
+    """Return the target that a text names.
+
+    Raises:
+        ArgumentError: it is no model's name, as far as can be seen without loading it, or the model lacks a layer.
+    """
     from ln_probe.batch import Target
-    from ln_probe.models import kind_of
+    from ln_probe.loading.pretrained import official_name, read_config
 
     try:
         target = Target.parse(text)
-        kind = kind_of(target.name, Path(target.name).expanduser())
+        path = Path(target.name).expanduser()
+        kind, count = kind_of(target.name, path), None
+        if kind == "hub":
+            official_name(target.name, also=BUNDLED)
+        elif kind == "folder":
+            count = read_config(path).get("num_hidden_layers")
+        elif kind in ("bundled", "lab"):
+            count = layers_of(target.name, path)
     except (OSError, ValueError) as error:
         raise ArgumentError(str(error)) from error
-    if kind == "hub" and "/" not in target.name and (close := get_close_matches(target.name, bundled_models(), n=2)):
-        raise ArgumentError(f"no model is called {target.name!r}: did you mean {' or '.join(close)}?")
+    if isinstance(count, int) and (missing := [layer for layer in layers if layer >= count]):
+        raise ArgumentError(f"{target} has no layer {missing[0]}: it has layers 0 to {count - 1}")
     return target
 
 
@@ -311,27 +404,46 @@ def freezing_cost(
     quiet: Quiet = False,
 ) -> None:
     """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
-    target = _target(model)
-    import ln_probe
-    from ln_probe.arguments import read_groups
+    from ln_probe.analyses.files import read_labels
 
+    target = _target(model)
     try:
-        loaded = ln_probe.load_model(
-            target.name, revision=target.revision, device=device, dtype=dtype, allow_pickle=allow_pickle
-        )
-        cost = ln_probe.freezing_cost(
-            loaded,
-            prompts,
-            max_prompts=max_prompts,
-            max_tokens=max_tokens,
-            groups=None if groups is None else read_groups(groups)[:max_prompts],
-            loss=loss,
-            progress=not quiet,
-        )
+        labels = None if groups is None else read_labels(groups)[:max_prompts]
+    except (OSError, ValueError) as error:
+        raise ArgumentError(str(error)) from error
+    try:
+        with _progress(quiet):
+            of_lab = kind_of(target.name, Path(target.name).expanduser()) in ("bundled", "lab")
+            if of_lab:  # measured as it was trained
+                from ln_probe.analyses.lab.points import leave_out_transformer_lens
+
+                leave_out_transformer_lens()
+            import ln_probe
+
+            loaded = ln_probe.load_model(
+                target.name,
+                revision=target.revision,
+                device=device,
+                dtype=dtype,
+                allow_pickle=allow_pickle,
+                world="lab" if of_lab else None,
+            )
+            cost = ln_probe.freezing_cost(
+                loaded,
+                prompts,
+                max_prompts=max_prompts,
+                max_tokens=max_tokens,
+                groups=labels,
+                loss=loss,
+                progress=not quiet,
+            )
     except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
-        typer.echo(f"ln-probe: {target}: {' '.join(str(error).split())}", err=True)
+        _echo_error(f"{target}: {' '.join(str(error).split())}")
         raise typer.Exit(SOME_FAILED) from error
-    typer.echo(json.dumps({"model": str(target), **cost.plain}, indent=1) if as_json else f"{target}: {cost}")
+    if as_json:
+        typer.echo(json.dumps({"model": str(target), **cost.plain}, indent=1))
+    else:
+        _echo_wrapped(f"{target}: {cost}")
 
 
 @app.command()
@@ -344,24 +456,32 @@ def env() -> None:
 
 @lab.command("list")
 def lab_list() -> None:
-    """List the experiments, what they repeat and how long they take (on one core unless it says otherwise)."""
+    """List the experiments by the publication they repeat, and how long they take (one core unless it says more)."""
     from ln_probe.analyses.lab.experiments import EXPERIMENTS
 
-    for name, experiment in EXPERIMENTS.items():
-        whole, quick = experiment.duration
-        _echo_wrapped(
-            f"{name}: {experiment.summary}\n  {experiment.source}\n"
-            f"  seeds {experiment.seeds}: {whole}; --quick, seeds {experiment.quick_seeds}: {quick}"
-            + "  needs --text"
-            * experiment.needs_text
-        )
+    def publication(name: str) -> str:
+        match = re.match(r"(.*\d{4})(, .*)?$", EXPERIMENTS[name].source)
+        return match[1] if match else EXPERIMENTS[name].source
+
+    names = sorted(EXPERIMENTS, key=lambda name: [*map(publication, EXPERIMENTS)].index(publication(name)))
+    for source, group in groupby(names, publication):
+        typer.echo(source)
+        for name in group:
+            experiment = EXPERIMENTS[name]
+            whole, quick = experiment.duration
+            of = experiment.source.removeprefix(source).removeprefix(", ")
+            text = "; needs --text" * experiment.needs_text
+            _echo_wrapped(
+                f"  {name}: {experiment.summary}{f' ({of})' * bool(of)}\n"
+                f"      {whole} ({experiment.seeds} seeds); --quick: {quick} ({experiment.quick_seeds}){text}"
+            )
 
 
-def _echo_wrapped(text: str) -> None:
+def _echo_wrapped(text: str, indent: int = 6) -> None:
     """Print lines, broken between words where a terminal is narrower."""
     width = shutil.get_terminal_size(fallback=(1000, 24)).columns
     for line in text.splitlines():
-        typer.echo(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False))
+        typer.echo(textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False) or "")
 
 
 @lab.command("run")
@@ -382,19 +502,25 @@ def lab_run(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side.")] = 1,
     quiet: Quiet = False,
-    device: Annotated[str, typer.Option(help="To train on: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(parser=_device, metavar="DEVICE", help="To train on: cpu, cuda, cuda:1.")
+    ] = "cpu",
 ) -> None:
     """Train an experiment's models and write tables and plots; repeat the command to resume."""
     from ln_probe.analyses.lab import experiments
 
     if name not in experiments.EXPERIMENTS:
         raise ArgumentError(f"there is no experiment {name!r}: {_suggestion(name, experiments.EXPERIMENTS)}")
+    experiment = experiments.EXPERIMENTS[name]
+    folder = out or Path("lab-runs") / name
+    if experiment.needs_text and not text:
+        raise ArgumentError(f"{name} needs text: give --text FILE")
+    if not quiet:
+        typer.echo("loading PyTorch …", err=True)
     import ln_probe
     from ln_probe.models import device_named
     from ln_probe.page.lab import write_lab_page
 
-    experiment = experiments.EXPERIMENTS[name]
-    folder = out or Path("lab-runs") / name
     try:
         device_named(device)
         request = experiments.Request(

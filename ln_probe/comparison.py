@@ -12,9 +12,8 @@ import pandas as pd
 from jaxtyping import Float
 
 from ln_probe.analyses.probes import statistics
-from ln_probe.analyses.probes.tables import BY_HEAD, PAIRED, SUMMARY
+from ln_probe.analyses.probes.tables import SUMMARY
 from ln_probe.analyses.probes.wording import unselectable_share
-from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import step_named
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
@@ -35,9 +34,9 @@ class Comparison:
             first report's, sinks, shares and medians over heads, intact and with scaling frozen.
         tables: the reports' tables joined on their key columns, with columns (measure, name), so that
             `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
-        paired: difference in the change of the loss between each report and the first one, paired by prompt
-            (`ln_probe.analyses.probes.tables.PAIRED`); only reports on the same tokens and layers and of the
-            same loss are paired.
+        paired: a row per report but the first, sites and variant: how much more its loss changes than the first
+            one's on the `n` prompts that both have, with a paired 95 % CI and p (Holm-adjusted over groups of norms, or
+            over single norms); only reports on the same tokens and layers and of the same loss are paired.
         notes: differences from the first report other than the model (prompts, layers, version).
 
     Example:
@@ -60,7 +59,7 @@ class Comparison:
     @property
     def by_head(self) -> pd.DataFrame:
         """`Report.by_head` of all reports, by (layer, head), with columns (measure, name)."""
-        return joined(BY_HEAD, self.names, [r.by_head() for r in self.reports])
+        return joined(("layer", "head"), self.names, [r.by_head() for r in self.reports])
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(map(repr, self.names))})"
@@ -101,15 +100,15 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     called = labels(found) if names is None else tuple(map(str, names))
     if len(called) != len(found) or len(set(called)) != len(called):
         raise ValueError(f"names must be {len(found)} different ones, one per report, got {list(called)}")
-    tables = {name: table for report in found for name, table in report.declared.items() if table.key}
-    wide = {n: joined(t, called, [r.tables.get(n) for r in found]) for n, t in tables.items()}
+    keys = {name: table.key for report in found for name, table in report.declared.items() if table.key}
+    wide = {name: joined(key, called, [r.tables.get(name) for r in found]) for name, key in keys.items()}
     more = paired(called, found), setup_differences(called, found)
     return Comparison(called, found, summary(called, found), wide, *more)
 
 
-def joined(table: Table, names: Sequence[str], frames: Sequence[pd.DataFrame | None]) -> pd.DataFrame:
-    """Join the models' rows of a table on what a row is about; columns are (measure, name)."""
-    about = list(table.key)
+def joined(key: Sequence[str], names: Sequence[str], frames: Sequence[pd.DataFrame | None]) -> pd.DataFrame:
+    """Join the models' rows of a table on its key; columns are (measure, name)."""
+    about = list(key)
     found = {
         name: frame.drop_duplicates(about).set_index(about)
         for name, frame in zip(names, frames, strict=True)
@@ -198,10 +197,9 @@ def _intact(report: Report) -> pd.DataFrame:
 
 
 def overview(report: Report) -> dict[str, float | int | None]:
-    """Summarize a report in one row: shares over all keys, medians over norms and heads."""
-    norms, heads, sinks = report.layernorms, report.heads, report.sink_heads
-    row: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
-    row["projected_share"] = float(norms["projected_share"].median())
+    """Summarize a report in one row: shares over all keys, medians over heads."""
+    heads, sinks = report.heads, report.sink_heads
+    row: dict[str, float | int | None] = {"step": step_of(report)}
     for variant, ending in ((INTACT.name, ""), (SCALING_FROZEN.name, "_no_scaling")):
         of_variant = heads[heads["variant"] == variant]
         row[f"unselectable{ending}"] = unselectable_share(heads, variant)
@@ -248,11 +246,13 @@ def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[
     return tuple(found)
 
 
+_PAIRED_COLUMNS = ("model", "against", "sites", "variant", "difference", "low", "high", "p", "prompts_more", "n")
+
+
 def paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
     """Return differences of `causal_prompts.delta_loss` from the first report's, over the prompts that both have.
 
-    That is the table `ln_probe.analyses.probes.tables.PAIRED`, without reports on other tokens or layers than the
-    first one's, or of another loss.
+    Reports on other tokens or layers than the first one's, or of another loss, are left out.
     """
     first, key = reports[0], ["prompt", "sites", "variant"]
     rows: list[dict[str, object]] = []
@@ -281,7 +281,7 @@ def paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
                     "n": len(of_edit),
                 }
             )
-    table = PAIRED.frame(rows)
+    table = pd.DataFrame(rows, columns=list(_PAIRED_COLUMNS))
     groups, p = table["sites"].isin(GROUPS), table["p"].copy()
     for family in (groups, ~groups):
         known = table.loc[family, "difference"].notna()

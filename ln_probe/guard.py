@@ -1,4 +1,4 @@
-"""Refuse a model that would not be measured as it is given, and one that changes while it is measured.
+"""Check what `analyze` and its likes are given: a model that is measured as it is, and numbers.
 
 A hook that neither TransformerLens nor ln_probe nor the loader has put on the model is a user's: it is refused, or
 measured with (`hooks="keep"`), which the report says.
@@ -6,10 +6,12 @@ measured with (`hooks="keep"`), which the report says.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +19,13 @@ from torch import nn
 from ln_probe.hooks.model import (
     HookedModel,
     check_model,
-    check_weights,
+    device_of,
     edits_on,
     evaluating,
     is_hugging_face,
     plain_path,
+    whole_number,
 )
-from ln_probe.loading.verify import bridged
 
 REFUSE, KEEP = "refuse", "keep"
 # Where torch keeps the hooks of a module.
@@ -32,6 +34,8 @@ _STORES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_back
 _OWN = ("ln_probe", "transformer_lens", "transformers", "accelerate", "torch")
 _WRAPPERS = ("peft", "sae_lens")  # packages whose modules change what the model around them computes
 _NAMED = 5  # hooks that a message names
+ON_MPS = "the model is on Apple's MPS, which has no float64: a copy of it was measured on the CPU"
+LARGEST_SEED = 10**18  # torch takes 63 bits
 
 
 class ModelStateError(RuntimeError):
@@ -92,12 +96,16 @@ def check_state(model: nn.Module, hooks: str = REFUSE) -> tuple[str, ...]:
 def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> tuple[HookedModel, tuple[str, ...]]:
     """Return the model to measure (a bridge for a Hugging Face model in memory), and a note on its hooks."""
     notes = check_state(given, hooks) if isinstance(given, nn.Module) else ()
-    if is_hugging_face(given):
-        check_weights(cast(nn.Module, given))
-        return check_model(bridged(cast(Any, given), tokenizer)), notes
-    if tokenizer is not None:
+    if tokenizer is not None and not is_hugging_face(given):
         raise ValueError(f"tokenizer= is for a Hugging Face model in memory: a {type(given).__name__} has its own")
-    return check_model(given), notes
+    if isinstance(given, nn.Module) and device_of(given).type == "mps":
+        notes += (ON_MPS,)
+        warnings.warn(ON_MPS, stacklevel=3)
+        given = copy.deepcopy(given).to("cpu")
+    model = check_model(given)
+    if is_hugging_face(given):
+        model.__dict__["_tokenizer"] = tokenizer  # as the bridge's property reads it; nothing is put into the tokenizer
+    return model, notes
 
 
 @contextmanager
@@ -111,3 +119,49 @@ def unchanged(model: HookedModel) -> Iterator[None]:
         after = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
         if name := next((n for n in (*before, *after) if before.get(n) != after.get(n)), ""):
             raise ModelStateError(f"{plain_path(name)} changed while the model was measured: measure it again")
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
+    """Return a list of layers or heads as a tuple.
+
+    Raises:
+        TypeError: it is no list of whole numbers.
+    """
+    try:
+        if not isinstance(values, str | bytes):
+            return tuple(whole_number(v, what) for v in values)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{what} must be a list of whole numbers, such as [0, 1], got {values!r}")
+
+
+def indices(values: Any, what: str, count: int) -> list[int]:
+    """Return a list of layers or heads; negative layers count from the end.
+
+    Raises:
+        TypeError, ValueError: no list of whole numbers, an empty one, or one that the model lacks.
+    """
+    numbers = whole_numbers(values, f"{what}s")
+    if what == "layer":
+        numbers = tuple(i + count if -count <= i < 0 else i for i in numbers)
+    if wrong := [i for i in numbers if not 0 <= i < count]:
+        raise ValueError(f"no {what} {wrong[0]}: the model has {what}s 0 … {count - 1}")
+    if not numbers:
+        raise ValueError(f"an empty list of {what}s leaves nothing to analyze: None means all")
+    return list(numbers)
+
+
+def token_limit(value: Any) -> int:
+    """Return `max_tokens`; ValueError unless it is a whole number, 2 or more: one token alone predicts nothing."""
+    return whole_number(value, "max_tokens", 2)
+
+
+def seed_of(value: Any) -> int:
+    """Return a seed; ValueError unless it is a whole number, 0 or more and at most 10^18."""
+    seed = whole_number(value, "seed", 0)
+    if seed > LARGEST_SEED:
+        raise ValueError("seed must be at most 10^18")
+    return seed

@@ -9,21 +9,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ln_probe.analyses.arguments import check_flags, received
-from ln_probe.analyses.text import step_named
-from ln_probe.loading.provenance import ModelSource, source_of
+from ln_probe.analyses.text import check_flags, received, step_named, whole_number
+from ln_probe.loading.source import ModelSource, source_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from ln_probe.hooks.task import BundledPrompts
-    from ln_probe.loading.convert import World
 
 __all__ = ["DTYPES", "ModelSource", "bundled_models", "load_model", "source_of"]
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
+# The checkpoints that come with the package, in `data/checkpoints`: each one trained model of 4 layers and 16 heads.
+BUNDLED = {
+    "lm-layernorm": "LayerNorm at every norm",
+    "lm-layernorm-removed": "lm-layernorm after fine-tuning in which every norm became a constant",
+    "lm-none": "neither projection nor scaling: every norm divides by a constant",
+    "lm-projection_only": "projection without scaling",
+    "lm-scaling_only": "scaling without projection (an RMSNorm)",
+}
 _LAB_FILE = "lab.json"  # what makes a folder a lab run's
 
 
@@ -34,7 +40,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     revision: str | int | None = None,
     allow_pickle: bool = False,
-    world: Literal["hooked", "bridge"] | None = None,
+    world: Literal["hooked", "bridge", "lab"] | None = None,
 ) -> nn.Module:
     """Load a model with its weights as trained, and check once that its logits are those of the original.
 
@@ -44,16 +50,16 @@ def load_model(
         name: a name on the model hub (``gpt2``, ``pythia-70m``, ``owner/model``), a local Hugging Face
             folder, a ``.gguf`` file, a lab run's folder, or a bundled name; a path goes before a name.
             ``name@revision`` is short for `revision`.
-        device: ``cpu``, ``cuda``, ``cuda:1``, or a `torch.device`; by default CUDA where there is a GPU, else the CPU
-            (``mps`` is refused: it has no float64).
+        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or a `torch.device`; by default CUDA where there is a GPU, else
+            the CPU.
         dtype: format of the weights: ``float32``, ``float64``, ``bfloat16`` or ``float16``, or that `torch.dtype`; by
             default float32.
         revision: branch, tag or commit on the hub (``step1000`` for Pythia), or the step of a lab run.
         allow_pickle: read weights from ``pytorch_model.bin`` where there are no safetensors, with
             ``weights_only=True``.
-        world: ``hooked`` (HookedTransformer, TransformerLens 3 only) or ``bridge`` (TransformerBridge); by
-            default HookedTransformer where it exists and reproduces the original, else the bridge; lab models are
-            bridges by default.
+        world: ``hooked`` (HookedTransformer, TransformerLens 3 only), ``bridge`` (TransformerBridge) or ``lab`` (a lab
+            or bundled model as it was trained); by default HookedTransformer where it exists and reproduces the
+            original, else the bridge; lab models are bridges by default.
 
     Returns:
         A HookedTransformer or TransformerBridge in eval mode; of a lab run whose model neither can hold (post-norm, not
@@ -75,8 +81,8 @@ def load_model(
         raise TypeError(f"name must be a model's name or path, got {received(name)}")
     check_flags(allow_pickle=allow_pickle)
     torch_dtype, torch_device = dtype_named(DTYPES[0] if dtype is None else dtype), device_named(device)
-    if world not in (None, "hooked", "bridge"):
-        raise ValueError(f"world must be 'hooked', 'bridge' or None, got {world!r}.")
+    if world not in (None, "hooked", "bridge", "lab"):
+        raise ValueError(f"world must be 'hooked', 'bridge', 'lab' or None, got {world!r}.")
     given, in_name = split_revision(str(name))
     if revision is not None and in_name is not None:
         raise ValueError(f"{name} names a revision, and revision={revision!r} another: give one.")
@@ -85,8 +91,9 @@ def load_model(
     kind = kind_of(given, path)
     if kind in ("lab", "bundled"):
         folder = path if kind == "lab" else bundled_folder(given)
-        own = None if dtype is None else torch_dtype
-        return _load_run(given, kind, folder, torch_device, own, revision, world)
+        return _load_run(given, kind, folder, torch_device, torch_dtype, revision, world)
+    if world == "lab":
+        raise ValueError(f"world='lab' is for lab runs and bundled models, and {given} is none.")
     if kind in ("folder", "gguf") and revision is not None:
         raise ValueError(f"{given} is a local {kind}, which has no revisions: leave revision={revision!r} out.")
     return _load_checkpoint(given, kind, path, torch_device, torch_dtype, revision, allow_pickle, world)
@@ -107,7 +114,16 @@ def bundled_models() -> list[str]:
         >>> ln_probe.bundled_models()
         ['lm-layernorm', 'lm-layernorm-removed', 'lm-none', 'lm-projection_only', 'lm-scaling_only']
     """
-    return sorted(file.parent.name for file in _bundled_home().glob(f"*/{_LAB_FILE}"))
+    return sorted(BUNDLED)
+
+
+def bundled_folder(name: str) -> Path:
+    """Return the folder of a bundled checkpoint."""
+    return _data_folder() / "checkpoints" / name
+
+
+def _data_folder() -> Path:
+    return Path(__file__).parent / "data"
 
 
 def held_out_windows() -> BundledPrompts:
@@ -117,7 +133,7 @@ def held_out_windows() -> BundledPrompts:
 
     from ln_probe.hooks.task import BundledPrompts
 
-    content = json.loads((_bundled_home().parent / "windows.json").read_text())
+    content = json.loads((_data_folder() / "windows.json").read_text())
     measured, calibration = (tuple(torch.tensor(row) for row in content[part]) for part in ("measured", "calibration"))
     return BundledPrompts(measured, calibration, content["source"], tuple(content["books"]))
 
@@ -143,29 +159,15 @@ def shipped_constants(folder: Path) -> dict[str, Any] | None:
     return {**content, "every": every, "halves": halves}
 
 
-def bundled_folder(name: str) -> Path:
-    """Return the folder of a bundled checkpoint."""
-    return _bundled_home() / name
-
-
-def _bundled_home() -> Path:
-    from importlib.resources import files
-
-    return Path(str(files("ln_probe"))) / "data" / "checkpoints"
-
-
 def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "bundled"]:
-    """Return what `given` names. A path wins over a name, unless it is a folder without a model by a known name.
+    """Return what `given` names. A path goes before a name, unless it is a folder without a model by a bundled name.
 
     Raises:
         FileNotFoundError: a path that does not exist.
         ValueError: an empty name, or a file that is no model.
     """
-    from ln_probe.loading.hub import known_hub_names
-
     if not given.strip():
         raise ValueError("the model's name is empty: give a hub name, a path or a bundled name.")
-    bundled = bundled_models()
     # os.path answers False where pathlib raises (a name too long, or not a possible path at all).
     if os.path.isfile(path):
         if path.suffix == ".gguf":
@@ -174,13 +176,25 @@ def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "
     if os.path.isdir(path):
         if (path / _LAB_FILE).is_file():
             return "lab"
-        if (path / "config.json").is_file() or not (given in bundled or given.lower() in known_hub_names()):
+        if (path / "config.json").is_file() or (given not in BUNDLED and not _is_known(given)):
             return "folder"
-    if given in bundled:
+    if given in BUNDLED:
         return "bundled"
     if re.match(r"[./~\\]|[A-Za-z]:[\\/]", given) or given.endswith((".gguf", "/")) or given.count("/") > 1:
         raise FileNotFoundError(f"{given} does not exist (full path {path.absolute()}). Check the path.")
     return "hub"
+
+
+def layers_of(given: str, path: Path) -> int:
+    """Return how many layers the model of a lab run or a bundled name has; imports nothing heavy."""
+    folder = path if (path / _LAB_FILE).is_file() else bundled_folder(given)
+    return int(json.loads((folder / _LAB_FILE).read_text(encoding="utf-8"))["model"]["n_layers"])
+
+
+def _is_known(name: str) -> bool:
+    from ln_probe.loading.pretrained import known_hub_names
+
+    return name.lower() in known_hub_names()
 
 
 def dtype_named(name: str | torch.dtype) -> torch.dtype:
@@ -203,18 +217,15 @@ def device_named(name: str | torch.device | None) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', …, got {name!r}.") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', 'mps', …, got {name!r}.") from error
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if device.type not in counts:
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'mps', got {name!r}.")
+    if (device.index or 0) >= counts[device.type]:
         raise ValueError(
-            f"device {name!r} is not there: this machine shows {torch.cuda.device_count()} CUDA devices to torch "
+            f"device {name!r} is not there: this machine shows {counts[device.type]} of that kind to torch "
             f"{torch.__version__}. Use device='cpu'."
         )
-    from ln_probe.hooks.model import device_obstacle
-
-    if obstacle := device_obstacle(device):
-        raise ValueError(f"device {name!r} cannot be used: {obstacle}. Use device='cpu'.")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'cpu' or 'cuda', got {name!r}.")
     return device
 
 
@@ -226,30 +237,29 @@ def _load_checkpoint(
     dtype: torch.dtype,
     revision: str | None,
     allow_pickle: bool,
-    world: World | None,
+    world: Literal["hooked", "bridge"] | None,
 ) -> nn.Module:
     """Load a Hugging Face model from the hub, a folder or a .gguf file."""
-    from ln_probe.loading.hub import LEGACY_PREFIXES, fetch, hub_revision, official_name
-    from ln_probe.loading.pretrained import from_folder, from_gguf, isolated
-    from ln_probe.loading.provenance import sha256_of_files
-    from ln_probe.loading.verify import into_world
+    from ln_probe.loading import pretrained as hugging_face
+    from ln_probe.loading.convert import into_transformer_lens
+    from ln_probe.loading.source import sha256_of_files
 
     repository = commit = None
     if kind == "hub":
-        repository = official_name(given, also=bundled_models())
-        if repository.startswith(LEGACY_PREFIXES):
+        repository = hugging_face.official_name(given, also=bundled_models())
+        if repository.startswith(hugging_face.LEGACY_PREFIXES):
             raise ValueError(
                 f"{given} ({repository}) is in TransformerLens's own older format, without a Hugging Face model to "
                 "compare with: load it with TransformerLens and pass the model."
             )
-        revision = hub_revision(repository, revision)
-        path = fetch(repository, revision=revision, allow_pickle=allow_pickle)
+        revision = hugging_face.hub_revision(repository, revision)
+        path = hugging_face.fetch(repository, revision=revision, allow_pickle=allow_pickle)
         commit = path.name
-    with isolated():  # every file is on the disk now
+    with hugging_face.isolated():  # every file is on the disk now
         if kind == "gguf":
-            pretrained = from_gguf(path, dtype=dtype, device=device)
+            pretrained = hugging_face.from_gguf(path, dtype=dtype, device=device)
         else:
-            pretrained = from_folder(path, allow_pickle=allow_pickle, dtype=dtype, device=device)
+            pretrained = hugging_face.from_folder(path, allow_pickle=allow_pickle, dtype=dtype, device=device)
         source = ModelSource(
             name=given,
             kind=kind,
@@ -260,15 +270,7 @@ def _load_checkpoint(
             dtype=str(dtype).removeprefix("torch."),
             notes=pretrained.notes,
         )
-        return into_world(pretrained, source, world, hub_name=repository)
-
-
-def lab_step(revision: str) -> int:
-    """Return the training step that a lab run's revision names."""
-    step = int(revision) if revision.isdecimal() else step_named(revision)
-    if step is None:
-        raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
-    return step
+        return into_transformer_lens(pretrained, source, world, hub_name=repository)
 
 
 def _load_run(
@@ -276,20 +278,16 @@ def _load_run(
     kind: str,
     folder: Path,
     device: torch.device,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     revision: str | None,
-    world: World | None,
+    world: Literal["hooked", "bridge", "lab"] | None,
 ) -> nn.Module:
     """Load the model of a lab run; a bundled one brings its prompts and its loss-optimal constants."""
-    import torch
-
     from ln_probe.analyses.lab.train import load_run, weights_of
-    from ln_probe.loading.lab_models import into_transformer_lens
-    from ln_probe.loading.provenance import sha256_of_files, sha256_of_state
+    from ln_probe.loading.source import remember, sha256_of_files, sha256_of_state
 
-    step = None if revision is None else lab_step(revision)
-    trained = load_run(folder, step)
-    trained = trained.to(device=device, dtype=dtype or torch.float32).eval()
+    step = None if revision is None else _step(revision)
+    trained = load_run(folder, step).to(device=device, dtype=dtype).eval()
     source = ModelSource(
         name=given,
         kind=kind,
@@ -297,9 +295,15 @@ def _load_run(
         weights_sha256=sha256_of_state(trained),
         architecture=type(trained).__name__,
         world="lab",
-        dtype=str(dtype or torch.float32).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
     )
-    model = into_transformer_lens(trained, source, world)
+    if world == "lab":
+        model: nn.Module = trained
+        remember(model, source)
+    else:
+        from ln_probe.loading.convert import lab_model
+
+        model = lab_model(trained, source, world)
     if kind == "bundled":
         model.__dict__["bundled_prompts"] = held_out_windows()
         shipped = shipped_constants(folder)
@@ -307,3 +311,12 @@ def _load_run(
             model.__dict__["shipped_constants"] = shipped
             model.__dict__["optimal_constants"] = shipped["every"]
     return model
+
+
+def _step(revision: str) -> int:
+    """Return the training step that a lab run's revision names."""
+    step = whole_number(revision, 18)
+    step = step_named(revision) if step is None else step
+    if step is None:
+        raise ValueError(f"revision of a lab run is a training step (1000 or step1000), got {revision!r}.")
+    return step

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ln_probe.analyses.arguments import check_flags
-from ln_probe.analyses.text import encodable
+from ln_probe.analyses.text import check_flags, encodable
 from ln_probe.hooks.model import HookedModel, check_model, context_length, vocabulary_size, whole_number
 from ln_probe.hooks.task import (
     MAX_TOKENS,
@@ -55,6 +54,7 @@ class Prompts:
         source: "bundled", "tokens", "texts" or a file's name.
         notes: what was done to them (cut, unpadded), in plain sentences.
         summary: the description of the prompts for a report's provenance.
+        strata: what each prompt is a sample of (its book); empty: there is one stratum.
 
     Example:
         >>> from ln_probe.prompts import make_prompts
@@ -67,6 +67,7 @@ class Prompts:
     source: str
     notes: tuple[str, ...]
     summary: dict[str, Any]
+    strata: tuple[str, ...] = ()
 
 
 def make_prompts(
@@ -130,7 +131,9 @@ def make_prompts(
                 rows.append(encode(model, entry, prepend_bos=prepend_bos) if is_text else _row(entry, number))
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}" if len(entries) > 1 and is_text else str(error)) from error
-    return _finished(model, rows[:max_prompts], source, max_tokens, (*notes, *more), token_names)
+    finished = _finished(model, rows[:max_prompts], source, max_tokens, (*notes, *more), token_names)
+    own = bundled_prompts(model) if prompts is None else None
+    return finished if own is None else replace(finished, strata=own.strata[: len(finished.tokens)])
 
 
 def _entries(model: HookedModel, prompts: Any) -> tuple[Sequence[Any], str]:

@@ -17,14 +17,13 @@ import numpy as np
 import pandas as pd
 
 from ln_probe import __version__
-from ln_probe.analyses.arguments import check_text, path_of
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.files import replacing, to_be_written, write_text
 from ln_probe.analyses.probes.base import Failure, Finding, Probe
-from ln_probe.analyses.probes.tables import BY_HEAD, TABLES, TOKENS
+from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.wording import findings as answers_of
 from ln_probe.analyses.schema import Table
-from ln_probe.analyses.text import counted, disarmed, encodable
+from ln_probe.analyses.text import check_text, counted, disarmed, encodable, path_of
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits, load_arrays, save_arrays
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
@@ -152,8 +151,9 @@ class Report:
         """Return a table of tokens: how hard their keys are to select, and how much attention they receive.
 
         Returns:
-            A row per token and place (position 0, sink, elsewhere), those first whose attainable attention falls most
-            with scaling frozen; `ln_probe.analyses.probes.tables.TOKENS` says what the columns mean.
+            A row per token and place (position 0; sink, as in the table `sinks`; elsewhere), those first whose
+            attainable attention falls most with scaling frozen: the share of its `n` keys that is unselectable, intact
+            and with scaling frozen, and medians of `attainable`, its change, the margin and `pattern_max`.
         """
         return _by_token(self.keys, self.sinks)
 
@@ -164,14 +164,16 @@ class Report:
             sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
 
         Returns:
-            A row per (layer, head); `ln_probe.analyses.probes.tables.BY_HEAD` says what the columns mean.
+            A row per (layer, head): the loss change with scaling frozen for it alone (the estimate where `estimated`)
+            and its p; then columns of `heads` and `sink_heads`, intact, and their changes with scaling frozen for the
+            keys. What was not measured is NaN.
 
         Raises:
             ValueError: no such column.
         """
-        if sort is not None and sort not in BY_HEAD.columns:
-            raise ValueError(f"by_head has no column {sort!r}: there are {', '.join(BY_HEAD.names)}")
         table = _by_head(self.heads, self.head_effects, self.sink_heads)
+        if sort is not None and sort not in table:
+            raise ValueError(f"by_head has no column {sort!r}: there are {', '.join(table)}")
         if sort is None:
             return table
         return table.sort_values(sort, key=abs, ascending=False, kind="stable").reset_index(drop=True)
@@ -300,17 +302,18 @@ _OF_HEADS = {
 
 
 def _by_head(heads: pd.DataFrame, effects: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
-    """Return the table BY_HEAD from the three tables by head."""
+    """Return the columns of three tables by head side by side."""
     index = pd.MultiIndex.from_frame(pd.concat([t[_KEY] for t in (heads, effects, sinks)]).drop_duplicates())
-    table = pd.DataFrame(index=index.sort_values(), columns=BY_HEAD.names[len(_KEY) :], dtype=float)
+    table = pd.DataFrame(index=index.sort_values())
 
     def values(rows: pd.DataFrame, column: str) -> pd.Series:
         return rows.set_index(_KEY)[column].astype(float).reindex(table.index)
 
     frozen_effects = effects[effects["variant"] == SCALING_FROZEN.name]
-    exact, table["p"] = values(frozen_effects, "delta_loss"), values(frozen_effects, "p")
+    exact = values(frozen_effects, "delta_loss")
     table["delta_loss"] = exact.fillna(values(frozen_effects, "estimate"))
     table["estimated"] = exact.isna() & table["delta_loss"].notna()
+    table["p"] = values(frozen_effects, "p")
     intact, frozen = (heads[heads["variant"] == v.name] for v in (INTACT, SCALING_FROZEN))
     for column, (name, change) in _OF_HEADS.items():
         table[name] = values(intact, column)
@@ -319,16 +322,14 @@ def _by_head(heads: pd.DataFrame, effects: pd.DataFrame, sinks: pd.DataFrame) ->
     for column in ("sink_rate", "first_attention"):
         table[column] = values(sinks, column)
     table["first_change"] = values(sinks, "first_attention_no_scaling") - table["first_attention"]
-    return table.reset_index()[BY_HEAD.names]
+    return table.reset_index()
 
 
 PLACES = ("position 0", "sink", "elsewhere")
 
 
 def _by_token(keys: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
-    """Return the table TOKENS from the keys and the tokens that are sinks."""
-    if not len(keys):
-        return TOKENS.empty()
+    """Return keys summed up by token and place, from the keys and the tokens that are sinks."""
     sink = sinks[sinks["kind"].str.contains("sink") & (sinks["position"] > 0)]
     at_sink = pd.MultiIndex.from_frame(keys[["prompt", "position"]]).isin(
         pd.MultiIndex.from_frame(sink[["prompt", "position"]])
@@ -352,7 +353,7 @@ def _by_token(keys: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
     table["attainable_change"] = frozen["attainable"].median().reindex(table.index) - table["attainable"]
     table = table.reset_index().assign(rank=lambda t: t["place"].map(PLACES.index))
     table = table.sort_values(["rank", "attainable_change", "n"], ascending=[True, True, False], kind="stable")
-    return table[TOKENS.names].reset_index(drop=True)
+    return table.drop(columns="rank").reset_index(drop=True)
 
 
 def environment() -> dict[str, str]:

@@ -39,7 +39,7 @@ from ln_probe.analyses.attribution.shared import (
     token_ids,
     token_names,
 )
-from ln_probe.hooks.components import END, Part, Record, Split, Wiring, find_wiring
+from ln_probe.hooks.components import END, Part, Record, Split, Wiring, find_wiring, record
 from ln_probe.hooks.model import (
     HookedModel,
     before_projection,
@@ -54,7 +54,7 @@ from ln_probe.hooks.model import (
 )
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
 from ln_probe.hooks.norms import norms_of
-from ln_probe.hooks.stream import CachedPrompts, is_cache, record
+from ln_probe.hooks.stream import CachedPrompts, is_cache
 
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]

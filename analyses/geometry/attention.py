@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ln_probe.analyses.geometry.check import Floats, Ints
-from ln_probe.analyses.geometry.compiled import compiled, compiled_part
+from ln_probe.analyses.geometry.check import Attention, Floats, Ints, Scratch, Space, keep_attention
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
 from ln_probe.analyses.geometry.nearest import combine
 
 # Keys with less than this share of the largest competing weight are left out of the second-order model (never of the
@@ -37,6 +37,8 @@ LEAST = 0.1
 FLAT, SEARCH_STEPS = 0.3, 40
 # A model step that gains less than this share of what the linear model promises has met rounding.
 TRUST = 0.01
+# The largest weight is found to this share of what was asked for; the rest is left to the rounding of the proof.
+PROOF = 1 - 1e-4
 # Newton steps per key. Heads with scores of tens of nats take 1 to 20; with hundreds of nats log w has kinks and takes
 # a hundred.
 NEWTON_STEPS = 400
@@ -63,7 +65,6 @@ class Room(NamedTuple):
     across: Floats  # "dim key": the same
 
 
-@compiled
 def attention_room(count: int, dim: int) -> Room:
     """Return room for `count` keys of `dim` dimensions."""
     power, keyed, vectors = np.empty(count), np.empty((5, count)), np.empty((7, dim))
@@ -239,32 +240,11 @@ def line_search(room: Room, i: int, value: float, slope: float) -> tuple[float, 
 
 
 @compiled_part
-def largest_weight(
-    rows: Floats,
-    columns: Floats,
-    offset: Floats,
-    i: int,
-    starts: Floats,
-    tolerance: float,
-    budget: float,
-    room: Room,
-    u: Floats,
-    proof: Floats,
-) -> tuple[float, float]:
-    """Find the largest softmax weight of key i over the unit ball of `u`, for scores `offset + rows @ u`.
-
-    Args:
-        rows, columns: "key dim" and "dim key", in nats.
-        starts: "start dim", points of the ball; it starts from the best one.
-        tolerance: it stops when the weight is known to this, or when steps or budget (multiply-adds) run out.
-        u, proof: are set to the points that prove the weight and the upper bound.
-
-    Returns:
-        the weight and an upper bound, as far as rounding allows.
-    """
-    count, dim = rows.shape
+def take_best_start(columns: Floats, offset: Floats, i: int, starts: Floats, room: Room, u: Floats) -> float:
+    """Set u to the row of `starts` that gives key i the largest weight, and what is known there; return f there."""
+    dim, count = columns.shape
     scores, change, weight, trial = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[WEIGHT], room.keyed[TRIAL]
-    value, bound, model = np.inf, 1.0, MODEL_SHARE
+    value = np.inf
     for choice in range(starts.shape[0]):
         combine(columns, starts[choice], dim, count, change)
         for j in range(count):
@@ -276,41 +256,83 @@ def largest_weight(
                 u[t] = starts[choice, t]
             for j in range(count):
                 scores[j], weight[j] = change[j], trial[j]
-    spent = 0.0
-    for _ in range(NEWTON_STEPS):
-        gap, length = set_gradient(rows, i, u, room)
-        reach = min(1.0, np.exp(gap - value))
-        if reach <= bound:
-            bound = reach
-            for t in range(dim):
-                proof[t] = u[t]
-        spent += 2.0 * count * (dim + 30.0)
-        if bound - np.exp(-value) <= tolerance or dim == 0 or spent > budget:
-            break
-        many = set_spread(rows, i, model, room)
-        model_minimum(room, many, u)
-        spent += 20.0 * many * dim
-        slope = 0.0
+    return value
+
+
+@compiled_in_place
+def bound_attention(
+    space: Space,
+    rows: Floats,
+    columns: Floats,
+    radius: float,
+    starts: Floats,
+    gap: float,
+    budget: float,
+    room: Room,
+    points: Floats,
+    attention: Attention,
+    scratch: Scratch,
+) -> None:
+    """Bracket the largest softmax weights over the ball of queries of a radius that are not known yet.
+
+    The steps stop when a weight is known to `gap`, or when they or the budget (multiply-adds) run out; the first way
+    that fails is followed by a second one, from the middle of the ball.
+
+    Args:
+        rows, columns: "key dim" and "dim key", in nats, times the radius.
+        starts: directions of u in which good queries are expected, a row for each key.
+        points: "4 dim", are written to.
+    """
+    (count, dim), offset = rows.shape, space.offset
+    scores, change, weight, trial = room.keyed[SCORES], room.keyed[CHANGE], room.keyed[WEIGHT], room.keyed[TRIAL]
+    u, proof, step = points[2], points[3], room.vectors[STEP]
+    for i in range(count):
+        length, start = 0.0, 0.0
         for t in range(dim):
-            room.vectors[STEP, t] = room.vectors[AIM, t] - u[t]
-            slope += room.vectors[GRADIENT, t] * room.vectors[STEP, t]
-        if slope > -TRUST * gap:  # rounding in the model: straight to where the gradient points
-            slope = -gap
-            for t in range(dim):
-                room.vectors[STEP, t] = -room.vectors[GRADIENT, t] / length - u[t]
-        combine(columns, room.vectors[STEP], dim, count, change)
-        share, lower = line_search(room, i, value, slope)
-        if not lower < value:
-            if model < FINEST:
+            length += rows[i, t] * rows[i, t]
+            start += starts[i, t] * starts[i, t]
+        for attempt in range(2):
+            if attention.upper[i] - attention.lower[i] <= gap:
                 break
-            model *= FINER
-            continue
-        if share < BOLD:
-            model *= FINER
-        value = lower
-        for t in range(dim):
-            u[t] += share * room.vectors[STEP, t]
-        for j in range(count):
-            scores[j] += share * change[j]
-            weight[j] = trial[j]
-    return float(np.exp(-value)), bound
+            for t in range(dim):
+                points[0, t] = rows[i, t] / np.sqrt(length) if length > 0.0 and attempt == 0 else 0.0
+                points[1, t] = starts[i, t] / np.sqrt(start) if start > 0.0 and attempt == 0 else 0.0
+            value, bound, model = take_best_start(columns, offset, i, points[: 2 - attempt], room, u), 1.0, MODEL_SHARE
+            spent = 0.0
+            for _ in range(NEWTON_STEPS):
+                most, slope_length = set_gradient(rows, i, u, room)
+                reach = min(1.0, np.exp(most - value))
+                if reach <= bound:
+                    bound = reach
+                    for t in range(dim):
+                        proof[t] = u[t]
+                spent += 2.0 * count * (dim + 30.0)
+                if bound - np.exp(-value) <= gap * PROOF or dim == 0 or spent > budget:
+                    break
+                many = set_spread(rows, i, model, room)
+                model_minimum(room, many, u)
+                spent += 20.0 * many * dim
+                slope = 0.0
+                for t in range(dim):
+                    step[t] = room.vectors[AIM, t] - u[t]
+                    slope += room.vectors[GRADIENT, t] * step[t]
+                if slope > -TRUST * most:  # rounding in the model: straight to where the gradient points
+                    slope = -most
+                    for t in range(dim):
+                        step[t] = -room.vectors[GRADIENT, t] / slope_length - u[t]
+                combine(columns, step, dim, count, change)
+                share, lower = line_search(room, i, value, slope)
+                if not lower < value:
+                    if model < FINEST:
+                        break
+                    model *= FINER
+                    continue
+                if share < BOLD:
+                    model *= FINER
+                value = lower
+                for t in range(dim):
+                    u[t] += share * step[t]
+                for j in range(count):
+                    scores[j] += share * change[j]
+                    weight[j] = trial[j]
+            keep_attention(space, i, u, proof, radius, scratch, attention)

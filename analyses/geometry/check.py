@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ln_probe.analyses.geometry.compiled import compiled, compiled_in_place, compiled_part
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_part
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -45,6 +45,9 @@ SLACK = 1e-6
 EPS = float(np.finfo(np.float64).eps)
 # A bound of rounding errors times this covers its own rounding, and that of the few operations that follow.
 AMPLE = 2.0
+UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
+NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
+
 # More than underflow takes from scores and lengths of keys and queries that are about 1.
 UNDERFLOW = 1e-150
 
@@ -64,22 +67,92 @@ class Space(NamedTuple):
     error: Floats  # error of a score as it is computed
 
 
-@compiled
+class Verdicts(NamedTuple):
+    """Verdicts of the keys of one set, a row each, and what proves them."""
+
+    code: Ints  # index into NAMES
+    first: Ints  # the first key that does not differ from each
+    copies: Ints  # how many other keys do not
+    query: Floats  # "key D": proves selectable
+    used: Ints  # how many weights prove unselectable: `member[i, :used[i]]` and `value[i, :used[i]]`
+    member: Ints
+    value: Floats
+    repaired: Bools  # whether it took more than one search
+
+
+class Margins(NamedTuple):
+    """Bounds of the margins; NaN if they were not asked for."""
+
+    lower: Floats
+    upper: Floats
+    at: Floats  # "key r": u of the query that proves the lower bound
+    used: Ints  # of the weights that prove the upper bound
+    member: Ints
+    value: Floats
+
+
+class Attention(NamedTuple):
+    """Bounds of the largest attention weights; NaN without a set of queries."""
+
+    lower: Floats
+    upper: Floats
+    at: Floats  # "key r": u of the query that gives the lower bound
+    bound_at: Floats  # u whose weights prove the upper bound
+
+
+class Scratch(NamedTuple):
+    """What a check writes to."""
+
+    absent: Bools  # " key"
+    scores: Floats  # of the keys, or as many as there are dimensions
+    odds: Floats  # " key"
+    mean: Floats  # " dim"
+
+
 def make_space(rows: Floats, offset: Floats, noise: Floats) -> Space:
     """Return the space of some points from the noise that they have by themselves."""
-    count, dim = rows.shape
-    columns, length, error, stored = np.empty((dim, count)), np.zeros(count), np.empty(count), np.empty(count)
+    length = np.sqrt(np.einsum("kd,kd->k", rows, rows))
+    stored = np.where(length > 0.0, noise + UNDERFLOW, noise)
+    error = stored + AMPLE * (rows.shape[1] + 4) * EPS * (length + np.abs(offset))
+    return Space(rows, np.ascontiguousarray(rows.T), offset, length, stored, error)
+
+
+def make_scratch(count: int, dim: int) -> Scratch:
+    """Return what a check of `count` keys of `dim` dimensions writes to."""
+    return Scratch(np.zeros(count, np.bool_), np.empty(max(count, dim)), np.empty(count), np.empty(dim))
+
+
+@compiled_part
+def squared_distance(rows: Floats, i: int, j: int) -> float:
+    """Return the squared distance of two keys."""
+    square = 0.0
+    for t in range(rows.shape[1]):
+        step = rows[i, t] - rows[j, t]
+        square += step * step
+    return square
+
+
+@compiled_in_place
+def find_copies(rows: Floats, first: Ints, copies: Ints) -> None:
+    """Set the first key within tau of every key, and how many other keys are."""
+    count, reach = rows.shape[0], TAU * (1.0 + SLACK)
     for j in range(count):
-        for t in range(dim):
-            columns[t, j] = rows[j, t]
-    for t in range(dim):
-        for j in range(count):
-            length[j] += columns[t, j] * columns[t, j]
-    for j in range(count):
-        length[j] = np.sqrt(length[j])
-        stored[j] = noise[j] + UNDERFLOW if length[j] > 0.0 else noise[j]
-        error[j] = stored[j] + AMPLE * (dim + 4) * EPS * (length[j] + abs(offset[j]))
-    return Space(rows, columns, offset, length, stored, error)
+        first[j], copies[j] = j, 0
+    for i in range(count):
+        for j in range(i + 1, count):
+            if abs(rows[i, 0] - rows[j, 0]) <= reach and squared_distance(rows, i, j) <= reach * reach:
+                copies[i] += 1
+                copies[j] += 1
+                first[j] = min(first[j], i)
+
+
+@compiled_part
+def set_absent(rows: Floats, i: int, copies: Ints, absent: Bools) -> None:
+    """Mark key i and the keys within tau of it."""
+    for j in range(rows.shape[0]):
+        absent[j] = j == i or (
+            copies[i] > 0 and copies[j] > 0 and squared_distance(rows, i, j) <= (TAU * (1.0 + SLACK)) ** 2
+        )
 
 
 @compiled_part
@@ -101,30 +174,28 @@ def scores_under(space: Space, query: Floats, out: Floats) -> None:
         t += 1
 
 
-@compiled_in_place
-def query_lead(space: Space, i: int, query: Floats, absent: Bools, upwards: bool, out: Floats) -> tuple[float, int]:
+@compiled_part
+def query_lead(space: Space, i: int, query: Floats, upwards: bool, scratch: Scratch) -> float:
     """Return how far a query of length one, along `query`, is proved to score key i above all that are not absent.
 
     Returns:
-        the lead, minus infinity for a query that proves nothing; and the key that comes nearest.
+        the lead, minus infinity for a query that proves nothing.
     """
     dim, count = space.columns.shape
-    square, rival, best = 0.0, -1, -np.inf
+    square, best, out, absent = 0.0, -np.inf, scratch.scores, scratch.absent
     for t in range(dim):
         square += query[t] * query[t]
     if not (square > 0.0 and square < np.inf) or (upwards and query[dim - 1] < 0.0):
-        return -np.inf, -1
+        return -np.inf
     scores_under(space, query, out)
     length = np.sqrt(square)
     for j in range(count):
         if not absent[j] and j != i:
-            score = out[j] + length * space.error[j]
-            if score > best:
-                best, rival = score, j
-    return ((out[i] - length * space.error[i]) - best) / (length * (1.0 + (dim + 8) * EPS)), rival
+            best = max(best, out[j] + length * space.error[j])
+    return float(((out[i] - length * space.error[i]) - best) / (length * (1.0 + (dim + 8) * EPS)))
 
 
-@compiled_in_place
+@compiled_part
 def weights_miss(
     space: Space, i: int, member: Ints, value: Floats, used: int, upwards: bool, out: Floats
 ) -> tuple[float, float]:
@@ -166,6 +237,41 @@ def weights_miss(
 
 
 @compiled_part
+def prove_query(space: Space, i: int, trial: Floats, biased: bool, verdicts: Verdicts, scratch: Scratch) -> None:
+    """Give key i a verdict if a query proves it; the keys that do not compete are marked as absent."""
+    count, last = space.rows.shape[0], trial.shape[0] - 1
+    lead = -np.inf
+    for attempt in range(2):
+        if biased and attempt == 1 and trial[last] <= 0.0:
+            # One that is added to biased scores must count the bias: a little, which a ten-thousandth of its lead pays.
+            length, low, high = 0.0, np.inf, -np.inf
+            for t in range(last):
+                length += trial[t] * trial[t]
+            for j in range(count):
+                low, high = min(low, space.rows[j, last]), max(high, space.rows[j, last])
+            trial[last] = np.sqrt(length) * max(lead, TAU) / (1e4 * max(high - low, 1.0))
+        elif attempt == 1:
+            break
+        lead = query_lead(space, i, trial, biased and attempt == 1, scratch)
+    if lead > TAU * (1.0 - SLACK):
+        verdicts.code[i] = DUPLICATE if verdicts.copies[i] > 0 else SELECTABLE
+        for t in range(last + 1):
+            verdicts.query[i, t] = trial[t]
+
+
+@compiled_part
+def prove_weights(
+    space: Space, i: int, member: Ints, value: Floats, used: int, biased: bool, verdicts: Verdicts, scratch: Scratch
+) -> None:
+    """Give key i a verdict if weights prove it."""
+    miss, nearest = weights_miss(space, i, member, value, used, biased, scratch.scores)
+    if miss <= TAU * (1.0 + SLACK) and nearest > TAU * (1.0 - SLACK):
+        verdicts.code[i], verdicts.used[i] = UNSELECTABLE, used
+        for a in range(used):
+            verdicts.member[i, a], verdicts.value[i, a] = member[a], value[a]
+
+
+@compiled_part
 def into_ball(u: Floats, dim: int) -> None:
     """Shorten a point until its length is at most 1, rounding included; what is not finite becomes 0."""
     square = 0.0
@@ -179,7 +285,7 @@ def into_ball(u: Floats, dim: int) -> None:
             u[t] /= length
 
 
-@compiled_in_place
+@compiled_part
 def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
     """Return a lower bound of the smallest gap of key i to any other key under u, in the unit ball."""
     count = space.rows.shape[0]
@@ -191,7 +297,7 @@ def gap_at_least(space: Space, i: int, u: Floats, out: Floats) -> float:
     return float((out[i] - space.error[i]) - best)
 
 
-@compiled_in_place
+@compiled_part
 def gap_at_most(space: Space, i: int, member: Ints, value: Floats, used: int, out: Floats) -> float:
     """Return what convex weights of other keys allow the best gap to be; infinite if they are not such weights."""
     miss, _ = weights_miss(space, i, member, value, used, used < 0, out)
@@ -206,19 +312,36 @@ def gap_at_most(space: Space, i: int, member: Ints, value: Floats, used: int, ou
     return float(miss + (mean + size * (used + 8) * AMPLE * EPS) / total)
 
 
-@compiled_in_place
-def attention_bounds(
-    space: Space, i: int, u: Floats, radius: float, scratch: Floats, mean: Floats
-) -> tuple[float, float]:
+@compiled_part
+def keep_query(space: Space, i: int, u: Floats, margins: Margins, scores: Floats) -> None:
+    """Keep a query of the unit ball if it proves a better lower bound."""
+    least = gap_at_least(space, i, u, scores)
+    if not least <= margins.lower[i]:
+        margins.lower[i] = least
+        for t in range(u.shape[0]):
+            margins.at[i, t] = u[t]
+
+
+@compiled_part
+def keep_bound(space: Space, i: int, member: Ints, value: Floats, used: int, margins: Margins, scores: Floats) -> None:
+    """Keep weights if they prove a better upper bound."""
+    most = gap_at_most(space, i, member, value, used, scores)
+    if not most >= margins.upper[i]:
+        margins.upper[i], margins.used[i] = most, used
+        for a in range(used):
+            margins.member[i, a], margins.value[i, a] = member[a], value[a]
+
+
+@compiled_part
+def attention_bounds(space: Space, i: int, u: Floats, radius: float, scratch: Scratch) -> tuple[float, float]:
     """Return the softmax weight that u gives key i, and what its weights prove that no query exceeds.
 
     Args:
         u: a point no further than `radius` from the middle of the ball.
         radius: of the ball of queries, at most 1.
-        scratch, mean: "2 key" and "r", are written to.
     """
     count, dim = space.rows.shape
-    out, odds = scratch[0], scratch[1]
+    out, odds, mean = scratch.scores, scratch.odds, scratch.mean
     scores_under(space, u, out)
     largest, error = -np.inf, 0.0
     for j in range(count):
@@ -253,3 +376,65 @@ def attention_bounds(
     doubt += few * (far + 1.0 + np.log(float(count)) + entropy + high)
     level = entropy + lead - radius * np.sqrt(square) - doubt
     return float(weight), min(float(np.exp(min(max(-level, -700.0), 0.0)) * (1.0 + few)), 1.0)
+
+
+@compiled_part
+def keep_attention(
+    space: Space, i: int, u: Floats, proof: Floats, radius: float, scratch: Scratch, attention: Attention
+) -> None:
+    """Keep what two points of the unit ball, brought to a radius, prove, where it is better than what is known."""
+    dim, alike = u.shape[0], True
+    into_ball(u, dim)
+    into_ball(proof, dim)
+    for t in range(dim):
+        u[t] *= radius
+        proof[t] *= radius
+        alike = alike and u[t] == proof[t]
+    low, high = attention_bounds(space, i, u, radius, scratch)
+    if not alike:
+        _, high = attention_bounds(space, i, proof, radius, scratch)
+    if not low <= attention.lower[i]:
+        attention.lower[i] = low
+        for t in range(dim):
+            attention.at[i, t] = u[t]
+    if not high >= attention.upper[i]:
+        attention.upper[i] = high
+        for t in range(dim):
+            attention.bound_at[i, t] = proof[t]
+
+
+class Proofs(NamedTuple):
+    """What certificates prove, of each key."""
+
+    lead: Floats  # of the query
+    miss: Floats  # of the weights
+    nearest: Floats
+    least: Floats  # bounds of the margin
+    most: Floats
+    weight: Floats  # bounds of attention
+    none_above: Floats
+
+
+@compiled_in_place
+def prove_again(
+    space: Space,
+    seen: Space,
+    biased: bool,
+    verdicts: Verdicts,
+    margins: Margins,
+    attention: Attention,
+    scratch: Scratch,
+    proofs: Proofs,
+) -> None:
+    """Set what the queries and weights of all keys prove."""
+    scores = scratch.scores
+    for i in range(space.rows.shape[0]):
+        set_absent(space.rows, i, verdicts.copies, scratch.absent)
+        proofs.lead[i] = query_lead(space, i, verdicts.query[i], biased, scratch)
+        proofs.miss[i], proofs.nearest[i] = weights_miss(
+            space, i, verdicts.member[i], verdicts.value[i], verdicts.used[i], biased, scores
+        )
+        proofs.least[i] = gap_at_least(seen, i, margins.at[i], scores)
+        proofs.most[i] = gap_at_most(seen, i, margins.member[i], margins.value[i], margins.used[i], scores)
+        proofs.weight[i], _ = attention_bounds(seen, i, attention.at[i], 1.0, scratch)
+        _, proofs.none_above[i] = attention_bounds(seen, i, attention.bound_at[i], 1.0, scratch)

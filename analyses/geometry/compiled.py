@@ -32,29 +32,28 @@ _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+# Without memory to allocate there are no references to count, which took half of the time of small sets; and arrays
+# that are made in compiled functions took a tenth of the compilation.
+_IN_PLACE = _OPTIONS | {"_nrt": False}
+_PART = _IN_PLACE | {"no_cpython_wrapper": True}
+
+
 def compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Compile `function` on its first call.
 
     The machine code is cached in the user's cache folder, or below `NUMBA_CACHE_DIR`; where neither can be written it
     is compiled anew in every process.
     """
-    return _with_cache(function, nogil=True, error_model="numpy")
+    return _with_cache(function, _OPTIONS)
 
 
 def compiled_in_place(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function`, which makes no arrays: without memory to allocate there are no references to count, which
-    took half of the time of small sets."""
-    return _with_cache(function, nogil=True, error_model="numpy", _nrt=False)
+    """Compile `function`, which makes no arrays, on its first call."""
+    return _with_cache(function, _IN_PLACE)
 
 
-def compiled_reordered(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function` with sums in any order and fused products: sums run on vector registers, and what it returns
-    may differ in its last digits with where arrays lie in memory."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": True}
-    return _with_cache(function, fastmath={"reassoc", "contract", "nsz", "arcp"}, **options)
-
-
-def _with_cache(function: Callable[_Args, _Result], **options: Any) -> Callable[_Args, _Result]:
+def _with_cache(function: Callable[_Args, _Result], options: dict[str, Any]) -> Callable[_Args, _Result]:
     folder = cache_folder(Path(function.__code__.co_filename).resolve().parent)
     if folder is None:
         return cast("Callable[_Args, _Result]", numba.njit(function, **options))
@@ -66,21 +65,21 @@ def _with_cache(function: Callable[_Args, _Result], **options: Any) -> Callable[
         settings.CACHE_DIR = before
 
 
-# Of a constant that a kernel is called with: numba would compile it once for each constant.
-whole: Any = np.int64
-
-_PART: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
-_PART |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-
-
 def compiled_part(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function` in place for compiled functions to call; nothing else can call it."""
+    """Compile `function`, which makes no arrays, for compiled functions to call; nothing else can call it."""
     return cast("Callable[_Args, _Result]", numba.njit(function, **_PART))
 
 
 def compiled_inline(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile `function` into those that call it: a short part that is called often with many arrays."""
+    """Compile `function` into those that call it: a part with many arrays that is called often, from one place.
+
+    Machine code is made of a function, and again of every function that contains it, so each place costs time.
+    """
     return cast("Callable[_Args, _Result]", numba.njit(function, forceinline=True, **_PART))
+
+
+# Of a constant that a kernel is called with: numba would compile it once for each constant.
+whole: Any = np.int64
 
 
 @cache

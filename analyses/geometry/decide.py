@@ -22,94 +22,53 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
-from ln_probe.analyses.geometry.attention import attention_room, largest_weight
+from ln_probe.analyses.geometry.attention import attention_room, bound_attention
 from ln_probe.analyses.geometry.check import (
     AMPLE,
+    DUPLICATE,
     EPS,
+    SELECTABLE,
     SLACK,
     TAU,
-    Bools,
+    UNDECIDED,
+    Attention,
     Floats,
     Ints,
+    Margins,
+    Scratch,
     Space,
-    attention_bounds,
-    gap_at_least,
-    gap_at_most,
-    into_ball,
+    Verdicts,
+    find_copies,
+    make_scratch,
     make_space,
-    query_lead,
-    weights_miss,
+    prove_query,
+    prove_weights,
+    set_absent,
 )
-from ln_probe.analyses.geometry.compiled import (
-    Compilation,
-    compiled,
-    compiled_in_place,
-    compiled_part,
-    in_threads,
-    whole,
-)
-from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, White, judge, level_query, see, whiten
+from ln_probe.analyses.geometry.compiled import Compilation, compiled_in_place, in_threads
+from ln_probe.analyses.geometry.keys import Judged, QuerySet, Seen, judge, level_query, see, whiten
 from ln_probe.analyses.geometry.nearest import (
-    KEPT,
-    QUERY,
-    VALUE,
     Keys,
     Search,
     Verdict,
-    combine,
-    find_margin,
-    find_verdict,
+    find_margins,
+    find_verdicts,
+    product,
     search_room,
 )
-
-UNDECIDED, SELECTABLE, UNSELECTABLE, DUPLICATE = 0, 1, 2, 3
-NAMES = np.array(["undecided", "selectable", "unselectable", "duplicate"])
 
 # Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
 # A bracket narrower than this (relative to the RMS norm of the keys as queries see them) is not narrowed further.
 ZERO = 0.01 * TAU
-# The largest weight is found to this (absolute): attention is read to two digits. A part is left to the proof.
+# The largest weight is found to this (absolute): attention is read to two digits.
 WEIGHT_GAP = 0.01
-PROOF = 1 - 1e-4
 # Multiplications and additions per key, nominally one second, before it is given up.
 BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
 # Above this number of keys, linear programs for undecided keys cost too much.
 LARGE = 4096
-
-
-class Verdicts(NamedTuple):
-    """Verdicts of the keys of one set, a row each, and what proves them."""
-
-    code: Ints  # index into NAMES
-    first: Ints  # the first key that does not differ from each
-    query: Floats  # "key D": proves selectable
-    used: Ints  # how many weights prove unselectable: `member[i, :used[i]]` and `value[i, :used[i]]`
-    member: Ints
-    value: Floats
-    repaired: Bools  # whether it took more than one search
-
-
-class Margins(NamedTuple):
-    """Bounds of the margins; NaN if they were not asked for."""
-
-    lower: Floats
-    upper: Floats
-    at: Floats  # "key r": u of the query that proves the lower bound
-    used: Ints  # of the weights that prove the upper bound
-    member: Ints
-    value: Floats
-
-
-class Attention(NamedTuple):
-    """Bounds of the largest attention weights; NaN without a set of queries."""
-
-    lower: Floats
-    upper: Floats
-    at: Floats  # "key r": u of the query that gives the lower bound
-    bound_at: Floats  # u whose weights prove the upper bound
 
 
 class Answers(NamedTuple):
@@ -135,335 +94,116 @@ def no_answers(count: int, wide: int, seen: int) -> Answers:
 
     code, repaired = np.zeros(count, np.int64), np.zeros(count, np.bool_)
     return Answers(
-        Verdicts(code, np.arange(count), np.zeros((count, wide)), *weights(wide), repaired),
+        Verdicts(code, np.arange(count), np.zeros(count, np.int64), np.zeros((count, wide)), *weights(wide), repaired),
         Margins(numbers(), numbers(), points(), *weights(seen)),
         Attention(numbers(), numbers(), points(), points()),
         Attention(numbers(), numbers(), points(), points()),
     )
 
 
-@compiled
-def gram_matrix(rows: Floats, columns: Floats) -> Floats:
-    """Return the products of all rows with each other."""
-    count, dim = rows.shape
-    products = np.empty((count, count))
-    for i in range(count):
-        combine(columns, rows[i], dim, count, products[i])
-    return products
+@compiled_in_place
+def try_queries(
+    space: Space, trials: Floats, scores: Floats, biased: bool, start: Ints, verdicts: Verdicts, scratch: Scratch
+) -> None:
+    """Give verdicts to keys without one that their queries prove.
 
-
-@compiled
-def transposed(rows: Floats) -> Floats:
-    """Return a transposed copy."""
-    columns = np.empty((rows.shape[1], rows.shape[0]))
-    for j in range(rows.shape[0]):
-        for t in range(rows.shape[1]):
-            columns[t, j] = rows[j, t]
-    return columns
-
-
-@compiled
-def find_copies(rows: Floats, first: Ints, copies: Ints) -> None:
-    """Set the first key within tau of every key, and how many other keys are."""
-    count, reach = rows.shape[0], TAU * (1.0 + SLACK)
-    for j in range(count):
-        first[j], copies[j] = j, 0
-    for i in range(count):
-        for j in range(i + 1, count):
-            if abs(rows[i, 0] - rows[j, 0]) <= reach and squared_distance(rows, i, j) <= reach * reach:
-                copies[i] += 1
-                copies[j] += 1
-                first[j] = min(first[j], i)
-
-
-@compiled_part
-def squared_distance(rows: Floats, i: int, j: int) -> float:
-    """Return the squared distance of two keys."""
-    square = 0.0
-    for t in range(rows.shape[1]):
-        step = rows[i, t] - rows[j, t]
-        square += step * step
-    return square
+    Args:
+        trials: a query for each key, where verdicts are given.
+        scores: "key key", about: of all keys under each query; those that lose are not tried. 0 × 0: not known.
+        start: is set to the rival that scores highest under each query, where scores are known.
+    """
+    for i in range(trials.shape[0]):
+        if verdicts.code[i] != UNDECIDED:
+            continue
+        set_absent(space.rows, i, verdicts.copies, scratch.absent)
+        lead = 1.0
+        if scores.shape[0] > 0:
+            best = -np.inf
+            for j in range(scores.shape[0]):
+                if not scratch.absent[j] and scores[i, j] > best:
+                    best, start[i] = scores[i, j], j
+            lead = scores[i, i] - best
+        if lead > 0.0:
+            prove_query(space, i, trials[i], biased, verdicts, scratch)
 
 
 @compiled_in_place
-def set_absent(rows: Floats, i: int, copies: Ints, absent: Bools) -> None:
-    """Mark key i and the keys within tau of it."""
-    for j in range(rows.shape[0]):
-        absent[j] = j == i or (
-            copies[i] > 0 and copies[j] > 0 and squared_distance(rows, i, j) <= (TAU * (1.0 + SLACK)) ** 2
-        )
+def try_weights(space: Space, biased: bool, verdicts: Verdicts, scratch: Scratch) -> None:
+    """Give verdicts to keys without one that the weights at their place prove."""
+    for i in range(space.rows.shape[0]):
+        if verdicts.code[i] == UNDECIDED:
+            used, verdicts.used[i] = verdicts.used[i], 0
+            prove_weights(space, i, verdicts.member[i], verdicts.value[i], used, biased, verdicts, scratch)
 
 
-@compiled
-def decide_set(rows: Floats, noise: Floats, biased: bool, own_queries: bool, budget: float, verdicts: Verdicts) -> None:
-    """Set the verdicts of a set that are not known yet.
+def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdicts) -> None:
+    """Set the verdicts of a set.
 
     Args:
         own_queries: whether every key is tried under itself first.
     """
-    count, dim = rows.shape
-    code, copies = verdicts.code, np.zeros(count, np.int64)
+    rows, biased, (count, dim) = judged.rows, judged.biased, judged.rows.shape
+    code, copies = verdicts.code, verdicts.copies
     find_copies(rows, verdicts.first, copies)
-    space = make_space(rows, np.zeros(count), noise)
-    absent, scores, trial = np.zeros(count, np.bool_), np.empty(count), np.zeros(dim)
-    start = np.full(count, -1, np.int64)
-    left = 0
-    for i in range(count):
-        if code[i] == UNDECIDED and copies[i] == count - 1:  # nothing to compete with
-            code[i] = DUPLICATE if copies[i] > 0 else SELECTABLE
-        elif code[i] == UNDECIDED and own_queries and not biased:
-            set_absent(rows, i, copies, absent)
-            prove_query(space, i, rows[i], absent, biased, copies, verdicts, scores)
-        left += code[i] == UNDECIDED
-    if left == 0:
+    code[copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
+    if code.all():
         return
+    space, scratch = make_space(rows, np.zeros(count), judged.noise), make_scratch(count, dim)
+    start, nothing, identity = np.full(count, -1), np.empty((0, 0)), np.eye(dim)
+    if own_queries and not biased:
+        try_queries(space, rows.copy(), nothing, biased, start, verdicts, scratch)
+        if code.all():
+            return
     white = whiten(rows, biased)
-    rank = white.rows.shape[1]
-    columns, queries = transposed(white.rows), transposed(white.to_query)
-    products = gram_matrix(white.rows, columns) if count <= MOST_PRODUCTS else np.empty((0, 0))
-    for i in range(count):
-        if code[i] != UNDECIDED:
-            continue
-        set_absent(rows, i, copies, absent)
-        lowered = white.lifted and white.rows[i, rank - 1] < 0.0
-        lead = 1.0
-        if products.shape[0] > 0 and not lowered:
-            best = -np.inf
-            for j in range(count):
-                if not absent[j] and products[i, j] > best:
-                    best, start[i] = products[i, j], j
-            lead = products[i, i] - best
-        if lead > 0.0:
-            combine(queries, white.rows[i], rank - 1 if lowered else rank, dim, trial)
-            prove_query(space, i, trial, absent, biased, copies, verdicts, scores)
-        left -= code[i] != UNDECIDED
-    if left > 0:
-        search_set(space, white, columns, queries, products, biased, budget, copies, start, verdicts)
+    columns, queries = (np.ascontiguousarray(table.T) for table in (white.rows, white.to_query))
+    products = product(white.rows, columns) if count <= MOST_PRODUCTS else nothing
+    trials, scores = white.rows, products
+    if white.lifted and (lowered := trials[:, -1] < 0.0).any():  # queries look upwards
+        trials = trials.copy()
+        trials[lowered, -1] = 0.0
+        scores = product(trials, columns) if len(products) else nothing
+    try_queries(space, product(trials, queries), scores, biased, start, verdicts, scratch)
+    room, closest = search_room(count, max(white.rows.shape[1], 1), dim), np.full(count, -1)
+    in_white = Keys(white.rows, columns, products, np.zeros(count))
+    at_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
+    in_plain = Keys(rows, space.columns, products, np.zeros(count))
+    at_plain = Verdict(rows, identity, 100.0 * TAU, biased)
+    # By products; carefully; then where verdicts are given, among differences as they are, and of length one.
+    for attempt in range(0 if len(products) else 1, 4):
+        if code.all():
+            return
+        left = code == UNDECIDED
+        keys, here, ray = (in_white, at_white, white.lifted) if attempt < 2 else (in_plain, at_plain, biased)
+        if attempt == 2:
+            room = search_room(count, dim, dim)
+        search = Search(True, attempt > 0, attempt != 2, ray, 0.0, 0.0, budget)
+        find_verdicts(space, keys, here, search, room, closest if attempt else start, verdicts, scratch)
+        verdicts.repaired[left] = attempt > 0 and len(products) > 0
+    if count <= LARGE and not code.all():
+        solve_programs(judged, space, verdicts, budget, scratch)
 
 
-@compiled_in_place
-def prove_query(
-    space: Space, i: int, trial: Floats, absent: Bools, biased: bool, copies: Ints, verdicts: Verdicts, scores: Floats
-) -> None:
-    """Give key i a verdict if a query proves it."""
-    count, last = space.rows.shape[0], trial.shape[0] - 1
-    lead, _ = query_lead(space, i, trial, absent, biased and last < 0, scores)
-    if biased and trial[last] <= 0.0:
-        # One that is added to biased scores must count the bias: a little, which a ten-thousandth of its lead pays.
-        length, low, high = 0.0, np.inf, -np.inf
-        for t in range(last):
-            length += trial[t] * trial[t]
-        for j in range(count):
-            low, high = min(low, space.rows[j, last]), max(high, space.rows[j, last])
-        trial[last] = np.sqrt(length) * max(lead, TAU) / (1e4 * max(high - low, 1.0))
-        lead, _ = query_lead(space, i, trial, absent, biased, scores)
-    if lead > TAU * (1.0 - SLACK):
-        verdicts.code[i] = DUPLICATE if copies[i] > 0 else SELECTABLE
-        for t in range(last + 1):
-            verdicts.query[i, t] = trial[t]
-
-
-@compiled_in_place
-def prove_weights(
-    space: Space, i: int, member: Ints, value: Floats, used: int, biased: bool, verdicts: Verdicts, scores: Floats
-) -> None:
-    """Give key i a verdict if weights prove it."""
-    miss, nearest = weights_miss(space, i, member, value, used, biased, scores)
-    if miss <= TAU * (1.0 + SLACK) and nearest > TAU * (1.0 - SLACK):
-        verdicts.code[i], verdicts.used[i] = UNSELECTABLE, used
-        for a in range(used):
-            verdicts.member[i, a], verdicts.value[i, a] = member[a], value[a]
-
-
-@compiled
-def search_set(
-    space: Space,
-    white: White,
-    columns: Floats,
-    queries: Floats,
-    products: Floats,
-    biased: bool,
-    budget: float,
-    copies: Ints,
-    start: Ints,
-    verdicts: Verdicts,
-) -> None:
-    """Search for the verdicts that are left: by products, carefully, then where verdicts are given."""
-    rows, count, dim, rank = space.rows, space.rows.shape[0], space.rows.shape[1], white.rows.shape[1]
-    absent, scores = np.zeros(count, np.bool_), np.empty(max(count, dim))
-    zeros, identity, closest = np.zeros(count), np.eye(dim), whole(-1)
-    room, plain_room = search_room(count, max(rank, 1), dim), search_room(count, dim, dim)
-    in_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest)
-    in_plain = Verdict(rows, identity, 100.0 * TAU)
-    for i in range(count):
-        if verdicts.code[i] != UNDECIDED:
-            continue
-        set_absent(rows, i, copies, absent)
-        for attempt in range(4):
-            careful = attempt > 0 or products.shape[0] == 0
-            if verdicts.code[i] != UNDECIDED or (attempt == 0 and careful):
-                continue
-            here, verdict, ray = room, in_white, white.lifted
-            keys = Keys(white.rows, columns, products, zeros)
-            if attempt > 1:
-                here, verdict, ray = plain_room, in_plain, biased
-                keys = Keys(rows, space.columns, products, zeros)
-            search = Search(attempt >= 0, careful, attempt != 2, ray, 0.0, 0.0, budget)
-            size = find_verdict(keys, verdict, search, here, i, absent, start[i] if attempt == 0 else closest)
-            prove_weights(space, i, here.members[KEPT], here.vectors[VALUE], size, biased, verdicts, scores)
-            if verdicts.code[i] == UNDECIDED:
-                prove_query(space, i, here.points[QUERY, :dim], absent, biased, copies, verdicts, scores)
-            verdicts.repaired[i] = attempt > 0 and products.shape[0] > 0
-
-
-@compiled_part
-def is_narrow(lower: float, upper: float, gap: float, floor: float) -> bool:
-    """Whether a bracket is as narrow as was asked for, but for rounding."""
-    return upper < np.inf and upper - lower <= max(gap * max(abs(lower), abs(upper)) * 1.001, floor)
-
-
-@compiled
 def bound_margins(
-    seen: Seen, level: Floats, levelled: bool, gap: float, budget: float, verdicts: Verdicts, margins: Margins
+    seen: Seen, level: Floats | None, gap: float, budget: float, verdicts: Verdicts, margins: Margins
 ) -> None:
-    """Bracket the margins of a set that are not known as narrowly as is asked for yet.
+    """Bracket the margins of a set.
 
     Args:
-        level: a u under which all keys score alike, if `levelled`: it proves that no margin is below 0, and the weights
-            that reproduce an unselectable key prove that its margin is about 0.
+        level: a u under which all keys score alike.
     """
-    rows, offset, (count, dim) = seen.rows, seen.offset, seen.rows.shape
-    space = make_space(rows, offset, seen.noise)
-    lower, upper, middle, size = margins.lower, margins.upper, np.zeros(dim), 0.0
-    for j in range(count):
-        for t in range(dim):
-            middle[t] += rows[j, t] / count
-    for j in range(count):
-        for t in range(dim):
-            size += (rows[j, t] - middle[t]) ** 2
-    size = np.sqrt(size / count)
-    floor, products, left = ZERO * size, np.empty((0, 0)), 0
-    for i in range(count):
-        left += not is_narrow(lower[i], upper[i], gap, 2.0 * floor)
-    if left > 0 and count <= MOST_PRODUCTS:
-        products = gram_matrix(rows, space.columns)
+    rows, (count, dim) = seen.rows, seen.rows.shape
+    space, scratch = make_space(*seen), make_scratch(count, dim)
+    centred = rows - rows.mean(axis=0)
+    size = float(np.sqrt(np.einsum("kd,kd->", centred, centred) / count))
+    known = np.zeros(dim) if level is None else level
     room = search_room(count, dim, dim)
-    absent, scores, u = np.zeros(count, np.bool_), np.empty(max(count, dim)), np.empty(dim)
-    keys = Keys(rows, space.columns, products, offset)
-    for i in range(count):
-        enough = 2.0 * floor
-        if is_narrow(lower[i], upper[i], gap, enough):
-            continue
-        copy = mark_equal(rows, offset, i, absent)
-        if levelled:
-            keep_query(space, i, level, margins, scores)
-        if copy >= 0:
-            margins.used[i], margins.member[i, 0], margins.value[i, 0] = 1, copy, 1.0
-            upper[i] = gap_at_most(space, i, margins.member[i], margins.value[i], margins.used[i], scores)
-        elif levelled and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
-            enough = max(enough, 1.01 * TAU * size)
-            keep_bound(space, i, verdicts.member[i], verdicts.value[i], verdicts.used[i], margins, scores)
-        for attempt in range(2):
-            careful = attempt == 1 or products.shape[0] == 0
-            if is_narrow(lower[i], upper[i], gap, enough) or (careful and attempt == 0):
-                continue
-            enough = 2.0 * floor
-            search = Search(attempt < 0, careful, attempt < 0, attempt < 0, gap, floor, budget)
-            used = find_margin(keys, search, room, i, absent)
-            for t in range(dim):
-                u[t] = room.points[QUERY, t]
-            into_ball(u, dim)
-            keep_query(space, i, u, margins, scores)
-            keep_bound(space, i, room.members[KEPT], room.vectors[VALUE], used, margins, scores)
-
-
-@compiled_part
-def mark_equal(rows: Floats, offset: Floats, i: int, absent: Bools) -> int:
-    """Mark key i and the keys that queries cannot tell from it; return one of these, -1 if there is none."""
-    other: int = whole(-1)
-    for j in range(rows.shape[0]):
-        equal = offset[j] == offset[i] and rows[j, 0] == rows[i, 0] and squared_distance(rows, i, j) == 0.0
-        absent[j] = equal or j == i
-        if equal and j != i:
-            other = j
-    return other
-
-
-@compiled_part
-def keep_query(space: Space, i: int, u: Floats, margins: Margins, scores: Floats) -> None:
-    """Keep a query of the unit ball if it proves a better lower bound."""
-    least = gap_at_least(space, i, u, scores)
-    if not least <= margins.lower[i]:
-        margins.lower[i] = least
-        for t in range(u.shape[0]):
-            margins.at[i, t] = u[t]
-
-
-@compiled_part
-def keep_bound(space: Space, i: int, member: Ints, value: Floats, used: int, margins: Margins, scores: Floats) -> None:
-    """Keep weights if they prove a better upper bound."""
-    most = gap_at_most(space, i, member, value, used, scores)
-    if not most >= margins.upper[i]:
-        margins.upper[i], margins.used[i] = most, used
-        for a in range(used):
-            margins.member[i, a], margins.value[i, a] = member[a], value[a]
-
-
-@compiled
-def bound_attention(seen: Seen, radius: float, starts: Floats, budget: float, attention: Attention) -> None:
-    """Bracket the largest attention weights over the queries with |u| <= radius that are not known yet.
-
-    Args:
-        starts: directions of u in which good queries are expected, a row for each key.
-    """
-    rows, offset, (count, dim) = seen.rows, seen.offset, seen.rows.shape
-    lower, upper, gap = attention.lower, attention.upper, WEIGHT_GAP * PROOF
-    space = make_space(rows, offset, seen.noise)
-    scaled, columns = rows * radius, space.columns * radius
-    room = attention_room(count, dim)
-    tries, middle = np.zeros((2, dim)), np.zeros((1, dim))
-    u, proof, scores, mean = np.zeros(dim), np.zeros(dim), np.empty((2, count)), np.empty(dim)
-    for i in range(count):
-        if upper[i] - lower[i] <= WEIGHT_GAP:
-            continue
-        length, start = 0.0, 0.0
-        for t in range(dim):
-            length += rows[i, t] * rows[i, t]
-            start += starts[i, t] * starts[i, t]
-        for t in range(dim):
-            tries[0, t] = rows[i, t] / np.sqrt(length) if length > 0.0 else 0.0
-            tries[1, t] = starts[i, t] / np.sqrt(start) if start > 0.0 else 0.0
-        low, high = largest_weight(scaled, columns, offset, i, tries, gap, budget, room, u, proof)
-        if high - low > gap:  # once more, from the middle
-            keep_attention(space, i, u, proof, radius, scores, mean, attention)
-            largest_weight(scaled, columns, offset, i, middle, gap, budget, room, u, proof)
-        keep_attention(space, i, u, proof, radius, scores, mean, attention)
-
-
-@compiled_part
-def keep_attention(
-    space: Space, i: int, u: Floats, proof: Floats, radius: float, scores: Floats, mean: Floats, attention: Attention
-) -> None:
-    """Keep what two points of the unit ball, brought to a radius, prove, where it is better than what is known."""
-    dim, alike = u.shape[0], True
-    into_ball(u, dim)
-    into_ball(proof, dim)
-    for t in range(dim):
-        u[t] *= radius
-        proof[t] *= radius
-        alike = alike and u[t] == proof[t]
-    low, high = attention_bounds(space, i, u, radius, scores, mean)
-    if not alike:
-        _, high = attention_bounds(space, i, proof, radius, scores, mean)
-    if not low <= attention.lower[i]:
-        attention.lower[i] = low
-        for t in range(dim):
-            attention.at[i, t] = u[t]
-    if not high >= attention.upper[i]:
-        attention.upper[i] = high
-        for t in range(dim):
-            attention.bound_at[i, t] = proof[t]
+    for careful in (False, True):
+        if careful or count <= MOST_PRODUCTS:
+            products = np.empty((0, 0)) if careful else product(rows, space.columns)
+            keys = Keys(rows, space.columns, products, seen.offset)
+            search = Search(False, careful, False, False, gap, ZERO * size, budget)
+            inside = 1.01 * TAU * size
+            find_margins(space, keys, search, room, known, level is not None, inside, verdicts, margins, scratch)
 
 
 @dataclass(frozen=True)
@@ -503,17 +243,12 @@ def solve_set(
     seen = None if queries is None else see(keys, bias, queries)
     (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
     answers = no_answers(count, wide, dim)
-    verdicts, margins = answers.verdicts, answers.margins
-    own = request.own_queries or wide >= count
-    decide_set(judged.rows, judged.noise, judged.biased, own, request.budget, verdicts)
-    if count <= LARGE and (verdicts.code == UNDECIDED).any():
-        solve_programs(judged, verdicts, request.budget)
+    verdicts, margins, starts = answers.verdicts, answers.margins, answers.margins.at
+    decide_set(judged, request.own_queries or wide >= count, request.budget, verdicts)
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
         level = np.zeros(dim) if queries is None or seen is None else level_query(seen, queries, bias)
         space = seen or Seen(judged.rows, np.zeros(count), judged.noise)
-        levelled = level is not None
-        start = np.zeros(dim) if level is None else level
-        bound_margins(space, start, levelled, request.gap, request.budget, verdicts, margins)
+        bound_margins(space, level, request.gap, request.budget, verdicts, margins)
         if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
             margins.lower[:] *= 1.0 - doubt
@@ -521,12 +256,13 @@ def solve_set(
         if not space.offset.any():  # the zero query gives no key less than 0
             np.maximum(margins.lower, 0.0, out=margins.lower)
     if seen is not None and request.attention:
-        for radius, attention, starts in (
-            (1.0, answers.attention, margins.at),
-            (inner, answers.inner, answers.attention.at),
-        ):
+        points, scratch, spread = make_space(*seen), make_scratch(count, dim), attention_room(count, dim)
+        for radius, attention in ((1.0, answers.attention), (inner, answers.inner)):
             if radius is not None and radius > 0.0:
-                bound_attention(seen, float(radius), starts, request.budget, attention)
+                near = (seen.rows * radius, points.columns * radius)
+                how = (float(radius), starts, WEIGHT_GAP, request.budget, spread, np.zeros((4, dim)))
+                bound_attention(points, *near, *how, attention, scratch)
+            starts = answers.attention.at
         np.fmax(answers.attention.lower, answers.inner.lower, out=answers.attention.lower)
     return Solved(judged, seen, answers)
 
@@ -594,23 +330,21 @@ def separate(
     return np.asarray(solved.x[:dim]), weights / total if total > 0.0 else weights
 
 
-def solve_programs(judged: Judged, verdicts: Verdicts, budget: float) -> None:
+def solve_programs(judged: Judged, space: Space, verdicts: Verdicts, budget: float, scratch: Scratch) -> None:
     """Decide what is undecided by linear programs, one key after the other; what these do not prove stays so."""
-    rows = judged.rows
-    space = make_space(rows, np.zeros(len(rows)), judged.noise)
-    first, copies = np.empty(len(rows), np.int64), np.zeros(len(rows), np.int64)
-    find_copies(rows, first, copies)
-    absent, scores = np.zeros(len(rows), np.bool_), np.empty(max(rows.shape))
-    for i in map(int, np.flatnonzero(verdicts.code == UNDECIDED)):
-        set_absent(rows, i, copies, absent)
-        others = np.flatnonzero(~absent)
-        query, weights = separate(rows[others], rows[i], judged.biased, budget)
-        prove_query(space, i, np.array(query), absent, judged.biased, copies, verdicts, scores)
+    rows, code = judged.rows, verdicts.code
+    left, trials = np.flatnonzero(code == UNDECIDED), np.zeros_like(rows)
+    for i in left:
+        steps = rows - rows[i]
+        others = np.flatnonzero(np.einsum("kd,kd->k", steps, steps) > (TAU * (1.0 + SLACK)) ** 2)
+        trials[i], weights = separate(rows[others], rows[i], judged.biased, budget)
         support = np.flatnonzero(weights)
-        if verdicts.code[i] == UNDECIDED and 0 < len(support) <= verdicts.member.shape[1]:
-            member, value = others[support], weights[support]
-            prove_weights(space, i, member, value, len(support), judged.biased, verdicts, scores)
-        verdicts.repaired[i] = verdicts.code[i] != UNDECIDED
+        if 0 < (used := len(support)) <= verdicts.member.shape[1]:
+            verdicts.used[i] = used
+            verdicts.member[i, :used], verdicts.value[i, :used] = others[support], weights[support]
+    try_weights(space, judged.biased, verdicts, scratch)
+    try_queries(space, trials, np.empty((0, 0)), judged.biased, np.zeros(len(rows), np.int64), verdicts, scratch)
+    verdicts.repaired[left] = code[left] != UNDECIDED
 
 
 def _compile_kernels() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -18,33 +19,23 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped
 
 from ln_probe.analyses.geometry.check import (
     AMPLE,
+    DUPLICATE,
     EPS,
+    NAMES,
+    SELECTABLE,
     SLACK,
     TAU,
-    UNDERFLOW,
-    CertificateError,
-    attention_bounds,
-    gap_at_least,
-    gap_at_most,
-    make_space,
-    query_lead,
-    weights_miss,
-)
-from ln_probe.analyses.geometry.decide import (
-    BUDGET,
-    DUPLICATE,
-    EXACT_GAP,
-    NAMES,
-    RELATIVE_GAP,
-    SELECTABLE,
     UNDECIDED,
+    UNDERFLOW,
     UNSELECTABLE,
-    Request,
-    Solved,
+    CertificateError,
+    Proofs,
     find_copies,
-    set_absent,
-    solve_sets,
+    make_scratch,
+    make_space,
+    prove_again,
 )
+from ln_probe.analyses.geometry.decide import BUDGET, EXACT_GAP, RELATIVE_GAP, Request, Solved, solve_sets
 from ln_probe.analyses.geometry.keys import Array, QuerySet, key_sets, query_sets
 
 
@@ -108,44 +99,43 @@ class SetGeometry:
             CertificateError: one is not proved; says of which key.
         """
         judged, seen, (verdicts, margins, attention, _) = self.solved.judged, self.solved.seen, self.solved.answers
-        number, zeros = len(self.keys), np.zeros(len(self.keys))
-        space = make_space(judged.rows, zeros, judged.noise)
+        number, nothing = len(self.keys), np.zeros(len(self.keys))
+        space = make_space(judged.rows, nothing, judged.noise)
         seen_space = space if seen is None else make_space(*seen)
         doubt = AMPLE * EPS * sum(judged.rows.shape) if seen is None else 0.0
-        scores, absent = np.empty(max(judged.rows.shape)), np.zeros(number, np.bool_)
-        scratch, mean = np.empty((2, number)), np.empty(seen_space.rows.shape[1])
-        first, copies = np.empty(number, np.int64), np.zeros(number, np.int64)
+        first, copies, value = np.empty(number, np.int64), np.empty(number, np.int64), verdicts.value.copy()
         find_copies(judged.rows, first, copies)
-        for i in range(number):
+        for i in np.flatnonzero(verdicts.code == UNSELECTABLE):
+            value[i, : verdicts.used[i]] = self.weights(i)[1]
+        given = verdicts._replace(copies=copies, value=value)
+        proofs = Proofs(*(np.empty(number) for _ in Proofs._fields))
+        scratch = make_scratch(number, max(judged.rows.shape[1], seen_space.rows.shape[1]))
+        prove_again(space, seen_space, judged.biased, given, margins, attention, scratch, proofs)
+        least = proofs.least if seen_space.offset.any() else np.maximum(proofs.least, 0.0)
+        within = (proofs.miss <= TAU * (1 + 2 * SLACK)) & (proofs.nearest > TAU * (1 - SLACK))
+        weight, upper = proofs.weight, proofs.none_above
+        for i, code in enumerate(verdicts.code):
 
             def require(proved: Any, text: str, *values: Any, key: int = i) -> None:
                 if not proved:
                     raise CertificateError(f"key {key}{name}: {text.format(*values)}")
 
-            code = verdicts.code[i]
             require(verdicts.first[i] == first[i], "the first key that does not differ from it is {}", first[i])
             if code in (SELECTABLE, DUPLICATE):
                 require((copies[i] > 0) == (code == DUPLICATE), "it is {} with {} copies", NAMES[code], copies[i])
-                set_absent(judged.rows, i, copies, absent)
-                lead, _ = query_lead(space, i, verdicts.query[i], absent, judged.biased, scores[:number])
-                require(absent.all() or lead > TAU * (1 - SLACK), "its query leads by {:.3g} (tau {:g})", lead, TAU)
+                lead = proofs.lead[i]
+                leads = lead > TAU * (1 - SLACK) or copies[i] == number - 1
+                require(leads, "its query leads by {:.3g} (tau {:g})", lead, TAU)
             if code == UNSELECTABLE:
-                member, value = self.weights(i)
-                miss, nearest = weights_miss(space, i, member, value, len(member), judged.biased, scores)
-                inside = miss <= TAU * (1 + 2 * SLACK) and nearest > TAU * (1 - SLACK)
-                require(inside, "its weights miss it by {:.3g} (tau {:g})", miss, TAU)
+                require(within[i], "its weights miss it by {:.3g} (tau {:g})", proofs.miss[i], TAU)
             if number > 1 and not np.isnan(margins.lower[i]):
-                low, high, used = margins.lower[i], margins.upper[i], margins.used[i]
-                least = gap_at_least(seen_space, i, margins.at[i], scores)
-                least = max(least, 0.0) if not seen_space.offset.any() else least
-                require(low <= least + abs(least) * doubt, "margin_lower is {:.6g}, not {:.6g}", low, least)
-                most = gap_at_most(seen_space, i, margins.member[i], margins.value[i], used, scores)
+                low, high, most = margins.lower[i], margins.upper[i], proofs.most[i]
+                holds = low <= least[i] + abs(least[i]) * doubt
+                require(holds, "margin_lower is {:.6g}, not {:.6g}", low, least[i])
                 require(high >= most, "margin_upper is {:.6g}, not {:.6g}", high, most)
             if not np.isnan(attention.lower[i]):
-                weight, _ = attention_bounds(seen_space, i, attention.at[i], 1.0, scratch, mean)
-                _, upper = attention_bounds(seen_space, i, attention.bound_at[i], 1.0, scratch, mean)
-                holds = attention.lower[i] <= weight and attention.upper[i] >= upper
-                require(holds, "its attainable attention is between {:.6g} and {:.6g}", weight, upper)
+                holds = attention.lower[i] <= weight[i] and attention.upper[i] >= upper[i]
+                require(holds, "its attainable attention is between {:.6g} and {:.6g}", weight[i], upper[i])
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -346,3 +336,26 @@ def reachable(solved: Solved) -> Bool[np.ndarray, " key"]:
     if len(lower) == 1:
         return np.ones(1, bool)
     return np.asarray(lower > TAU * float(np.sqrt((rows * rows).sum(axis=1).mean())))
+
+
+RANDOM_SETS = 32  # sets of random keys that `random_unselectable` is a mean over
+
+
+@lru_cache(maxsize=64)
+def random_unselectable(n: int, d: int) -> float:
+    """Return the share of n random keys (normal, in d dimensions) that no query selects.
+
+    In the plane n keys have 2 √(2π ln n) corners on average, to leading order (Rényi & Sulanke 1963). Otherwise the
+    same verdicts on RANDOM_SETS seeded sets.
+
+    Example:
+        >>> from ln_probe.analyses.geometry.key_geometry import random_unselectable
+        >>> random_unselectable(128, 8)
+    """
+    if n <= d + 1:
+        return 0.0
+    if d == 2:
+        return max(0.0, 1 - 2 * math.sqrt(2 * math.pi * math.log(n)) / n)
+    keys = np.random.default_rng(0).standard_normal((RANDOM_SETS, n, d))
+    solved = solve_sets(keys, request=Request(gap=None, attention=False))
+    return float(np.mean([one.answers.verdicts.code == UNSELECTABLE for one in solved]))

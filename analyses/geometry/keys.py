@@ -19,7 +19,8 @@ from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.check import AMPLE, EPS, Floats
-from ln_probe.analyses.geometry.compiled import compiled, compiled_part, whole
+from ln_probe.analyses.geometry.compiled import compiled_in_place
+from ln_probe.analyses.geometry.nearest import product
 
 Array = np.ndarray | torch.Tensor
 
@@ -251,31 +252,13 @@ class Seen(NamedTuple):
     noise: Floats
 
 
-@compiled
 def centre(keys: Floats) -> tuple[Floats, float]:
     """Return the centred keys, and how far their mean may be off because it was rounded."""
-    count, dim = keys.shape
-    points, mean = np.empty((count, dim)), np.zeros(dim)
-    alike = True
-    for j in range(count):
-        for t in range(dim):
-            mean[t] += keys[j, t]
-            alike = alike and keys[j, t] == keys[0, t]
-    for t in range(dim):
-        mean[t] /= count
-    left = np.zeros(dim)
-    for j in range(count):
-        for t in range(dim):
-            points[j, t] = 0.0 if alike else keys[j, t] - mean[t]
-            left[t] += points[j, t]
-    off = 0.0
-    for t in range(dim):
-        left[t] /= count
-        off += left[t] * left[t]
-    for j in range(count):  # far from zero the mean was off by its own rounding: once more, near zero
-        for t in range(dim):
-            points[j, t] -= left[t]
-    return points, float(np.sqrt(off))
+    if (keys == keys[0]).all():
+        return np.zeros_like(keys), 0.0
+    points = keys - keys.mean(axis=0)
+    left = points.mean(axis=0)  # far from zero the mean was off by its own rounding: once more, near zero
+    return points - left, float(np.linalg.norm(left))
 
 
 def over_rms(points: Floats, off: float, noise: Floats, width: int) -> tuple[Floats, Floats, float]:
@@ -292,31 +275,6 @@ def over_rms(points: Floats, off: float, noise: Floats, width: int) -> tuple[Flo
     rows = np.zeros((len(points), width))
     rows[:, : points.shape[1]] = points / unit
     return rows, (4.0 * EPS * length + EPS * off + noise) / unit, size
-
-
-@compiled
-def see_points(points: Floats, axes: Floats, center: Floats, slack: float) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return centred keys as queries see them, the scores of the center, and how far both may be off."""
-    count, dim = points.shape
-    wide = axes.shape[1]
-    rows, offset = np.zeros((count, wide)), np.zeros(count)
-    noise, own, lengths = np.empty(count), np.empty(count), np.zeros(dim)
-    for t in range(dim):
-        for s in range(wide):
-            lengths[t] += axes[t, s] * axes[t, s]
-        lengths[t] = np.sqrt(lengths[t])
-    share = AMPLE * (dim + wide + 5) * EPS
-    for j in range(count):
-        far, beside = 0.0, 0.0
-        for t in range(dim):
-            x = points[j, t]
-            for s in range(wide):
-                rows[j, s] += x * axes[t, s]
-            offset[j] += x * center[t]
-            far += abs(x) * lengths[t]
-            beside += abs(x * center[t])
-        noise[j], own[j] = share * far + slack * far, share * beside
-    return rows, offset, noise, own
 
 
 def judge(keys: Floats, bias: Floats | None, queries: QuerySet | None) -> Judged:
@@ -361,7 +319,11 @@ def judge(keys: Floats, bias: Floats | None, queries: QuerySet | None) -> Judged
 def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
     """Return the keys as a set of queries sees them."""
     points, _ = centre(keys)
-    rows, offset, noise, own = see_points(points, queries.axes, queries.center, queries.slack)
+    (dim, wide), sizes, center = queries.axes.shape, np.abs(points), queries.center
+    rows, offset = product(points, queries.axes), np.einsum("kd,d->k", points, center)
+    share = AMPLE * (dim + wide + 5) * EPS
+    far = np.einsum("kd,d->k", sizes, np.sqrt(np.einsum("dr,dr->d", queries.axes, queries.axes)))
+    noise, own = (share + queries.slack) * far, share * np.einsum("kd,d->k", sizes, np.abs(center))
     if bias is not None:
         lift = bias - bias.mean()
         offset = offset + lift
@@ -391,34 +353,21 @@ class White(NamedTuple):
     lifted: bool  # the last coordinate is what of the bias is not an affine function of the key
 
 
-@compiled
 def whiten(rows: Floats, biased: bool) -> White:
     """Return white coordinates of the keys where verdicts are given."""
     count, dim = rows.shape
     if count > dim:
-        upper = np.zeros((dim, dim))
-        for j in range(count):
-            for s in range(dim):
-                x = rows[j, s]
-                for t in range(s, dim):
-                    upper[s, t] += x * rows[j, t]
-        thinnest = cholesky(upper, count)
+        upper, inverse = product(np.ascontiguousarray(rows.T), rows), np.zeros((dim, dim))
+        thinnest = invert_factor(upper, count, inverse)
         if thinnest > 0.0:
-            inverse = np.zeros((dim, dim))
-            invert_upper(upper, dim, inverse)
-            white = np.zeros((count, dim))
-            for j in range(count):
-                for s in range(dim):
-                    x = rows[j, s]
-                    for t in range(s, dim):
-                        white[j, t] += x * inverse[s, t]
-            return White(white, inverse, thinnest, biased)
+            return White(product(rows, inverse), inverse, thinnest, biased)
     return whiten_carefully(rows, biased)
 
 
-@compiled_part
-def cholesky(upper: Floats, count: int) -> float:
-    """Factorize `upper / count = Rᵀ R` in place; return the least diagonal entry, or 0 if it is not well determined."""
+@compiled_in_place
+def invert_factor(upper: Floats, count: int, inverse: Floats) -> float:
+    """Factorize `upper / count = Rᵀ R` in place and set the inverse of R, among zeros; return R's least diagonal entry,
+    or 0 if that is not well determined."""
     dim, least = upper.shape[0], np.inf
     for s in range(dim):
         for t in range(s, dim):
@@ -439,102 +388,57 @@ def cholesky(upper: Floats, count: int) -> float:
         for t in range(s + 1, dim):
             upper[s, t] /= root
         least = min(least, root)
+    for s in range(dim - 1, -1, -1):
+        inverse[s, s] = 1.0
+        for k in range(s + 1, dim):
+            x = upper[s, k]
+            for t in range(k, dim):
+                inverse[s, t] -= x * inverse[k, t]
+        for t in range(s, dim):
+            inverse[s, t] /= upper[s, s]
     return float(least)
 
 
-@compiled_part
-def invert_upper(upper: Floats, size: int, inverse: Floats) -> None:
-    """Set the inverse of an upper triangular matrix, in the first `size` rows and columns of zeros."""
-    for s in range(size - 1, -1, -1):
-        inverse[s, s] = 1.0
-        for k in range(s + 1, size):
-            x = upper[s, k]
-            for t in range(k, size):
-                inverse[s, t] -= x * inverse[k, t]
-        for t in range(s, size):
-            inverse[s, t] /= upper[s, s]
-
-
-@compiled
 def whiten_carefully(rows: Floats, biased: bool) -> White:
     """Whiten keys that may lie in a subspace, or nearly: orthogonalize their coordinates, the longest rest first."""
     count, dim = rows.shape
-    plain = dim - 1 if biased else dim
-    rest = np.empty((dim, count))
-    for t in range(dim):
-        for j in range(count):
-            rest[t, j] = rows[j, t]
-    most = min(dim, count)
-    basis, upper, order = np.zeros((most, count)), np.zeros((most, dim)), np.arange(dim)
-    rank, thinnest, lifted = whole(0), np.inf, False
-    while rank < most:
-        pivot, longest = -1, RANK_TOLERANCE**2 * count
-        for place in range(rank, plain):
-            square = 0.0
-            for j in range(count):
-                square += rest[order[place], j] * rest[order[place], j]
-            if square > longest:
-                pivot, longest = place, square
-        if pivot < 0:
+    most, plain, order = min(dim, count), dim - biased, np.arange(dim)
+    rest, basis, upper = rows.T.copy(), np.zeros((most, count)), np.zeros((most, dim))
+    rank, lifted, thinnest = 0, False, np.inf
+    while rank < most and not lifted:
+        left = rest[order[rank:plain]]
+        squares = np.einsum("dk,dk->d", left, left)
+        if len(squares) and squares.max() > RANK_TOLERANCE**2 * count:
+            pivot = rank + int(squares.argmax())
+        elif biased and np.sqrt((rest[dim - 1] ** 2).mean()) > AFFINE_BIAS:
+            pivot, lifted = dim - 1, True
+        else:
             break
-        order[rank], order[pivot] = order[pivot], order[rank]
-        root = orthogonalize(rest, basis, upper, order, rank, dim)
-        thinnest = min(thinnest, root)
+        order[[rank, pivot]] = order[[pivot, rank]]
+        thinnest = min(thinnest, orthogonalize(rest, basis, upper, order, rank))
         rank += 1
-    if biased and rank < most:
-        square = 0.0
-        for j in range(count):
-            square += rest[dim - 1, j] * rest[dim - 1, j]
-        if np.sqrt(square / count) > AFFINE_BIAS:
-            order[dim - 1] = order[rank]  # what stood there is not part of the span
-            order[rank] = dim - 1
-            thinnest = min(thinnest, orthogonalize(rest, basis, upper, order, rank, dim))
-            rank += 1
-            lifted = True
-    square_part = np.zeros((rank, rank))
-    for s in range(rank):
-        for t in range(s, rank):
-            square_part[s, t] = upper[s, order[t]]
-    inverse = np.zeros((rank, rank))
-    invert_upper(square_part, rank, inverse)
+    factor, inverse = upper[:rank][:, order[:rank]], np.zeros((rank, rank))
+    for s in range(rank - 1, -1, -1):
+        inverse[s] = -np.einsum("k,kt->t", factor[s, s + 1 :], inverse[s + 1 :])
+        inverse[s, s] = 1.0
+        inverse[s] /= factor[s, s]
     to_query = np.zeros((dim, rank))
-    for s in range(rank):
-        for t in range(s, rank):
-            to_query[order[s], t] = inverse[s, t]
-    white = np.empty((count, rank))
-    for t in range(rank):
-        for j in range(count):
-            white[j, t] = basis[t, j]
-    return White(white, to_query, thinnest, lifted)
+    to_query[order[:rank]] = inverse
+    return White(np.ascontiguousarray(basis[:rank].T), to_query, thinnest, lifted)
 
 
-@compiled_part
-def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.int64], rank: int, dim: int) -> float:
+def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.int64], rank: int) -> float:
     """Make the next column the next row of the basis, of RMS one, and take it out of the columns after it; return the
     RMS that it had."""
-    count = rest.shape[1]
-    column = rest[order[rank]]
-    for k in range(rank):  # once more: what rounding left along the earlier ones
-        product = 0.0
-        for j in range(count):
-            product += basis[k, j] * column[j]
-        product /= count
-        for j in range(count):
-            column[j] -= product * basis[k, j]
-        upper[k, order[rank]] += product
-    square = 0.0
-    for j in range(count):
-        square += column[j] * column[j]
-    root = np.sqrt(square / count)
+    count, column = rest.shape[1], rest[order[rank]]
+    along = np.einsum("bk,k->b", basis[:rank], column) / count  # once more: what rounding left along the earlier ones
+    column -= np.einsum("b,bk->k", along, basis[:rank])
+    upper[:rank, order[rank]] += along
+    root = float(np.sqrt((column * column).mean()))
     upper[rank, order[rank]] = root
-    for j in range(count):
-        basis[rank, j] = column[j] / root
-    for s in range(rank + 1, dim):
-        product = 0.0
-        for j in range(count):
-            product += basis[rank, j] * rest[order[s], j]
-        product /= count
-        upper[rank, order[s]] = product
-        for j in range(count):
-            rest[order[s], j] -= product * basis[rank, j]
-    return float(root)
+    basis[rank] = column / root
+    others = order[rank + 1 :]
+    products = np.einsum("dk,k->d", rest[others], basis[rank]) / count
+    upper[rank, others] = products
+    rest[others] -= products[:, None] * basis[rank]
+    return root

@@ -34,8 +34,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ln_probe.analyses.geometry.check import TAU, Bools, Floats, Ints
-from ln_probe.analyses.geometry.compiled import compiled, compiled_inline, compiled_part, whole
+from ln_probe.analyses.geometry.check import (
+    TAU,
+    UNDECIDED,
+    UNSELECTABLE,
+    Bools,
+    Floats,
+    Ints,
+    Margins,
+    Scratch,
+    Space,
+    Verdicts,
+    into_ball,
+    keep_bound,
+    keep_query,
+    prove_query,
+    prove_weights,
+    set_absent,
+    squared_distance,
+)
+from ln_probe.analyses.geometry.compiled import compiled_in_place, compiled_inline, compiled_part, whole
 
 # Verdicts are taken this far (relative) from tau, so that the check of the certificate agrees.
 CLEAR = 1e-3
@@ -98,7 +116,6 @@ class Room(NamedTuple):
     points: Floats  # "2 dim"
 
 
-@compiled
 def search_room(count: int, dim: int, judged: int) -> Room:
     """Return room for searches among `count` keys of `dim` dimensions, `judged` where verdicts are given."""
     capacity = dim + 3
@@ -112,6 +129,20 @@ def search_room(count: int, dim: int, judged: int) -> Room:
         np.empty((dim, count)),
         np.zeros((2, max(judged, dim))),
     )
+
+
+@compiled_in_place
+def multiply(left: Floats, right: Floats, out: Floats) -> None:
+    """Set `out = left @ right`."""
+    for i in range(left.shape[0]):
+        combine(right, left[i], right.shape[0], right.shape[1], out[i])
+
+
+def product(left: Floats, right: Floats) -> Floats:
+    """Return `left @ right`, with sums in an order that does not depend on threads."""
+    out = np.empty((left.shape[0], right.shape[1]))
+    multiply(left, right, out)
+    return out
 
 
 @compiled_part
@@ -308,6 +339,7 @@ class Verdict(NamedTuple):
     judged: Floats  # "key D": the keys there
     queries: Floats  # "dim D": what a query along each coordinate of the search is there
     close: float  # distances above this in the coordinates of the search are above tau there
+    biased: bool  # queries look up along the last coordinate there
 
 
 class Search(NamedTuple):
@@ -386,31 +418,32 @@ def put(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, border
 
 @compiled_inline
 def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> int:
-    """Let a key in, for another of the active set if it depends on that.
+    """Let a key (-1: the ray) in, for another of the active set if it depends on that.
 
     Returns:
         the size of the active set, negative if the key is not in it.
     """
     vectors, members = room.vectors, room.members
+    work, weight, share = vectors[WORK], vectors[WEIGHT], 0.0
     for a in range(m):
         if members[MEMBER, a] == key:
             return -m
-    if put(keys, search, room, i, key, m, bordering, unit):
-        return m + 1
-    work, weight = vectors[WORK], vectors[WEIGHT]
-    share, leaving = np.inf, whole(-1)
-    for a in range(m):
-        if work[a] > DEPENDS and weight[a] / work[a] < share:
-            share, leaving = weight[a] / work[a], a
-    if leaving < 0:
-        return -m
-    for a in range(m):
-        weight[a] = max(weight[a] - share * work[a], 0.0)
-    take_out(room, leaving, m)
-    if put(keys, search, room, i, key, m - 1, bordering, unit):
-        weight[m - 1] = share
-        return m
-    return 1 - m
+    for attempt in range(2):
+        if put(keys, search, room, i, key, m, bordering, unit):
+            weight[m] = share
+            return m + 1
+        if attempt == 0:
+            share, leaving = np.inf, whole(-1)
+            for a in range(m):
+                if work[a] > DEPENDS and weight[a] / work[a] < share:
+                    share, leaving = weight[a] / work[a], a
+            if leaving < 0:
+                return -m
+            for a in range(m):
+                weight[a] = max(weight[a] - share * work[a], 0.0)
+            take_out(room, leaving, m)
+            m -= 1
+    return -m
 
 
 @compiled_part
@@ -475,165 +508,218 @@ def keep_weights(room: Room, m: int) -> int:
     return kept
 
 
-@compiled_part
-def find_verdict(keys: Keys, verdict: Verdict, search: Search, room: Room, i: int, absent: Bools, start: int) -> int:
-    """Search for a query that selects key i among the keys that are not absent, or for weights that reproduce it.
+@compiled_in_place
+def find_verdicts(
+    space: Space,
+    keys: Keys,
+    here: Verdict,
+    search: Search,
+    room: Room,
+    start: Ints,
+    verdicts: Verdicts,
+    scratch: Scratch,
+) -> None:
+    """Search for a query that selects, or for weights that reproduce, each key without a verdict.
 
     Args:
-        start: the first active key; negative: the closest one.
-
-    Returns:
-        how many weights there are; the query and the weights are in `room`, either a candidate.
+        start: the first active key of each; negative: the closest one.
     """
-    count, dim = keys.rows.shape
-    vectors, scores, ray, m, ray_key = room.vectors, room.keyed[SCORE], search.ray, whole(0), whole(-1)
-    measure_differences(keys, search, i, room)
-    closest = np.inf
-    if start < 0:
+    (count, dim), wide = keys.rows.shape, here.queries.shape[1]
+    vectors, scores, absent, ray = room.vectors, room.keyed[SCORE], scratch.absent, search.ray
+    for i in range(count):
+        if verdicts.code[i] != UNDECIDED:
+            continue
+        set_absent(here.judged, i, verdicts.copies, absent)
+        measure_differences(keys, search, i, room)
+        new, closest, own = start[i], np.inf, keys.rows[i, dim - 1]
         for j in range(count):
-            if not absent[j] and room.keyed[SQUARE, j] < closest:
-                closest, start = room.keyed[SQUARE, j], j
-    put(keys, search, room, i, start, m, 1.0, 1.0)
-    m += 1
-    bordering = max(room.gram[0, 0], 1e-300)
-    vectors[WEIGHT, 0] = 1.0
-    rebuild(room, m, bordering)
-    largest, shortest, idle, spent = np.sqrt(room.gram[0, 0]), np.inf, 0, 0.0
-    fresh, careful, separated = True, search.careful, False
-    for _ in range(STEPS * (dim + 10)):
-        combine(room.products, vectors[WEIGHT], m, count, scores)
-        square, total, lowest = squared_norm(room, vectors[WEIGHT], m), 0.0, 0.0
-        for a in range(m):
-            lowest += vectors[WEIGHT, a] * vectors[LAST, a]
-            if room.members[MEMBER, a] >= 0:
-                total += vectors[WEIGHT, a] * vectors[FACTOR, a]
-        lift = ray and lowest > NOISE * largest  # some of the ray would shorten x: let it in first
-        if ray and not lift and lowest > 0.0:
-            square = max(square - lowest * lowest, 0.0)
-            own = keys.rows[i, dim - 1]
-            for j in range(count):
-                scores[j] -= lowest * (keys.columns[dim - 1, j] - own)
-        length = np.sqrt(square)
-        idle = 0 if length < shortest else idle + 1
-        shortest = min(shortest, length)
-        if length <= verdict.close * total and is_inside(verdict, room, i, m, ray):
-            break
-        spent += 2.0 * m * (count + 3.0 * m)
-        if spent > search.budget:
-            break
-        new = ray_key
-        if not lift:
-            value, least = np.inf, np.inf
-            for j in range(count):
-                if not absent[j]:
-                    least = min(least, scores[j])
-                    product = room.keyed[SCALE, j] * scores[j]
-                    if product < value:
-                        value, new = product, j
-            if least > 0.0 and least > TAU * (1.0 + CLEAR) * make_query(keys, verdict, room, i, m, ray):
-                separated = True
+            if start[i] < 0 and not absent[j] and room.keyed[SQUARE, j] < closest:
+                closest, new = room.keyed[SQUARE, j], j
+        factor, m = room.keyed[SCALE, new], whole(0)
+        bordering = max(factor * (factor * room.keyed[SQUARE, new]), 1e-300)
+        largest, shortest, idle, spent = 0.0, np.inf, 0, 0.0
+        fresh, careful, separated = True, search.careful, False
+        for step in range(STEPS * (dim + 10) + 1):
+            size = -m
+            if idle < IDLE and m < dim + 2:
+                size = let_in(keys, search, room, i, new, m, bordering, largest)
+                m = abs(size)
+            if size > 0:
+                fresh, largest = step == 0, max(largest, np.sqrt(room.gram[m - 1, m - 1]))
+            else:  # nothing new: rounding, put right once
+                if fresh or m == 0 or not rebuild(room, m, bordering):
+                    break
+                fresh, careful, idle = True, True, 0
+            m, removed = to_minimizer(room, m, bordering, careful, not search.verdict)
+            fresh = fresh and not removed
+            if m == 0:
                 break
-            if value >= square * (1.0 - 1e-10) - NOISE * length * largest:
+            combine(room.products, vectors[WEIGHT], m, count, scores)
+            square, total, lowest = squared_norm(room, vectors[WEIGHT], m), 0.0, 0.0
+            for a in range(m):
+                lowest += vectors[WEIGHT, a] * vectors[LAST, a]
+                if room.members[MEMBER, a] >= 0:
+                    total += vectors[WEIGHT, a] * vectors[FACTOR, a]
+            lift = ray and lowest > NOISE * largest  # some of the ray would shorten x: let it in first
+            if ray and not lift and lowest > 0.0:
+                square = max(square - lowest * lowest, 0.0)
+                for j in range(count):
+                    scores[j] -= lowest * (keys.columns[dim - 1, j] - own)
+            length = np.sqrt(square)
+            idle = 0 if length < shortest else idle + 1
+            shortest = min(shortest, length)
+            spent += 2.0 * m * (count + 3.0 * m)
+            if (length <= here.close * total and is_inside(here, room, i, m, ray)) or spent > search.budget:
                 break
-        size = -m
-        if idle < IDLE and m < dim + 2:
-            size = let_in(keys, search, room, i, new, m, bordering, largest)
-            m = abs(size)
-        if size > 0:
-            fresh, largest = False, max(largest, np.sqrt(room.gram[m - 1, m - 1]))
-        else:  # nothing new: rounding, put right once
-            if fresh or m == 0 or not rebuild(room, m, bordering):
-                break
-            fresh, careful, idle = True, True, 0
-        m, removed = to_minimizer(room, m, bordering, careful, not search.verdict)
-        fresh = fresh and not removed
-        if m == 0:
-            return 0
-    if not separated:
-        make_query(keys, verdict, room, i, m, ray)
-    return keep_weights(room, m)
+            new = whole(-1)
+            if not lift:
+                value, least = np.inf, np.inf
+                for j in range(count):
+                    if not absent[j]:
+                        least = min(least, scores[j])
+                        product = room.keyed[SCALE, j] * scores[j]
+                        if product < value:
+                            value, new = product, j
+                if least > 0.0 and least > TAU * (1.0 + CLEAR) * make_query(keys, here, room, i, m, ray):
+                    separated = True
+                    break
+                if value >= square * (1.0 - 1e-10) - NOISE * length * largest:
+                    break
+        used = keep_weights(room, m)
+        prove_weights(space, i, room.members[KEPT], room.vectors[VALUE], used, here.biased, verdicts, scratch)
+        if verdicts.code[i] == UNDECIDED and m > 0:
+            if not separated:
+                make_query(keys, here, room, i, m, ray)
+            prove_query(space, i, room.points[QUERY, :wide], here.biased, verdicts, scratch)
 
 
 @compiled_part
-def find_margin(keys: Keys, search: Search, room: Room, i: int, absent: Bools) -> int:
-    """Bracket the margin of key i among the keys that are not absent.
+def is_narrow(lower: float, upper: float, gap: float, floor: float) -> bool:
+    """Whether a bracket is as narrow as was asked for, but for rounding."""
+    return upper < np.inf and upper - lower <= max(gap * max(abs(lower), abs(upper)) * 1.001, floor)
 
-    Returns:
-        how many weights there are; u of the best query and the weights are in `room`.
+
+@compiled_part
+def mark_equal(rows: Floats, offset: Floats, i: int, absent: Bools) -> int:
+    """Mark key i and the keys that queries cannot tell from it; return one of these, -1 if there is none."""
+    other: int = whole(-1)
+    for j in range(rows.shape[0]):
+        equal = offset[j] == offset[i] and rows[j, 0] == rows[i, 0] and squared_distance(rows, i, j) == 0.0
+        absent[j] = equal or j == i
+        if equal and j != i:
+            other = j
+    return other
+
+
+@compiled_in_place
+def find_margins(
+    space: Space,
+    keys: Keys,
+    search: Search,
+    room: Room,
+    level: Floats,
+    levelled: bool,
+    inside: float,
+    verdicts: Verdicts,
+    margins: Margins,
+    scratch: Scratch,
+) -> None:
+    """Bracket the margins that are not known as narrowly as is asked for yet.
+
+    Args:
+        level: a u under which all keys score alike, if `levelled`: it proves that no margin is below 0.
+        inside: a bracket of an unselectable key may be this wide if `levelled`: the weights that reproduce the key
+            prove that its margin is about 0.
     """
     count, dim = keys.rows.shape
-    vectors, scores, offset, u = room.vectors, room.keyed[SCORE], keys.offset, room.points[QUERY]
-    measure_differences(keys, search, i, room)
-    start, closest, largest, m = whole(-1), np.inf, 0.0, whole(0)
-    for j in range(count):
-        if not absent[j]:
-            apart = np.sqrt(room.keyed[SQUARE, j])
-            largest = max(largest, apart)
-            if apart - offset[j] < closest:
-                closest, start = apart - offset[j], j
-    for t in range(dim):
-        u[t] = 0.0
-    if start < 0:
-        return 0
-    bordering = max(room.keyed[SQUARE, start], 1e-24 * largest * largest, 1e-300)
-    unit = np.sqrt(bordering)
-    put(keys, search, room, i, start, m, bordering, unit)
-    m += 1
-    vectors[WEIGHT, 0], vectors[ALONG, 0] = 1.0 / vectors[E, 0], 0.0
-    lower, upper, used, sources, spent, none = -np.inf, np.inf, 0, 0, 0.0, whole(-1)
-    fresh, careful, idle, rebuilt = True, search.careful, 0, 0
-    for step in range(STEPS * (dim + 10)):
-        length, ahead = np.sqrt(squared_norm(room, vectors[WEIGHT], m)), 0.0
-        for a in range(m):
-            ahead += vectors[WEIGHT, a] * vectors[LEAD, a]
-        level = length - ahead
-        idle += 1
-        if level < upper:
-            upper, used, idle = level, keep_weights(room, m), 0
-        row, short = WEIGHT, length
-        if not length > SHORT * largest:  # no direction is left: the slope alone makes the query
-            row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
-        combine(room.products, vectors[row], m, count, scores)
-        value, new, scale = np.inf, whole(-1), 1.0 / short
+    vectors, scores, absent = room.vectors, room.keyed[SCORE], scratch.absent
+    offset, u, lower, upper = keys.offset, room.points[QUERY], margins.lower, margins.upper
+    for i in range(count):
+        enough = 2.0 * search.floor
+        if is_narrow(lower[i], upper[i], search.gap, enough):
+            continue
+        copy = mark_equal(keys.rows, offset, i, absent)
+        if levelled:
+            keep_query(space, i, level, margins, scratch.scores)
+        used, member, value = 0, room.members[KEPT], vectors[VALUE]
+        if copy >= 0:
+            used, member[0], value[0] = 1, copy, 1.0
+        elif levelled and verdicts.code[i] == UNSELECTABLE and verdicts.used[i] <= dim + 2:
+            used, member, value = verdicts.used[i], verdicts.member[i], verdicts.value[i]
+            enough = max(enough, inside)
+        if used > 0:
+            keep_bound(space, i, member, value, used, margins, scratch.scores)
+        if is_narrow(lower[i], upper[i], search.gap, enough):
+            continue
+        measure_differences(keys, search, i, room)
+        new, closest, largest, m = whole(-1), np.inf, 0.0, whole(0)
         for j in range(count):
-            scores[j] = scores[j] * scale - offset[j]
-        for j in range(count):
-            if scores[j] < value and not absent[j]:
-                value, new = scores[j], j
-        value += offset[i]
-        if value > lower:
-            lower, sources = value, m
+            if not absent[j]:
+                apart = np.sqrt(room.keyed[SQUARE, j])
+                largest = max(largest, apart)
+                if apart - offset[j] < closest:
+                    closest, new = apart - offset[j], j
+        nearest = room.keyed[SQUARE, new] if new >= 0 else 0.0
+        bordering = max(nearest, 1e-24 * largest * largest, 1e-300)
+        unit, none = np.sqrt(bordering), whole(-1)
+        low, high, reached, sources, spent, used = -np.inf, np.inf, np.inf, 0, 0.0, 0
+        fresh, careful, idle, rebuilt = True, search.careful, 0, 0
+        for step in range(STEPS * (dim + 10) + 1):
+            size, entering = -m, 0
+            while m < dim + 2 and new >= 0 and idle < IDLE:
+                last = let_in(keys, search, room, i, new, m, bordering, unit)
+                size, m = max(size, last), abs(last)
+                entering += 1
+                if last < 0 or entering >= TOGETHER or not 0 < step <= FIRST_STEPS:
+                    break
+                scores[new], best, new = np.inf, reached - offset[i] - search.gap * abs(reached), none
+                for j in range(count):
+                    if scores[j] < best and not absent[j]:
+                        best, new = scores[j], j
+            if size > 0:
+                fresh = step == 0
+            else:  # nothing new: rounding, put right once
+                if fresh or m == 0 or rebuilt == REBUILT or not rebuild(room, m, bordering):
+                    break
+                fresh, careful, idle, rebuilt = True, True, 0, rebuilt + 1
+            m, removed = to_minimizer(room, m, bordering, careful, not search.verdict)
+            fresh = fresh and not removed
+            if m == 0:
+                break
+            length, ahead = np.sqrt(squared_norm(room, vectors[WEIGHT], m)), 0.0
             for a in range(m):
-                vectors[COEFFICIENT, a] = vectors[row, a] * vectors[FACTOR, a] / short
-                room.members[SOURCE, a] = room.members[MEMBER, a]
-        spent += 2.0 * m * (count + 4.0 * m)
-        left = upper - lower
-        if left <= search.floor or left <= search.gap * max(abs(upper), abs(lower)) or spent > search.budget:
-            break
-        if value >= level - 0.1 * NOISE * (largest + abs(ahead)):
-            break
-        size, entering = -m, 0
-        while m < dim + 2 and new >= 0 and idle < IDLE:
-            last = let_in(keys, search, room, i, new, m, bordering, unit)
-            size, m = max(size, last), abs(last)
-            entering += 1
-            if last < 0 or entering >= TOGETHER or step >= FIRST_STEPS:
-                break
-            scores[new], value, new = np.inf, level - offset[i] - search.gap * abs(level), none
+                ahead += vectors[WEIGHT, a] * vectors[LEAD, a]
+            reached = length - ahead
+            idle += 1
+            if reached < high:
+                high, used, idle = reached, keep_weights(room, m), 0
+            row, short = WEIGHT, length
+            if not length > SHORT * largest:  # no direction is left: the slope alone makes the query
+                row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
+            combine(room.products, vectors[row], m, count, scores)
+            least, new, scale = np.inf, none, 1.0 / short
             for j in range(count):
-                if scores[j] < value and not absent[j]:
-                    value, new = scores[j], j
-        if size > 0:
-            fresh = False
-        else:  # nothing new: rounding, put right once
-            if fresh or m == 0 or rebuilt == REBUILT or not rebuild(room, m, bordering):
+                scores[j] = scores[j] * scale - offset[j]
+            for j in range(count):
+                if scores[j] < least and not absent[j]:
+                    least, new = scores[j], j
+            least += offset[i]
+            if least > low:
+                low, sources = least, m
+                for a in range(m):
+                    vectors[COEFFICIENT, a] = vectors[row, a] * vectors[FACTOR, a] / short
+                    room.members[SOURCE, a] = room.members[MEMBER, a]
+            spent += 2.0 * m * (count + 4.0 * m)
+            left = high - low
+            if left <= search.floor or left <= search.gap * max(abs(high), abs(low)) or spent > search.budget:
                 break
-            fresh, careful, idle, rebuilt = True, True, 0, rebuilt + 1
-        m, removed = to_minimizer(room, m, bordering, careful, not search.verdict)
-        fresh = fresh and not removed
-        if m == 0:
-            break
-    for a in range(sources):
+            if least >= reached - 0.1 * NOISE * (largest + abs(ahead)):
+                break
         for t in range(dim):
-            u[t] -= vectors[COEFFICIENT, a] * (keys.rows[room.members[SOURCE, a], t] - keys.rows[i, t])
-    return used
+            u[t] = 0.0
+        for a in range(sources):
+            for t in range(dim):
+                u[t] -= vectors[COEFFICIENT, a] * (keys.rows[room.members[SOURCE, a], t] - keys.rows[i, t])
+        into_ball(u, dim)
+        keep_query(space, i, u[:dim], margins, scratch.scores)
+        keep_bound(space, i, room.members[KEPT], vectors[VALUE], used, margins, scratch.scores)

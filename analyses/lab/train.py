@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ln_probe.analyses.files import replacing, write_atomically
+from ln_probe.analyses.lab import points
 from ln_probe.analyses.lab.experiments import claim
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
@@ -183,10 +184,8 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     try:
         config = LabConfig(**json.loads((path / LAB_FILE).read_text(encoding="utf-8"))["model"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path / LAB_FILE} does not describe a LabTransformer ({error}): load other models of the laboratory with "
-            "`Run.model()` of their experiment"
-        ) from error
+        problem = f"{path / LAB_FILE} does not describe a LabTransformer ({error})"
+        raise ValueError(f"{problem}: load other models with `Run.model()` of their experiment") from error
     model = LabTransformer(config, tokenizer=_tokenizer(path))
     load_weights(model, weights)
     return model.eval()
@@ -196,10 +195,8 @@ def _tokenizer(path: Path) -> Any:
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    from transformers import PreTrainedTokenizerFast
-
     try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
+        return points.tokenizer_class()(tokenizer_file=str(file), bos_token=TEXT_BOUNDARY, eos_token=TEXT_BOUNDARY)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{file} is not a tokenizer ({error}): restore it") from error
 

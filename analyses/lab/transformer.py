@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
-from transformer_lens.HookedRootModule import HookedRootModule
 
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm
+from ln_probe.analyses.lab.points import HookedRootModule, HookPoint
 
 INIT_STD = 0.02  # GPT-2's; output projections are divided by sqrt(2 n_layers), as there
 # Embeddings start ten times larger than GPT-2's: what a norm without scaling divides by is measured at initialization,
@@ -91,17 +90,13 @@ class LabConfig:
                 raise ValueError(f"{name} must be a whole number, at least 1, got {size!r}")
         if self.d_head is None:
             if self.d_model % self.n_heads:
-                raise ValueError(
-                    f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: give d_head as well"
-                )
+                raise ValueError(f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: give d_head")
             object.__setattr__(self, "d_head", self.d_model // self.n_heads)
         if self.d_mlp is None:
             object.__setattr__(self, "d_mlp", 4 * self.d_model)
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(map(str, known))}"
-                )
+            if (choice := getattr(self, name)) not in known:
+                raise ValueError(f"unknown {name} {choice!r}: known choices are {', '.join(map(str, known))}")
         if self.positions == "rotary" and self.d_head % 2:  # type: ignore[operator]
             raise ValueError(f"rotary positions turn pairs of coordinates: d_head={self.d_head} is odd")
         if self.norm is not None:

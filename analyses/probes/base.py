@@ -1,9 +1,8 @@
 """What a probe is: it declares its tables and what it has to see, and its observer makes the tables.
 
 Example:
-    >>> from ln_probe.analyses.probes.base import Finding, Needs, Observer, Picture, Probe, ProbeResults
+    >>> from ln_probe.analyses.probes.base import Finding, Needs, Observer, Probe, ProbeResults
     >>> from ln_probe.analyses.schema import Table
-    >>> from ln_probe.page.figures import Figure
     >>> LENGTHS = Table("lengths", "Lengths", "A row per norm.", ("site",), {
     ...     "site": ("text", "the norm"),
     ...     "longest": ("L2 norm", "length of the longest input"),
@@ -16,19 +15,12 @@ Example:
     ...     def finish(self):
     ...         frame = LENGTHS.frame(self.rows).groupby("site", as_index=False, sort=False).max()
     ...         return ProbeResults({"lengths": frame}, ["lengths: of all prompts"])
-    >>> def draw(report):
-    ...     "The longest vector that each norm reads."
-    ...     figure = Figure()
-    ...     figure.subplots().plot(report.tables["lengths"]["longest"])
-    ...     return figure
     >>> class Lengths(Probe):
     ...     name, summary, tables, needs = "lengths", "how long vectors are", (LENGTHS,), Needs(norms=True)
     ...     def start(self, run):
     ...         return Longest()
     ...     def findings(self, tables, provenance):
     ...         return [Finding("lengths", f"The longest vector has length {tables['lengths']['longest'].max():.3g}.")]
-    ...     def pictures(self):
-    ...         return [Picture("drawn", "Longest vectors", draw, "lengths", "longest")]
     >>> report = ln_probe.analyze(model, tokens, probes=[Lengths()])
     >>> report.tables["lengths"]
     >>> report.failures  # a `Failure` for each probe that raised
@@ -88,6 +80,7 @@ class Run:
         strings: token strings of each prompt.
         statistics: running sums over all prompts, of each norm of the measured layers.
         seed: of resamples.
+        strata: what each prompt is a sample of, by name (its book, or its group); empty: unknown.
     """
 
     model: HookedModel
@@ -100,6 +93,7 @@ class Run:
     strings: Sequence[Sequence[str]] = ()
     statistics: Sequence[NormStatistics] = ()
     seed: int = 0
+    strata: Sequence[str] = ()
 
     @property
     def measured_norms(self) -> list[Norm]:
@@ -185,8 +179,6 @@ class Probe:
         needs: what it has to see.
         prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
         thresholds: constants that its tables depend on, for the provenance.
-        interleaved: whether its observers bear several prompts under way at once; if one of them does not, prompts go
-            one after another unless the user gives a batch size.
     """
 
     name: ClassVar[str]
@@ -195,11 +187,14 @@ class Probe:
     needs: ClassVar[Needs] = Needs()
     prompts: ClassVar[int | None] = None
     thresholds: ClassVar[Mapping[str, float]] = {}
-    interleaved: ClassVar[bool] = False
 
     def start(self, run: Run) -> Observer:
         """Return an observer of the prompts of one model."""
         return Observer()
+
+    def work(self, prompt: int) -> float:
+        """Return how much work a prompt is beside others; for the estimate of the time left."""
+        return 1.0
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> Sequence[Finding]:
         """Return plain sentences computed from a report's tables, any of which can be empty."""
@@ -220,11 +215,6 @@ class Failure:
 
     probe: str
     error: str
-
-    @classmethod
-    def of(cls, probe: str, error: BaseException) -> Failure:
-        """Return the failure of a probe from the exception that it raised."""
-        return cls(probe, f"{type(error).__name__}: {error}")
 
     def __str__(self) -> str:
         return f"the probe {self.probe!r} failed: {self.error}"
@@ -259,7 +249,7 @@ class ProbeObserver:
         try:
             return work(*given)
         except Exception as error:
-            self.failure = Failure.of(self.probe.name, error)
+            self.failure = Failure(self.probe.name, f"{type(error).__name__}: {error}")
 
 
 def find(name: str) -> Probe:
@@ -281,7 +271,8 @@ def chosen(probes: Any) -> tuple[Probe, ...]:
     Raises:
         ProbeError: one does not exist, lacks an attribute, or has the name or the table of another.
     """
-    if isinstance(probes, str) or not isinstance(probes, Iterable) or not list(probes):
+    probes = [probes] if isinstance(probes, str | Probe) else probes
+    if not isinstance(probes, Iterable) or not list(probes):
         raise ProbeError(f"probes must be a list of {', '.join(BUILT_IN)}, or of Probe objects, got {probes!r}")
     by_name: dict[str, Probe] = {}
     for each in probes:
@@ -300,17 +291,11 @@ def _check(probe: Any) -> None:
         raise ProbeError(f"a probe is a name or a Probe object, got {type(probe).__name__}")
     who = f"the probe {getattr(probe, 'name', '?')!r} of {type(probe).__module__}"
     for attribute, kind in (("name", str), ("summary", str), ("tables", tuple), ("needs", Needs)):
-        value = getattr(probe, attribute, None)
-        if not isinstance(value, kind) or (kind is not Needs and not value):
-            raise ProbeError(f"{who} needs a {attribute} ({kind.__name__}), got {value!r}")
-    if not probe.name.isidentifier():
-        raise ProbeError(f"{who}: a probe's name is made of letters, digits and _")
-    if wrong := [table for table in probe.tables if not isinstance(table, Table)]:
-        raise ProbeError(f"{who}: its tables must be declared as Table, got {wrong[0]!r}")
-    if probe.name in BUILT_IN:
-        if type(probe) is not type(find(probe.name)):
-            raise ProbeError(f"{who} has the name of a built-in one: rename it")
-        return
-    names = {table.name for table in (*tables.TABLES, tables.TOKENS, tables.SUMMARY)}
-    if taken := [table.name for table in probe.tables if table.name in names]:
-        raise ProbeError(f"{who} declares a table {taken[0]!r}, which ln_probe has: rename it")
+        if not isinstance(getattr(probe, attribute, None), kind):
+            raise ProbeError(f"{who} needs a {attribute} ({kind.__name__})")
+    if not probe.name.isidentifier() or not all(isinstance(table, Table) for table in probe.tables):
+        raise ProbeError(f"{who}: its name is made of letters, digits and _, its tables are declared as Table")
+    is_own = probe.name in BUILT_IN and type(probe) is type(find(probe.name))
+    reserved = {*BUILT_IN, tables.SUMMARY.name, *(table.name for table in tables.TABLES)}
+    if not is_own and (used := reserved & {probe.name, *(table.name for table in probe.tables)}):
+        raise ProbeError(f"{who} has the name of a probe or table of ln_probe, {min(used)!r}: rename it")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,17 +24,9 @@ import pandas as pd
 from jaxtyping import Float64, Shaped
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE
-from ln_probe.analyses.geometry.decide import (
-    DUPLICATE,
-    NAMES,
-    RELATIVE_GAP,
-    UNDECIDED,
-    UNSELECTABLE,
-    Request,
-    Solved,
-    solve_sets,
-)
-from ln_probe.analyses.geometry.key_geometry import reachable
+from ln_probe.analyses.geometry.check import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
+from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, solve_sets
+from ln_probe.analyses.geometry.key_geometry import random_unselectable, reachable
 from ln_probe.analyses.geometry.keys import SPAN_TOLERANCE, QuerySet
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS, KEYS
@@ -45,7 +36,6 @@ from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 # Variants whose margins and attention are measured, and whose keys have a row each.
 COMPARED = (INTACT.name, SCALING_FROZEN.name)
 UNKNOWN = -1  # of `reachable`, where nothing bounds the queries
-RANDOM_SETS = 32  # sets of random keys that the baseline is a mean over
 
 Measures = dict[str, Shaped[np.ndarray, " ..."]]
 
@@ -56,7 +46,6 @@ class Selectability(Probe):
     tables = (HEADS, KEYS)
     needs = Needs(attention=True)
     prompts = GEOMETRY_PROMPTS
-    interleaved = True
     thresholds = {  # noqa: RUF012 - a constant of the class
         "query_radius_quantile": QUERY_RADIUS_QUANTILE,
         "query_span_tolerance": SPAN_TOLERANCE,
@@ -172,23 +161,20 @@ def _of_all_heads(
 
     Where queries have no bound there are verdicts alone, over every direction that the head has.
     """
-    last = seen.stop - 1
-    ellipsoids = attended.reachable(last)
-    bounds = bounds and ellipsoids is not None
-    queries = attended.once("query sets", last, lambda: _query_sets(ellipsoids or attended.directions(last)))
-    inner = None
+    queries, bounded = attended.once("query sets", seen.stop, lambda: _query_sets(attended, seen.stop - 1))
+    bounds, inner = bounds and bounded, None
     if bounds and attended.radii is not None:
         inner = np.array([attended.radii[head] for head in attended.chosen])
     request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
     return [_of_set(solved) for solved in solve_sets(keys, bias, queries, inner, request)]
 
 
-def _query_sets(ellipsoids: tuple[np.ndarray, np.ndarray]) -> list[QuerySet]:
-    """Return the sets of queries of all chosen heads, from centers and axes."""
-    return [
-        QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)).compact()
-        for center, axes in zip(*ellipsoids, strict=True)
-    ]
+def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
+    """Return the sets of queries of all chosen heads at a position, and whether they are bounded."""
+    reachable_queries = attended.reachable(position)
+    ellipsoids = zip(*(reachable_queries or attended.directions(position)), strict=True)
+    sets = [QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)) for center, axes in ellipsoids]
+    return [queries.compact() for queries in sets], reachable_queries is not None
 
 
 def _of_set(solved: Solved) -> Measures:
@@ -228,23 +214,3 @@ def summary(measures: Mapping[str, np.ndarray]) -> dict[str, float]:
 def _median(values: np.ndarray) -> float:
     known = values[~np.isnan(values)]
     return float(np.median(known)) if len(known) else math.nan
-
-
-@lru_cache(maxsize=64)
-def random_unselectable(n: int, d: int) -> float:
-    """Return the share of n random keys (normal, in d dimensions) that no query selects.
-
-    In the plane n keys have 2 √(2π ln n) corners on average, to leading order (Rényi & Sulanke 1963). Otherwise the
-    same verdicts on RANDOM_SETS seeded sets.
-
-    Example:
-        >>> from ln_probe.analyses.probes.selectability import random_unselectable
-        >>> random_unselectable(128, 8)
-    """
-    if n <= d + 1:
-        return 0.0
-    if d == 2:
-        return max(0.0, 1 - 2 * math.sqrt(2 * math.pi * math.log(n)) / n)
-    keys = np.random.default_rng(0).standard_normal((RANDOM_SETS, n, d))
-    solved = solve_sets(keys, request=Request(gap=None, attention=False))
-    return float(np.mean([one.answers.verdicts.code == UNSELECTABLE for one in solved]))

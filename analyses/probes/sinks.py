@@ -10,8 +10,9 @@ are the intact model's, and every key is made without scaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -45,24 +46,24 @@ class TokenSizes:
 
     Attributes:
         ratio: |Px| over the prompt's median, at the norm where that is largest.
-        site: name of that norm, of each token.
+        site: name of that norm, of each token; empty before the first norm.
         vectors: Px there.
         outlier, massive: whether a token is one at some norm.
     """
 
-    ratio: Float[Tensor, " pos"] | None = None
+    ratio: Tensor = field(default_factory=lambda: torch.zeros(0))
     site: list[str] = field(default_factory=list)
-    vectors: Float[Tensor, "pos d"] | None = None
-    outlier: Bool[Tensor, " pos"] | None = None
-    massive: Bool[Tensor, " pos"] | None = None
+    vectors: Tensor = field(default_factory=lambda: torch.zeros(0))
+    outlier: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    massive: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
-    def add(self, site: Norm, x: Float[Tensor, "pos d"]) -> Float[Tensor, " pos"]:
-        """Take in a norm's input, and return |Px| over its median."""
+    def add(self, site: Norm, x: Float[Tensor, "pos d"]) -> None:
+        """Take in a norm's input."""
         x = x if x.dtype == torch.float64 else x.float()
         vectors = site.project(x)
         length = torch.linalg.vector_norm(vectors, dim=-1)
         ratio = length / length.median().clamp_min(1e-30)
-        if self.ratio is None or self.vectors is None or self.outlier is None or self.massive is None:
+        if not self.site:
             self.ratio, self.vectors, self.site = ratio, vectors, [site.name] * len(x)
             self.outlier = self.massive = torch.zeros_like(ratio, dtype=torch.bool)
         longer = ratio > self.ratio
@@ -75,11 +76,9 @@ class TokenSizes:
         largest = size.amax(-1)
         if bool((largest > MASSIVE_SIZE).any()):  # rarely, and a median over all entries takes a while
             self.massive = self.massive | ((largest > MASSIVE_SIZE) & (largest > MASSIVE_RATIO * size.median()))
-        return ratio
 
     def dimensions(self, position: int) -> str:
         """Return the dimensions that make up half of a token's squared length, at most a few, with their shares."""
-        assert self.vectors is not None
         share = self.vectors[position].double().square()
         share = share / share.sum().clamp_min(1e-300)
         named, total = [], 0.0
@@ -89,11 +88,6 @@ class TokenSizes:
             named.append(f"{at} ({100 * float(share[at]):.0f} %)")
             total += float(share[at])
         return ", ".join(named)
-
-
-def counting_queries(length: int, *, causal: bool, window: int | None = None) -> Bool[Tensor, "query key"]:
-    """Return which queries see which positions; of a causal layer only queries after position 0 count."""
-    return visible_keys(length, length, causal=causal, window=window)[1 if causal else 0 :]
 
 
 class LayerAttention:
@@ -112,10 +106,11 @@ class LayerAttention:
 
     def __init__(self, attended: AttentionLayer) -> None:
         seen = attended.seen
-        self.heads = attended.measured
+        self.heads = attended.chosen
         first = 1 if seen.causal else 0
         pattern = seen.pattern[self.heads] if len(self.heads) < len(seen.pattern) else seen.pattern
-        visible = counting_queries(pattern.shape[-1], causal=seen.causal, window=seen.window).double()
+        length = pattern.shape[-1]
+        visible = visible_keys(length, length, causal=seen.causal, window=seen.window)[first:].double()
         self.queries = visible.sum(0)
         self.uniform = (visible / visible.sum(1, keepdim=True)).sum(0)
         self.total = at_least_float32(pattern[:, first:]).sum(1, dtype=torch.float32).double().cpu()
@@ -143,7 +138,7 @@ class _Prompt:
     def token_rows(self, tokens: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield rows of the table `sinks`."""
         sizes, layers = self.sizes, list(self.layers.values())
-        if sizes.ratio is None or sizes.outlier is None or sizes.massive is None:
+        if not sizes.site:
             return
         longest = 1 + int(sizes.ratio[1:].argmax()) if len(tokens) > 1 else 0
         sink = torch.stack([layer.sink for layer in layers]).any(0) if layers else torch.zeros(len(tokens)).bool()
@@ -195,7 +190,6 @@ class Sinks(Probe):
     summary = "how much attention position 0 and outlier tokens receive"
     tables = (SINKS, SINK_HEADS)
     needs = Needs(norms=True, attention=True)
-    interleaved = True
     thresholds = {  # noqa: RUF012 - constants
         "sink_attention": MUCH,
         "sink_share": SINK_SHARE,
@@ -224,7 +218,7 @@ class _SinkObserver(Observer):
             self._of(prompt).sizes.add(site, x)
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        if attended.length > 1 and attended.measured:
+        if attended.length > 1 and attended.chosen:
             self._of(prompt).layers[attended.layer] = LayerAttention(attended)
 
     def end(self, prompt: int) -> None:
@@ -260,34 +254,33 @@ def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OutlierTokens(OneLine):
-    """Which tokens are outliers, and the sizes of all of them at every norm.
+    """Which tokens are outliers.
 
     Attributes:
         mask: True where a token is an outlier at some norm.
         massive: True where it has massive activations.
-        sigma: the norm's divisor, by site.
-        ratio: |Px| over the prompt's median, by site.
+        ratio: |Px| over the prompt's median, at the norm where that is largest.
     """
 
     mask: Bool[Tensor, "batch pos"]
     massive: Bool[Tensor, "batch pos"]
-    sigma: Mapping[str, Float[Tensor, "batch pos"]] = field(default_factory=dict)
-    ratio: Mapping[str, Float[Tensor, "batch pos"]] = field(default_factory=dict)
+    ratio: Float[Tensor, "batch pos"]
 
 
 def outlier_tokens(
     model: object, tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 ) -> OutlierTokens:
-    """Find the tokens that are outliers at some norm of the model: a mask for other tools, with sigmas and ratios.
+    """Find the tokens that are outliers at some norm of the model: a mask for other tools, with their lengths.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
         tokens: [batch pos], or a list of rows of several lengths. Rows of fewer than LEAST_TOKENS tokens have no
-            outliers. After the end of a shorter row masks are False and sizes NaN.
+            outliers. After the end of a shorter row masks are False and ratios NaN.
 
     Raises:
         TypeError: not a TransformerLens model, or tokens that are neither a tensor nor a list of rows.
-        ValueError: tokens that are not [batch pos], empty, longer than the context or outside the vocabulary.
+        ValueError: tokens that are not [batch pos], empty, longer than the context or outside the vocabulary; a model
+            without norms.
         ActivationError: a norm's input or output is not finite.
 
     Example:
@@ -300,26 +293,15 @@ def outlier_tokens(
     for row in prompts:
         check_ids(hooked, row)
     sites = [s for s in find_norms(hooked) if s.reads not in _INSIDE]
-    ratios: dict[str, list[Tensor]] = {s.name: [] for s in sites}
-    sigmas: dict[str, list[Tensor]] = {s.name: [] for s in sites}
-    outlier, massive = [], []
+    if not sites:
+        raise ValueError("the model has no normalization: no norm says which tokens are long")
+    sizes = [TokenSizes() for _ in prompts]
     with evaluating(hooked):
-        for row in prompts:
-            sizes = TokenSizes()
-
-            def measure(site: Norm, x: Tensor, _y: Tensor, sizes: TokenSizes = sizes) -> None:
-                ratios[site.name].append(sizes.add(site, x).cpu())
-                sigmas[site.name].append(site.sigma(x if x.dtype == torch.float64 else x.float())[:, 0].cpu())
-
-            stream(hooked, row, sites, on_norm=measure)
-            nothing = torch.zeros(len(row), dtype=torch.bool)
-            outlier.append(nothing if sizes.outlier is None else sizes.outlier.cpu())
-            massive.append(nothing if sizes.massive is None else sizes.massive.cpu())
-    sigma, ratio = (
-        {site: _padded(rows, math.nan) for site, rows in values.items() if rows} for values in (sigmas, ratios)
+        for row, of_row in zip(prompts, sizes, strict=True):
+            stream(hooked, row, sites, on_norm=lambda site, x, _, of_row=of_row: of_row.add(site, x))
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return OutlierTokens(
+        pad([one.outlier.cpu() for one in sizes]),
+        pad([one.massive.cpu() for one in sizes]),
+        pad([one.ratio.cpu() for one in sizes], padding_value=math.nan),
     )
-    return OutlierTokens(_padded(outlier), _padded(massive), sigma, ratio)
-
-
-def _padded(rows: Sequence[Tensor], filled: float = False) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=filled)

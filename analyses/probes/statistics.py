@@ -1,11 +1,12 @@
-"""Inference on a mean over prompts: intervals and p with simulated coverage, and a sign test for fewer prompts.
+"""Inference on a mean over prompts: intervals and p with simulated coverage, and Holm's adjustment.
 
-The mean change of a loss is a ratio, the sum of the prompts' changes over the sum of their tokens. Its interval is a
-bootstrap-t (Efron & Tibshirani 1993, chapter 12; the standard error of a ratio: Cochran 1977, section 2.11): resampled
-prompts tell how (estimate - truth) / standard error is distributed, skewness included. Effects over prompts are skewed
-and have outliers: at 32 prompts the percentile bootstrap used before covers 94, 88 and 92 % of nominal 95 on normal,
-lognormal and outlier-ridden effects, this one 96, 94 and 96 (docs/statistics.md has the table). Below 32
-prompts no method can: with one outlier in ten prompts, 16 prompts show none of them in 19 % of cases.
+The mean change of a loss is a ratio, the sum of the prompts' changes over the sum of their tokens. The unit is the
+prompt group. From 32 groups on, the interval is a bootstrap-t (Efron & Tibshirani 1993, chapter 12; the standard error
+of a ratio: Cochran 1977, section 2.11): resampled groups tell how (estimate - truth) / standard error is distributed,
+skewness included. With 8 to 31 groups it is a t interval with the same standard error; below 8 there is none
+(docs/statistics.md has the coverage of both). Where prompts are drawn from strata, such as three books, groups are
+resampled within each, and the standard error is that of a stratified sample: the interval is over prompts of these
+strata.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from scipy import stats  # type: ignore[import-untyped]
 
 # Ends then err by under 1 % of the width, and p is fine enough for Holm's adjustment: the smallest is 1.25e-4, so that
@@ -28,101 +29,144 @@ CONFIDENCE = 0.95
 # Share of resamples beyond both ends. Not 1 - CONFIDENCE: at 0.05 lognormal effects are covered to 0.925 at 32 and 40
 # prompts, at 0.04 to 0.936 (8000 simulated sets each).
 BEYOND = 0.04
-PROMPTS_NEEDED = 32  # fewer: no interval (see above)
-# No interval where an end lies farther from the mean than so many times the range of the prompts' values: resamples
+BOOTSTRAP_GROUPS = 32  # fewer: a t interval
+LEAST_GROUPS = 8  # fewer: no interval
+# No interval where an end lies farther from the mean than so many times the range of the groups' values: resamples
 # without the one prompt that carries the mean then say nothing of how far it may lie. Leaves out none of 4000 simulated
 # sets of normal effects, 1 in 1000 of lognormal ones at 32 prompts.
 REACH = 0.5
 SIGNIFICANCE = 0.05
 
+Strata = Int64[np.ndarray, " group"]
+
 
 @dataclass(frozen=True)
 class MeanInference:
-    """Inference on a mean over prompts.
+    """Inference on a mean over prompt groups; all NaN where it was not tested.
 
     Attributes:
-        low, high: ends of its 95 % interval; NaN where there is none.
-        p: two-sided, of the mean being 0, from the same resamples: below SIGNIFICANCE where the interval excludes 0 and
-            nowhere else; NaN where there is no interval.
+        low, high: ends of its 95 % interval.
+        p: two-sided, of the mean being 0: below SIGNIFICANCE where the interval excludes 0 and nowhere else.
         bound: the smallest number whose negative and itself enclose the 90 % interval: the mean is equivalent to 0
-            within it (two one-sided tests at 5 %); NaN where there is no interval.
+            within it (two one-sided tests at 5 %).
     """
 
-    low: float
-    high: float
-    p: float
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
     bound: float = math.nan
 
 
-_NOTHING = MeanInference(math.nan, math.nan, math.nan)
-
-
 @lru_cache(maxsize=2)
-def resamples(prompts: int, seed: int, *, least: int = PROMPTS_NEEDED) -> Float[np.ndarray, "resample prompt"]:
-    """How often each prompt occurs in each resample (not to be written to); none if there are fewer than `least`."""
-    if prompts < least:
-        return np.zeros((0, prompts))
-    count = min(RESAMPLES, max(LEAST_RESAMPLES, MOST_COUNTS // prompts))
-    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), count).astype(float)
-    drawn.flags.writeable = False
-    return drawn
+def resamples(counts: tuple[int, ...], seed: int) -> Float[np.ndarray, "resample group"]:
+    """Return how often each group occurs in each resample (not to be written to).
+
+    Args:
+        counts: groups of each stratum; the strata's columns stand side by side.
+        seed: of the draws.
+    """
+    number = min(RESAMPLES, max(LEAST_RESAMPLES, MOST_COUNTS // sum(counts)))
+    generator = np.random.default_rng(seed)
+    drawn = [generator.multinomial(n, np.full(n, 1 / n), number) for n in counts]
+    columns: np.ndarray = np.concatenate(drawn, axis=1).astype(float)
+    columns.flags.writeable = False
+    return columns
 
 
 def infer_mean(
-    change: Float[np.ndarray, " prompt"],
-    weight: Float[np.ndarray, " prompt"],
-    drawn: Float[np.ndarray, "resample prompt"] | None = None,
+    change: Float[np.ndarray, " group"],
+    weight: Float[np.ndarray, " group"],
+    strata: Strata | None = None,
     *,
     seed: int = 0,
-    least: int = PROMPTS_NEEDED,
-    reach: float = REACH,
 ) -> MeanInference:
-    """Interval and p of sum(change) / sum(weight) over prompts.
+    """Return interval and p of sum(change) / sum(weight) over prompt groups.
 
     Each resample says how far, in standard errors, an estimate may lie from the truth, and so names a value that the
     truth may have. The interval leaves BEYOND of these values out; p is the share on the other side of 0, twice the
     smaller side, times (1 - CONFIDENCE) / BEYOND. (One is added to both counts, so that p is never 0.)
 
     Args:
-        change: sum over each prompt (nats, for a loss).
-        weight: what it is a sum over (tokens); prompts of weight 0 count for nothing.
-        drawn: `resamples(…)`; None: drawn with `seed`.
-        least: with fewer prompts there is no interval; another number only to find out what it would be worth.
-        reach: as REACH; infinite only to find out what the rule does.
+        change: sum over each group (nats, for a loss).
+        weight: what it is a sum over (tokens); groups of weight 0 count for nothing.
+        strata: number of the stratum of each group; None, or one of them has a single group: all form one.
+        seed: of resamples.
 
     Returns:
-        NaNs if there are fewer than `least` prompts, a change is NaN, or an end lies too far (REACH).
+        NaNs if there are fewer than LEAST_GROUPS groups, a change is NaN, or an end lies too far (REACH).
     """
     counts = weight > 0
-    prompts = int(counts.sum())
-    if prompts < least or not np.isfinite(change[counts]).all():
-        return _NOTHING
-    if drawn is None or not counts.all():
-        drawn = resamples(prompts, seed, least=least)
+    groups = int(counts.sum())
+    if groups < LEAST_GROUPS or not np.isfinite(change[counts]).all():
+        return MeanInference()
     c, w = change[counts].astype(float), weight[counts].astype(float)
-    estimate = float(c.sum() / w.sum())
+    order, sizes = _by_stratum(np.zeros(groups, np.int64) if strata is None else strata[counts])
+    c, w = c[order], w[order]
+    estimate, total = float(c.sum() / w.sum()), float(w.sum())
     residual = c - estimate * w
-    scale = prompts / (prompts - 1)
-    error = math.sqrt(scale * float(residual @ residual)) / w.sum()
-    if error <= 1e-15 * max(abs(estimate), 1e-300):  # all prompts agree but for rounding
-        return MeanInference(estimate, estimate, _p(np.full(len(drawn), estimate)), abs(estimate))
     columns = np.stack([w, residual, residual**2, residual * w, w**2], axis=1)
-    total, moved, square, mixed, weights = np.moveaxis(drawn @ columns, 1, 0)
-    shift = moved / total
-    square = square - 2 * shift * mixed + shift**2 * weights
-    errors = np.sqrt(scale * np.maximum(square, 0.0)) / total
+    error = float(_standard_errors(np.ones((1, groups)), columns, sizes, np.zeros(1))[0]) / total
+    if error <= 1e-15 * max(abs(estimate), 1e-300):  # all groups agree but for rounding
+        if groups < BOOTSTRAP_GROUPS:
+            return MeanInference(estimate, estimate, float(estimate == 0), abs(estimate))
+        return MeanInference(estimate, estimate, _p(np.full(len(resamples(sizes, seed)), estimate)), abs(estimate))
+    if groups < BOOTSTRAP_GROUPS:
+        return _student(estimate, error, groups - len(sizes))
+    drawn = resamples(sizes, seed)
+    totals, moved = np.moveaxis(drawn @ columns[:, :2], 1, 0)
+    shift = moved / totals
+    errors = _standard_errors(drawn, columns, sizes, shift) / totals
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.where(errors > 1e-6 * error, shift / errors, np.where(shift == 0, 0.0, np.copysign(np.inf, shift)))
     truths = estimate - t * error
     low, high = _ends(truths, BEYOND)  # as many lie beyond each end as p allows
-    values = residual * prompts / w.sum()
-    if max(estimate - low, high - estimate) > reach * np.ptp(values):
-        return _NOTHING
+    values = residual * groups / total
+    if max(estimate - low, high - estimate) > REACH * np.ptp(values):
+        return MeanInference()
     return MeanInference(low, high, _p(truths), max(map(abs, _ends(truths, 2 * BEYOND))))
 
 
+def _by_stratum(strata: Strata) -> tuple[Int64[np.ndarray, " group"], tuple[int, ...]]:
+    """Return the groups in the order of their strata, and how many each stratum has."""
+    sizes = np.unique(strata, return_counts=True)[1]
+    if sizes.min() < 2:
+        return np.arange(len(strata)), (len(strata),)
+    return np.argsort(strata, kind="stable"), tuple(map(int, sizes))
+
+
+def _standard_errors(
+    drawn: Float[np.ndarray, "resample group"],
+    columns: Float[np.ndarray, "group 5"],
+    sizes: Sequence[int],
+    shift: Float[np.ndarray, " resample"],
+) -> Float[np.ndarray, " resample"]:
+    """Return the standard error of each resample's total, with residuals of the ratio that it has itself.
+
+    Args:
+        columns: of each group w, r, r², r w and w², with r its residual from the ratio of all groups.
+        shift: the resample's ratio minus that of all groups.
+    """
+    variance, first = np.zeros(len(drawn)), 0
+    for size in sizes:
+        part = slice(first, first + size)
+        weight, moved, square, mixed, weights = np.moveaxis(drawn[:, part] @ columns[part], 1, 0)
+        mean = (moved - shift * weight) / size
+        squares = square - 2 * shift * mixed + shift**2 * weights - size * mean**2
+        variance += size / (size - 1) * np.maximum(squares, 0.0)
+        first += size
+    errors: np.ndarray = np.sqrt(variance)
+    return errors
+
+
+def _student(estimate: float, error: float, freedom: int) -> MeanInference:
+    """Return what a t interval with this standard error says."""
+    half, bound = (error * float(stats.t.ppf(share, freedom)) for share in (0.5 + CONFIDENCE / 2, CONFIDENCE))
+    p = 2 * float(stats.t.sf(abs(estimate) / error, freedom))
+    return MeanInference(estimate - half, estimate + half, p, abs(estimate) + bound)
+
+
 def _ends(truths: Float[np.ndarray, " resample"], beyond: float) -> tuple[float, float]:
-    """Both ends of the interval that leaves out this share of the truths."""
+    """Return both ends of the interval that leaves out this share of the truths."""
     last = max(1, math.ceil(beyond / 2 * (len(truths) + 1)) - 1) - 1
     low, high = np.partition(truths, [last, len(truths) - 1 - last])[[last, len(truths) - 1 - last]]
     return float(low), float(high)
@@ -133,44 +177,19 @@ def _p(truths: Float[np.ndarray, " resample"]) -> float:
     return min(1.0, (1 - CONFIDENCE) / BEYOND * 2 * (1 + other) / (len(truths) + 1))
 
 
-def interval(
-    change: Float[np.ndarray, " prompt"], weight: Float[np.ndarray, " prompt"], *, seed: int = 0
-) -> tuple[float, float]:
-    """Both ends of the 95 % interval of sum(change) / sum(weight) over prompts; as `infer_mean`."""
-    found = infer_mean(change, weight, seed=seed)
-    return found.low, found.high
-
-
-def median(change: Float[np.ndarray, " prompt"], weight: Float[np.ndarray, " prompt"]) -> float:
-    """The median over prompts of change / weight; NaN if one is unknown, or no prompt has a weight."""
-    counts = weight > 0
-    if not counts.any() or not np.isfinite(change[counts]).all():
-        return math.nan
-    return float(np.median(change[counts] / weight[counts]))
-
-
-def sign_test(change: Float[np.ndarray, " prompt"]) -> float:
-    """Two-sided p of "as many prompts go up as down", exact for any distribution; NaN unless every change is known."""
-    if not len(change) or not np.isfinite(change).all():
-        return math.nan
-    known = change[change != 0]
-    if not len(known):
-        return 1.0
-    return float(stats.binomtest(int((known > 0).sum()), len(known)).pvalue)
-
-
 def holm(
-    p: Sequence[float] | Float[np.ndarray, " test"], looked_at: Sequence[bool] | None = None
+    p: Sequence[float] | Float[np.ndarray, " test"],
+    tested: Sequence[bool] | Bool[np.ndarray, " test"] | None = None,
 ) -> Float[np.ndarray, " test"]:
-    """p-values adjusted for their number (Holm 1979); NaN stay NaN.
+    """Return p-values adjusted for their number (Holm 1979); NaN stay NaN.
 
     Args:
-        looked_at: which of the NaN count as tests that tell nothing; None: none does.
+        tested: which of the NaN count as tests; None: none does.
     """
     values = np.asarray(p, float)
     adjusted = np.full(len(values), math.nan)
     known = np.flatnonzero(np.isfinite(values))
-    more = 0 if looked_at is None else int((np.isnan(values) & np.asarray(looked_at, bool)).sum())
+    more = 0 if tested is None else int((np.isnan(values) & np.asarray(tested, bool)).sum())
     order = known[np.argsort(values[known], kind="stable")]
     steps = values[order] * (len(order) + more - np.arange(len(order)))
     adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0) if len(order) else []
@@ -178,5 +197,5 @@ def holm(
 
 
 def by_group(values: Float[np.ndarray, " prompt"], groups: Int64[np.ndarray, " prompt"]) -> Float[np.ndarray, " group"]:
-    """The sums over each group that there is, in the order of their numbers."""
+    """Return the sums over each group, in the order of the groups' numbers."""
     return np.bincount(np.unique(groups, return_inverse=True)[1], values).astype(float)

@@ -1,7 +1,7 @@
 """The tables of a report: every column's unit and meaning, written here and nowhere else.
 
 `python -m ln_probe.analyses.probes.tables` prints them as Markdown (`docs/columns.md`). TABLES are those of a report;
-the others are computed from them (`Report.by_head`, `Report.tokens`, `compare`).
+SUMMARY is computed from them (`compare`).
 """
 
 from __future__ import annotations
@@ -40,27 +40,16 @@ LAYERNORMS = Table(
 HEADS = Table(
     "heads",
     "Heads",
-    "A row per (layer, head, variant): keys as attention sees them (gain, bias, W_K, b_K, QK-norm, rotary positions).",
+    "A row per (layer, head, variant), of keys as attention sees them; NaN where nothing bounds the queries.",
     ("layer", "head", "variant"),
     {
         "layer": _LAYER,
         "head": _HEAD,
         "variant": _VARIANT,
         "unselectable": ("share", "share of keys in the convex hull of their prompt's others: no query selects them"),
-        "unreachable": (
-            "share",
-            "share of keys that no query of this head gives strictly the highest score; includes unselectable keys and "
-            "copies; NaN without a bound on queries",
-        ),
-        "margin_median": (
-            "nats",
-            "median over keys of the best score gap over all other keys that a query of this head gives; negative if "
-            "none puts the key on top; NaN without a bound on queries",
-        ),
-        "attainable_median": (
-            "share",
-            "median over keys of the largest attention at the last position, from queries of the size that occur",
-        ),
+        "unreachable": ("share", "share of keys that no query of this head selects, unselectable ones included"),
+        "margin_median": ("nats", "median over keys of the margin: of margin_lower and margin_upper in the table keys"),
+        "attainable_median": ("share", "median over keys of `attainable` in the table keys"),
         "pattern_max_median": (
             "share",
             "median over keys of `pattern_max` in the table keys",
@@ -69,10 +58,7 @@ HEADS = Table(
             "ratio",
             "attention entropy over log(visible keys), mean over queries: 1 is uniform",
         ),
-        "uniform_angle_deg": (
-            "degrees",
-            "mean angle of gain·(W_K q) to the all-ones direction: at 0 a query attends uniformly; NaN without one",
-        ),
+        "uniform_angle_deg": ("degrees", "mean angle of gain·(W_K q) to the all-ones direction: 0 attends uniformly"),
         "n": ("count", "keys, over all prompts"),
     },
 )
@@ -80,7 +66,7 @@ HEADS = Table(
 KEYS = Table(
     "keys",
     "Keys",
-    "A row per (layer, head, variant, prompt, position): one key, intact and with scaling frozen.",
+    "A row per key, intact and with scaling frozen; NaN where nothing bounds the queries.",
     ("layer", "head", "variant", "prompt", "position"),
     {
         "layer": _LAYER,
@@ -91,20 +77,12 @@ KEYS = Table(
         "token": _TOKEN,
         "verdict": (
             "text",
-            "selectable: some query of any length gives it strictly the highest score; unselectable: it lies in the "
-            "convex hull of the others; duplicate: selectable but for copies of it; undecided",
+            "selectable: some query of any length gives it strictly the highest score; unselectable: in the convex "
+            "hull of the others; duplicate: selectable but for copies; undecided",
         ),
-        "margin_lower": (
-            "nats",
-            "proved lower bound of its best score gap over all other keys by a query of the head; NaN without a bound "
-            "on queries",
-        ),
+        "margin_lower": ("nats", "proved lower bound of the best score gap over all others by a query of the head"),
         "margin_upper": ("nats", "upper bound of the same"),
-        "reachable": (
-            "true/false",
-            "whether a query that the head can make selects it (behind a QK-norm an upper bound: false is proved); "
-            "missing without a bound on queries",
-        ),
+        "reachable": ("true/false", "whether a query of the head selects it (behind a QK-norm, false alone is proved)"),
         "attainable": ("share", "largest attention at the last position that sees its rivals: a proved lower bound"),
         "attainable_upper": ("share", "what no query of that size there exceeds (proved): at most 0.01 more"),
         "pattern_max": ("share", "the largest weight it receives from any query that sees it and another key"),
@@ -123,11 +101,7 @@ CAUSAL = Table(
         "family": ("text", "rows whose p-values are Holm-adjusted together: primary, or an exploratory family"),
         "loss": ("loss", "mean loss"),
         "delta_loss": ("loss", "its change against the intact model; NaN where only estimated"),
-        "delta_loss_low": (
-            "loss",
-            "lower end of its 95 % CI over prompt groups; of primary contrasts with the choice of constants; NaN with "
-            "too few groups",
-        ),
+        "delta_loss_low": ("loss", "lower end of its 95 % CI over prompts; with the choice of constants if primary"),
         "delta_loss_high": ("loss", "upper end of the same"),
         "p": ("p", "two-sided p of delta_loss being 0, Holm-adjusted within its family; NaN: not tested"),
         "equivalence_bound": ("loss", "the change is equivalent to 0 within this: its 90 % CI lies inside"),
@@ -158,8 +132,7 @@ CAUSAL_PROMPTS = Table(
         "delta_loss": ("loss", "its change"),
         "shift": (
             "loss, summed",
-            "what the prompt adds to the summed change through the other prompts' constants, to first order; intervals "
-            "resample delta_loss·n + shift",
+            "first-order effect through the other prompts' constants; CIs resample delta_loss·n + shift",
         ),
         "n": ("count", "tokens predicted; 1 under a loss of the user's"),
     },
@@ -216,11 +189,7 @@ SINK_HEADS = Table(
     {
         "layer": _LAYER,
         "head": _HEAD,
-        "sink_rate": (
-            "share",
-            "share of prompts in which its attention to position 0, averaged over all queries, is above 0.3 (Gu et al. "
-            "2025)",
-        ),
+        "sink_rate": ("share", "share of prompts with mean attention to position 0 above 0.3 (Gu et al. 2025)"),
         "first_attention": ("share", "mean attention to position 0 of the queries behind it"),
         "first_attention_no_scaling": ("share", "the same with scaling frozen for the keys"),
         "n": ("count", "prompts"),
@@ -229,49 +198,6 @@ SINK_HEADS = Table(
 
 # In the order in which a report shows them; all of them are in every report, empty where their probe did not run.
 TABLES = (LAYERNORMS, HEADS, KEYS, CAUSAL, CAUSAL_PROMPTS, HEAD_EFFECTS, SINKS, SINK_HEADS)
-
-BY_HEAD = Table(
-    "by_head",
-    "By head",
-    "A row per (layer, head): columns of the other tables for it; NaN where they were not measured.",
-    ("layer", "head"),
-    {
-        "layer": _LAYER,
-        "head": _HEAD,
-        "delta_loss": ("loss", "loss change when this head alone reads its norm with scaling frozen"),
-        "estimated": ("true/false", "whether that is an estimate"),
-        "p": HEAD_EFFECTS.columns["p"],
-        "entropy_ratio": HEADS.columns["entropy_ratio"],
-        "entropy_change": ("ratio", "its change with scaling frozen for the keys"),
-        "unselectable": HEADS.columns["unselectable"],
-        "attainable": HEADS.columns["attainable_median"],
-        "attainable_change": ("share", "its change with scaling frozen for the keys"),
-        "received": HEADS.columns["pattern_max_median"],
-        "margin": HEADS.columns["margin_median"],
-        "margin_change": ("nats", "its change with scaling frozen for the keys"),
-        "sink_rate": SINK_HEADS.columns["sink_rate"],
-        "first_attention": SINK_HEADS.columns["first_attention"],
-        "first_change": ("share", "its change with scaling frozen for the keys"),
-    },
-)
-
-TOKENS = Table(
-    "tokens",
-    "Tokens",
-    "A row per token and place: its keys over all heads and prompts; attainable attention falls most first.",
-    ("token", "place"),
-    {
-        "token": ("text", "the token"),
-        "place": ("text", "position 0, sink (as in the table sinks), or elsewhere"),
-        "unselectable": ("share", "share of its keys in the hull of the others"),
-        "unselectable_no_scaling": ("share", "the same with scaling frozen"),
-        "attainable": ("share", "median attention that a key can receive at the last position"),
-        "attainable_change": ("share", "change of that median with scaling frozen: negative where it falls"),
-        "margin": ("nats", "median margin"),
-        "pattern_max": ("share", "median of the largest weight that a key receives"),
-        "n": ("count", "keys: (layer, head, prompt, position)"),
-    },
-)
 
 SUMMARY = Table(
     "comparison",
@@ -285,8 +211,6 @@ SUMMARY = Table(
         "loss_difference": ("loss", "of the same prompts, minus the first model's; NaN on other tokens"),
         "loss_difference_low": ("loss", "lower end of its 95 % CI over prompt groups (paired differences)"),
         "loss_difference_high": ("loss", "upper end of the same"),
-        "norms": ("count", "number of norms"),
-        "projected_share": ("share", "median over norms of layernorms.projected_share"),
         "unselectable": ("share", "share of keys that no query can select"),
         "unselectable_no_scaling": ("share", "the same with scaling frozen"),
         "attainable": ("share", "median over heads of heads.attainable_median"),
@@ -300,40 +224,11 @@ SUMMARY = Table(
     },
 )
 
-PAIRED = Table(
-    "paired",
-    "Paired differences",
-    "A row per model but the first, sites and variant: how much more its loss changes on the same prompts.",
-    ("model", "sites", "variant"),
-    {
-        "model": ("text", "what the report is called"),
-        "against": ("text", "the first report"),
-        "sites": _SITES,
-        "variant": _VARIANT,
-        "difference": ("loss", "delta_loss of this model minus that of the first"),
-        "low": ("loss", "lower end of its 95 % CI over prompt groups (paired, the choice of constants included)"),
-        "high": ("loss", "upper end of the same"),
-        "p": ("p", "two-sided p of no difference, Holm-adjusted over groups, or over single norms; NaN: not tested"),
-        "prompts_more": ("count", "prompts on which this model's loss rises more"),
-        "n": ("count", "prompts that both were measured on"),
-    },
-)
-
 
 def document() -> str:
     """Return `docs/columns.md`."""
     source = "Written by `python -m ln_probe.analyses.probes.tables > docs/columns.md`."
-    return f"# Columns\n\n{source}\n\n{reference(TABLES)}\n{reference_of_views(TOKENS, SUMMARY, PAIRED, BY_HEAD)}"
-
-
-def reference_of_views(*tables: Table) -> str:
-    """Return the columns of tables that are computed from a report's, as one Markdown table."""
-    lines = ["## Computed from these", ""]
-    lines += [f"- `{table.name}`: {table.about}" for table in tables]
-    lines += ["", "| table | column | unit | meaning |", "|---|---|---|---|"]
-    for table in tables:
-        lines += [f"| {table.name} | `{name}` | {unit} | {about} |" for name, (unit, about) in table.columns.items()]
-    return "\n".join(lines) + "\n"
+    return f"# Columns\n\n{source}\n\n{reference((*TABLES, SUMMARY))}"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, observed_radius
+from ln_probe.analyses.geometry.uniform import mean_angle, random_angle
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS
 from ln_probe.hooks.attention import (
@@ -46,7 +47,6 @@ GEOMETRY_PROMPTS = 4
 # Columns of the table `heads` that this probe fills: of one head on one prompt, means over the queries that see more
 # than one key.
 MEASURES = ("entropy_ratio", "uniform_angle_deg")
-_ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
 class Uniformity(Probe):
@@ -54,7 +54,6 @@ class Uniformity(Probe):
     summary = "how uniformly heads attend"
     tables = (HEADS,)
     needs = Needs(attention=True)
-    interleaved = True
     prompts = GEOMETRY_PROMPTS
 
     def start(self, run: Run) -> Observer:
@@ -84,13 +83,10 @@ class _UniformityObserver(Observer):
             of_prompts = [measures for measures in of_prompts if measures["queries"]]
             weights = [measures["queries"] for measures in of_prompts]
             for place, head in enumerate(self.heads[layer]):
-                means = {
-                    name: float(np.average([m[name][place] for m in of_prompts], weights=weights))
-                    if weights
-                    else math.nan
-                    for name in MEASURES
-                }
-                rows.append({"layer": layer, "head": head, "variant": variant, **means, "n": keys})
+                row: dict[str, Any] = {"layer": layer, "head": head, "variant": variant, "n": keys}
+                for name in MEASURES if weights else ():
+                    row[name] = float(np.average([m[name][place] for m in of_prompts], weights=weights))
+                rows.append(row)
         provenance = {"random_angle_deg": random_angle(int(self.run.model.cfg.d_model), seed=self.run.seed)}
         return ProbeResults({HEADS.name: HEADS.frame(rows)} if rows else {}, provenance=provenance)
 
@@ -183,7 +179,6 @@ class AttentionLayer:
             space then).
         constant: what replaces the norm's sigma on this prompt; 1 where attention reads the stream itself.
         radii: how far the observed queries of each head reach, as a share of what the norm allows; None: no bound.
-        prompt: the prompt's number.
         wanted: heads that are measured; None: all.
     """
 
@@ -193,19 +188,18 @@ class AttentionLayer:
         read: Callable[[], Heads | None],
         constant: Constant,
         radii: Float64[np.ndarray, " head"] | None,
-        prompt: int,
         wanted: Sequence[int] | None = None,
     ) -> None:
         self.seen, self._read, self.constant, self.radii = seen, read, constant, radii
-        self.prompt, self.wanted = prompt, wanted
+        self.wanted = wanted
         self._known: dict[tuple[str, str | int], Any] = {}
 
     def once(self, what: str, of: str | int, make: Callable[[], _T]) -> _T:
-        """What was made before under this name, of this variant or position; what `make` gives where it is new."""
+        """Return what `make` gives; it is called once for each name and variant or position."""
         if (what, of) not in self._known:
             self._known[what, of] = make()
-        found: _T = self._known[what, of]
-        return found
+        value: _T = self._known[what, of]
+        return value
 
     @cached_property
     def heads(self) -> Heads | None:
@@ -233,20 +227,16 @@ class AttentionLayer:
         return len(self.seen.x)
 
     @cached_property
-    def measured(self) -> list[int]:
+    def chosen(self) -> list[int]:
         """The measured heads."""
         every = range(len(self.seen.pattern))
         return list(every) if self.wanted is None else [h for h in self.wanted if h in every]
 
-    @property
-    def chosen(self) -> list[int]:
-        """The same in head space; empty without it."""
-        return [] if self.heads is None else self.measured
-
     @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        return variant_outputs(self.site, self.seen.x, self.constant)
+        rows = self.constant.rows(self.length).to(self.seen.x.device)
+        return {variant: self.site.without(variant, self.seen.x.double(), rows) for variant in VARIANTS}
 
     @cached_property
     def key_sets(self) -> list[slice]:
@@ -259,18 +249,14 @@ class AttentionLayer:
         ends = range(self.length, 0, -window)
         return [slice(max(0, end - window), end) for end in reversed(ends)]
 
-    def ellipsoid(self, position: int) -> tuple[Tensor, Tensor] | None:
-        """Center and axes of all heads' reachable queries at a position; None if they are unbounded."""
-        return self.once("ellipsoid", position, lambda: self.maps.query_ellipsoid(self.site, position))
-
     def reachable(self, position: int) -> Ellipsoids | None:
-        """The same of the chosen heads."""
-        found = self.ellipsoid(position)
-        return None if found is None else self.once("reachable", position, lambda: self._of_chosen(*found))
+        """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
+        ellipsoid = self.maps.query_ellipsoid(self.site, position)
+        return None if ellipsoid is None else self._of_chosen(*ellipsoid)
 
     def directions(self, position: int) -> Ellipsoids:
         """Center and directions of the chosen heads' queries at a position, regardless of their length."""
-        return self.once("any", position, lambda: self._of_chosen(*self.maps.query_directions(self.site, position)))
+        return self._of_chosen(*self.maps.query_directions(self.site, position))
 
     def _of_chosen(self, center: Tensor, axes: Tensor) -> Ellipsoids:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()
@@ -304,27 +290,6 @@ class AttentionLayer:
         return plain if self.maps.rotary is None else self.maps.queries(intact), plain
 
 
-def variant_outputs(
-    site: Norm, x: Float[Tensor, "pos d"], constant: Constant | float
-) -> dict[str, Float[Tensor, "pos d"]]:
-    """The norm's output before gain and bias under each variant, float64.
-
-    Args:
-        site: the norm.
-        x: its inputs on one prompt.
-        constant: the divisor that replaces sigma at position 0 and elsewhere.
-
-    Raises:
-        ValueError: the constant is not a positive number.
-    """
-    c = Constant.of(constant)
-    for wrong in (c.first, c.rest):
-        if not wrong > 0:
-            raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {wrong}")
-    rows = c.rows(len(x)).to(x.device)
-    return {variant: site.without(variant, x.double(), rows) for variant in VARIANTS}
-
-
 # ------------------------------------------------------------------------------------------------------ the measures
 
 
@@ -339,58 +304,6 @@ def entropy_ratio(
     entropy = torch.special.entr(pattern).sum(-1)
     count = _visible(pattern, causal, window).sum(-1).to(pattern)
     return torch.where(count > 1, entropy / count.log(), math.nan)
-
-
-def angle_to_uniform(
-    heads: Heads, gain: Float[Tensor, " d_model"] | None, q: Float[Tensor, "query head d_head"]
-) -> Float[Tensor, "query head"]:
-    """Angle in degrees (0–90) of gain * (W_K q) to the all-ones direction; q before rotary positions.
-
-    A QK-norm's gain comes before W_K. With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot;
-    their mean over visible keys is given.
-    """
-    weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
-    along = weights.sum(1) / math.sqrt(weights.shape[1])  # [head d_head]: 1·(gain * W_K w) / |1| = along·w
-    # The rest of it has the length of R w (from a Gram matrix, or by the arc cosine, half the digits would be lost).
-    rest = torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
-
-    def angle(w: Tensor) -> Tensor:  # [… head d_head]
-        w = _into_keys(heads.k_norm, w)
-        far = torch.einsum("hij,...hj->...hi", rest, w).norm(dim=-1)
-        near = torch.einsum("...hi,hi->...h", w, along).abs()
-        return torch.rad2deg(torch.atan2(far, near)).where((far > 0) | (near > 0), math.nan)
-
-    if heads.rotary is None:
-        return angle(q)
-    positions = torch.arange(len(q), device=q.device)
-    turned = heads.rotary(q, positions)
-    found = []
-    for rows in positions.split(_ROWS):
-        pairs = turned[rows][:, None].expand(-1, len(q), -1, -1).reshape(-1, *q.shape[1:])
-        back = heads.rotary.inverse(pairs, positions.repeat(len(rows)))
-        per_key = angle(back).view(len(rows), len(q), -1)
-        seen = visible_keys(len(q), len(q), causal=heads.causal, window=heads.window, device=q.device)[rows][..., None]
-        found.append(per_key.where(seen, 0.0).sum(1) / seen.sum(1))
-    return torch.cat(found)
-
-
-def _into_keys(norm: Norm | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:
-    """What reads a key after its QK-norm, as what reads it before (but for the length that the norm divides by)."""
-    if norm is None:
-        return w
-    heads, d_head = w.shape[-2:]
-    if norm.gain is not None:
-        gain = norm.gain.double().to(w.device).view(-1, d_head)  # of each head, or of all heads together (OLMo 2)
-        w = w * gain.repeat_interleave(heads // len(gain), dim=0)
-    return w - w.mean(-1, keepdim=True) if norm.projects else w
-
-
-def mean_angle(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) -> Float[Tensor, " head"]:
-    """Mean of `angle_to_uniform` over the queries that see more than one key; NaN without projection."""
-    first = 1 if heads.causal else 0
-    if not site.projects or len(q) < 2:
-        return torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
-    return angle_to_uniform(heads, site.gain, q)[first:].nanmean(0).cpu()
 
 
 def uniformity_of(
@@ -426,10 +339,3 @@ def received(pattern: Float[Tensor, "head query key"], *, causal: bool = True) -
     if rows < 2:
         return torch.full_like(pattern[:, 0], math.nan)
     return pattern[:, 1 if causal else 0 :].amax(1)  # causal: rows before a key hold zeros
-
-
-def random_angle(d: int, *, seed: int = 0) -> float:
-    """Mean angle in degrees (0–90) of random directions of R^d to the all-ones direction: that of unrelated queries."""
-    v = torch.randn(2000, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    cosine = (v.sum(-1).abs() / (v.norm(dim=-1) * math.sqrt(d))).clamp(0.0, 1.0)
-    return float(torch.rad2deg(torch.acos(cosine)).mean())

@@ -23,13 +23,8 @@ NATS = "nats/token"
 # The smallest change of a loss in nats that is called an effect (1 % of perplexity), and that of one head.
 LEAST_CHANGE, LEAST_HEAD_CHANGE = 0.01, 0.001
 PRIMARY = "primary"
-PLACES = {
-    "all": "every norm",
-    "attention": "the norms that attention reads",
-    "mlp": "the norms that MLPs read",
-    "final": "the final norm",
-}
-_MOST_STRATA = 6  # whose means a sentence lists
+PLACES = {"all": "every norm", "attention": "the norms that attention reads"}
+_MOST_STRATA, _COUNTS = 6, {2: "two", 3: "three"}  # books whose means a sentence lists
 _HEADS_NAMED, _OUTLIERS_NAMED = 3, 2  # in a sentence
 
 # By question: what was not measured, and the part of the page that shows it.
@@ -45,7 +40,7 @@ CHANGE = "{edit} {moves} the loss by {size} {unit}{share} ({interval}){small}."
 NO_CHANGE = "{edit} does not significantly change the loss: {size} {unit} ({interval}){equivalent}."
 UNTESTED = "{edit} changes the loss by {size} {unit}: not tested ({prompts})."
 NOTHING = "{edit} changes nothing in this model: {reason}."
-STRATA = "The CI is over windows of these {count} texts, and does not say how others differ: {means}."
+STRATA = "The CI is over windows of these {count} books, and does not say how other texts differ: {means}."
 HEADS = (
     "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}): {which}."
 )
@@ -111,34 +106,26 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
     if math.isnan(low):
         return UNTESTED.format(edit=edit, size=signed(delta), unit=unit, prompts=counted(row["n"], "prompt"))
     size, ends = with_interval(delta, low, high)
-    interval = f"95 % CI {ends}; {p_text(float(row['p']))}"
+    p = float(row["p"])
+    tested = "not tested" if math.isnan(p) else f"Holm-adjusted p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
+    interval = f"95 % CI {ends}; {tested}"
     if not is_significant(row):
         bound, equivalent = float(row["equivalence_bound"]), ""
         if unit == NATS and bound < LEAST_CHANGE:
             equivalent = f", equivalent to 0 within ±{number(bound)}"
         return NO_CHANGE.format(edit=edit, size=size, unit=unit, interval=interval, equivalent=equivalent)
-    effect = is_effect(row, unit)
+    effect, loss, share = is_effect(row, unit), base_loss(row), ""
+    if effect and abs(delta) <= loss:  # a share above 100 % says nothing
+        share = f", {percent(abs(delta) / loss)} of the intact {number(loss)}"
     return CHANGE.format(
         edit=edit,
         moves="raises" if delta > 0 else "lowers",
         size=size[1:],
         unit=unit,
-        share=share_of_loss(delta, base_loss(row)) if effect else "",
+        share=share,
         interval=interval,
         small="" if effect else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
     )
-
-
-def share_of_loss(delta: float, loss: float) -> str:
-    """Return a change as a share of the intact loss; nothing above 100 %, where it says nothing."""
-    return f", {percent(abs(delta) / loss)} of the intact {number(loss)}" if 0 < abs(delta) <= loss else ""
-
-
-def p_text(p: float) -> str:
-    """Return a Holm-adjusted p as text."""
-    if math.isnan(p):
-        return "not tested"
-    return "Holm-adjusted p < 0.001" if p < 0.001 else f"Holm-adjusted p = {p:.2g}"
 
 
 def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
@@ -158,22 +145,28 @@ def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> 
             row = dict(known.iloc[0])
             where = f"{PLACES[row['sites']]}{in_layers(provenance)}"
             text = loss_change(row, unit, f"{variant.wording} at {where}")
-            strata = _strata(tables["causal_prompts"], row["sites"], variant)
-            texts.append((row["delta_loss"] >= 0, f"{text} {strata}".strip()))
+            if variant is SCALING_FROZEN and not math.isnan(row["delta_loss_low"]):
+                text = f"{text} {strata_sentence(strata_means(tables['causal_prompts'], row['sites'], variant))}"
+            texts.append((row["delta_loss"] >= 0, text.strip()))
     return [text for _, text in sorted(texts, key=lambda pair: pair[0])]
 
 
-def _strata(prompts: pd.DataFrame, sites: str, variant: Variant) -> str:
-    """Return the mean change of each text that the prompts are windows of; of the first primary term alone."""
-    if variant.name != SCALING_FROZEN.name:
-        return ""
+def strata_means(prompts: pd.DataFrame, sites: str, variant: Variant) -> dict[str, float]:
+    """Return the mean loss change on the prompts of each book, from the table `causal_prompts`.
+
+    Empty for prompts that are not of a few books.
+    """
     rows = prompts[(prompts["sites"] == sites) & (prompts["variant"] == variant.name)]
-    means = rows["delta_loss"].mul(rows["n"]).groupby(rows["stratum"], sort=False).sum()
-    means = means / rows.groupby("stratum", sort=False)["n"].sum()
-    if not 2 <= len(means) <= _MOST_STRATA or len(rows) == len(means):
-        return ""
+    changes = rows["delta_loss"].mul(rows["n"]).groupby(rows["stratum"], sort=False).sum()
+    means = changes / rows["n"].groupby(rows["stratum"], sort=False).sum()
+    is_book = 2 <= len(means) <= _MOST_STRATA and len(rows) > len(means)
+    return {str(name): float(mean) for name, mean in means.items()} if is_book else {}
+
+
+def strata_sentence(means: Mapping[str, float]) -> str:
+    """Return what a CI over prompts of some books is over, with the books' means; nothing without books."""
     texts = ", ".join(f"{name} {mean:+.3f}" for name, mean in means.items())
-    return STRATA.format(count=len(means), means=texts)
+    return STRATA.format(count=_COUNTS.get(len(means), len(means)), means=texts) if means else ""
 
 
 # -------------------------------------------------------------------------------------------------------------- heads

@@ -1,4 +1,4 @@
-"""Hugging Face models from a folder or a .gguf file, without a network and without code that comes with a model."""
+"""Hugging Face models from the hub, a folder or a .gguf file, without code that comes with a model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,28 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ln_probe.hooks.model import complete_biases, complete_token_ids
-from ln_probe.loading.hub import PICKLE_WARNING, PICKLES, SAFETENSORS
+from ln_probe.analyses.text import step_named
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+# Repositories in TransformerLens's own older format: pickled state dicts without a Hugging Face model.
+LEGACY_PREFIXES = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PICKLE_WARNING = (
+    "A pickle (pytorch_model.bin) can run code: it is read, with weights_only=True, if you pass allow_pickle=True "
+    "(--allow-pickle)."
+)
+_CONFIG_AND_TOKENIZER = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+_SUBFOLDERS = "*/*"  # copies in other formats
 
 # Any one of these is a whole tokenizer, or (pairs) its two halves.
 _TOKENIZERS = (
@@ -29,11 +42,133 @@ _TOKENIZERS = (
     ("spiece.model",),
     ("sentencepiece.bpe.model",),
 )
-
-# How the note begins that tells a model whose logits mean nothing.
-NO_HEAD = "the folder holds no language-model head"
+NO_HEAD = "the folder holds no language-model head"  # the beginning of the note on logits that mean nothing
 # Classes whose head is for another task than predicting tokens: GPT2ForSequenceClassification and the like.
 _OTHER_TASK = re.compile(r"For(?!CausalLM|MaskedLM|PreTraining|ConditionalGeneration)[A-Z]\w*$")
+
+
+# ------------------------------------------------------------------------------------------------------------ the hub
+
+
+@cache
+def known_hub_names() -> dict[str, str]:
+    """Map every name that TransformerLens knows (short and official, lower case) to its official name.
+
+    The module that lists them is read by itself: importing TransformerLens takes seconds.
+    """
+    package = find_spec("transformer_lens")
+    if package is None or package.origin is None:
+        return {}
+    spec = spec_from_file_location("supported_models", Path(package.origin).with_name("supported_models.py"))
+    if spec is None or spec.loader is None:
+        return {}
+    lists: Any = module_from_spec(spec)
+    spec.loader.exec_module(lists)
+    officials = lists.OFFICIAL_MODEL_NAMES
+    aliases = {alias.lower(): name for name in officials for alias in lists.MODEL_ALIASES.get(name, ())}
+    return {name.lower(): name for name in officials} | aliases
+
+
+def official_name(name: str, *, also: Iterable[str] = ()) -> str:
+    """Return the repository of a name or alias of TransformerLens, or of any ``owner/model``.
+
+    Raises:
+        ValueError: an unknown bare name; the nearest known names, those in `also` among them, are suggested.
+    """
+    official = known_hub_names().get(name.lower())
+    if official is None and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise _unknown(name, also)
+    return official or name
+
+
+def hub_revision(repository: str, revision: str | None) -> str | None:
+    """Return the hub's spelling of a revision: a bare step number of Pythia or Stanford CRFM becomes a branch."""
+    prefixes = {"EleutherAI/pythia": "step", "stanford-crfm/": "checkpoint-"}
+    if revision is None or not revision.isdigit():
+        return revision
+    return next((p for start, p in prefixes.items() if repository.startswith(start)), "") + revision
+
+
+def fetch(repository: str, *, revision: str | None, allow_pickle: bool) -> Path:
+    """Download a branch, tag or commit of a repository, or find it in the local cache.
+
+    Returns:
+        The folder of the commit; its name is the commit's hash.
+
+    Raises:
+        ValueError: no such repository or revision, no access to it, or no weights that may be read.
+        ConnectionError: it is neither in the cache nor can it be downloaded.
+    """
+    for pattern, names in (("model*.safetensors*", SAFETENSORS), ("pytorch_model*.bin*", PICKLES)):
+        if names is PICKLES and not allow_pickle:
+            raise ValueError(f"{repository} holds no {SAFETENSORS[0]}. {PICKLE_WARNING}")
+        folder = _download(repository, revision, pattern)
+        if any((folder / name).is_file() for name in names):
+            return folder
+    raise ValueError(f"{repository} holds neither {SAFETENSORS[0]} nor {PICKLES[0]}.")
+
+
+def _download(repository: str, revision: str | None, weights: str) -> Path:
+    """Return the folder of a revision that holds its config, tokenizer and the weights of this pattern."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=[*_CONFIG_AND_TOKENIZER, weights],
+                ignore_patterns=[_SUBFOLDERS],
+                cache_dir=constants.HF_HUB_CACHE,
+            )
+        )
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{repository} has no revision {revision!r}: give a branch, a tag or a commit.") from error
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{repository} is gated: accept its terms on the model's page, then log in (hf auth login, or HF_TOKEN)."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise _unknown(repository) from error
+    except Exception as error:  # no network, a server's error, a full disk, an incomplete copy in the cache
+        at = "" if revision is None else f" at revision {revision!r}"
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if constants.HF_HUB_OFFLINE:
+            reason = "HF_HUB_OFFLINE is set"
+        raise ConnectionError(
+            f"{repository}{at} is not on this machine and cannot be downloaded ({reason}): give a local folder, or a "
+            "bundled model (ln-probe models)."
+        ) from error
+
+
+def checkpoints(repository: str) -> list[str]:
+    """Return the branches of a repository that are training steps (step1000, checkpoint-1000), in order of step.
+
+    Raises:
+        ConnectionError: the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        refs = HfApi().list_repo_refs(repository)
+    except Exception as error:
+        raise ConnectionError(
+            f"the training checkpoints of {repository} cannot be listed ({type(error).__name__}): give their steps"
+        ) from error
+    steps = {branch.name: step for branch in refs.branches if (step := step_named(branch.name)) is not None}
+    return sorted(steps, key=lambda name: steps[name])
+
+
+def _unknown(name: str, also: Iterable[str] = ()) -> ValueError:
+    near = get_close_matches(name.lower(), [*also, *known_hub_names()], n=3)
+    advice = (
+        f"did you mean {' or '.join(near)}?" if near else "give an owner/name, a folder, a .gguf file, a known name"
+    )
+    return ValueError(f"there is no model {name!r:.80}: {advice} (ln-probe models lists them)")
+
+
+# ------------------------------------------------------------------------------------------------ folders and files
 
 
 @dataclass(frozen=True)
@@ -42,7 +177,7 @@ class Pretrained:
 
     Attributes:
         model: the model, in eval mode, with eager attention, on its device and in its dtype.
-        weights: the files of its weights; empty for a model in memory.
+        weights: the files of its weights.
         missing_head: why its logits mean nothing, where its head was not in the checkpoint; empty if it was.
     """
 
@@ -50,7 +185,7 @@ class Pretrained:
     architecture: str
     tokenizer: Any
     notes: tuple[str, ...]
-    weights: tuple[Path, ...] = ()
+    weights: tuple[Path, ...]
     missing_head: str = ""
 
     @property
@@ -69,7 +204,9 @@ def from_folder(folder: Path, *, allow_pickle: bool, dtype: torch.dtype, device:
     """
     from transformers import AutoConfig
 
-    written = _read_config(folder)
+    from ln_probe.hooks.model import complete_biases, complete_token_ids
+
+    written = read_config(folder)
     model_class, notes = _model_class(written, folder)
     weights = weight_files(folder, allow_pickle=allow_pickle)
     try:
@@ -107,10 +244,12 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     """
     from transformers import AutoModelForCausalLM
 
+    from ln_probe.hooks.model import complete_token_ids
+
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"Reading {file.name} needs the package gguf: pip install 'ln-probe[gguf]'.") from error
+        raise ImportError(f"Reading {file.name} needs the package gguf: pip install gguf.") from error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent,
@@ -139,18 +278,15 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
 
 
 def supported_architectures() -> list[str]:
-    """Class names of the language models that TransformerLens can hold and transformers can build."""
+    """Return the class names of the language models that TransformerLens can hold and transformers can build."""
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
     from transformers.models.auto import modeling_auto
 
     # Names only: asking transformers for each class would import every one of their modules.
     by_type = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     language_models = {name for names in by_type for name in names.values() if isinstance(name, str)}
-    return sorted(
-        name
-        for name in language_models.intersection(SUPPORTED_ARCHITECTURES)
-        if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
-    )
+    heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+    return sorted(name for name in language_models.intersection(SUPPORTED_ARCHITECTURES) if name.endswith(heads))
 
 
 def weight_files(folder: Path, *, allow_pickle: bool) -> tuple[Path, ...]:
@@ -160,10 +296,9 @@ def weight_files(folder: Path, *, allow_pickle: bool) -> tuple[Path, ...]:
         FileNotFoundError: there are none, or one that the index names is missing.
         ValueError: pickles without `allow_pickle`, or an index that is none.
     """
-    present = [folder / name for name in (*SAFETENSORS, *PICKLES) if (folder / name).is_file()]
-    if not present:
+    file = next((folder / name for name in (*SAFETENSORS, *PICKLES) if (folder / name).is_file()), None)
+    if file is None:
         raise FileNotFoundError(f"{folder} holds no weights: expected {SAFETENSORS[0]} or {PICKLES[0]}.")
-    file = present[0]
     if file.name in PICKLES and not allow_pickle:
         raise ValueError(f"{folder} holds its weights as a pickle. {PICKLE_WARNING}")
     if file.suffix != ".json":
@@ -187,7 +322,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a folder that holds a whole model with plain weights.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON, or the folder holds an adapter or quantized weights.
+    """
     if (folder / "adapter_config.json").is_file():  # which transformers would follow to another model
         raise ValueError(
             f"{folder} holds a PEFT adapter: merge it into its base model (merge_and_unload) and save that."
@@ -204,21 +345,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _model_class(config: dict[str, Any], folder: Path) -> tuple[Any, tuple[str, ...]]:
     """Return the transformers class to build, and a note if the folder names a model without a language head."""
     import transformers
-    from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
-    model_type = config.get("model_type")
-    named = config.get("architectures") or [None]
+    model_type, named = config.get("model_type"), config.get("architectures") or [None]
     architecture = named[0] if isinstance(named, list) else None
-    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not known and config.get("auto_map"):
         raise ValueError(
             f"{folder} needs custom Python code (auto_map in config.json), which ln_probe does not run: load it with "
             "TransformerLens and pass the model."
         )
-    supported = supported_architectures()
     by_type = (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     heads = (architecture, *(names.get(str(model_type)) for names in by_type)) if known else ()
+    supported = supported_architectures()
     with_head = next((head for head in heads if head in supported), None)
     if with_head is None:
         what = f"architecture {architecture or model_type!r}" if known else f"model_type {model_type!r}"
@@ -265,28 +404,22 @@ def _ready(model: Any, device: torch.device, where: Path) -> Any:
     """Return the model on a device, in eval mode; ValueError if it has weights that are not finite (names one)."""
     model = model.to(device).eval()
     for name, parameter in model.named_parameters():
-        finite = parameter.isfinite()
-        if bool(finite.all()):
-            continue
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        hint = " (float16 ends at 65504: try float32 or bfloat16)" if dtype == "float16" else ""
-        raise ValueError(
-            f"{where}: weight {name} has {int((~finite).sum())} NaN or infinite entries in {dtype}{hint}. The file is "
-            "damaged or the training diverged."
-        )
+        if not (finite := parameter.isfinite()).all():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            hint = " (float16 ends at 65504: try float32 or bfloat16)" if dtype == "float16" else ""
+            raise ValueError(
+                f"{where}: weight {name} has {int((~finite).sum())} NaN or infinite entries in {dtype}{hint}. The file "
+                "is damaged or the training diverged."
+            )
     return model
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds the files of a tokenizer (transformers invents an empty one if not)."""
-    return any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS)
 
 
 def _tokenizer(folder: Path, *, vocabulary: object = None, **file: str) -> tuple[Any, tuple[str, ...]]:
     """Return the tokenizer of a folder, or of one of its files (None if it cannot be had), and a note about it."""
     from transformers import AutoTokenizer
 
-    if not file and not has_tokenizer(folder):
+    # Without the files transformers invents an empty tokenizer.
+    if not file and not any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS):
         return None, ("no tokenizer: the folder holds no tokenizer files; prompts must be token ids",)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **file)

@@ -19,18 +19,20 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from ln_probe.analyses.files import to_be_written, write_text
+from ln_probe.analyses.probes.statistics import SIGNIFICANCE
+from ln_probe.analyses.probes.wording import NATS, unit_of
 from ln_probe.analyses.text import disarmed, shortened, visible
 from ln_probe.exhibits import PromptAttention
 from ln_probe.hooks.norm import SCALING_FROZEN
 from ln_probe.page import circuitsvis_script, compressed, own_script, packed, render
-from ln_probe.page.figures import SIGNIFICANCE, interval, unit_of
+from ln_probe.page.figures import interval
 
 if TYPE_CHECKING:
     from ln_probe.report import Report
 
 # Where a colour of the map begins, in nats per token: every map of every page has this scale. Of a loss in another unit
 # the last step begins at the largest change.
-STEPS = (0.001, 0.003, 0.01, 0.03, 0.1)
+STEPS: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
 TOP = 6  # heads in the list beside the map
 TOKEN_LENGTH = 14  # characters of a token on an axis
 FRAME_HEIGHT = 1000  # pixels of a notebook's frame
@@ -120,9 +122,11 @@ def head_map(report: Report) -> HeadMap:
     shown = _shown(report.exhibits.attention)
     pairs = {(int(la), int(h)) for la, h in effects[["layer", "head"]].to_numpy()} | shown
     layers, heads = (range(1 + max((pair[axis] for pair in pairs), default=-1)) for axis in (0, 1))
-    rows = {(int(row["layer"]), int(row["head"])): row for row in effects.to_dict("records")}
-    unit, steps = unit_of(report), STEPS
-    if unit != "nats/token":
+    rows: dict[tuple[int, int], Mapping[Any, Any]] = {
+        (int(row["layer"]), int(row["head"])): row for row in effects.to_dict("records")
+    }
+    unit, steps = unit_of(report.provenance), STEPS
+    if unit != NATS:
         largest = max((abs(v) for row in rows.values() if math.isfinite(v := _value(row))), default=1.0)
         steps = tuple(step * largest / STEPS[-1] for step in STEPS)
     grid = tuple(
@@ -136,14 +140,14 @@ def _shown(attention: PromptAttention | None) -> set[tuple[int, int]]:
     return set() if attention is None else {(layer, head) for layer in attention.layers for head in attention.heads}
 
 
-def _value(row: Mapping[str, Any]) -> float:
+def _value(row: Mapping[Any, Any]) -> float:
     """Return the change as run, or else as estimated."""
     return float(row["estimate"] if math.isnan(row["delta_loss"]) else row["delta_loss"])
 
 
 def _cell(
     pair: tuple[int, int],
-    row: Mapping[str, Any] | None,
+    row: Mapping[Any, Any] | None,
     shown: set[tuple[int, int]],
     steps: tuple[float, ...],
     unit: str,

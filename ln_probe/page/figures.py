@@ -24,6 +24,7 @@ import pandas as pd
 from markupsafe import escape
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from ln_probe.analyses.probes.wording import base_loss, is_significant, unit_of
 from ln_probe.analyses.text import disarmed, percent, with_interval
 from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, Variant
 
@@ -52,7 +53,6 @@ WIDTH = 4.0  # inches: with its smallest text 11 pixels high a figure fits a pho
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
 ROWS = 40  # models drawn in a forest plot; the table has all of them
-SIGNIFICANCE = 0.05
 MOST_STRATA = 6  # whose means are shown
 # Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing
 # sigma at one attention sink can cost tens of nats, next to which all else would look like 0.
@@ -95,7 +95,8 @@ class Figure(matplotlib.figure.Figure):
 class Contrast:
     """The change of the loss by one edit of a group of norms, against the intact model.
 
-    `optimal` is the change with loss-optimal constants; each change is (value, low, high), NaN where unknown.
+    `optimal` is the change with loss-optimal constants; each change is (value, low, high), NaN where unknown. `loss` is
+    the intact model's.
     """
 
     variant: Variant
@@ -104,18 +105,13 @@ class Contrast:
     optimal: tuple[float, float, float]
     loss: float
     p: float
-    n: int
+    significant: bool
     strata: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
         """The edit and its norms."""
         return f"{self.variant.label.capitalize()}, {SITES[self.sites]}"
-
-    @property
-    def significant(self) -> bool:
-        """Whether the Holm-adjusted p is below 0.05."""
-        return bool(self.p < SIGNIFICANCE)
 
     @property
     def text(self) -> str:
@@ -127,19 +123,19 @@ class Contrast:
 
 def contrasts(report: Report) -> list[Contrast]:
     """Return the primary contrasts that have a loss: scaling frozen, projection removed; every norm, attention's."""
-    rows = report.tables["causal"].set_index(["sites", "variant"])
+    rows = {(row["sites"], row["variant"]): row for row in report.tables["causal"].to_dict("records")}
     measured = []
     for variant, sites in product([v for v in EDITS if v.primary], SITES):
-        if (sites, variant.name) in rows.index:
-            row = rows.loc[(sites, variant.name)]
-            change, optimal = (
-                (float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]))
-                for name in ("delta_loss", "delta_loss_optimal")
-            )
-            if np.isfinite(change[0]):
-                strata = stratum_means(report.tables["causal_prompts"], sites, variant.name)
-                about = float(row["loss"]) - change[0], float(row["p"]), int(row["n"])
-                measured.append(Contrast(variant, sites, change, optimal, *about, strata))
+        row = rows.get((sites, variant.name))
+        if row is None or not np.isfinite(row["delta_loss"]):
+            continue
+        change, optimal = (
+            (float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]))
+            for name in ("delta_loss", "delta_loss_optimal")
+        )
+        strata = stratum_means(report.tables["causal_prompts"], sites, variant.name)
+        about = base_loss(row), float(row["p"]), is_significant(row)
+        measured.append(Contrast(variant, sites, change, optimal, *about, strata))
     return measured
 
 
@@ -165,7 +161,7 @@ def loss_changes(report: Report) -> Figure:
     """
     rows = contrasts(report)
     figure, axes = _rows([(row.label, row.text, row.significant) for row in rows])
-    unit = unit_of(report)
+    unit = unit_of(report.provenance)
     for place, row in enumerate(rows):
         _mark(figure, axes, place, row, f"{row.label}: {interval(row.change, unit)}")
         if np.isfinite(row.optimal[0]):
@@ -196,7 +192,7 @@ def forest(names: Sequence[str], reports: Sequence[Report]) -> Figure:
             for name, c in zip(names, headlines, strict=False)
         ]
     )
-    units = sorted({unit_of(report) for report in reports[:ROWS]})
+    units = sorted({unit_of(report.provenance) for report in reports[:ROWS]})
     for place, (name, rows) in enumerate(zip(names, by_model, strict=False)):
         for row in rows:
             about = f"{name}, {row.variant.label}: {interval(row.change)}"
@@ -232,14 +228,9 @@ def loss_over_training(runs: Mapping[str, Sequence[tuple[int, Report]]]) -> Figu
         later = [step for reports in runs.values() for step, _ in reports if step > 0]
         axes.set_xscale("symlog", linthresh=max(1.0, min(later, default=1.0)))
     axes.set_xlabel("training step", fontsize=SMALLEST)
-    units = sorted({unit_of(report) for reports in runs.values() for _, report in reports})
+    units = sorted({unit_of(report.provenance) for reports in runs.values() for _, report in reports})
     figure.supylabel(f"change of the loss, {' or '.join(units)}", fontsize=SMALLEST)
     return figure
-
-
-def unit_of(report: Report) -> str:
-    """Return the unit of a report's loss."""
-    return str(report.provenance.get("loss", {}).get("unit", "nats/token"))
 
 
 def _rows(texts: Sequence[tuple[str, str, bool]]) -> tuple[Figure, mpl.axes.Axes]:
@@ -263,7 +254,7 @@ def _mark(
     figure: Figure, axes: mpl.axes.Axes, place: float, row: Contrast, about: str, *, optimal: bool = False
 ) -> None:
     value, low, high = row.optimal if optimal else row.change
-    style = {"color": row.variant.color, "alpha": 1.0 if row.significant else PALENESS}
+    style: dict[str, Any] = {"color": row.variant.color, "alpha": 1.0 if row.significant else PALENESS}
     if np.isfinite([low, high]).all():
         figure.point_out(axes.hlines(place, low, high, lw=1.6, **style), about)
     face = "none" if optimal else row.variant.color
@@ -332,8 +323,8 @@ def norms_over_depth(report: Report) -> Figure:
         axes.set_yscale("log")
         values = rows[column].clip(lower=1e-12)
         axes.plot(place, values, "-", color=color, lw=1)
-        for at, row in rows.iterrows():
-            (dot,) = axes.plot(at, values[at], "o", ms=5, color=color)
+        for at, row in enumerate(rows.to_dict("records")):
+            (dot,) = axes.plot(at, values.iloc[at], "o", ms=5, color=color)
             angle, sigma = f"{row['angle_to_ones_deg']:.1f}° to all-ones", f"sigma {row['sigma_mean']:.3g}"
             share = percent(float(row["projected_share"]))
             figure.point_out(dot, f"{row['site']}, read by {row['reads']}: projects {share} ({angle}); {sigma}")
@@ -361,7 +352,7 @@ def keys_over_depth(report: Report) -> Figure:
         _dress(axes, title)
         for shift, variant in ((-0.1, INTACT), (0.1, SCALING_FROZEN)):
             rows = heads[(heads["variant"] == variant.name) & heads[column].notna()].groupby("layer")[column]
-            style = {"color": variant.color}
+            style: dict[str, Any] = {"color": variant.color}
             for layer, low, middle, high in rows.agg(["min", "median", "max"]).itertuples():
                 axes.vlines(layer + shift, low, high, lw=1.2, alpha=0.6, **style)
                 (dot,) = axes.plot(layer + shift, middle, variant.marker, ms=5, **style)

@@ -12,10 +12,11 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from ln_probe.analyses.probes.wording import unit_of
 from ln_probe.analyses.text import counted, number
 from ln_probe.page import circuitsvis_script, figures, own_script, render
 from ln_probe.page.attention import attention_data, head_map, linked
-from ln_probe.page.figures import contrasts, unit_of
+from ln_probe.page.figures import contrasts
 from ln_probe.page.tables import Table, figure_text, hardest_keys, in_order, table
 from ln_probe.report import Report, answers
 
@@ -123,7 +124,7 @@ def _facts(report: Report) -> Iterator[str]:
         source = f" ({prompts['source']})" if prompts.get("source") else ""
         yield f"{counted(prompts['count'], 'prompt')}{source}, {prompts.get('tokens'):,} tokens"
     if measured := contrasts(report):
-        yield f"intact loss {number(measured[0].loss)} {unit_of(report)}"
+        yield f"intact loss {number(measured[0].loss)} {unit_of(report.provenance)}"
 
 
 def _answers(report: Report) -> Iterator[tuple[str, str, Markup]]:
@@ -138,7 +139,9 @@ def _tables(report: Report) -> Iterator[Table]:
     """Yield the tables that have rows, those of the user's probes last."""
     for name, rows in report.tables.items():
         if len(rows):
-            yield table(report.declared[name], in_order(rows) if name == "keys" else rows, loss=unit_of(report))
+            yield table(
+                report.declared[name], in_order(rows) if name == "keys" else rows, loss=unit_of(report.provenance)
+            )
 
 
 def _limits(report: Report) -> Iterator[str]:

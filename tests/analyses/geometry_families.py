@@ -7,7 +7,7 @@ of the centred keys, as the tolerance tau is.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,3 +197,56 @@ FAMILIES: dict[str, Family] = {
     "through queries along fewer axes": through_fewer_axes,
     "through queries, basis changed by 1e4 to 1e7": basis_changed,
 }
+
+
+def adversarial(rng: Rng) -> Iterator[tuple[str, Keys, list[str]]]:
+    """Name, keys, and the verdicts that follow from the construction and tau = 1e-7."""
+    for d in (3, 8, 32):
+        for exponent in (3, 4, 5, 6, 8, 9):
+            # A vertex of the cross-polytope and a copy, moved along the plane that touches it there: both are
+            # vertices, a third of the step apart from the hull, unless the step is below tau.
+            corners = np.concatenate([np.eye(d), -np.eye(d)])
+            step = rng.standard_normal(d)
+            step[0] = 0.0
+            copy = corners[0] + 10.0**-exponent * step / np.linalg.norm(step)
+            twin = "duplicate" if exponent >= 8 else "selectable"
+            expected = [twin] + ["selectable"] * (2 * d - 1) + [twin]
+            yield f"near-duplicates at 1e-{exponent}", np.concatenate([corners, copy[None]]), expected
+        # A point on a facet of the cross-polytope, a little outside or inside.
+        for sign, verdict in ((1, "selectable"), (-1, "unselectable"), (0, "unselectable")):
+            corners = np.concatenate([np.eye(d), -np.eye(d)])
+            facet = rng.dirichlet(np.full(d, 10.0)) @ np.eye(d)
+            point = facet + sign * 1e-6 * np.ones(d) / np.sqrt(d)
+            keys = np.concatenate([corners, point[None]])
+            name = f"1e-6 {'outside' if sign > 0 else 'inside' if sign < 0 else 'times 0 off'} a facet"
+            yield name, keys, ["selectable"] * (2 * d) + [verdict]
+        place = rng.permutation(np.arange(50.0))
+        ends = ["selectable" if p in (0.0, 49.0) else "unselectable" for p in place]
+        yield "a line", place[:, None] * rng.standard_normal(d) + 3, ends
+        # A cluster so far away that its own extent, and that of the rest, is below tau.
+        far = np.concatenate([rng.standard_normal((20, d)), rng.standard_normal((20, d)) + 1e10])
+        yield "two clusters 1e10 apart", far, ["duplicate"] * 40
+        # Nearer, clusters keep their vertices: a cross-polytope each, one key in the middle of each.
+        one = np.concatenate([np.eye(d), -np.eye(d), np.zeros((1, d))])
+        shift = np.zeros(d)
+        shift[0] = 1e3
+        both = np.concatenate([one, one + shift])
+        expected = ["selectable"] * (2 * d) + ["unselectable"]
+        inner = expected.copy(), expected.copy()
+        inner[0][0] = "unselectable"  # the corners that face the other cluster lie between the two
+        inner[1][d] = "unselectable"
+        yield "two clusters 1e3 apart", both, inner[0] + inner[1]
+        seeds = bench.layernormed(rng, 3 * d, d + 1)
+        mixed = rng.dirichlet(np.ones(3 * d), 3 * d) @ seeds
+        keys = np.concatenate([seeds, mixed]).astype(np.float32)
+        yield "float32, on a sphere and inside", keys, ["selectable"] * (3 * d) + ["unselectable"] * (3 * d)
+        yield "all equal", np.tile(rng.standard_normal(d), (30, 1)), ["duplicate"] * 30
+        keys = bench.layernormed(rng, 20, d + 1)
+        inside = keys.mean(axis=0, keepdims=True)
+        twice = np.concatenate([keys, keys, inside, inside])
+        yield "everything twice", twice, ["duplicate"] * 40 + ["unselectable"] * 2
+    grid = np.stack(np.meshgrid(*[np.arange(-1.0, 2.0)] * 3), axis=-1).reshape(-1, 3)
+    corner = (np.abs(grid) == 1).all(axis=1)
+    yield "a grid", grid, ["selectable" if c else "unselectable" for c in corner]
+    t = np.linspace(-1, 1, 40)
+    yield "points of a cyclic polytope", np.stack([t, t**2, t**3, t**4], axis=1), ["selectable"] * 40

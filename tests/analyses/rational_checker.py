@@ -120,7 +120,8 @@ class RationalChecker:
     def _outside(self, i: int, witness: np.ndarray, copies: set[int]) -> str | None:
         """What is wrong with a query that should select key i."""
         query, unit = whole(witness[self.coordinates])
-        gaps = [int(gap) for gap in (self.points[i] - self.points) @ query]
+        scores = self.points @ query
+        gaps = [int(gap) for gap in scores[i] - scores]
         if self.bias is not None:
             shift = self.bias_unit - self.unit - unit
             up, down = 2 ** max(shift, 0), 2 ** max(-shift, 0)

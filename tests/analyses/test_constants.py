@@ -250,7 +250,7 @@ def formula_model() -> Any:
     """The model of the formula, float64."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from ln_probe.loading.verify import bridged
+    from ln_probe.hooks.model import wrapped
 
     config = GPT2Config(
         n_embd=D, n_head=1, n_layer=0, n_positions=8, vocab_size=len(SIZES), layer_norm_epsilon=EPS,
@@ -262,7 +262,7 @@ def formula_model() -> Any:
         model.transformer.wpe.weight.zero_()
         model.transformer.wte.weight.copy_(torch.tensor(SIZES, dtype=torch.float64)[:, None] * u)
         model.lm_head.weight.copy_(torch.tensor(LOGITS, dtype=torch.float64)[:, None] * u / D)
-    return bridged(model)
+    return wrapped(model)
 
 
 def sigma(token: int) -> float:

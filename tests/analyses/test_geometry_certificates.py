@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import cases
-from geometry_families import FAMILIES, TAU, Case, bench, log_uniform, lognormal_4, near_copies, rms
+from geometry_families import FAMILIES, TAU, Case, adversarial, log_uniform, lognormal_4, near_copies, rms
 from rational_checker import RationalChecker, Report
 
 import ln_probe
@@ -80,7 +80,7 @@ def test_the_checker_sees_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("seed", cases(0, slow=[1, 2]))
 def test_verdicts_that_follow_from_a_construction(seed: int) -> None:
-    for name, keys, expected in bench.adversarial(np.random.default_rng(seed)):
+    for name, keys, expected in adversarial(np.random.default_rng(seed)):
         geometry = ln_probe.key_geometry(keys)
         geometry.certify()
         assert geometry.verdict.tolist() == expected, name

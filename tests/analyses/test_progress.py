@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from ln_probe.analyses.progress import ProgressLine, tell, tell_inner
+from ln_probe.analyses.progress import ProgressLine, TimeLeft, about, tell, tell_inner, tell_left
 
 
 def test_a_line_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLine() as line:
         line._printed -= 60  # as after a minute
-        tell("gpt2: downloading", 212e6, 548e6, "B")
-        tell("gpt2: downloading", 213e6, 548e6, "B")
-    assert capsys.readouterr().err == "0:00:00  gpt2: downloading: 212 of 548 MB\n"
+        tell("second pass", 2, 64, "prompts")
+        tell("second pass", 3, 64, "prompts")
+    assert capsys.readouterr().err == "0:00  second pass: 2 of 64 prompts\n"
     with ProgressLine(quiet=True):
         tell("working")
     assert capsys.readouterr().err == ""
 
 
 def test_the_inner_line_shows_nothing_of_its_own() -> None:
-    with ProgressLine(quiet=True) as outer, ProgressLine():
+    seconds: list[float] = []
+    with ProgressLine(quiet=True, on_left=seconds.append) as outer, ProgressLine():
         tell("second pass", 3, 64, "prompts")
         tell_inner("edited passes: 2 of 6")
-    assert str(outer).endswith("second pass: 3 of 64 prompts (edited passes: 2 of 6)")
+        tell_left(38.0)
+    assert str(outer) == "0:00  second pass: 3 of 64 prompts, about 40 s left (edited passes: 2 of 6)"
+    assert seconds == [38.0]
     tell("nobody shows this")
 
 
-def test_the_time_left_is_shown_once_it_is_more_than_a_guess() -> None:
-    with ProgressLine(quiet=True) as line:
-        tell("pass", 1, 4, "prompts")
-        assert "left" not in str(line)
-        line.stage_started -= 60
-        assert str(line).endswith("0:03:00 left")
+def test_the_time_left_is_that_of_each_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    work = TimeLeft({"keys": [1.0] * 2, "heads": [1.0] * 5 + [0.5] * 5})
+    for prompt in range(4):
+        for kind, seconds in (("keys", 5.0), ("heads", 2.0 + 7.0 * (prompt == 0))):
+            if kind == "heads" or prompt < 2:
+                with work.step(kind):
+                    now[0] += seconds
+    assert work.left == pytest.approx(2.0 + 5 * 1.0)  # the first step of heads took longer
+    assert [about(seconds) for seconds in (4.4, 43.0, 200.0)] == ["about 4 s", "about 40 s", "about 3 min"]

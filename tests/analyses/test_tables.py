@@ -16,7 +16,7 @@ from ln_probe.analyses.probes.base import chosen
 from ln_probe.analyses.schema import Table, TableError, reference
 
 TOP = Path(__file__).parents[2]
-EVERY = (*tables.TABLES, tables.TOKENS, tables.SUMMARY, tables.PAIRED, tables.BY_HEAD)
+EVERY = (*tables.TABLES, tables.SUMMARY)
 PAIRS = Table(
     "pairs",
     "Pairs",
@@ -43,7 +43,7 @@ READERS = {
         "layer": FIGURES, "head": WORDING, "variant": WORDING, "unselectable": WORDING,
         "unreachable": HOWTO, "margin_median": REPORT, "attainable_median": REPORT,
         "pattern_max_median": REPORT, "entropy_ratio": WORDING,
-        "uniform_angle_deg": "examples/does_projection_matter.py", "n": WORDING,
+        "uniform_angle_deg": "docs/checkpoints.md", "n": WORDING,
     },
     "keys": {
         "layer": SHOWN, "head": SHOWN, "variant": REPORT, "prompt": REPORT, "position": REPORT, "token": SHOWN,

@@ -12,8 +12,9 @@ from architectures import make_bridge
 from small_models import norm_of
 
 import ln_probe
+from ln_probe.analyses.geometry import uniform
 from ln_probe.analyses.probes import uniformity
-from ln_probe.analyses.probes.uniformity import received, variant_outputs
+from ln_probe.analyses.probes.uniformity import received
 from ln_probe.hooks.attention import Heads, Rotary
 from ln_probe.hooks.norm import Norm
 
@@ -38,18 +39,17 @@ def planted(heads: Heads, site: Norm) -> torch.Tensor:
 def test_planted_query_attends_uniformly() -> None:
     heads, site, x = layer()
     q = planted(heads, site)
-    outputs = variant_outputs(site, x, 1.0)
-    k = heads.keys(site.affine(outputs["intact"]))
+    k = heads.keys(site.affine(site.project(x) / site.sigma(x)))
     ratio = uniformity.entropy_ratio(heads.pattern(q, k))
     assert float(ratio[0, 0]) == pytest.approx(1.0, abs=1e-12)
     # arccos resolves an angle of 0 to the square root of float64
-    assert float(uniformity.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-5
+    assert float(uniform.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-5
 
 
 def test_unprojecting_changes_scores_by_exactly_the_predicted_amount() -> None:
     """q·W_Kᵀ(gain·mu·1/sigma) (science, section 3)."""
     heads, site, x = layer()
-    outputs = variant_outputs(site, x, 1.0)
+    outputs = {"intact": site.project(x) / site.sigma(x), "no_projection": x / site.sigma(x)}
     for q in (planted(heads, site), torch.randn(1, 1, D_HEAD, dtype=torch.float64)):
         with_, without = (
             heads.keys(site.affine(outputs[v]))[:, 0] @ q[0, 0] / heads.divisor for v in ("intact", "no_projection")
@@ -65,7 +65,7 @@ def test_random_directions_are_near_ninety_degrees() -> None:
     """Mean folded angle of a random direction: 90° - (180/π)·sqrt(2/(π d)) to first order."""
     for d in (64, 768):
         expected = 90 - math.degrees(math.sqrt(2 / (math.pi * d)))
-        assert uniformity.random_angle(d) == pytest.approx(expected, abs=0.3)
+        assert uniform.random_angle(d) == pytest.approx(expected, abs=0.3)
 
 
 def test_rotary_angle_is_the_mean_over_visible_keys() -> None:
@@ -74,7 +74,7 @@ def test_rotary_angle_is_the_mean_over_visible_keys() -> None:
     table = torch.cat([angles, angles], dim=-1).double()
     heads = replace(heads, rotary=Rotary(table.cos(), table.sin(), False))
     q = torch.randn(9, 1, D_HEAD, dtype=torch.float64)
-    found = uniformity.angle_to_uniform(heads, site.gain, q)[:, 0]
+    found = uniform.angle_to_uniform(heads, site.gain, q)[:, 0]
     turned = heads.rotary(q, torch.arange(9))
     for t in (0, 3, 8):
         by_key = []
@@ -101,20 +101,6 @@ def test_received_attention() -> None:
     assert math.isnan(float(received(torch.ones(1, 1, 1))[0, 0]))
 
 
-def test_variants_by_definition() -> None:
-    """A variant's output before gain and bias; intact, with both, it is the norm's own."""
-    _, site, x = layer()
-    out = variant_outputs(site, x, 2.5)
-    projected = x - x.mean(-1, keepdim=True)
-    sigma = (projected.square().mean(-1, keepdim=True) + site.eps).sqrt()
-    expected = {"intact": projected / sigma, "no_scaling": projected / 2.5, "no_projection": x / sigma}
-    for name, values in (expected | {"both_removed": x / 2.5}).items():
-        torch.testing.assert_close(out[name], values)
-    torch.testing.assert_close(site.affine(out["intact"]), site.module(x).detach())
-    with pytest.raises(ValueError, match="positive"):
-        variant_outputs(site, x, 0.0)
-
-
 @pytest.mark.parametrize("degrees", [1e-3, 0.1, 45.0, 89.999])
 def test_planted_angles_to_ten_digits(degrees: float) -> None:
     """A key that two queries read: one the ones-vector, the other what is orthogonal to it, a million times weaker."""
@@ -127,7 +113,7 @@ def test_planted_angles_to_ten_digits(degrees: float) -> None:
     heads = replace(heads, W_K=reads[None] / (site.gain[:, None] if site.gain is not None else 1.0))
     q = torch.zeros(1, 1, D_HEAD, dtype=torch.float64)
     q[..., 0], q[..., 1] = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    assert float(uniformity.angle_to_uniform(heads, site.gain, q)) == pytest.approx(degrees, rel=1e-9)
+    assert float(uniform.angle_to_uniform(heads, site.gain, q)) == pytest.approx(degrees, rel=1e-9)
 
 
 def test_angle_through_a_qk_norm() -> None:
@@ -140,10 +126,10 @@ def test_angle_through_a_qk_norm() -> None:
         reads = heads.W_K[0] + torch.outer(1 / site.gain - heads.W_K[0] @ w, w) / (w @ w)
     heads = replace(heads, W_K=reads[None], b_K=torch.zeros(1, D_HEAD, dtype=torch.float64), k_norm=site)
     q = (w / site.gain)[None, None]
-    k = heads.keys(site.affine(variant_outputs(site, x, 1.0)["intact"]))
+    k = heads.keys(site.affine(site.project(x) / site.sigma(x)))
     assert float((k[:, 0] @ q[0, 0]).std()) < 1e-10
-    assert float(uniformity.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-4
-    assert float(uniformity.angle_to_uniform(replace(heads, k_norm=None), site.gain, q)[0, 0]) > 10
+    assert float(uniform.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-4
+    assert float(uniform.angle_to_uniform(replace(heads, k_norm=None), site.gain, q)[0, 0]) > 10
 
 
 def test_entropy_is_that_of_the_models_own_attention_and_a_mean_over_queries() -> None:

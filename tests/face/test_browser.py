@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from made_up import HOSTILE
 
+from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import disarmed, shortened, visible
 from ln_probe.page import attention, circuitsvis_script, page
 from ln_probe.page.index import IndexEntry, index_page
@@ -143,9 +144,11 @@ def test_hostile_text_stays_text(report: Report, visit: Any) -> None:
         shown = report.exhibits.attention
         exhibits = replace(report.exhibits, attention=replace(shown, tokens=tuple(spread(len(shown.tokens)))))
         about = {**report.provenance, "model": {"name": some[0], "norms": {t: t for t in some}}, "list": some}
-        about["prompts"] = {**about["prompts"], "source": some[1], "begin": some}
-        own = {"own": pd.DataFrame({some[0] or "x": some})}
-        one = Report({**report.tables, **tables, **own}, about, tuple(some), exhibits)
+        about["prompts"] = {**about["prompts"], "source": some[-1], "begin": some}
+        title, meaning = spread(4)[2:]
+        own = Table("own", title, meaning, (some[0],), {some[0]: ("text", meaning or "-")})
+        frames = {**report.tables, **tables, "own": pd.DataFrame({some[0]: some})}
+        one = Report(frames, about, tuple(some), exhibits, declared={"own": own})
         view = visit(report_page(one))
         charts(view)
         for summary in view.page.locator("details > summary").all():

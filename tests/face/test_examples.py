@@ -26,7 +26,6 @@ from ln_probe.report import Report
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 NAMES = (
     "does_projection_matter",
-    "features_of_a_small_sae",
     "tour",
     "where_does_this_logit_come_from",
     "why_attend_to_position_0",

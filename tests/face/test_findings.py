@@ -10,7 +10,7 @@ import torch
 from architectures import bridge_of, make_bridge, norm_free
 
 import ln_probe
-from ln_probe.arguments import whole_numbers
+from ln_probe.guard import whole_numbers
 from ln_probe.prompts import summary
 
 

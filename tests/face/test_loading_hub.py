@@ -13,7 +13,7 @@ from hub_standin import Hub, reached
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from ln_probe.loading import hub as hub_names
+from ln_probe.loading import pretrained as hub_names
 from ln_probe.loading.convert import has_hooked_transformer
 from ln_probe.models import load_model, source_of
 
@@ -126,7 +126,7 @@ def test_a_copy_that_is_here_is_used_when_the_hub_fails(hub: Hub, monkeypatch: p
 
 @pytest.mark.parametrize(("name", "word"), [
     ("pythia-70n", "pythia-70m"),  # the nearest known name
-    ("qqqqqqqq", "No model"),
+    ("qqqqqqqq", "no model"),
     ("gelu-1l", "older format"),
 ])  # fmt: skip
 def test_names_that_cannot_be_loaded(name: str, word: str, no_network: None) -> None:

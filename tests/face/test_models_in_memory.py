@@ -81,7 +81,7 @@ def test_it_is_measured_and_handed_back_unchanged(arch: str, tmp_path: Path) -> 
 def test_texts_need_its_tokenizer() -> None:
     tokenizer = word_tokenizer(["[UNK]", "<s>", "</s>", "the", "lamp", "was", "lit"])
     model = hugging_face("gpt2")
-    how: dict[str, Any] = {"progress": False, "probes": ("selectability",)}
+    how: dict[str, Any] = {"progress": False, "probes": "selectability"}
     report = ln_probe.analyze(model, "the lamp was lit", tokenizer=tokenizer, **how)
     tokens = report.keys.query("layer == 0 and head == 0 and variant == 'intact'").sort_values("position")["token"]
     assert [t.strip() for t in tokens] == ["<s>", "the", "lamp", "was", "lit"]
@@ -111,8 +111,36 @@ def test_a_bridge_that_is_not_the_model_is_refused() -> None:
     model = hugging_face("gpt2")
     for block in model.transformer.h:
         block.ln_1 = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"could not be loaded faithfully as TransformerBridge"):
+    with pytest.raises(ValueError, match="bridge"):
         ln_probe.analyze(model, TOKENS, progress=False)
+
+
+def test_every_entry_point_compares_the_model_as_it_is_now() -> None:
+    """The bridge reads a factor and an eps from the configuration; where a module has another, that module is named."""
+    model = hugging_face("gpt2", scale_attn_weights=False)
+    for call in (ln_probe.analyze, ln_probe.freezing_cost, ln_probe.attribute_logits, find_norms):
+        with pytest.raises(ValueError, match=r"first in transformer\.h\.0\.attn"):
+            call(model, TOKENS) if call is not find_norms else call(model)
+    model = hugging_face("llama").eval()
+    before = ln_probe.attribute_logits(model, TOKENS, -1, target=7).check().own
+    model.model.layers[0].self_attn.scaling *= 2  # after the first call
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    with torch.no_grad():
+        own = float(model(TOKENS).logits[0, -1, 7])
+    assert abs(own - before) > 1e-3
+    assert ln_probe.attribute_logits(model, TOKENS, -1, target=7).check().own == pytest.approx(own, abs=1e-4)
+    model.double()
+    assert ln_probe.attribute_logits(model, TOKENS, -1, target=7).check().own == pytest.approx(own, abs=1e-4)
+    norm = model.model.layers[0].input_layernorm
+    norm.variance_epsilon = 0.5
+    sigma = (model.get_input_embeddings()(TOKENS).double().pow(2).mean(-1) + 0.5).sqrt()
+    with without(model, "scaling", tokens=TOKENS) as edit:
+        assert edit.divisors["blocks.0.ln1"].rest == pytest.approx(float(sigma[0, 1:].mean()), rel=1e-5)
+    model = hugging_face("gpt2")
+    find_norms(model)
+    model.transformer.h[0].ln_1.eps = 0.5
+    with pytest.raises(ValueError, match="ln_1"), without(model, "scaling", tokens=TOKENS):
+        pass
 
 
 def test_a_copy_of_the_structure_holds_the_very_same_weights() -> None:

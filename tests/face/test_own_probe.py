@@ -111,7 +111,7 @@ def test_probes_that_cannot_be_used(make: Callable[[], Any]) -> None:
 
 
 def test_unknown_names() -> None:
-    for probes in ("causal", ["casual"], [], ["unembedding"]):
+    for probes in ("casual", ["casual"], [], ["unembedding"]):
         with pytest.raises(ValueError, match=r"list of|no probe"):
             ln_probe.analyze(lab(), TOKENS, probes=probes, progress=False)
 

@@ -11,8 +11,7 @@ from small_models import lab
 from torch import Tensor
 
 from ln_probe.hooks import find_norms
-from ln_probe.hooks.components import END, Split, SplitError, find_wiring, outside_attention
-from ln_probe.hooks.stream import record
+from ln_probe.hooks.components import END, Split, SplitError, find_wiring, outside_attention, record
 
 TOKENS = torch.arange(1, 11)
 ROWS = [0, 4, 9]

@@ -20,8 +20,8 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ln_probe.analyses.geometry.decide import NAMES, UNSELECTABLE
-from ln_probe.analyses.geometry.decide import UNDECIDED as NOT_DECIDED
+from ln_probe.analyses.geometry.check import NAMES, UNSELECTABLE
+from ln_probe.analyses.geometry.check import UNDECIDED as NOT_DECIDED
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize

@@ -17,7 +17,7 @@ import pandas as pd
 from jaxtyping import Float64
 from matplotlib.figure import Figure
 
-from ln_probe.analyses.geometry.decide import NAMES, UNDECIDED, UNSELECTABLE
+from ln_probe.analyses.geometry.check import NAMES, UNDECIDED, UNSELECTABLE
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.results import Results, binomial_interval, panels, select, share_interval_of, summarize

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from ln_probe.analyses.arguments import received
+from ln_probe.analyses.text import received
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +28,8 @@ class ModelSource:
 
     Attributes:
         name: the name or path as it was given, without a revision.
-        kind: ``hub``, ``folder``, ``gguf``, ``lab``, ``bundled``, or ``object`` (not loaded by us).
+        kind: ``hub``, ``folder``, ``gguf``, ``lab``, ``bundled``, or, of a model that `load_model` did not load,
+            ``memory`` (a Hugging Face model) or ``object``.
         revision: the revision asked for (hub models and lab runs).
         commit: the hub's commit the revision stood for.
         weights_sha256: SHA-256 of the weight file; of several files, the SHA-256 of the lines that
@@ -79,21 +80,26 @@ def source_of(model: nn.Module) -> ModelSource:
     """
     if isinstance(model, type) or not callable(getattr(model, "parameters", None)):
         raise TypeError(f"source_of takes a model, got {received(model)}: ln_probe.load_model loads one")
-    known = _SOURCES.get(model)
-    if known is not None:
-        return known
-    kind = type(model).__name__
-    config = getattr(model, "cfg", None)
-    architecture = getattr(config, "original_architecture", None) or getattr(config, "architecture", None) or kind
-    parameter = next(model.parameters(), None)
+    if model in _SOURCES:
+        return _SOURCES[model]
+    world, config = type(model).__name__, getattr(model, "cfg", None)
+    architecture = getattr(config, "original_architecture", None) or getattr(config, "architecture", None) or world
+    name, dtype = getattr(config, "model_name", None) or world, getattr(next(model.parameters(), None), "dtype", "none")
+    note = f"not loaded by ln_probe: name, dtype and hash were read from the model itself; {UNKNOWN_HEAD}"
+    difference = vars(model).get("logits_difference")  # a bridge around a Hugging Face model in memory has it
+    if difference is not None:
+        original: Any = getattr(model, "original_model").config  # noqa: B009 - of a bridge
+        name = getattr(original, "_name_or_path", "") or architecture
+        note = f"a Hugging Face model in memory, wrapped in a bridge for the measurement; {UNKNOWN_HEAD}"
     return ModelSource(
-        name=str(getattr(config, "model_name", None) or kind),
-        kind="object",
+        name=str(name),
+        kind="object" if difference is None else "memory",
         weights_sha256=sha256_of_state(model),
         architecture=str(architecture),
-        world=kind,
-        dtype="none" if parameter is None else str(parameter.dtype).removeprefix("torch."),
-        notes=(f"not loaded by ln_probe: name, dtype and hash were read from the model itself; {UNKNOWN_HEAD}",),
+        world=world,
+        dtype=str(dtype).removeprefix("torch."),
+        logits_max_difference=difference,
+        notes=(note,),
     )
 
 
