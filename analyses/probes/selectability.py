@@ -24,7 +24,7 @@ import pandas as pd
 from jaxtyping import Float64, Shaped
 
 from ln_probe.analyses.geometry.check import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
-from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, solve_sets
+from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, compilation, solve_sets
 from ln_probe.analyses.geometry.key_geometry import random_unselectable, reachable
 from ln_probe.analyses.geometry.keys import QuerySet
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
@@ -32,6 +32,9 @@ from ln_probe.analyses.probes.tables import HEADS, KEYS
 from ln_probe.analyses.probes.uniformity import GEOMETRY_PROMPTS, AttentionLayer, uniformity_of
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
+# Layers that are kept until the kernels are compiled, so that passes and losses go on beside that: four prompts of
+# GPT-2 small.
+MOST_WAITING = 48
 # Variants whose margins and attention are measured, and whose keys have a row each.
 COMPARED = (INTACT.name, SCALING_FROZEN.name)
 UNKNOWN = -1  # of `reachable`, where nothing bounds the queries
@@ -57,6 +60,7 @@ class _KeyObserver(Observer):
         self.run = run
         # By layer and variant: the number of each prompt, and its measures by name, a row per head.
         self.measured: dict[tuple[int, str], list[tuple[int, Measures]]] = defaultdict(list)
+        self.waiting: list[tuple[int, AttentionLayer]] = []  # to be measured when the kernels are compiled
         self.heads: dict[int, list[int]] = {}
         self.d_head = 0
 
@@ -65,10 +69,18 @@ class _KeyObserver(Observer):
             return
         self.heads[attended.layer] = attended.chosen
         self.d_head = int(attended.maps.W_K.shape[-1])
-        for variant in attended.variants:
-            self.measured[attended.layer, variant].append((prompt, _measure(attended, variant)))
+        self.waiting.append((prompt, attended))
+        if compilation.is_done or len(self.waiting) > MOST_WAITING:
+            self._measure_waiting()
+
+    def _measure_waiting(self) -> None:
+        for prompt, attended in self.waiting:
+            for variant in attended.variants:
+                self.measured[attended.layer, variant].append((prompt, _measure(attended, variant)))
+        self.waiting.clear()
 
     def finish(self) -> ProbeResults:
+        self._measure_waiting()
         if not self.measured:
             return ProbeResults()
         rows: list[dict[str, object]] = []
