@@ -19,10 +19,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import typer
-from compose import every_outcome, hooked, lab, subjects, tolerance
+from compose import bridge, every_outcome, hooked, lab, tolerance
 from harness import keep
 
-ARCHITECTURES = ("gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "gptj")
+ARCHITECTURES = ("gpt2", "neox", "llama", "opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "gptj", "bert")
 OURS = {"hooked": hooked, "lab": lab, "lab-hooked": partial(lab, "hooked")}
 OUTCOMES = ("equal", "allowed", "refused", "lost")
 
@@ -35,7 +35,7 @@ def main(
 ) -> None:
     lost = 0
     for name in architectures or (*OURS, *ARCHITECTURES):
-        model = OURS[name]() if name in OURS else dict(subjects(name))["bridge"]
+        model = OURS[name]() if name in OURS else bridge(name)
         if model is None:
             continue
         by_edit: dict[str, Counter[str]] = {}

@@ -79,4 +79,6 @@ if __name__ == "__main__":
     outside = {file: names for file, names in by_file.items() if "probes/" not in file}
     for file, names in sorted(outside.items()):
         print(f"{len(names):4d}  {file}: {', '.join(sorted(names))}")
-    print(f"{sum(map(len, outside.values()))} functions in {len(outside)} modules")
+    for text, of_hooks in (("of hooks", True), ("outside hooks and probes", False)):
+        files = [file for file in outside if file.startswith("ln_probe/hooks/") == of_hooks]
+        print(f"{sum(len(outside[file]) for file in files)} functions in {len(files)} modules {text}")

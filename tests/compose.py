@@ -30,6 +30,7 @@ POINTS = ("hook_in", "hook_scale", "hook_normalized", "hook_out")
 MODES = ("read", "edit", "backward")
 ORDERS = ("hook first", "edit first")
 CONSTANT = 2.0
+LAYER = 1  # whose attention reads the norm that is edited
 TOKENS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
 # Logits, what hooks see and gradients agree to this, relative to the largest, in models that compute in float64
 # throughout; the others' rotary tables, norms or attention are in float32 for any format of the model.
@@ -85,8 +86,7 @@ def edited(model: Any, name: str, site: str, sigmas: dict[str, Tensor]) -> Itera
             if what == "linearized":
                 stack.enter_context(linearized(model, sigma=sigmas) if readers == "given" else linearized(model))
             elif readers == "heads":
-                layer = int(site.split(".")[1])
-                stack.enter_context(without(model, what, heads=[(layer, h) for h in some_heads(model)], scale=CONSTANT))
+                stack.enter_context(without(model, what, heads=[(LAYER, h) for h in some_heads(model)], scale=CONSTANT))
             else:
                 only = {"only": "keys"} if readers else {}
                 stack.enter_context(without(model, what, sites=[site], scale=CONSTANT, **only))
@@ -163,7 +163,7 @@ def by_hand(
         return forward
 
     def combined(letter: str) -> Callable[[Tensor], Tensor]:
-        attn = model.blocks[site.layer].attn
+        attn = model.blocks[LAYER].attn
 
         def forward(given: Tensor) -> Tensor:
             weights, bias = getattr(attn, f"W_{letter.upper()}"), getattr(attn, f"b_{letter.upper()}", None)
@@ -184,7 +184,7 @@ def by_hand(
 
     patched = {one.module: norm(one, one is site) for one in every if one is site or formula.held}
     for letter in {"heads": "qkv", "keys": "k"}.get(formula.readers, ""):
-        patched[model.hook_dict[f"blocks.{site.layer}.attn.hook_{letter}"]] = combined(letter)
+        patched[model.hook_dict[f"blocks.{LAYER}.attn.hook_{letter}"]] = combined(letter)
     for module, forward in patched.items():
         module.__dict__["forward"] = forward
     try:
@@ -264,9 +264,9 @@ def close(a: Tensor, b: Tensor, same: float) -> bool:
     return a.shape == b.shape and distance(a, b) <= same
 
 
-def subjects(architecture: str) -> Iterator[tuple[str, Any]]:
-    """The architecture in every model class that the installed TransformerLens has, in float64."""
-    yield "bridge", bridge_of(hugging_face(architecture).double().eval())
+def bridge(architecture: str) -> Any:
+    """A bridge around a model of an architecture, in float64."""
+    return bridge_of(hugging_face(architecture).double().eval())
 
 
 def hooked() -> Any:
@@ -306,9 +306,9 @@ def tolerance(name: str) -> float:
     return SAME if name in IN_FLOAT64 else SAME_IN_FLOAT32
 
 
-def every_outcome(model: Any, same: float, reads: str = "attention") -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each case of one model at a norm in its second block, and what it comes to."""
+def every_outcome(model: Any, same: float) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each case of one model at the norm that attention of its second block reads, and what it comes to."""
     every = find_norms(model)
-    site = next(s for s in every if s.layer == 1 and reads in s.reads)
+    site = next(s for s in every if LAYER in s.attention_layers)
     for case in cases(site):
         yield case, outcome(model, site, every, *case, same)

@@ -28,7 +28,7 @@ ALL = ("opt", "neo", "gemma", "qwen3", "gemma2", "bloom", "mistral", "gptj")
 
 def model_of(name: str) -> Any:
     ours = {"hooked": compose.hooked, "lab": compose.lab, "lab-hooked": partial(compose.lab, "hooked")}
-    model = ours[name]() if name in ours else dict(compose.subjects(name))["bridge"]
+    model = ours[name]() if name in ours else compose.bridge(name)
     if model is None:
         pytest.skip("this TransformerLens has no HookedTransformer")
     return model
@@ -38,7 +38,7 @@ def model_of(name: str) -> Any:
 def test_hooks_at_a_norm_compose_with_its_edits(name: str) -> None:
     model = model_of(name)
     every = find_norms(model)
-    site = next(s for s in every if s.layer == 1 and "attention" in s.reads)
+    site = next(s for s in every if compose.LAYER in s.attention_layers)
     for number, case in enumerate(compose.cases(site)):
         left_out = name in FAST and (case[0] not in FAST[name] or number % 3)
         if not left_out:
@@ -126,7 +126,7 @@ def test_however_the_model_is_run(name: str, edit: str, run: str) -> None:
     if run == "autocast":
         model = model.to(torch.float32)
     every = find_norms(model)
-    site = next(s for s in every if s.layer == 1 and "attention" in s.reads)
+    site = next(s for s in every if compose.LAYER in s.attention_layers)
     place, ones = f"{site.name}.hook_normalized", torch.ones(1)
     with torch.no_grad():
         expected = compose.by_hand(model, site, compose.EDITS[edit], ones, "hook_normalized", "edit", every, RUNS[run])

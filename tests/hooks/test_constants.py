@@ -105,22 +105,6 @@ def test_gradients_of_prompts_norms_and_losses() -> None:
     assert [name for name, pair in gradients.items() if pair == (0.0, 0.0)] == ["blocks.1.ln2"]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "hooked"])
-def test_neither_hooks_nor_gradients_stay(name: str) -> None:
-    model = model_of(name, torch.float32).train()
-    sites, constants = measured(model)
-    for number, (_, parameter) in enumerate(model.named_parameters()):
-        parameter.requires_grad_(number % 2 == 0)
-    wanted = [p.requires_grad for p in model.parameters()]
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    with torch.no_grad():
-        loss_and_gradients(model, sites, TOKENS, constants)
-    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
-    assert [p.requires_grad for p in model.parameters()] == wanted
-    assert all(p.grad is None for p in model.parameters())
-    assert model.training
-
-
 @pytest.fixture
 def one_norm() -> tuple[Any, Norm, list[torch.Tensor], torch.Tensor]:
     """A model with one norm, before the unembedding; logits of TOKENS, and sigma at each, of the intact model."""

@@ -24,10 +24,8 @@ from ln_probe.analyses.lab.norms import NORM_KINDS
 from ln_probe.hooks import find_norms, linearized, without
 from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.edits import NoOpWarning
-from ln_probe.hooks.model import evaluating
 from ln_probe.hooks.norm import VARIANT_WITHOUT, VARIANTS, Norm
 from ln_probe.hooks.norm_edits import NormEdit
-from ln_probe.hooks.stream import stream
 
 TOKENS = torch.arange(1, 21).view(2, 10)
 TERMS = tuple(VARIANT_WITHOUT)
@@ -194,13 +192,6 @@ def test_position_0_of_every_head_is_left_out(length: int) -> None:
         assert found[name].first == pytest.approx(float(sigma[:, :, 0].mean()), rel=1e-6)
 
 
-def test_a_single_position_is_better_than_none() -> None:
-    model = lab()
-    sites = find_norms(model)
-    with evaluating(model):
-        assert mean_sigmas(model, sites, [torch.tensor([3])])["ln_final"].rest > 0
-
-
 # What replaces sigma: one constant or two; where position 0 is in every kind of pass.
 
 
@@ -221,42 +212,17 @@ def test_one_constant_and_two(scale: str) -> None:
     assert done.divisors[name] == Constant(float(divisor[0, 0]), float(divisor[0, 1]))
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "hooked"])
-def test_with_a_cache_later_tokens_are_not_position_0(arch: str) -> None:
-    """Token by token, with earlier keys and values kept: the same logits as all at once.
+def test_with_a_cache_later_tokens_are_not_position_0() -> None:
+    """Token by token, with earlier keys and values kept: the same logits as all at once (in a HookedTransformer)."""
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
 
-    Rotary tables are float32 in every format, and on some processors differ in the last bit with the number of
-    positions, so the intact model's two passes may differ, too.
-    """
-    hooked = arch == "hooked"
-    model = make_hooked(dtype=torch.float64) if hooked else make_bridge(arch, torch.float64)
+    model = make_hooked(dtype=torch.float64)
     scale = {s.name: {"first": 3.0, "rest": 0.7} for s in find_norms(model)}
-
-    def apart() -> float:
-        """The largest difference of the two ways, relative to the largest logit."""
-        whole = model(TOKENS)
-        if hooked:
-            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
-
-            cache = Cache.init_cache(model.cfg, "cpu", 2)
-            steps = [
-                model(part, past_kv_cache=cache, attention_mask=torch.ones_like(part))
-                for part in (TOKENS[:, :4], *TOKENS[:, 4:].split(1, dim=1))
-            ]
-        else:
-            steps, cache = [], None
-            for part in (TOKENS[:, :4], *TOKENS[:, 4:].split(1, dim=1)):
-                out = model.original_model(part, past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
-                steps.append(out.logits)
-        assert torch.equal(model(TOKENS), whole)
-        return float((torch.cat(steps, dim=1) - whole).abs().max() / whole.abs().max())
-
-    with torch.no_grad():
-        intact = apart()
-        assert intact < 1e-6
-        with without(model, "scaling", sites="all", scale=scale):
-            assert apart() < 1e-9 + 10 * intact
+    with torch.no_grad(), without(model, "scaling", sites="all", scale=scale):
+        whole, cache = model(TOKENS), Cache.init_cache(model.cfg, "cpu", 2)
+        parts = (TOKENS[:, :4], *TOKENS[:, 4:].split(1, dim=1))
+        steps = [model(part, past_kv_cache=cache, attention_mask=torch.ones_like(part)) for part in parts]
+        assert difference(torch.cat(steps, dim=1), whole) < 1e-5
 
 
 def test_padding_on_the_left_moves_position_0() -> None:
@@ -294,37 +260,6 @@ def test_position_0_of_a_hugging_face_model_in_memory() -> None:
 def test_what_is_no_constant(given: object) -> None:
     with pytest.raises(ValueError, match="a constant is"):
         Constant.of(given)
-
-
-# What queries, keys or values see alone: the others keep the intact norm.
-
-
-@pytest.mark.parametrize(("what", "part"), [("scaling", "keys"), ("both", "values"), ("scaling", "queries")])
-def test_one_part_changes_and_the_others_stay(what: str, part: str, worlds: list[tuple[str, Any]]) -> None:
-    models = [*worlds, *((a, make_bridge(a)) for a in ("neox", "opt", "qwen3"))]
-    letter = part[0]
-    for name, model in models:
-        site = find_norms(model)[0]
-        seen: list[Tensor] = []
-        stream(model, TOKENS[0], [site], on_norm=lambda s, x, y, seen=seen: seen.extend((x, y)))
-        x, y = seen
-        changed = changed_output(site, VARIANT_WITHOUT[what], x, y, 2.0).detach()
-        attn, places = model.blocks[0].attn, {n: f"blocks.0.attn.hook_{n}" for n in "qkv"}
-        W = getattr(attn, f"W_{letter.upper()}")
-        b = getattr(attn, f"b_{letter.upper()}", None) if name != "qwen3" else None
-        expected = torch.einsum("pd,hdk->phk", changed, W)
-        expected = expected if b is None else expected + b.view(W.shape[0], -1)
-        with torch.no_grad():
-            intact, before = model.run_with_cache(TOKENS[:1])
-            with without(model, what, sites=[site.name], scale=2.0, only=part) as done:
-                logits, after = model.run_with_cache(TOKENS[:1])
-                assert difference(model(TOKENS[:1]), logits) < 1e-6, name
-        for other in set("qkv") - {letter}:
-            assert difference(after[places[other]], before[places[other]]) < 1e-6, name
-        mine = after[places[letter]].reshape(len(x), -1)
-        torch.testing.assert_close(mine, expected.detach().reshape(len(x), -1), rtol=1e-4, atol=1e-4, msg=name)
-        least = 1e-6 if name == "qwen3" else 1e-4  # its keys are normalized once more, which undoes most of it
-        assert (difference(logits, intact) > least) != bool(done.no_ops), name
 
 
 def test_a_shared_norm_can_be_edited_for_its_keys_alone() -> None:

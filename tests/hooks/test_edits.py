@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import bridge_of, hugging_face, make_bridge, make_hooked, make_twins
+from architectures import bridge_of, hugging_face, make_bridge, make_hooked
 from compose import distance as difference
 from small_models import lab
 from torch import Tensor, nn
@@ -258,60 +258,9 @@ def test_what_does_not_go_together() -> None:
             pass
 
 
-# Single heads; all together they are the whole norm.
+# Single heads; all together they are the whole norm (of one head and by hand: test_compose.py).
 
 C = 0.7  # what is divided by where scaling goes
-
-
-def heads_by_hand(attn: Any, y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """z [batch head pos d_head] of Llama's attention reading y, with loops where it would be a broadcast."""
-
-    def turned(x: Tensor) -> Tensor:
-        left, right = x.chunk(2, dim=-1)
-        return x * cos[:, None] + torch.cat([-right, left], dim=-1) * sin[:, None]
-
-    maps = (attn.q_proj, attn.k_proj, attn.v_proj)
-    q, k, v = ((y @ m.weight.T).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for m in maps)
-    q, k = turned(q), turned(k)
-    made = []
-    for head in range(q.shape[1]):
-        shared = head // attn.num_key_value_groups
-        scores = q[:, head] @ k[:, shared].transpose(-1, -2) / math.sqrt(attn.head_dim)
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-        made.append(scores.softmax(-1) @ v[:, shared])
-    return torch.stack(made, dim=1)
-
-
-def edit_by_hand(block: Any, chosen: list[int]) -> None:
-    """Replace the attention of a Llama block by a hand-written one, in which some heads read x / C for the norm."""
-    attn, norm = block.self_attn, block.input_layernorm
-    seen: list[Tensor] = []
-    norm.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
-
-    def forward(hidden_states: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
-        z = heads_by_hand(attn, hidden_states, *options["position_embeddings"])
-        edited = heads_by_hand(attn, norm.weight * seen[-1] / C, *options["position_embeddings"])
-        z[:, chosen] = edited[:, chosen]
-        return z.transpose(1, 2).flatten(-2) @ attn.o_proj.weight.T, None
-
-    attn.forward = forward
-
-
-@pytest.mark.parametrize("heads", [[(0, 0), (0, 1)], [(1, 3), (0, 1), (0, 0), (1, 2)]])
-def test_heads_edited_in_hugging_face_by_hand(heads: list[tuple[int, int]]) -> None:
-    """Of heads that share their keys both."""
-    original, model, _ = make_twins("llama", torch.float64)
-    with torch.no_grad():
-        intact = original(TOKENS).logits
-        for block in original.model.layers:
-            edit_by_hand(block, [])
-        assert difference(original(TOKENS).logits, intact) < 1e-6  # rotary tables are float32
-        for layer, block in enumerate(original.model.layers):
-            edit_by_hand(block, [head for of, head in heads if of == layer])
-        with without(model, "scaling", heads=heads, scale=C):
-            found = model(TOKENS)
-        assert difference(found, original(TOKENS).logits) < 5e-6
-        assert difference(found, intact) > 1e-3
 
 
 def test_every_world(worlds: list[tuple[str, Any]]) -> None:
@@ -348,13 +297,6 @@ def test_generate_with_a_cache(worlds: list[tuple[str, Any]]) -> None:
                     tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
                 made = model.generate(TOKENS[:1, :4], return_type="tokens", use_past_kv_cache=True, **options)
             assert torch.equal(made, tokens), (name, readers)
-
-
-def test_a_number_without_axes_is_a_number() -> None:
-    model, two = make_bridge("gpt2"), torch.tensor(2.0)
-    for scale in (two, {"blocks.0.ln1": two, "blocks.1.ln1": [two, 2.0]}):
-        with without(model, "scaling", scale=scale) as done:
-            assert {c.plain["first"] for c in done.divisors.values()} == {2.0}
 
 
 @pytest.mark.parametrize("edit", [lambda m: without(m, "scaling", scale=2.0), linearized])

@@ -114,16 +114,12 @@ def test_a_lost_edit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_held() -> None:
     model = lab()
     good = linearized.sigmas(model, TOKENS)
-    for sigma, said in (
-        (None, "sigma must be 'own' or a mapping from names of norms, got None"),
-        ("frozen", "sigma must be 'own' or a mapping from names of norms, got 'frozen'"),
-        ({"blocks.9.ln1": good["ln_final"]}, "sigma is given for 'blocks.9.ln1', which is no norm of this model"),
-        ({"ln_final": -good["ln_final"]}, "sigma of ln_final must be positive and finite"),
-        ({"ln_final": 3.0}, "sigma of ln_final must be a tensor with a number per token, got 3.0"),
-    ):
-        with pytest.raises(InterventionError) as error, linearized(model, sigma=sigma):  # type: ignore[arg-type]
+    for sigma, word in (
+        (None, "got None"), ("frozen", "mapping"), ({"blocks.9.ln1": good["ln_final"]}, "blocks.9.ln1"),
+        ({"ln_final": -good["ln_final"]}, "positive"), ({"ln_final": 3.0}, "tensor"),
+    ):  # fmt: skip
+        with pytest.raises(InterventionError, match=word), linearized(model, sigma=sigma):  # type: ignore[arg-type]
             pass
-        assert said in str(error.value)
     said = r"blocks.0.ln1 is already under linearized"
     with linearized(model), pytest.raises(InterventionError, match=said), linearized(model):
         pass
@@ -134,18 +130,13 @@ def test_what_cannot_be_held() -> None:
 
 def test_tokens_that_are_none_are_refused() -> None:
     model = lab()
-    for tokens, said in (
-        ("a text", "a list of rows, got str"),
-        (torch.tensor([1, 99]), "token id 99 is outside the vocabulary of 50"),
-        (torch.ones(40).long(), "40 tokens are more than the context of 32"),
-        (torch.ones(0).long(), "got int64 [1, 0]"),
-        (torch.ones(1, 1, 1).long(), "got int64 [1, 1, 1]"),
-        (torch.ones(3), "got float32 [1, 3]"),
-        ([[1, 2], [3]], "tokens must be rows of one length, got lengths [1, 2]"),
-    ):
-        with pytest.raises((TypeError, ValueError)) as error:
+    for tokens, word in (
+        ("a text", "list of rows"), (torch.tensor([1, 99]), "vocabulary"), (torch.ones(40).long(), "context"),
+        (torch.ones(0).long(), "int64"), (torch.ones(1, 1, 1).long(), "int64"), (torch.ones(3), "float32"),
+        ([[1, 2], [3]], "length"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=word):
             linearized.sigmas(model, tokens)
-        assert said in str(error.value)
 
 
 def test_what_measures_the_model_works_inside(worlds: list[tuple[str, Any]]) -> None:

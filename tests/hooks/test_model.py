@@ -22,11 +22,8 @@ def refuses(model: Any, said: str) -> None:
 def test_models_without_all_their_weights() -> None:
     half = make_bridge("llama")
     half.blocks[1].mlp.to("meta")
-    refuses(half, r"model\.layers\.1\.mlp\.gate_proj\.weight is on meta")
-    refuses(
-        make_bridge("gpt2").to("meta"),
-        r"transformer\.wte\.weight is on meta",
-    )
+    refuses(half, r"model\.layers\.1\.mlp\.gate_proj\.weight is on the meta")
+    refuses(make_bridge("gpt2").to("meta"), r"transformer\.wte\.weight is on the meta")
 
 
 def test_weights_on_several_devices() -> None:
@@ -38,15 +35,6 @@ def test_weights_on_several_devices() -> None:
     refuses(
         model,
         r"several devices \(transformer\.wte\.weight on cpu, transformer\.h\.1\.ln_1\.weight on cuda:0\)",
-    )
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
-def test_a_block_left_on_the_gpu() -> None:
-    model = make_bridge("gpt2")
-    model.blocks[1].to("cuda")
-    refuses(
-        model, r"weights are on several devices \(transformer\.wte\.weight on cpu, transformer\.h\.1\.\S+ on cuda:0\)"
     )
 
 
