@@ -147,7 +147,7 @@ def curves(runs: Sequence[Run]) -> pd.DataFrame:
     columns = [*runs[0].keys, "seed", "step", "measure", "value"]
     parts = [pd.DataFrame(columns=columns)]
     for run in runs:
-        wide = trainer.read_metrics(run.folder)
+        wide = trainer.read_metrics(run.folder).drop(columns="seconds", errors="ignore")
         if not wide.empty:
             long = wide.melt(id_vars="step", var_name="measure", value_name="value")
             parts.append(long.assign(**dict(run.keys), seed=run.seed)[columns])
