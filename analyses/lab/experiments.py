@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ln_probe.analyses.files import PARTIAL, write_atomically
+from ln_probe.analyses.text import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.results import Results

@@ -29,9 +29,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.norms import NORM_KINDS, PROJECTS, SCALES
 from ln_probe.analyses.probes.statistics import holm
+from ln_probe.analyses.text import write_atomically
 
 LEVEL = 0.95
 EQUIVALENCE = 0.90  # level of the interval whose larger end is the equivalence bound

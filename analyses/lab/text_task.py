@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.train import TEXT_BOUNDARY, Task, step_generator
 from ln_probe.analyses.lab.transformer import LabTransformer
+from ln_probe.analyses.text import write_atomically
 
 VALID_SHARE = 0.05  # the end of every text is held out
 # From this size on, logits are made piece by piece: those of one window of 1024 tokens over GPT-2's vocabulary are

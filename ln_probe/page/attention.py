@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from ln_probe.analyses.files import to_be_written, write_text
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.probes.wording import NATS, unit_of
-from ln_probe.analyses.text import disarmed, shortened, visible
+from ln_probe.analyses.text import disarmed, shortened, to_be_written, visible, write_text
 from ln_probe.exhibits import PromptAttention
 from ln_probe.hooks.norm import SCALING_FROZEN
 from ln_probe.page import circuitsvis_script, compressed, own_script, packed, render

@@ -29,7 +29,6 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model import published
 from ln_probe.analyses.lab.norms import Norm
@@ -47,6 +46,7 @@ from ln_probe.analyses.lab.train import (
 )
 from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.uniformity import entropy_ratio
+from ln_probe.analyses.text import write_atomically
 
 LAYERNORM, TWO_CONSTANTS, ONE_CONSTANT = range(3)
 # Weight of a new batch in the running means of sigma: some ten batches (20,000 tokens at the full size), which holds
