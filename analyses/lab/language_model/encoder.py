@@ -57,7 +57,7 @@ class Encoder(LabTransformer):
         self.hook_embedded = HookPoint()
         for block in self.blocks[:-1]:
             block.ln2 = norm_or_nothing(cfg, cfg.norm_read, affine=False)
-        self.setup()  # type: ignore[no-untyped-call]
+        self.setup()
 
     def embedded(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """What the first block reads: embeddings and positions, normed."""

@@ -141,7 +141,7 @@ class PartShrunk:
         attention = ShrunkAttention(self.model, self.part)
         attention.load_state_dict(model.blocks[0].attn.state_dict())
         model.blocks[0].attn = attention
-        model.setup()  # type: ignore[no-untyped-call]
+        model.setup()
         return model
 
 
