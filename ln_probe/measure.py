@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
-import torch
 from torch import nn
 
 from ln_probe import __version__
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.geometry.check import TAU
 from ln_probe.analyses.geometry.decide import start_compilation
-from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, chosen
 from ln_probe.analyses.probes.tables import TABLES
@@ -26,9 +23,7 @@ from ln_probe.analyses.schema import TableError
 from ln_probe.analyses.text import check_flags
 from ln_probe.exhibits import AttentionRecorder, Exhibits
 from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, token_limit, unchanged
-from ln_probe.hooks.attention import PATTERN_TOLERANCE
 from ln_probe.hooks.model import n_layers, whole_number
-from ln_probe.hooks.norm import SAME_OUTPUT
 from ln_probe.hooks.task import Loss, Objective
 from ln_probe.loading.source import source_of
 from ln_probe.passes import measure_norms, second_pass
@@ -169,7 +164,8 @@ def analyze(
                 "loss": {"name": objective.name, "unit": objective.unit},
                 "started": started,
                 **start.provenance,
-                **provenance(chosen_probes),
+                "ln_probe": __version__,
+                "versions": versions(),
             },
             notes=(*on_hooks, *start.notes),
         )
@@ -236,16 +232,3 @@ def assemble(
         probes=tuple(p for p in probes if p.name not in BUILT_IN),
         failures=tuple(failures),
     )
-
-
-def provenance(probes: Sequence[Probe]) -> dict[str, Any]:
-    """Return versions, and the thresholds that tables depend on: the shared ones and those of probes, as plain JSON."""
-    thresholds = {
-        "tau": TAU,
-        "rank_tolerance": RANK_TOLERANCE,
-        "pattern_tolerance_float32": PATTERN_TOLERANCE[torch.float32],
-        "same_output": SAME_OUTPUT,
-    }
-    for probe in (*chosen(DEFAULT), *probes):
-        thresholds |= probe.thresholds
-    return {"ln_probe": __version__, "thresholds": thresholds, "versions": versions()}

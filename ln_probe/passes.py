@@ -25,7 +25,17 @@ from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
 from ln_probe.hooks.constants import Constant, fit, mean_sigmas
 from ln_probe.hooks.edits import members
-from ln_probe.hooks.model import HookedModel, device_of, evaluating, in_missing_head, n_layers, plain_path, run
+from ln_probe.hooks.model import (
+    HookedModel,
+    device_of,
+    evaluating,
+    hooks_on,
+    in_missing_head,
+    n_layers,
+    plain_path,
+    run,
+    tensors_in,
+)
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.norms import attention_inputs, layers_in_words
 from ln_probe.hooks.stream import AttentionInput, stream_together
@@ -38,6 +48,7 @@ if TYPE_CHECKING:
     from ln_probe.analyses.probes.decomposition import NormStatistics
     from ln_probe.exhibits import AttentionRecorder
 
+_CENTRED = 1e-9  # share of the mean in a vector's squared length: centred weights leave 1e-14, others above 1e-6
 _STREAM = "stream"  # the kind of work that probes of norms and attention share
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -315,7 +326,7 @@ def measure_norms(
         ready.strata if groups is None else tuple(map(str, groups)),
     )
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
-    notes += [*on_overlap, *on_constants, *constants.notes()]
+    notes += [*_on_centred(model, norms, ready.tokens[0]), *on_overlap, *on_constants, *constants.notes()]
     about = {
         "prompts": dict(ready.summary),
         "constants": {name: c.plain for name, c in constants.pooled.items()},
@@ -406,6 +417,25 @@ def _fitted(
         first, second = (fit(model, frozen, rows, start=constants.pooled, objective=loss) for rows in of_half)
         halves[group] = first, second
     return halves
+
+
+def _on_centred(model: HookedModel, norms: Sequence[Norm], tokens: Int[Tensor, " pos"]) -> tuple[str, ...]:
+    """Return a note where the stream has mean 0 at every norm that projects, as behind centred weights."""
+    shares: list[float] = []
+
+    def look(_module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        x = tensors_in(args, kwargs)[0].detach().double()
+        shares.append(float(x.mean(-1).square().mean() / x.square().mean()))
+
+    hooks = [(norm.module, look) for norm in norms if norm.projects]
+    with hooks_on(before=hooks), evaluating(model):
+        run(model, tokens[None])
+    if not shares or max(shares) > _CENTRED:
+        return ()
+    return (
+        "the stream has mean 0 at every norm (centred weights), so removing projection changes nothing: load the model "
+        "unprocessed, with HookedTransformer.from_pretrained_no_processing or ln_probe.load_model",
+    )
 
 
 def _notes(inputs: Sequence[Norm], looking: Sequence[str], left_out: Sequence[str]) -> list[str]:

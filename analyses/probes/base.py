@@ -23,8 +23,6 @@ Example:
     ...         return [Finding("lengths", f"The longest vector has length {tables['lengths']['longest'].max():.3g}.")]
     >>> report = ln_probe.analyze(model, tokens, probes=[Lengths()])
     >>> report.tables["lengths"]
-    >>> report.failures  # a `Failure` for each probe that raised
-    ()
 """
 
 from __future__ import annotations
@@ -178,7 +176,6 @@ class Probe:
         tables: what it fills.
         needs: what it has to see.
         prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
-        thresholds: constants that its tables depend on, for the provenance.
     """
 
     name: ClassVar[str]
@@ -186,7 +183,6 @@ class Probe:
     tables: ClassVar[tuple[Table, ...]]
     needs: ClassVar[Needs] = Needs()
     prompts: ClassVar[int | None] = None
-    thresholds: ClassVar[Mapping[str, float]] = {}
 
     def start(self, run: Run) -> Observer:
         """Return an observer of the prompts of one model."""

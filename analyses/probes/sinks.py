@@ -37,7 +37,6 @@ OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; si
 MASSIVE_SIZE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al.'s definition
 LEAST_TOKENS = 8  # fewer have no median worth the name: one outlier of four moves it
 _DIMENSIONS_NAMED = 4
-_INSIDE = ("query", "key")  # norms inside attention see heads, not tokens
 
 
 @dataclass
@@ -190,13 +189,6 @@ class Sinks(Probe):
     summary = "how much attention position 0 and outlier tokens receive"
     tables = (SINKS, SINK_HEADS)
     needs = Needs(norms=True, attention=True)
-    thresholds = {  # noqa: RUF012 - constants
-        "sink_attention": MUCH,
-        "sink_share": SINK_SHARE,
-        "sink_least_queries": LEAST_QUERIES,
-        "outlier_ratio": OUTLIER_RATIO,
-        "outlier_least_tokens": LEAST_TOKENS,
-    }
 
     def start(self, run: Run) -> Observer:
         return _SinkObserver(run)
@@ -210,16 +202,13 @@ class _SinkObserver(Observer):
         self.heads: list[dict[str, Any]] = []
         self.short = 0
 
-    def _of(self, number: int) -> _Prompt:
-        return self.under_way.setdefault(number, _Prompt(number))
-
     def norm(self, prompt: int, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-        if site.reads not in _INSIDE:
-            self._of(prompt).sizes.add(site, x)
+        if site.reads not in ("query", "key"):  # norms inside attention see heads, not tokens
+            self.under_way.setdefault(prompt, _Prompt(prompt)).sizes.add(site, x)
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         if attended.length > 1 and attended.chosen:
-            self._of(prompt).layers[attended.layer] = LayerAttention(attended)
+            self.under_way.setdefault(prompt, _Prompt(prompt)).layers[attended.layer] = LayerAttention(attended)
 
     def end(self, prompt: int) -> None:
         under_way, tokens = self.under_way.pop(prompt, None), self.run.strings[prompt]
@@ -242,13 +231,10 @@ class _SinkObserver(Observer):
 def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the table `sink_heads` from the sums of each prompt and head."""
     of_heads = rows.groupby(["layer", "head"])
-    total = of_heads.sum()
-    table = total.assign(
-        sink_rate=of_heads["sink_rate"].mean(),
-        first_attention=total["first_attention"] / total["queries"],
-        first_attention_no_scaling=of_heads["first_attention_no_scaling"].sum(min_count=1) / total["queries"],
-        n=of_heads.size(),
-    )
+    table, queries = of_heads.sum(min_count=1).assign(n=of_heads.size()), of_heads["queries"].sum()
+    table["sink_rate"] /= table["n"]
+    for column in ("first_attention", "first_attention_no_scaling"):
+        table[column] /= queries
     return table.reset_index()[SINK_HEADS.names]
 
 
@@ -292,7 +278,7 @@ def outlier_tokens(
     prompts = token_rows(tokens)
     for row in prompts:
         check_ids(hooked, row)
-    sites = [s for s in find_norms(hooked) if s.reads not in _INSIDE]
+    sites = [s for s in find_norms(hooked) if s.reads not in ("query", "key")]
     if not sites:
         raise ValueError("the model has no normalization: no norm says which tokens are long")
     sizes = [TokenSizes() for _ in prompts]

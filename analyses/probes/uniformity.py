@@ -44,8 +44,7 @@ Ellipsoids = tuple[np.ndarray, np.ndarray]  # centers and axes of the chosen hea
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
 # prompt costs some hundred forward passes, so 4 of them say enough about keys.
 GEOMETRY_PROMPTS = 4
-# Columns of the table `heads` that this probe fills: of one head on one prompt, means over the queries that see more
-# than one key.
+# Of one head on one prompt, means over the queries that see more than one key.
 MEASURES = ("entropy_ratio", "uniform_angle_deg")
 
 
@@ -89,9 +88,6 @@ class _UniformityObserver(Observer):
                 rows.append(row)
         provenance = {"random_angle_deg": random_angle(int(self.run.model.cfg.d_model), seed=self.run.seed)}
         return ProbeResults({HEADS.name: HEADS.frame(rows)} if rows else {}, provenance=provenance)
-
-
-# ------------------------------------------------------------------------------------------------ the attention layer
 
 
 class LayerMaps:
@@ -288,9 +284,6 @@ class AttentionLayer:
         intact = self.site.affine(self.outputs["intact"])
         plain = self.maps.queries(intact, rotate=False)
         return plain if self.maps.rotary is None else self.maps.queries(intact), plain
-
-
-# ------------------------------------------------------------------------------------------------------ the measures
 
 
 def _visible(like: Float[Tensor, "head query key"], causal: bool, window: int | None) -> Bool[Tensor, "query key"]:

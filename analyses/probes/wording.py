@@ -81,9 +81,6 @@ def in_layers(provenance: Mapping[str, Any]) -> str:
     return f" in layer{'' if len(set(asked)) == 1 else 's'} {', '.join(map(str, sorted(set(asked))))}"
 
 
-# --------------------------------------------------------------------------------------------------------------- loss
-
-
 def base_loss(row: Any) -> float:
     """Return the loss of the intact model."""
     return float(row["loss"] - row["delta_loss"])
@@ -169,9 +166,6 @@ def strata_sentence(means: Mapping[str, float]) -> str:
     return STRATA.format(count=_COUNTS.get(len(means), len(means)), means=texts) if means else ""
 
 
-# -------------------------------------------------------------------------------------------------------------- heads
-
-
 def significant_heads(effects: pd.DataFrame, unit: str = NATS) -> pd.DataFrame:
     """Return the heads whose frozen scaling significantly raises the loss, the largest effect first."""
     least = LEAST_HEAD_CHANGE if unit == NATS else 0.0
@@ -206,9 +200,6 @@ def head_name(row: Any) -> str:
     return f"L{int(row['layer'])}H{int(row['head'])}"
 
 
-# ------------------------------------------------------------------------------------------------- keys and attention
-
-
 def unselectable_share(heads: pd.DataFrame, variant: str) -> float:
     """Return the share of all keys that no query selects under a variant; NaN where it is not known."""
     rows = heads[(heads["variant"] == variant) & heads["unselectable"].notna()]
@@ -217,16 +208,16 @@ def unselectable_share(heads: pd.DataFrame, variant: str) -> float:
 
 def _keys(heads: pd.DataFrame, about: Mapping[str, Any]) -> Iterator[str]:
     intact, frozen = (unselectable_share(heads, v) for v in (INTACT.name, SCALING_FROZEN.name))
-    if math.isnan(intact):
+    if math.isnan(intact) or not about:
         return
-    random = f" (random keys: {one_decimal(about['random_unselectable'])})" if "random_unselectable" in about else ""
-    if about.get("by_theorem"):
+    random = f" (random keys: {one_decimal(about['random_unselectable'])})"
+    if about["by_theorem"]:
         random = "; so few keys are always selectable"
     yield KEYS.format(
         share=one_decimal(intact),
         frozen="" if math.isnan(frozen) else f" ({one_decimal(frozen)} with scaling frozen)",
-        keys=counted(about.get("keys_per_prompt", math.nan), "key"),
-        d=about.get("d_head", "?"),
+        keys=counted(about["keys_per_prompt"], "key"),
+        d=about["d_head"],
         random=random,
     )
 

@@ -22,8 +22,8 @@ def refuses(model: Any, said: str) -> None:
 def test_models_without_all_their_weights() -> None:
     half = make_bridge("llama")
     half.blocks[1].mlp.to("meta")
-    refuses(half, r"model\.layers\.1\.mlp\.gate_proj\.weight is on meta")
-    refuses(make_bridge("gpt2").to("meta"), r"transformer\.wte\.weight is on meta")
+    refuses(half, r"model\.layers\.1\.mlp\.gate_proj\.weight is on the meta")
+    refuses(make_bridge("gpt2").to("meta"), r"transformer\.wte\.weight is on the meta")
 
 
 def test_weights_on_several_devices() -> None:
