@@ -61,7 +61,6 @@ class Case:
         prompts: one of SOURCES.
         tokens: of each prompt, at most.
         revision: of the hub.
-        single: prompts on which norms are taken one by one.
         optimal: whether loss-optimal constants are fitted; bundled models bring theirs.
     """
 
@@ -69,7 +68,6 @@ class Case:
     prompts: str
     tokens: int
     revision: str | None = None
-    single: int = 12
     optimal: bool = False
 
 
@@ -222,7 +220,7 @@ def analyzed(name: str, *, optimal: bool) -> Any:
     model = load(case)
     # The books are the default prompts of a bundled model, for which it brings loss-optimal constants.
     prompts = None if case.prompts == "books" else SOURCES[case.prompts](model, case.tokens)
-    probes = [Causal(single_norm_prompts=0), "selectability", "uniformity", "sinks"]
+    probes = [Causal(single_norms=False), "selectability", "uniformity", "sinks"]
     return ln_probe.analyze(model, prompts, probes=probes, progress=False, optimal=optimal)
 
 
