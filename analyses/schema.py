@@ -119,11 +119,6 @@ class Table:
         whole = whole.reset_index() if self.key else whole
         return whole.reindex(columns=self.names)
 
-    def describe(self) -> pd.DataFrame:
-        """Return a row per column: `column`, `unit`, `meaning`."""
-        rows = [(name, *about) for name, about in self.columns.items()]
-        return pd.DataFrame(rows, columns=["column", "unit", "meaning"])
-
     def plain(self) -> dict[str, Any]:
         """Return the declaration as JSON has it: a saved report keeps it."""
         return asdict(self)

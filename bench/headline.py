@@ -243,9 +243,9 @@ def rows_of(name: str, values: Path | None) -> list[dict[str, Any]]:
         if not np.isclose(theirs["delta_loss"], delta["leave_one_out"], rtol=1e-4, atol=1e-4, equal_nan=True):
             raise SystemExit(f"{name}, {group}: freezing_cost says {theirs['delta_loss']}, here {delta}")
         half_width = (theirs["delta_loss_high"] - theirs["delta_loss_low"]) / 2
-        ends = statistics.interval(change["leave_one_out"], weight)
+        alone = statistics.infer_mean(change["leave_one_out"], weight)
         cells = (name, group, len(prompts), intact.sum() / weight.sum(), *delta.values(), difference, low, high, agrees,
-                 half_width, (ends[1] - ends[0]) / 2, f"python bench/headline.py {name}",
+                 half_width, (alone.high - alone.low) / 2, f"python bench/headline.py {name}",
                  round(time.perf_counter() - began))  # fmt: skip
         found.append(dict(zip(COLUMNS, cells, strict=True)))
         by_prompt = {k: c / weight for k, c in change.items()}

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float64, Int
-from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
 from ln_probe.hooks.model import HookedModel, device_of, evaluating, unedited, vocabulary_size
@@ -315,6 +314,8 @@ def _descend(
     mean_loss: Callable[[_Vector], tuple[float, _Vector]], start: _Vector, bounds: Float64[np.ndarray, "constant 2"]
 ) -> _Vector:
     """Return the lowest point that is evaluated on the way down from the start."""
+    from scipy.optimize import minimize  # type: ignore[import-untyped]  # a third of a second, needed here alone
+
     lowest, best, slope_there = math.inf, start, np.zeros_like(start)
 
     def evaluate(at: _Vector) -> tuple[float, _Vector]:

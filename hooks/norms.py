@@ -157,7 +157,8 @@ def _lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict
         if not isinstance(logits, Tensor):
             raise RuntimeError(f"it returns {type(logits).__name__}")
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
-        gradients = torch.autograd.grad(logits, [leaf for _, leaf in each], weights, allow_unused=True)
+        # (Weights as grad_outputs make torch import sympy, which takes longer than all passes of a small model.)
+        gradients = torch.autograd.grad((logits * weights).sum(), [leaf for _, leaf in each], allow_unused=True)
         reached = {n for (n, _), g in zip(each, gradients, strict=True) if g is not None and bool(g.any())}
         reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
     except RuntimeError as error:

@@ -22,7 +22,7 @@ import typer
 import typer.core
 
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT, listing
-from ln_probe.analyses.text import whole_number
+from ln_probe.analyses.text import counted, whole_number
 from ln_probe.models import BUNDLED, kind_of, layers_of
 
 if TYPE_CHECKING:
@@ -209,14 +209,13 @@ def models() -> None:
     """List the models that can be loaded."""
     width = max(map(len, BUNDLED))
     bundled = "\n".join(f"  {name:{width}}  {about}" for name, about in BUNDLED.items())
+    typer.echo("bundled (small language models trained on three books, 4 layers of 16 heads):")
+    _echo_wrapped(bundled, indent=width + 4)
     _echo_wrapped(
-        "bundled: small language models trained on three books, 4 layers of 16 heads; in each one only the norms "
-        f"differ, and other seeds may differ too\n{bundled}\n"
         "from the hub (needs a network or a filled cache):\n"
         "  gpt2, gpt2-medium, …   pythia-70m, pythia-160m, … (pythia-70m@step1000)   opt-125m   gpt-neo-125M\n"
         "  any owner/name of a GPT-2, GPT-NeoX, OPT, GPT-Neo, Llama-family or Gemma checkpoint\n"
-        "from disk:\n  a Hugging Face folder, a .gguf file, a lab run's folder",
-        indent=width + 4,
+        "from disk:\n  a Hugging Face folder, a .gguf file, a lab run's folder"
     )
 
 
@@ -225,7 +224,7 @@ def report(
     targets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[TARGETS]…",
+            metavar="TARGETS",
             help="Names, NAME@REVISION, or paths. None: rebuild the index of the reports in --out.",
         ),
     ] = None,
@@ -473,7 +472,8 @@ def lab_list() -> None:
             text = "; needs --text" * experiment.needs_text
             _echo_wrapped(
                 f"  {name}: {experiment.summary}{f' ({of})' * bool(of)}\n"
-                f"      {whole} ({experiment.seeds} seeds); --quick: {quick} ({experiment.quick_seeds}){text}"
+                f"      {counted(experiment.seeds, 'seed')}: {whole}; "
+                f"--quick, {counted(experiment.quick_seeds, 'seed')}: {quick}{text}"
             )
 
 

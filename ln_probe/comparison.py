@@ -197,10 +197,9 @@ def _intact(report: Report) -> pd.DataFrame:
 
 
 def overview(report: Report) -> dict[str, float | int | None]:
-    """Summarize a report in one row: shares over all keys, medians over norms and heads."""
-    norms, heads, sinks = report.layernorms, report.heads, report.sink_heads
-    row: dict[str, float | int | None] = {"step": step_of(report), "norms": len(norms)}
-    row["projected_share"] = float(norms["projected_share"].median())
+    """Summarize a report in one row: shares over all keys, medians over heads."""
+    heads, sinks = report.heads, report.sink_heads
+    row: dict[str, float | int | None] = {"step": step_of(report)}
     for variant, ending in ((INTACT.name, ""), (SCALING_FROZEN.name, "_no_scaling")):
         of_variant = heads[heads["variant"] == variant]
         row[f"unselectable{ending}"] = unselectable_share(heads, variant)

@@ -12,15 +12,13 @@ import pandas as pd
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.base import Failure, ProbeError
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.analyses.probes.tables import CAUSAL
-from ln_probe.analyses.probes.wording import PLACES, loss_change
+from ln_probe.analyses.probes.wording import PLACES, loss_change, strata_means, strata_sentence
 from ln_probe.analyses.progress import ProgressLine, one_blas_thread
 from ln_probe.analyses.text import check_flags, counted, disarmed, encodable, with_interval
 from ln_probe.guard import REFUSE, hooked_model, seed_of, token_limit, unchanged
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS
 from ln_probe.hooks.task import Loss, Objective
-from ln_probe.measure import measure_norms
-from ln_probe.passes import second_pass
+from ln_probe.passes import measure_norms, second_pass
 
 _SITES = {"all": "every norm", "attention": "attention's norms"}
 
@@ -32,8 +30,10 @@ class FreezingCost:
     Attributes:
         estimate: loss increase with scaling frozen at every norm, nats/token (or units of the user's loss); NaN where
             the edited model's logits are not finite (`table` then has the increase at attention's norms).
-        low, high: its 95 % CI over prompt groups, the choice of constants included; NaN with fewer than 32 groups.
+        low, high: its 95 % CI over prompt groups, the choice of constants included; NaN with fewer than 8 groups.
         loss: of the intact model on the same prompts.
+        strata: the loss increase on the prompts of each book; the CI is over windows of these books. Empty for other
+            prompts.
         table: the primary contrasts, columns as in `report.causal`.
         constants: what replaced sigma: `.of(i)` on prompt i, `.pooled`, `.observed`.
         sentence: the estimate in words.
@@ -46,6 +46,7 @@ class FreezingCost:
     low: float
     high: float
     loss: float
+    strata: Mapping[str, float]
     table: pd.DataFrame
     constants: Constants
     sentence: str
@@ -64,16 +65,13 @@ class FreezingCost:
         return encodable(disarmed("\n".join([*lines, *(f"note: {note}" for note in self.notes)])))
 
     def _contrasts(self) -> Iterator[str]:
-        """One line for each primary contrast, columns aligned."""
+        """Yield one line for each contrast, columns aligned."""
         rows = [("", "loss increase", "95 % CI", "Holm-adjusted p")]
-        primary = self.table[self.table["family"] == "primary"].sort_values("variant", ascending=False)
         row: Any  # of values of any type
-        for row in primary.itertuples():
-            if math.isnan(row.delta_loss):
-                said = ("not finite", "", "")
-            else:
-                said = (*with_interval(row.delta_loss, row.delta_loss_low, row.delta_loss_high), _p(row.p))
-            rows.append((f"{VARIANTS[row.variant].label}, {_SITES.get(row.sites, row.sites)}", *said))
+        for row in self.table.sort_values("variant", ascending=False, kind="stable").itertuples():
+            label, p = f"{VARIANTS[row.variant].label}, {_SITES[row.sites]}", _p(row.p)
+            size, ends = with_interval(row.delta_loss, row.delta_loss_low, row.delta_loss_high)
+            rows.append((label, "not finite", "", "") if math.isnan(row.delta_loss) else (label, size, ends, p))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for cells in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
@@ -81,29 +79,35 @@ class FreezingCost:
     @property
     def plain(self) -> dict[str, Any]:
         """As JSON has it; what is not known is None."""
-        rows = self.table[self.table["family"] == "primary"].to_dict("records")
-        found = {name: getattr(self, name) for name in ("estimate", "low", "high", "loss", "unit")} | {
-            "prompts": dict(self.prompts),
-            "constants": {
-                "source": self.constants.source,
-                "groups": self.constants.group_count,
-                "pooled": {name: constant.plain for name, constant in self.constants.pooled.items()},
-            },
-            "contrasts": [{str(name): value for name, value in row.items()} for row in rows],
-            "notes": list(self.notes),
+        numbers = {name: getattr(self, name) for name in ("estimate", "low", "high", "loss", "unit")}
+        constants = {
+            "source": self.constants.source,
+            "groups": self.constants.group_count,
+            "pooled": {name: constant.plain for name, constant in self.constants.pooled.items()},
         }
-        return {name: _known(value) for name, value in found.items()}
+        plain: dict[str, Any] = _finite(
+            numbers
+            | {
+                "strata": dict(self.strata),
+                "prompts": dict(self.prompts),
+                "constants": constants,
+                "contrasts": self.table.to_dict("records"),
+                "notes": list(self.notes),
+            }
+        )
+        return plain
 
 
 def _p(value: float) -> str:
-    return "" if math.isnan(value) else "< 0.001" if value < 0.001 else f"{value:.2g}"
+    return "not tested" if math.isnan(value) else "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 
-def _known(value: Any) -> Any:
+def _finite(value: Any) -> Any:
+    """Return a value of JSON with None for numbers that are not finite."""
     if isinstance(value, dict):
-        return {name: _known(part) for name, part in value.items()}
+        return {str(name): _finite(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_known(part) for part in value]
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -116,6 +120,7 @@ def freezing_cost(
     loss: Loss | str | None = None,
     max_prompts: int | None = None,
     max_tokens: int = 512,
+    prepend_bos: bool | None = None,
     seed: int = 0,
     tokenizer: Any = None,
     progress: bool = True,
@@ -124,8 +129,8 @@ def freezing_cost(
     """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
 
     Args:
-        model, prompts, calibration, groups, loss, max_prompts, max_tokens, seed, tokenizer, progress, hooks: as for
-            `ln_probe.analyze`; the numbers are those of its `causal` table.
+        model, prompts, calibration, groups, loss, max_prompts, max_tokens, prepend_bos, seed, tokenizer, progress,
+            hooks: as for `ln_probe.analyze`; the numbers are those of its `causal` table.
 
     Returns:
         The loss increase at every norm with its CI, the other primary contrasts, and the constants.
@@ -141,37 +146,35 @@ def freezing_cost(
         >>> print(cost)  # all primary contrasts, prompts and constants; on the command line: ln-probe freezing-cost
     """
     check_flags(progress=progress)
-    objective = Objective.of(loss)
-    probe = Causal(primary_only=True)
+    objective, probe = Objective.of(loss), Causal(primary_only=True)
     hooked, on_hooks = hooked_model(model, tokenizer, hooks)
-    options: dict[str, Any] = {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed), "max_prompts": max_prompts}
+    options: dict[str, Any] = {"calibration": calibration, "groups": groups, "prepend_bos": prepend_bos}
+    options |= {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed), "max_prompts": max_prompts}
     with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():
-        start = measure_norms(
-            hooked, prompts, probes=[probe], loss=objective, calibration=calibration, groups=groups, **options
-        )
+        start = measure_norms(hooked, prompts, probes=[probe], loss=objective, **options)
         results = second_pass(start.run, [probe], start.inputs, start.limit, None, None)[probe.name]
     if isinstance(results, Failure):
         raise ProbeError(str(results))
-    table = results.tables["causal"] if results.tables else CAUSAL.empty()
-    frozen = table[(table["family"] == "primary") & (table["variant"] == SCALING_FROZEN.name)]
+    notes = tuple(dict.fromkeys((*start.notes, *results.notes, *on_hooks)))
+    table = results.tables.get("causal", pd.DataFrame(columns=["variant", "sites", "delta_loss"]))
+    frozen = table[table["variant"] == SCALING_FROZEN.name]
     rows = frozen[frozen["sites"] == "all"]
-    asked = (note for note in results.notes if "single norms" not in note)  # which no one asked for here
-    notes = (*start.notes, *asked, *on_hooks)
     if not len(rows) or frozen["delta_loss"].isna().all():
-        why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no normalization"
+        why = "; ".join(n for n in notes if n.startswith("causal: ")) or "the model has no norm that scales"
         raise ValueError(f"freezing_cost is not applicable: {why}")
     row = rows.iloc[0]
+    strata = strata_means(results.tables["causal_prompts"], "all", SCALING_FROZEN)
+    sentence = loss_change(row, objective.unit, f"{SCALING_FROZEN.wording} at {PLACES['all']}")
+    numbers = map(float, (*row[["delta_loss", "delta_loss_low", "delta_loss_high"]], row["loss"] - row["delta_loss"]))
     return FreezingCost(
-        float(row["delta_loss"]),
-        float(row["delta_loss_low"]),
-        float(row["delta_loss_high"]),
-        float(row["loss"] - row["delta_loss"]),
+        *numbers,
+        strata,
         table,
         start.run.constants,
-        loss_change(row, objective.unit, f"{SCALING_FROZEN.wording} at {PLACES['all']}"),
+        sentence if math.isnan(row["delta_loss_low"]) else f"{sentence} {strata_sentence(strata)}".strip(),
         start.provenance["prompts"],
         objective.unit,
-        tuple(dict.fromkeys(notes)),
+        notes,
     )
 
 
@@ -208,6 +211,5 @@ def norm_constants(
     hooked, _ = hooked_model(model, tokenizer, hooks)
     options: dict[str, Any] = {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed)}
     with ProgressLine(quiet=not progress), unchanged(hooked):
-        return measure_norms(
-            hooked, prompts, probes=[], calibration=calibration, groups=groups, **options
-        ).run.constants
+        start = measure_norms(hooked, prompts, probes=[], calibration=calibration, groups=groups, **options)
+    return start.run.constants

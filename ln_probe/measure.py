@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
-import torch
 from torch import nn
 
 from ln_probe import __version__
-from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halves, group_numbers, halves_of
-from ln_probe.analyses.geometry.check import TAU
+from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.geometry.decide import start_compilation
-from ln_probe.analyses.geometry.keys import RANK_TOLERANCE
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT
-from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, Run, chosen
-from ln_probe.analyses.probes.causal import PRIMARY_SITES, Causal
-from ln_probe.analyses.probes.decomposition import NormStatistics
+from ln_probe.analyses.probes.base import Failure, Probe, ProbeError, ProbeResults, chosen
 from ln_probe.analyses.probes.tables import TABLES
-from ln_probe.analyses.probes.uniformity import LayerMaps
-from ln_probe.analyses.progress import ProgressLine, one_blas_thread, tell
+from ln_probe.analyses.progress import ProgressLine, one_blas_thread
 from ln_probe.analyses.schema import TableError
 from ln_probe.analyses.text import check_flags
 from ln_probe.exhibits import AttentionRecorder, Exhibits
 from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, token_limit, unchanged
-from ln_probe.hooks.attention import PATTERN_TOLERANCE
-from ln_probe.hooks.constants import fit, mean_sigmas
-from ln_probe.hooks.edits import members
-from ln_probe.hooks.model import HookedModel, in_missing_head, n_layers, whole_number
-from ln_probe.hooks.norm import SAME_OUTPUT, Norm
-from ln_probe.hooks.norms import attention_inputs, layers_in_words
-from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
-from ln_probe.hooks.task import Loss, Objective, bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.hooks.model import n_layers, whole_number
+from ln_probe.hooks.task import Loss, Objective
 from ln_probe.loading.source import source_of
-from ln_probe.passes import batch_limit, check_finite, first_pass, second_pass
-from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, read_token_names, summary
+from ln_probe.passes import measure_norms, second_pass
+from ln_probe.prompts import read_token_names
 from ln_probe.report import Report, versions
 
 TRAINING = "the model was in training mode: it was measured in evaluation mode (no dropout) and left in training mode"
@@ -176,7 +164,8 @@ def analyze(
                 "loss": {"name": objective.name, "unit": objective.unit},
                 "started": started,
                 **start.provenance,
-                **provenance(chosen_probes),
+                "ln_probe": __version__,
+                "versions": versions(),
             },
             notes=(*on_hooks, *start.notes),
         )
@@ -185,214 +174,6 @@ def analyze(
     if report.failures and len(report.failures) == len(chosen_probes):
         raise ProbeError("; ".join(map(str, report.failures)))
     return replace(report, notes=(*report.notes, *([TRAINING] if was_training else [])))
-
-
-# ------------------------------------------------------------------------------------- prompts, norms and constants
-
-
-@dataclass(frozen=True, eq=False)
-class Start:
-    """A measurement up to the constants.
-
-    Attributes:
-        run: all that probes get.
-        inputs: the model's norms, and identities where attention reads the stream.
-        limit: how many prompts of a length go through the model together.
-        maps: of attention layers; None: no probe needs attention.
-        provenance: where prompts and constants come from, as plain JSON.
-        notes: for the reader.
-    """
-
-    run: Run
-    inputs: Sequence[Norm]
-    limit: Callable[[int], int]
-    maps: LayerMaps | None
-    provenance: Mapping[str, Any]
-    notes: Sequence[str]
-
-
-def measure_norms(
-    model: HookedModel,
-    prompts: Any,
-    *,
-    probes: Sequence[Probe],
-    max_tokens: int,
-    seed: int,
-    loss: Objective | None = None,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    calibration: Any = None,
-    groups: Sequence[Hashable] | None = None,
-    token_names: Mapping[int, str] | None = None,
-    prepend_bos: bool | None = None,
-    max_prompts: int | None = None,
-    batch_size: int | None = None,
-    optimal: bool = False,
-) -> Start:
-    """Prepare the prompts, check model and loss on the first one, run the first pass, and choose the constants.
-
-    Args:
-        model: in evaluation mode; the others as of `analyze`, checked.
-    """
-    tell("preparing prompts")
-    how: dict[str, Any] = {"max_tokens": max_tokens, "prepend_bos": prepend_bos}
-    ready = make_prompts(model, prompts, token_names=token_names, max_prompts=max_prompts, **how)
-    other = None if calibration is None else calibration_prompts(model, calibration, **how)
-    group_of = group_numbers(ready.tokens, groups)
-    on_overlap = () if other is None else _overlap(ready, other)
-    loss = Objective() if loss is None else loss
-    check_finite(model, ready.tokens[0])
-    loss.check(model, ready.tokens[0])
-    every = attention_inputs(model)
-    of_random_head = [norm.name for norm in every if in_missing_head(model, norm.module)]  # (BERT's head has a norm)
-    inputs = [norm for norm in every if norm.name not in of_random_head]
-    norms = [norm for norm in inputs if not norm.is_identity]
-    measured = list(range(n_layers(model))) if layers is None else sorted(set(layers))
-    # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
-    statistics = [
-        NormStatistics(norm)
-        for norm in norms
-        if layers is None or norm.layer in measured or set(norm.attention_layers) & set(measured)
-    ]
-    looking = [p.name for p in probes if p.needs.attention]
-    maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
-    limit = batch_limit(model, batch_size)
-    sums = first_pass(model, ready.tokens, inputs, statistics, measured, limit, maps)
-    means = Constants(tuple(s.site.name for s in statistics), group_of, sums[:, 0], sums[:, 1])
-    constants, calibrated_on, on_constants = _constants(model, means, [s.site for s in statistics], other)
-    if any(p.name == Causal.name for p in probes):
-        shipped = _shipped(model, ready) if prompts is None else None
-        if shipped is None and optimal:
-            shipped = _fitted(model, norms, constants, ready, loss)
-        constants = replace(constants, optimal=shipped or {})
-    of_heads = None if heads is None else sorted(set(heads))
-    run = Run(
-        model,
-        norms,
-        constants,
-        measured,
-        of_heads,
-        loss,
-        ready.tokens,
-        ready.strings,
-        statistics,
-        seed,
-        ready.strata if groups is None else tuple(map(str, groups)),
-    )
-    notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
-    notes += [*on_overlap, *on_constants, *constants.notes()]
-    about = {
-        "prompts": dict(ready.summary),
-        "constants": {name: c.plain for name, c in constants.pooled.items()},
-        "calibration": {
-            "constants": constants.source,
-            "given": constants.given is not None,
-            "groups": constants.group_count,
-            "effective_groups": constants.effective_groups,
-            **calibrated_on,
-        },
-    }
-    return Start(run, inputs, limit, maps, about, notes)
-
-
-def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
-    """Return a note on prompts that the calibration text holds too.
-
-    Raises:
-        ValueError: the calibration text cannot be used.
-    """
-    if max(map(len, calibration.tokens)) < 2:
-        raise ValueError("calibration: its prompts have one token each, and constants need at least two tokens")
-    rows, others = ([tuple(row.tolist()) for row in given.tokens] for given in (prompts, calibration))
-    if set(rows) == set(others):
-        raise ValueError(
-            f"calibration: these are the {len(rows)} prompts that are measured: leave it out (the constants of a "
-            "prompt are then means over the others), or give other text"
-        )
-    if not (same := sum(row in set(others) for row in rows)):
-        return ()
-    return (
-        f"{same} of {len(rows)} prompts are in the calibration text too: their own sigma is part of their constants",
-    )
-
-
-def _constants(
-    model: HookedModel, measured: Constants, norms: Sequence[Norm], calibration: Prompts | None
-) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
-    """Return the constants, what provenance says of the prompts that they come from, and notes.
-
-    They come from the user's `calibration`, else from the other prompts (`measured`); where all prompts form one
-    group, from the model's calibration windows, else the bundled passages, else the prompts' own means.
-    """
-    notes: tuple[str, ...] = ()
-    if calibration is not None:
-        tokens, source = calibration.tokens, f"{CALIBRATION} ({calibration.source})"
-    elif measured.group_count > 1 or not measured.group_count or not norms:
-        return measured, {}, ()
-    else:
-        own = bundled_prompts(model)
-        if own is None and tokenizer_of(model) is None:
-            note = (
-                "there is one group of prompts and no other text, so the constants are the means of these prompts "
-                "themselves: give more prompts, or calibration="
-            )
-            return replace(measured, source=OWN_MEANS), {}, (note,)
-        tokens = tuple(default_tokens(model, CALIBRATION_PART))
-        source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
-        note = "there is one group of prompts only, so the constants are"
-        notes = (f"{note} {source}: give more prompts, or calibration=",)
-    given = mean_sigmas(model, norms, tokens)
-    return replace(measured, source=source, given=given), summary(source, tokens), notes
-
-
-def _shipped(model: HookedModel, prompts: Prompts) -> dict[str, Halves] | None:
-    """Return the loss-optimal constants that a bundled model brings for its default prompts."""
-    shipped = vars(model).get("shipped_constants")
-    if not shipped or shipped["prompts_sha256"] != summary("", prompts.tokens)["sha256"]:
-        return None
-    return dict(shipped["halves"])
-
-
-def _fitted(
-    model: HookedModel, norms: Sequence[Norm], constants: Constants, prompts: Prompts, loss: Objective
-) -> dict[str, Halves]:
-    """Return loss-optimal constants of the primary contrasts' groups of norms, fitted on each half of the prompts."""
-    halves: dict[str, Halves] = {}
-    half = halves_of(constants.groups.tolist())
-    for group in PRIMARY_SITES:
-        frozen = [n for n in members(norms, group) if n.scales and n.name in constants.sites]
-        if not frozen or constants.group_count < 2 or loss.obstacle(model):
-            continue
-        tell(f"fitting loss-optimal constants ({group})")
-        of_half = [[row for row, number in zip(prompts.tokens, half, strict=True) if number == i] for i in (0, 1)]
-        first, second = (fit(model, frozen, rows, start=constants.pooled, objective=loss) for rows in of_half)
-        halves[group] = first, second
-    return halves
-
-
-def _notes(inputs: Sequence[Norm], looking: Sequence[str], left_out: Sequence[str]) -> list[str]:
-    """Return what a reader has to know about the norms of a model.
-
-    Args:
-        looking: the probes that need attention.
-        left_out: names of norms that are not measured.
-    """
-    notes = []
-    identities = [norm.layer for norm in inputs if norm.is_identity]
-    if len(identities) == len(inputs):
-        notes.append(
-            "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "
-            "its keys and queries are measured as they are"
-        )
-    elif not any(norm.attention_layers for norm in inputs):
-        verb = "were" if len(looking) > 1 else "was"
-        unmeasured = f": {' and '.join(looking)} {verb} not measured" if looking else ""
-        notes.append(f"no norm of this model is read by attention{unmeasured}")
-    if 0 < len(identities) < len(inputs):
-        notes.append(f"attention reads the residual stream itself, with no norm, in {layers_in_words(identities)}")
-    if left_out:
-        notes.append(f"{', '.join(left_out)} was not measured: it belongs to the head, which was drawn at random")
-    return notes
 
 
 # -------------------------------------------------------------------------------------------------------- the report
@@ -451,16 +232,3 @@ def assemble(
         probes=tuple(p for p in probes if p.name not in BUILT_IN),
         failures=tuple(failures),
     )
-
-
-def provenance(probes: Sequence[Probe]) -> dict[str, Any]:
-    """Return versions, and the thresholds that tables depend on: the shared ones and those of probes, as plain JSON."""
-    thresholds = {
-        "tau": TAU,
-        "rank_tolerance": RANK_TOLERANCE,
-        "pattern_tolerance_float32": PATTERN_TOLERANCE[torch.float32],
-        "same_output": SAME_OUTPUT,
-    }
-    for probe in (*chosen(DEFAULT), *probes):
-        thresholds |= probe.thresholds
-    return {"ln_probe": __version__, "thresholds": thresholds, "versions": versions()}

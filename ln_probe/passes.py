@@ -1,52 +1,69 @@
-"""The two passes over the prompts.
+"""The two passes over the prompts, and what is chosen between them: the constants that replace sigma.
 
-The first takes what needs no constant: statistics of every norm, the constants that replace sigma among them, and how
-far the queries of every head reach. In the second, which needs these, the probes observe every prompt.
+The first pass takes what needs no constant: statistics of every norm, sums of sigma among them, and how far the queries
+of every head reach. In the second, which needs the constants, the probes observe every prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from ln_probe.analyses.constants import CALIBRATION, OWN_MEANS, Constants, Halves, group_numbers, halves_of
 from ln_probe.analyses.probes.base import Failure, Probe, ProbeObserver, ProbeResults, Run
-from ln_probe.analyses.probes.decomposition import NormStatistics
+from ln_probe.analyses.probes.causal import PRIMARY_SITES, Causal
+from ln_probe.analyses.probes.edited_passes import PlainAttention, rows_at_once
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
-from ln_probe.exhibits import AttentionRecorder
-from ln_probe.hooks.constants import Constant
-from ln_probe.hooks.model import HookedModel, device_of, evaluating, plain_path, run
+from ln_probe.hooks.constants import Constant, fit, mean_sigmas
+from ln_probe.hooks.edits import members
+from ln_probe.hooks.model import (
+    HookedModel,
+    device_of,
+    evaluating,
+    hooks_on,
+    in_missing_head,
+    n_layers,
+    plain_path,
+    run,
+    tensors_in,
+)
 from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.norms import attention_inputs, layers_in_words
 from ln_probe.hooks.stream import AttentionInput, stream_together
+from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
+from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
+from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, summary
 
+# Geometry takes a second to import, and the freezing cost needs none of it.
+if TYPE_CHECKING:
+    from ln_probe.analyses.probes.decomposition import NormStatistics
+    from ln_probe.exhibits import AttentionRecorder
+
+_CENTRED = 1e-9  # share of the mean in a vector's squared length: centred weights leave 1e-14, others above 1e-6
 _STREAM = "stream"  # the kind of work that probes of norms and attention share
 
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
-def batch_limit(model: HookedModel, batch_size: int | None) -> Callable[[int], int]:
+def batch_limit(model: HookedModel, batch_size: int | None, probes: Sequence[Probe]) -> Callable[[int], int]:
     """Return how many prompts of a length go through the model together.
 
     Args:
-        batch_size: the same for every length; None: one on a CPU, where a prompt keeps all cores busy, and on a GPU as
+        batch_size: the same for every length; None: on a CPU one, or several where no probe sees attention; on a GPU as
             memory allows.
+        probes: those that observe the prompts.
     """
-    memory = gpu_memory(device_of(model))
-    cfg: Any = model.cfg
-    token = 8 * max(int(getattr(cfg, "d_vocab", 0)), 40 * int(cfg.d_model))  # bytes that live at a time
-    pair = 16 * int(getattr(cfg, "n_heads", 0))
-    return lambda length: batch_size or max(1, memory // (length * (token + pair * length)))
-
-
-def gpu_memory(device: torch.device) -> int:
-    """Return the bytes that a batch may take on a GPU; 0 on a CPU."""
-    return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 0
+    together = device_of(model).type == "cuda" or not any(probe.needs.attention for probe in probes)
+    return lambda length: batch_size or (rows_at_once(model, length) if together else 1)
 
 
 def batches(
@@ -90,11 +107,25 @@ def _check_finite(what: str, value: Tensor) -> None:
         raise ValueError(f"{what}: {float(value[tuple(place)])} at {place}: is the checkpoint damaged, or try float32")
 
 
+class SigmaSums:
+    """Sums of one norm's sigma, where nothing else of `NormStatistics` is wanted."""
+
+    def __init__(self, site: Norm) -> None:
+        self.site = site
+
+    def add(
+        self, x: Float[Tensor, "pos d"], _y: Float[Tensor, "pos d"], *, heads: int = 1
+    ) -> tuple[tuple[float, float], tuple[int, int]]:
+        """Return the sums of sigma at position 0 and elsewhere, and how many each is a sum of."""
+        sigma = self.site.sigma(x.double())[:, 0]
+        return (float(sigma[:heads].sum()), float(sigma[heads:].sum())), (heads, len(sigma) - heads)
+
+
 def first_pass(
     model: HookedModel,
     prompts: Sequence[Int[Tensor, " _"]],
     inputs: Sequence[Norm],
-    statistics: Sequence[NormStatistics],
+    statistics: Sequence[NormStatistics | SigmaSums],
     layers: Sequence[int],
     limit: Callable[[int], int],
     maps: LayerMaps | None,
@@ -127,9 +158,11 @@ def first_pass(
         maps.observe(seen)
 
     watch: Any = {"layers": layers, "on_norm": on_norm, "on_attention": None if maps is None else on_attention}
-    for numbers, tokens in batches("first pass", prompts, limit):  # noqa: B007 - the callbacks read it
-        length = tokens.shape[1]
-        stream_together(model, tokens, inputs, **watch)
+    plain = PlainAttention.of(model, max(prompts, key=len)) if maps is None else None
+    with nullcontext() if plain is None else plain.replaced():
+        for numbers, tokens in batches("first pass", prompts, limit):  # noqa: B007 - the callbacks read it
+            length = tokens.shape[1]
+            stream_together(model, tokens, inputs, **watch)
     return sums
 
 
@@ -166,7 +199,7 @@ def second_pass(
         assert maps is not None
         number, norm = numbers[row], seen.norm
         constant = Constant(1.0, 1.0) if norm.is_identity else run.constants.of(number)[norm.name]
-        attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), number, run.heads)
+        attended = AttentionLayer(seen, partial(maps.read, seen), constant, radii.get(seen.layer), run.heads)
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
             observer.call("attention", number, attended)
@@ -200,3 +233,231 @@ def second_pass(
                     observer.call("end", number)
         tell_left(work.left)
     return {w.probe.name: w.results() for w in every}
+
+
+# ------------------------------------------------------------------------------------- prompts, norms and constants
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A measurement up to the constants.
+
+    Attributes:
+        run: all that probes get.
+        inputs: the model's norms, and identities where attention reads the stream.
+        limit: how many prompts of a length go through the model together.
+        maps: of attention layers; None: no probe needs attention.
+        provenance: where prompts and constants come from, as plain JSON.
+        notes: for the reader.
+    """
+
+    run: Run
+    inputs: Sequence[Norm]
+    limit: Callable[[int], int]
+    maps: LayerMaps | None
+    provenance: Mapping[str, Any]
+    notes: Sequence[str]
+
+
+def measure_norms(
+    model: HookedModel,
+    prompts: Any,
+    *,
+    probes: Sequence[Probe],
+    max_tokens: int,
+    seed: int,
+    loss: Objective | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    calibration: Any = None,
+    groups: Sequence[Hashable] | None = None,
+    token_names: Mapping[int, str] | None = None,
+    prepend_bos: bool | None = None,
+    max_prompts: int | None = None,
+    batch_size: int | None = None,
+    optimal: bool = False,
+) -> Start:
+    """Prepare the prompts, check model and loss on the first one, run the first pass, and choose the constants.
+
+    Args:
+        model: in evaluation mode; the others as of `analyze`, checked.
+    """
+    tell("preparing prompts")
+    how: dict[str, Any] = {"max_tokens": max_tokens, "prepend_bos": prepend_bos}
+    ready = make_prompts(model, prompts, token_names=token_names, max_prompts=max_prompts, **how)
+    other = None if calibration is None else calibration_prompts(model, calibration, **how)
+    group_of = group_numbers(ready.tokens, groups)
+    on_overlap = () if other is None else _overlap(ready, other)
+    loss = Objective() if loss is None else loss
+    check_finite(model, ready.tokens[0])
+    loss.check(model, ready.tokens[0])
+    every = attention_inputs(model)
+    of_random_head = [norm.name for norm in every if in_missing_head(model, norm.module)]  # (BERT's head has a norm)
+    inputs = [norm for norm in every if norm.name not in of_random_head]
+    norms = [norm for norm in inputs if not norm.is_identity]
+    measured = list(range(n_layers(model))) if layers is None else sorted(set(layers))
+    # The norm that attention reads can stand in the block before (post-norm): its constant is needed too.
+    sites = [
+        norm for norm in norms if layers is None or norm.layer in measured or set(norm.attention_layers) & set(measured)
+    ]
+    statistics = _statistics(sites, probes)
+    looking = [p.name for p in probes if p.needs.attention]
+    maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
+    limit = batch_limit(model, batch_size, probes)
+    sums = first_pass(model, ready.tokens, inputs, statistics, measured, limit, maps)
+    means = Constants(tuple(site.name for site in sites), group_of, sums[:, 0], sums[:, 1])
+    constants, calibrated_on, on_constants = _constants(model, means, sites, other)
+    if any(p.name == Causal.name for p in probes):
+        shipped = _shipped(model, ready) if prompts is None else None
+        if shipped is None and optimal:
+            shipped = _fitted(model, norms, constants, ready, loss)
+        constants = replace(constants, optimal=shipped or {})
+    run = Run(
+        model,
+        norms,
+        constants,
+        measured,
+        None if heads is None else sorted(set(heads)),
+        loss,
+        ready.tokens,
+        ready.strings,
+        statistics,
+        seed,
+        ready.strata if groups is None else tuple(map(str, groups)),
+    )
+    notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
+    notes += [*_on_centred(model, norms, ready.tokens[0]), *on_overlap, *on_constants, *constants.notes()]
+    about = {
+        "prompts": dict(ready.summary),
+        "constants": {name: c.plain for name, c in constants.pooled.items()},
+        "calibration": {
+            "constants": constants.source,
+            "given": constants.given is not None,
+            "groups": constants.group_count,
+            "effective_groups": constants.effective_groups,
+            **calibrated_on,
+        },
+    }
+    return Start(run, inputs, limit, maps, about, notes)
+
+
+def _statistics(sites: Sequence[Norm], probes: Sequence[Probe]) -> list[Any]:
+    """Return what takes in the norms: all their statistics where a table shows them, or sums of sigma."""
+    if not any(probe.name == "decomposition" for probe in probes):
+        return [SigmaSums(site) for site in sites]
+    from ln_probe.analyses.probes.decomposition import NormStatistics
+
+    return [NormStatistics(site) for site in sites]
+
+
+def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
+    """Return a note on prompts that the calibration text holds too.
+
+    Raises:
+        ValueError: the calibration text cannot be used.
+    """
+    if max(map(len, calibration.tokens)) < 2:
+        raise ValueError("calibration: its prompts have one token each: give prompts of at least two")
+    rows, others = ({tuple(row.tolist()) for row in given.tokens} for given in (prompts, calibration))
+    if rows == others:
+        raise ValueError("calibration: these are the prompts that are measured: leave it out, or give other text")
+    same = f"{len(rows & others)} prompts are in the calibration text too: their own sigma is part of their constants"
+    return (same,) * bool(rows & others)
+
+
+def _constants(
+    model: HookedModel, measured: Constants, norms: Sequence[Norm], calibration: Prompts | None
+) -> tuple[Constants, dict[str, Any], tuple[str, ...]]:
+    """Return the constants, what provenance says of the prompts that they come from, and notes.
+
+    They come from the user's `calibration`, else from the other prompts (`measured`); where all prompts form one
+    group, from the model's calibration windows, else the bundled passages, else the prompts' own means.
+    """
+    notes: tuple[str, ...] = ()
+    if calibration is not None:
+        tokens, source = calibration.tokens, f"{CALIBRATION} ({calibration.source})"
+    elif measured.group_count > 1 or not measured.group_count or not norms:
+        return measured, {}, ()
+    else:
+        own = bundled_prompts(model)
+        if own is None and tokenizer_of(model) is None:
+            note = (
+                "there is one group of prompts and no other text, so the constants are the means of these prompts "
+                "themselves: give more prompts, or calibration="
+            )
+            return replace(measured, source=OWN_MEANS), {}, (note,)
+        tokens = tuple(default_tokens(model, CALIBRATION_PART))
+        source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
+        note = "there is one group of prompts only, so the constants are"
+        notes = (f"{note} {source}: give more prompts, or calibration=",)
+    given = mean_sigmas(model, norms, tokens)
+    return replace(measured, source=source, given=given), summary(source, tokens), notes
+
+
+def _shipped(model: HookedModel, prompts: Prompts) -> dict[str, Halves] | None:
+    """Return the loss-optimal constants that a bundled model brings for its default prompts."""
+    shipped = vars(model).get("shipped_constants")
+    if not shipped or shipped["prompts_sha256"] != summary("", prompts.tokens)["sha256"]:
+        return None
+    return dict(shipped["halves"])
+
+
+def _fitted(
+    model: HookedModel, norms: Sequence[Norm], constants: Constants, prompts: Prompts, loss: Objective
+) -> dict[str, Halves]:
+    """Return loss-optimal constants of the primary contrasts' groups of norms, fitted on each half of the prompts."""
+    halves: dict[str, Halves] = {}
+    half = halves_of(constants.groups.tolist())
+    for group in PRIMARY_SITES:
+        frozen = [n for n in members(norms, group) if n.scales and n.name in constants.sites]
+        if not frozen or constants.group_count < 2 or loss.obstacle(model):
+            continue
+        tell(f"fitting loss-optimal constants ({group})")
+        of_half = [[row for row, number in zip(prompts.tokens, half, strict=True) if number == i] for i in (0, 1)]
+        first, second = (fit(model, frozen, rows, start=constants.pooled, objective=loss) for rows in of_half)
+        halves[group] = first, second
+    return halves
+
+
+def _on_centred(model: HookedModel, norms: Sequence[Norm], tokens: Int[Tensor, " pos"]) -> tuple[str, ...]:
+    """Return a note where the stream has mean 0 at every norm that projects, as behind centred weights."""
+    shares: list[float] = []
+
+    def look(_module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        x = tensors_in(args, kwargs)[0].detach().double()
+        shares.append(float(x.mean(-1).square().mean() / x.square().mean()))
+
+    hooks = [(norm.module, look) for norm in norms if norm.projects]
+    with hooks_on(before=hooks), evaluating(model):
+        run(model, tokens[None])
+    if not shares or max(shares) > _CENTRED:
+        return ()
+    return (
+        "the stream has mean 0 at every norm (centred weights), so removing projection changes nothing: load the model "
+        "unprocessed, with HookedTransformer.from_pretrained_no_processing or ln_probe.load_model",
+    )
+
+
+def _notes(inputs: Sequence[Norm], looking: Sequence[str], left_out: Sequence[str]) -> list[str]:
+    """Return what a reader has to know about the norms of a model.
+
+    Args:
+        looking: the probes that need attention.
+        left_out: names of norms that are not measured.
+    """
+    notes = []
+    identities = [norm.layer for norm in inputs if norm.is_identity]
+    if len(identities) == len(inputs):
+        notes.append(
+            "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "
+            "its keys and queries are measured as they are"
+        )
+    elif not any(norm.attention_layers for norm in inputs):
+        verb = "were" if len(looking) > 1 else "was"
+        unmeasured = f": {' and '.join(looking)} {verb} not measured" if looking else ""
+        notes.append(f"no norm of this model is read by attention{unmeasured}")
+    if 0 < len(identities) < len(inputs):
+        notes.append(f"attention reads the residual stream itself, with no norm, in {layers_in_words(identities)}")
+    if left_out:
+        notes.append(f"{', '.join(left_out)} was not measured: it belongs to the head, which was drawn at random")
+    return notes

@@ -107,6 +107,8 @@ def make_prompts(
     max_prompts = None if max_prompts is None else whole_number(max_prompts, "max_prompts", 1)
     if isinstance(prompts, Prompts):
         return prompts
+    if "attention_mask" in (columns := getattr(prompts, "column_names", None) or ()) and _TEXT_FIELD not in columns:
+        prompts = {name: list(prompts[name]) for name in ("input_ids", "attention_mask")}
     entries, source = _entries(model, prompts)
     entries = entries[:max_prompts]
     notes: tuple[str, ...] = ()
@@ -119,7 +121,7 @@ def make_prompts(
         notes = (f"texts begin {how} the tokenizer's first token (prepend_bos={prepend_bos})",)
     if isinstance(prompts, Mapping):
         rows, more = _unmasked(prompts)
-    elif isinstance(prompts, Tensor | np.ndarray) and prompts.ndim == 2:
+    elif getattr(prompts, "ndim", 0) == 2 or (not texts and len(entries) > 1 and len(set(map(_length, entries))) == 1):
         pad = next(iter(special_tokens(model, "pad")), None)
         ends = [*special_tokens(model, "bos"), *special_tokens(model, "eos")]
         rows, more = _unpadded([_row(entry, n) for n, entry in enumerate(entries)], pad, ends)
@@ -228,6 +230,11 @@ def _check_no_file_name(text: str) -> None:
         )
 
 
+def _length(row: Any) -> int:
+    """Return how many tokens a row has; a value that is no row has none."""
+    return len(row) if hasattr(row, "__len__") else 0
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | np.integer) or (isinstance(value, Tensor) and value.ndim == 0)
 
@@ -281,23 +288,20 @@ def _rows(given: Any) -> list[Tensor]:
 
 
 def _unpadded(rows: list[Tensor], pad: int | None, ends: Sequence[int]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Return the rows of a batch without padding at either end, and a note about it.
+    """Return the rows of a batch without the padding token at either end, and a note about it.
 
-    Padding is known to be padding if some row of the batch has none, and if its token does not begin or end texts too.
+    Where that token begins or ends texts too (GPT-2), and every row has it at that end, one of it stays.
     """
-    if pad is None or len(rows) < 2:
+    if pad is None or not rows:
         return rows, ()
     spans = [(row != pad).nonzero()[:, 0].tolist() or [0] for row in rows]
-    lengths = [span[-1] - span[0] + 1 for span in spans]
-    edges = [len(row) - length for row, length in zip(rows, lengths, strict=True)]
-    padded = sum(edge > 0 for edge in edges)
-    if not padded or padded == len(rows):
+    runs = [(span[0], len(row) - 1 - span[-1]) for row, span in zip(rows, spans, strict=True)]
+    left, right = (min(min(run[end] for run in runs), int(pad in ends)) for end in (0, 1))
+    cut = [row[span[0] - left : span[-1] + 1 + right] for row, span in zip(rows, spans, strict=True)]
+    if not (padded := sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))):
         return rows, ()
-    if pad in ends:
-        note = f"token {pad} pads and ends texts alike, so it was kept: pass the attention_mask too if it is padding"
-        return rows, (note,) * (max(edges) > 1)
     note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
-    return [row[span[0] : span[-1] + 1] for row, span in zip(rows, spans, strict=True)], (note,)
+    return cut, (f"{note}; pass the attention_mask too if some of it is text",)
 
 
 def _finished(

@@ -50,7 +50,7 @@ class Report:
     Attributes:
         tables: every table by name: those of the built-in probes (empty where one did not run), then those of the
             user's probes.
-        provenance: model, prompts, arguments, constants, thresholds, versions, durations; plain JSON.
+        provenance: model, prompts, arguments, constants, versions, durations; plain JSON.
         notes: caveats on the model, the prompts and the tables.
         exhibits: attention patterns of one prompt, for pictures.
         constants: what replaced each norm's sigma: `.of(i)` on prompt i, `.pooled`, `.observed`.

@@ -111,6 +111,11 @@ class Compilation:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._thread is not None and not self._thread.is_alive()
+
     def start(self) -> None:
         """Begin to compile in a thread; returns at once."""
         with self._lock:

@@ -256,42 +256,36 @@ def squared_norm(room: Room, weight: Floats, m: int) -> float:
 
 
 @compiled_inline
-def affine_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bool) -> float:
-    """Set BASE and ALONG: the minimizer's weights are `base + s·along`; return s, or -1 if there is none."""
-    vectors = room.vectors
-    e, lead, solution, base, along = vectors[E], vectors[LEAD], vectors[SOLUTION], vectors[BASE], vectors[ALONG]
-    if careful:
-        refine(room, e, solution, m, bordering)
-    ones, slope = 0.0, 0.0
-    for a in range(m):
-        ones += e[a] * solution[a]
-    for a in range(m):
-        base[a] = solution[a] / ones
-        along[a] = 0.0
-    if not sloped:
-        return 0.0 if ones > 0.0 else -1.0
-    combine(room.inverse, lead, m, m, along)
-    if careful:
-        refine(room, lead, along, m, bordering)
-    for a in range(m):
-        slope += e[a] * along[a]
-    for a in range(m):
-        along[a] -= slope * base[a]
-    square, steep = squared_norm(room, base, m), squared_norm(room, along, m)
-    return -1.0 if steep >= STEEP else float(np.sqrt(square / (1.0 - steep)))
-
-
-@compiled_inline
 def to_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bool) -> tuple[int, bool]:
     """Go to the affine minimizer as far as the weights stay convex, without the points that block.
 
     Returns:
         how many points are left, and whether some left.
     """
-    weight, base, along = room.vectors[WEIGHT], room.vectors[BASE], room.vectors[ALONG]
-    removed = False
+    vectors, removed = room.vectors, False
+    e, lead, solution, weight = vectors[E], vectors[LEAD], vectors[SOLUTION], vectors[WEIGHT]
+    base, along = vectors[BASE], vectors[ALONG]
     while m > 0:
-        s = affine_minimizer(room, m, bordering, careful, sloped)
+        # The minimizer's weights are `base + s·along`; s < 0: there is none.
+        if careful:
+            refine(room, e, solution, m, bordering)
+        ones, slope = 0.0, 0.0
+        for a in range(m):
+            ones += e[a] * solution[a]
+        for a in range(m):
+            base[a] = solution[a] / ones
+            along[a] = 0.0
+        s = 0.0 if ones > 0.0 else -1.0
+        if sloped:
+            combine(room.inverse, lead, m, m, along)
+            if careful:
+                refine(room, lead, along, m, bordering)
+            for a in range(m):
+                slope += e[a] * along[a]
+            for a in range(m):
+                along[a] -= slope * base[a]
+            steep = squared_norm(room, along, m)
+            s = -1.0 if steep >= STEEP else np.sqrt(squared_norm(room, base, m) / (1.0 - steep))
         step, blocking = 1.0, whole(-1)
         if s < 0.0:
             step = np.inf
@@ -318,7 +312,7 @@ def to_minimizer(room: Room, m: int, bordering: float, careful: bool, sloped: bo
         removed = True
     total = 0.0
     for a in range(m):
-        total += room.vectors[E, a] * weight[a]
+        total += e[a] * weight[a]
     for a in range(m):
         weight[a] /= total
     return m, removed
@@ -377,59 +371,51 @@ def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
 
 
 @compiled_inline
-def put(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> bool:
-    """Let a key (-1: the ray) in as point `m`, without weight; False if it depends on the others."""
-    count, dim = keys.rows.shape
-    products, gram, vectors, members = room.products, room.gram, room.vectors, room.members
-    if key < 0:
-        vectors[FACTOR, m], vectors[E, m], vectors[LEAD, m], vectors[LAST, m] = 1.0, 0.0, 0.0, -unit
-        own = keys.rows[i, dim - 1]
-        for j in range(count):
-            products[m, j] = -unit * (keys.columns[dim - 1, j] - own)
-        gram[m, m] = unit * unit
-    else:
-        square, factor = room.keyed[SQUARE, key], room.keyed[SCALE, key]
-        if not search.verdict and square > 0.0:
-            factor = min(unit / np.sqrt(square), LONGER)
-        vectors[FACTOR, m], vectors[E, m] = factor, (1.0 if search.verdict else factor)
-        vectors[LEAD, m] = factor * (keys.offset[key] - keys.offset[i])
-        vectors[LAST, m] = factor * (keys.rows[key, dim - 1] - keys.rows[i, dim - 1])
-        if search.careful:
-            for t in range(dim):
-                room.points[X, t] = factor * room.near[t, key]
-            combine(room.near, room.points[X], dim, count, products[m])
-        else:
-            matrix = keys.products
-            constant = matrix[i, i] - matrix[key, i]
-            for j in range(count):
-                products[m, j] = factor * (matrix[key, j] - matrix[i, j] + constant)
-        gram[m, m] = factor * (factor * square)
-    members[MEMBER, m], vectors[WEIGHT, m] = key, 0.0
-    for b in range(m):
-        if members[MEMBER, b] >= 0:
-            gram[m, b] = vectors[FACTOR, b] * products[m, members[MEMBER, b]]
-        else:
-            gram[m, b] = vectors[LAST, b] * vectors[LAST, m]
-        gram[b, m] = gram[m, b]
-        vectors[BORDER, b] = gram[m, b] + bordering * vectors[E, m] * vectors[E, b]
-    vectors[BORDER, m] = gram[m, m] + bordering * vectors[E, m] * vectors[E, m]
-    return append(room, m)
-
-
-@compiled_inline
 def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bordering: float, unit: float) -> int:
-    """Let a key (-1: the ray) in, for another of the active set if it depends on that.
+    """Let a key (-1: the ray) in as a point without weight, or in the place of one of the points that it depends on.
 
     Returns:
         the size of the active set, negative if the key is not in it.
     """
-    vectors, members = room.vectors, room.members
+    count, dim = keys.rows.shape
+    products, gram, vectors, members = room.products, room.gram, room.vectors, room.members
     work, weight, share = vectors[WORK], vectors[WEIGHT], 0.0
     for a in range(m):
         if members[MEMBER, a] == key:
             return -m
     for attempt in range(2):
-        if put(keys, search, room, i, key, m, bordering, unit):
+        if key < 0:
+            vectors[FACTOR, m], vectors[E, m], vectors[LEAD, m], vectors[LAST, m] = 1.0, 0.0, 0.0, -unit
+            for j in range(count):
+                products[m, j] = -unit * (keys.columns[dim - 1, j] - keys.rows[i, dim - 1])
+            gram[m, m] = unit * unit
+        else:
+            square, factor = room.keyed[SQUARE, key], room.keyed[SCALE, key]
+            if not search.verdict and square > 0.0:
+                factor = min(unit / np.sqrt(square), LONGER)
+            vectors[FACTOR, m], vectors[E, m] = factor, (1.0 if search.verdict else factor)
+            vectors[LEAD, m] = factor * (keys.offset[key] - keys.offset[i])
+            vectors[LAST, m] = factor * (keys.rows[key, dim - 1] - keys.rows[i, dim - 1])
+            if search.careful:
+                for t in range(dim):
+                    room.points[X, t] = factor * room.near[t, key]
+                combine(room.near, room.points[X], dim, count, products[m])
+            else:
+                matrix = keys.products
+                constant = matrix[i, i] - matrix[key, i]
+                for j in range(count):
+                    products[m, j] = factor * (matrix[key, j] - matrix[i, j] + constant)
+            gram[m, m] = factor * (factor * square)
+        members[MEMBER, m] = key
+        for b in range(m):
+            if members[MEMBER, b] >= 0:
+                gram[m, b] = vectors[FACTOR, b] * products[m, members[MEMBER, b]]
+            else:
+                gram[m, b] = vectors[LAST, b] * vectors[LAST, m]
+            gram[b, m] = gram[m, b]
+            vectors[BORDER, b] = gram[m, b] + bordering * vectors[E, m] * vectors[E, b]
+        vectors[BORDER, m] = gram[m, m] + bordering * vectors[E, m] * vectors[E, m]
+        if append(room, m):
             weight[m] = share
             return m + 1
         if attempt == 0:

@@ -127,18 +127,12 @@ class Norm(nn.Module):
             if self.calibrating:
                 self.divisor.copy_(x.detach().pow(2).mean(-1).sqrt().mean() / shrink)
             elif not self.divisor > 0:
-                raise ValueError(
-                    f"a {self.kind!r} norm has no divisor yet: run `with calibrate(model): model(tokens)` once, "
-                    "or load a trained checkpoint"
-                )
+                raise ValueError(f"a {self.kind!r} norm has no divisor yet: run `with calibrate(model): model(tokens)`")
             divisor = self.divisor.to(x.dtype).expand(*x.shape[:-1], 1)
         normalized: Tensor = points.hook_normalized(x / points.hook_scale(divisor))
         if self.w is not None:
             normalized = normalized * self.w
         return normalized if self.b is None else normalized + self.b
-
-    def extra_repr(self) -> str:
-        return f"{self.kind}, d_model={self.d_model}, radius={self.radius:g}, eps={self.eps:g}"
 
 
 @contextmanager

@@ -308,7 +308,7 @@ def lines(ax: Axes, table: pd.DataFrame, x: str, by: str, y: str = "mean", publi
     """Draw a line per value of the column `by` with its interval; published figures as crosses."""
     for number, (name, line) in enumerate(table.groupby(by, sort=False)):
         line = line.sort_values(x)
-        ax.plot(line[x], line[y], f"C{number}o-", markersize=3, label=str(name))
+        ax.plot(line[x], line[y], f"C{number}{'o-' if len(line) < 40 else '-'}", markersize=3, label=str(name))
         if "ci_low" in line:
             ax.fill_between(line[x], line["ci_low"], line["ci_high"], color=f"C{number}", alpha=0.15, lw=0)
         if published and "published" in line:
@@ -330,10 +330,12 @@ def line_panels(
     """Draw `lines` in a panel per combination of the columns `panel`; `axes` are properties of every panel."""
     groups = list(table.groupby(list(panel), sort=False))
     figure, places = panels(max(1, len(groups)), 3.7, 2.7, columns=columns, shared=True)
+    figure.supylabel(axes.pop("ylabel", y), fontsize=9)
     for (names, part), ax in zip(groups, places, strict=False):
         lines(ax, part, x, by, y, published)
         ax.set(title=", ".join(map(str, cast("tuple[Any, ...]", names))), **axes)
         ax.title.set_fontsize(8)
     if groups:
-        places[0].legend(fontsize=6)
+        names = places[0].get_legend_handles_labels()
+        figure.legend(*names, loc="outside lower center", ncols=4, fontsize=7, title=by, title_fontsize=7)
     return figure

@@ -19,20 +19,8 @@ import torch
 from torch import nn
 
 from ln_probe.analyses.files import write_atomically
+from ln_probe.analyses.lab import train as trainer
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.train import (
-    MODEL_FILE,
-    DivergedError,
-    ModelSpec,
-    Task,
-    TrainConfig,
-    checkpoint_steps,
-    load_weights,
-    read_metrics,
-    train,
-    weights_of,
-    why_diverged,
-)
 from ln_probe.analyses.progress import ProgressLine, follow_parent, tell
 
 
@@ -41,9 +29,9 @@ class Run:
     """One model to train; `keys` set it apart but for the seed, column by column ("norm": "layernorm", …)."""
 
     keys: Mapping[str, str | int | float]
-    task: Task
-    spec: ModelSpec
-    training: TrainConfig
+    task: trainer.Task
+    spec: trainer.ModelSpec
+    training: trainer.TrainConfig
     folder: Path
 
     @property
@@ -56,12 +44,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / MODEL_FILE).exists()
+        return (self.folder / trainer.MODEL_FILE).exists()
 
     def model(self, step: int | None = None) -> nn.Module:
         """Load the trained model, the final one or that of a saved step."""
         model = self.spec.build()
-        load_weights(model, weights_of(self.folder, step))
+        trainer.load_weights(model, trainer.weights_of(self.folder, step))
         return model.eval()
 
 
@@ -72,9 +60,9 @@ def planned(
     cells: Iterable[Cell],
     request: Request,
     *,
-    task: Callable[[Cell, int], Task],
-    training: Callable[[Cell, int], TrainConfig],
-    spec: Callable[[Cell], ModelSpec] | None = None,
+    task: Callable[[Cell, int], trainer.Task],
+    training: Callable[[Cell, int], trainer.TrainConfig],
+    spec: Callable[[Cell], trainer.ModelSpec] | None = None,
     keys: Callable[[Cell], Mapping[str, str | int | float]] = vars,
 ) -> list[Run]:
     """List every run: all cells with the first seed, then all with the next, in folders named after keys and seed.
@@ -130,13 +118,13 @@ def _begin(threads: int) -> None:
 
 
 def _one(run: Run, progress: bool, device: str) -> None:
-    with suppress(DivergedError):  # which has left its mark
-        train(run.task, run.spec, run.training, run.folder, progress=progress, device=device)
+    with suppress(trainer.DivergedError):  # which has left its mark
+        trainer.train(run.task, run.spec, run.training, run.folder, progress=progress, device=device)
 
 
 def finished(runs: Iterable[Run], *, checkpoints: bool = False) -> list[Run]:
     """Return the runs that have their final model, or with `checkpoints` those that have any; ValueError if none."""
-    complete = [run for run in runs if (checkpoint_steps(run.folder) if checkpoints else run.finished)]
+    complete = [run for run in runs if (trainer.checkpoint_steps(run.folder) if checkpoints else run.finished)]
     if not complete:
         raise ValueError("no run is finished")
     return complete
@@ -150,7 +138,7 @@ def shared_settings(run: Run, varied: Sequence[str]) -> dict[str, Any]:
 
 def diverged(runs: Sequence[Run]) -> dict[str, str]:
     """Return messages of the runs whose loss became NaN or infinite, by the run's name."""
-    reasons = {run.name: why_diverged(run.folder) for run in runs}
+    reasons = {run.name: trainer.why_diverged(run.folder) for run in runs}
     return {name: f"{name}: {reason}" for name, reason in reasons.items() if reason}
 
 
@@ -159,7 +147,7 @@ def curves(runs: Sequence[Run]) -> pd.DataFrame:
     columns = [*runs[0].keys, "seed", "step", "measure", "value"]
     parts = [pd.DataFrame(columns=columns)]
     for run in runs:
-        wide = read_metrics(run.folder)
+        wide = trainer.read_metrics(run.folder).drop(columns="seconds", errors="ignore")
         if not wide.empty:
             long = wide.melt(id_vars="step", var_name="measure", value_name="value")
             parts.append(long.assign(**dict(run.keys), seed=run.seed)[columns])

@@ -58,8 +58,6 @@ class TextTask:
         texts = []
         self._files = []
         for file in map(Path, files):
-            if not file.exists():
-                raise FileNotFoundError(f"no text file {file}")
             raw = file.read_bytes()
             try:
                 texts.append(raw.decode("utf-8"))
@@ -74,10 +72,8 @@ class TextTask:
         self.train_tokens = self._encode([t[:c] for t, c in zip(texts, cuts, strict=True)])
         self.valid_tokens = self._encode([t[c:] for t, c in zip(texts, cuts, strict=True)])
         if min(len(self.train_tokens), len(self.valid_tokens)) < n_ctx:
-            raise ValueError(
-                f"the text is too short: {len(self.train_tokens)} training and {len(self.valid_tokens)} held-out "
-                f"tokens, but a window needs {n_ctx}: give more text"
-            )
+            sizes = f"{len(self.train_tokens)} training and {len(self.valid_tokens)} held-out tokens"
+            raise ValueError(f"the text is too short: {sizes}, but a window needs {n_ctx}: give more text")
         self.boundary = self.tokenizer.get_vocab()[TEXT_BOUNDARY]
 
     def _encode(self, texts: Sequence[str]) -> Int[Tensor, " tokens"]:

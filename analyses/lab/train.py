@@ -184,10 +184,8 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     try:
         config = LabConfig(**json.loads((path / LAB_FILE).read_text(encoding="utf-8"))["model"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path / LAB_FILE} does not describe a LabTransformer ({error}): load other models of the laboratory with "
-            "`Run.model()` of their experiment"
-        ) from error
+        problem = f"{path / LAB_FILE} does not describe a LabTransformer ({error})"
+        raise ValueError(f"{problem}: load other models with `Run.model()` of their experiment") from error
     model = LabTransformer(config, tokenizer=_tokenizer(path))
     load_weights(model, weights)
     return model.eval()

@@ -90,17 +90,13 @@ class LabConfig:
                 raise ValueError(f"{name} must be a whole number, at least 1, got {size!r}")
         if self.d_head is None:
             if self.d_model % self.n_heads:
-                raise ValueError(
-                    f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: give d_head as well"
-                )
+                raise ValueError(f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: give d_head")
             object.__setattr__(self, "d_head", self.d_model // self.n_heads)
         if self.d_mlp is None:
             object.__setattr__(self, "d_mlp", 4 * self.d_model)
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: known choices are {', '.join(map(str, known))}"
-                )
+            if (choice := getattr(self, name)) not in known:
+                raise ValueError(f"unknown {name} {choice!r}: known choices are {', '.join(map(str, known))}")
         if self.positions == "rotary" and self.d_head % 2:  # type: ignore[operator]
             raise ValueError(f"rotary positions turn pairs of coordinates: d_head={self.d_head} is odd")
         if self.norm is not None:

@@ -23,8 +23,6 @@ Example:
     ...         return [Finding("lengths", f"The longest vector has length {tables['lengths']['longest'].max():.3g}.")]
     >>> report = ln_probe.analyze(model, tokens, probes=[Lengths()])
     >>> report.tables["lengths"]
-    >>> report.failures  # a `Failure` for each probe that raised
-    ()
 """
 
 from __future__ import annotations
@@ -178,7 +176,6 @@ class Probe:
         tables: what it fills.
         needs: what it has to see.
         prompts: how many of the default prompts it takes; None: all. Prompts that the user gives are all taken.
-        thresholds: constants that its tables depend on, for the provenance.
     """
 
     name: ClassVar[str]
@@ -186,7 +183,6 @@ class Probe:
     tables: ClassVar[tuple[Table, ...]]
     needs: ClassVar[Needs] = Needs()
     prompts: ClassVar[int | None] = None
-    thresholds: ClassVar[Mapping[str, float]] = {}
 
     def start(self, run: Run) -> Observer:
         """Return an observer of the prompts of one model."""
@@ -291,17 +287,11 @@ def _check(probe: Any) -> None:
         raise ProbeError(f"a probe is a name or a Probe object, got {type(probe).__name__}")
     who = f"the probe {getattr(probe, 'name', '?')!r} of {type(probe).__module__}"
     for attribute, kind in (("name", str), ("summary", str), ("tables", tuple), ("needs", Needs)):
-        value = getattr(probe, attribute, None)
-        if not isinstance(value, kind) or (kind is not Needs and not value):
-            raise ProbeError(f"{who} needs a {attribute} ({kind.__name__}), got {value!r}")
-    if not probe.name.isidentifier():
-        raise ProbeError(f"{who}: a probe's name is made of letters, digits and _")
-    if wrong := [table for table in probe.tables if not isinstance(table, Table)]:
-        raise ProbeError(f"{who}: its tables must be declared as Table, got {wrong[0]!r}")
-    if probe.name in BUILT_IN:
-        if type(probe) is not type(find(probe.name)):
-            raise ProbeError(f"{who} has the name of a built-in one: rename it")
-        return
-    names = {table.name for table in (*tables.TABLES, tables.SUMMARY)}
-    if taken := [table.name for table in probe.tables if table.name in names]:
-        raise ProbeError(f"{who} declares a table {taken[0]!r}, which ln_probe has: rename it")
+        if not isinstance(getattr(probe, attribute, None), kind):
+            raise ProbeError(f"{who} needs a {attribute} ({kind.__name__})")
+    if not probe.name.isidentifier() or not all(isinstance(table, Table) for table in probe.tables):
+        raise ProbeError(f"{who}: its name is made of letters, digits and _, its tables are declared as Table")
+    is_own = probe.name in BUILT_IN and type(probe) is type(find(probe.name))
+    reserved = {*BUILT_IN, tables.SUMMARY.name, *(table.name for table in tables.TABLES)}
+    if not is_own and (used := reserved & {probe.name, *(table.name for table in probe.tables)}):
+        raise ProbeError(f"{who} has the name of a probe or table of ln_probe, {min(used)!r}: rename it")

@@ -34,8 +34,6 @@ from ln_probe.analyses.probes import statistics
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.edited_passes import (
     ESTIMATED_PROMPTS,
-    EXACT_WORK,
-    LEADING,
     EditedPasses,
     PlainAttention,
     choosing_prompts,
@@ -43,7 +41,7 @@ from ln_probe.analyses.probes.edited_passes import (
     largest,
 )
 from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
-from ln_probe.analyses.probes.wording import LEAST_CHANGE, PRIMARY
+from ln_probe.analyses.probes.wording import PRIMARY
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.constants import FROZEN, OPTIMAL, UNIFORM, Constant, GradientError, edited_loss, loss_and_gradients
 from ln_probe.hooks.edits import GROUPS, members, no_op
@@ -118,17 +116,6 @@ class Causal(Probe):
     summary = "how the loss changes when a term is removed"
     tables = (CAUSAL, CAUSAL_PROMPTS)
     needs = Needs(output=True)
-    thresholds = {  # noqa: RUF012 - a constant
-        "causal_resamples": statistics.RESAMPLES,
-        "causal_confidence": statistics.CONFIDENCE,
-        "causal_interval_reach": statistics.REACH,
-        "causal_interval_groups": statistics.LEAST_GROUPS,
-        "causal_bootstrap_groups": statistics.BOOTSTRAP_GROUPS,
-        "causal_gradient_prompts": GRADIENT_PROMPTS,
-        "causal_exact_work": EXACT_WORK,
-        "causal_leading_norms": LEADING,
-        "causal_least_change": LEAST_CHANGE,
-    }
 
     def start(self, run: Run) -> Observer:
         if not run.measured_norms:

@@ -30,8 +30,6 @@ from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeError, Pr
 from ln_probe.analyses.probes.causal import over_groups
 from ln_probe.analyses.probes.edited_passes import (
     ESTIMATED_PROMPTS,
-    EXACT_WORK,
-    LEADING,
     EditedPasses,
     PlainAttention,
     choosing_prompts,
@@ -76,11 +74,6 @@ class HeadEffects(Probe):
     summary = "how the loss changes when one head reads its norm without a term"
     tables = (HEAD_EFFECTS,)
     needs = Needs(output=True)
-    thresholds = {  # noqa: RUF012 - constants
-        "head_effects_exact_work": EXACT_WORK,
-        "head_effects_leading": LEADING,
-        "head_effects_estimated_prompts": ESTIMATED_PROMPTS,
-    }
 
     def start(self, run: Run) -> Observer:
         reading = {layer: norm for norm in run.measured_norms for layer in norm.attention_layers}

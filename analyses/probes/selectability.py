@@ -23,16 +23,18 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float64, Shaped
 
-from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE
 from ln_probe.analyses.geometry.check import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
-from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, solve_sets
+from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, compilation, solve_sets
 from ln_probe.analyses.geometry.key_geometry import random_unselectable, reachable
-from ln_probe.analyses.geometry.keys import SPAN_TOLERANCE, QuerySet
+from ln_probe.analyses.geometry.keys import QuerySet
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS, KEYS
 from ln_probe.analyses.probes.uniformity import GEOMETRY_PROMPTS, AttentionLayer, uniformity_of
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
+# Layers that are kept until the kernels are compiled, so that passes and losses go on beside that: four prompts of
+# GPT-2 small.
+MOST_WAITING = 48
 # Variants whose margins and attention are measured, and whose keys have a row each.
 COMPARED = (INTACT.name, SCALING_FROZEN.name)
 UNKNOWN = -1  # of `reachable`, where nothing bounds the queries
@@ -46,10 +48,6 @@ class Selectability(Probe):
     tables = (HEADS, KEYS)
     needs = Needs(attention=True)
     prompts = GEOMETRY_PROMPTS
-    thresholds = {  # noqa: RUF012 - a constant of the class
-        "query_radius_quantile": QUERY_RADIUS_QUANTILE,
-        "query_span_tolerance": SPAN_TOLERANCE,
-    }
 
     def start(self, run: Run) -> Observer:
         return _KeyObserver(run)
@@ -62,6 +60,7 @@ class _KeyObserver(Observer):
         self.run = run
         # By layer and variant: the number of each prompt, and its measures by name, a row per head.
         self.measured: dict[tuple[int, str], list[tuple[int, Measures]]] = defaultdict(list)
+        self.waiting: list[tuple[int, AttentionLayer]] = []  # to be measured when the kernels are compiled
         self.heads: dict[int, list[int]] = {}
         self.d_head = 0
 
@@ -70,10 +69,18 @@ class _KeyObserver(Observer):
             return
         self.heads[attended.layer] = attended.chosen
         self.d_head = int(attended.maps.W_K.shape[-1])
-        for variant in attended.variants:
-            self.measured[attended.layer, variant].append((prompt, _measure(attended, variant)))
+        self.waiting.append((prompt, attended))
+        if compilation.is_done or len(self.waiting) > MOST_WAITING:
+            self._measure_waiting()
+
+    def _measure_waiting(self) -> None:
+        for prompt, attended in self.waiting:
+            for variant in attended.variants:
+                self.measured[attended.layer, variant].append((prompt, _measure(attended, variant)))
+        self.waiting.clear()
 
     def finish(self) -> ProbeResults:
+        self._measure_waiting()
         if not self.measured:
             return ProbeResults()
         rows: list[dict[str, object]] = []
@@ -111,10 +118,7 @@ class _KeyObserver(Observer):
                 }
 
     def _provenance(self) -> dict[str, Any]:
-        """Return how the keys were judged, and how many random keys nothing selects.
-
-        `keys_per_prompt` is how many compete, a mean over keys.
-        """
+        """Return how the keys were judged; `keys_per_prompt` (a mean over keys) compete."""
         first = next(iter(self.measured.values()))
         verdicts = np.concatenate([m["verdict"].ravel() for each in self.measured.values() for _, m in each])
         per_prompt = round(float(np.mean(np.concatenate([measures["n"][0] for _, measures in first]))))
@@ -129,9 +133,6 @@ class _KeyObserver(Observer):
             "by_theorem": selectable and longest <= self.d_head + 1,  # of affinely independent keys each is a corner
             "random_unselectable": random_unselectable(per_prompt, self.d_head),
         }
-
-
-# --------------------------------------------------------------------------------------------------------- measures
 
 
 def _measure(attended: AttentionLayer, variant: str) -> Measures:
@@ -161,23 +162,20 @@ def _of_all_heads(
 
     Where queries have no bound there are verdicts alone, over every direction that the head has.
     """
-    last = seen.stop - 1
-    ellipsoids = attended.reachable(last)
-    bounds = bounds and ellipsoids is not None
-    queries = attended.once("query sets", last, lambda: _query_sets(ellipsoids or attended.directions(last)))
-    inner = None
+    queries, bounded = attended.once("query sets", seen.stop, lambda: _query_sets(attended, seen.stop - 1))
+    bounds, inner = bounds and bounded, None
     if bounds and attended.radii is not None:
         inner = np.array([attended.radii[head] for head in attended.chosen])
     request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
     return [_of_set(solved) for solved in solve_sets(keys, bias, queries, inner, request)]
 
 
-def _query_sets(ellipsoids: tuple[np.ndarray, np.ndarray]) -> list[QuerySet]:
-    """Return the sets of queries of all chosen heads, from centers and axes."""
-    return [
-        QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)).compact()
-        for center, axes in zip(*ellipsoids, strict=True)
-    ]
+def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
+    """Return the sets of queries of all chosen heads at a position, and whether they are bounded."""
+    reachable_queries = attended.reachable(position)
+    ellipsoids = zip(*(reachable_queries or attended.directions(position)), strict=True)
+    sets = [QuerySet(np.ascontiguousarray(center), np.ascontiguousarray(axes)) for center, axes in ellipsoids]
+    return [queries.compact() for queries in sets], reachable_queries is not None
 
 
 def _of_set(solved: Solved) -> Measures:

@@ -10,8 +10,9 @@ are the intact model's, and every key is made without scaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -36,7 +37,6 @@ OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; si
 MASSIVE_SIZE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al.'s definition
 LEAST_TOKENS = 8  # fewer have no median worth the name: one outlier of four moves it
 _DIMENSIONS_NAMED = 4
-_INSIDE = ("query", "key")  # norms inside attention see heads, not tokens
 
 
 @dataclass
@@ -56,8 +56,8 @@ class TokenSizes:
     outlier: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     massive: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
-    def add(self, site: Norm, x: Float[Tensor, "pos d"]) -> Float[Tensor, " pos"]:
-        """Take in a norm's input, and return |Px| over its median."""
+    def add(self, site: Norm, x: Float[Tensor, "pos d"]) -> None:
+        """Take in a norm's input."""
         x = x if x.dtype == torch.float64 else x.float()
         vectors = site.project(x)
         length = torch.linalg.vector_norm(vectors, dim=-1)
@@ -75,7 +75,6 @@ class TokenSizes:
         largest = size.amax(-1)
         if bool((largest > MASSIVE_SIZE).any()):  # rarely, and a median over all entries takes a while
             self.massive = self.massive | ((largest > MASSIVE_SIZE) & (largest > MASSIVE_RATIO * size.median()))
-        return ratio
 
     def dimensions(self, position: int) -> str:
         """Return the dimensions that make up half of a token's squared length, at most a few, with their shares."""
@@ -106,7 +105,7 @@ class LayerAttention:
 
     def __init__(self, attended: AttentionLayer) -> None:
         seen = attended.seen
-        self.heads = attended.measured
+        self.heads = attended.chosen
         first = 1 if seen.causal else 0
         pattern = seen.pattern[self.heads] if len(self.heads) < len(seen.pattern) else seen.pattern
         length = pattern.shape[-1]
@@ -190,13 +189,6 @@ class Sinks(Probe):
     summary = "how much attention position 0 and outlier tokens receive"
     tables = (SINKS, SINK_HEADS)
     needs = Needs(norms=True, attention=True)
-    thresholds = {  # noqa: RUF012 - constants
-        "sink_attention": MUCH,
-        "sink_share": SINK_SHARE,
-        "sink_least_queries": LEAST_QUERIES,
-        "outlier_ratio": OUTLIER_RATIO,
-        "outlier_least_tokens": LEAST_TOKENS,
-    }
 
     def start(self, run: Run) -> Observer:
         return _SinkObserver(run)
@@ -210,16 +202,13 @@ class _SinkObserver(Observer):
         self.heads: list[dict[str, Any]] = []
         self.short = 0
 
-    def _of(self, number: int) -> _Prompt:
-        return self.under_way.setdefault(number, _Prompt(number))
-
     def norm(self, prompt: int, site: Norm, x: Float[Tensor, "pos d"], y: Float[Tensor, "pos d"]) -> None:
-        if site.reads not in _INSIDE:
-            self._of(prompt).sizes.add(site, x)
+        if site.reads not in ("query", "key"):  # norms inside attention see heads, not tokens
+            self.under_way.setdefault(prompt, _Prompt(prompt)).sizes.add(site, x)
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        if attended.length > 1 and attended.measured:
-            self._of(prompt).layers[attended.layer] = LayerAttention(attended)
+        if attended.length > 1 and attended.chosen:
+            self.under_way.setdefault(prompt, _Prompt(prompt)).layers[attended.layer] = LayerAttention(attended)
 
     def end(self, prompt: int) -> None:
         under_way, tokens = self.under_way.pop(prompt, None), self.run.strings[prompt]
@@ -242,46 +231,42 @@ class _SinkObserver(Observer):
 def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the table `sink_heads` from the sums of each prompt and head."""
     of_heads = rows.groupby(["layer", "head"])
-    total = of_heads.sum()
-    table = total.assign(
-        sink_rate=of_heads["sink_rate"].mean(),
-        first_attention=total["first_attention"] / total["queries"],
-        first_attention_no_scaling=of_heads["first_attention_no_scaling"].sum(min_count=1) / total["queries"],
-        n=of_heads.size(),
-    )
+    table, queries = of_heads.sum(min_count=1).assign(n=of_heads.size()), of_heads["queries"].sum()
+    table["sink_rate"] /= table["n"]
+    for column in ("first_attention", "first_attention_no_scaling"):
+        table[column] /= queries
     return table.reset_index()[SINK_HEADS.names]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OutlierTokens(OneLine):
-    """Which tokens are outliers, and the sizes of all of them at every norm.
+    """Which tokens are outliers.
 
     Attributes:
         mask: True where a token is an outlier at some norm.
         massive: True where it has massive activations.
-        sigma: the norm's divisor, by site.
-        ratio: |Px| over the prompt's median, by site.
+        ratio: |Px| over the prompt's median, at the norm where that is largest.
     """
 
     mask: Bool[Tensor, "batch pos"]
     massive: Bool[Tensor, "batch pos"]
-    sigma: Mapping[str, Float[Tensor, "batch pos"]] = field(default_factory=dict)
-    ratio: Mapping[str, Float[Tensor, "batch pos"]] = field(default_factory=dict)
+    ratio: Float[Tensor, "batch pos"]
 
 
 def outlier_tokens(
     model: object, tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 ) -> OutlierTokens:
-    """Find the tokens that are outliers at some norm of the model: a mask for other tools, with sigmas and ratios.
+    """Find the tokens that are outliers at some norm of the model: a mask for other tools, with their lengths.
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
         tokens: [batch pos], or a list of rows of several lengths. Rows of fewer than LEAST_TOKENS tokens have no
-            outliers. After the end of a shorter row masks are False and sizes NaN.
+            outliers. After the end of a shorter row masks are False and ratios NaN.
 
     Raises:
         TypeError: not a TransformerLens model, or tokens that are neither a tensor nor a list of rows.
-        ValueError: tokens that are not [batch pos], empty, longer than the context or outside the vocabulary.
+        ValueError: tokens that are not [batch pos], empty, longer than the context or outside the vocabulary; a model
+            without norms.
         ActivationError: a norm's input or output is not finite.
 
     Example:
@@ -293,26 +278,16 @@ def outlier_tokens(
     prompts = token_rows(tokens)
     for row in prompts:
         check_ids(hooked, row)
-    sites = [s for s in find_norms(hooked) if s.reads not in _INSIDE]
-    ratios: dict[str, list[Tensor]] = {s.name: [] for s in sites}
-    sigmas: dict[str, list[Tensor]] = {s.name: [] for s in sites}
-    outlier, massive = [], []
+    sites = [s for s in find_norms(hooked) if s.reads not in ("query", "key")]
+    if not sites:
+        raise ValueError("the model has no normalization: no norm says which tokens are long")
+    sizes = [TokenSizes() for _ in prompts]
     with evaluating(hooked):
-        for row in prompts:
-            sizes = TokenSizes()
-
-            def measure(site: Norm, x: Tensor, _y: Tensor, sizes: TokenSizes = sizes) -> None:
-                ratios[site.name].append(sizes.add(site, x).cpu())
-                sigmas[site.name].append(site.sigma(x if x.dtype == torch.float64 else x.float())[:, 0].cpu())
-
-            stream(hooked, row, sites, on_norm=measure)
-            outlier.append(sizes.outlier.cpu() if sites else torch.zeros(len(row), dtype=torch.bool))
-            massive.append(sizes.massive.cpu() if sites else torch.zeros(len(row), dtype=torch.bool))
-    sigma, ratio = (
-        {site: _padded(rows, math.nan) for site, rows in values.items() if rows} for values in (sigmas, ratios)
+        for row, of_row in zip(prompts, sizes, strict=True):
+            stream(hooked, row, sites, on_norm=lambda site, x, _, of_row=of_row: of_row.add(site, x))
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return OutlierTokens(
+        pad([one.outlier.cpu() for one in sizes]),
+        pad([one.massive.cpu() for one in sizes]),
+        pad([one.ratio.cpu() for one in sizes], padding_value=math.nan),
     )
-    return OutlierTokens(_padded(outlier), _padded(massive), sigma, ratio)
-
-
-def _padded(rows: Sequence[Tensor], filled: float = False) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=filled)

@@ -211,8 +211,6 @@ SUMMARY = Table(
         "loss_difference": ("loss", "of the same prompts, minus the first model's; NaN on other tokens"),
         "loss_difference_low": ("loss", "lower end of its 95 % CI over prompt groups (paired differences)"),
         "loss_difference_high": ("loss", "upper end of the same"),
-        "norms": ("count", "number of norms"),
-        "projected_share": ("share", "median over norms of layernorms.projected_share"),
         "unselectable": ("share", "share of keys that no query can select"),
         "unselectable_no_scaling": ("share", "the same with scaling frozen"),
         "attainable": ("share", "median over heads of heads.attainable_median"),

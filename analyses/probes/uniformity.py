@@ -44,8 +44,7 @@ Ellipsoids = tuple[np.ndarray, np.ndarray]  # centers and axes of the chosen hea
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
 # prompt costs some hundred forward passes, so 4 of them say enough about keys.
 GEOMETRY_PROMPTS = 4
-# Columns of the table `heads` that this probe fills: of one head on one prompt, means over the queries that see more
-# than one key.
+# Of one head on one prompt, means over the queries that see more than one key.
 MEASURES = ("entropy_ratio", "uniform_angle_deg")
 
 
@@ -83,18 +82,12 @@ class _UniformityObserver(Observer):
             of_prompts = [measures for measures in of_prompts if measures["queries"]]
             weights = [measures["queries"] for measures in of_prompts]
             for place, head in enumerate(self.heads[layer]):
-                means = {
-                    name: float(np.average([m[name][place] for m in of_prompts], weights=weights))
-                    if weights
-                    else math.nan
-                    for name in MEASURES
-                }
-                rows.append({"layer": layer, "head": head, "variant": variant, **means, "n": keys})
+                row: dict[str, Any] = {"layer": layer, "head": head, "variant": variant, "n": keys}
+                for name in MEASURES if weights else ():
+                    row[name] = float(np.average([m[name][place] for m in of_prompts], weights=weights))
+                rows.append(row)
         provenance = {"random_angle_deg": random_angle(int(self.run.model.cfg.d_model), seed=self.run.seed)}
         return ProbeResults({HEADS.name: HEADS.frame(rows)} if rows else {}, provenance=provenance)
-
-
-# ------------------------------------------------------------------------------------------------ the attention layer
 
 
 class LayerMaps:
@@ -182,7 +175,6 @@ class AttentionLayer:
             space then).
         constant: what replaces the norm's sigma on this prompt; 1 where attention reads the stream itself.
         radii: how far the observed queries of each head reach, as a share of what the norm allows; None: no bound.
-        prompt: the prompt's number.
         wanted: heads that are measured; None: all.
     """
 
@@ -192,19 +184,18 @@ class AttentionLayer:
         read: Callable[[], Heads | None],
         constant: Constant,
         radii: Float64[np.ndarray, " head"] | None,
-        prompt: int,
         wanted: Sequence[int] | None = None,
     ) -> None:
         self.seen, self._read, self.constant, self.radii = seen, read, constant, radii
-        self.prompt, self.wanted = prompt, wanted
+        self.wanted = wanted
         self._known: dict[tuple[str, str | int], Any] = {}
 
     def once(self, what: str, of: str | int, make: Callable[[], _T]) -> _T:
-        """What was made before under this name, of this variant or position; what `make` gives where it is new."""
+        """Return what `make` gives; it is called once for each name and variant or position."""
         if (what, of) not in self._known:
             self._known[what, of] = make()
-        found: _T = self._known[what, of]
-        return found
+        value: _T = self._known[what, of]
+        return value
 
     @cached_property
     def heads(self) -> Heads | None:
@@ -232,20 +223,16 @@ class AttentionLayer:
         return len(self.seen.x)
 
     @cached_property
-    def measured(self) -> list[int]:
+    def chosen(self) -> list[int]:
         """The measured heads."""
         every = range(len(self.seen.pattern))
         return list(every) if self.wanted is None else [h for h in self.wanted if h in every]
 
-    @property
-    def chosen(self) -> list[int]:
-        """The same in head space; empty without it."""
-        return [] if self.heads is None else self.measured
-
     @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        return variant_outputs(self.site, self.seen.x, self.constant)
+        rows = self.constant.rows(self.length).to(self.seen.x.device)
+        return {variant: self.site.without(variant, self.seen.x.double(), rows) for variant in VARIANTS}
 
     @cached_property
     def key_sets(self) -> list[slice]:
@@ -297,30 +284,6 @@ class AttentionLayer:
         intact = self.site.affine(self.outputs["intact"])
         plain = self.maps.queries(intact, rotate=False)
         return plain if self.maps.rotary is None else self.maps.queries(intact), plain
-
-
-def variant_outputs(
-    site: Norm, x: Float[Tensor, "pos d"], constant: Constant | float
-) -> dict[str, Float[Tensor, "pos d"]]:
-    """The norm's output before gain and bias under each variant, float64.
-
-    Args:
-        site: the norm.
-        x: its inputs on one prompt.
-        constant: the divisor that replaces sigma at position 0 and elsewhere.
-
-    Raises:
-        ValueError: the constant is not a positive number.
-    """
-    c = Constant.of(constant)
-    for wrong in (c.first, c.rest):
-        if not wrong > 0:
-            raise ValueError(f"{site.name}: the constant that replaces sigma must be positive, got {wrong}")
-    rows = c.rows(len(x)).to(x.device)
-    return {variant: site.without(variant, x.double(), rows) for variant in VARIANTS}
-
-
-# ------------------------------------------------------------------------------------------------------ the measures
 
 
 def _visible(like: Float[Tensor, "head query key"], causal: bool, window: int | None) -> Bool[Tensor, "query key"]:

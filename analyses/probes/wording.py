@@ -24,7 +24,7 @@ NATS = "nats/token"
 LEAST_CHANGE, LEAST_HEAD_CHANGE = 0.01, 0.001
 PRIMARY = "primary"
 PLACES = {"all": "every norm", "attention": "the norms that attention reads"}
-_MOST_STRATA = 6  # whose means a sentence lists
+_MOST_STRATA, _COUNTS = 6, {2: "two", 3: "three"}  # books whose means a sentence lists
 _HEADS_NAMED, _OUTLIERS_NAMED = 3, 2  # in a sentence
 
 # By question: what was not measured, and the part of the page that shows it.
@@ -40,7 +40,7 @@ CHANGE = "{edit} {moves} the loss by {size} {unit}{share} ({interval}){small}."
 NO_CHANGE = "{edit} does not significantly change the loss: {size} {unit} ({interval}){equivalent}."
 UNTESTED = "{edit} changes the loss by {size} {unit}: not tested ({prompts})."
 NOTHING = "{edit} changes nothing in this model: {reason}."
-STRATA = "The CI is over windows of these {count} texts, and does not say how others differ: {means}."
+STRATA = "The CI is over windows of these {count} books, and does not say how other texts differ: {means}."
 HEADS = (
     "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}): {which}."
 )
@@ -81,9 +81,6 @@ def in_layers(provenance: Mapping[str, Any]) -> str:
     return f" in layer{'' if len(set(asked)) == 1 else 's'} {', '.join(map(str, sorted(set(asked))))}"
 
 
-# --------------------------------------------------------------------------------------------------------------- loss
-
-
 def base_loss(row: Any) -> float:
     """Return the loss of the intact model."""
     return float(row["loss"] - row["delta_loss"])
@@ -106,7 +103,9 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
     if math.isnan(low):
         return UNTESTED.format(edit=edit, size=signed(delta), unit=unit, prompts=counted(row["n"], "prompt"))
     size, ends = with_interval(delta, low, high)
-    interval = f"95 % CI {ends}; {p_text(float(row['p']))}"
+    p = float(row["p"])
+    tested = "not tested" if math.isnan(p) else f"Holm-adjusted p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
+    interval = f"95 % CI {ends}; {tested}"
     if not is_significant(row):
         bound, equivalent = float(row["equivalence_bound"]), ""
         if unit == NATS and bound < LEAST_CHANGE:
@@ -126,13 +125,6 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
     )
 
 
-def p_text(p: float) -> str:
-    """Return a Holm-adjusted p as text."""
-    if math.isnan(p):
-        return "not tested"
-    return "Holm-adjusted p < 0.001" if p < 0.001 else f"Holm-adjusted p = {p:.2g}"
-
-
 def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
     """Return the effect of each term at every norm, a decrease of the loss first."""
     if provenance.get("model", {}).get("norms") == {}:
@@ -150,25 +142,28 @@ def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> 
             row = dict(known.iloc[0])
             where = f"{PLACES[row['sites']]}{in_layers(provenance)}"
             text = loss_change(row, unit, f"{variant.wording} at {where}")
-            strata = _strata(tables["causal_prompts"], row["sites"], variant)
-            texts.append((row["delta_loss"] >= 0, f"{text} {strata}".strip()))
+            if variant is SCALING_FROZEN and not math.isnan(row["delta_loss_low"]):
+                text = f"{text} {strata_sentence(strata_means(tables['causal_prompts'], row['sites'], variant))}"
+            texts.append((row["delta_loss"] >= 0, text.strip()))
     return [text for _, text in sorted(texts, key=lambda pair: pair[0])]
 
 
-def _strata(prompts: pd.DataFrame, sites: str, variant: Variant) -> str:
-    """Return the mean change of each text that the prompts are windows of; of the first primary term alone."""
-    if variant.name != SCALING_FROZEN.name:
-        return ""
+def strata_means(prompts: pd.DataFrame, sites: str, variant: Variant) -> dict[str, float]:
+    """Return the mean loss change on the prompts of each book, from the table `causal_prompts`.
+
+    Empty for prompts that are not of a few books.
+    """
     rows = prompts[(prompts["sites"] == sites) & (prompts["variant"] == variant.name)]
-    means = rows["delta_loss"].mul(rows["n"]).groupby(rows["stratum"], sort=False).sum()
-    means = means / rows.groupby("stratum", sort=False)["n"].sum()
-    if not 2 <= len(means) <= _MOST_STRATA or len(rows) == len(means):
-        return ""
+    changes = rows["delta_loss"].mul(rows["n"]).groupby(rows["stratum"], sort=False).sum()
+    means = changes / rows["n"].groupby(rows["stratum"], sort=False).sum()
+    is_book = 2 <= len(means) <= _MOST_STRATA and len(rows) > len(means)
+    return {str(name): float(mean) for name, mean in means.items()} if is_book else {}
+
+
+def strata_sentence(means: Mapping[str, float]) -> str:
+    """Return what a CI over prompts of some books is over, with the books' means; nothing without books."""
     texts = ", ".join(f"{name} {mean:+.3f}" for name, mean in means.items())
-    return STRATA.format(count=len(means), means=texts)
-
-
-# -------------------------------------------------------------------------------------------------------------- heads
+    return STRATA.format(count=_COUNTS.get(len(means), len(means)), means=texts) if means else ""
 
 
 def significant_heads(effects: pd.DataFrame, unit: str = NATS) -> pd.DataFrame:
@@ -205,9 +200,6 @@ def head_name(row: Any) -> str:
     return f"L{int(row['layer'])}H{int(row['head'])}"
 
 
-# ------------------------------------------------------------------------------------------------- keys and attention
-
-
 def unselectable_share(heads: pd.DataFrame, variant: str) -> float:
     """Return the share of all keys that no query selects under a variant; NaN where it is not known."""
     rows = heads[(heads["variant"] == variant) & heads["unselectable"].notna()]
@@ -216,16 +208,16 @@ def unselectable_share(heads: pd.DataFrame, variant: str) -> float:
 
 def _keys(heads: pd.DataFrame, about: Mapping[str, Any]) -> Iterator[str]:
     intact, frozen = (unselectable_share(heads, v) for v in (INTACT.name, SCALING_FROZEN.name))
-    if math.isnan(intact):
+    if math.isnan(intact) or not about:
         return
-    random = f" (random keys: {one_decimal(about['random_unselectable'])})" if "random_unselectable" in about else ""
-    if about.get("by_theorem"):
+    random = f" (random keys: {one_decimal(about['random_unselectable'])})"
+    if about["by_theorem"]:
         random = "; so few keys are always selectable"
     yield KEYS.format(
         share=one_decimal(intact),
         frozen="" if math.isnan(frozen) else f" ({one_decimal(frozen)} with scaling frozen)",
-        keys=counted(about.get("keys_per_prompt", math.nan), "key"),
-        d=about.get("d_head", "?"),
+        keys=counted(about["keys_per_prompt"], "key"),
+        d=about["d_head"],
         random=random,
     )
 

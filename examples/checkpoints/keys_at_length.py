@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from transformer_lens import HookedTransformer
 
 import ln_probe
 
@@ -84,7 +85,8 @@ def keys_of(model: Any, contexts: list[list[int]], layer: int) -> dict[str, torc
     if "embed_ln.hook_scale" in names:  # post-norm: attention reads the norm at the end of the block before
         scale = f"blocks.{layer - 1}.ln2.hook_scale" if layer else "embed_ln.hook_scale"
     tokens = torch.tensor(contexts)
-    _, cache = model.run_with_cache(tokens, names_filter=lambda name: name in (key, scale))
+    stop = {"stop_at_layer": layer + 1} if isinstance(model, HookedTransformer) else {}
+    _, cache = model.run_with_cache(tokens, names_filter=lambda name: name in (key, scale), **stop)
     sigma, frozen = cache[scale], torch.empty_like(cache[scale])
     others = 1 - torch.eye(len(tokens)).to(sigma)
     mean = (others @ sigma.flatten(1)) / (len(tokens) - 1)  # leave one out [context, position]
@@ -94,7 +96,7 @@ def keys_of(model: Any, contexts: list[list[int]], layer: int) -> dict[str, torc
     def record(value: torch.Tensor, hook: Any) -> None:
         keys["no_scaling"] = value.detach()
 
-    model.run_with_hooks(tokens, fwd_hooks=[(scale, lambda value, hook: frozen), (key, record)])
+    model.run_with_hooks(tokens, fwd_hooks=[(scale, lambda value, hook: frozen), (key, record)], **stop)
     return keys
 
 

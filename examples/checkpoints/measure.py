@@ -201,7 +201,7 @@ CASES = {
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
     **{f"{name}-wikitext": Case(name, "wikitext", 128) for name in _LABS},
     "mgm": Case("mgm", "own", 128),
-    "smollm2-135m": Case("smollm2-135m", "wikitext", 32, single=0),
+    "smollm2-135m": Case("smollm2-135m", "wikitext", 32, single=False),
     **{name: Case(model, "wikitext", 128, revision) for name, (model, revision) in _HUB.items()},
 }
 

@@ -72,7 +72,7 @@ class HeadCell:
     @property
     def what(self) -> str:
         """The head and its measurement."""
-        certainty = f" ({self.certainty})" if self.certainty else ""
+        certainty = f"; {self.certainty}" if self.certainty else ""
         return f"Layer {self.layer}, head {self.head}: {self.change}{certainty}"
 
     @property
@@ -112,7 +112,8 @@ class HeadMap:
     @property
     def first(self) -> HeadCell | None:
         """The head whose attention is shown first."""
-        return next((cell for cell in (*self.top, *reversed(self.cells)) if cell.shown), None)
+        in_order = sorted(self.cells, key=lambda cell: (cell.layer, cell.head))
+        return next((cell for cell in (*self.top, *in_order) if cell.shown), None)
 
 
 def head_map(report: Report) -> HeadMap:
@@ -170,6 +171,7 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     cells = [cell for row in rows for cell in row]
     known = [cell for cell in cells if not math.isnan(cell.value)]
     if not known:
+        yield "unknown", "not measured"
         return
     yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
     yield "more0", "0"

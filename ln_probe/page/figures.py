@@ -157,7 +157,8 @@ def interval(change: Sequence[float], unit: str = "") -> str:
 def loss_changes(report: Report) -> Figure:
     """Change of the loss against the intact model, by the term that is removed and from which norms.
 
-    Lines are 95 % confidence intervals, and ticks the means of single books where the prompts are of several.
+    Scaling frozen: constants replace sigma. Projection removed: the mean is not subtracted. Lines are 95 % confidence
+    intervals, and ticks the means of single books where the prompts are of several.
     """
     rows = contrasts(report)
     figure, axes = _rows([(row.label, row.text, row.significant) for row in rows])
@@ -338,22 +339,26 @@ def norms_over_depth(report: Report) -> Figure:
 def keys_over_depth(report: Report) -> Figure:
     """Keys by layer: the median head, and a line from the lowest to the highest head.
 
-    Above: the share of keys that no query can select. Below: the most attention that the median key can receive.
+    The share of keys that no query can select, and the most attention that a head's median key can receive.
     """
     heads, about = report.tables["heads"], dict(report.provenance.get("selectability", {}))
     if keys := about.get("keys_per_prompt"):
         about["uniform"] = 1 / keys
-    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True)
-    for axes, column, title, source, name, dashes in (
-        (panels[0], "unselectable", "Keys that no query can select", "random_unselectable", "random directions", ":"),
-        (panels[1], "attainable_median", "Most attention that a key can receive", "uniform", "uniform attention", "--"),
-    ):
+    rows = [
+        ("unselectable", "Keys that no query can select", "random_unselectable", "random directions", ":"),
+        ("attainable_median", "Most attention that a key can receive", "uniform", "uniform attention", "--"),
+    ]
+    rows = [row for row in rows if heads[row[0]].notna().any()] or rows[:1]
+    figure = Figure(figsize=(WIDTH, 0.7 + 1.6 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (column, title, source, name, dashes) in zip(panels, rows, strict=True):
         _dress(axes, title)
         for shift, variant in ((-0.1, INTACT), (0.1, SCALING_FROZEN)):
-            rows = heads[(heads["variant"] == variant.name) & heads[column].notna()].groupby("layer")[column]
+            values = heads[(heads["variant"] == variant.name) & heads[column].notna()].groupby("layer")[column]
+            if not len(values):
+                continue
             style: dict[str, Any] = {"color": variant.color}
-            for layer, low, middle, high in rows.agg(["min", "median", "max"]).itertuples():
+            for layer, low, middle, high in values.agg(["min", "median", "max"]).itertuples():
                 axes.vlines(layer + shift, low, high, lw=1.2, alpha=0.6, **style)
                 (dot,) = axes.plot(layer + shift, middle, variant.marker, ms=5, **style)
                 ends = f"median head {percent(middle)}, heads {percent(low)} to {percent(high)}"
@@ -368,9 +373,9 @@ def keys_over_depth(report: Report) -> Figure:
     entries = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(entries.values(), entries, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
     layers = sorted({int(layer) for layer in heads["layer"]})
-    panels[1].set_xlim(min(layers, default=0) - 0.5, max(layers, default=0) + 0.5)
-    panels[1].set_xticks(layers[:: -(-len(layers) // TICKS) or 1])
-    panels[1].set_xlabel("layer", fontsize=SMALLEST, loc="right")
+    panels[-1].set_xlim(min(layers, default=0) - 0.5, max(layers, default=0) + 0.5)
+    panels[-1].set_xticks(layers[:: -(-len(layers) // TICKS) or 1])
+    panels[-1].set_xlabel("layer", fontsize=SMALLEST, loc="right")
     return figure
 
 

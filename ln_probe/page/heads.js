@@ -37,13 +37,15 @@ function draw(id, attention, maxValue) {
 function show(name) {
   const place = placeOf(name);
   if (place === null) return;
-  const intact = rowsOf(place, false), unknown = !rowsOf(place, true)[0].some(Boolean); // zeros: not known
-  const frozen = unknown ? null : rowsOf(place, true);
+  const intact = rowsOf(place, false), rows = rowsOf(place, true), known = rows[0].some(Boolean); // zeros: not known
+  const changed = known && rows.some((row, q) => row.some((value, k) => value !== intact[q][k]));
+  const frozen = changed ? rows : null;
   // A few large weights would leave the rest white; the first query's weight of 1 says nothing.
   const sizes = [...intact.slice(1), ...(frozen ?? []).slice(1)].flat().filter(Boolean).sort((a, b) => a - b);
   const top = sizes[Math.floor(0.995 * (sizes.length - 1))] ?? 1;
   draw("intact", intact, top);
   at("beside").hidden = !frozen;
+  at("same").hidden = Boolean(frozen);
   if (frozen) setTimeout(() => draw("frozen", frozen, top)); // the first is seen before the second is drawn
   at("head").textContent = `Attention of ${name}`;
   const cell = cells.find((one) => one.dataset.name === name);
@@ -60,7 +62,6 @@ function largestChange(intact, frozen) {
   intact.forEach((row, q) => row.forEach((value, k) => {
     if (Math.abs(frozen[q][k] - value) > most) [most, query, key] = [Math.abs(frozen[q][k] - value), q, k];
   }));
-  if (!most) return "Nothing changes here when scaling is frozen.";
   const name = (i) => `${patterns.tokens[i]} (${i})`;
   return `Largest change of a weight: query ${name(query)} to key ${name(key)}, from ${percent(intact[query][key])} to ${percent(frozen[query][key])}.`;
 }

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes.tables import SUMMARY
+from ln_probe.analyses.text import disarmed, shortened
 from ln_probe.comparison import Comparison, labels, run_of, setup_differences, step_of, summary
 from ln_probe.exhibits import Exhibits
 from ln_probe.page import figures, own_script, render
@@ -132,13 +133,15 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 def comparison_cell(comparison: Comparison) -> str:
     """Return a comparison as a notebook cell: the picture of losses and the summary, without scripts."""
+    rows = comparison.summary.dropna(axis=1, how="all")
+    rows = rows.assign(model=[shortened(disarmed(name)) for name in rows["model"]])
+    html = Markup(rows.to_html(index=False, float_format="{:.4g}".format))
     return render(
         "cell.html",
         name=" · ".join(comparison.names),
         findings=[],
         notes=comparison.notes,
-        pictures=[d.svg for d in losses(comparison.names, comparison.reports)[:1]]
-        + [Markup(comparison.summary.dropna(axis=1, how="all").to_html(index=False, float_format="{:.4g}".format))],
+        pictures=[*(d.svg for d in losses(comparison.names, comparison.reports)[:1]), html],
     )
 
 

@@ -49,7 +49,7 @@ def drawing(name: str, draw: Callable[[Report], Any], report: Report) -> Drawing
 def report_page(report: Report, index: str = "") -> str:
     """Return the report as one HTML page that opens offline; `index`: relative address of the page that lists it."""
     attention, (own_pictures, failures) = attention_data(report), _own_pictures(report)
-    tables, heads = list(_tables(report)), head_map(report)
+    tables, heads, keys = list(_tables(report)), head_map(report), report.tables["keys"]
     own = own_script("page.js", "heads.js")
     return render(
         "report.html",
@@ -65,9 +65,9 @@ def report_page(report: Report, index: str = "") -> str:
         heads=heads,
         first=heads.first,
         norms=drawing("depth", figures.norms_over_depth, report) if len(report.tables["layernorms"]) else None,
-        keys=drawing("selection", figures.keys_over_depth, report) if len(report.tables["heads"]) else None,
+        selection=drawing("selection", figures.keys_over_depth, report) if len(report.tables["heads"]) else None,
         selectable=" ".join(f.text for f in answers(report) if f.question == "keys"),
-        hardest=hardest_keys(report.tables["keys"]),
+        hardest=hardest_keys(keys) if keys["attainable"].notna().any() else [],
         own_pictures=own_pictures,
         tables=tables,
         limits=list(_limits(report)),

@@ -11,9 +11,7 @@ import pandas as pd
 import torch
 from scipy.optimize import linprog
 
-from ln_probe.analyses.lab.majority.majority import MajoritySize, MajorityTask, majority_model
-from ln_probe.analyses.lab.runs import Run
-from ln_probe.analyses.lab.train import TrainConfig, read_metrics
+from ln_probe.analyses.lab.train import read_metrics
 
 
 def assert_same_run(one: Any, one_folder: Path, other: Any, other_folder: Path) -> None:
@@ -22,14 +20,6 @@ def assert_same_run(one: Any, one_folder: Path, other: Any, other_folder: Path) 
         assert torch.equal(a, b), name
     tables = (read_metrics(folder).drop(columns="seconds") for folder in (one_folder, other_folder))
     pd.testing.assert_frame_equal(*tables, check_exact=True)
-
-
-def majority_run(folder: Path, seed: int = 0, **options: Any) -> Run:
-    """A run of a small majority model with LayerNorm; options go to TrainConfig."""
-    size = MajoritySize(classes=6, length=12, margin=2, examples=400)
-    training = TrainConfig(**{"steps": 4, "batch": 50, "warmup": 0, "clip": 0.0, "seed": seed} | options)
-    model = majority_model("layernorm", size=size)
-    return Run({"norm": "layernorm"}, MajorityTask(seed, size), model, training, folder)
 
 
 def write_words(path: Path, words: Sequence[str], count: int = 4000) -> Path:

@@ -47,11 +47,6 @@ def test_a_name_may_be_symbol_and_programs_may_be_long() -> None:
     assert parse("A := 2147483647 * #[Q_a]").run("aaa")[-1] == 3 * 2147483647
 
 
-def test_quoted_and_long_symbols() -> None:
-    program = parse('x := #[Q_"<s>"] + #[Q_token_7]')
-    assert program.run(["<s>", "token_7", "a"]).tolist() == [1, 2, 2]
-
-
 @pytest.mark.parametrize(("source", "line", "column"), [
     ("", 1, 1),
     ("A = 3", 1, 3),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import make_bridge, make_hooked
+from architectures import make_bridge
 from small_models import norm_of
 
 from ln_probe.analyses.probes.decomposition import NormStatistics
@@ -32,23 +32,16 @@ def test_half_precision_is_bounded_by_its_rounding(arch: str, dtype: torch.dtype
     """Recomputed exactly, a norm differs from its own output by the roundings of the format alone."""
     for norm in statistics_of(make_bridge(arch, dtype)):
         # It is the rounded output that is compared; largest entries are about 5 times the RMS.
-        assert torch.finfo(dtype).eps / 2 < norm.reconstruction_error < norm.reconstruction_bound
-        assert norm.reconstruction_bound < 8 * torch.finfo(dtype).eps
+        assert torch.finfo(dtype).eps / 2 < norm.reconstruction_error < 8 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("kind", ["LN", "LNPre", "RMS", "RMSPre"])
-def test_half_precision_in_hooked_transformer(kind: str) -> None:
-    for norm in statistics_of(make_hooked(normalization_type=kind, dtype=torch.bfloat16)):
-        assert norm.reconstruction_error < norm.reconstruction_bound
-
-
-def test_a_norm_that_is_off_is_beyond_the_bound() -> None:
+def test_a_norm_that_is_off_shows() -> None:
     site = norm_of()
     x = torch.randn(300, 16, dtype=torch.float64)
-    for bend, within in ((0.0, True), (1e-11, False)):
+    for bend in (0.0, 1e-11):
         gathered = NormStatistics(site)
         gathered.add(x, site.module(x).detach() + bend)
-        assert (gathered.reconstruction_error <= gathered.reconstruction_bound) == within
+        assert (gathered.reconstruction_error > 1e-12) == (bend > 0)
 
 
 def test_statistics_are_those_of_numpy() -> None:

@@ -9,28 +9,28 @@ import pandas as pd
 import pytest
 import torch
 from architectures import make_bridge
-from scipy import stats  # type: ignore[import-untyped]
 from small_models import lab
 from torch import Tensor
 
 import ln_probe
-from ln_probe.analyses.probes import head_effects, leading
-from ln_probe.analyses.probes.head_effects import HeadEffects, HeadRuns, table
+from ln_probe.analyses.probes import edited_passes, head_effects
+from ln_probe.analyses.probes.base import ProbeError
+from ln_probe.analyses.probes.head_effects import HeadEffects
+from ln_probe.analyses.probes.statistics import infer_mean
 from ln_probe.hooks import without
-from ln_probe.hooks.constants import mean_sigmas
 from ln_probe.hooks.norm import EDITS
-from ln_probe.hooks.norms import find_norms
+from ln_probe.report import Report
 
 TERM = {"no_scaling": "scaling", "no_projection": "projection", "both_removed": "both"}
 PROMPTS = torch.tensor([[3, 17, 4, 4, 29, 11, 8, 40], [1, 2, 3, 5, 8, 13, 21, 34]])
+EVERY = [variant.name for variant in EDITS]
 
 pytestmark = pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")
 
 
-def runs_of(model: Any, **options: Any) -> tuple[HeadRuns, dict[str, Any]]:
-    sites = find_norms(model)
-    constants = mean_sigmas(model, sites, list(PROMPTS))
-    return HeadRuns(model, sites, constants, layers=range(2), **options), constants
+def measured(model: Any, prompts: Any = PROMPTS, **options: Any) -> Report:
+    probe = HeadEffects(**{name: options.pop(name) for name in ("variants", "every_head") if name in options})
+    return ln_probe.analyze(model, prompts, probes=[probe], progress=False, **options)
 
 
 def loss(model: Any, tokens: Tensor) -> float:
@@ -39,41 +39,50 @@ def loss(model: Any, tokens: Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
 
 
-@pytest.mark.parametrize("arch", ["lab", "llama", "neox"])  # grouped keys; attention and MLP side by side
-def test_exact_effects_are_those_of_without(arch: str) -> None:
+def drawn(count: int) -> Tensor:
+    return torch.randint(1, 40, (count, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("arch", ["lab", "gpt2", "neox"])  # plain attention; rotary, attention and MLP side by side
+def test_effects_are_those_of_an_own_loop(arch: str) -> None:
     model = lab().double() if arch == "lab" else make_bridge(arch, torch.float64)
-    runs, constants = runs_of(model)
-    assert len(runs.exact) == 8
-    tokens = PROMPTS[0]
-    found = runs.measure(0, tokens).set_index(["layer", "head", "variant"])
+    report = measured(model, variants=EVERY)
+    table = report.head_effects.set_index(["layer", "head", "variant"])
+    assert len(table) == 2 * 4 * 3
     for layer, head, variant in [
-        (0, 0, "no_scaling"),
-        (1, 3, "no_scaling"),
+        *((layer, head, "no_scaling") for layer in range(2) for head in range(4)),
         (0, 2, "both_removed"),
         (1, 1, "no_projection"),
     ]:
-        if found.loc[(layer, head, variant), "no_op"]:
-            assert arch == "llama"
-            continue
-        if arch == "llama":  # heads that share a key cannot be edited one by one with `without`
-            assert found.loc[(layer, head, variant), "nll"] != found["intact"].iloc[0]
-            continue
-        with without(model, TERM[variant], heads=[(layer, head)], scale=constants):
-            expected = loss(model, tokens)
-        assert found.loc[(layer, head, variant), "nll"] == pytest.approx(expected, abs=1e-5)
-        assert abs(expected - loss(model, tokens)) > 1e-4
-    assert found["intact"].nunique() == 1
-    assert found["intact"].iloc[0] == pytest.approx(loss(model, tokens), abs=1e-5)
+        changes = []
+        for prompt, tokens in enumerate(PROMPTS):
+            with without(model, TERM[variant], heads=[(layer, head)], scale=report.constants.of(prompt)):
+                changes.append(loss(model, tokens))
+        change = sum(changes) - sum(loss(model, tokens) for tokens in PROMPTS)
+        assert table.loc[(layer, head, variant), "delta_loss"] == pytest.approx(change / 14, abs=1e-6)
+        assert abs(change) > 1e-4
 
 
-def test_an_estimate_is_the_slope_towards_the_edited_head() -> None:
-    """The loss with a head's z moved a little of the way to its edited z, by differences."""
-    model = lab().double()
-    runs, _ = runs_of(model)
+def test_heads_that_share_a_key_are_edited_one_by_one() -> None:
+    report = measured(make_bridge("llama", torch.float64), variants=EVERY)
+    table = report.head_effects.set_index(["layer", "head", "variant"])["delta_loss"]
+    assert set(table.index.get_level_values("variant")) == {"no_scaling", "both_removed"}  # RMSNorm has no projection
+    assert table.notna().all()
+    assert (table.xs("no_scaling", level="variant") == table.xs("both_removed", level="variant")).all()
+    assert table.abs().min() > 1e-6
+
+
+def test_an_estimate_is_the_slope_towards_the_edited_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = lab().double()
+    heads: list[Any] = []
+    made = head_effects._IntactHeads
+    monkeypatch.setattr(head_effects, "_IntactHeads", lambda *args: heads.append(made(*args)) or heads[-1])
     tokens = PROMPTS[1]
-    first = runs._first(tokens)
-    found = runs.measure(0, tokens).set_index(["layer", "head", "variant"])["estimate"]
-    for layer, head, variant in [(0, 1, "no_scaling"), (1, 2, "both_removed"), (0, 3, "no_projection")]:
+    report = measured(model, [tokens, PROMPTS[0]], variants=EVERY)
+    first = heads[0]
+    places = [(0, 1, "no_scaling"), (1, 2, "both_removed"), (0, 3, "no_projection")]
+    slopes = {}
+    for layer, head, variant in places:
         change = first.edited[layer, variant] - first.z[layer]
         ends = []
         for step in (1e-4, -1e-4):
@@ -85,94 +94,90 @@ def test_an_estimate_is_the_slope_towards_the_edited_head() -> None:
 
             with model.hooks(fwd_hooks=[(f"blocks.{layer}.attn.hook_z", moved)]):
                 ends.append(loss(model, tokens))
-        assert found[layer, head, variant] == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-4, abs=1e-8)
+        slopes[layer, head, variant] = (ends[0] - ends[1]) / 2e-4
+    monkeypatch.setattr(head_effects, "ESTIMATED_PROMPTS", 1)  # of the first prompt alone
+    alone = measured(model, [tokens, PROMPTS[0]], variants=EVERY).head_effects.set_index(["layer", "head", "variant"])
+    for place in places:
+        assert alone.loc[place, "estimate"] == pytest.approx(slopes[place] / 7, rel=1e-4, abs=1e-8)
+    assert (alone["n"] == report.head_effects["n"].to_numpy()).all()
 
 
-def test_large_models_have_only_the_leading_heads_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "EXACT_WORK", 0.0)
-    monkeypatch.setattr(head_effects, "LEADING", 3)
-    monkeypatch.setattr(head_effects, "other_prompts", lambda _model, count: list(PROMPTS)[:count])
-    runs, _ = runs_of(lab())
-    assert len(runs.exact) == 3
-    every = runs.measure(0, PROMPTS[0])
-    run = every.set_index(["layer", "head"])["nll"].notna().groupby(level=[0, 1]).all()
-    assert set(run[run].index) == set(runs.exact)
-    assert every["estimate"].notna().all()
-    standard = [v.name for v in EDITS]
-    both = pd.concat([every, runs.measure(1, PROMPTS[1])])
-    summed = both[both["variant"].isin(standard)].groupby(["layer", "head", "variant"])["estimate"].sum().abs()
-    assert set(summed.groupby(["layer", "head"]).max().nlargest(3).index) == set(runs.exact)
-    assert "3 of 8 heads were run exactly" in runs.notes()[0]
+def test_intervals_and_p_are_over_all_prompts() -> None:
+    report = measured(lab(), drawn(12))
+    table = report.head_effects
+    assert set(table["variant"]) == {"no_scaling"}
+    assert (table["n"] == 12).all()
+    changes = {}
+    model = lab()
+    for layer, head in ((0, 1), (1, 3)):
+        for prompt, tokens in enumerate(drawn(12)):
+            with without(model, "scaling", heads=[(layer, head)], scale=report.constants.of(prompt)):
+                changes.setdefault((layer, head), []).append(loss(model, tokens))
+    intact = np.array([loss(model, tokens) for tokens in drawn(12)])
+    rows = table.set_index(["layer", "head"])
+    for place, losses in changes.items():
+        inference = infer_mean(np.array(losses) - intact, np.full(12, 8.0))
+        row = rows.loc[place]
+        assert (row["delta_loss_low"], row["delta_loss_high"]) == pytest.approx(
+            (inference.low, inference.high), rel=1e-3
+        )
+        assert row["prompts_worse"] == (np.array(losses) > intact).sum()
+        assert row["p"] >= inference.p * 0.99
+    assert measured(lab(), drawn(7)).head_effects["p"].isna().all()
+
+
+def test_of_a_large_model_the_largest_on_odd_prompts_are_run_on_the_even_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = lab(), drawn(18)
+    every = measured(model, prompts, every_head=True).head_effects.set_index(["layer", "head"])
+    monkeypatch.setattr(edited_passes, "EXACT_WORK", 0.0)
+    monkeypatch.setattr(head_effects, "largest", lambda estimates: edited_passes.largest(estimates, 3))
+    report = measured(model, prompts)
+    rows = report.head_effects.set_index(["layer", "head"])
+    run = rows[rows["delta_loss"].notna()]
+    assert len(run) == 3 < len(rows)
+    assert (run["n"] == 9).all()
+    assert rows["estimate"].notna().all()
+    assert rows.drop(index=run.index)["p"].isna().all()
+    assert any("3 of 8 heads were run exactly on the even prompts" in note for note in report.notes)
+    for (layer, head), row in run.iterrows():
+        change = 0.0
+        for prompt in range(0, 18, 2):
+            with without(model, "scaling", heads=[(layer, head)], scale=report.constants.of(prompt)):
+                change += loss(model, prompts[prompt])
+            change -= loss(model, prompts[prompt])
+        assert row["delta_loss"] == pytest.approx(change / 72, abs=1e-6)
+    assert not every["delta_loss"].isna().any()
 
 
 def test_rows_a_pass_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, _ = runs_of(lab().double())
-    at_once = runs.measure(0, PROMPTS[0])
-    monkeypatch.setattr(head_effects, "_LOGITS", 1)
-    pd.testing.assert_frame_equal(runs.measure(0, PROMPTS[0]), at_once, rtol=1e-9)
+    at_once = measured(lab().double())
+    monkeypatch.setattr(edited_passes, "TOKENS_AT_ONCE", 1)
+    pd.testing.assert_frame_equal(measured(lab().double()).head_effects, at_once.head_effects, rtol=1e-9)
 
 
 def test_models_without_a_loss_or_norms() -> None:
     for model, said in ((make_bridge("bert"), "attention is bidirectional"), (lab(norm=None), "")):
         report = ln_probe.analyze(model, PROMPTS, probes=("head_effects",), progress=False)
-        assert not len(report.tables["head_effects"])
+        assert not len(report.head_effects)
         assert any(f"head_effects: nothing was measured: {said}" in n for n in report.notes) == bool(said)
         assert not report.failures
 
 
-@pytest.mark.parametrize(("prompts", "told"), [(12, True), (10, False)])
-def test_one_head_of_as_many_as_are_run_can_be_told(prompts: int, told: bool) -> None:
-    """64 heads under three terms, as of a bundled model: what all twelve default prompts say is told from chance."""
-    rng, rows = np.random.default_rng(0), []
-    for prompt in range(prompts):
-        for head in range(64):
-            for variant in ("no_scaling", "no_projection", "both_removed"):
-                change = 0.5 if (head, variant) == (11, "no_scaling") else 0.001 * rng.normal()
-                change *= head != 20
-                rows.append((prompt, head // 16, head % 16, variant, 2.0 + change, change, 2.0, 1, ""))
-    made = table([pd.DataFrame(rows, columns=list(head_effects.COLUMNS))])
-    top = made[(made["layer"] == 0) & (made["head"] == 11) & (made["variant"] == "no_scaling")].iloc[0]
-    assert top["p_sign"] == pytest.approx(64 * 2 * 0.5**prompts)
-    assert (top["delta_loss"], top["prompts_worse"]) == (pytest.approx(0.5), prompts)
-    assert not made.query("layer == 1 and head == 4")["prompts_worse"].any(), "no change is none for the worse"
-    assert made["delta_loss_low"].isna().all(), "too few prompts for an interval"
-    (finding,) = HeadEffects().findings({"head_effects": made}, {})
-    if told:
-        assert finding.text.startswith(
-            "With scaling frozen for one head at a time, L0H11 raises the loss most: by 0.5 nats/token from 2 (it "
-            "rises on 12 of 12 prompts). Of 64 heads, 1 has"
-        )
-    else:
-        assert finding.text == (
-            "No effect of a single head can be significant: 10 prompts are too few (Holm-adjusted sign test over 64 "
-            "heads); the largest change is that of L0H11, +0.5 nats/token from 2."
-        )
-
-
-def test_equal_prompts_are_one_group() -> None:
-    """Twelve times the same text says no more than once."""
-    asked: dict[str, Any] = {"probes": ("head_effects",), "layers": [1], "heads": [0], "progress": False}
-    report = ln_probe.analyze(lab(), PROMPTS[:1].repeat(12, 1), **asked)
-    assert (report.head_effects["p_sign"].dropna() == 1.0).all()
-    assert "12 prompts in 1 group are too few" in str(report.findings())
-
-
-def test_heads_and_layers_that_are_asked_for() -> None:
-    report = ln_probe.analyze(lab(), PROMPTS, probes=("head_effects",), layers=[1], heads=[2], progress=False)
-    made = report.tables["head_effects"]
-    assert set(zip(made["layer"], made["head"], strict=True)) == {(1, 2)}
-    assert made["delta_loss"].notna().all()
+def test_heads_layers_and_variants_that_are_asked_for() -> None:
+    report = measured(lab(), layers=[1], heads=[2])
+    assert [tuple(place) for place in report.head_effects[["layer", "head"]].to_numpy()] == [(1, 2)]
+    with pytest.raises(ProbeError, match="no_scale"):
+        HeadEffects(variants=["no_scale"])
 
 
 @pytest.mark.slow
-def test_estimates_order_the_heads_of_real_models() -> None:
-    """64 heads. Rank correlation on the default prompts .75; on four prompts that the model samples itself .96. One
-    head of layer 1 costs four times what its estimate says.
-    """
-    model = ln_probe.load_model("lm-layernorm")
-    report = ln_probe.analyze(model, probes=("head_effects",), max_tokens=96, progress=False)
-    rows = report.tables["head_effects"]
-    rows = rows[(rows["variant"] == "no_scaling") & (rows["no_op"] == "")]
-    assert len(rows) == 64
-    assert rows["delta_loss"].notna().all()
-    assert float(stats.spearmanr(rows["delta_loss"], rows["estimate"]).statistic) > 0.7
+def test_the_heads_of_lm_layernorm() -> None:
+    """On all 64 prompts, with three heads whose effect was known from runs of `without` before."""
+    rows = ln_probe.analyze(ln_probe.load_model("lm-layernorm"), probes=("head_effects",), progress=False).head_effects
+    rows = rows.set_index(["layer", "head"])
+    assert (rows["n"] == 64).all()
+    assert rows.loc[(1, 6), "delta_loss"] == pytest.approx(0.0079, abs=1e-4)
+    assert rows.loc[(1, 6), "prompts_worse"] == 49
+    assert rows.loc[(2, 14), "delta_loss"] == pytest.approx(0.0023, abs=1e-4)
+    assert rows.loc[(1, 0), "delta_loss"] == pytest.approx(0.0073, abs=1e-4)
+    assert (rows.loc[[(1, 6), (1, 0)], "p"] < 0.05).all()

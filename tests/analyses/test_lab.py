@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab_models import assert_same_run
-from torch import nn
 
 from ln_probe.analyses.lab.language_model.two_by_two import bundle
 from ln_probe.analyses.lab.norms import NORM_KINDS, Norm, calibrate
@@ -171,61 +168,6 @@ def test_hooks_see_what_the_fused_path_computes(options: dict[str, str], causal:
     assert pattern.shape == (2, 2, 10, 10)
     torch.testing.assert_close(pattern.sum(-1), torch.ones(2, 2, 10).double())
     assert (float(pattern.triu(1).abs().max()) == 0) == causal
-
-
-def test_rotary_scores_depend_on_the_distance() -> None:
-    model = build(positions="rotary", norm="none", divisor=1.0)
-    repeated = torch.full((1, 10), 3)
-    _, cache = model.run_with_cache(repeated)
-    scores = cache["blocks.0.attn.hook_attn_scores"][0]
-    for offset in (1, 4):
-        along = scores.diagonal(-offset, -2, -1)
-        torch.testing.assert_close(along, along[:, :1].expand_as(along), rtol=1e-5, atol=1e-6)
-    turned, plain = cache["blocks.0.attn.hook_rot_k"], cache["blocks.0.attn.hook_k"]
-    torch.testing.assert_close(turned.norm(dim=-1), plain.norm(dim=-1), rtol=1e-6, atol=1e-6)
-    angle = torch.tensor(5.0)  # the first pair turns by one radian a position
-    first, paired = plain[0, 5, 0, 0], plain[0, 5, 0, 4]
-    assert float(turned[0, 5, 0, 0]) == pytest.approx(float(first * angle.cos() - paired * angle.sin()), rel=1e-5)
-
-
-def torchs_layer(model: Any) -> nn.TransformerEncoderLayer:
-    """Torch's own layer with the weights of a model of one layer, in float64."""
-    cfg, block = model.cfg, model.blocks[0]
-    attention, mlp = block.attn, block.mlp
-    layer = nn.TransformerEncoderLayer(
-        cfg.d_model, cfg.n_heads, cfg.d_mlp, dropout=0.0, layer_norm_eps=cfg.eps, batch_first=True,
-        norm_first=cfg.norm_order == "pre",
-    ).double()  # fmt: skip
-    stacked = [W.transpose(1, 2).flatten(0, 1) for W in (attention.W_Q, attention.W_K, attention.W_V)]
-    pairs = [
-        (layer.self_attn.in_proj_weight, torch.cat(stacked)),
-        (layer.self_attn.out_proj.weight, attention.W_O.flatten(0, 1).T),
-        (layer.self_attn.out_proj.bias, attention.b_O),
-        (layer.linear1.weight, mlp.W_in.T), (layer.linear1.bias, mlp.b_in),
-        (layer.linear2.weight, mlp.W_out.T), (layer.linear2.bias, mlp.b_out),
-        (layer.norm2.weight, block.ln2.w), (layer.norm2.bias, block.ln2.b),
-    ]  # fmt: skip
-    if attention.b_Q is None:
-        layer.self_attn.in_proj_bias = None
-    else:
-        pairs.append((layer.self_attn.in_proj_bias, torch.cat([attention.b_Q, attention.b_K, attention.b_V]).flatten()))
-    if block.ln1.w is None:
-        layer.norm1 = nn.LayerNorm(cfg.d_model, eps=cfg.eps, elementwise_affine=False)
-    else:
-        pairs += [(layer.norm1.weight, block.ln1.w), (layer.norm1.bias, block.ln1.b)]
-    with torch.no_grad():
-        for theirs, ours in pairs:
-            theirs.copy_(ours)
-    return layer
-
-
-@pytest.mark.parametrize("order", ["pre", "post"])
-def test_norm_order_is_torchs(order: str) -> None:
-    """Both orders against nn.TransformerEncoderLayer with the same weights."""
-    model = build(n_layers=1, norm_order=order, norm_final=None, act_fn="relu", d_mlp=24, positions="none")
-    mask = torch.ones(10, 10, dtype=torch.bool).triu(1)
-    expected = torchs_layer(model)(F.embedding(TOKENS, model.embed.W_E), src_mask=mask)
-    torch.testing.assert_close(model.stream(TOKENS), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("options", "said"), [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import numpy as np
@@ -14,8 +13,7 @@ from hypothesis import strategies as st
 
 from ln_probe.analyses.lab.crasp import compiler, depth
 from ln_probe.analyses.lab.crasp.crasp import parse
-from ln_probe.analyses.lab.crasp.depth import hit_rates, term_effects
-from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
+from ln_probe.analyses.lab.crasp.depth import hit_rates
 from ln_probe.analyses.lab.train import PAD
 
 
@@ -45,16 +43,6 @@ def test_a_pad_is_never_wrong_and_a_letter_may_be() -> None:
     assert depth.exact_match(predicted, labels).tolist() == [True, False]
 
 
-def test_the_grid_lies_on_both_sides_of_the_boundary() -> None:
-    cells = depth.grid(quick=False)
-    assert len(cells) == len(set(cells)) == 2 * 3 * 2 * 4 + 4
-    for cell in cells:
-        assert (depth.predicted_depth(cell.k) <= cell.depth) == (cell.k == cell.depth + 2)
-    assert {c.positions for c in cells} == {"none", "rotary", "alibi"}
-    for cell in depth.grid(quick=True):
-        assert cell.spec().build().cfg.norm_final is None  # post-norm: the last block's own norm is the final one
-
-
 def test_hit_rates() -> None:
     rows = [
         (1, k, "layernorm", "post", "none", seed, depth.measure(lengths), value)
@@ -69,27 +57,3 @@ def test_hit_rates() -> None:
     assert hits.loc[3, "high"] == pytest.approx(np.sqrt(0.975), abs=1e-9)
     failed = pd.DataFrame([(1, 3, "layernorm", "post", "none", 2)], columns=[*depth.KEYS, "seed"])
     assert hit_rates(table, failed).set_index("k").loc[3, ["hits", "seeds"]].tolist() == [1, 3]
-
-
-def planted(shift: float, seeds: int = 3) -> pd.DataFrame:
-    """Runs at both sides of the boundary at three depths, in which scaling costs `shift` beyond it."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for d, beyond, norm, seed in itertools.product((1, 2, 3), (2, 3), NORM_KINDS, range(seeds)):
-        for lengths in depth.BINS:
-            value = 1.0 if beyond == 2 else 0.6 + 0.05 * rng.uniform() - shift * (norm in SCALES)
-            rows.append((d, d + beyond, norm, "post", "none", seed, depth.measure(lengths), value))
-    return pd.DataFrame(rows, columns=[*depth.KEYS, "seed", "measure", "value"])
-
-
-def test_what_scaling_costs_is_seen_over_all_depths_at_once() -> None:
-    for shift in (0.3, 0.0):
-        terms = term_effects(planted(shift)).set_index(["term", "side", "depth", "outcome"])
-        row = terms.loc["scaling", "beyond", "all", "reach"]
-        assert row["mean"] == pytest.approx(-shift, abs=0.02)
-        assert row["units"] == 3 * 3 * 2
-        assert row["ci_low"] <= -shift <= row["ci_high"]
-        assert (row["p_holm"] < 0.05) == (shift > 0)
-        assert terms.loc["projection", "beyond", "all", "reach"]["p_holm"] > 0.05
-        assert terms.loc["scaling", "within", "all", "reach"]["mean"] == 0
-        assert terms["p"].notna().sum() == 2 * 2, "only what is over all depths is tested"

@@ -20,9 +20,7 @@ from ln_probe.analyses.lab.language_model.published import (
     published_model,
     unselectable_keys,
 )
-from ln_probe.analyses.lab.language_model.two_by_two import ALL_LAYERS, COSTS, costs
 from ln_probe.analyses.lab.text_task import piecewise_loss
-from ln_probe.analyses.lab.transformer import LabConfig
 
 SIZE = Size(d_vocab=300, n_ctx=24, batch=2, steps=4, valid_windows=4)
 
@@ -69,27 +67,3 @@ def test_keys_in_each_space() -> None:
     assert all(found[layer, NORMALIZED] == 0 for layer in range(4))
     assert all(found[layer, HEAD] > 0.5 for layer in range(4))
     assert 0 < np.mean([found[layer, BEFORE] for layer in range(4)]) < 0.5
-
-
-def test_what_the_terms_cost() -> None:
-    """With each site's constants put in by hand; a model that does not project loses nothing without projection."""
-    torch.manual_seed(0)
-    made = LabConfig(2, 8, 4, 11, 16, norm="scaling_only", norm_mlp="scaling_only", norm_final="scaling_only")
-    model = made.build()
-    tokens, others = torch.randint(11, (5, 16)), torch.randint(11, (5, 16))
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights += 0.3 * torch.randn_like(weights)
-    found = {measure: (layer, cost) for layer, measure, cost in costs(model, tokens, others)}
-    assert found[COSTS["projection"]] == (ALL_LAYERS, 0)
-    _, cache = model.run_with_cache(others)
-    frozen = {
-        name: torch.cat([sigma[:, :1].mean(0), sigma[:, 1:].mean().expand(15, 1)])
-        for name, sigma in cache.items()
-        if name.endswith("hook_scale")
-    }
-    hooks = [(name, lambda sigma, hook: frozen[hook.name].expand_as(sigma)) for name in frozen]
-    with torch.no_grad():
-        by_hand = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks) - model(tokens, return_type="loss")
-    assert found[COSTS["scaling"]] == (ALL_LAYERS, pytest.approx(float(by_hand), abs=1e-6))
-    assert abs(by_hand) > 1e-3

@@ -56,22 +56,6 @@ def test_the_reduction_is_exact(norm: str, radius: float | str | None, task: maj
             assert float((got - right).abs().max()) < 2e-6 * largest, name
 
 
-@pytest.mark.parametrize("part", majority.PARTS)
-def test_one_part_is_small_and_the_other_is_not(part: str) -> None:
-    """The attention of a shrunk part is that of the norm at radius 1/√d, the rest that at √d; from the same weights."""
-    tokens = torch.randint(6, (3, 12), generator=torch.Generator().manual_seed(1))
-    models = {
-        "large": model("scaling_only"),
-        "small": model("scaling_only", 8**-0.5),
-        "part": model("scaling_only", part),
-    }
-    seen = {name: one.run_with_cache(tokens)[1] for name, one in models.items()}
-    for hook in ("hook_q", "hook_k", "hook_v"):
-        small = (hook == "hook_v") == (part == "values")
-        wanted = seen["small" if small else "large"][f"blocks.0.attn.{hook}"]
-        torch.testing.assert_close(seen["part"][f"blocks.0.attn.{hook}"], wanted)
-
-
 def test_partitions() -> None:
     """All of them, by another recursion; and the published search reaches each exactly once."""
 
@@ -103,23 +87,3 @@ def test_data() -> None:
     for label in range(20):
         share = (train.label[train.chosen] == label).sum() / (train.label == label).sum()
         assert share == pytest.approx(0.8, abs=0.01)
-
-
-def test_an_epoch_sees_every_example_once(task: majority.MajorityTask) -> None:
-    steps = -(-len(task.data[0].chosen) // 100)
-    seen = [task.batch(step, 100, 0).chosen for step in range(steps)]
-    assert [len(s) for s in seen[:-1]] == [100] * (steps - 1)
-    assert sorted(np.concatenate(seen)) == sorted(task.data[0].chosen)
-    fresh = majority.MajorityTask(0, SMALL)
-    assert np.array_equal(fresh.batch(steps + 1, 100, 0).chosen, task.batch(steps + 1, 100, 0).chosen)
-
-
-def test_angles_of_planted_queries() -> None:
-    ours = model("layernorm")
-    with torch.no_grad():
-        ours.blocks[0].attn.W_K.zero_()
-        ours.blocks[0].attn.W_K[0, :, 0] = 1.0  # every effective query lies along the ones-vector
-    torch.testing.assert_close(majority.query_angles(ours), torch.zeros(6), atol=0.05, rtol=0)
-    with torch.no_grad():
-        ours.blocks[0].attn.W_K[0, ::2, 0] = -1.0  # and now at a right angle to it
-    torch.testing.assert_close(majority.query_angles(ours), torch.full((6,), 90.0), atol=0.05, rtol=0)

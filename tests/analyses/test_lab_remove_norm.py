@@ -13,7 +13,6 @@ from ln_probe.analyses.lab.text_task import TextTask
 from ln_probe.analyses.lab.train import TrainConfig, train
 from ln_probe.analyses.lab.transformer import LabConfig
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 SIZE = remove_norm.Size(
     steps=14, batch=2, schedule=remove_norm.Schedule(2, 1, 1), valid_windows=2, contexts=2
 )  # 5 norms: over at step 12
@@ -53,21 +52,6 @@ def test_each_stage_by_its_formula() -> None:
     batches_before = int(made.batches)
     made(x)
     assert int(made.batches) == batches_before, "a constant is no longer followed"
-
-
-def test_norms_go_one_by_one(start: Path) -> None:
-    norms = remove_norm.replaceable_norms(remove_norm.Start(start).build())
-    schedule = remove_norm.Schedule(first=2, every=3, joined_every=2)
-    seen = []
-    for step in range(28):
-        schedule.set_stages(norms, step)
-        seen.append([int(norm.stage) for norm in norms])
-    assert seen[1] == [remove_norm.LAYERNORM] * 5
-    assert seen[2] == [remove_norm.TWO_CONSTANTS] + [remove_norm.LAYERNORM] * 4
-    assert seen[5] == [remove_norm.TWO_CONSTANTS] * 2 + [remove_norm.LAYERNORM] * 3
-    assert seen[schedule.replaced(5) - 1] == [remove_norm.TWO_CONSTANTS] * 5
-    assert seen[schedule.replaced(5)] == [remove_norm.ONE_CONSTANT] + [remove_norm.TWO_CONSTANTS] * 4
-    assert seen[-1] == [remove_norm.ONE_CONSTANT] * 5
 
 
 def test_a_plain_model_computes_the_same(start: Path) -> None:

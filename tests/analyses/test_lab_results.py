@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,10 @@ from lab_models import is_interior
 from scipy import stats
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.majority.majority import MajoritySize, MajorityTask
+from ln_probe.analyses.lab.majority.majority import MajorityTask
 from ln_probe.analyses.lab.majority.random_keys import HEAD, NORMAL, Cell, unselectable
-from ln_probe.analyses.lab.results import Results, binomial_interval, paired_p, share_interval, summarize, write_results
-from ln_probe.analyses.lab.runs import Run, planned
+from ln_probe.analyses.lab.results import binomial_interval, paired_p, share_interval, summarize
+from ln_probe.analyses.lab.runs import planned
 from ln_probe.analyses.lab.train import TrainConfig
 from ln_probe.analyses.lab.transformer import LabConfig
 
@@ -54,19 +53,6 @@ def test_a_seed_counts_once_and_missing_values_do_not() -> None:
         summarize(values, ["norm"])
 
 
-def test_what_is_written(tmp_path: Path) -> None:
-    long = pd.DataFrame({"seed": range(2000), "value": 0.5})
-    summary = summarize(pd.DataFrame({"norm": ["a"], "seed": [0], "value": [1.0]}), ["norm"])
-    results = Results({"summary": summary, "short": long[:3], "long": long}, diverged=("seed 4",))
-    write_results(results, tmp_path, experiment="toy", command="cmd", ln_probe_version="1", seconds=2.0)
-    about = json.loads((tmp_path / "results.json").read_text())
-    assert about["tables"] == ["summary.csv", "short.csv", "long.parquet"]
-    assert about["diverged"] == ["seed 4"]
-    assert about["versions"]["ln-probe"] == "1"
-    assert len(pd.read_parquet(tmp_path / "long.parquet")) == 2000
-    assert pd.read_csv(tmp_path / "summary.csv")["mean"].tolist() == [1.0]
-
-
 @pytest.mark.parametrize("space", [NORMAL, HEAD])
 def test_a_square_by_linear_programs(space: str) -> None:
     cell = Cell(space, 16 if space == HEAD else 3, 3, 12, draws=6)
@@ -80,23 +66,15 @@ def test_a_square_by_linear_programs(space: str) -> None:
 
 def test_runs_are_planned_seed_by_seed(tmp_path: Path) -> None:
     """All cells with the first seed come first, each in a folder of its own; two cells may not share one."""
-    request = Request(out=tmp_path, seeds=(0, 3))
-    task = MajorityTask(0, MajoritySize(examples=1000))
-
-    def plan(cells: list[int]) -> list[Run]:
-        return planned(
-            cells,
-            request,
-            keys=lambda d: {"d": d // 10},
-            task=lambda *_: task,
-            spec=lambda d: LabConfig(1, d, 1, 6, 12),
-            training=lambda d, seed: TrainConfig(steps=d, batch=1, seed=seed),
-        )
-
-    runs = plan([10, 20])
-    assert [(r.keys["d"] * 10, r.seed, r.training.steps, str(r.folder.relative_to(tmp_path))) for r in runs] == [
-        (10, 0, 10, "runs/1-seed0"), (20, 0, 20, "runs/2-seed0"),
-        (10, 3, 10, "runs/1-seed3"), (20, 3, 20, "runs/2-seed3"),
+    settings = {
+        "keys": lambda d: {"d": d // 10},
+        "task": lambda *_: MajorityTask(0),
+        "spec": lambda d: LabConfig(1, d, 1, 6, 12),
+        "training": lambda d, seed: TrainConfig(steps=d, batch=1, seed=seed),
+    }
+    runs = planned([10, 20], Request(out=tmp_path, seeds=(0, 3)), **settings)
+    assert [(r.training.steps, r.seed, r.folder.name) for r in runs] == [
+        (10, 0, "1-seed0"), (20, 0, "2-seed0"), (10, 3, "1-seed3"), (20, 3, "2-seed3"),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="two cells"):
-        plan([10, 11])
+        planned([10, 11], Request(out=tmp_path, seeds=(0, 3)), **settings)

@@ -43,7 +43,7 @@ READERS = {
         "layer": FIGURES, "head": WORDING, "variant": WORDING, "unselectable": WORDING,
         "unreachable": HOWTO, "margin_median": REPORT, "attainable_median": REPORT,
         "pattern_max_median": REPORT, "entropy_ratio": WORDING,
-        "uniform_angle_deg": "examples/does_projection_matter.py", "n": WORDING,
+        "uniform_angle_deg": "docs/checkpoints.md", "n": WORDING,
     },
     "keys": {
         "layer": SHOWN, "head": SHOWN, "variant": REPORT, "prompt": REPORT, "position": REPORT, "token": SHOWN,
@@ -89,9 +89,7 @@ def test_a_report_has_few_columns_and_somebody_reads_each() -> None:
 
 @pytest.mark.parametrize("table", EVERY, ids=lambda t: t.name)
 def test_every_column_has_a_unit_and_a_meaning(table: Table) -> None:
-    assert list(table.describe().columns) == ["column", "unit", "meaning"]
-    assert (table.describe()["meaning"].str.len() > 3).all()
-    assert (table.describe()["unit"] != "").all()
+    assert all(unit and len(meaning) > 3 for unit, meaning in table.columns.values())
     assert table.check(table.empty()).empty
     assert Table.of_plain(json.loads(json.dumps(table.plain()))) == table
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ from crasp_reference import ALPHABET, BOOLEANS, Expression
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ln_probe.analyses.lab.crasp import compiler, temporal
+from ln_probe.analyses.lab.crasp import compiler
 from ln_probe.analyses.lab.crasp import read_back as reading
 from ln_probe.analyses.lab.crasp.compiler import PROGRAMS
 from ln_probe.analyses.lab.crasp.crasp import CRaspError, parse
 from ln_probe.analyses.lab.crasp.read_back import read_back
 from ln_probe.analyses.lab.crasp.temporal import formula_of, parse_formula, program_of
 from ln_probe.analyses.lab.crasp.weights import CompiledProgram, compile_program
-from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.norms import SCALES
 from ln_probe.analyses.lab.transformer import LabTransformer
 
@@ -68,24 +66,6 @@ def test_translations_of_2000_random_programs(drawn: Expression, word: str) -> N
     translated(drawn, word)
 
 
-def test_many_words_at_once() -> None:
-    formula = parse_formula("#[#[Q_a] > #[Q_b]] >= 2 and not Q_a")
-    assert (formula.depth, str(formula)) == (2, "(not (#[(#[Q_b] < #[Q_a])] < 2) and not Q_a)")
-    words = list(itertools.product(ALPHABET, repeat=6))
-    at_once = formula.values(np.array(words, dtype=object).T)
-    assert np.array_equal(at_once, np.stack([formula.values(word) for word in words], axis=1))
-    assert np.array_equal(at_once, program_of(formula).run(np.array(words, dtype=object).T))
-
-
-def test_depth_is_that_of_the_program() -> None:
-    for source, _ in PROGRAMS.values():
-        program = parse(source)
-        if program.output.kind == "Boolean":
-            formula = formula_of(program)
-            assert formula.depth in (program.depth, 0)  # 0: it is false everywhere
-            assert program_of(formula).depth == formula.depth
-
-
 @pytest.mark.parametrize(("call", "source", "line", "column", "said"), [
     (parse_formula, "Q_a and", 1, 8, "the formula ends too early; expected an expression"),
     (parse_formula, "#[Q_a]\n  + 1", 1, 1, "this is a count; expected a comparison, or a Boolean"),
@@ -107,21 +87,6 @@ def test_what_is_refused(call: Callable[[str], Any], source: str, line: int, col
     assert said in str(raised.value)
     assert (raised.value.line, raised.value.column) == (line, column)
 
-
-def test_formulas_of_too_many_parts_or_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubled = "p0 := Q_a\n" + "\n".join(f"p{i} := #[p{i - 1}] > 0 and p{i - 1}" for i in range(1, 40))
-    formula = formula_of(parse(doubled))  # 80 parts, and as text more than 2^39 letters
-    with pytest.raises(ValueError, match="as text it has more than 1000000 letters; write it by program_of"):
-        str(formula)
-    assert program_of(formula).run("bab").tolist() == [False, True, False]
-    monkeypatch.setattr(temporal, "MOST_NODES", 20)
-    with pytest.raises(
-        CRaspError, match=r"line 7, column 7: too wide: more than 20 parts; expected a formula of fewer parts"
-    ):
-        formula_of(parse(doubled))
-
-
-# ------------------------------------------------------------------------------------------------ weights and back
 
 FIRST_WRONG_WITH_ALIBI = 13  # the n from which on a^n b^(n-1) has no majority of a's
 
@@ -194,7 +159,7 @@ def test_a_comparison_that_is_counted_needs_scaling() -> None:
 
     assert share_right("layernorm") == share_right("scaling_only") == 1
     assert max(share_right("none"), share_right("projection_only"), share_right("layernorm", eps=1e-2)) < 1
-    layers = [compile_program(parse(compiler.gate_program(depth))).layers for depth in (1, 2, 3)]
+    layers = [compile_program(parse(compiler.gate_program(depth))).model.cfg.n_layers for depth in (1, 2, 3)]
     assert layers == [1, 2, 3]
 
 
@@ -220,15 +185,6 @@ def test_positions_in_a_compiled_program() -> None:
     assert right == [n < FIRST_WRONG_WITH_ALIBI for n in range(2, 31)]
 
 
-@pytest.mark.slow
-def test_depth_198() -> None:
-    program = parse(compiler.last_block(200))
-    compiled = compile_program(program, n_ctx=402)
-    assert compiled.attending == program.depth == 198
-    words = ["aabb" * 100, "ab" * 200, "a" * 398 + "ba"]
-    assert np.array_equal(compiled.run(words), truth(compiled, words))
-
-
 @pytest.mark.parametrize(("source", "options", "error", "word"), [
     ("n := #[Q_a] + 1", {}, CRaspError, "count"),
     ("x := 2147483647 * #[Q_a] > 2147483646 * #[Q_b]", {"n_ctx": 10**6}, CRaspError, "float64"),
@@ -240,12 +196,6 @@ def test_depth_198() -> None:
 def test_what_is_not_compiled(source: str, options: dict[str, Any], error: type[Exception], word: str) -> None:
     with pytest.raises(error, match=word):
         compile_program(parse(source), **options)
-
-
-@pytest.mark.parametrize(("words", "word"), [(["a", "ab"], "lengths"), (["abc"], "alphabet"), (["abab"], "context")])
-def test_words_that_are_not_run(words: list[str], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        compile_program(parse(compiler.MAJORITY), n_ctx=4).run(words)
 
 
 def test_what_cannot_be_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,17 +220,3 @@ def test_an_altered_weight_is_another_program() -> None:
     compiled.model.embed.W_E.data[[1, 2]] = compiled.model.embed.W_E.data[[2, 1]]
     words = np.array(list(itertools.product(ALPHABET, repeat=6)), dtype=object).T
     assert np.array_equal(read_back(compiled).run(words), parse("x := #[Q_b] > #[Q_a]").run(words))
-
-
-def test_the_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two programs, few words."""
-    monkeypatch.setattr(compiler, "PROGRAMS", {name: PROGRAMS[name] for name in ("names", "within 5")})
-    monkeypatch.setattr(compiler, "LETTERS", 60)
-    monkeypatch.setattr(compiler, "EVERY_WORD_TO", 5)
-    results = compiler.run(Request(tmp_path, (0,), quick=True, progress=False))
-    table = results.tables["agreement"]
-    assert (table.loc[table["suffices"], "value"] == 1).all()
-    assert len(table) == 2 * 4 * 4  # programs, norms, measures
-    operations = results.tables["operations"].set_index("operation")
-    assert (operations["layernorm"] == 1).all()
-    assert operations.loc["COMPARE, counted", "none"] < 1

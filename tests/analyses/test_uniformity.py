@@ -14,7 +14,7 @@ from small_models import norm_of
 import ln_probe
 from ln_probe.analyses.geometry import uniform
 from ln_probe.analyses.probes import uniformity
-from ln_probe.analyses.probes.uniformity import received, variant_outputs
+from ln_probe.analyses.probes.uniformity import received
 from ln_probe.hooks.attention import Heads, Rotary
 from ln_probe.hooks.norm import Norm
 
@@ -39,8 +39,7 @@ def planted(heads: Heads, site: Norm) -> torch.Tensor:
 def test_planted_query_attends_uniformly() -> None:
     heads, site, x = layer()
     q = planted(heads, site)
-    outputs = variant_outputs(site, x, 1.0)
-    k = heads.keys(site.affine(outputs["intact"]))
+    k = heads.keys(site.affine(site.project(x) / site.sigma(x)))
     ratio = uniformity.entropy_ratio(heads.pattern(q, k))
     assert float(ratio[0, 0]) == pytest.approx(1.0, abs=1e-12)
     # arccos resolves an angle of 0 to the square root of float64
@@ -50,7 +49,7 @@ def test_planted_query_attends_uniformly() -> None:
 def test_unprojecting_changes_scores_by_exactly_the_predicted_amount() -> None:
     """q·W_Kᵀ(gain·mu·1/sigma) (science, section 3)."""
     heads, site, x = layer()
-    outputs = variant_outputs(site, x, 1.0)
+    outputs = {"intact": site.project(x) / site.sigma(x), "no_projection": x / site.sigma(x)}
     for q in (planted(heads, site), torch.randn(1, 1, D_HEAD, dtype=torch.float64)):
         with_, without = (
             heads.keys(site.affine(outputs[v]))[:, 0] @ q[0, 0] / heads.divisor for v in ("intact", "no_projection")
@@ -102,20 +101,6 @@ def test_received_attention() -> None:
     assert math.isnan(float(received(torch.ones(1, 1, 1))[0, 0]))
 
 
-def test_variants_by_definition() -> None:
-    """A variant's output before gain and bias; intact, with both, it is the norm's own."""
-    _, site, x = layer()
-    out = variant_outputs(site, x, 2.5)
-    projected = x - x.mean(-1, keepdim=True)
-    sigma = (projected.square().mean(-1, keepdim=True) + site.eps).sqrt()
-    expected = {"intact": projected / sigma, "no_scaling": projected / 2.5, "no_projection": x / sigma}
-    for name, values in (expected | {"both_removed": x / 2.5}).items():
-        torch.testing.assert_close(out[name], values)
-    torch.testing.assert_close(site.affine(out["intact"]), site.module(x).detach())
-    with pytest.raises(ValueError, match="positive"):
-        variant_outputs(site, x, 0.0)
-
-
 @pytest.mark.parametrize("degrees", [1e-3, 0.1, 45.0, 89.999])
 def test_planted_angles_to_ten_digits(degrees: float) -> None:
     """A key that two queries read: one the ones-vector, the other what is orthogonal to it, a million times weaker."""
@@ -141,7 +126,7 @@ def test_angle_through_a_qk_norm() -> None:
         reads = heads.W_K[0] + torch.outer(1 / site.gain - heads.W_K[0] @ w, w) / (w @ w)
     heads = replace(heads, W_K=reads[None], b_K=torch.zeros(1, D_HEAD, dtype=torch.float64), k_norm=site)
     q = (w / site.gain)[None, None]
-    k = heads.keys(site.affine(variant_outputs(site, x, 1.0)["intact"]))
+    k = heads.keys(site.affine(site.project(x) / site.sigma(x)))
     assert float((k[:, 0] @ q[0, 0]).std()) < 1e-10
     assert float(uniform.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-4
     assert float(uniform.angle_to_uniform(replace(heads, k_norm=None), site.gain, q)[0, 0]) > 10

@@ -45,7 +45,6 @@ def test_a_report_says_where_it_came_from(capp: Path) -> None:
     assert prompts["commonest"].keys() <= set(map(str, range(53)))
     assert not any("of the prompts: what is measured describes it" in n for n in report.notes)
     assert provenance["arguments"]["layers"] == [1]
-    assert provenance["thresholds"]["tau"] == 1e-7
     assert set(provenance["constants"]) == {"blocks.1.ln1", "blocks.1.ln2"}
     about = provenance["calibration"]
     assert about["constants"] == "leave-one-out means over the other prompts"

@@ -173,18 +173,19 @@ def test_what_a_tokenizer_returns_is_respected(side: str, kind: Any, reader: Any
 
 
 @pytest.mark.parametrize("padded", [[9, 10, PAD, PAD], [PAD, PAD, 9, 10]])
+@pytest.mark.parametrize("kind", [torch.tensor, list])
 def test_padding_without_a_mask_is_left_out_at_either_end(
-    padded: list[int], reader: Any, monkeypatch: pytest.MonkeyPatch
+    padded: list[int], kind: Any, reader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = torch.tensor([ROWS[0], padded])
-    prompts = make_prompts(reader, batch)
+    prompts = make_prompts(reader, kind([ROWS[0], padded]))
     assert [r.tolist() for r in prompts.tokens] == ROWS
-    assert prompts.notes == ("padding (token 0) was left out of 1 of 2 prompts",)
-    assert tokens(reader, batch[1:]) == [padded], "of one row nobody can tell"
-    monkeypatch.setattr(Letters, "pad_token_id", END)
-    prompts = make_prompts(reader, torch.where(batch == PAD, END, batch))
-    assert [len(r) for r in prompts.tokens] == [4, 4]
-    assert "attention_mask" in prompts.notes[0]
+    assert prompts.notes[0].startswith("padding (token 0) was left out of 1 of 2 prompts")
+    assert tokens(reader, torch.tensor([padded])) == [[9, 10]]
+    monkeypatch.setattr(Letters, "pad_token_id", END)  # which ends texts too
+    batch = [[END if token == PAD else token for token in row] for row in (ROWS[0], padded)]
+    assert tokens(reader, kind(batch)) == ROWS
+    with_ends = [[END, *row, END] for row in batch]  # one of it begins and ends every text
+    assert tokens(reader, kind(with_ends)) == [[END, *row, END] for row in ROWS]
 
 
 # ------------------------------------------------------------------------------------- without prompts of the user's

@@ -99,12 +99,11 @@ class ApproximationTask(Task):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         trained = cast("relative.RelativeTransformer", model)
-        exact = self.target in relative.AFFINE_TARGETS and relative.plain(trained.cfg)
-        mse = (
-            relative.error(self.target, *relative.affine(trained, relative.LENGTH))[0]
-            if exact
-            else float(self.loss(model, self._evaluation))
-        )
+        cfg = trained.cfg
+        if self.target in relative.AFFINE_TARGETS and not (cfg.width or cfg.dot_product or cfg.norm != "none"):
+            mse = relative.error(self.target, *relative.affine(trained, relative.LENGTH))[0]
+        else:
+            mse = float(self.loss(model, self._evaluation))
         return {"mse": mse, "relative_mse": mse / relative.variance(self.target)}
 
 

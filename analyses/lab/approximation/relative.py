@@ -263,11 +263,6 @@ def linear_weights(target: str) -> Float[np.ndarray, " lag"]:
 AFFINE_TARGETS = ("4a", "4b")  # have a weight for every lag, however long the inputs are
 
 
-def plain(cfg: RelativeConfig) -> bool:
-    """Whether a model has neither FFN nor dot product nor norm."""
-    return not (cfg.width or cfg.dot_product or cfg.norm != "none")
-
-
 def affine(model: RelativeTransformer, length: int) -> tuple[float, Float[np.ndarray, " lag"]]:
     """A model's output for x = -1 or +1 at each lag, as constant + sum of weight x: on inputs of any length.
 

@@ -22,17 +22,6 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.lab.norms import SCALES, Norm
 
-
-def pooled(
-    keep: Float[Tensor, "batch pos hidden"], added: Float[Tensor, "batch pos hidden"]
-) -> Float[Tensor, "batch pos hidden"]:
-    """c_t = keep_t c_(t-1) + added_t from c_0 = 0 (a QRNN's pooling)."""
-    states = [added[:, 0]]
-    for k, new in zip(keep.unbind(1)[1:], added.unbind(1)[1:], strict=True):
-        states.append(k * states[-1] + new)
-    return torch.stack(states, dim=1)
-
-
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "qrnn", "qrnn f", "qrnn ifo", "qrnn+")
 QRNN_WINDOW = 2  # of the first layer, 1 above: the default of the library that the published QRNNs came from
 
@@ -102,7 +91,10 @@ class QRNNLayer(nn.Module):
     def forward(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos hidden"]:
         shifted = [F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] for back in range(self.window)]
         keep, added, out = self.terms(torch.cat(shifted, dim=-1))
-        return out * pooled(keep, added)
+        states = [added[:, 0]]
+        for k, new in zip(keep.unbind(1)[1:], added.unbind(1)[1:], strict=True):
+            states.append(k * states[-1] + new)
+        return out * torch.stack(states, dim=1)
 
     def terms(self, window: Float[Tensor, "*place inputs"]) -> tuple[Tensor, Tensor, Tensor]:
         """f, i z and o of the inputs of a window, one after the other, the last first."""
@@ -130,7 +122,7 @@ class NormedLayer(nn.Module):
         self.weights = _KERNELS[cfg.cell](width, cfg.hidden, batch_first=True)
         self.norm_input = self.norm_recurrent = self.norm_state = None
         if cfg.norm != "none" and cfg.norm_site == "gates":
-            rows = self.weights.weight_hh_l0.shape[0]
+            rows = len(self._tensors()[1])
             self.norm_input, self.norm_recurrent = _inside(cfg, rows), _inside(cfg, rows)
         elif cfg.norm != "none":
             self.norm_state = _inside(cfg, cfg.hidden, affine=cfg.norm_site == "readout")
@@ -153,15 +145,20 @@ class NormedLayer(nn.Module):
 
     def inputs(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos gate"]:
         """What the inputs and biases give to the gates: W_ih x, normed if that is the norm's site, and b."""
-        weights = self.weights
-        flat = _function(self.norm_input, x)(x.flatten(0, 1) @ weights.weight_ih_l0.T) + weights.bias_ih_l0
+        W, _, b, b_hh = self._tensors()
+        flat = _function(self.norm_input, x)(x.flatten(0, 1) @ W.T) + b
         if self.cfg.cell != "gru":  # whose reset gate scales W_hh h + b_hh
-            flat = flat + weights.bias_hh_l0
+            flat = flat + b_hh
         return flat.view(*x.shape[:-1], -1)
+
+    def _tensors(self) -> list[Tensor]:
+        """W_ih, W_hh, b_ih, b_hh."""
+        return list(self.weights.parameters())
 
     def step(self) -> Step:
         """Return what makes h and c (an LSTM's; others leave it alone) of one more letter, given what it adds."""
-        H, W, b = self.cfg.hidden, self.weights.weight_hh_l0.T, self.weights.bias_hh_l0
+        H, (_, W_hh, _, b) = self.cfg.hidden, self._tensors()
+        W = W_hh.T
         gates, state = _function(self.norm_recurrent, W), _function(self.norm_state, W)
         on_state, activation = self.cfg.norm_site == "state", torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
 

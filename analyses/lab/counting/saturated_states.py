@@ -100,7 +100,8 @@ def drawn(cell: str, layers: int, rng: np.random.Generator, hidden: int) -> list
     net: list[SaturatedLayer] = []
     for _ in range(layers):
         gates, inputs = _GATES[cell] * hidden, (hidden if net else LETTERS) * (2 if cell in POOLED else 1)
-        net.append(SaturatedLayer(cell, *map(rng.standard_normal, ((gates, inputs), (gates, hidden), gates))))
+        W, U, b = (rng.standard_normal(shape) for shape in ((gates, inputs), (gates, hidden), (gates,)))
+        net.append(SaturatedLayer(cell, W, U, b))
     return net
 
 
@@ -115,42 +116,30 @@ def advance(layers: list[SaturatedLayer], states: States, letter: int) -> States
     return np.hstack(after)
 
 
-def start(layers: list[SaturatedLayer], dtype: Any = int) -> States:
+def start(layers: list[SaturatedLayer]) -> States:
     """The state before any letter."""
-    return np.zeros((1, sum(layer.size for layer in layers)), dtype=dtype)
+    return np.zeros((1, sum(layer.size for layer in layers)), dtype=int)
 
 
-@dataclass(frozen=True)
-class Reached:
-    """How many states there are after all words of each length.
+def reachable(layers: list[SaturatedLayer], longest: int) -> tuple[Float[np.ndarray, " length"], bool]:
+    """Return how many states there are after all words of length 1 … `longest`, and whether they repeat for ever.
 
-    Attributes:
-        counts: of length 1, 2, …; CAP from where there are more.
-        settled: the set of states came back, so that these numbers repeat for ever.
+    The set after n + 1 letters is a function of the set after n: once a set comes back, all lengths are known. Counts
+    are CAP from where there are more.
     """
-
-    counts: Float[np.ndarray, " length"]
-    settled: bool
-
-
-def reachable(layers: list[SaturatedLayer], longest: int) -> Reached:
-    """Distinct states after all words of length 1 … `longest`.
-
-    The set after n + 1 letters is a function of the set after n: once a set comes back, all lengths are known.
-    """
-    states, counts, seen = start(layers), list[int](), dict[bytes, int]()
+    states, counts, lengths = start(layers), list[int](), dict[bytes, int]()
     for length in range(1, longest + 1):
         states = distinct(np.vstack([advance(layers, states, letter) for letter in range(LETTERS)]))
         if len(states) >= CAP:
-            return Reached(np.array(counts + [CAP] * (longest - len(counts)), dtype=float), settled=False)
+            return np.array(counts + [CAP] * (longest - len(counts)), dtype=float), False
         key = hashlib.sha256(states.tobytes()).digest()
-        if key in seen:
-            period = counts[seen[key] - 1 :]
+        if key in lengths:
+            period = counts[lengths[key] - 1 :]
             rest = [period[k % len(period)] for k in range(longest - len(counts))]
-            return Reached(np.array(counts + rest, dtype=float), settled=True)
-        seen[key] = length
+            return np.array(counts + rest, dtype=float), True
+        lengths[key] = length
         counts.append(len(states))
-    return Reached(np.array(counts, dtype=float), settled=False)
+    return np.array(counts, dtype=float), False
 
 
 def distinct(states: States) -> Shaped[np.ndarray, "kept number"]:
@@ -168,10 +157,7 @@ def exponent(counts: Float[np.ndarray, " length"], settled: bool) -> float:
     """The power of the length with which the number of states grows: the slope of log count over log length.
 
     By least squares over the last two doublings below CAP, where what a cell does at first matters least. 0 if the set
-    of states comes back.
-
-    Returns:
-        NaN if fewer than two lengths lie there (CAP is reached at once).
+    of states comes back, NaN if fewer than two lengths lie there (CAP is reached at once).
     """
     if settled:
         return 0.0
@@ -224,15 +210,15 @@ def run(request: Request) -> Results:
         lengths = [n for n in (LENGTHS_QUICK if request.quick else LENGTHS) if n <= cell.longest]
         reached = [reachable(drawn(cell.cell, cell.layers, rng, cell.hidden), max(lengths)) for _ in range(draws)]
         for length in lengths:
-            all_of = [one.counts[length - 1] for one in reached]
+            all_of = [count[length - 1] for count, _ in reached]
             for name, value in (("largest", max(all_of)), ("median", np.median(all_of))):
                 counts.append((*named, f"states, {name}", length, seed, float(value)))
-        powers = np.array([exponent(one.counts, one.settled) for one in reached])
+        powers = np.array([exponent(*one) for one in reached])
         known = powers[~np.isnan(powers)]
         growth += [
             (*named, f"{EXPONENT}, largest", seed, known.max() if len(known) else np.nan),
             (*named, f"{EXPONENT}, median", seed, float(np.median(known)) if len(known) else np.nan),
-            (*named, SETTLED, seed, float(np.mean([one.settled for one in reached]))),
+            (*named, SETTLED, seed, float(np.mean([settled for _, settled in reached]))),
             (*named, COUNTING, seed, float((known > GROWING).mean()) if len(known) else np.nan),
         ]
     values = pd.DataFrame(counts, columns=[*KEYS, "length", "seed", "value"])

@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import nn
 
 from ln_probe.analyses.lab.counting import counting
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentTagger
@@ -51,45 +51,26 @@ MEASURES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class State:
-    """The states of a layer for some words, [word hidden]."""
+@torch.no_grad()
+def phases(model: nn.Module, letters: int, n: int) -> Float[np.ndarray, "phase letter hidden"]:
+    """The state (an LSTM's c) after every letter of a^n b^n (2 letters) or a^n b^n c^n, in float64.
 
-    h: Float[Tensor, "word hidden"]
-    c: Float[Tensor, "word hidden"]
-
-
-class LetterByLetter:
-    """A trained tagger of one layer that reads a^n b^n (2 letters) or a^n b^n c^n letter by letter, in float64."""
-
-    def __init__(self, model: nn.Module, letters: int) -> None:
-        if not isinstance(model, RecurrentTagger) or model.cfg.n_layers != 1 or model.cfg.cell.startswith("qrnn"):
-            what = model.cfg if isinstance(model, RecurrentTagger) else type(model).__name__
-            raise ValueError(f"traces are of one LSTM, GRU or Elman layer, got {what}")
-        self.model = copy.deepcopy(model).double().eval()
-        self.letters, self.layer = letters, cast("NormedLayer", self.model.layers[0])
-        with torch.no_grad():
-            self._step = self.layer.step()
-            self._inputs = self.layer.inputs(self.model.embed(torch.arange(bos(letters) + 1))[None])[0]
-
-    def start(self) -> State:
-        """After the token that begins every word."""
-        zero = torch.zeros(1, self.model.cfg.hidden, dtype=torch.float64)
-        return self.read(State(zero, zero), bos(self.letters))
-
-    @torch.no_grad()
-    def read(self, state: State, token: int) -> State:
-        """After one more token."""
-        return State(*self._step(self._inputs[token].expand(len(state.h), -1), state.h, state.c))
-
-    def phases(self, n: int) -> Float[np.ndarray, "phase letter hidden"]:
-        """The state (an LSTM's c) after every letter of a^n b^n (c^n)."""
-        state, trace = self.start(), []
-        for phase in range(self.letters):
-            for _ in range(n):
-                state = self.read(state, 1 + phase)
-                trace.append((state.c if self.model.cfg.cell == "lstm" else state.h)[0].numpy())
-        return np.stack(trace).reshape(self.letters, n, -1)
+    Args:
+        model: a trained tagger of one LSTM, GRU or Elman layer.
+    """
+    if not isinstance(model, RecurrentTagger) or model.cfg.n_layers != 1 or model.cfg.cell.startswith("qrnn"):
+        what = model.cfg if isinstance(model, RecurrentTagger) else type(model).__name__
+        raise ValueError(f"traces are of one LSTM, GRU or Elman layer, got {what}")
+    double = copy.deepcopy(model).double().eval()
+    layer = cast("NormedLayer", double.layers[0])
+    step, inputs = layer.step(), layer.inputs(double.embed(torch.arange(bos(letters) + 1))[None])[0]
+    zero = torch.zeros(1, model.cfg.hidden, dtype=torch.float64)
+    h, c = step(inputs[[bos(letters)]], zero, zero)
+    trace = []
+    for token in (1 + phase for phase in range(letters) for _ in range(n)):
+        h, c = step(inputs[[token]], h, c)
+        trace.append((c if model.cfg.cell == "lstm" else h)[0].numpy())
+    return np.stack(trace).reshape(letters, n, -1)
 
 
 @dataclass(frozen=True)
@@ -156,8 +137,8 @@ def run(request: Request) -> Results:
 def followed(run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The rows of a finished run: `networks`, and `traces` of the dimension that counts."""
     task = cast("CountingTask", run.task)
-    reader, trained, tested = LetterByLetter(run.model(), task.letters), task.max_n, MAX_TESTED_N * task.max_n
-    short, long = reader.phases(trained), reader.phases(tested)
+    trained, tested = task.max_n, MAX_TESTED_N * task.max_n
+    short, long = (phases(run.model(), task.letters, n) for n in (trained, tested))
     evaluated = read_metrics(run.folder).iloc[-1]
     networks, traces = [], []
     for phase in range(1, task.letters):

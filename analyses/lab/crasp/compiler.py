@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ln_probe.analyses.lab.crasp.crasp import Program, parse
+from ln_probe.analyses.lab.crasp.crasp import parse
 from ln_probe.analyses.lab.crasp.weights import compile_program
 from ln_probe.analyses.lab.norms import NORM_KINDS, SCALES
 from ln_probe.analyses.lab.results import Results, summarize
@@ -144,18 +144,13 @@ def random_words(
     return words
 
 
-def interpreted(program: Program, words: Sequence[Sequence[str]]) -> np.ndarray:
-    """Return what the interpreter says at every letter, [word letter]."""
-    return np.stack([program.run(word) for word in words])
-
-
 def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict[str, Any]]:
     """Compare a program under every norm with the interpreter: a row per measure."""
     source, alphabet = PROGRAMS[name]
     program = parse(source)
     short = list(itertools.product(alphabet, repeat=every_word_to))
     long = random_words(alphabet, LETTERS, words, step_generator(seed, len(name)))
-    truths = [interpreted(program, w) for w in (short, long)]
+    truths = [np.stack([program.run(word) for word in w]) for w in (short, long)]
     rows = []
     for norm in NORM_KINDS:
         compiled = compile_program(program, norm, alphabet=alphabet, n_ctx=LETTERS + 1)
@@ -166,11 +161,9 @@ def agreement(name: str, seed: int, words: int, every_word_to: int) -> list[dict
             right = compiled.run(given[few]) == truth[few]
             shares[measure] = float(right.all(1).mean()), len(right)
             shares[f"{measure}_answers"] = float(right.mean()), len(right)
-        about = {
-            "program": name, "norm": norm, "suffices": enough, "depth": program.depth, "layers": compiled.layers,
-            "attending": compiled.attending, "d_model": compiled.model.cfg.d_model, "every_word_to": every_word_to,
-            "seed": seed,
-        }  # fmt: skip
+        cfg = compiled.model.cfg
+        about = {"program": name, "norm": norm, "suffices": enough, "depth": program.depth, "layers": cfg.n_layers}
+        about |= {"attending": compiled.attending, "d_model": cfg.d_model, "every_word_to": every_word_to, "seed": seed}
         rows += [{**about, "words": n, "measure": measure, "value": value} for measure, (value, n) in shares.items()]
     return rows
 
@@ -181,7 +174,7 @@ def operations_table(seed: int = 0) -> pd.DataFrame:
     for operation, source in OPERATIONS.items():
         program = parse(source)
         words = random_words("ab", LETTERS, FEW_WORDS, step_generator(seed, 1))
-        truth = interpreted(program, words)
+        truth = np.stack([program.run(word) for word in words])
         row: dict[str, Any] = {"operation": operation, "program": source.replace("\n", "  ")}
         for norm in NORM_KINDS:
             compiled = compile_program(program, norm, alphabet="ab", n_ctx=LETTERS + 1)

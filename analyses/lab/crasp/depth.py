@@ -183,9 +183,7 @@ def published_table() -> pd.DataFrame:
 def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.DataFrame:
     """How many seeds generalize to every bin of a cell, with an exact 95 % interval (Clopper-Pearson).
 
-    Returns:
-        KEYS, `predicted` (the theory says this depth suffices), `hits` (HIT or more in the worst bin; none of a run in
-        `failed`), `seeds`, `rate`, `low`, `high`.
+    A hit has HIT or more in its worst bin; runs in `failed` have none. `predicted`: the theory says the depth suffices.
     """
     worst = cast("pd.DataFrame", table.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].min())
     if failed is not None and len(failed):
@@ -193,7 +191,7 @@ def hit_rates(table: pd.DataFrame, failed: pd.DataFrame | None = None) -> pd.Dat
     rows = []
     for key, part in worst.groupby(list(KEYS), sort=False):
         hits, seeds = int((part["value"] >= HIT).sum()), len(part)
-        predicted = _side(cast("pd.DataFrame", part)).iloc[0] == WITHIN
+        predicted = _side(part).iloc[0] == WITHIN
         interval = results.binomial_interval(hits, seeds)
         rows.append((*cast("tuple[Any, ...]", key), predicted, hits, seeds, hits / seeds, *interval))
     return pd.DataFrame(rows, columns=[*KEYS, "predicted", "hits", "seeds", "rate", "low", "high"])
@@ -210,13 +208,9 @@ def term_effects(values: pd.DataFrame) -> pd.DataFrame:
     and without). Intervals are Student's t over seeds that have all depths and orders, of the mean over a seed's units
     (NaN with fewer than two such seeds). Only rows over all depths are tested: `p` is of the same t, and `p_holm` over
     these rows. `units` are the pairs that the mean is of.
-
-    Returns:
-        `term, norm_order` ("both": over pre- and post-norm runs)`, side, depth, outcome, mean, ci_low, ci_high, seeds,
-        units, p, p_holm`.
     """
     plain = values[(values["positions"] == "none") & (values["measure"] != measure(TRAIN_LENGTHS))]
-    reach = plain.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean()
+    reach = cast("pd.DataFrame", plain.groupby([*KEYS, "seed"], sort=False, as_index=False)["value"].mean())
     index = ["norm_order", "side", "depth", "seed"]
     wide = reach.assign(side=_side(reach)).pivot(index=index, columns="norm", values="value")
     rows: list[tuple[Any, ...]] = []
@@ -356,10 +350,8 @@ def analyse_deep(frame: pd.DataFrame, failed: pd.DataFrame | None = None) -> dic
 def reach_contrasts(values: pd.DataFrame) -> pd.DataFrame:
     """What one block, one layer or positions change in REACH (mean exact match beyond the training lengths).
 
-    Returns:
-        `contrast` (as text), and what `contrasted` gives of differences between runs of one seed, Holm's p over all:
-        a depth on its longest language within reach minus one block more; a language with one layer more minus without
-        it; rotary and ALiBi positions minus none.
+    Differences between runs of one seed, Holm's p over all: a depth on its longest language within reach minus one
+    block more; a language with one layer more minus without it; rotary and ALiBi positions minus none.
     """
     far = values[values["measure"] != measure(TRAIN_LENGTHS)]
     reach = far.pivot_table(index="seed", columns=["depth", "k", "positions"], values="value", sort=False)

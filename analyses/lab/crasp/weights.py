@@ -62,10 +62,6 @@ class CompiledProgram:
     alphabet: tuple[str, ...]
     attending: int
 
-    @property
-    def layers(self) -> int:
-        return self.model.cfg.n_layers
-
     def tokens(self, words: Sequence[Sequence[str]]) -> Int[Tensor, "word pos"]:
         """Return BOS and the words, which have to be equally long, as tokens.
 

@@ -91,10 +91,8 @@ def text(request: Request) -> TextTask:
     wanted = json.loads(shipped.read_text(encoding="utf-8"))["data"]
     if task.identity != wanted and not request.quick:
         names = ", ".join(f"{f['name']} ({f['sha256'][:8]})" for f in wanted["files"])
-        raise ValueError(
-            f"the bundled models were trained on {names} and a tokenizer of these: give the same files in the same "
-            "order and no --tokenizer, or run language_model for other text"
-        )
+        problem = f"the bundled models were trained on {names} and a tokenizer of these"
+        raise ValueError(f"{problem}: give these files in this order, or run language_model for other text")
     return task
 
 

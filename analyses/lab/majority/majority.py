@@ -409,13 +409,11 @@ def steps_to(frame: pd.DataFrame) -> pd.DataFrame:
     for (norm, radius, seed), run in losses.groupby(["norm", "radius", "seed"], sort=False):
         step, loss = run["step"].to_numpy(float), run["value"].to_numpy(float)
         for level in LEVELS:
-            below = np.flatnonzero(loss <= level)
-            steps = step[-1]
-            if len(below):
-                i = int(below[0])
-                part = (loss[i - 1] - level) / (loss[i - 1] - loss[i]) if i else 1.0
-                steps = step[i - 1] + part * (step[i] - step[i - 1]) if i else step[0]
-            rows.append((norm, radius, seed, level, float(steps), bool(len(below))))
+            reached = bool((loss <= level).any())
+            end = int((loss <= level).argmax()) + 1 if reached else len(loss)
+            last = slice(max(end - 2, 0), end)  # between these two evaluations
+            steps = np.interp(-level, -loss[last], step[last]) if reached else step[-1]
+            rows.append((norm, radius, seed, level, float(steps), reached))
     times = pd.DataFrame(rows, columns=["norm", "radius", "seed", "level", "steps", "reached"])
     first = results.select(times, norm=WITH[0], radius=WITH[1], reached=True)
     reference = first.rename(columns={"steps": "reference"})[["seed", "level", "reference"]]
