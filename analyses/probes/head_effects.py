@@ -86,16 +86,14 @@ class HeadEffects(Probe):
             layer: [head for head in range(head_count(run.model, layer)) if run.heads is None or head in run.heads]
             for layer in norms
         }
-        by_norm: dict[str, dict[int, tuple[int, ...] | None]] = {}
-        for layer, norm in norms.items():
-            by_norm.setdefault(norm.name, {})[layer] = tuple(heads[layer])
-        readers = Readers("qkv", by_norm)
-        try:
-            lost = lost_edits(run.model, list(dict.fromkeys(norms.values())), readers)
-        except InterventionError as error:  # this attention has no hook points of queries, keys and values
-            return _Silent(f"head_effects: nothing was measured: {error}")
+        lost = lost_edits(run.model, list(dict.fromkeys(norms.values())))
         norms = {layer: norm for layer, norm in norms.items() if norm.name not in lost}
-        return _Watching(run, self, norms, heads, [f"head_effects: {reason}" for reason in lost.values()])
+        watching = _Watching(run, self, norms, heads, [f"head_effects: {reason}" for reason in lost.values()])
+        try:
+            watching.check()
+        except ValueError as error:  # attention without hook points, or that does not read the norm's output
+            return _Silent(f"head_effects: nothing was measured: {error}")
+        return watching
 
 
 class _Silent(Observer):
@@ -195,6 +193,11 @@ class _Watching(Observer):
         self.intact: dict[int, float] = {}
         self.losses: dict[Place, dict[int, float]] = defaultdict(dict)
         self.estimates: dict[Place, dict[int, float]] = defaultdict(dict)
+
+    def check(self) -> None:
+        """Raise ValueError if the heads of this model cannot be edited one by one: a pass over two tokens."""
+        with evaluating(self.run.model):
+            EditedPasses(self.run.model, self.run.loss, self.run.prompts[0][:2], *_IntactHeads(self, 0).hooks())
 
     def prompt(self, prompt: int, tokens: Int[Tensor, " _"]) -> None:
         if weight := self.run.loss.weight(tokens) if self.places else 0:

@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from architectures import make_bridge
 
 import ln_probe
 from ln_probe.analyses.constants import Constants, grouped
-from ln_probe.analyses.probes.causal import Causal, shifts
-from ln_probe.analyses.probes.edited_runs import EditedRuns
-from ln_probe.analyses.probes.statistics import interval
+from ln_probe.analyses.probes.causal import Causal
+from ln_probe.analyses.probes.statistics import infer_mean
 from ln_probe.hooks import find_norms, without
 from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.edits import NoOpWarning
@@ -99,7 +97,7 @@ def test_labels_and_calibration_text_are_checked_before_the_first_pass(monkeypat
     monkeypatch.setattr("ln_probe.passes.stream_together", None)
     with pytest.raises(ValueError, match="got 2 labels for 5 prompts"):
         analyzed(model, groups=["a", "b"])
-    with pytest.raises(ValueError, match="calibration: these are the 5 prompts that are measured: leave it out"):
+    with pytest.raises(ValueError, match="calibration: these are the prompts that are measured"):
         analyzed(model, calibration=TOKENS)
 
 
@@ -111,8 +109,6 @@ def test_calibration_text_gives_every_prompt_the_same_constants() -> None:
     assert report.constants.of(0) == report.constants.of(4) == report.constants.pooled == expected
     assert report.provenance["calibration"]["constants"] == "means over the calibration prompts (tokens)"
     norms = report.layernorms.set_index("site")
-    ratio = expected["ln_final"].rest / report.constants.observed.loc["ln_final", "rest"]
-    assert norms.loc["ln_final", "constant_ratio_rest"] == pytest.approx(ratio)
     assert norms.loc["ln_final", "constant_rest"] == expected["ln_final"].rest
 
 
@@ -133,7 +129,7 @@ def test_unusable_calibration_text_is_refused() -> None:
     with pytest.raises(ValueError, match="calibration: its prompts have one token each"):
         analyzed(model, calibration=[[3], [4]])
     report = analyzed(model, calibration=[TOKENS[1], torch.arange(30, 42)])
-    assert "1 of 5 prompts are in the calibration text too: their own sigma is part of their constants" in report.notes
+    assert any("in the calibration text too" in note for note in report.notes)
 
 
 def test_one_group_of_prompts_has_constants_from_elsewhere() -> None:
@@ -185,33 +181,6 @@ def test_arrays_are_what_the_constants_were_made_of() -> None:
     assert loaded.sites == constants.sites
 
 
-def test_intervals_add_what_a_group_does_to_the_others_constants() -> None:
-    """The shift of a group is the derivative of the summed loss change by the group's weight in everybody's "
-    "constants."""
-    model = make_bridge("gpt2", torch.float64)
-    prompts = [torch.randint(1, 50, (n,), generator=torch.Generator().manual_seed(n)) for n in (6, 9, 12, 7)]
-    report = analyzed(model, prompts)
-    constants, sites = report.constants, find_norms(model)
-    runs = EditedRuns(model, sites, constants.pooled, primary_only=True, errors=constants.standard_errors)
-    for number, row in enumerate(prompts):
-        runs.measure(number, row)
-    moved = shifts(constants, pd.DataFrame(runs.gradients))
-
-    def summed(weights: np.ndarray) -> float:
-        sums, counts = (values * weights[:, None, None] for values in (constants.sums, constants.counts))
-        means = sums.sum(0) / counts.sum(0)
-        scale = {name: Constant(*map(float, pair)) for name, pair in zip(constants.sites, means, strict=True)}
-        with torch.no_grad(), without(model, "scaling", sites="all", scale=scale):
-            return sum(float(model(row[None], return_type="loss")) * (len(row) - 1) for row in prompts)
-
-    for group in range(4):
-        step = np.eye(4)[group] * 1e-4
-        slope = (summed(np.ones(4) + step) - summed(np.ones(4) - step)) / 2e-4
-        assert moved["all"][group] == pytest.approx(slope, rel=1e-4, abs=1e-6)
-    assert moved["all"].sum() == pytest.approx(0.0, abs=1e-9)
-    assert set(moved) == {"attention", "all"}
-
-
 @pytest.mark.slow
 def test_a_derivative_that_holds_over_no_real_step_is_reduced() -> None:
     """A loss that goes up and down within a thousandth of the constants' standard error: its slope says nothing."""
@@ -225,8 +194,8 @@ def test_a_derivative_that_holds_over_no_real_step_is_reduced() -> None:
     found = report.causal_prompts.query("sites == 'attention' and variant == 'no_scaling'")
     row = report.causal.query("sites == 'attention' and variant == 'no_scaling'").iloc[0]
     half_width = float(row["delta_loss_high"] - row["delta_loss_low"]) / 2
-    low, high = interval(found["delta_loss"].to_numpy(), np.ones(len(found)))
-    assert half_width < 1.5 * (high - low) / 2
+    alone = infer_mean(found["delta_loss"].to_numpy(), np.ones(len(found)))
+    assert half_width < 1.5 * (alone.high - alone.low) / 2
     assert any("too steep in the constants for a derivative (attention, all)" in note for note in report.notes)
 
 
@@ -340,7 +309,7 @@ def test_scaling_frozen_is_exactly_nothing_where_no_norm_scales() -> None:
         without(model, "scaling", sites="attention", scale=dict.fromkeys(attention, 0.1)),
     ):
         assert torch.equal(run(model, tokens, return_type="logits"), intact)
-    table = ln_probe.analyze(model, prompts=tokens, probes=[Causal(0, uniform=False)], progress=False).causal
+    table = ln_probe.analyze(model, prompts=tokens, probes=[Causal(single_norms=False)], progress=False).causal
     assert not len(table[(table["sites"] == "attention") & (table["variant"] == "no_scaling")])
     other = table[(table["sites"] == "mlp") & (table["variant"] == "no_scaling")].iloc[0]
     assert abs(other["delta_loss"]) > 1e-3
