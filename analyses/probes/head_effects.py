@@ -48,7 +48,7 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, VARIANTS, Norm
-from ln_probe.hooks.norm_edits import InterventionError, NormEdit, Readers, lost_edits, z_of
+from ln_probe.hooks.norm_edits import NormEdit, lost_edits, z_of
 
 Place = tuple[int, int, str]  # layer, head, variant
 
