@@ -336,6 +336,6 @@ def line_panels(
         ax.set(title=", ".join(map(str, cast("tuple[Any, ...]", names))), **axes)
         ax.title.set_fontsize(8)
     if groups:
-        names = places[0].get_legend_handles_labels()
-        figure.legend(*names, loc="outside lower center", ncols=4, fontsize=7, title=by, title_fontsize=7)
+        handles = places[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=7, title=by, title_fontsize=7)
     return figure

@@ -185,9 +185,9 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{path / LAB_FILE} does not describe a LabTransformer ({error})"
         raise ValueError(f"{problem}: load other models with `Run.model()` of their experiment") from error
-    model = LabTransformer(config, tokenizer=_tokenizer(path))
+    model: LabTransformer = LabTransformer(config, tokenizer=_tokenizer(path)).eval()
     load_weights(model, weights)
-    return model.eval()
+    return model
 
 
 def _tokenizer(path: Path) -> Any:

@@ -117,7 +117,7 @@ def plain(model: LabTransformer) -> LabTransformer:
     cfg = replace(model.cfg, norm=kind, norm_mlp=kind, norm_final=kind, divisor=None)
     copied = LabTransformer(cfg, tokenizer=model.tokenizer)
     copied.load_state_dict(weights)
-    return copied.eval()
+    return cast("LabTransformer", copied.eval())
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Start:
         for block in model.blocks:
             block.ln1, block.ln2 = (ReplaceableNorm(cast("Norm", norm)) for norm in (block.ln1, block.ln2))
         model.ln_final = ReplaceableNorm(cast("Norm", model.ln_final))
-        return model.train()
+        return cast("LabTransformer", model.train())
 
     def to_dict(self) -> dict[str, Any]:
         weights = (self.folder / MODEL_FILE).read_bytes()
