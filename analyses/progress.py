@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 
@@ -122,12 +122,12 @@ class TimeLeft:
     """An estimate of the time that work of several kinds still takes: what is left of each, at its pace so far.
 
     Args:
-        steps: the size of each step of each kind, in any unit of the kind's own.
+        counts: how many steps of each kind there are.
     """
 
-    def __init__(self, steps: Mapping[str, Sequence[float]]) -> None:
-        self.steps = steps
-        self.seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self.counts = counts
+        self.seconds: dict[str, list[float]] = {kind: [] for kind in counts}
 
     @contextmanager
     def step(self, kind: str, count: int = 1) -> Iterator[None]:
@@ -141,9 +141,8 @@ class TimeLeft:
         """The seconds left. The first step of a kind also prepares: from the third on it does not count."""
         total = 0.0
         for kind, seconds in self.seconds.items():
-            first, done = int(len(seconds) > 2), len(seconds)
-            if size := sum(self.steps[kind][first:done]):
-                total += sum(self.steps[kind][done:]) * sum(seconds[first:]) / size
+            typical = seconds[len(seconds) > 2 :]
+            total += (self.counts[kind] - len(seconds)) * sum(typical) / max(1, len(typical))
         return total
 
 

@@ -208,8 +208,8 @@ def second_pass(
             recorder.attention(number, attended)
 
     streamed = [w for w in every if w.probe.needs.norms or (w.probe.needs.attention and maps is not None)]
-    sizes = {w.probe.name: [w.probe.work(n) for n in range(len(run.prompts)) if w.takes(n)] for w in every}
-    work = TimeLeft(sizes | {_STREAM: [1.0] * max((len(sizes[w.probe.name]) for w in streamed), default=1)})
+    counts = {w.probe.name: sum(map(w.takes, range(len(run.prompts)))) for w in every}
+    work = TimeLeft(counts | {_STREAM: max((counts[w.probe.name] for w in streamed), default=1)})
     for numbers, tokens in batches("second pass", run.prompts, limit, lambda n: [w.takes(n) for w in every]):
         watching = [w for w in every if w.takes(numbers.start)]
         norms = [w for w in watching if w.probe.needs.norms]
