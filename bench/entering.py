@@ -1,13 +1,15 @@
-"""What entering `without` and `linearized` costs, in forward passes of 4 x 128 tokens; medians of alternating repeats.
+"""What entering `without` and `linearized` costs, and a pass inside; processor time of one thread.
 
-    first     of a model: its norms are found, the edit's effect proved, constants measured on the default prompts
-    again     what was found is kept, and only compared with the model's weights (goal: at most 0.2 passes)
+    first     of a model, in passes of two tokens: its norms are found and edits proved to reach the output
+    again     in milliseconds: what is known is compared with the modules and weights
+    pass      in intact passes of 4 x 128 tokens, in turn
 
-Two threads. `lm-layernorm`, and GPT-2 small's shape with random weights.
+`lm-layernorm`, and GPT-2 small's shape with random weights.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,46 +18,51 @@ from typing import Any
 import numpy as np
 import torch
 import typer
-from harness import gpt2_small, in_turn
+from harness import gpt2_small
 
 import ln_probe
 from ln_probe.hooks import linearized, without
 
-BATCH, TOKENS, THREADS = 4, 128, 2
 EDITS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
-    "scaling": lambda model: without(model, "scaling"),
+    "scaling": lambda model: without(model, "scaling", scale=2.0),
     "projection": lambda model: without(model, "projection"),
+    "scaling, keys": lambda model: without(model, "scaling", scale=2.0, only="keys"),
     "linearized": linearized,
 }
 
 
+def seconds(call: Callable[[], object]) -> float:
+    """Return the processor time of a call."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def enter(model: Any, edit: str) -> None:
+    with EDITS[edit](model):
+        pass
+
+
 def main(repeats: int = 15) -> None:
-    torch.set_num_threads(THREADS)
-    models: dict[str, Callable[[], Any]] = {
-        "lm-layernorm": lambda: ln_probe.load_model("lm-layernorm"),
-        "gpt2 small's shape": gpt2_small,
-    }
-    for name, load in models.items():
-        model = load()
-        tokens = torch.randint(0, 1000, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
-
-        def enter(edit: str, model: Any = model) -> None:
-            with EDITS[edit](model):
-                pass
-
-        def forward(model: Any = model, tokens: torch.Tensor = tokens) -> None:
-            with torch.no_grad():
-                model(tokens)
-
-        forward()
-        edits = {edit: partial(enter, edit) for edit in EDITS}
-        first = in_turn(edits, 1, warm=0)
-        taken = in_turn({"pass": forward, **edits}, repeats, warm=0)
-        again = {what: float(np.median(times[:, 0])) for what, times in taken.items()}
-        a_pass = again.pop("pass")
-        print(f"{name}: a pass of {BATCH} x {TOKENS} tokens {1e3 * a_pass:.0f} ms")
-        for edit, seconds in again.items():
-            print(f"    {edit:12} first {first[edit][0, 0] / a_pass:6.2f} passes, again {seconds / a_pass:.3f} passes")
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    short, long = (torch.randint(0, 1000, shape, generator=generator) for shape in ((1, 2), (4, 128)))
+    for name, load in (("lm-layernorm", partial(ln_probe.load_model, "lm-layernorm")), ("GPT-2's shape", gpt2_small)):
+        with torch.no_grad():
+            enter(load(), "scaling")  # (what torch and TransformerLens do once)
+            model = load()
+            model(short)
+            of_two = float(np.median([seconds(partial(model, short)) for _ in range(repeats)]))
+            first = seconds(partial(enter, model, "scaling")) / of_two
+            print(f"{name}: first entry {first:.1f} passes of two tokens ({1e3 * of_two:.1f} ms)")
+            for edit, context in EDITS.items():
+                again = np.median([seconds(partial(enter, model, edit)) for _ in range(repeats)])
+                ratios = []
+                for _ in range(repeats):
+                    intact = seconds(partial(model, long))
+                    with context(model):
+                        ratios.append(seconds(partial(model, long)) / intact)
+                print(f"    {edit:14} again {1e3 * again:5.1f} ms, pass {np.median(ratios):.3f}")
 
 
 if __name__ == "__main__":

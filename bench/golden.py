@@ -382,7 +382,7 @@ NAMES = {
 
 def renamed(name: str, old: pd.DataFrame) -> pd.DataFrame:
     """A committed table with the names of today: keys in head space, attention at the last position."""
-    if "space" in old:
+    if "space" in old and "measure" not in old:  # a table of keys, not of the laboratory
         old = old[old["space"] == "head"].drop(columns="space").reset_index(drop=True)
     today = {c: c.replace("attainable_last", "attainable") for c in old if str(c).startswith("attainable_last")}
     today |= NAMES.get(name, {})

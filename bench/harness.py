@@ -6,12 +6,10 @@ import csv
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,27 +113,6 @@ def measure_command(
 def peak_mb() -> float:
     """The largest resident set of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-@contextmanager
-def chromium() -> Iterator[Any]:
-    """A headless browser; None where there is no Chromium."""
-    path = shutil.which("chromium")
-    if path is None:
-        yield None
-        return
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-def write_prompts(path: Path, rows: Iterable[Sequence[int]]) -> str:
-    """Write token ids as a file of prompts; its path."""
-    path.write_text("".join(json.dumps({"tokens": list(row)}) + "\n" for row in rows))
-    return str(path)
 
 
 def show(*cells: object) -> None:

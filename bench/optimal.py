@@ -17,7 +17,7 @@ import torch
 import typer
 
 import ln_probe
-from ln_probe.analyses.files import sha256_of_file
+from ln_probe.analyses.text import sha256_of_file
 from ln_probe.hooks.constants import fit, mean_sigmas
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.task import bundled_prompts

@@ -245,19 +245,19 @@ class Form:
         return replace(heads, divisor=self.divisor, slopes=slopes)
 
 
-def _normed(norm: Norm, made: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos head d_head"]:
+def _normed(norm: Norm, values: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos head d_head"]:
     """Queries or keys through their norm: of each head, or (OLMo 2) of all heads together, repeated ones once."""
-    heads, d_head = made.shape[1:]
+    heads, d_head = values.shape[1:]
     if norm.d == d_head:
-        return norm.affine(norm.normalize(made))
+        return norm.affine(norm.normalize(values))
     own = norm.d // d_head
     if norm.projects or own * d_head != norm.d or own == 0 or heads % own:
         raise UnsupportedAttentionError(
             f"{norm.name} normalizes vectors of length {norm.d}, which are neither one head's nor all heads' together "
             f"({heads} of {d_head})"
         )
-    once = made[:, :: heads // own].reshape(len(made), -1)
-    normed = norm.affine(norm.normalize(once)).view(len(made), own, d_head)
+    once = values[:, :: heads // own].reshape(len(values), -1)
+    normed = norm.affine(norm.normalize(once)).view(len(values), own, d_head)
     return normed.repeat_interleave(heads // own, dim=1)
 
 
@@ -280,20 +280,9 @@ def _divisors(attn: Any, d_head: int) -> list[float]:
     """What q·k may be divided by: as the layer says, or its original, or as usual."""
     own = getattr(attn, "attn_scale", None)
     scaling = getattr(getattr(attn, "original_component", None), "scaling", None)
-    said = [float(own)] if isinstance(own, int | float) and own > 0 else []
-    said += [1.0 / float(scaling)] if isinstance(scaling, int | float) and scaling > 0 else []
-    return [*said, math.sqrt(d_head), 1.0]
-
-
-def _obstacle(attn: Any, causal: bool, bent: bool) -> str:
-    """Which known form of scores, other than one that is supported, this layer declares; empty if none."""
-    if not bent and (cap := _soft_cap(attn)):
-        return f"its scores have a soft cap of {cap:g}"
-    if not bent and _sinks(attn) is not None:
-        return "its softmax has a sink, a score of no key"
-    if _has_alibi(attn) and not causal:
-        return "its scores fall with distance on both sides (ALiBi without a causal mask)"
-    return ""
+    declared = [float(own)] if isinstance(own, int | float) and own > 0 else []
+    declared += [1.0 / float(scaling)] if isinstance(scaling, int | float) and scaling > 0 else []
+    return [*declared, math.sqrt(d_head), 1.0]
 
 
 def _has_alibi(attn: Any) -> bool:
@@ -307,15 +296,15 @@ def _soft_cap(attn: Any) -> float:
 
 def _sinks(attn: Any) -> Float[Tensor, " head"] | None:
     """The sinks of a layer (GPT-OSS): a score for each head that is of no key."""
-    found = getattr(getattr(attn, "original_component", None), "sinks", None)
-    return found.detach().double() if isinstance(found, Tensor) and found.ndim == 1 else None
+    sinks = getattr(getattr(attn, "original_component", None), "sinks", None)
+    return sinks.detach().double() if isinstance(sinks, Tensor) and sinks.ndim == 1 else None
 
 
 def _configs(attn: Any) -> list[Any]:
     inner = getattr(attn, "original_component", None)
     owners = [attn] if inner is None else [attn, inner]
-    found = (getattr(owner, name, None) for owner in owners for name in ("cfg", "config"))
-    return [cfg for cfg in found if cfg is not None]
+    configs = (getattr(owner, name, None) for owner in owners for name in ("cfg", "config"))
+    return [cfg for cfg in configs if cfg is not None]
 
 
 def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
@@ -375,8 +364,13 @@ def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None =
             in both directions: by name), or no known form gives that pattern.
     """
     layer, module = seen.layer, cast(Any, seen.attn)
-    if obstacle := _obstacle(module, seen.causal, bent):
-        raise UnsupportedAttentionError(f"layer {layer}: {obstacle}, which head-space measures do not support")
+    forms = {
+        f"a soft cap of {_soft_cap(module):g}": bool(_soft_cap(module)) and not bent,
+        "a sink, a score of no key": _sinks(module) is not None and not bent,
+        "ALiBi without a causal mask": _has_alibi(module) and not seen.causal,
+    }
+    if form := next((form for form, present in forms.items() if present), ""):
+        raise UnsupportedAttentionError(f"layer {layer}: its scores have {form}, which head-space measures do not know")
     W_Q, W_K = weight_of(module, "W_Q"), weight_of(module, "W_K")
     if W_Q is None or W_K is None:
         raise UnsupportedAttentionError(f"layer {layer}: {type(module).__name__} shows no W_Q and W_K")

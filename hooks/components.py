@@ -49,6 +49,7 @@ from ln_probe.hooks.model import (
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
+_BIASES = {"attn": "b_O", "mlp": "b_out"}
 END = "the end of the stream"
 TOKENS = 8  # of the short pass
 # Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
@@ -125,35 +126,31 @@ def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor,
     return None if point is None or out is None or out.ndim != 2 else (point, out)
 
 
-class Writers:
-    """The weights with which a model's sources write, each in the precision it is used in."""
+def _output_maps(model: HookedModel, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
+    """Return W_O of a layer; None where it shows none, so that its heads cannot be separated."""
+    W_O = weight_of(child_of(blocks(model)[layer], "attn"), "W_O")
+    return None if W_O is None or W_O.ndim != 3 else W_O.to(like)
 
-    def __init__(self, model: HookedModel) -> None:
-        self.model = model
-        self.d_model = int(model.cfg.d_model)
 
-    def heads(self, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
-        """Return W_O of a layer; None where it shows none, so that its heads cannot be separated."""
-        W_O = weight_of(child_of(blocks(self.model)[layer], "attn"), "W_O")
-        return None if W_O is None or W_O.ndim != 3 else W_O.to(like)
+def _output_bias(model: HookedModel, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
+    """Return b_O of an attention layer, b_out of an MLP; None where there is none (or zeros)."""
+    name = _BIASES.get(source.kind)
+    bias = None if name is None else weight_of(child_of(blocks(model)[source.layer], source.kind), name)
+    if bias is None or bias.numel() != int(model.cfg.d_model) or not bool(bias.any()):
+        return None
+    return bias.to(like).reshape(-1)
 
-    def bias(self, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
-        """Return b_O of an attention layer, b_out of an MLP; None where there is none (or zeros)."""
-        name = {"attn": "b_O", "mlp": "b_out"}.get(source.kind)
-        bias = None if name is None else weight_of(child_of(blocks(self.model)[source.layer], source.kind), name)
-        if bias is None or bias.numel() != self.d_model or not bool(bias.any()):
-            return None
-        return bias.to(like).reshape(-1)
 
-    def written(self, source: Source, shown: Float[Tensor, "row wide"]) -> Float[Tensor, "row d_model"] | None:
-        """Return what a source wrote, from what its module showed; None where that cannot be known."""
-        if source.kind != "attn":
-            return shown
-        if (W_O := self.heads(source.layer, shown)) is None or shown.shape[-1] != W_O[:, :, 0].numel():
-            return None
-        out = torch.einsum("rhk,hkd->rd", shown.unflatten(-1, (len(W_O), -1)), W_O)
-        bias = self.bias(source, shown)
-        return out if bias is None else out + bias
+def _written(model: HookedModel, source: Source, shown: Tensor) -> Float[Tensor, "row d_model"] | None:
+    """Return what a source wrote, from what its module showed; None where that cannot be known."""
+    if source.kind != "attn":
+        return shown
+    W_O = _output_maps(model, source.layer, shown)
+    if W_O is None or shown.shape[-1] != W_O[:, :, 0].numel():
+        return None
+    out = torch.einsum("rhk,hkd->rd", shown.unflatten(-1, (len(W_O), -1)), W_O)
+    bias = _output_bias(model, source, shown)
+    return out if bias is None else out + bias
 
 
 # ---------------------------------------------------------------------------------------- of what the stream is a sum
@@ -171,7 +168,6 @@ class Wiring:
     """Of what every norm's input is a sum.
 
     Attributes:
-        writers: the weights with which the model's sources write.
         norms: the model's norms.
         reads: of each norm outside attention, and of END, the sources of its input with their factors.
         open: places where the sum does not close, with the message that says how much is missing and since where.
@@ -179,7 +175,7 @@ class Wiring:
             exact to float32 only.
     """
 
-    writers: Writers
+    model: HookedModel
     norms: Sequence[Norm]
     reads: Mapping[str, Expression]
     open: Mapping[str, str]
@@ -284,7 +280,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
         norms: its norms.
         bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
-    writers, tokens, dtype = Writers(model), probe_tokens(model, TOKENS), dtype_of(model)
+    width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
     search, reads, single = _Search(dtype), dict[str, Expression](), set[str]()
     shown: dict[Any, tuple[Any, Any]] = {}  # what ran, in its order: its input and output
 
@@ -293,7 +289,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
         shown.setdefault(what, (next(iter(tensors_in(args, kwargs)), None), *output))
 
     after = [(module, partial(note, source)) for source, module in watched(model)]
-    after += [(n.module, partial(note, n)) for n in outside_attention(norms) if n.d == writers.d_model]
+    after += [(n.module, partial(note, n)) for n in outside_attention(norms) if n.d == width]
     before: list[Hook] = [(block, partial(note, f"blocks.{layer}")) for layer, block in enumerate(blocks(model))]
     if (reader := unembedding(model)) is not None:
         before.append((reader, partial(note, END)))
@@ -302,18 +298,18 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
     for what, values in shown.items():
         x, y = (None if value is None else flat(value, len(tokens)).double() for value in (values[0], values[-1]))
         if isinstance(what, Source):
-            written = writers.written(what, y)
-            if written is not None and written.shape[-1] == writers.d_model:
+            written = _written(model, what, y)
+            if written is not None and written.shape[-1] == width:
                 search.writes.append((what, written))
             continue
         place = what.name if isinstance(what, Norm) else what
-        if place == END and x.shape[-1] != writers.d_model:
+        if place == END and x.shape[-1] != width:
             search.open[END] = (
-                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {writers.d_model}: a map "
+                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {width}: a map "
                 "that ln_probe does not know comes between them. Attribute attention scores or layers before it"
             )
             continue
-        x = x[:, : writers.d_model]  # (of the first head)
+        x = x[:, :width]  # (of the first head)
         expression = search.see(place, x)
         if expression is not None and (not place.removeprefix("blocks.").isdigit() or int(place[7:]) in bare):
             reads[place] = expression
@@ -324,7 +320,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
             if dtype == torch.float64 and off > CLOSES[dtype]:
                 single.add(what.name)
                 search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
-    return Wiring(writers, norms, reads, search.open, frozenset(single))
+    return Wiring(model, norms, reads, search.open, frozenset(single))
 
 
 def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
@@ -485,7 +481,7 @@ class Split:
 
     def _written(self, source: Source) -> Float[Tensor, "row d_model"]:
         if source.kind != "norm":
-            written = self.wiring.writers.written(source, self.record.seen[source].double())
+            written = _written(self.wiring.model, source, self.record.seen[source].double())
             assert written is not None  # (its place would be open)
             return written
         norm, x = self.norm(source.norm), self.input(source.norm)
@@ -513,7 +509,7 @@ class Split:
                 values[Part(f"{norm.name} bias", "norm bias", norm.layer)] = dot(bias_of(norm), f)
             return values
         shown, layer = self.record.seen[source].double(), source.layer
-        bias = self.wiring.writers.bias(source, shown)
+        bias = _output_bias(self.wiring.model, source, shown)
         values = {} if bias is None else {Part(f"L{layer} {_BIASES[source.kind]}", "bias", layer): dot(bias, f)}
         if source.kind == "attn":
             return self._heads(layer, shown, f) | values
@@ -524,7 +520,7 @@ class Split:
 
     def _heads(self, layer: int, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
         if layer not in self._weights:
-            W_O = self.wiring.writers.heads(layer, z)
+            W_O = _output_maps(self.wiring.model, layer, z)
             assert W_O is not None
             self._weights[layer] = W_O
         weights = self._weights[layer]
@@ -540,7 +536,7 @@ class Split:
         whole = dot(out, f)
         if layer not in self.record.neurons:
             return {Part(f"L{layer} mlp", "mlp", layer): whole}
-        _, W_out = neurons_of(self.wiring.writers.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
+        _, W_out = neurons_of(self.wiring.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
         pulled = einsum(f, W_out.cpu().double(), "row reading d, neuron d -> neuron row reading")
         active = self.record.neurons[layer].double()
         values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
@@ -551,6 +547,3 @@ class Split:
                 "for whole MLPs"
             )
         return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)}
-
-
-_BIASES = {"attn": "b_O", "mlp": "b_out"}

@@ -2,14 +2,8 @@
 
 Position 0 has its own constant because attention sinks are there: in SmolLM2-135M their sigma is hundreds of times the
 others', and a single constant would make their vectors hundreds of times too long (Heimersheim 2024 treats the first
-position separately for the same reason). Values of `scale=` in `without`:
-
-    frozen      the mean sigmas at position 0 and at the other positions
-    uniform     the mean sigma of the other positions everywhere
-    optimal     the two constants per norm that minimize the loss: optimal ablation (Li & Janson 2024)
-
-Loss-optimal constants are searched over the logarithms of all constants together by L-BFGS-B (scipy), from the mean
-sigmas.
+position separately for the same reason). Loss-optimal constants (optimal ablation: Li & Janson 2024) are searched over
+the logarithms of all constants together by L-BFGS-B (scipy), from the mean sigmas.
 """
 
 from __future__ import annotations
@@ -293,16 +287,11 @@ def edited_loss(
 
 
 def _frozen(norms: Sequence[Norm], variant: str, constants: Mapping[str, Constant]) -> list[str]:
-    """Return the names of those norms whose sigma a variant replaces by one of these constants.
-
-    Raises:
-        ValueError: there are none, or a constant is missing.
-    """
+    """Return the names of those norms whose sigma a variant replaces by one of these constants."""
     frozen = [n.name for n in norms if VARIANTS[variant].takes_scaling(n)]
-    if not frozen:
-        raise ValueError(f"variant {variant!r} freezes the scaling of none of these {len(norms)} norms")
-    if missing := [name for name in frozen if name not in constants]:
-        raise ValueError(f"there is no constant for {some(missing)}")
+    if not frozen or (missing := [name for name in frozen if name not in constants]):
+        which = some(missing) if frozen else f"these {len(norms)} norms, whose scaling {variant!r} does not freeze"
+        raise ValueError(f"there is no constant for {which}")
     return frozen
 
 

@@ -75,7 +75,7 @@ from ln_probe.hooks.norm_edits import (
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.stream import ActivationError
-from ln_probe.hooks.task import Rows, check_tokens, default_tokens, token_batch
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -221,7 +221,7 @@ def _choice(
     hooked, variant = check_model(model), VARIANT_WITHOUT[what]
     structure = structure_of(hooked)
     every = norms_of(hooked, structure)
-    readers = readers_of(hooked, every, sites, only, heads)
+    readers = _readers(hooked, every, sites, only, heads)
     norms = choose(every, sites if readers is None else list(readers.heads))
     if readers is None:
         prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure)
@@ -241,7 +241,7 @@ def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple
 def no_op(norm: Norm, variant: str) -> str:
     """Return why a variant changes nothing at a norm, which does not have the terms; empty if it may."""
     chosen = VARIANTS[variant]
-    if not chosen.is_edit or chosen.effect(norm):
+    if not chosen.removes or chosen.effect(norm):
         return ""
     reasons = {"projection": "it has no projection", "scaling": "it does not scale"}
     return f"{norm.kind}: " + " and ".join(
@@ -298,6 +298,8 @@ def _constants(
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
     rows = None if tokens is None else check_tokens(model, tokens)
+    if rows is not None and max(map(len, rows)) < 2:
+        raise ValueError("tokens hold no position besides 0: give at least two positions")
     try:
         if not (isinstance(scale, str) and scale in SCALES):
             if rows is not None:
@@ -335,7 +337,7 @@ def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
         warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
-def readers_of(
+def _readers(
     model: HookedModel,
     norms: Sequence[Norm],
     sites: str | Sequence[str],
@@ -450,7 +452,9 @@ class _Linearized:
             InterventionError: the model has no norm.
         """
         hooked = check_model(model)
-        batch, norms = token_batch(hooked, tokens), _all_norms(hooked)
+        rows, norms = check_tokens(hooked, tokens), _all_norms(hooked)
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError("tokens must be rows of one length")
         sigmas: dict[str, Tensor] = {}
 
         def record(norm: Norm, _m: Any, args: Any, kwargs: Any, _output: Any) -> None:
@@ -458,7 +462,7 @@ class _Linearized:
             sigmas.setdefault(norm.name, norm.sigma(at_least_float32(x))[..., 0])
 
         with evaluating(hooked), hooks_on([(n.module, partial(record, n)) for n in norms]):
-            run(hooked, batch)
+            run(hooked, torch.stack(rows))
         return sigmas
 
 

@@ -581,13 +581,13 @@ def whole_number(value: object, what: str, least: int | None = None, error: type
     try:
         if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
             raise TypeError
-        found = operator.index(value)  # type: ignore[arg-type]
-        if least is not None and found < least:
+        number = operator.index(value)  # type: ignore[arg-type]
+        if least is not None and number < least:
             raise TypeError
     except (TypeError, RuntimeError):
         allowed = "" if least is None else f", {least} or more"
         raise error(f"{what} must be a whole number{allowed}, got {value!r}") from None
-    return found
+    return number
 
 
 LINE = 160  # characters of a whole line

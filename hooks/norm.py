@@ -58,24 +58,9 @@ class Variant:
     wording: str
 
     @property
-    def is_edit(self) -> bool:
-        """Whether it changes anything at all."""
-        return bool(self.removes)
-
-    @property
-    def is_combined(self) -> bool:
-        """Whether it removes several terms at once."""
-        return len(self.removes) > 1
-
-    @property
     def primary(self) -> bool:
         """Whether its contrasts on the primary sites are fixed before the data. All others are exploratory."""
         return len(self.removes) == 1
-
-    @property
-    def freezes_scaling(self) -> bool:
-        """Whether a constant replaces sigma."""
-        return "scaling" in self.removes
 
     def effect(self, norm: Norm) -> frozenset[str]:
         """Return the terms that it removes and the norm has.
@@ -88,10 +73,6 @@ class Variant:
         """Return whether it replaces this norm's sigma by a constant."""
         return "scaling" in self.effect(norm)
 
-    def takes_projection(self, norm: Norm) -> bool:
-        """Return whether it leaves this norm's mean component in."""
-        return "projection" in self.effect(norm)
-
 
 _BOTH = frozenset({"scaling", "projection"})
 INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED = _TABLE = (
@@ -102,7 +83,7 @@ INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED = _TABLE = (
 )
 # By name, in the order of tables and pictures; and names by what `without` calls them.
 VARIANTS = {variant.name: variant for variant in _TABLE}
-EDITS = [variant for variant in _TABLE if variant.is_edit]
+EDITS = list(_TABLE[1:])
 VARIANT_WITHOUT = {"scaling": "no_scaling", "projection": "no_projection", "both": "both_removed"}
 
 
@@ -509,9 +490,9 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     offset = 0.0
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
         out = trial.out[_BASE]
-        made = {more: _affine(trial.normalized[_BASE], _plus(gain, more), bias) for more in (0.0, 1.0)}
-        offset = min(made, key=lambda more: float((made[more] - out).abs().mean()))
-        if not _close(made[offset], out):
+        outputs = {more: _affine(trial.normalized[_BASE], _plus(gain, more), bias) for more in (0.0, 1.0)}
+        offset = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
+        if not _close(outputs[offset], out):
             raise UnknownNormError(f"{called} is no norm that ln_probe knows: its output is not gain·normalized + bias")
     if not _close(trial.edited[_BASE], trial.out[_BASE]):
         raise UnknownNormError(

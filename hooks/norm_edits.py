@@ -38,7 +38,7 @@ from ln_probe.hooks.norm import VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norms import Structure, structure_of
 
 # Settings of a model that change how attention reads its norm.
-_FLAGS = ("use_split_qkv_input", "use_attn_in", "use_hook_mlp_in", "use_attn_result")
+_FLAGS = ("use_split_qkv_input", "use_attn_in")
 _READ = ("hidden_states", "resid_pre", "input_ids", "inputs_embeds", "input", "x")
 # What attention is handed to keep keys and values in, by the name of its argument: HookedTransformer's, Hugging Face's.
 CACHES = ("past_kv_cache_entry", "past_kv_cache", "past_key_values", "past_key_value", "layer_past")
@@ -58,7 +58,7 @@ class LostEditError(InterventionError):
 
 
 class Positions:
-    """Which vectors of a norm belong to position 0: attention sinks live there, so it has a constant of its own.
+    """Which vectors of a norm belong to position 0, which has a constant of its own.
 
     A norm is handed tensors, not positions. While `watch` lasts, hooks on the model and its blocks note where each
     forward pass begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A
@@ -132,7 +132,7 @@ class Positions:
             self.offset, self.padding = 0, None
             begin()
         if caches := [kwargs[n] for n in CACHES if kwargs.get(n) is not None]:
-            self.offset = cached_tokens(caches[0], layer)
+            self.offset = _cached_tokens(caches[0], layer)
         elif layer is not None and "past_kv_cache_entry" in kwargs:
             self.offset = 0
         mask = kwargs.get("attention_mask")
@@ -140,14 +140,14 @@ class Positions:
             self.padding = (mask != 0).long().argmax(-1)
 
 
-def cached_tokens(cache: Any, layer: int | None) -> int:
+def _cached_tokens(cache: Any, layer: int | None) -> int:
     """Return how many tokens a cache holds: TransformerLens's entry or list of entries, or Hugging Face's."""
     if isinstance(keys := getattr(cache, "past_keys", None), Tensor):
         return int(keys.shape[1])
     if callable(length := getattr(cache, "get_seq_length", None)):
         return int(length() if layer is None else length(layer))
     try:
-        return cached_tokens(cache[0], layer)
+        return _cached_tokens(cache[0], layer)
     except (TypeError, IndexError, KeyError):
         return 0
 
@@ -250,7 +250,7 @@ class NormEdit(Edit):
     ) -> None:
         super().__init__(norm, label or variants[0])
         self.variants = variants
-        adds = [VARIANTS[variant].takes_projection(norm) for variant in variants]
+        adds = ["projection" in VARIANTS[variant].effect(norm) for variant in variants]
         self.adds_mean = None if not any(adds) else torch.tensor(adds, dtype=torch.float64)
         self.constants = constants
         self.partly = constants is not None and bool(constants.isnan().any())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -171,17 +171,6 @@ def _lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict
     }
 
 
-def norm_modules(modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Return those modules that normalize, by hook name."""
-    norms: dict[str, nn.Module] = {}
-    for module in modules:
-        children = module._modules
-        name = getattr(children.get("hook_scale"), "name", None)
-        if name and "hook_normalized" in children:
-            norms.setdefault(str(name).rsplit(".", 1)[0], module)
-    return norms
-
-
 def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, str]]:
     """Return path and fields of every norm, and of an identity for every block whose attention reads the stream; and
     the norms of which a change does not reach the output, with the reason.
@@ -190,7 +179,11 @@ def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[
         NormError, UnknownNormError: as `find_norms`.
     """
     paths = {module: path for path, module in model.named_modules()}
-    modules = norm_modules(paths)
+    modules: dict[str, nn.Module] = {}
+    for module in paths:
+        name = getattr(module._modules.get("hook_scale"), "name", None)
+        if name and "hook_normalized" in module._modules:
+            modules.setdefault(str(name).rsplit(".", 1)[0], module)
     fields: list[tuple[str, dict[str, Any]]] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
     with (

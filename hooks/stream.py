@@ -88,8 +88,8 @@ def _declared(attn: Any) -> list[int]:
         if getattr(owner, "is_sliding", None) is False:
             return []
     configs = [c for o in owners for c in (getattr(o, "cfg", None), getattr(o, "config", None)) if c is not None]
-    found = [getattr(o, name, None) for o in (*owners, *configs) for name in ("sliding_window", "window_size")]
-    return sorted({w for w in found if isinstance(w, int) and not isinstance(w, bool) and w > 0})
+    windows = [getattr(o, name, None) for o in (*owners, *configs) for name in ("sliding_window", "window_size")]
+    return sorted({w for w in windows if isinstance(w, int) and not isinstance(w, bool) and w > 0})
 
 
 class ActivationError(ValueError):
@@ -292,12 +292,12 @@ def record_attention(
 ) -> tuple[Record, dict[int, list[AttentionInput]]]:
     """One forward pass: `record` at every position, and what attention of some layers did in each prompt; `read`: the
     layers, and the norm that each reads."""
-    found: dict[int, list[AttentionInput]] = {layer: [] for layer in read}
+    attended: dict[int, list[AttentionInput]] = {layer: [] for layer in read}
     asked, shape = list(dict.fromkeys(read.values())), (int(tokens.shape[0]), int(tokens.shape[1]))
-    watch = _Pass(model, asked, shape, None, lambda _, seen: found[seen.layer].append(seen), list(read))
+    watch = _Pass(model, asked, shape, None, lambda _, seen: attended[seen.layer].append(seen), list(read))
     with hooks_on(watch.after, watch.before):
-        kept = record(model, tokens, range(tokens.numel()), norms, points=points, logits=False)
-    return kept, found
+        recorded = record(model, tokens, range(tokens.numel()), norms, points=points, logits=False)
+    return recorded, attended
 
 
 # ---------------------------------------------------------------------------------------- activation caches

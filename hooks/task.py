@@ -73,31 +73,15 @@ def check_ids(model: HookedModel, row: Int[Tensor, " pos"]) -> None:
 
 
 def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
-    """Return the rows of tokens to run, of which one at least has two positions.
+    """Return the rows of tokens to run: from [pos], [batch pos], or a list of rows.
 
     Raises:
-        TypeError, ValueError: as `token_rows` and `check_ids`; no position besides 0.
+        TypeError, ValueError: as `token_rows` and `check_ids`.
     """
-    rows = token_rows(tokens)
-    if max(map(len, rows)) < 2:
-        raise ValueError("tokens hold no position besides 0: give at least two positions")
+    rows = token_rows(tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens)
     for row in rows:
         check_ids(model, row)
     return rows
-
-
-def token_batch(model: HookedModel, tokens: object) -> Int[Tensor, "batch pos"]:
-    """Return token ids that run together: from [pos], [batch pos], or a list of rows of one length.
-
-    Raises:
-        TypeError, ValueError: as `token_rows` and `check_ids`; rows of different lengths.
-    """
-    rows = token_rows(tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens)
-    if len(lengths := {len(row) for row in rows}) > 1:
-        raise ValueError(f"tokens must be rows of one length, got lengths {sorted(lengths)}")
-    for row in rows:
-        check_ids(model, row)
-    return torch.stack(rows)
 
 
 def tokenizer_of(model: HookedModel) -> Any:
@@ -210,12 +194,6 @@ def default_tokens(model: HookedModel, split: str = MEASURED) -> list[Int[Tensor
 Loss = Callable[[Any, Tensor], Tensor]
 # In a causal model a later token changes earlier logits only by the rounding of another batch row (1e-2 in bf16).
 _SAME_LOGITS = 2e-2
-BIDIRECTIONAL = "attention is bidirectional, so the model sees the tokens that a next-token loss asks for; give loss="
-
-
-def too_few_outputs(outputs: int, vocabulary: int) -> str:
-    """Return why a model with fewer outputs than tokens has no next-token loss."""
-    return f"the model has {outputs} outputs for {vocabulary} tokens, so there is no next-token loss; give loss="
 
 
 class ObjectiveError(ValueError):
@@ -302,10 +280,12 @@ class Objective:
             logits = run(model, tokens, return_type="logits")
         if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] < size:
             outputs = logits.shape[-1] if isinstance(logits, Tensor) and logits.ndim else 0
-            return too_few_outputs(outputs, size)
+            return f"the model has {outputs} outputs for {size} tokens, so there is no next-token loss; give loss="
         wide = logits.float()
         ahead = float((wide[0, :-1] - wide[1, :-1]).abs().max())
-        return BIDIRECTIONAL if ahead > _SAME_LOGITS * float(wide.abs().max().clamp_min(1.0)) else ""
+        if ahead > _SAME_LOGITS * float(wide.abs().max().clamp_min(1.0)):
+            return "attention is bidirectional, so there is no next-token loss; give loss="
+        return ""
 
     def check(self, model: HookedModel, tokens: Int[Tensor, " pos"]) -> None:
         """Raise ObjectiveError if the user's loss of one prompt is not finite, or another value the second time."""

@@ -29,10 +29,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ln_probe import __version__
-from ln_probe.analyses.files import read_json, read_labels, sha256_of_file
 from ln_probe.analyses.probes import DEFAULT
 from ln_probe.analyses.progress import ProgressLine, follow_parent, tell, tell_left
-from ln_probe.analyses.text import whole_number
+from ln_probe.analyses.text import read_json, read_labels, sha256_of_file, whole_number
 
 MAX_WORKERS = 4  # by default: each holds a model and about 1 GB beside it, and they compete for memory bandwidth
 KILLED = "its process was killed twice; if memory was short, use fewer --workers or a smaller --max-tokens"
@@ -339,8 +338,10 @@ class _Clock:
         whole = [left + now - self.started.setdefault(name, now) for name, left in zip(names, ends, strict=True)]
         first = len(self.targets) - waiting - len(running) + 1
         last = f" to {first + len(running) - 1}" * (len(running) > 1)
-        tell(f"model{'s' * bool(last)} {first}{last} of {len(self.targets)} ({', '.join(names)})")
-        if names and not any(map(math.isnan, ends)):
+        is_known = bool(names) and not any(map(math.isnan, ends))
+        doing = "" if is_known else ": loading, first pass"
+        tell(f"model{'s' * bool(last)} {first}{last} of {len(self.targets)} ({', '.join(names)}){doing}")
+        if is_known:
             tell_left(max(*ends, 0.0) + sum(whole) / len(whole) * math.ceil(waiting / self.workers))
 
 

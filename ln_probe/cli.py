@@ -270,7 +270,7 @@ def report(
     A report that is there, of the same weights and settings, is skipped.
     """
     from ln_probe import batch
-    from ln_probe.analyses.files import read_labels
+    from ln_probe.analyses.text import read_labels
 
     names = [*(targets or ()), *_listed(from_file)]
     if not names:
@@ -345,7 +345,7 @@ def _listed(path: Path | None) -> list[str]:
     """Return the targets in a file: one a line, without empty lines and comments (#)."""
     if path is None:
         return []
-    from ln_probe.analyses.files import FileError, read_text
+    from ln_probe.analyses.text import FileError, read_text
 
     try:
         lines = [line.partition("#")[0].strip() for line in read_text(path).splitlines()]
@@ -403,7 +403,7 @@ def freezing_cost(
     quiet: Quiet = False,
 ) -> None:
     """Print how much freezing scaling raises the loss, with its CI: the first number of a report, alone."""
-    from ln_probe.analyses.files import read_labels
+    from ln_probe.analyses.text import read_labels
 
     target = _target(model)
     try:

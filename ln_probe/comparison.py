@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
 
-from ln_probe.analyses.probes import statistics
+from ln_probe.analyses.probes import statistics, wording
 from ln_probe.analyses.probes.tables import SUMMARY
-from ln_probe.analyses.probes.wording import unselectable_share
 from ln_probe.analyses.text import step_named
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
@@ -59,7 +57,7 @@ class Comparison:
     @property
     def by_head(self) -> pd.DataFrame:
         """`Report.by_head` of all reports, by (layer, head), with columns (measure, name)."""
-        return joined(("layer", "head"), self.names, [r.by_head() for r in self.reports])
+        return side_by_side(("layer", "head"), self.names, [r.by_head() for r in self.reports])
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(map(repr, self.names))})"
@@ -94,29 +92,28 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     Example:
         >>> ln_probe.compare([report, report], names=["before", "after"]).summary
     """
-    found = tuple(reports)
-    if not found or not all(isinstance(report, Report) for report in found):
+    reports = tuple(reports)
+    if not reports or not all(isinstance(report, Report) for report in reports):
         raise TypeError("compare takes at least one Report; load a saved one with ln_probe.load_report")
-    called = labels(found) if names is None else tuple(map(str, names))
-    if len(called) != len(found) or len(set(called)) != len(called):
-        raise ValueError(f"names must be {len(found)} different ones, one per report, got {list(called)}")
-    keys = {name: table.key for report in found for name, table in report.declared.items() if table.key}
-    wide = {name: joined(key, called, [r.tables.get(name) for r in found]) for name, key in keys.items()}
-    more = paired(called, found), setup_differences(called, found)
-    return Comparison(called, found, summary(called, found), wide, *more)
+    names = labels(reports) if names is None else tuple(map(str, names))
+    if len(names) != len(reports) or len(set(names)) != len(names):
+        raise ValueError(f"names must be {len(reports)} different ones, one per report, got {list(names)}")
+    keys = {name: table.key for report in reports for name, table in report.declared.items() if table.key}
+    wide = {name: side_by_side(key, names, [r.tables.get(name) for r in reports]) for name, key in keys.items()}
+    more = paired(names, reports), setup_differences(names, reports)
+    return Comparison(names, reports, summary(names, reports), wide, *more)
 
 
-def joined(key: Sequence[str], names: Sequence[str], frames: Sequence[pd.DataFrame | None]) -> pd.DataFrame:
+def side_by_side(key: Sequence[str], names: Sequence[str], frames: Sequence[pd.DataFrame | None]) -> pd.DataFrame:
     """Join the models' rows of a table on its key; columns are (measure, name)."""
-    about = list(key)
-    found = {
-        name: frame.drop_duplicates(about).set_index(about)
+    indexed = {
+        name: frame.set_index(list(key))
         for name, frame in zip(names, frames, strict=True)
         if frame is not None and len(frame)
     }
-    if not found:
+    if not indexed:
         return pd.DataFrame()
-    both = pd.concat(found, axis=1, sort=False)
+    both = pd.concat(indexed, axis=1, sort=False)
     measures = list(dict.fromkeys(both.columns.get_level_values(1)))
     wide: pd.DataFrame = both.swaplevel(axis=1)[measures]
     return wide
@@ -147,13 +144,13 @@ def _checkpoint_folder(name: str) -> str:
 def labels(reports: Sequence[Report]) -> tuple[str, ...]:
     """Return a name per report: the model's, with its step or a number where several share it."""
     plain = [r.name for r in reports]
-    steps = [step_of(r) for r in reports]
-    found: list[str] = []
-    for name, step in zip(plain, steps, strict=True):
-        called = name if plain.count(name) == 1 or step is None else f"{name} step {step}"
-        again = sum(f == called or f.startswith(f"{called} (") for f in found)
-        found.append(called if not again else f"{called} ({again + 1})")
-    return tuple(found)
+    names: list[str] = []
+    for report in reports:
+        step = step_of(report)
+        name = report.name if plain.count(report.name) == 1 or step is None else f"{report.name} step {step}"
+        equal = sum(other == name or other.startswith(f"{name} (") for other in names)
+        names.append(f"{name} ({equal + 1})" if equal else name)
+    return tuple(names)
 
 
 def summary(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
@@ -173,26 +170,25 @@ def _loss(report: Report, first: Report) -> dict[str, float]:
     row = {"loss": float((rows["loss"] * rows["n"]).sum() / rows["n"].sum())}
     both = rows.merge(of_first, on="prompt", suffixes=("", "_first"))
     if report is not first and len(both) and comparable(first, report, (_PROMPTS, _LOSS)):
-        change, weight = _by_group(both, (both["loss"] - both["loss_first"]) * both["n"], first)
-        interval = statistics.infer_mean(change, weight)
-        row["loss_difference"] = float(change.sum() / weight.sum())
-        row |= {"loss_difference_low": interval.low, "loss_difference_high": interval.high}
+        change = (both["loss"] - both["loss_first"]) * both["n"]
+        inference = _infer(both, change, first)
+        row["loss_difference"] = float(change.sum() / both["n"].sum())
+        row |= {"loss_difference_low": inference.low, "loss_difference_high": inference.high}
     return row
 
 
-def _by_group(
-    rows: pd.DataFrame, change: pd.Series, report: Report
-) -> tuple[Float[np.ndarray, " group"], Float[np.ndarray, " group"]]:
-    """Return summed changes and predicted tokens of each prompt group; without constants every prompt is one."""
+def _infer(rows: pd.DataFrame, change: pd.Series, report: Report) -> statistics.MeanInference:
+    """Return the inference on summed changes of prompts over their groups, resampled within strata."""
     prompts = rows["prompt"].to_numpy(int)
     groups = prompts if report.constants is None else report.constants.groups[prompts]
-    change_sums, weights = (statistics.by_group(v.to_numpy(float), groups) for v in (change, rows["n"]))
-    return change_sums, weights
+    sums, weights = (statistics.by_group(values.to_numpy(float), groups) for values in (change, rows["n"]))
+    of_groups = np.unique(groups, return_index=True)[1]
+    return statistics.infer_mean(sums, weights, np.unique(rows["stratum"], return_inverse=True)[1][of_groups])
 
 
 def _intact(report: Report) -> pd.DataFrame:
     """Return the loss of the intact model, by prompt; prompts without a prediction are left out."""
-    rows = report.causal_prompts.drop_duplicates("prompt")[["prompt", "loss", "n"]]
+    rows = report.causal_prompts.drop_duplicates("prompt")[["prompt", "stratum", "loss", "n"]]
     return rows[rows["loss"].notna() & (rows["n"] > 0)]
 
 
@@ -202,7 +198,7 @@ def overview(report: Report) -> dict[str, float | int | None]:
     row: dict[str, float | int | None] = {"step": step_of(report)}
     for variant, ending in ((INTACT.name, ""), (SCALING_FROZEN.name, "_no_scaling")):
         of_variant = heads[heads["variant"] == variant]
-        row[f"unselectable{ending}"] = unselectable_share(heads, variant)
+        row[f"unselectable{ending}"] = wording.unselectable_share(heads, variant)
         for name, column in (
             ("attainable", "attainable_median"),
             ("margin", "margin_median"),
@@ -218,14 +214,9 @@ _PAIRED = _PROMPTS, _LOSS, _LAYERS = "on other prompts", "by another loss", "in 
 _SETUP: dict[str, Callable[[Report], object]] = {
     _PROMPTS: lambda report: report.provenance.get("prompts", {}).get("sha256", object()),  # unknown: equal to none
     _LOSS: lambda report: report.provenance.get("loss", {}).get("name", Objective.name),
-    _LAYERS: lambda report: _asked_layers(report),  # that groups of norms ("all", "attention") are of
+    _LAYERS: lambda report: wording.in_layers(report.provenance),  # that groups of norms are of
     "with another version of ln_probe": lambda report: report.provenance.get("ln_probe"),
 }
-
-
-def _asked_layers(report: Report) -> list[int] | None:
-    asked = report.provenance.get("arguments", {}).get("layers")
-    return None if asked is None else sorted(set(asked))
 
 
 def comparable(one: Report, other: Report, setup: Sequence[str] = _PAIRED) -> bool:
@@ -238,12 +229,12 @@ def setup_differences(names: Sequence[str], reports: Sequence[Report]) -> tuple[
     first = reports[0] if reports else Report()
     others = list(zip(names, reports, strict=True))[1:]
     unpaired = ": figures side by side differ for that, too, and losses are not paired"
-    found = []
+    sentences = []
     for what, part in _SETUP.items():
         if different := [name for name, report in others if part(report) != part(first)]:
             rest = unpaired if what in _PAIRED else ""
-            found.append(f"{', '.join(different)}: measured {what} than {names[0]}{rest}.")
-    return tuple(found)
+            sentences.append(f"{', '.join(different)}: measured {what} than {names[0]}{rest}.")
+    return tuple(sentences)
 
 
 _PAIRED_COLUMNS = ("model", "against", "sites", "variant", "difference", "low", "high", "p", "prompts_more", "n")
@@ -264,16 +255,15 @@ def paired(names: Sequence[str], reports: Sequence[Report]) -> pd.DataFrame:
         both = both[both["n"] > 0]
         for (sites, variant), of_edit in both.groupby(["sites", "variant"], sort=False):
             each = of_edit["delta_loss_other"] - of_edit["delta_loss"]
-            change, weight = _by_group(of_edit, each * of_edit["n"], first)
-            shift, _ = _by_group(of_edit, of_edit["shift_other"].fillna(0.0) - of_edit["shift"].fillna(0.0), first)
-            inference = statistics.infer_mean(change + shift, weight)
+            shift = of_edit["shift_other"].fillna(0.0) - of_edit["shift"].fillna(0.0)
+            inference = _infer(of_edit, each * of_edit["n"] + shift, first)
             rows.append(
                 {
                     "model": name,
                     "against": names[0],
                     "sites": sites,
                     "variant": variant,
-                    "difference": float(change.sum() / weight.sum()),
+                    "difference": float((each * of_edit["n"]).sum() / of_edit["n"].sum()),
                     "low": inference.low,
                     "high": inference.high,
                     "p": inference.p,

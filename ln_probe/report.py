@@ -18,12 +18,20 @@ import pandas as pd
 
 from ln_probe import __version__
 from ln_probe.analyses.constants import Constants
-from ln_probe.analyses.files import replacing, to_be_written, write_text
 from ln_probe.analyses.probes.base import Failure, Finding, Probe
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.wording import findings as answers_of
 from ln_probe.analyses.schema import Table
-from ln_probe.analyses.text import check_text, counted, disarmed, encodable, path_of
+from ln_probe.analyses.text import (
+    check_text,
+    counted,
+    disarmed,
+    encodable,
+    path_of,
+    replacing,
+    to_be_written,
+    write_text,
+)
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits, load_arrays, save_arrays
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 

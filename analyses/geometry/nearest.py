@@ -164,8 +164,9 @@ def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -
 
 
 @compiled_inline
-def append(room: Room, m: int) -> bool:
-    """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent."""
+def append(room: Room, m: int, dim: int) -> bool:
+    """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent, as every point
+    is on more than `dim` others, whatever rounding leaves of its pivot."""
     inverse, vectors = room.inverse, room.vectors
     solution, border, work, e = vectors[SOLUTION], vectors[BORDER], vectors[WORK], vectors[E]
     combine(inverse, border, m, m, work)
@@ -174,7 +175,7 @@ def append(room: Room, m: int) -> bool:
     for a in range(m):
         pivot -= work[a] * border[a]
         known += work[a] * e[a]
-    if not pivot > PIVOT * border[m]:
+    if m > dim or not pivot > PIVOT * border[m]:
         return False
     for a in range(m):
         scaled = work[a] / pivot
@@ -225,7 +226,7 @@ def rebuild(room: Room, m: int, bordering: float) -> bool:
     for a in range(m):
         for b in range(a + 1):
             vectors[BORDER, b] = room.gram[a, b] + bordering * vectors[E, a] * vectors[E, b]
-        if not append(room, a):
+        if not append(room, a, room.near.shape[0]):
             return False
     return True
 
@@ -415,7 +416,7 @@ def let_in(keys: Keys, search: Search, room: Room, i: int, key: int, m: int, bor
             gram[b, m] = gram[m, b]
             vectors[BORDER, b] = gram[m, b] + bordering * vectors[E, m] * vectors[E, b]
         vectors[BORDER, m] = gram[m, m] + bordering * vectors[E, m] * vectors[E, m]
-        if append(room, m):
+        if append(room, m, dim):
             weight[m] = share
             return m + 1
         if attempt == 0:
@@ -680,7 +681,7 @@ def find_margins(
             if reached < high:
                 high, used, idle = reached, keep_weights(room, m), 0
             row, short = WEIGHT, length
-            if not length > SHORT * largest:  # no direction is left: the slope alone makes the query
+            if m > dim or not length > SHORT * largest:  # no direction is left: the slope alone makes the query
                 row, short = ALONG, max(np.sqrt(squared_norm(room, vectors[ALONG], m)), 1.0)
             combine(room.products, vectors[row], m, count, scores)
             least, new, scale = np.inf, none, 1.0 / short

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ln_probe.analyses.files import PARTIAL, write_atomically
+from ln_probe.analyses.text import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
     from ln_probe.analyses.lab.results import Results
@@ -115,7 +115,8 @@ EXPERIMENTS = {
         ("15 minutes (54 runs of 5-40 seconds)", "1 minute"), needs_text=True,
         summary="layers against heads, and attention with the dot product or without, on text"),
     "longer_inputs": Experiment(
-        "approximation.longer_inputs.run", f"{WANG} (4a and 4b)", ("2 minutes (36 runs of 3 seconds)", "20 seconds"),
+        "approximation.approximation.run_longer", f"{WANG} (4a and 4b)",
+        ("2 minutes (36 runs of 3 seconds)", "20 seconds"),
         summary="logarithmic, linear and T5 positions fitted to 1000 inputs and put on up to 8000"),
     "adaptive_memory": Experiment(
         "approximation.approximation.run_adaptive", "Wang & E 2024, adaptive memory (no experiment of it alone)",

@@ -29,9 +29,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.norms import NORM_KINDS, PROJECTS, SCALES
 from ln_probe.analyses.probes.statistics import holm
+from ln_probe.analyses.text import write_atomically
 
 LEVEL = 0.95
 EQUIVALENCE = 0.90  # level of the interval whose larger end is the equivalence bound
@@ -336,6 +336,6 @@ def line_panels(
         ax.set(title=", ".join(map(str, cast("tuple[Any, ...]", names))), **axes)
         ax.title.set_fontsize(8)
     if groups:
-        names = places[0].get_legend_handles_labels()
-        figure.legend(*names, loc="outside lower center", ncols=4, fontsize=7, title=by, title_fontsize=7)
+        handles = places[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=7, title=by, title_fontsize=7)
     return figure

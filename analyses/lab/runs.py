@@ -18,10 +18,10 @@ import pandas as pd
 import torch
 from torch import nn
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab import train as trainer
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.progress import ProgressLine, follow_parent, tell
+from ln_probe.analyses.text import write_atomically
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.train import TEXT_BOUNDARY, Task, step_generator
 from ln_probe.analyses.lab.transformer import LabTransformer
+from ln_probe.analyses.text import write_atomically
 
 VALID_SHARE = 0.05  # the end of every text is held out
 # From this size on, logits are made piece by piece: those of one window of 1024 tokens over GPT-2's vocabulary are
@@ -266,3 +266,73 @@ class MaskedTextTask(TaskOnText):
         counts = 1.0 + torch.bincount(self.text.train_tokens, minlength=self.text.d_vocab).double()
         targets = self.held_out(self.text.valid_windows).targets.flatten()
         return float(-(counts / counts.sum()).log()[targets].mean())
+
+
+NOT_WORDS = re.compile(r"[^a-z'’]+")  # of text in lower case
+SPEAKERS = re.compile(r"^[A-Z][A-Z ]+\.$", re.MULTILINE)  # a separate line in plays: "FIRST LORD."
+
+
+def plain_words(text: str) -> str:
+    """Words in lower case with a space between; names of speakers, digits and punctuation are left out."""
+    return NOT_WORDS.sub(" ", SPEAKERS.sub(" ", text).lower()).replace("’", "'").strip()
+
+
+class PassagesTask(TaskOnText):
+    """Passages of a boundary token and `length` tokens of one book; held out is the end of every book (`TextTask`).
+
+    Args:
+        files: a book each (UTF-8).
+        text: whose tokenizer is used.
+        length: tokens of a passage, besides the boundary.
+        held_out: passages that are held out, of each book, spread evenly.
+    """
+
+    name = "passages"
+
+    def __init__(self, files: Sequence[Path], text: TextTask, length: int, held_out: int) -> None:
+        if len(files) < 2:
+            raise ValueError(f"passages are classified by their book: give at least 2 texts, not {len(files)}")
+        super().__init__(text)
+        self.files, self.length, self.count = files, length, held_out
+        self.train_tokens: list[Int[Tensor, " tokens"]] = []
+        self.valid_tokens: list[Int[Tensor, " tokens"]] = []
+        for file in files:
+            raw = file.read_text(encoding="utf-8")
+            cut = int(len(raw) * (1 - VALID_SHARE))
+            for part, into in ((raw[:cut], self.train_tokens), (raw[cut:], self.valid_tokens)):
+                into.append(torch.tensor(text.tokenizer.encode(plain_words(part)).ids, dtype=torch.int64))
+                if len(into[-1]) < length:
+                    raise ValueError(f"{file} is too short: {len(into[-1])} tokens in a part, a passage has {length}")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        books = [file.name for file in self.files]
+        return {**self.text.identity, "books": books, "length": self.length, "held_out": self.count}
+
+    def batch(self, step: int, size: int, seed: int) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:
+        """As many passages of every book, to one, and the numbers of their books."""
+        generator = step_generator(seed, step)
+        books, drawn = torch.arange(size) % len(self.files), []
+        for tokens in self.train_tokens:
+            starts = torch.randint(len(tokens) - self.length + 1, (size,), generator=generator)
+            drawn.append(self.text.windows(tokens, starts, self.length))
+        return torch.stack(drawn)[books, torch.arange(size)], books
+
+    def held_out(self) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:
+        """The held-out passages, as many of every book, and the numbers of their books."""
+        parts = []
+        for tokens in self.valid_tokens:
+            starts = torch.linspace(0, len(tokens) - self.length, self.count).long()
+            parts.append(self.text.windows(tokens, starts, self.length))
+        return torch.cat(parts), torch.arange(len(parts)).repeat_interleave(self.count)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Loss and accuracy on held-out passages."""
+        tokens, books = self.held_out()
+        logits = cast("Tensor", model(tokens))
+        right = float((logits.argmax(-1) == books).double().mean())
+        return {"valid_loss": float(F.cross_entropy(logits, books)), "valid_accuracy": right}

@@ -35,13 +35,12 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ln_probe.analyses.files import replacing, write_atomically
 from ln_probe.analyses.lab import points
 from ln_probe.analyses.lab.experiments import claim
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
 from ln_probe.analyses.progress import ProgressLine, tell
-from ln_probe.analyses.text import step_named
+from ln_probe.analyses.text import replacing, step_named, write_atomically
 
 LAB_FILE, METRICS_FILE, MODEL_FILE = "lab.json", "metrics.jsonl", "model.safetensors"
 STATE_FILE, DIVERGED_FILE, LOCK_FILE = "state.pt", "diverged.json", ".lock"
@@ -186,9 +185,9 @@ def load_run(path: str | Path, step: int | None = None) -> LabTransformer:
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{path / LAB_FILE} does not describe a LabTransformer ({error})"
         raise ValueError(f"{problem}: load other models with `Run.model()` of their experiment") from error
-    model = LabTransformer(config, tokenizer=_tokenizer(path))
+    model: LabTransformer = LabTransformer(config, tokenizer=_tokenizer(path)).eval()
     load_weights(model, weights)
-    return model.eval()
+    return model
 
 
 def _tokenizer(path: Path) -> Any:

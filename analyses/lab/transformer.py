@@ -286,7 +286,7 @@ class Unembed(nn.Module):
         return F.linear(resid, self.W_U.T, self.b_U)
 
 
-class LabTransformer(HookedRootModule):
+class LabTransformer(HookedRootModule):  # type: ignore[misc]
     """A transformer whose norms are `Norm`s; weights in TransformerLens's layout and names.
 
     Initialized from torch's global generator: seed it first. Norms whose divisor is measured must be calibrated before
@@ -309,7 +309,7 @@ class LabTransformer(HookedRootModule):
         self.unembed = Unembed(cfg, self.embed)
         self.hook_embed, self.hook_pos_embed = HookPoint(), HookPoint()
         _INITIALIZERS[cfg.init](self)
-        self.setup()  # type: ignore[no-untyped-call]
+        self.setup()
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:

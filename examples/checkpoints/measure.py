@@ -61,7 +61,6 @@ class Case:
         prompts: one of SOURCES.
         tokens: of each prompt, at most.
         revision: of the hub.
-        single: prompts on which norms are taken one by one.
         optimal: whether loss-optimal constants are fitted; bundled models bring theirs.
     """
 
@@ -69,7 +68,6 @@ class Case:
     prompts: str
     tokens: int
     revision: str | None = None
-    single: int = 12
     optimal: bool = False
 
 
@@ -201,7 +199,7 @@ CASES = {
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
     **{f"{name}-wikitext": Case(name, "wikitext", 128) for name in _LABS},
     "mgm": Case("mgm", "own", 128),
-    "smollm2-135m": Case("smollm2-135m", "wikitext", 32, single=False),
+    "smollm2-135m": Case("smollm2-135m", "wikitext", 32),
     **{name: Case(model, "wikitext", 128, revision) for name, (model, revision) in _HUB.items()},
 }
 
@@ -222,15 +220,15 @@ def analyzed(name: str, *, optimal: bool) -> Any:
     model = load(case)
     # The books are the default prompts of a bundled model, for which it brings loss-optimal constants.
     prompts = None if case.prompts == "books" else SOURCES[case.prompts](model, case.tokens)
-    probes = [Causal(single_norm_prompts=0), "selectability", "uniformity", "sinks"]
+    probes = [Causal(single_norms=False), "selectability", "uniformity", "sinks"]
     return ln_probe.analyze(model, prompts, probes=probes, progress=False, optimal=optimal)
 
 
 def values(report: Any) -> dict[str, float]:
-    """Return the measures that predictions are about; a norm that lacks a term has 0 without it."""
+    """Return the measures that predictions are about; NaN where no norm has the term."""
     causal = report.tables["causal"].set_index(["sites", "variant"])["delta_loss"]
     measures = {
-        f"{variant} at {sites}": float(causal.get((sites, variant), 0.0))
+        f"{variant} at {sites}": float(causal.get((sites, variant), np.nan))
         for sites in ("attention", "all")
         for variant in ("no_scaling", "no_projection")
     }
@@ -260,8 +258,10 @@ def check(name: str, measured: dict[str, float], thresholds: pd.DataFrame) -> li
     verdicts = []
     for row in thresholds.to_dict("records"):
         value = measured[row["measure"]]
-        verdicts.append(row["low"] <= value <= row["high"])
-        verdict = "holds" if verdicts[-1] else "not measured" if np.isnan(value) else "FAILS"
+        verdict = "not measured"
+        if not np.isnan(value):
+            verdicts.append(row["low"] <= value <= row["high"])
+            verdict = "holds" if verdicts[-1] else "FAILS"
         print(f"{name}: {verdict}: {row['measure']} {value:.4g}, predicted {row['low']:.3g} to {row['high']:.3g}")
     return verdicts
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from ln_probe.analyses.files import to_be_written, write_text
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.probes.wording import NATS, unit_of
-from ln_probe.analyses.text import disarmed, shortened, visible
+from ln_probe.analyses.text import disarmed, shortened, to_be_written, visible, write_text
 from ln_probe.exhibits import PromptAttention
 from ln_probe.hooks.norm import SCALING_FROZEN
 from ln_probe.page import circuitsvis_script, compressed, own_script, packed, render
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 STEPS: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
 TOP = 6  # heads in the list beside the map
 TOKEN_LENGTH = 14  # characters of a token on an axis
+LARGE = 40  # tokens from which on a picture fills its column, which is kept free for it
 FRAME_HEIGHT = 1000  # pixels of a notebook's frame
 _HEAD = re.compile(r"\bL(\d{1,5})H(\d{1,5})\b")
 # circuitsvis sets tokens as HTML in some of its elements. These look alike and mean nothing in HTML.
@@ -242,7 +242,8 @@ def attention_data(report: Report) -> dict[str, Any]:
         return {"attention": None}
     count = len(shown.tokens)
     what = f"Prompt {shown.prompt}, {'all' if count == shown.length else f'the first {count} of'} {shown.length} tokens"
-    return {"attention": what, "data": _data(shown), "bundle": _compressed_bundle()}
+    size = "large" if count > LARGE else ""
+    return {"attention": what, "size": size, "data": _data(shown), "bundle": _compressed_bundle()}
 
 
 @cache  # takes half a second, and is the same in every page

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import matplotlib.figure
 import numpy as np
-import pandas as pd
 from markupsafe import escape
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from ln_probe.analyses.probes.wording import base_loss, is_significant, unit_of
+from ln_probe.analyses.probes.wording import base_loss, is_significant, strata_means, unit_of
 from ln_probe.analyses.text import disarmed, percent, with_interval
 from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, Variant
 
@@ -53,7 +52,6 @@ WIDTH = 4.0  # inches: with its smallest text 11 pixels high a figure fits a pho
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
 ROWS = 40  # models drawn in a forest plot; the table has all of them
-MOST_STRATA = 6  # whose means are shown
 # Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing
 # sigma at one attention sink can cost tens of nats, next to which all else would look like 0.
 WIDE = 30.0
@@ -133,19 +131,10 @@ def contrasts(report: Report) -> list[Contrast]:
             (float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]))
             for name in ("delta_loss", "delta_loss_optimal")
         )
-        strata = stratum_means(report.tables["causal_prompts"], sites, variant.name)
+        strata = strata_means(report.tables["causal_prompts"], sites, variant)
         about = base_loss(row), float(row["p"]), is_significant(row)
         measured.append(Contrast(variant, sites, change, optimal, *about, strata))
     return measured
-
-
-def stratum_means(prompts: pd.DataFrame, sites: str, variant: str) -> dict[str, float]:
-    """Return the mean change of the loss by stratum (book); nothing where there is one, or where each is a prompt."""
-    rows = prompts[(prompts["sites"] == sites) & (prompts["variant"] == variant) & prompts["delta_loss"].notna()]
-    if not 2 <= rows["stratum"].nunique() < min(len(rows), MOST_STRATA + 1):
-        return {}
-    sums = rows.assign(total=rows["delta_loss"] * rows["n"]).groupby("stratum", sort=False)[["total", "n"]].sum()
-    return {str(name): float(row["total"] / row["n"]) for name, row in sums.iterrows()}
 
 
 def interval(change: Sequence[float], unit: str = "") -> str:
@@ -267,31 +256,23 @@ def _finish_rows(
     figure: Figure, axes: mpl.axes.Axes, changes: Sequence[float], unit: str, keys: Sequence[tuple[str, str, str]]
 ) -> None:
     """Scale and label the axis of changes, and explain the marks."""
-    wide = widened(axes.set_xscale, changes)
+    wide = _widened(axes.set_xscale, changes)
     axes.set_xlabel(f"change of the loss, {unit}{' (logarithmic away from 0)' if wide else ''}", fontsize=SMALLEST)
     axes.tick_params(labelsize=SMALLEST)
     if not wide:
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _place: "0" if abs(value) < 1e-12 else f"{value:+.3g}")
-    handles = [
-        mpl.lines.Line2D(
-            [],
-            [],
-            ls="",
-            marker=marker,
-            ms=5,
-            label=label,
-            color=SOFT if face in ("none", PALE) else face,
-            markerfacecolor=SOFT if face == PALE else face,
-            alpha=PALENESS if face == PALE else 1.0,
-        )
-        for marker, face, label in keys
-    ]
+    handles = []
+    for marker, face, label in keys:
+        style: dict[str, Any] = {"color": SOFT if face in ("none", PALE) else face, "markerfacecolor": face}
+        if face == PALE:
+            style = {"color": SOFT, "alpha": PALENESS}
+        handles.append(mpl.lines.Line2D([], [], ls="", marker=marker, ms=5, label=label, **style))
     if handles:
         figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
 
 
-def widened(set_scale: Callable[..., None], changes: Sequence[float]) -> bool:
+def _widened(set_scale: Callable[..., None], changes: Sequence[float]) -> bool:
     """Make an axis linear near 0 alone if the largest change would hide the others on a linear one; whether it did."""
     sizes = np.abs(np.array(changes, float)) if len(changes) else np.zeros(1)
     middle = float(np.median(sizes))
@@ -329,7 +310,7 @@ def norms_over_depth(report: Report) -> Figure:
             angle, sigma = f"{row['angle_to_ones_deg']:.1f}° to all-ones", f"sigma {row['sigma_mean']:.3g}"
             share = percent(float(row["projected_share"]))
             figure.point_out(dot, f"{row['site']}, read by {row['reads']}: projects {share} ({angle}); {sigma}")
-        few_log_ticks(axes, share=column == "projected_share")
+        _few_log_ticks(axes, share=column == "projected_share")
     names = [axis_text(str(site).removeprefix("blocks.")) for site in rows["site"]]
     step = -(-len(names) // TICKS) or 1
     axes.set_xticks(place[::step], names[::step], rotation=60, ha="right", rotation_mode="anchor", fontsize=SMALLEST)
@@ -379,7 +360,7 @@ def keys_over_depth(report: Report) -> Figure:
     return figure
 
 
-def few_log_ticks(axes: mpl.axes.Axes, *, share: bool = False) -> None:
+def _few_log_ticks(axes: mpl.axes.Axes, *, share: bool = False) -> None:
     """Label a logarithmic axis with plain numbers, several of them even within one decade."""
     low, high = axes.get_ylim()
     narrow = high < 8 * low

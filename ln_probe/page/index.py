@@ -11,9 +11,8 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from ln_probe.analyses.files import write_text
 from ln_probe.analyses.probes.tables import SUMMARY
-from ln_probe.analyses.text import disarmed, shortened
+from ln_probe.analyses.text import disarmed, shortened, write_text
 from ln_probe.comparison import Comparison, labels, run_of, setup_differences, step_of, summary
 from ln_probe.exhibits import Exhibits
 from ln_probe.page import figures, own_script, render

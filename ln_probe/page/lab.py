@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from ln_probe.analyses.files import write_text
 from ln_probe.analyses.schema import Table
+from ln_probe.analyses.text import write_text
 from ln_probe.page import own_script, render
 from ln_probe.page.tables import table
 

@@ -17,7 +17,7 @@ from ln_probe.analyses.text import counted, number
 from ln_probe.page import circuitsvis_script, figures, own_script, render
 from ln_probe.page.attention import attention_data, head_map, linked
 from ln_probe.page.figures import contrasts
-from ln_probe.page.tables import Table, figure_text, hardest_keys, in_order, table
+from ln_probe.page.tables import Table, hardest_keys, in_order, table
 from ln_probe.report import Report, answers
 
 # What a finding is about, as the answer names it; the section of the page that shows more, and the table behind it.
@@ -100,7 +100,7 @@ def flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
         return [row for key, value in values.items() for row in flat(value, f"{prefix}{key} · ")]
     if isinstance(values, list | tuple):
         values = ", ".join(map(str, values))
-    return [(prefix.removesuffix(" · "), figure_text(values))]
+    return [(prefix.removesuffix(" · "), f"{values:.6g}" if isinstance(values, float) else str(values))]
 
 
 def report_facts(report: Report) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from ln_probe.analyses.schema import Table as Declared
@@ -102,18 +101,6 @@ def hardest_keys(keys: pd.DataFrame, count: int = 8) -> list[tuple[str, ...]]:
         )
         for row in in_order(keys[keys["variant"] == INTACT.name]).head(count).to_dict("records")
     ]
-
-
-def figure_text(value: Any) -> str:
-    """Return a number with four digits; a dash for a missing value."""
-    if value is None or value is pd.NA or (isinstance(value, float | np.floating) and math.isnan(value)):
-        return "–"
-    if isinstance(value, float | np.floating):
-        value = float(value)
-        if value.is_integer() and abs(value) < 1e5:
-            return str(int(value))
-        return f"{value:.4g}" if 1e-4 <= abs(value) < 1e5 else f"{value:.3e}"
-    return str(value)
 
 
 def _text(value: Any, column: str) -> str:

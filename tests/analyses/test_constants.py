@@ -13,7 +13,6 @@ x_(t+1)), where c_0 is the constant of position 0 and all other c_t are the cons
 
 from __future__ import annotations
 
-import importlib
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -205,14 +204,6 @@ PROMPTS = [[0, 1, 2, 3], [3, 2, 0], [0, 1, 2, 3], [1, 1, 3, 0, 2]]
 
 
 @pytest.fixture(scope="module")
-def headline() -> Any:
-    """`bench/headline.py`, imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "bench")
-        return importlib.import_module("headline")
-
-
-@pytest.fixture(scope="module")
 def formula_model() -> Any:
     """The model of the formula, float64."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -280,21 +271,12 @@ def test_the_increase_with_given_constants_is_the_formulas(formula_model: Any) -
         assert abs(increase) > 1e-2
 
 
-def test_leave_one_out_constants_and_the_increase_with_them_are_the_formulas(formula_model: Any, headline: Any) -> None:
-    rows = [torch.tensor(p) for p in PROMPTS]
-    constants = headline.leave_one_out(formula_model, find_norms(formula_model), rows)
+def test_leave_one_out_constants_are_the_formulas(formula_model: Any) -> None:
+    constants = ln_probe.norm_constants(formula_model, PROMPTS)
     expected = [constants_by_formula([other for other in PROMPTS if other != prompt]) for prompt in PROMPTS]
     assert expected[0] == expected[2] != expected[1]
-    for of_prompt, by_formula in zip(constants, expected, strict=True):
-        assert of_prompt["ln_final"] == pytest.approx(by_formula, rel=1e-12)
-    objective = Objective()
-    change = headline.frozen(formula_model, rows, objective, "all", constants)
-    change = change - headline.losses(formula_model, rows, objective)
-    by_hand = [increase_by_formula(p, e["first"], e["rest"]) for p, e in zip(PROMPTS, expected, strict=True)]
-    assert change == pytest.approx(by_hand, abs=1e-12)
-    rows = [torch.tensor(p) for p in ([0, 1, 2], [0, 1, 2], [3])]
-    with pytest.raises(ValueError, match="no other prompt of at least two tokens"):
-        headline.leave_one_out(formula_model, find_norms(formula_model), rows)
+    for number, by_formula in enumerate(expected):
+        assert constants.of(number)["ln_final"].plain == pytest.approx(by_formula, rel=1e-12)
 
 
 def test_scaling_frozen_is_exactly_nothing_where_no_norm_scales() -> None:

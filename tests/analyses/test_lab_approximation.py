@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab_runs import by_definition
 
-from ln_probe.analyses.lab.approximation import longer_inputs
 from ln_probe.analyses.lab.approximation import relative as targets
-from ln_probe.analyses.lab.approximation.longer_inputs import Cell, solved_errors
+from ln_probe.analyses.lab.approximation.approximation import LENGTHS, Cell, solved_errors
 from ln_probe.analyses.lab.approximation.text_models import RelativeTextConfig
 from ln_probe.analyses.lab.norms import NORM_KINDS, calibrate
 
@@ -141,7 +140,7 @@ def test_two_heads_with_the_dot_product_do_it_by_hand() -> None:
 def test_solved_errors_by_formula() -> None:
     table = solved_errors([Cell("4a", "log", 1), Cell("4b", "linear", 1), Cell("4a", "linear", 1)])
     table = table.set_index(["target", "kernel", "measure", "length"])["value"].sort_index()
-    whole = {n: (np.arange(1, n) ** -0.5).sum() for n in longer_inputs.LENGTHS}
+    whole = {n: (np.arange(1, n) ** -0.5).sum() for n in LENGTHS}
     for n in (1250, 8000):  # the same shape, divided by a larger sum
         scaled = (1 - whole[targets.LENGTH] / whole[n]) ** 2
         assert table["4a", "log", "relative_mse", n] == pytest.approx(scaled, rel=1e-6)

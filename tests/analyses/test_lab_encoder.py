@@ -11,10 +11,9 @@ import torch
 from lab_models import is_interior, write_words
 
 from ln_probe.analyses.lab.language_model.encoder import Encoder, Size, encoder_config, key_places
-from ln_probe.analyses.lab.language_model.passages import PassagesTask, plain_words
 from ln_probe.analyses.lab.language_model.published import BEFORE, FRACTION, HEAD, NORMALIZED, unselectable_keys
 from ln_probe.analyses.lab.norms import calibrate
-from ln_probe.analyses.lab.text_task import LONGEST, TextTask, masked, sentences
+from ln_probe.analyses.lab.text_task import LONGEST, PassagesTask, TextTask, masked, plain_words, sentences
 
 SIZE = Size(d_vocab=280, n_ctx=20, batch=2, steps=4, valid_windows=4, contexts=2, sentences=4)
 
@@ -134,7 +133,6 @@ def test_passages_come_from_their_books(books: tuple[Path, Path], text: TextTask
         assert int(tokens[0]) == text.boundary
         said, own = (text.tokenizer.decode(tokens[1:].tolist()), plain_words(books[int(book)].read_text()))
         assert said in own
-    assert task.counted_accuracy() == 1, "no token of one book is in the other"
     with pytest.raises(ValueError, match="give at least 2 texts, not 1"):
         PassagesTask(books[:1], text, 8, 4)
     (tmp_path / "short.txt").write_text("few words")

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ln_probe.analyses.lab.approximation import approximation, longer_inputs, text_models
+from ln_probe.analyses.lab.approximation import approximation, text_models
 from ln_probe.analyses.lab.counting import counters, counting, rational_recurrence, saturated_states, traces
 from ln_probe.analyses.lab.crasp import compiler, depth
 from ln_probe.analyses.lab.language_model import encoder, published, remove_norm, two_by_two
@@ -38,7 +38,7 @@ EVALUATED: dict[str, tuple[Callable[..., dict[str, pd.DataFrame]], tuple[str, ..
     "compiler": (compiler.analyse, ("agreement", "operations")),
     "approximation": (approximation.analyse, ("errors",)),
     "approximation_text": (text_models.analyse, ("losses",)),
-    "longer_inputs": (longer_inputs.analyse, ("errors", "solved")),
+    "longer_inputs": (approximation.analyse_longer, ("errors", "solved")),
     "adaptive_memory": (approximation.analyse, ("errors",)),
     "counting": (counting.analyse, ("values",)),
     "anbk": (counting.analyse_anbk, ("values",)),

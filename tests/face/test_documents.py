@@ -84,8 +84,8 @@ def test_a_table_shows_the_rows_of_its_files(tmp_path: Path) -> None:
     assert found.splitlines() == ["| model | change |", "| --- | --- |", *expected]
     unknown = MEASURED["table"]("bench/results/headline.csv", ["d = {difference:+.3f}"], "model == 'smollm2-135m'")
     assert unknown.splitlines()[-1] == "| – |"  # no number: logits overflow
-    with pytest.raises(ValueError, match=r"no row where 'loss < 0'"):
-        MEASURED["table"]("bench/results/headline.csv", ["model = {model}"], "loss < 0")
+    with pytest.raises(ValueError, match=r"no row where 'half_width < 0'"):
+        MEASURED["table"]("bench/results/headline.csv", ["model = {model}"], "half_width < 0")
     with pytest.raises(ValueError, match="title = format string"):
         MEASURED["table"]("bench/results/headline.csv", ["{model}"])
 

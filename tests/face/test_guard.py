@@ -82,7 +82,7 @@ def test_kept_hooks_are_measured_and_named() -> None:
     add_hook(model)
     kept = analyzed(model, hooks="keep")
     assert any("halve" in note for note in kept.notes)
-    length = [r.layernorms.set_index("site").loc["blocks.0.ln1", "norm_after_mean"] for r in (kept, intact)]
+    length = [r.layernorms.set_index("site").loc["blocks.0.ln1", "output_norm"] for r in (kept, intact)]
     assert length[0] < 0.7 * length[1]
     assert model(TOKENS).isfinite().all()
     assert len(model.hook_dict["blocks.0.ln1.hook_normalized"].fwd_hooks) == 1, "it is left on the model"

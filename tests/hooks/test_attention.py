@@ -72,9 +72,9 @@ def test_hooked_layers_are_rebuilt(options: dict[str, Any]) -> None:
 def test_what_is_not_rebuilt_is_refused_by_name() -> None:
     """Without a causal mask ALiBi depends on the query as well: it is no bias per key."""
     for model, said in (
-        (make_hooked(attn_scores_soft_cap=2.0), "layer 0: its scores have a soft cap of 2, which head-space measures"),
-        (make_bridge("gemma2"), "layer 0: its scores have a soft cap of 50, which head-space measures"),
-        (lab(positions="alibi", causal=False), r"fall with distance on both sides \(ALiBi without"),
+        (make_hooked(attn_scores_soft_cap=2.0), "soft cap of 2,"),
+        (make_bridge("gemma2"), "soft cap of 50,"),
+        (lab(positions="alibi", causal=False), "ALiBi"),
     ):
         with pytest.raises(UnsupportedAttentionError, match=said):
             layers_of(model)

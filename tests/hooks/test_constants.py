@@ -182,7 +182,7 @@ def test_what_cannot_be_fitted() -> None:
     for error, word, call in (
         (ValueError, "no loss", lambda: fit(bert, find_norms(bert), list(TOKENS), start=start)),
         (ValueError, "no constant", lambda: fit(model, norms, list(TOKENS), start={})),
-        (ValueError, "freezes", lambda: fit(model, norms, list(TOKENS), start=start, variant="no_projection")),
+        (ValueError, "no constant", lambda: fit(model, norms, list(TOKENS), start=start, variant="no_projection")),
         (ValueError, "none of these", lambda: fit(model, norms, [TOKENS[0, :1]], start=start)),
         (GradientError, "gradient", lambda: fit(model, norms, list(TOKENS), start=start, objective=no_gradient)),
     ):

@@ -4,15 +4,16 @@ After Wang & E (2024, "Understanding the Expressive Power and Mechanisms of Tran
 6. Where a trained error lies far above the optimum, optimization failed and not expressivity; two learning rates show
 how much that is worth. The published model has no norm: here one is put before or after its sublayers. Optima are least
 squares over the heads' coefficients in float64, for slopes that were searched for (up to four heads) or laid out
-evenly: upper bounds of the least error.
+evenly: upper bounds of the least error. `longer_inputs`: 4a and 4b, fitted to 1000 inputs without an FFN, on up to
+8000. Such a model is affine in its inputs, so its error on any length is a sum over lags and nothing is sampled.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -252,16 +253,79 @@ def trained_exponents(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """Errors of 4a and 4b over heads beside the optimum; of 1b and 2b with a table of positions, over hidden units."""
+    """Errors of 4a and 4b over heads beside the optimum."""
     errors = results.select(tables["summary"], measure="mse", norm="none", dot_product=False)
     memory = results.select(errors, target=["4a", "4b"], kernel=["log", "linear"], width=FFN_FREE)
     best = memory[memory["lr"] == RATES[0]].assign(
         mean=lambda t: t["optimum"].clip(1e-16), ci_low=np.nan, line="optimum"
     )
     trained = memory.assign(line=memory["lr"].map("trained, rate {:g}".format))
-    squares = results.select(errors, target=["1b", "2b"], kernel="table")
     axes: dict[str, Any] = {"xscale": "log", "yscale": "log", "ylabel": "squared error"}
     return {
         "heads": results.line_panels(pd.concat([trained, best]), ["target", "kernel"], "heads", "line", **axes),
-        "table": results.line_panels(squares, ["target"], "width", "heads", **axes),
     }
+
+
+LENGTHS = (1000, 1250, 1500, 2000, 4000, 8000)
+LONGER_STEPS, LONGER_STEPS_QUICK = 600, 100  # published: 10,000
+LONGER_KEYS = ["target", "kernel", "heads", "length", "measure"]
+
+
+def over_lengths(target: str, output: Callable[[int], tuple[float, np.ndarray]]) -> Iterator[dict[str, Any]]:
+    """Yield `length`, `measure` and `value` of an affine function: a constant and the weight of each lag by length."""
+    for length in LENGTHS:
+        for measure, value in zip(("mse", "relative_mse"), relative.error(target, *output(length)), strict=True):
+            yield {"length": length, "measure": measure, "value": value}
+
+
+def solved_errors(cells: Sequence[Cell]) -> pd.DataFrame:
+    """Errors of the least-squares solutions for 1000 inputs on every length: LONGER_KEYS, `value`."""
+    rows = []
+    for cell in cells:
+        solution = relative.linear_optimum(cell.target, cell.kernel, cell.heads)
+        coefficients, about = np.asarray(solution.coefficients), {k: getattr(cell, k) for k in LONGER_KEYS[:3]}
+
+        def output(length: int) -> tuple[float, np.ndarray]:
+            return 0.0, relative.design(cell.kernel, solution.slopes, length) @ coefficients  # noqa: B023
+
+        rows += [about | row for row in over_lengths(cell.target, output)]
+    return pd.DataFrame(rows)
+
+
+def run_longer(request: Request) -> results.Results:
+    """Train what is not trained, and put every model and every solution on longer inputs."""
+    heads = (1,) if request.quick else (1, 16)
+    kernels, steps = ("log", "linear", "t5"), LONGER_STEPS_QUICK if request.quick else LONGER_STEPS
+    cells = [Cell(t, k, h, FFN_FREE) for t in relative.AFFINE_TARGETS for k in kernels for h in heads]
+    schedule = replace(training(request.quick, 0, RATES[0]), steps=steps, evaluate_every=steps)
+    runs = planned(
+        cells,
+        request,
+        keys=lambda cell: {"target": cell.target, "kernel": cell.kernel, "heads": cell.heads},
+        task=lambda cell, _: ApproximationTask(cell.target),
+        training=lambda _, seed: replace(schedule, seed=seed),
+    )
+    lost = carry_out(runs, request)
+    rows = []
+    for run in (run for run in runs if run.finished):
+        output = partial(relative.affine, cast("relative.RelativeTransformer", run.model()))
+        rows += [{**run.keys, "seed": run.seed, **row} for row in over_lengths(str(run.keys["target"]), output)]
+    tables = analyse_longer(pd.DataFrame(rows), solved_errors(cells))
+    return results.Results(tables, plot_longer(tables), {"lengths": LENGTHS, "training": vars(schedule)}, lost)
+
+
+def analyse_longer(trained: pd.DataFrame, solved: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Errors over length, trained (LONGER_KEYS, `seed`, `value`) beside solved (`solved_errors`)."""
+    summary = results.summarize(trained, LONGER_KEYS, kind="log").drop(columns="published")
+    both = solved.rename(columns={"value": "solved"}).merge(summary, on=LONGER_KEYS, how="left", validate="1:1")
+    return {"summary": both, "errors": trained, "solved": solved}
+
+
+def plot_longer(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
+    """Error relative to the best constant over length, trained and by least squares."""
+    part = results.select(tables["summary"], measure="relative_mse")
+    trained = part.assign(line=part["heads"].map("{} heads".format))
+    solved = part.assign(line=trained["line"] + ", solved", mean=part["solved"].clip(lower=1e-16), ci_low=np.nan)
+    axes: dict[str, Any] = {"xscale": "log", "yscale": "log", "ylabel": "error / best constant's", "columns": 3}
+    both = pd.concat([trained, solved])
+    return {"longer": results.line_panels(both, ["target", "kernel"], "length", "line", **axes)}

@@ -59,7 +59,7 @@ class RelativeTextConfig:
             attention = RelativeAttention(cfg, self.dot_product)
             attention.load_state_dict(block.attn.state_dict(), strict=False)
             block.attn = attention
-        model.setup()  # type: ignore[no-untyped-call]
+        model.setup()
         return model
 
 

@@ -11,19 +11,17 @@ quarters of a step, until float32 does not hold the step (k = 24): bounded, wher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
 from jaxtyping import Float
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from ln_probe.analyses.lab.counting.recurrent import NormedLayer, RecurrentConfig, RecurrentTagger
 from ln_probe.analyses.lab.counting.tasks import ACCEPTED, TERMS, allowed_next, counted_words
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.results import Results, panels, select, summarize
+from ln_probe.analyses.lab.results import Results, summarize
 
 LARGEST, LARGEST_GRU, QUICK_LARGEST = 1000, 3000, 100
 UNREAD = 0.73  # of a step: the error at which 0 and 1 are no longer distinguished
@@ -132,20 +130,9 @@ def run(request: Request) -> Results:
         site = "none" if cell.norm == "none" else cell.norm_site
         rows.append((cell.model, cell.norm, site, cell.step, 0, exact_to(cell.build(), largest)))
     tables = analyse(pd.DataFrame(rows, columns=[*KEYS, "step", "seed", "value"]))
-    return Results(tables, plot(tables), {"arithmetic": "float32"})
+    return Results(tables, {}, {"arithmetic": "float32"})
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """The largest n of every network: KEYS, `step`, `mean`, `seeds`."""
     return {"summary": summarize(frame, [*KEYS, "step"])[[*KEYS, "step", "mean", "seeds"]], "values": frame}
-
-
-def plot(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
-    """How far GRUs count, by the size of their steps."""
-    figure, (ax,) = panels(1, 5, 3.4)
-    gru = select(tables["summary"], model="gru")
-    ax.plot(gru["step"], gru["mean"], "o-", label="exact to")
-    ax.plot(gru["step"], (UNREAD * 2.0 ** gru["step"]) ** 0.5, ":", label=f"n²/2^k = {UNREAD}")
-    ax.set(xlabel="k: a GRU's step is 2^-k", ylabel="n", yscale="log")
-    ax.legend(fontsize=7)
-    return {"gru": figure}

@@ -438,4 +438,4 @@ def _assemble(
             block.attn.W_O[0, : len(W_O)] = torch.from_numpy(W_O)
             block.mlp.W_in[:, : W_in.shape[1]] = torch.from_numpy(W_in.copy())
             block.mlp.W_out[: len(W_out)] = torch.from_numpy(W_out)
-    return model.eval()
+    return cast("LabTransformer", model.eval())

@@ -3,29 +3,33 @@
 After the comparison of Brody, Alon & Yahav 2023, section 4.2, made there with decoders: the norm that attention reads
 differs, and in two more cells every norm. Two shapes: d 8 with four heads of two numbers, and d 64 with four heads of
 16; of table 4, which reads sentences, d 8 with 3072 hidden units and no norm at all. In place of SST-2 the encoders are
-fine-tuned to tell books (`passages`). An encoder is bidirectional and post-norm, with learned positions and a norm on
-the embeddings (Devlin et al. 2019); left out of BERT are segment embeddings, dropout, and the dense layer before the
-unembedding.
+fine-tuned to tell which of the given books a passage is from. An encoder is bidirectional and post-norm, with learned
+positions and a norm on the embeddings (Devlin et al. 2019); left out of BERT are segment embeddings, dropout, and the
+dense layer before the unembedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import pandas as pd
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
-from torch import Tensor
-from transformer_lens.hook_points import HookPoint
+from torch import Tensor, nn
 
 from ln_probe.analyses.lab.experiments import Request
-from ln_probe.analyses.lab.language_model import passages, published
+from ln_probe.analyses.lab.language_model import published
+from ln_probe.analyses.lab.norms import Norm
+from ln_probe.analyses.lab.points import HookPoint
 from ln_probe.analyses.lab.results import Results, contrasted, line_panels, minus_reference, select, summarize
 from ln_probe.analyses.lab.runs import Run, carry_out, curves, finished, planned, shared_settings
-from ln_probe.analyses.lab.text_task import MaskedTextTask, TextTask
-from ln_probe.analyses.lab.train import text_training
+from ln_probe.analyses.lab.text_task import MaskedTextTask, PassagesTask, TextTask
+from ln_probe.analyses.lab.train import MODEL_FILE, TrainConfig, load_weights, text_training
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer, norm_or_nothing
 
 
@@ -53,7 +57,7 @@ class Encoder(LabTransformer):
         self.hook_embedded = HookPoint()
         for block in self.blocks[:-1]:
             block.ln2 = norm_or_nothing(cfg, cfg.norm_read, affine=False)
-        self.setup()  # type: ignore[no-untyped-call]
+        self.setup()
 
     def embedded(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """What the first block reads: embeddings and positions, normed."""
@@ -128,6 +132,7 @@ CELLS = (  # the wide shape, whose keys are all within reach, without terms left
     *(("wide", norm) for norm in tuple(NORMS)[:3]),
     *((MANY_HIDDEN, norm) for norm in (WHOLE, "identity")),
 )
+RATE_SHARE = 0.5  # of the rate of the training before; BERT's is 0.2 to 0.5 of it
 TUNED = tuple(NORMS)[:3]  # norms of encoders that are fine-tuned on passages
 PASSAGES = "passages"  # the space of their loss and accuracy
 
@@ -185,10 +190,10 @@ def run(request: Request) -> Results:
     text = cast("MaskedTextTask", runs[0].task).text
     task = None
     if len(request.texts) > 1:  # refuses texts before anything is trained; SST-2's sentences have about 20 words
-        task = passages.PassagesTask(request.texts, text, 32, 100 if request.quick else 700)
+        task = PassagesTask(request.texts, text, 32, 100 if request.quick else 700)
     lost = carry_out(runs, request)
     encoders = [run for run in runs if run.keys["norm"] in TUNED and run.keys["shape"] != MANY_HIDDEN]
-    tuned = passages.make_runs(request, encoders, task) if task else []
+    tuned = passage_runs(request, encoders, task) if task else []
     lost += carry_out(tuned, request)
     started = finished(runs, checkpoints=True)
     losses = select(curves(started), measure=["train_loss", published.LOSS, ACCURACY])
@@ -207,9 +212,66 @@ def run(request: Request) -> Results:
     varied = ("norm", "norm_mlp", "norm_read", "d_model", "d_head", "d_mlp", "lr", "lr_end")
     settings = shared_settings(started[0], varied) | {"contexts": size.contexts}
     settings |= {"unigram_loss": cast("MaskedTextTask", runs[0].task).unigram_loss()}
-    settings |= {"passages": task.identity, "counted_accuracy": task.counted_accuracy()} if task else {}
+    settings |= {"passages": task.identity} if task else {}
     tables = analyse(values, losses)
     return Results(tables, plot(tables), settings, lost)
+
+
+@dataclass(frozen=True)
+class ClassifierSpec:
+    """A classifier that starts as an encoder of this shape with the weights of a file."""
+
+    encoder: LabConfig
+    weights: Path
+    classes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        start = hashlib.sha256(self.weights.read_bytes()).hexdigest()
+        return {"kind": "classifier", "classes": self.classes, "start": start, **self.encoder.to_dict()}
+
+    def build(self) -> Classifier:
+        """The encoder with its trained weights (its constants stay what they are) and a new classifier on it."""
+        return Classifier(self)
+
+
+class Classifier(nn.Module):
+    """The stream at the boundary, through a dense layer and a tanh, to a logit per class: BERT's classifier."""
+
+    def __init__(self, spec: ClassifierSpec) -> None:
+        super().__init__()
+        d = spec.encoder.d_model
+        self.encoder = spec.encoder.build()
+        load_weights(self.encoder, spec.weights)
+        for norm in (m for m in self.encoder.modules() if isinstance(m, Norm)):
+            norm.measured = False  # the constant that it was trained with
+        self.pool, self.head = nn.Linear(d, d), nn.Linear(d, spec.classes)
+        nn.init.normal_(self.head.weight, std=1 / math.sqrt(d))
+
+    def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch book"]:
+        logits: Tensor = self.head(self.pool(self.encoder.stream(tokens)[:, 0]).tanh())
+        return logits
+
+
+def passage_runs(request: Request, encoders: Iterable[Run], task: PassagesTask) -> list[Run]:
+    """Return a run of fine-tuning for each finished encoder."""
+    batch, steps = (16, 40) if request.quick else (32, 150)
+    runs = []
+    for run in (run for run in encoders if run.finished):
+        training = TrainConfig(
+            steps=steps,
+            batch=batch,
+            lr=run.training.lr * RATE_SHARE,
+            lr_end=0.0,
+            warmup=steps // 10,
+            schedule="linear",
+            clip=1.0,
+            seed=run.seed,
+            evaluate_every=steps,
+            state_every=steps,
+        )
+        spec = ClassifierSpec(cast("LabConfig", run.spec), run.folder / MODEL_FILE, len(request.texts))
+        runs.append(Run(run.keys, task, spec, training, request.out / "passages" / run.folder.name))
+    return runs
 
 
 def key_places() -> dict[tuple[int, str], str]:

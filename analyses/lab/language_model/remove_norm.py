@@ -29,7 +29,6 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ln_probe.analyses.files import write_atomically
 from ln_probe.analyses.lab.experiments import Request
 from ln_probe.analyses.lab.language_model import published
 from ln_probe.analyses.lab.norms import Norm
@@ -47,6 +46,7 @@ from ln_probe.analyses.lab.train import (
 )
 from ln_probe.analyses.lab.transformer import LabTransformer
 from ln_probe.analyses.probes.uniformity import entropy_ratio
+from ln_probe.analyses.text import write_atomically
 
 LAYERNORM, TWO_CONSTANTS, ONE_CONSTANT = range(3)
 # Weight of a new batch in the running means of sigma: some ten batches (20,000 tokens at the full size), which holds
@@ -117,7 +117,7 @@ def plain(model: LabTransformer) -> LabTransformer:
     cfg = replace(model.cfg, norm=kind, norm_mlp=kind, norm_final=kind, divisor=None)
     copied = LabTransformer(cfg, tokenizer=model.tokenizer)
     copied.load_state_dict(weights)
-    return copied.eval()
+    return cast("LabTransformer", copied.eval())
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Start:
         for block in model.blocks:
             block.ln1, block.ln2 = (ReplaceableNorm(cast("Norm", norm)) for norm in (block.ln1, block.ln2))
         model.ln_final = ReplaceableNorm(cast("Norm", model.ln_final))
-        return model.train()
+        return cast("LabTransformer", model.train())
 
     def to_dict(self) -> dict[str, Any]:
         weights = (self.folder / MODEL_FILE).read_bytes()
