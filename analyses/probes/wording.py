@@ -47,8 +47,7 @@ HEADS = (
 NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
 KEYS = "No possible query selects {share} of keys ({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
 SINKS = (
-    "Position 0 receives {received} of attention ({compared}); {count} of {heads} give it over {much} on average, and "
-    "{most}."
+    "Position 0 receives {received} of attention ({compared}); {count} of {heads} give it over {much} on average; {most}."
 )
 OUTLIERS = "Tokens over {ratio:g} times as long as the median token: {which}."
 UNIFORM = (
@@ -236,7 +235,7 @@ def one_decimal(share: float) -> str:
 
 
 def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
-    if not len(heads) or not len(sinks):
+    if not len(sinks) or not heads["first_attention"].notna().any():
         return
     first = sinks[(sinks["position"] == 0) & (sinks["n"] > 0)]
     uniform = float((first["uniform"] * first["n"]).sum() / first["n"].sum())
@@ -250,7 +249,7 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
         count=int((heads["sink_rate"] > 0.5).sum()),
         heads=counted(len(heads), "head"),
         much=percent(MUCH),
-        most=f"{head_name(most)} gives it most, {one_decimal(float(most['first_attention']))}",
+        most=f"{head_name(most)} {one_decimal(float(most['first_attention']))}",
     )
     which = _outliers(sinks[sinks["kind"].str.contains("outlier")], counted(sinks["prompt"].nunique(), "prompt"))
     yield f"{sentence} {OUTLIERS.format(ratio=OUTLIER_RATIO, which=which)}"

@@ -33,7 +33,7 @@ def by_head(*values: tuple[Any, ...], names: str = "layer head variant unselecta
     return [dict(zip(names.split(), each, strict=True)) for each in values]
 
 
-ABOUT = {"selectability": {"keys_per_prompt": 128, "d_head": 8, "random_unselectable": 0.114, "by_theorem": False}}
+ABOUT = {"selectability": {"prompts": 2, "keys_per_prompt": 128, "d_head": 8, "random_unselectable": 0.114, "by_theorem": False}}
 WHOLE = report_tables(
     causal=[row("all", "no_scaling", 0.411, 0.04), row("all", "no_projection", 0.002, 0.001),
             row("attention", "no_scaling", 0.1)],
@@ -112,8 +112,8 @@ def test_a_decrease_of_the_loss_comes_first() -> None:
 
 @pytest.mark.parametrize(("values", "unit", "text"), [
     ({"change": 0.004, "half": 0.001}, NATS,
-     "by 0.0040 nats/token (95 % CI +0.0030 to +0.0050; Holm-adjusted p = 0.002), less than the 0.01 nats/token of an "
-     "effect."),
+     "by 0.0040 nats/token (95 % CI +0.0030 to +0.0050; Holm-adjusted p = 0.002), which is significant but "
+     "below 0.01 nats/token."),
     ({"change": 0.004, "half": 0.001}, "units of my_loss", "p = 0.002)."),
     ({"change": 0.02, "half": 0.03}, NATS, "does not significantly change the loss: +0.020 nats/token (95 % CI -0.010 "
      "to +0.050; Holm-adjusted p = 0.5)."),
