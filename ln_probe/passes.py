@@ -361,8 +361,8 @@ def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
     rows, others = ({tuple(row.tolist()) for row in given.tokens} for given in (prompts, calibration))
     if rows == others:
         raise ValueError("calibration: these are the prompts that are measured: leave it out, or give other text")
-    same = f"prompts that are in the calibration text too, so that their own sigma is in their constants: {len(rows & others)}"
-    return (same,) * bool(rows & others)
+    same = "prompts that are in the calibration text too, so that their own sigma is in their constants"
+    return (f"{same}: {len(rows & others)}",) * bool(rows & others)
 
 
 def _constants(
