@@ -23,6 +23,7 @@ from ln_probe.analyses.probes.causal import PRIMARY_SITES, Causal
 from ln_probe.analyses.probes.edited_passes import PlainAttention, rows_at_once
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
+from ln_probe.analyses.text import counted
 from ln_probe.hooks.constants import Constant, fit, mean_sigmas
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.model import (
@@ -361,8 +362,8 @@ def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
     rows, others = ({tuple(row.tolist()) for row in given.tokens} for given in (prompts, calibration))
     if rows == others:
         raise ValueError("calibration: these are the prompts that are measured: leave it out, or give other text")
-    same = "prompts that are in the calibration text too, so that their own sigma is in their constants"
-    return (f"{same}: {len(rows & others)}",) * bool(rows & others)
+    note = f"{counted(len(rows & others), 'prompt')} in the calibration text too: their own sigma is in their constants"
+    return (note,) * bool(rows & others)
 
 
 def _constants(
