@@ -433,8 +433,8 @@ class _Linearized:
             LostEditError: at some norm the edit does not reach the output; names it.
         """
         hooked = check_model(model)
-        norms, held, given = _held(hooked, sigma)
-        target, originals = _targets(model, hooked, held)
+        norms, linear, given = _linear_norms(hooked, sigma)
+        target, originals = _targets(model, hooked, linear)
         _refuse_twice(originals, holds=True)
         edits = [Held(norm, given.get(norm.name)) for norm in originals]
         with installed(target, edits if target is hooked else [OutputEdit(edit) for edit in edits]):
@@ -486,14 +486,14 @@ def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
     """
-    _, held, given = _held(check_model(model), sigma)
+    _, linear, given = _linear_norms(check_model(model), sigma)
 
     def hold(norm: Norm, scale: Tensor, hook: Any) -> Tensor:
         if norm.name not in given:
             return scale.detach()
         return sigma_per_token(norm, given[norm.name], scale.expand(*scale.shape[:-1], norm.d)).to(scale)
 
-    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in held]
+    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in linear]
 
 
 def edit_hooks(
@@ -536,7 +536,7 @@ def _all_norms(model: HookedModel, structure: Structure | None = None) -> list[N
     return norms
 
 
-def _held(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dict[str, Tensor]]:
+def _linear_norms(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dict[str, Tensor]]:
     """Return the model's norms, those whose sigma is held, and the sigmas of another run by name.
 
     Raises:
@@ -556,6 +556,6 @@ def _held(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dic
             if not bool(((value > 0) & torch.isfinite(value)).all()):
                 raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
             given[name] = value.detach()
-    held = [norm for norm in norms if norm.scales or norm.name in given]
-    prove(model, held, structure)
-    return norms, held, given
+    linear = [norm for norm in norms if norm.scales or norm.name in given]
+    prove(model, linear, structure)
+    return norms, linear, given

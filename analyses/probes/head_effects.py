@@ -32,6 +32,7 @@ from ln_probe.analyses.probes.edited_passes import (
     ESTIMATED_PROMPTS,
     EditedPasses,
     PlainAttention,
+    Silent,
     choosing_prompts,
     is_affordable,
     largest,
@@ -81,7 +82,7 @@ class HeadEffects(Probe):
         if not norms:
             return Observer()
         if obstacle := run.loss.obstacle(run.model):
-            return _Silent(f"head_effects: nothing was measured: {obstacle}")
+            return Silent(f"head_effects: nothing was measured: {obstacle}")
         heads = {
             layer: [head for head in range(head_count(run.model, layer)) if run.heads is None or head in run.heads]
             for layer in norms
@@ -92,18 +93,8 @@ class HeadEffects(Probe):
         try:
             watching.check()
         except ValueError as error:  # attention without hook points, or that does not read the norm's output
-            return _Silent(f"head_effects: nothing was measured: {error}")
+            return Silent(f"head_effects: nothing was measured: {error}")
         return watching
-
-
-class _Silent(Observer):
-    """Measures nothing, and says why."""
-
-    def __init__(self, note: str) -> None:
-        self.note = note
-
-    def finish(self) -> ProbeResults:
-        return ProbeResults({HEAD_EFFECTS.name: HEAD_EFFECTS.empty()}, [self.note])
 
 
 class _IntactHeads:

@@ -79,13 +79,13 @@ def test_hooks_of_users_are_refused_and_named(model: Any, case: str) -> None:
 def test_kept_hooks_are_measured_and_named() -> None:
     model = make_bridge("gpt2").eval()
     intact = analyzed(model)
-    add_hook(model)
+    model.add_hook("blocks.1.hook_resid_pre", halve)
     kept = analyzed(model, hooks="keep")
     assert any("halve" in note for note in kept.notes)
-    length = [r.layernorms.set_index("site").loc["blocks.0.ln1", "output_norm"] for r in (kept, intact)]
-    assert length[0] < 0.7 * length[1]
+    length = [r.layernorms.set_index("site").loc["blocks.1.ln1", "input_norm"] for r in (kept, intact)]
+    assert length[0] == pytest.approx(length[1] / 2, rel=1e-5)
     assert model(TOKENS).isfinite().all()
-    assert len(model.hook_dict["blocks.0.ln1.hook_normalized"].fwd_hooks) == 1, "it is left on the model"
+    assert len(model.hook_dict["blocks.1.hook_resid_pre"].fwd_hooks) == 1, "it is left on the model"
 
 
 def test_kept_hooks_act_on_edited_passes_too() -> None:
