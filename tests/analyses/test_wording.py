@@ -33,7 +33,15 @@ def by_head(*values: tuple[Any, ...], names: str = "layer head variant unselecta
     return [dict(zip(names.split(), each, strict=True)) for each in values]
 
 
-ABOUT = {"selectability": {"prompts": 2, "keys_per_prompt": 128, "d_head": 8, "random_unselectable": 0.114, "by_theorem": False}}
+ABOUT = {
+    "selectability": {
+        "prompts": 2,
+        "keys_per_prompt": 128,
+        "d_head": 8,
+        "random_unselectable": 0.114,
+        "by_theorem": False,
+    }
+}
 WHOLE = report_tables(
     causal=[row("all", "no_scaling", 0.411, 0.04), row("all", "no_projection", 0.002, 0.001),
             row("attention", "no_scaling", 0.1)],
