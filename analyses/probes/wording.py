@@ -46,7 +46,10 @@ HEADS = (
 )
 NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
 KEYS = "No possible query selects {share} of keys ({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
-SINKS = "Position 0 receives {received} of attention ({compared}); {count} of {heads} give it over {much} on average; {most}."
+SINKS = (
+    "Position 0 receives {received} of attention ({compared}); {count} of {heads} give it over {much} on average; "
+    "{most}."
+)
 OUTLIERS = "Tokens over {ratio:g} times as long as the median token: {which}."
 UNIFORM = (
     "The median head has {entropy} of the entropy of uniform attention ({frozen}{prompts}), from {least} to {most}."
