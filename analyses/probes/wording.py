@@ -184,7 +184,7 @@ def _heads(effects: pd.DataFrame, unit: str) -> Iterator[str]:
     rows = effects[(effects["variant"] == SCALING_FROZEN.name) & effects["delta_loss"].notna()]
     if not len(rows):
         return
-    top = rows.loc[rows["delta_loss"].idxmax()]
+    top = rows.sort_values("delta_loss").iloc[-1]
     prompts = counted(top["n"], "prompt")
     if rows["p"].isna().all():
         edit = f"Freezing scaling for head {head_name(top)} alone, the largest of {counted(len(rows), 'head')},"
@@ -240,7 +240,8 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
         return
     first = sinks[(sinks["position"] == 0) & (sinks["n"] > 0)]
     uniform = float((first["uniform"] * first["n"]).sum() / first["n"].sum())
-    frozen, most = float(heads["first_attention_no_scaling"].mean()), heads.loc[heads["first_attention"].idxmax()]
+    frozen = float(heads["first_attention_no_scaling"].mean())
+    most = heads.dropna(subset=["first_attention"]).sort_values("first_attention").iloc[-1]
     compared = f"{percent(uniform)} if uniform" + (
         "" if math.isnan(frozen) else f"; {percent(frozen)} with scaling frozen"
     )
@@ -259,7 +260,7 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
 def _outliers(rows: pd.DataFrame, prompts: str) -> str:
     """Return the commonest outlier tokens, in how many prompts each is one, and how long it is."""
     names = rows["token"].where(rows["position"] > 0, "position 0")
-    parts = []
+    parts: list[str] = []
     for name in names.value_counts().index[:_OUTLIERS_NAMED]:
         same = rows[names == name]
         of_prompts = f"{same['prompt'].nunique()}{'' if parts else f' of {prompts}'}"
@@ -272,7 +273,8 @@ def _uniform(heads: pd.DataFrame, prompts: int) -> Iterator[str]:
     intact, frozen = (heads[heads["variant"] == v]["entropy_ratio"] for v in (INTACT.name, SCALING_FROZEN.name))
     if not intact.notna().any():
         return
-    ends = (heads.loc[row] for row in (intact.idxmin(), intact.idxmax()))
+    ordered = heads[heads["variant"] == INTACT.name].dropna(subset=["entropy_ratio"]).sort_values("entropy_ratio")
+    ends = (ordered.iloc[place] for place in (0, -1))
     least, most = (f"{one_decimal(float(head['entropy_ratio']))} ({head_name(head)})" for head in ends)
     yield UNIFORM.format(
         entropy=one_decimal(float(intact.median())),
