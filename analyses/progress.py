@@ -14,18 +14,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from threadpoolctl import ThreadpoolController
 
 _INTERVAL_S = 30.0  # between plain lines
 _LEAST_LEFT_S = 3.0  # less is not shown
@@ -127,12 +122,12 @@ class TimeLeft:
     """An estimate of the time that work of several kinds still takes: what is left of each, at its pace so far.
 
     Args:
-        steps: the size of each step of each kind, in any unit of the kind's own.
+        counts: how many steps of each kind there are.
     """
 
-    def __init__(self, steps: Mapping[str, Sequence[float]]) -> None:
-        self.steps = steps
-        self.seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self.counts = counts
+        self.seconds: dict[str, list[float]] = {kind: [] for kind in counts}
 
     @contextmanager
     def step(self, kind: str, count: int = 1) -> Iterator[None]:
@@ -146,9 +141,8 @@ class TimeLeft:
         """The seconds left. The first step of a kind also prepares: from the third on it does not count."""
         total = 0.0
         for kind, seconds in self.seconds.items():
-            first, done = int(len(seconds) > 2), len(seconds)
-            if size := sum(self.steps[kind][first:done]):
-                total += sum(self.steps[kind][done:]) * sum(seconds[first:]) / size
+            typical = seconds[len(seconds) > 2 :]
+            total += (self.counts[kind] - len(seconds)) * sum(typical) / max(1, len(typical))
         return total
 
 
@@ -186,13 +180,8 @@ def one_blas_thread() -> Iterator[None]:
 
     Theirs would wait for each other, and for torch's: with two processors `selectability` took twice as long.
     """
-    with _blas().limit(limits=1, user_api="blas"):
-        yield
-
-
-@cache
-def _blas() -> ThreadpoolController:
-    from threadpoolctl import ThreadpoolController
+    from threadpoolctl import threadpool_limits
 
     import_module("scipy.linalg")  # its BLAS can only be limited once it is loaded
-    return ThreadpoolController()
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield

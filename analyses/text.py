@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
@@ -160,12 +161,10 @@ def to_be_written(given: str | Path) -> Path:
         raise IsADirectoryError(f"{path} is a folder: give a file, such as {path / 'report.html'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-        aside.touch()
-        aside.unlink()
+        with NamedTemporaryFile(dir=path.parent, suffix=PARTIAL):
+            return path
     except OSError as error:
         raise OSError(error.errno, f"{path} cannot be written ({error.strerror}): choose another path") from error
-    return path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -193,20 +192,16 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; errors as `read_text` and `parse_json`."""
-    return parse_json(read_text(path), str(path))
-
-
-def parse_json(text: str, where: str) -> Any:
-    """Return what a JSON text says; `where` is the file (and line) it is from.
+    """Return the content of a JSON file.
 
     Raises:
-        FileError: it is not JSON.
+        OSError: it cannot be read.
+        FileError: it is not UTF-8, or not JSON.
     """
     try:
-        return json.loads(text)
+        return json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{where}: not JSON ({error})") from error
+        raise FileError(f"{path}: not JSON ({error})") from error
 
 
 def sha256_of_file(path: Path) -> str:

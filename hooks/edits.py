@@ -433,8 +433,8 @@ class _Linearized:
             LostEditError: at some norm the edit does not reach the output; names it.
         """
         hooked = check_model(model)
-        norms, held, given = _held(hooked, sigma)
-        target, originals = _targets(model, hooked, held)
+        norms, linear, given = _linear_norms(hooked, sigma)
+        target, originals = _targets(model, hooked, linear)
         _refuse_twice(originals, holds=True)
         edits = [Held(norm, given.get(norm.name)) for norm in originals]
         with installed(target, edits if target is hooked else [OutputEdit(edit) for edit in edits]):
@@ -486,14 +486,14 @@ def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
     """
-    _, held, given = _held(check_model(model), sigma)
+    _, linear, given = _linear_norms(check_model(model), sigma)
 
     def hold(norm: Norm, scale: Tensor, hook: Any) -> Tensor:
         if norm.name not in given:
             return scale.detach()
         return sigma_per_token(norm, given[norm.name], scale.expand(*scale.shape[:-1], norm.d)).to(scale)
 
-    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in held]
+    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in linear]
 
 
 def edit_hooks(
@@ -513,7 +513,8 @@ def edit_hooks(
         model, what, sites, scale, tokens: as for `without`.
 
     Raises:
-        TypeError, ValueError, InterventionError, LostEditError: as `without`; a norm without `hook_in`.
+        TypeError, ValueError, InterventionError, LostEditError: as `without`; a norm without `hook_in`; a norm of
+            queries or keys.
 
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))
@@ -525,6 +526,8 @@ def edit_hooks(
         edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name))
         if edit.adds_mean is not None and "hook_in" not in norm.module._modules:
             raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
+        if norm.reads in ("query", "key"):  # its vectors are of heads, in an order that a hook point does not tell
+            raise InterventionError(f"{norm.name} normalizes queries or keys inside attention: use `without`")
         edit.positions.direct = True  # every pass begins at position 0
         hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks()]
     return hooks
@@ -536,7 +539,7 @@ def _all_norms(model: HookedModel, structure: Structure | None = None) -> list[N
     return norms
 
 
-def _held(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dict[str, Tensor]]:
+def _linear_norms(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dict[str, Tensor]]:
     """Return the model's norms, those whose sigma is held, and the sigmas of another run by name.
 
     Raises:
@@ -556,6 +559,6 @@ def _held(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dic
             if not bool(((value > 0) & torch.isfinite(value)).all()):
                 raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
             given[name] = value.detach()
-    held = [norm for norm in norms if norm.scales or norm.name in given]
-    prove(model, held, structure)
-    return norms, held, given
+    linear = [norm for norm in norms if norm.scales or norm.name in given]
+    prove(model, linear, structure)
+    return norms, linear, given

@@ -23,6 +23,7 @@ from ln_probe.analyses.probes.causal import PRIMARY_SITES, Causal
 from ln_probe.analyses.probes.edited_passes import PlainAttention, rows_at_once
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
+from ln_probe.analyses.text import counted
 from ln_probe.hooks.constants import Constant, fit, mean_sigmas
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.model import (
@@ -207,8 +208,8 @@ def second_pass(
             recorder.attention(number, attended)
 
     streamed = [w for w in every if w.probe.needs.norms or (w.probe.needs.attention and maps is not None)]
-    sizes = {w.probe.name: [w.probe.work(n) for n in range(len(run.prompts)) if w.takes(n)] for w in every}
-    work = TimeLeft(sizes | {_STREAM: [1.0] * max((len(sizes[w.probe.name]) for w in streamed), default=1)})
+    counts = {w.probe.name: sum(map(w.takes, range(len(run.prompts)))) for w in every}
+    work = TimeLeft(counts | {_STREAM: max((counts[w.probe.name] for w in streamed), default=1)})
     for numbers, tokens in batches("second pass", run.prompts, limit, lambda n: [w.takes(n) for w in every]):
         watching = [w for w in every if w.takes(numbers.start)]
         norms = [w for w in watching if w.probe.needs.norms]
@@ -361,8 +362,8 @@ def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
     rows, others = ({tuple(row.tolist()) for row in given.tokens} for given in (prompts, calibration))
     if rows == others:
         raise ValueError("calibration: these are the prompts that are measured: leave it out, or give other text")
-    same = f"prompts that are in the calibration text too, so that their own sigma is in their constants: {len(rows & others)}"
-    return (same,) * bool(rows & others)
+    note = f"{counted(len(rows & others), 'prompt')} in the calibration text too: their own sigma is in their constants"
+    return (note,) * bool(rows & others)
 
 
 def _constants(
@@ -423,7 +424,7 @@ def _on_centred(model: HookedModel, norms: Sequence[Norm], tokens: Int[Tensor, "
     """Return a note where the stream has mean 0 at every norm that projects, as behind centred weights."""
     shares: list[float] = []
 
-    def look(_module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def look(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = tensors_in(args, kwargs)[0].detach().double()
         shares.append(float(x.mean(-1).square().mean() / x.square().mean()))
 

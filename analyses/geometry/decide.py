@@ -259,9 +259,19 @@ def solve_set(
         points, scratch, spread = make_space(*seen), make_scratch(count, dim), attention_room(count, dim)
         for radius, attention in ((1.0, answers.attention), (inner, answers.inner)):
             if radius is not None and radius > 0.0:
-                near = (seen.rows * radius, points.columns * radius)
-                how = (float(radius), starts, WEIGHT_GAP, request.budget, spread, np.zeros((4, dim)))
-                bound_attention(points, *near, *how, attention, scratch)
+                bound_attention(
+                    points,
+                    seen.rows * radius,
+                    points.columns * radius,
+                    float(radius),
+                    starts,
+                    WEIGHT_GAP,
+                    request.budget,
+                    spread,
+                    np.zeros((4, dim)),
+                    attention,
+                    scratch,
+                )
             starts = answers.attention.at
         np.fmax(answers.attention.lower, answers.inner.lower, out=answers.attention.lower)
     return Solved(judged, seen, answers)

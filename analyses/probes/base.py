@@ -188,10 +188,6 @@ class Probe:
         """Return an observer of the prompts of one model."""
         return Observer()
 
-    def work(self, prompt: int) -> float:
-        """Return how much work a prompt is beside others; for the estimate of the time left."""
-        return 1.0
-
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> Sequence[Finding]:
         """Return plain sentences computed from a report's tables, any of which can be empty."""
         return ()

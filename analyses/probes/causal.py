@@ -36,6 +36,7 @@ from ln_probe.analyses.probes.edited_passes import (
     ESTIMATED_PROMPTS,
     EditedPasses,
     PlainAttention,
+    Silent,
     choosing_prompts,
     is_affordable,
     largest,
@@ -121,18 +122,8 @@ class Causal(Probe):
         if not run.measured_norms:
             return Observer()
         if obstacle := run.loss.obstacle(run.model):
-            return _Silent(f"causal: the loss is not applicable: {obstacle}")
+            return Silent(f"causal: the loss is not applicable: {obstacle}")
         return _Watching(run, self)
-
-
-class _Silent(Observer):
-    """Measures nothing, and says why."""
-
-    def __init__(self, note: str) -> None:
-        self.note = note
-
-    def finish(self) -> ProbeResults:
-        return ProbeResults({CAUSAL.name: CAUSAL.empty(), CAUSAL_PROMPTS.name: CAUSAL_PROMPTS.empty()}, [self.note])
 
 
 class _Watching(Observer):
@@ -316,21 +307,13 @@ class _Watching(Observer):
                 if loss is None:
                     continue
                 shift = moved[row.sites][prompt] if row.is_frozen_primary and row.sites in moved else 0.0
-                rows.append(
-                    {
-                        "prompt": prompt,
-                        "stratum": strata[prompt],
-                        "sites": row.sites,
-                        "variant": row.variant.name,
-                        "loss": self.intact[prompt] / weight,
-                        "delta_loss": (loss - self.intact[prompt]) / weight,
-                        "shift": shift,
-                        "n": weight,
-                    }
-                )
+                intact = self.intact[prompt] / weight
+                place = (prompt, strata[prompt], row.sites, row.variant.name)
+                rows.append((*place, intact, loss / weight - intact, shift, weight))
         return pd.DataFrame(rows, columns=CAUSAL_PROMPTS.names) if rows else CAUSAL_PROMPTS.empty()
 
-    def _of(self, values: Mapping[int, float], prompts: Iterable[int]) -> Float[np.ndarray, " prompt"]:
+    @staticmethod
+    def _of(values: Mapping[int, float], prompts: Iterable[int]) -> Float[np.ndarray, " prompt"]:
         return np.array([values[prompt] for prompt in prompts], float)
 
     def _changes(self, losses: Mapping[int, float]) -> Float[np.ndarray, " prompt"]:

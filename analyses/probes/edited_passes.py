@@ -25,6 +25,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from ln_probe.analyses.constants import halves_of
+from ln_probe.analyses.probes.base import Observer, ProbeResults
 from ln_probe.analyses.progress import tell_inner
 from ln_probe.hooks.model import (
     ABSENT,
@@ -98,6 +99,16 @@ def rows_at_once(model: HookedModel, length: int) -> int:
     cfg: Any = model.cfg
     token = 8 * max(int(cfg.d_vocab), 40 * int(cfg.d_model)) + 16 * int(getattr(cfg, "n_heads", 0)) * length
     return max(1, torch.cuda.mem_get_info(device)[0] // 4 // (length * token))
+
+
+class Silent(Observer):
+    """Measures nothing, and says why."""
+
+    def __init__(self, note: str) -> None:
+        self.note = note
+
+    def finish(self) -> ProbeResults:
+        return ProbeResults(notes=[self.note])
 
 
 # ------------------------------------------------------------------------------------------------- passes of a prompt
@@ -329,8 +340,8 @@ class PlainAttention:
             biases = [getattr(attn, f"b_{letter}").detach().reshape(-1) for letter in "QKV"]
             heads, d, _ = weights[0].shape
             read = torch.cat([w.transpose(0, 1).reshape(d, -1) for w in weights], dim=1)
-            write = attn.W_O.detach().reshape(-1, d)
-            self._layers.append((attn, read, torch.cat(biases), write, attn.b_O.detach(), heads))
+            W_O, b_O = (getattr(attn, name).detach() for name in ("W_O", "b_O"))
+            self._layers.append((attn, read, torch.cat(biases), W_O.reshape(-1, d), b_O, heads))
 
     @classmethod
     def of(cls, model: HookedModel, tokens: Int[Tensor, " pos"]) -> PlainAttention | None:

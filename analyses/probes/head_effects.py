@@ -32,6 +32,7 @@ from ln_probe.analyses.probes.edited_passes import (
     ESTIMATED_PROMPTS,
     EditedPasses,
     PlainAttention,
+    Silent,
     choosing_prompts,
     is_affordable,
     largest,
@@ -81,7 +82,7 @@ class HeadEffects(Probe):
         if not norms:
             return Observer()
         if obstacle := run.loss.obstacle(run.model):
-            return _Silent(f"head_effects: nothing was measured: {obstacle}")
+            return Silent(f"head_effects: nothing was measured: {obstacle}")
         heads = {
             layer: [head for head in range(head_count(run.model, layer)) if run.heads is None or head in run.heads]
             for layer in norms
@@ -92,18 +93,8 @@ class HeadEffects(Probe):
         try:
             watching.check()
         except ValueError as error:  # attention without hook points, or that does not read the norm's output
-            return _Silent(f"head_effects: nothing was measured: {error}")
+            return Silent(f"head_effects: nothing was measured: {error}")
         return watching
-
-
-class _Silent(Observer):
-    """Measures nothing, and says why."""
-
-    def __init__(self, note: str) -> None:
-        self.note = note
-
-    def finish(self) -> ProbeResults:
-        return ProbeResults({HEAD_EFFECTS.name: HEAD_EFFECTS.empty()}, [self.note])
 
 
 class _IntactHeads:
@@ -129,7 +120,7 @@ class _IntactHeads:
         """Return the hooks and pre-hooks of the intact pass."""
         after: list[Hook] = [(norm.module, partial(self._on_norm, norm)) for norm in self._norms.values()]
         after += [(z_point(self._model, layer), partial(self._on_z, layer)) for layer in self._norms]
-        before = [(attention_of(self._model, i), partial(self._on_attention, i)) for i in self._norms]
+        before: list[Hook] = [(attention_of(self._model, i), partial(self._on_attention, i)) for i in self._norms]
         return after, before
 
     def _on_norm(self, norm: Norm, _m: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:

@@ -84,38 +84,27 @@ class _KeyObserver(Observer):
         if not self.measured:
             return ProbeResults()
         rows: list[dict[str, object]] = []
-        keys: list[dict[str, np.ndarray]] = []
+        keys: list[pd.DataFrame] = []
         for (layer, variant), of_prompts in sorted(self.measured.items(), key=lambda item: item[0][0]):
             measures = concatenated([measured for _, measured in of_prompts])
             for place, head in enumerate(self.heads[layer]):
                 about = {"layer": layer, "head": head, "variant": variant}
                 rows.append(about | summary({name: values[place] for name, values in measures.items()}))
             if variant in COMPARED:
-                keys += self._key_columns(layer, variant, of_prompts)
-        table = pd.DataFrame({name: np.concatenate([columns[name] for columns in keys]) for name in KEYS.names})
+                keys += self._key_rows(layer, variant, of_prompts)
+        table = pd.concat(keys, ignore_index=True)[KEYS.names]
         known = table["reachable"].to_numpy()
         table["reachable"] = pd.arrays.BooleanArray(known == 1, known == UNKNOWN)
         return ProbeResults({HEADS.name: HEADS.frame(rows), KEYS.name: table}, provenance=self._provenance())
 
-    def _key_columns(
-        self, layer: int, variant: str, of_prompts: Sequence[tuple[int, Measures]]
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Yield columns of the table `keys`, for the keys of one head and prompt after another."""
+    def _key_rows(self, layer: int, variant: str, of_prompts: Sequence[tuple[int, Measures]]) -> Iterator[pd.DataFrame]:
+        """Yield rows of the table `keys`, for one head and prompt after another."""
         for prompt, measures in of_prompts:
             tokens = np.array(self.run.strings[prompt], object)
             for place, head in enumerate(self.heads[layer]):
                 of_head = {name: values[place] for name, values in measures.items()}
-                count = len(tokens)
-                yield {
-                    **of_head,
-                    "layer": np.full(count, layer),
-                    "head": np.full(count, head),
-                    "variant": np.full(count, variant, object),
-                    "prompt": np.full(count, prompt),
-                    "position": np.arange(count),
-                    "token": tokens,
-                    "verdict": NAMES[of_head["verdict"]],
-                }
+                of_head |= {"token": tokens, "position": np.arange(len(tokens)), "verdict": NAMES[of_head["verdict"]]}
+                yield pd.DataFrame(of_head).assign(layer=layer, head=head, variant=variant, prompt=prompt)
 
     def _provenance(self) -> dict[str, Any]:
         """Return how the keys were judged; `keys_per_prompt` (a mean over keys) compete."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, observed_radius
@@ -40,7 +40,6 @@ from ln_probe.hooks.norms import layers_in_words
 from ln_probe.hooks.stream import AttentionInput, visible_keys
 
 _T = TypeVar("_T")
-Ellipsoids = tuple[np.ndarray, np.ndarray]  # centers and axes of the chosen heads' queries
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
 # prompt costs some hundred forward passes, so 4 of them say enough about keys.
 GEOMETRY_PROMPTS = 4
@@ -86,7 +85,10 @@ class _UniformityObserver(Observer):
                 for name in MEASURES if weights else ():
                     row[name] = float(np.average([m[name][place] for m in of_prompts], weights=weights))
                 rows.append(row)
-        provenance = {"random_angle_deg": random_angle(int(self.run.model.cfg.d_model), seed=self.run.seed)}
+        provenance = {
+            "prompts": max(map(len, self.measured.values()), default=0),
+            "random_angle_deg": random_angle(int(self.run.model.cfg.d_model), seed=self.run.seed),
+        }
         return ProbeResults({HEADS.name: HEADS.frame(rows)} if rows else {}, provenance=provenance)
 
 
@@ -245,16 +247,16 @@ class AttentionLayer:
         ends = range(self.length, 0, -window)
         return [slice(max(0, end - window), end) for end in reversed(ends)]
 
-    def reachable(self, position: int) -> Ellipsoids | None:
+    def reachable(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
         ellipsoid = self.maps.query_ellipsoid(self.site, position)
         return None if ellipsoid is None else self._of_chosen(*ellipsoid)
 
-    def directions(self, position: int) -> Ellipsoids:
+    def directions(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Center and directions of the chosen heads' queries at a position, regardless of their length."""
         return self._of_chosen(*self.maps.query_directions(self.site, position))
 
-    def _of_chosen(self, center: Tensor, axes: Tensor) -> Ellipsoids:
+    def _of_chosen(self, center: Tensor, axes: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()
 
     @cached_property
@@ -286,16 +288,13 @@ class AttentionLayer:
         return plain if self.maps.rotary is None else self.maps.queries(intact), plain
 
 
-def _visible(like: Float[Tensor, "head query key"], causal: bool, window: int | None) -> Bool[Tensor, "query key"]:
-    return visible_keys(*like.shape[-2:], causal=causal, window=window, device=like.device)
-
-
 def entropy_ratio(
     pattern: Float[Tensor, "head query key"], *, causal: bool = True, window: int | None = None
 ) -> Float[Tensor, "head query"]:
     """Entropy of each row of a pattern over the log of the keys it sees; NaN for a row that sees one key."""
     entropy = torch.special.entr(pattern).sum(-1)
-    count = _visible(pattern, causal, window).sum(-1).to(pattern)
+    visible = visible_keys(*pattern.shape[-2:], causal=causal, window=window, device=pattern.device)
+    count = visible.sum(-1).to(pattern)
     return torch.where(count > 1, entropy / count.log(), math.nan)
 
 

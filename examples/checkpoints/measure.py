@@ -242,7 +242,10 @@ def values(report: Any) -> dict[str, float]:
 
 def predictions() -> pd.DataFrame:
     """Return the thresholds of each measure: mean plus and minus twice the standard deviation over MEASURED."""
-    known = pd.concat([pd.read_csv(HERE / "tables" / name / "values.csv") for name in MEASURED])
+    tables = {name: pd.read_csv(HERE / "tables" / name / "values.csv") for name in MEASURED}
+    small = tables["lm-layernorm-books"]  # its heads have 8 dimensions, the others' 16 and more
+    tables["lm-layernorm-books"] = small[~small["measure"].str.startswith("unselectable")]
+    known = pd.concat(tables.values())
     rows = []
     for measure, some in known.dropna().groupby("measure", sort=False)["value"]:
         in_logs = measure.startswith("no_scaling")

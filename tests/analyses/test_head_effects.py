@@ -79,7 +79,7 @@ def test_an_estimate_is_the_slope_towards_the_edited_head(monkeypatch: pytest.Mo
     monkeypatch.setattr(head_effects, "_IntactHeads", lambda *args: heads.append(made(*args)) or heads[-1])
     tokens = PROMPTS[1]
     report = measured(model, [tokens, PROMPTS[0]], variants=EVERY)
-    first = heads[0]
+    first = heads[1]  # the first ones are of the check
     places = [(0, 1, "no_scaling"), (1, 2, "both_removed"), (0, 3, "no_projection")]
     slopes = {}
     for layer, head, variant in places:

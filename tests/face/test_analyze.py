@@ -219,7 +219,7 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
     assert cost.loss == pytest.approx(float(row["loss"] - row["delta_loss"]), abs=1e-6)
     assert repr(cost) == report.findings()[0]
     assert cost.constants.of(2) == report.constants.of(2) == ln_probe.norm_constants(gpt2, TOKENS).of(2)
-    assert set(cost.table["family"]) == {"", "primary"}
+    assert set(cost.table["family"]) == {"primary"}
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:

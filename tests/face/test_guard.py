@@ -13,6 +13,7 @@ from architectures import make_bridge, make_hooked
 from torch import Tensor
 
 import ln_probe
+from ln_probe import guard
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, Run
 from ln_probe.analyses.schema import Table
 from ln_probe.guard import ModelStateError
@@ -79,13 +80,13 @@ def test_hooks_of_users_are_refused_and_named(model: Any, case: str) -> None:
 def test_kept_hooks_are_measured_and_named() -> None:
     model = make_bridge("gpt2").eval()
     intact = analyzed(model)
-    add_hook(model)
+    model.add_hook("blocks.1.hook_resid_pre", halve)
     kept = analyzed(model, hooks="keep")
     assert any("halve" in note for note in kept.notes)
-    length = [r.layernorms.set_index("site").loc["blocks.0.ln1", "output_norm"] for r in (kept, intact)]
-    assert length[0] < 0.7 * length[1]
+    length = [r.layernorms.set_index("site").loc["blocks.1.ln1", "input_norm"] for r in (kept, intact)]
+    assert length[0] == pytest.approx(length[1] / 2, rel=1e-5)
     assert model(TOKENS).isfinite().all()
-    assert len(model.hook_dict["blocks.0.ln1.hook_normalized"].fwd_hooks) == 1, "it is left on the model"
+    assert len(model.hook_dict["blocks.1.hook_resid_pre"].fwd_hooks) == 1, "it is left on the model"
 
 
 def test_kept_hooks_act_on_edited_passes_too() -> None:
@@ -185,3 +186,30 @@ def test_logits_that_overflow_are_named_with_their_place() -> None:
         model.unembed.W_U[:, 7] = 3e38
     with pytest.raises(ValueError, match=r"logits of the first prompt: .*inf at \[0, 7\]"):
         analyzed(model, "causal")
+
+
+def test_centred_weights_are_noted_with_what_to_load() -> None:
+    model = ln_probe.load_model("lm-layernorm")
+    assert not any("unprocessed" in note for note in analyzed(model, "causal").notes)
+    model.enable_compatibility_mode(disable_warnings=True)  # type: ignore[operator]
+    assert any("unprocessed" in note for note in ln_probe.freezing_cost(model, TOKENS, progress=False).notes)
+
+
+def test_a_model_on_mps_is_measured_as_a_copy_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_bridge("gpt2").eval()
+    monkeypatch.setattr(guard, "device_of", lambda _: torch.device("mps"))
+    with pytest.warns(UserWarning, match="MPS"):
+        hooked, notes = guard.hooked_model(model)
+    assert hooked is not model
+    assert notes == (guard.ON_MPS,)
+
+
+def test_texts_begin_as_in_training_at_every_door() -> None:
+    model: Any = ln_probe.load_model("lm-layernorm")
+    text = "And the ships came home."
+    table = ln_probe.analyze(model, text, probes="causal", progress=False).causal_prompts
+    with torch.no_grad():
+        assert table["loss"].iloc[0] == pytest.approx(float(model(text, return_type="loss")), rel=1e-5)
+        _, cache = model.run_with_cache(text)
+    by_text, by_cache = (ln_probe.attribute_logits(model, given, -1, target=7) for given in (text, cache))
+    assert by_text.own == pytest.approx(by_cache.own, rel=1e-5)
