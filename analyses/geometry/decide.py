@@ -163,6 +163,8 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
         trials[lowered, -1] = 0.0
         scores = trials @ columns if len(products) else nothing
     try_queries(space, trials @ queries, scores, biased, start, verdicts, scratch)
+    if code.all():
+        return
     room, closest = search_room(count, max(white.rows.shape[1], 1), dim), np.full(count, -1)
     in_white = Keys(white.rows, columns, products, np.zeros(count))
     at_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
@@ -170,8 +172,6 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
     at_plain = Verdict(rows, identity, 100.0 * TAU, biased)
     # By products; carefully; then where verdicts are given, among differences as they are, and of length one.
     for attempt in range(0 if len(products) else 1, 4):
-        if code.all():
-            return
         left = code == UNDECIDED
         keys, here, ray = (in_white, at_white, white.lifted) if attempt < 2 else (in_plain, at_plain, biased)
         if attempt == 2:
@@ -179,7 +179,9 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
         search = Search(True, attempt > 0, attempt != 2, ray, 0.0, 0.0, budget)
         find_verdicts(space, keys, here, search, room, closest if attempt else start, verdicts, scratch)
         verdicts.repaired[left] = attempt > 0 and len(products) > 0
-    if count <= LARGE and not code.all():
+        if code.all():
+            return
+    if count <= LARGE:
         solve_programs(judged, space, verdicts, budget, scratch)
 
 
