@@ -13,6 +13,7 @@ from architectures import make_bridge, make_hooked
 
 import ln_probe
 from ln_probe.analyses.constants import observed_radius
+from ln_probe.analyses.geometry.compiled import Compilation
 from ln_probe.analyses.geometry.key_geometry import random_unselectable
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.norms import find_norms
@@ -20,6 +21,16 @@ from ln_probe.hooks.stream import AttentionInput, stream
 
 TOKENS = torch.arange(2, 26)
 GEOMETRY: dict[str, Any] = {"probes": ("selectability", "uniformity"), "progress": False}
+
+
+def test_keys_that_wait_for_their_kernels_give_the_same_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [TOKENS.tolist(), TOKENS[:9].tolist()]
+    tables = []
+    for is_done in (True, False):
+        monkeypatch.setattr(Compilation, "is_done", is_done)
+        tables.append(ln_probe.analyze(make_bridge("gpt2"), prompts, **GEOMETRY).tables)
+    for name in ("heads", "keys"):
+        pd.testing.assert_frame_equal(tables[0][name], tables[1][name])
 
 
 def test_every_key_has_a_row_and_heads_are_summed_up_from_them() -> None:
