@@ -127,7 +127,7 @@ def heads() -> None:
 def rational(state: Path | None = None) -> None:
     """Check every certificate in exact arithmetic on the keys as given."""
     print(f"\nrational: certificates in exact arithmetic, {KEYS} keys of each family; {PROGRAMS} of a set by HiGHS")
-    head("family", "keys", "n ≥ 256, d ≥ 32", "unselectable", "undecided", "wrong", "by HiGHS", "differ")
+    head("family", "keys", "large", "unselectable", "undecided", "wrong", "programs", "differ")
     checked = {} if state is None or not state.exists() else dict(map(json.loads, state.read_text().splitlines()))
     for name, family in (families.RANDOM | families.HARD | {"near-ties": families.near_ties}).items():
         total, seed = Counter[str](), 0

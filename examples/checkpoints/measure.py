@@ -5,7 +5,7 @@
 
 `values.csv` holds eight measures of a checkpoint. A prediction for another checkpoint is their mean over the measured
 ones (`MEASURED`), plus and minus twice their standard deviation (of logarithms where scaling is frozen). Prompts are
-chosen without looking: evenly spread over a corpus, or drawn with a fixed seed.
+chosen without looking: evenly spread over a corpus, or drawn by the model with a fixed seed.
 
 Books and CAPP-GPT are read from ../shared (or LN_PROBE_SHARED), MGM from LN_PROBE_MGM, SmolLM2 from LN_PROBE_GGUF, as
 in the tests; wikitext-2 from ../shared or, if it is not there, through `datasets`.
@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ import torch
 
 import ln_probe
 from ln_probe.analyses.probes.causal import Causal
-from ln_probe.hooks.model import run
-from ln_probe.hooks.task import encode, special_tokens
+from ln_probe.hooks.task import encode
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))
@@ -145,43 +145,18 @@ def _plain_text(tokens: str) -> str:
     return re.sub(r"([(\[$£]) ", r"\1", text)
 
 
-def own(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
-    """Return sequences drawn from the model (`others`: with other seeds), longer than two tokens."""
-    seeds = range(6, 10) if others else range(2, 6)
-    rows = [row for seed in seeds for row in drawn(model, limit, seed)]
-    return [row for row in rows if len(row) > 2][:PROMPTS]
+def own(name: str, _model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
+    """Return committed sequences that a model drew at temperature 1, up to its end token (`others`: further ones)."""
+    path = HERE / "tables" / "tokens" / f"{name}{'-others' if others else ''}.json"
+    return [row[:limit] for row in json.loads(path.read_text())]
 
 
-def drawn(model: Any, limit: int, seed: int, count: int = 32, least: int = 512) -> list[list[int]]:
-    """Draw sequences at temperature 1, up to and with an end token: `count` at a time until there are `least` tokens.
-
-    They begin with the model's first token, or with a token drawn evenly that neither ends nor pads.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    ends, first = special_tokens(model, "eos"), special_tokens(model, "bos")
-    others = {*ends, *special_tokens(model, "pad")}
-    allowed = torch.tensor([i for i in range(int(model.cfg.d_vocab)) if i not in others])
-    sequences: list[list[int]] = []
-    for _ in range(4):
-        if first and first[0] not in ends:
-            rows = torch.full((count, 1), first[0])
-        else:
-            rows = allowed[torch.randint(len(allowed), (count, 1), generator=generator)]
-        numbers, complete = torch.arange(count), {}
-        while len(rows) and rows.shape[1] < limit:
-            logits = run(model, rows, return_type="logits")[:, -1].float()
-            rows = torch.cat([rows, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
-            ended = torch.tensor([int(row[-1]) in ends for row in rows])
-            complete |= dict(zip(numbers[ended].tolist(), rows[ended].tolist(), strict=True))
-            numbers, rows = numbers[~ended], rows[~ended]
-        complete |= dict(zip(numbers.tolist(), rows.tolist(), strict=True))
-        sequences += [complete[number] for number in range(count)]
-        if sum(map(len, sequences)) >= min(least, count * limit):
-            break
-    return sequences
-
-
-SOURCES: dict[str, Callable[..., list[list[int]]]] = {"books": books, "wikitext": wikitext, "own": own}
+SOURCES: dict[str, Callable[..., list[list[int]]]] = {
+    "books": books,
+    "wikitext": wikitext,
+    "own, capp-gpt": partial(own, "capp-gpt-own"),
+    "own, mgm": partial(own, "mgm"),
+}
 _LABS = ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none")
 _HUB = {  # commits of the main branches, of Pythia that of the last step, 143,000
     "gpt2": ("gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
@@ -195,10 +170,10 @@ _HUB = {  # commits of the main branches, of Pythia that of the last step, 143,0
     "pythia-1.4b": ("EleutherAI/pythia-1.4b-deduped", "step143000"),  # a branch that is not written to
 }
 CASES = {
-    "capp-gpt-own": Case("capp-gpt", "own", 64, optimal=True),
+    "capp-gpt-own": Case("capp-gpt", "own, capp-gpt", 64, optimal=True),
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
     **{f"{name}-wikitext": Case(name, "wikitext", 128) for name in _LABS},
-    "mgm": Case("mgm", "own", 128),
+    "mgm": Case("mgm", "own, mgm", 128),
     "smollm2-135m": Case("smollm2-135m", "wikitext", 32),
     **{name: Case(model, "wikitext", 128, revision) for name, (model, revision) in _HUB.items()},
 }

@@ -4,6 +4,8 @@ Example:
     >>> from ln_probe.page import figures
     >>> for draw in (figures.loss_changes, figures.norms_over_depth, figures.keys_over_depth):
     ...     figure: figures.Figure = draw(report)
+    >>> figure = figures.forest(["my model"], [report])
+    >>> figure = figures.loss_over_training({"my run": [(0, report), (1000, report)]})
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def test_edit_hooks_are_the_edit(what: str) -> None:
         edit_hooks(qwen3, "scaling", sites=["blocks.0.attn.q_norm"], scale=2.0)
     for name, model in (("lab", lab()), ("gpt2", make_bridge("gpt2")), ("qwen3", qwen3)):
         sites = [norm.name for norm in find_norms(model) if norm.reads not in ("query", "key")]
-        scale = dict.fromkeys(sites, {"first": 0.5, "rest": 2.0})
+        scale = {site: {"first": 0.5, "rest": 2.0} for site in sites}
         with torch.no_grad():
             edited = model.run_with_hooks(TOKENS, fwd_hooks=edit_hooks(model, what, sites=sites, scale=scale))
             with without(model, what, sites=sites, scale=scale):
