@@ -38,13 +38,6 @@ def low_rank(rng: Rng, n: int, d: int) -> Keys:
     return rng.standard_normal((n, d)) * np.exp(-np.arange(d) / 6) * rng.lognormal(0, 1, (n, 1))
 
 
-def pairs(rng: Rng, n: int, d: int, apart: float) -> Keys:
-    """Normal keys and a copy of each, moved in any direction."""
-    keys = rng.standard_normal((n, d))
-    rms = np.sqrt((keys**2).sum(1).mean())
-    return np.concatenate([keys, keys + apart * rms / np.sqrt(d) * rng.standard_normal((n, d))])
-
-
 def eight_decades(rng: Rng, n: int, d: int) -> Keys:
     """Directions at random, norms log-uniform between 1e-4 and 1e4."""
     return rng.standard_normal((n, d)) * 10.0 ** rng.uniform(-4.0, 4.0, (n, 1))

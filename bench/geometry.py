@@ -187,28 +187,19 @@ def compilation() -> None:
             row(cache, f"{float(done.stdout.split()[-1]):.1f}")
 
 
-SECTIONS: dict[str, Callable[[], None]] = {
-    "speed": speed,
-    "heads": heads,
-    "rational": rational,
-    "compilation": compilation,
-}
+SECTIONS: dict[str, Callable[[], None]] = {work.__name__: work for work in (speed, heads, rational, compilation)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default all")
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="default: all")
     parser.add_argument("--out", type=Path, help="a folder for geometry-SECTION.csv")
     parser.add_argument("--state", type=Path, help="a file that keeps what `rational` has checked")
     arguments = parser.parse_args()
-    chosen = arguments.sections or list(SECTIONS)
-    for name in chosen:
-        if name not in SECTIONS:
-            parser.error(f"no section {name!r}: choose from {', '.join(SECTIONS)}")
     if any(name not in os.environ for name in THREADS):  # they count only if they are set before the start
         os.environ.update({name: os.environ.get(name, "1") for name in THREADS})
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    for name in chosen:
+    for name in arguments.sections or SECTIONS:
         printed.clear()
         SECTIONS[name]() if name != "rational" else rational(arguments.state)
         if arguments.out:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from einops import einsum, rearrange
@@ -296,7 +296,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
     with evaluating(model), unedited(model), hooks_on(after, before):
         run(model, tokens[None], return_type="logits")
     for what, values in shown.items():
-        x, y = (None if value is None else flat(value, len(tokens)).double() for value in (values[0], values[-1]))
+        x, y = cast(Any, [None if v is None else flat(v, len(tokens)).double() for v in (values[0], values[-1])])
         if isinstance(what, Source):
             written = _written(model, what, y)
             if written is not None and written.shape[-1] == width:

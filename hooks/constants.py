@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class Constant:
             pair = (given.first, given.rest)
         elif isinstance(given, Mapping) and set(given) == {"first", "rest"}:
             pair = (given["first"], given["rest"])
-        entries = list(pair) if isinstance(pair, tuple | list) else [pair, pair]
+        entries: list[Any] = list(pair) if isinstance(pair, tuple | list) else [pair, pair]
         plain = [v.item() if getattr(v, "ndim", None) == 0 else v for v in entries]
         numbers = [float(v) for v in plain if isinstance(v, int | float) and not isinstance(v, bool)]
         if len(plain) != 2 or len(numbers) != 2 or not all(0 < v < math.inf for v in numbers):

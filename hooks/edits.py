@@ -513,7 +513,8 @@ def edit_hooks(
         model, what, sites, scale, tokens: as for `without`.
 
     Raises:
-        TypeError, ValueError, InterventionError, LostEditError: as `without`; a norm without `hook_in`.
+        TypeError, ValueError, InterventionError, LostEditError: as `without`; a norm without `hook_in`; a norm of
+            queries or keys.
 
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))
@@ -525,6 +526,8 @@ def edit_hooks(
         edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name))
         if edit.adds_mean is not None and "hook_in" not in norm.module._modules:
             raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
+        if norm.reads in ("query", "key"):  # its vectors are of heads, in an order that a hook point does not tell
+            raise InterventionError(f"{norm.name} normalizes queries or keys inside attention: use `without`")
         edit.positions.direct = True  # every pass begins at position 0
         hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks()]
     return hooks

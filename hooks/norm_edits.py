@@ -279,8 +279,11 @@ class NormEdit(Edit):
                 self.x = scale
             return self._divide(scale, hook)
 
+        def record_input(x: Tensor, hook: Any) -> None:
+            self.x = x
+
         if self.adds_mean is not None:
-            yield "hook_in", self._record_input
+            yield "hook_in", record_input
         yield "hook_scale", divide
         yield "hook_scale", self._record_scale
         yield "hook_normalized", self._add_mean

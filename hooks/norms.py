@@ -124,7 +124,8 @@ def structure_of(model: HookedModel) -> Structure:
     """Return the structure of a model; found by a short pass where it is not known or has changed."""
     module, modules = cast(nn.Module, model), modules_of(model)
     known = _STRUCTURES.get(module)
-    if known is not None and known.modules == modules and known.settings == _settings(model, modules):
+    is_current = known is not None and known.modules == modules and known.settings == _settings(model, modules)
+    if known is not None and is_current and not known.lost:  # (what is lost may be so for weights that are zero now)
         return known
     norms, lost = _survey(model)
     modules = modules_of(model)  # (a bridge puts modules on itself in its first pass)

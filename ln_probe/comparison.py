@@ -189,7 +189,8 @@ def _infer(rows: pd.DataFrame, change: pd.Series, report: Report) -> statistics.
 def _intact(report: Report) -> pd.DataFrame:
     """Return the loss of the intact model, by prompt; prompts without a prediction are left out."""
     rows = report.causal_prompts.drop_duplicates("prompt")[["prompt", "stratum", "loss", "n"]]
-    return rows[rows["loss"].notna() & (rows["n"] > 0)]
+    known: pd.DataFrame = rows[rows["loss"].notna() & (rows["n"] > 0)]
+    return known
 
 
 def overview(report: Report) -> dict[str, float | int | None]:

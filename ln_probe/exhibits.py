@@ -151,7 +151,8 @@ def save_arrays(path: Path, exhibits: Exhibits, constants: Constants | None) -> 
     if constants is not None:
         arrays |= {f"constants.{name}": array for name, array in constants.arrays().items()}
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, index=np.frombuffer(json.dumps(index).encode(), np.uint8), **arrays)
+    arrays["index"] = np.frombuffer(json.dumps(index).encode(), np.uint8)
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     path.write_bytes(buffer.getvalue())
 
 

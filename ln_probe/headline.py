@@ -165,9 +165,12 @@ def freezing_cost(
     row = rows.iloc[0]
     strata = strata_means(results.tables["causal_prompts"], "all", SCALING_FROZEN)
     sentence = loss_change(row, objective.unit, f"{SCALING_FROZEN.wording} at {PLACES['all']}")
-    numbers = map(float, (*row[["delta_loss", "delta_loss_low", "delta_loss_high"]], row["loss"] - row["delta_loss"]))
+    estimate, low, high = (float(row[f"delta_loss{end}"]) for end in ("", "_low", "_high"))
     return FreezingCost(
-        *numbers,
+        estimate,
+        low,
+        high,
+        float(row["loss"] - row["delta_loss"]),
         strata,
         table,
         start.run.constants,

@@ -424,7 +424,7 @@ def _on_centred(model: HookedModel, norms: Sequence[Norm], tokens: Int[Tensor, "
     """Return a note where the stream has mean 0 at every norm that projects, as behind centred weights."""
     shares: list[float] = []
 
-    def look(_module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def look(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = tensors_in(args, kwargs)[0].detach().double()
         shares.append(float(x.mean(-1).square().mean() / x.square().mean()))
 

@@ -181,7 +181,7 @@ class Report:
         """
         table = _by_head(self.heads, self.head_effects, self.sink_heads)
         if sort is not None and sort not in table:
-            raise ValueError(f"by_head has no column {sort!r}: there are {', '.join(table)}")
+            raise ValueError(f"by_head has no column {sort!r}: there are {', '.join(table.columns)}")
         if sort is None:
             return table
         return table.sort_values(sort, key=abs, ascending=False, kind="stable").reset_index(drop=True)

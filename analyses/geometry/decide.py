@@ -53,9 +53,9 @@ from ln_probe.analyses.geometry.nearest import (
     Verdict,
     find_margins,
     find_verdicts,
-    product,
     search_room,
 )
+from ln_probe.analyses.progress import one_blas_thread
 
 # Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
@@ -156,13 +156,13 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
             return
     white = whiten(rows, biased)
     columns, queries = (np.ascontiguousarray(table.T) for table in (white.rows, white.to_query))
-    products = product(white.rows, columns) if count <= MOST_PRODUCTS else nothing
+    products = white.rows @ columns if count <= MOST_PRODUCTS else nothing
     trials, scores = white.rows, products
     if white.lifted and (lowered := trials[:, -1] < 0.0).any():  # queries look upwards
         trials = trials.copy()
         trials[lowered, -1] = 0.0
-        scores = product(trials, columns) if len(products) else nothing
-    try_queries(space, product(trials, queries), scores, biased, start, verdicts, scratch)
+        scores = trials @ columns if len(products) else nothing
+    try_queries(space, trials @ queries, scores, biased, start, verdicts, scratch)
     room, closest = search_room(count, max(white.rows.shape[1], 1), dim), np.full(count, -1)
     in_white = Keys(white.rows, columns, products, np.zeros(count))
     at_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
@@ -199,7 +199,7 @@ def bound_margins(
     room = search_room(count, dim, dim)
     for careful in (False, True):
         if careful or count <= MOST_PRODUCTS:
-            products = np.empty((0, 0)) if careful else product(rows, space.columns)
+            products = np.empty((0, 0)) if careful else rows @ space.columns
             keys = Keys(rows, space.columns, products, seen.offset)
             search = Search(False, careful, False, False, gap, ZERO * size, budget)
             inside = 1.01 * TAU * size
@@ -259,9 +259,19 @@ def solve_set(
         points, scratch, spread = make_space(*seen), make_scratch(count, dim), attention_room(count, dim)
         for radius, attention in ((1.0, answers.attention), (inner, answers.inner)):
             if radius is not None and radius > 0.0:
-                near = (seen.rows * radius, points.columns * radius)
-                how = (float(radius), starts, WEIGHT_GAP, request.budget, spread, np.zeros((4, dim)))
-                bound_attention(points, *near, *how, attention, scratch)
+                bound_attention(
+                    points,
+                    seen.rows * radius,
+                    points.columns * radius,
+                    float(radius),
+                    starts,
+                    WEIGHT_GAP,
+                    request.budget,
+                    spread,
+                    np.zeros((4, dim)),
+                    attention,
+                    scratch,
+                )
             starts = answers.attention.at
         np.fmax(answers.attention.lower, answers.inner.lower, out=answers.attention.lower)
     return Solved(judged, seen, answers)
@@ -295,7 +305,8 @@ def solve_sets(
             None if inner is None else float(inner[b]),
         )
 
-    return in_threads(one, range(len(keys)), threads)
+    with one_blas_thread():  # products round alike for any number of threads
+        return in_threads(one, range(len(keys)), threads)
 
 
 # Seconds, against cycling without end; the limit on iterations comes first on any machine that is not stuck.

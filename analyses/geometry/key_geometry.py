@@ -105,8 +105,8 @@ class SetGeometry:
         doubt = AMPLE * EPS * sum(judged.rows.shape) if seen is None else 0.0
         first, copies, value = np.empty(number, np.int64), np.empty(number, np.int64), verdicts.value.copy()
         find_copies(judged.rows, first, copies)
-        for i in np.flatnonzero(verdicts.code == UNSELECTABLE):
-            value[i, : verdicts.used[i]] = self.weights(i)[1]
+        for place in map(int, np.flatnonzero(verdicts.code == UNSELECTABLE)):
+            value[place, : verdicts.used[place]] = self.weights(place)[1]
         given = verdicts._replace(copies=copies, value=value)
         proofs = Proofs(*(np.empty(number) for _ in Proofs._fields))
         scratch = make_scratch(number, max(judged.rows.shape[1], seen_space.rows.shape[1]))

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from ln_probe.analyses.geometry.check import AMPLE, EPS, Floats
 from ln_probe.analyses.geometry.compiled import compiled_in_place
-from ln_probe.analyses.geometry.nearest import product
 
 Array = np.ndarray | torch.Tensor
 
@@ -320,7 +319,7 @@ def see(keys: Floats, bias: Floats | None, queries: QuerySet) -> Seen:
     """Return the keys as a set of queries sees them."""
     points, _ = centre(keys)
     (dim, wide), sizes, center = queries.axes.shape, np.abs(points), queries.center
-    rows, offset = product(points, queries.axes), np.einsum("kd,d->k", points, center)
+    rows, offset = points @ queries.axes, np.einsum("kd,d->k", points, center)
     share = AMPLE * (dim + wide + 5) * EPS
     far = np.einsum("kd,d->k", sizes, np.sqrt(np.einsum("dr,dr->d", queries.axes, queries.axes)))
     noise, own = (share + queries.slack) * far, share * np.einsum("kd,d->k", sizes, np.abs(center))
@@ -357,10 +356,10 @@ def whiten(rows: Floats, biased: bool) -> White:
     """Return white coordinates of the keys where verdicts are given."""
     count, dim = rows.shape
     if count > dim:
-        upper, inverse = product(np.ascontiguousarray(rows.T), rows), np.zeros((dim, dim))
+        upper, inverse = np.ascontiguousarray(rows.T @ rows), np.zeros((dim, dim))
         thinnest = invert_factor(upper, count, inverse)
         if thinnest > 0.0:
-            return White(product(rows, inverse), inverse, thinnest, biased)
+            return White(rows @ inverse, inverse, thinnest, biased)
     return whiten_carefully(rows, biased)
 
 
@@ -419,7 +418,7 @@ def whiten_carefully(rows: Floats, biased: bool) -> White:
         rank += 1
     factor, inverse = upper[:rank][:, order[:rank]], np.zeros((rank, rank))
     for s in range(rank - 1, -1, -1):
-        inverse[s] = -np.einsum("k,kt->t", factor[s, s + 1 :], inverse[s + 1 :])
+        inverse[s] = -factor[s, s + 1 :] @ inverse[s + 1 :]
         inverse[s, s] = 1.0
         inverse[s] /= factor[s, s]
     to_query = np.zeros((dim, rank))
@@ -431,14 +430,14 @@ def orthogonalize(rest: Floats, basis: Floats, upper: Floats, order: NDArray[np.
     """Make the next column the next row of the basis, of RMS one, and take it out of the columns after it; return the
     RMS that it had."""
     count, column = rest.shape[1], rest[order[rank]]
-    along = np.einsum("bk,k->b", basis[:rank], column) / count  # once more: what rounding left along the earlier ones
-    column -= np.einsum("b,bk->k", along, basis[:rank])
+    along = basis[:rank] @ column / count  # once more: what rounding left along the earlier ones
+    column -= along @ basis[:rank]
     upper[:rank, order[rank]] += along
     root = float(np.sqrt((column * column).mean()))
     upper[rank, order[rank]] = root
     basis[rank] = column / root
     others = order[rank + 1 :]
-    products = np.einsum("dk,k->d", rest[others], basis[rank]) / count
+    products = rest[others] @ basis[rank] / count
     upper[rank, others] = products
     rest[others] -= products[:, None] * basis[rank]
     return root

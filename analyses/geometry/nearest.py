@@ -131,20 +131,6 @@ def search_room(count: int, dim: int, judged: int) -> Room:
     )
 
 
-@compiled_in_place
-def multiply(left: Floats, right: Floats, out: Floats) -> None:
-    """Set `out = left @ right`."""
-    for i in range(left.shape[0]):
-        combine(right, left[i], right.shape[0], right.shape[1], out[i])
-
-
-def product(left: Floats, right: Floats) -> Floats:
-    """Return `left @ right`, with sums in an order that does not depend on threads."""
-    out = np.empty((left.shape[0], right.shape[1]))
-    multiply(left, right, out)
-    return out
-
-
 @compiled_part
 def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -> None:
     """Compute `out[j] = Σ_t weight[t] table[t, j]` over the first `rows` rows for the first `count` columns."""

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from ln_probe.analyses.probes.decomposition import NormStatistics
     from ln_probe.analyses.probes.uniformity import AttentionLayer
 
+__all__ = ["Failure", "Finding", "Needs", "Observer", "Picture", "Probe", "ProbeError", "ProbeResults", "Run"]
+
 
 @dataclass(frozen=True)
 class Needs:

@@ -340,8 +340,8 @@ class PlainAttention:
             biases = [getattr(attn, f"b_{letter}").detach().reshape(-1) for letter in "QKV"]
             heads, d, _ = weights[0].shape
             read = torch.cat([w.transpose(0, 1).reshape(d, -1) for w in weights], dim=1)
-            write = attn.W_O.detach().reshape(-1, d)
-            self._layers.append((attn, read, torch.cat(biases), write, attn.b_O.detach(), heads))
+            W_O, b_O = (getattr(attn, name).detach() for name in ("W_O", "b_O"))
+            self._layers.append((attn, read, torch.cat(biases), W_O.reshape(-1, d), b_O, heads))
 
     @classmethod
     def of(cls, model: HookedModel, tokens: Int[Tensor, " pos"]) -> PlainAttention | None:

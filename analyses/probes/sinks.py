@@ -253,6 +253,10 @@ class OutlierTokens(OneLine):
     ratio: Float[Tensor, "batch pos"]
 
 
+def _add(sizes: TokenSizes, norm: Norm, x: Tensor, _y: Tensor) -> None:
+    sizes.add(norm, x)
+
+
 def outlier_tokens(
     model: object, tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 ) -> OutlierTokens:
@@ -284,7 +288,7 @@ def outlier_tokens(
     sizes = [TokenSizes() for _ in prompts]
     with evaluating(hooked):
         for row, of_row in zip(prompts, sizes, strict=True):
-            stream(hooked, row, sites, on_norm=lambda site, x, _, of_row=of_row: of_row.add(site, x))
+            stream(hooked, row, sites, on_norm=partial(_add, of_row))
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return OutlierTokens(
         pad([one.outlier.cpu() for one in sizes]),

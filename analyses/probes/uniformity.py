@@ -85,7 +85,10 @@ class _UniformityObserver(Observer):
                 for name in MEASURES if weights else ():
                     row[name] = float(np.average([m[name][place] for m in of_prompts], weights=weights))
                 rows.append(row)
-        provenance = {"random_angle_deg": random_angle(int(self.run.model.cfg.d_model), seed=self.run.seed)}
+        provenance = {
+            "prompts": max(map(len, self.measured.values()), default=0),
+            "random_angle_deg": random_angle(int(self.run.model.cfg.d_model), seed=self.run.seed),
+        }
         return ProbeResults({HEADS.name: HEADS.frame(rows)} if rows else {}, provenance=provenance)
 
 

@@ -36,7 +36,7 @@ QUESTIONS = {
     "uniform": ("how uniformly heads attend", "uniform"),
 }
 
-CHANGE = "{edit} {moves} the loss by {size} {unit}{share} ({interval}){small}."
+CHANGE = "{edit} {moves} the loss by {size} {unit}{share} ({interval}){small}{optimal}."
 NO_CHANGE = "{edit} does not significantly change the loss: {size} {unit} ({interval}){equivalent}."
 UNTESTED = "{edit} changes the loss by {size} {unit}: not tested ({prompts})."
 NOTHING = "{edit} changes nothing in this model: {reason}."
@@ -45,10 +45,15 @@ HEADS = (
     "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}): {which}."
 )
 NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
-KEYS = "{share} of keys are selected by no query{frozen}, of {keys} in {d} dimensions a head{random}."
-SINKS = "Position 0 receives {received} of attention ({compared}); {count} of {heads} give it over {much} on average."
+KEYS = "No possible query selects {share} of keys ({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
+SINKS = (
+    "Position 0 receives {received} of attention ({compared}); {count} of {heads} give it over {much} on average; "
+    "{most}."
+)
 OUTLIERS = "Tokens over {ratio:g} times as long as the median token: {which}."
-UNIFORM = "The median head has {entropy} of the entropy of uniform attention{frozen}; {head} has most, {most}."
+UNIFORM = (
+    "The median head has {entropy} of the entropy of uniform attention ({frozen}{prompts}), from {least} to {most}."
+)
 NOT_MEASURED = "Not measured: {what}."
 
 
@@ -59,7 +64,7 @@ def findings(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) 
         "heads": _heads(tables["head_effects"], unit_of(provenance)),
         "keys": _keys(tables["heads"], provenance.get("selectability", {})),
         "sinks": _sinks(tables["sinks"], tables["sink_heads"]),
-        "uniform": _uniform(tables["heads"]),
+        "uniform": _uniform(tables["heads"], provenance.get("uniformity", {}).get("prompts", 0)),
     }
     return [
         Finding(question, text, picture)
@@ -112,6 +117,7 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
             equivalent = f", equivalent to 0 within ±{number(bound)}"
         return NO_CHANGE.format(edit=edit, size=size, unit=unit, interval=interval, equivalent=equivalent)
     effect, loss, share = is_effect(row, unit), base_loss(row), ""
+    optimal = float(row.get("delta_loss_optimal", math.nan))
     if effect and abs(delta) <= loss:  # a share above 100 % says nothing
         share = f", {percent(abs(delta) / loss)} of the intact {number(loss)}"
     return CHANGE.format(
@@ -121,7 +127,8 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
         unit=unit,
         share=share,
         interval=interval,
-        small="" if effect else f", less than the {LEAST_CHANGE:g} {unit} of an effect",
+        small="" if effect else f", which is significant but below {LEAST_CHANGE:g} {unit}",
+        optimal="" if math.isnan(optimal) else f"; with loss-optimal constants {signed(optimal)}",
     )
 
 
@@ -177,7 +184,7 @@ def _heads(effects: pd.DataFrame, unit: str) -> Iterator[str]:
     rows = effects[(effects["variant"] == SCALING_FROZEN.name) & effects["delta_loss"].notna()]
     if not len(rows):
         return
-    top = rows.loc[rows["delta_loss"].idxmax()]
+    top = rows.sort_values("delta_loss").iloc[-1]
     prompts = counted(top["n"], "prompt")
     if rows["p"].isna().all():
         edit = f"Freezing scaling for head {head_name(top)} alone, the largest of {counted(len(rows), 'head')},"
@@ -210,12 +217,13 @@ def _keys(heads: pd.DataFrame, about: Mapping[str, Any]) -> Iterator[str]:
     intact, frozen = (unselectable_share(heads, v) for v in (INTACT.name, SCALING_FROZEN.name))
     if math.isnan(intact) or not about:
         return
-    random = f" (random keys: {one_decimal(about['random_unselectable'])})"
+    random = f"; random keys: {one_decimal(about['random_unselectable'])}"
     if about["by_theorem"]:
         random = "; so few keys are always selectable"
     yield KEYS.format(
         share=one_decimal(intact),
-        frozen="" if math.isnan(frozen) else f" ({one_decimal(frozen)} with scaling frozen)",
+        frozen="" if math.isnan(frozen) else f"{one_decimal(frozen)} with scaling frozen; ",
+        prompts=counted(about["prompts"], "prompt"),
         keys=counted(about["keys_per_prompt"], "key"),
         d=about["d_head"],
         random=random,
@@ -228,11 +236,12 @@ def one_decimal(share: float) -> str:
 
 
 def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
-    if not len(heads) or not len(sinks):
+    if not len(sinks) or not heads["first_attention"].notna().any():
         return
     first = sinks[(sinks["position"] == 0) & (sinks["n"] > 0)]
     uniform = float((first["uniform"] * first["n"]).sum() / first["n"].sum())
     frozen = float(heads["first_attention_no_scaling"].mean())
+    most = heads.dropna(subset=["first_attention"]).sort_values("first_attention").iloc[-1]
     compared = f"{percent(uniform)} if uniform" + (
         "" if math.isnan(frozen) else f"; {percent(frozen)} with scaling frozen"
     )
@@ -242,6 +251,7 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
         count=int((heads["sink_rate"] > 0.5).sum()),
         heads=counted(len(heads), "head"),
         much=percent(MUCH),
+        most=f"{head_name(most)} {one_decimal(float(most['first_attention']))}",
     )
     which = _outliers(sinks[sinks["kind"].str.contains("outlier")], counted(sinks["prompt"].nunique(), "prompt"))
     yield f"{sentence} {OUTLIERS.format(ratio=OUTLIER_RATIO, which=which)}"
@@ -250,7 +260,7 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
 def _outliers(rows: pd.DataFrame, prompts: str) -> str:
     """Return the commonest outlier tokens, in how many prompts each is one, and how long it is."""
     names = rows["token"].where(rows["position"] > 0, "position 0")
-    parts = []
+    parts: list[str] = []
     for name in names.value_counts().index[:_OUTLIERS_NAMED]:
         same = rows[names == name]
         of_prompts = f"{same['prompt'].nunique()}{'' if parts else f' of {prompts}'}"
@@ -259,14 +269,17 @@ def _outliers(rows: pd.DataFrame, prompts: str) -> str:
     return ", ".join(parts) or "none"
 
 
-def _uniform(heads: pd.DataFrame) -> Iterator[str]:
+def _uniform(heads: pd.DataFrame, prompts: int) -> Iterator[str]:
     intact, frozen = (heads[heads["variant"] == v]["entropy_ratio"] for v in (INTACT.name, SCALING_FROZEN.name))
     if not intact.notna().any():
         return
-    top = heads.loc[intact.idxmax()]
+    ordered = heads[heads["variant"] == INTACT.name].dropna(subset=["entropy_ratio"]).sort_values("entropy_ratio")
+    ends = (ordered.iloc[place] for place in (0, -1))
+    least, most = (f"{one_decimal(float(head['entropy_ratio']))} ({head_name(head)})" for head in ends)
     yield UNIFORM.format(
         entropy=one_decimal(float(intact.median())),
-        frozen=f" ({one_decimal(float(frozen.median()))} with scaling frozen)" if frozen.notna().any() else "",
-        head=head_name(top),
-        most=one_decimal(float(top["entropy_ratio"])),
+        frozen=f"{one_decimal(float(frozen.median()))} with scaling frozen; " if frozen.notna().any() else "",
+        prompts=counted(prompts, "prompt"),
+        least=least,
+        most=most,
     )

@@ -4,6 +4,8 @@ Example:
     >>> from ln_probe.page import figures
     >>> for draw in (figures.loss_changes, figures.norms_over_depth, figures.keys_over_depth):
     ...     figure: figures.Figure = draw(report)
+    >>> figure = figures.forest(["my model"], [report])
+    >>> figure = figures.loss_over_training({"my run": [(0, report), (1000, report)]})
 """
 
 from __future__ import annotations
@@ -320,14 +322,15 @@ def norms_over_depth(report: Report) -> Figure:
 def keys_over_depth(report: Report) -> Figure:
     """Keys by layer: the median head, and a line from the lowest to the highest head.
 
-    The share of keys that no query can select, and the most attention that a head's median key can receive.
+    The share of keys that no query can select, and the most attention that a head's median key can receive at the last
+    position, from queries of the size that occur. Single keys can receive more, from earlier queries above all.
     """
     heads, about = report.tables["heads"], dict(report.provenance.get("selectability", {}))
     if keys := about.get("keys_per_prompt"):
         about["uniform"] = 1 / keys
     rows = [
         ("unselectable", "Keys that no query can select", "random_unselectable", "random directions", ":"),
-        ("attainable_median", "Most attention that a key can receive", "uniform", "uniform attention", "--"),
+        ("attainable_median", "Most attention that the median key can receive", "uniform", "uniform attention", "--"),
     ]
     rows = [row for row in rows if heads[row[0]].notna().any()] or rows[:1]
     figure = Figure(figsize=(WIDTH, 0.7 + 1.6 * len(rows)), layout="constrained")

@@ -25,8 +25,8 @@ QUESTIONS = {
     "loss": ("Loss", "loss", ""),
     "heads": ("Heads", "heads", ""),
     "keys": ("Keys", "keys", "heads"),
-    "sinks": ("Attention sinks", "table-sinks", "sinks"),
-    "uniform": ("Uniform attention", "keys", "heads"),
+    "sinks": ("Attention sinks", "table-sink_heads", "sink_heads"),
+    "uniform": ("Uniform attention", "table-heads", "heads"),
 }
 
 
@@ -149,10 +149,13 @@ def _limits(report: Report) -> Iterator[str]:
     prompts, attention = report.provenance.get("prompts", {}), report.exhibits.attention
     books = next((list(c.strata) for c in contrasts(report) if c.strata), [])
     of = f" of these {len(books)} books ({', '.join(books)})" if books else ""
+    of_keys = report.provenance.get("selectability", {}).get("prompts", 0)
+    first = f"; keys are of the first {of_keys} of them, without an interval" if of_keys else ""
     yield (
-        f"Other text. Every number is of {counted(prompts.get('count', 0), 'prompt')}{of}; intervals do not say how "
+        f"Other text. Losses are of {counted(prompts.get('count', 0), 'prompt')}{of}{first}. Intervals do not say how "
         "other texts differ."
     )
+    yield "An order of the heads: each is tested against no change, not against the next one."
     yield (
         "Models trained without a term. Scaling is frozen and projection removed in the trained model, which did not "
         "learn to do without them; ln-probe lab trains small models with and without."

@@ -80,13 +80,6 @@ def test_malformed_programs(source: str, line: int, column: int) -> None:
     assert str(caught.value).endswith("\n  " + " " * (column - 1) + "^")
 
 
-def test_integers_of_any_length() -> None:
-    """Python reads no integer of more than 4300 digits."""
-    with pytest.raises(CRaspError, match="line 2, column 19: this integer has 5000 digits; expected less than"):
-        parse(f"x := 1\ny := 2 * #[Q_a] + {'7' * 5000} * #[Q_a]")
-    assert parse(f"x := {'0' * 5000}7 * #[Q_a]").run("a") == [7]
-
-
 LANGUAGES = {
     "majority": (programs.MAJORITY, 1, ALPHABET, lambda w: w.count("a") > w.count("b")),
     "a^n b^n": (programs.A_N_B_N, 2, ALPHABET, lambda w: w == "a" * (len(w) // 2) + "b" * (len(w) // 2)),

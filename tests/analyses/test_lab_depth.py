@@ -37,12 +37,6 @@ def test_samples_are_words_of_the_language_labelled_as_the_program_does(
         assert labels[1 : 1 + length] == [int(x) for x in program.run(word)]
 
 
-def test_a_pad_is_never_wrong_and_a_letter_may_be() -> None:
-    labels = torch.tensor([[PAD, 0, 1, PAD], [PAD, 0, 1, 1]])
-    predicted = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 0]])
-    assert depth.exact_match(predicted, labels).tolist() == [True, False]
-
-
 def test_hit_rates() -> None:
     rows = [
         (1, k, "layernorm", "post", "none", seed, depth.measure(lengths), value)

@@ -33,7 +33,15 @@ def by_head(*values: tuple[Any, ...], names: str = "layer head variant unselecta
     return [dict(zip(names.split(), each, strict=True)) for each in values]
 
 
-ABOUT = {"selectability": {"keys_per_prompt": 128, "d_head": 8, "random_unselectable": 0.114, "by_theorem": False}}
+ABOUT = {
+    "selectability": {
+        "prompts": 2,
+        "keys_per_prompt": 128,
+        "d_head": 8,
+        "random_unselectable": 0.114,
+        "by_theorem": False,
+    }
+}
 WHOLE = report_tables(
     causal=[row("all", "no_scaling", 0.411, 0.04), row("all", "no_projection", 0.002, 0.001),
             row("attention", "no_scaling", 0.1)],
@@ -78,18 +86,18 @@ def test_the_five_questions_in_their_order() -> None:
     )
     assert texts[0].endswith("two books, and does not say how other texts differ: book 0 +0.150, book 1 +0.233.")
     assert "raises the loss by 0.0020 nats/token" in texts[1]
-    assert texts[1].endswith("less than the 0.01 nats/token of an effect.")
+    assert texts[1].endswith("which is significant but below 0.01 nats/token.")
     assert "2 of 4 heads significantly raise the loss (64 prompts): L1H6 +0.0079, L1H0 +0.0073 nats/token" in texts[2]
-    assert texts[3].startswith("43.8 % of keys are selected by no query (50.0 % with scaling frozen), of 128 keys in 8")
+    assert texts[3].startswith("No possible query selects 43.8 % of keys (50.0 % with scaling frozen; ")
     assert "random keys: 11.4 %" in texts[3]
     assert texts[4].startswith(
         "Position 0 receives 55 % of attention (12 % if uniform; 20 % with scaling frozen); 1 of 2"
     )
     assert "position 0 (1 of 2 prompts, up to 20 times), '·b' (1, up to 12 times)" in texts[4]
     assert texts[5].startswith(
-        "The median head has 80.0 % of the entropy of uniform attention (70.0 % with scaling frozen)"
+        "The median head has 80.0 % of the entropy of uniform attention (70.0 % with scaling frozen; "
     )
-    assert "L0H0 has most, 90.0 %" in texts[5]
+    assert "to 90.0 % (L0H0)" in texts[5]
     for text in texts:
         sentences = re.split(r"(?<=[a-z)%])\. (?=[A-Z])", text)
         assert len(sentences) <= 2, text
@@ -112,8 +120,8 @@ def test_a_decrease_of_the_loss_comes_first() -> None:
 
 @pytest.mark.parametrize(("values", "unit", "text"), [
     ({"change": 0.004, "half": 0.001}, NATS,
-     "by 0.0040 nats/token (95 % CI +0.0030 to +0.0050; Holm-adjusted p = 0.002), less than the 0.01 nats/token of an "
-     "effect."),
+     "by 0.0040 nats/token (95 % CI +0.0030 to +0.0050; Holm-adjusted p = 0.002), which is significant but "
+     "below 0.01 nats/token."),
     ({"change": 0.004, "half": 0.001}, "units of my_loss", "p = 0.002)."),
     ({"change": 0.02, "half": 0.03}, NATS, "does not significantly change the loss: +0.020 nats/token (95 % CI -0.010 "
      "to +0.050; Holm-adjusted p = 0.5)."),

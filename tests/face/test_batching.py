@@ -14,12 +14,11 @@ from same_findings import BRACKETED
 import ln_probe
 from ln_probe import passes
 from ln_probe.analyses.geometry.decide import WEIGHT_GAP
-from ln_probe.analyses.probes.selectability import Selectability
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, stream_together
 
 LENGTHS = (12, 10, 10, 2, 12, 12, 12)
-PROBES = ("decomposition", Selectability(every_key=True), "uniformity", "sinks", "causal", "head_effects")
+PROBES = ("decomposition", "selectability", "uniformity", "sinks", "causal", "head_effects")
 KINDS = ["gpt2", "neox", "llama", "qwen3", "neo", "bloom", "gptj", "olmo2", "bert"]  # gemma3: norms of its keys
 
 
@@ -65,15 +64,6 @@ def test_together_is_alone(arch: str, passed: list[list[int]]) -> None:
     assert passed == [[12], [10, 10], [2], [12, 12], [12]] * 2
     for name, table in alone.tables.items():
         assert_alike(table, together.tables[name], name, 1e-6)
-
-
-def test_memory_of_a_gpu_bounds_a_batch(passed: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_bridge("gpt2", torch.float64)
-    for memory, expected in ((0, [1] * 7), (1 << 30, [1, 2, 1, 3]), (300_000, [1, 2, 1, 2, 1])):
-        monkeypatch.setattr(passes, "gpu_memory", lambda _, memory=memory: memory)
-        ln_probe.analyze(model, prompts(), probes=["uniformity"], progress=False)
-        assert [len(p) for p in passed] == expected * 2
-        passed.clear()
 
 
 @pytest.mark.parametrize("arch", cases("qwen3", "bloom", slow=["olmo2"]))

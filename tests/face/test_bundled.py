@@ -149,7 +149,7 @@ def test_a_bundled_model_is_a_transformer_lens_model_that_can_read(name: str, wo
     tokens = model.to_tokens(TEXT)
     torch.testing.assert_close(model(tokens), trained(tokens), atol=1e-4, rtol=0)
     assert source_of(model).world == {"hooked": "HookedTransformer", "bridge": "TransformerBridge"}[world]
-    assert "".join(model.to_str_tokens(TEXT)) == TEXT
+    assert "".join(model.to_str_tokens(TEXT)) == "<|endoftext|>" + TEXT  # as it was trained
     assert model.W_Q.shape == (4, 16, 128, 8)
     _, cache = model.run_with_cache(tokens)
     assert cache["blocks.0.attn.hook_pattern"].shape == (1, 16, tokens.shape[1], tokens.shape[1])

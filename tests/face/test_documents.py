@@ -162,6 +162,7 @@ def figures_of_findings() -> list[str]:
         percents(pretrained["share"]),
         percents(paper[paper["step"] == paper["step"].max()]["mean"]),
         percents(paper[paper["step"] == 0]["mean"]),
+        percents(keys.query("model == 'lm-layernorm' and n == 256 and variant == 'intact'")["share"]),
         *(with_interval(one_row(**majority, contrast=contrast), seeds, 2) for contrast in contrasts),
         with_interval(one_row(**causal, variant="no_scaling"), prompts, 3),
         *(f"{increase:+.3f}" for increase in books["delta_loss"]),

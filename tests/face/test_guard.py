@@ -13,6 +13,7 @@ from architectures import make_bridge, make_hooked
 from torch import Tensor
 
 import ln_probe
+from ln_probe import guard
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, Run
 from ln_probe.analyses.schema import Table
 from ln_probe.guard import ModelStateError
@@ -185,3 +186,30 @@ def test_logits_that_overflow_are_named_with_their_place() -> None:
         model.unembed.W_U[:, 7] = 3e38
     with pytest.raises(ValueError, match=r"logits of the first prompt: .*inf at \[0, 7\]"):
         analyzed(model, "causal")
+
+
+def test_centred_weights_are_noted_with_what_to_load() -> None:
+    model = ln_probe.load_model("lm-layernorm")
+    assert not any("unprocessed" in note for note in analyzed(model, "causal").notes)
+    model.enable_compatibility_mode(disable_warnings=True)  # type: ignore[operator]
+    assert any("unprocessed" in note for note in ln_probe.freezing_cost(model, TOKENS, progress=False).notes)
+
+
+def test_a_model_on_mps_is_measured_as_a_copy_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_bridge("gpt2").eval()
+    monkeypatch.setattr(guard, "device_of", lambda _: torch.device("mps"))
+    with pytest.warns(UserWarning, match="MPS"):
+        hooked, notes = guard.hooked_model(model)
+    assert hooked is not model
+    assert notes == (guard.ON_MPS,)
+
+
+def test_texts_begin_as_in_training_at_every_door() -> None:
+    model: Any = ln_probe.load_model("lm-layernorm")
+    text = "And the ships came home."
+    table = ln_probe.analyze(model, text, probes="causal", progress=False).causal_prompts
+    with torch.no_grad():
+        assert table["loss"].iloc[0] == pytest.approx(float(model(text, return_type="loss")), rel=1e-5)
+        _, cache = model.run_with_cache(text)
+    by_text, by_cache = (ln_probe.attribute_logits(model, given, -1, target=7) for given in (text, cache))
+    assert by_text.own == pytest.approx(by_cache.own, rel=1e-5)

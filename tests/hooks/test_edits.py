@@ -14,7 +14,7 @@ from compose import distance as difference
 from small_models import lab
 from torch import Tensor, nn
 
-from ln_probe.hooks import InterventionError, LostEditError, find_norms, linearized, without
+from ln_probe.hooks import InterventionError, LostEditError, edit_hooks, find_norms, linearized, without
 from ln_probe.hooks.norm import UnknownNormError
 
 TOKENS = torch.arange(1, 21).view(2, 10)
@@ -321,3 +321,34 @@ def test_a_hugging_face_model_whose_bridge_ran_with_a_hook() -> None:
     with without(original, "scaling", scale=2.0):
         assert difference(original(TOKENS).logits, intact) > 1e-4
     assert torch.equal(original(TOKENS).logits, intact)
+
+
+@pytest.mark.parametrize("what", ["scaling", "projection", "both"])
+def test_edit_hooks_are_the_edit(what: str) -> None:
+    """The constants differ at position 0, so that an edit in another layout is seen."""
+    qwen3 = make_bridge("qwen3")
+    with pytest.raises(InterventionError, match="inside attention"):
+        edit_hooks(qwen3, "scaling", sites=["blocks.0.attn.q_norm"], scale=2.0)
+    for name, model in (("lab", lab()), ("gpt2", make_bridge("gpt2")), ("qwen3", qwen3)):
+        sites = [norm.name for norm in find_norms(model) if norm.reads not in ("query", "key")]
+        scale = {site: {"first": 0.5, "rest": 2.0} for site in sites}
+        with torch.no_grad():
+            edited = model.run_with_hooks(TOKENS, fwd_hooks=edit_hooks(model, what, sites=sites, scale=scale))
+            with without(model, what, sites=sites, scale=scale):
+                assert difference(edited, model(TOKENS)) < 1e-5, (name, what)
+
+
+def test_an_edit_that_zero_weights_ignored_arrives_when_they_are_trained() -> None:
+    model: Any = lab()
+    with torch.no_grad():
+        weights = {name: p.clone() for name, p in model.named_parameters() if "W_O" in name}
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                parameter.zero_()
+        with pytest.raises(LostEditError), without(model, "scaling", scale=2.0):
+            pass
+        for name, weight in weights.items():
+            model.get_parameter(name).copy_(weight)
+        intact = model(TOKENS)
+        with without(model, "scaling", scale=2.0):
+            assert difference(model(TOKENS), intact) > 1e-4
