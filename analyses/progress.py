@@ -16,11 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 _INTERVAL_S = 30.0  # between plain lines
 _LEAST_LEFT_S = 3.0  # less is not shown
@@ -180,8 +185,14 @@ def one_blas_thread() -> Iterator[None]:
 
     Theirs would wait for each other, and for torch's: with two processors `selectability` took twice as long.
     """
-    from threadpoolctl import threadpool_limits
+    with _blas().limit(limits=1, user_api="blas"):
+        yield
+
+
+@cache
+def _blas() -> ThreadpoolController:
+    """Return what limits the libraries that are loaded; to look for them takes 2 ms, and every layer asks."""
+    from threadpoolctl import ThreadpoolController
 
     import_module("scipy.linalg")  # its BLAS can only be limited once it is loaded
-    with threadpool_limits(limits=1, user_api="blas"):
-        yield
+    return ThreadpoolController()
