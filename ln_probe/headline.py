@@ -129,8 +129,8 @@ def freezing_cost(
     """Measure how much freezing LayerNorm's scaling raises the loss: the first number of a report, alone.
 
     Args:
-        model, prompts, calibration, groups, loss, max_prompts, max_tokens, prepend_bos, seed, tokenizer, progress,
-            hooks: as for `ln_probe.analyze`; the numbers are those of its `causal` table.
+        model, prompts: as for `ln_probe.analyze`; the numbers are those of its `causal` table.
+        calibration, groups, loss, max_prompts, max_tokens, prepend_bos, seed, tokenizer, progress, hooks: as there.
 
     Returns:
         The loss increase at every norm with its CI, the other primary contrasts, and the constants.
