@@ -172,9 +172,9 @@ class Report:
             sort: a column to sort by, largest first (effects and changes: largest in size); None: by layer and head.
 
         Returns:
-            One row per layer and head, with the loss change with scaling frozen for it alone (the estimate where `estimated`)
-            and its p; then columns of `heads` and `sink_heads`, intact, and their changes with scaling frozen for the
-            keys. What was not measured is NaN.
+            One row per layer and head, with the loss change with scaling frozen for it alone (the estimate where
+            `estimated`) and its p; then columns of `heads` and `sink_heads`, intact, and their changes with scaling
+            frozen for the keys. What was not measured is NaN.
 
         Raises:
             ValueError: no such column.
