@@ -64,9 +64,12 @@ def test_tables_are_made_of_the_values_of_every_seed(experiment: str) -> None:
     assert {"summary"} <= committed <= {*tables}
     for name, table in tables.items():
         if name in committed or len(table):  # empty: of models that an experiment does not have
-            pd.testing.assert_frame_equal(
-                table_at(where, name), table.reset_index(drop=True), check_dtype=False, rtol=1e-9, atol=1e-9
-            )
+            kept, made = table_at(where, name), table.reset_index(drop=True)
+            # A nonlinear least-squares optimum is searched for anew, and its steps depend on how BLAS rounds.
+            searched = [column for column in kept.columns if column == "optimum"]
+            pd.testing.assert_frame_equal(kept[searched], made[searched], check_dtype=False, rtol=1e-6, atol=1e-9)
+            kept, made = kept.drop(columns=searched), made.drop(columns=searched)
+            pd.testing.assert_frame_equal(kept, made, check_dtype=False, rtol=1e-9, atol=1e-9)
 
 
 def test_all_committed_results_are_checked() -> None:
