@@ -40,7 +40,7 @@ CHANGE = "{edit} {moves} the loss by {size} {unit}{share} ({interval}){small}{op
 NO_CHANGE = "{edit} does not significantly change the loss: {size} {unit} ({interval}){equivalent}."
 UNTESTED = "{edit} changes the loss by {size} {unit}: not tested ({prompts})."
 NOTHING = "{edit} changes nothing in this model: {reason}."
-STRATA = "The CI is over windows of these {count} books, and does not say how other texts differ: {means}."
+STRATA = "The CI is over windows of these {count} books ({means}), and does not say how other texts differ."
 HEADS = (
     "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}): {which}."
 )

@@ -84,7 +84,7 @@ def test_the_five_questions_in_their_order() -> None:
         f"{EDIT} raises the loss by 0.411 nats/token, 10 % of the intact 4 (95 % CI +0.371 to +0.451; Holm-adjusted "
         "p = 0.002). "
     )
-    assert texts[0].endswith("two books, and does not say how other texts differ: book 0 +0.150, book 1 +0.233.")
+    assert texts[0].endswith("two books (book 0 +0.150, book 1 +0.233), and does not say how other texts differ.")
     assert "raises the loss by 0.0020 nats/token" in texts[1]
     assert texts[1].endswith("which is significant but below 0.01 nats/token.")
     assert "2 of 4 heads significantly raise the loss (64 prompts): L1H6 +0.0079, L1H0 +0.0073 nats/token" in texts[2]
