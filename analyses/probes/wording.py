@@ -1,8 +1,7 @@
 """What a report says in sentences: five questions, each answered from the tables or named as not measured.
 
-`print(report)`, the notebook, the page and `report.findings()` show the same findings in this order. Two terms, scaling
-and projection, at every norm, are always reported, significant or not. A change is called significant where its CI
-excludes 0 and its Holm-adjusted p is below 0.05, and an effect if it is also at least LEAST_CHANGE (of a loss in nats).
+`print(report)`, the notebook, the page and `report.findings()` show the same findings in this order. A change is called
+significant where its CI excludes 0 and its Holm-adjusted p is below 0.05.
 """
 
 from __future__ import annotations
@@ -217,9 +216,8 @@ def _keys(heads: pd.DataFrame, about: Mapping[str, Any]) -> Iterator[str]:
     intact, frozen = (unselectable_share(heads, v) for v in (INTACT.name, SCALING_FROZEN.name))
     if math.isnan(intact) or not about:
         return
-    random = f"; random keys: {one_decimal(about['random_unselectable'])}"
-    if about["by_theorem"]:
-        random = "; so few keys are always selectable"
+    by_chance = f"; random keys: {one_decimal(about['random_unselectable'])}"
+    random = "; so few keys are always selectable" if about["by_theorem"] else by_chance
     yield KEYS.format(
         share=one_decimal(intact),
         frozen="" if math.isnan(frozen) else f"{one_decimal(frozen)} with scaling frozen; ",
