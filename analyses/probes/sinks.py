@@ -56,7 +56,7 @@ class TokenSizes:
     outlier: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     massive: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
-    def add(self, site: Norm, x: Float[Tensor, "pos d"]) -> None:
+    def add(self, site: Norm, x: Float[Tensor, "pos d"], _y: object = None) -> None:
         """Take in a norm's input."""
         x = x if x.dtype == torch.float64 else x.float()
         vectors = site.project(x)
@@ -253,10 +253,6 @@ class OutlierTokens(OneLine):
     ratio: Float[Tensor, "batch pos"]
 
 
-def _add(sizes: TokenSizes, norm: Norm, x: Tensor, _y: Tensor) -> None:
-    sizes.add(norm, x)
-
-
 def outlier_tokens(
     model: object, tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 ) -> OutlierTokens:
@@ -288,7 +284,7 @@ def outlier_tokens(
     sizes = [TokenSizes() for _ in prompts]
     with evaluating(hooked):
         for row, of_row in zip(prompts, sizes, strict=True):
-            stream(hooked, row, sites, on_norm=partial(_add, of_row))
+            stream(hooked, row, sites, on_norm=of_row.add)
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return OutlierTokens(
         pad([one.outlier.cpu() for one in sizes]),
