@@ -115,7 +115,8 @@ def unchanged(model: HookedModel) -> Iterator[None]:
         if name := next((n for n, p in model.named_parameters() if p.is_inference()), ""):
             raise ModelStateError(f"{plain_path(name)} was made in torch.inference_mode: load the model outside it")
         before = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
-        storage = [p.detach() for _, p in model.named_parameters()]  # so that no other tensor comes to stand where one stood
+        # Kept, so that no other tensor comes to stand where one stood.
+        storage = [p.detach() for _, p in model.named_parameters()]
         yield
         del storage
         after = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
