@@ -7,7 +7,7 @@ no P, a norm that does not scale has a constant for sigma. The formula is writte
 
     intact           Px / sigma
     no_scaling       Px / c           c = a constant: two numbers, one for position 0
-    no_projection     x / sigma(Px)   1/√(1 - mean_share) times as long as intact
+    no_projection     x / sigma(Px)   1/√(1 - projected_share) times as long as intact
     both_removed      x / c
 
 before gain and bias: the variants of a norm. Everything that measures, draws or describes them iterates over

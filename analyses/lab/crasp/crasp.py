@@ -31,7 +31,7 @@ try:
     from lark.exceptions import VisitError
     from lark.lexer import PatternStr
 except ImportError as error:
-    raise ImportError("Reading C-RASP needs the package lark: pip install 'ln-probe[lab]'.") from error
+    raise ImportError("Reading C-RASP needs the package lark: pip install lark.") from error
 
 Kind = Literal["Boolean", "count"]
 Values = Bool[np.ndarray, "pos *word"] | Int[np.ndarray, "pos *word"]
