@@ -60,6 +60,8 @@ class TokenSizes:
         """Take in a norm's input."""
         x = x if x.dtype == torch.float64 else x.float()
         vectors = site.project(x)
+        if self.site and vectors.shape[-1] != self.vectors.shape[-1]:  # a norm inside an MLP: not of the stream
+            return
         length = torch.linalg.vector_norm(vectors, dim=-1)
         ratio = length / length.median().clamp_min(1e-30)
         if not self.site:
