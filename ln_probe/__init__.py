@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
-    from ln_probe.analyses.attribution.logits import attribute_logits
+    from ln_probe.analyses.attribution.logits import attribute_logits, logit_lens
     from ln_probe.analyses.attribution.scores import attribute_scores
     from ln_probe.analyses.geometry.key_geometry import key_geometry
     from ln_probe.analyses.probes.sinks import outlier_tokens
@@ -37,6 +37,7 @@ _HOME = {
     "key_geometry": "ln_probe.analyses.geometry.key_geometry",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.report",
+    "logit_lens": "ln_probe.analyses.attribution.logits",
     "norm_constants": "ln_probe.headline",
     "outlier_tokens": "ln_probe.analyses.probes.sinks",
 }
@@ -57,6 +58,7 @@ __all__ = [
     "key_geometry",
     "load_model",
     "load_report",
+    "logit_lens",
     "norm_constants",
     "outlier_tokens",
 ]
