@@ -512,15 +512,17 @@ def logit_lens(
     if scale not in SCALES:
         raise AttributionError(f"scale must be {' or '.join(map(repr, SCALES))}, got {scale!r}")
     with evaluating(hooked):
-        # A post-norm block's last norm is read by the unembedding too; streams between such blocks are normalized.
-        final = _final([norm for norm in norms_of(hooked) if not norm.name.startswith("blocks.")])
-        prompts = Prompts(hooked, tokens_or_cache)
+        norms = norms_of(hooked)
+        prompts, last = Prompts(hooked, tokens_or_cache), _final(norms)
+        find_wiring(hooked, norms).at(END if last is None else last.name)  # raises where it reads no stream
+        # The stream between post-norm blocks is normalized: their last norm is none to read it through.
+        final = None if last is None or last.name.startswith("blocks.") else last
         places = prompts.places(positions)
         single = len(places) == 1 and is_index(positions)
         logits, distances = dict[int, Tensor](), [math.nan]
         for members in prompts.of_equal_length():
             length = prompts.lengths[members[0]]
-            stream, own = _streams(hooked, final, prompts, members)
+            stream, own = _streams(hooked, final, last, prompts, members)
             for k, number in enumerate(members):
                 at = torch.tensor(places[number])
                 rows, of_prompt = k * length + at, None if own is None else own[k, at].double()
@@ -548,19 +550,26 @@ def logit_lens(
 
 
 def _streams(
-    model: HookedModel, final: Norm | None, prompts: Prompts, members: Sequence[int]
+    model: HookedModel, final: Norm | None, last: Norm | None, prompts: Prompts, members: Sequence[int]
 ) -> tuple[list[Float[Tensor, "row d_model"]], Float[Tensor, "prompt pos d_vocab"] | None]:
-    """Return the stream before each layer and at its end, of prompts of equal length, and the model's own logits."""
+    """Return the stream before each layer and at its end, of prompts of equal length, and the model's own logits.
+
+    Args:
+        final: the norm that streams are read through.
+        last: the norm that the unembedding reads; another one than `final` where that is a post-norm block's.
+    """
     count = n_layers(model)
     if prompts.cache is not None:
-        ends = ([] if final is None else [f"{final.name}.hook_in"]) + [
-            f"blocks.{count - 1}.{name}" for name in ("hook_resid_post", "hook_out")
-        ]
-        names = [[f"blocks.{i}.{name}" for name in ("hook_resid_pre", "hook_in")] for i in range(count)]
-        rows = [next((r for n in some if (r := prompts.cache.rows(n)) is not None), None) for some in (*names, ends)]
-        if (absent := next((i for i, r in enumerate(rows) if r is None), None)) is not None:
-            raise AttributionError(f"the cache lacks {(*names, ends)[absent][0]!r}: take it without a names_filter")
-        return [at_least_float32(r) for r in rows if r is not None], None
+        names = [[f"blocks.{i}.hook_resid_pre", f"blocks.{i}.hook_in"] for i in range(count)]
+        names.append([f"blocks.{count - 1}.hook_resid_post", f"blocks.{count - 1}.hook_out"])
+        if last is not final and last is not None:
+            names[-1] = [f"{last.name}.hook_normalized"]
+        rows = list[Tensor]()
+        for some in names:
+            if (values := next((r for n in some if (r := prompts.cache.rows(n)) is not None), None)) is None:
+                raise AttributionError(f"the cache lacks {some[0]!r}: take it without a names_filter, or pass tokens")
+            rows.append(at_least_float32(values))
+        return rows if last is final or last is None else [*rows[:-1], last.affine(rows[-1])], None
     seen: dict[int, Tensor] = {}
     shape = len(members), prompts.lengths[members[0]]
 
