@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ln_probe.headline import freezing_cost, norm_constants
     from ln_probe.measure import analyze
     from ln_probe.models import bundled_models, load_model
+    from ln_probe.page.attention import attention
     from ln_probe.report import Report, load_report
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Comparison": "ln_probe.comparison",
     "Report": "ln_probe.report",
+    "attention": "ln_probe.page.attention",
     "attribute_logits": "ln_probe.analyses.attribution.logits",
     "attribute_scores": "ln_probe.analyses.attribution.scores",
     "analyze": "ln_probe.measure",
@@ -49,6 +51,7 @@ __all__ = [
     "__version__",
     "analyses",
     "analyze",
+    "attention",
     "attribute_logits",
     "attribute_scores",
     "bundled_models",

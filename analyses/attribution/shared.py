@@ -184,10 +184,11 @@ def _of_text(model: HookedModel, text: str) -> int:
     return ids[0]
 
 
-def token_name(model: HookedModel, token: int) -> str:
+def token_name(model: HookedModel, token: int, *, quoted: bool = True) -> str:
     """Return a token as text, or its id without a tokenizer."""
     decode = getattr(tokenizer_of(model), "decode", None)
-    return str(token) if decode is None else repr(str(decode([token])))
+    text = str(token if decode is None else decode([token]))
+    return repr(text) if quoted and decode is not None else text
 
 
 def label_of(
