@@ -158,7 +158,8 @@ def without(
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
+        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge; a pass
+            with gradient checkpointing, which runs again, without the edit, in a `backward()` after the block.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
@@ -330,11 +331,8 @@ def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
         where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    modules = choice.structure.modules
-    if dropout := active_dropout(modules):
+    if dropout := active_dropout(choice.structure.modules):
         warnings.warn(f"dropout is on (in {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    if any(m.training and vars(m).get("gradient_checkpointing") is True for m in modules if m is not None):
-        warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
 def _readers(

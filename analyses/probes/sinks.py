@@ -297,8 +297,5 @@ def outlier_tokens(
     return OutlierTokens(
         pad([one.outlier.cpu() for one in sizes]),
         pad([one.massive.cpu() for one in sizes]),
-        {
-            name: pad([one.ratios[name].cpu() for one in sizes], padding_value=math.nan)
-            for name in sizes[0].ratios
-        },
+        {name: pad([one.ratios[name].cpu() for one in sizes], padding_value=math.nan) for name in sizes[0].ratios},
     )
