@@ -75,7 +75,7 @@ from ln_probe.hooks.norm_edits import (
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.stream import ActivationError
-from ln_probe.hooks.task import Rows, check_tokens, default_tokens
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -299,6 +299,10 @@ def _constants(
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
     rows = None if tokens is None else check_tokens(model, tokens)
+    if rows is not None:
+        rows, notes = unpadded(model, rows)
+        for note in notes:
+            warnings.warn(f"tokens: {note}", stacklevel=4)
     if rows is not None and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     try:

@@ -133,7 +133,7 @@ def held_out_windows() -> BundledPrompts:
 
     from ln_probe.hooks.task import BundledPrompts
 
-    content = json.loads((_data_folder() / "windows.json").read_text())
+    content = json.loads((_data_folder() / "windows.json").read_text(encoding="utf-8"))
     measured, calibration = (tuple(torch.tensor(row) for row in content[part]) for part in ("measured", "calibration"))
     return BundledPrompts(measured, calibration, content["source"], tuple(content["books"]))
 

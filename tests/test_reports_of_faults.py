@@ -9,7 +9,6 @@ import torch
 from architectures import bridge_of, hugging_face
 from torch import Tensor
 
-import ln_probe
 from ln_probe.hooks import linearized, without
 
 IDS = torch.arange(3, 15)[None]
