@@ -35,6 +35,7 @@ from ln_probe.hooks.constants import (
     OPTIMAL,
     SCALES,
     Constant,
+    bundled_constants,
     default_means,
     fit,
     given_constants,
@@ -310,10 +311,12 @@ def _constants(
             if rows is not None:
                 raise ValueError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
             return given_constants(scale, [n.name for n in frozen])
-        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
-        own = next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)
-        if not frozen or (own and scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name):
-            return dict(own or {})
+        if not frozen:
+            return {}
+        if scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name:
+            groups: Mapping[str, dict[str, Constant]] = bundled_constants(model).get("every", {})
+            if own := next((c for c in groups.values() if set(c) == {n.name for n in frozen}), None):
+                return dict(own)
         if rows is None:
             means = default_means(model, choice.every, choice.structure)
         else:
