@@ -51,9 +51,9 @@ _BIASES = {"attn": "b_O", "mlp": "b_out"}
 END = "the end of the stream"
 TOKENS = 8  # of the short pass
 # Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
-# summand that is missing left 1e-2 to 3e-1 (a writer that is not known, BERT's head).
+# missing summand left 1e-2 to 3e-1. 16-bit formats round at every write; the errors of deep models partly cancel.
 CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
-HALF_ROUNDINGS = 4  # 16-bit formats round the stream at every write; the errors of deep models partly cancel
+HALF_ROUNDINGS = 4
 _STARTS = 8  # earlier states that a stream can be continued from
 
 
@@ -300,8 +300,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
         place = what.name if isinstance(what, Norm) else what
         if place == END and x.shape[-1] != width:
             search.open[END] = (
-                f"the unembedding reads vectors of length {x.shape[-1]}, through a map that ln_probe does not know: "
-                "attribute attention scores instead of logits"
+                f"the unembedding reads vectors of length {x.shape[-1]}: attribute attention scores instead"
             )
             continue
         expression = search.see(place, x[:, :width])  # (of the first head)
@@ -401,11 +400,10 @@ class CachedPrompts:
 
     def __init__(self, model: HookedModel, cache: Any) -> None:
         if getattr(cache, "model", model) is not model:
-            raise SplitError("the cache is of another model, which writes other parts: run this model, or pass tokens")
-        values = {name: value.detach() for name, value in cache.items() if isinstance(value, Tensor)}
+            raise SplitError("the cache is of another model: run this model, or pass tokens")
+        values = ((name, value.detach()) for name, value in cache.items() if isinstance(value, Tensor))
         batched = bool(getattr(cache, "has_batch_dim", True))
-        self.model = model
-        self._values = values if batched else {name: value[None] for name, value in values.items()}
+        self.model, self._values = model, {name: value if batched else value[None] for name, value in values}
 
     def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
         if (name := next((n for n in names if n in self._values), None)) is None:
@@ -439,15 +437,13 @@ class CachedPrompts:
     def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
         """Return what the attention of a layer did in each prompt; `place`: what `norm` reads."""
         (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
-        x, pattern = self._input(place), self._value(f"{attn}.hook_pattern")
+        x, patterns = self._input(place), self._value(f"{attn}.hook_pattern")
         y = x if norm.is_identity else norm.affine(self.rows(f"{norm.name}.hook_normalized"))
         names = [(point, f"{owner}.{point}") for point in TABLES for owner in ("rotary_emb", attn)]
         tables = {point: self._values[name] for point, name in names if name in self._values}
-        xs, ys, module = x.view(batch, length, -1), y.view(batch, length, -1), attentions(self.model)[layer]
-        return [
-            AttentionInput(layer, xs[i], ys[i], pattern[i], rotary_tables(tables, i, length), module, norm)
-            for i in range(batch)
-        ]
+        cos_sin = [rotary_tables(tables, prompt, length) for prompt in range(batch)]
+        each = zip(x.view(batch, length, -1), y.view(batch, length, -1), patterns, cos_sin, strict=True)
+        return [AttentionInput(layer, *of_prompt, attentions(self.model)[layer], norm) for of_prompt in each]
 
     def _input(self, place: str) -> Float[Tensor, "row wide"]:
         """Return what is read at a place."""
@@ -492,10 +488,8 @@ class Split:
     def rows(self, chosen: Sequence[int]) -> Split:
         """Return the same at some of the recorded positions."""
         at, every = list(chosen), self.record
-        few: dict[str, Any] = {
-            name: {key: value[at] for key, value in getattr(every, name).items()}
-            for name in ("seen", "inputs", "neurons", "points")
-        }
+        maps = {name: getattr(every, name).items() for name in ("seen", "inputs", "neurons", "points")}
+        few: dict[str, Any] = {name: {key: value[at] for key, value in items} for name, items in maps.items()}
         return self.of(replace(every, **few, logits=None if every.logits is None else every.logits[at]))
 
     def norm(self, name: str) -> Norm:
@@ -528,9 +522,8 @@ class Split:
             left = float((whole - self.input(at)).abs().max()) / max(float(size.max()), 1e-300)
             if not left <= self.wiring.bound:
                 raise SplitError(
-                    f"the parts of what is read at {at} do not add up to it: {left:.1e} of the largest is left over "
-                    f"(rounding explains {self.wiring.bound:.0e}). Something else wrote to the stream: a hook or an "
-                    "edit that was active, or another model's cache"
+                    f"the parts of what is read at {at} do not add up to it: {left:.1e} of the largest is left over. "
+                    "Something else wrote to the stream: a hook or an edit that was active, or another model's cache"
                 )
             worst = max(worst, left)
         return worst
@@ -598,8 +591,5 @@ class Split:
         values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
         missing = float((whole - values.sum(0)).abs().max())
         if missing > closes_below(self.record.dtype) * float(values.abs().sum(0).max().clamp_min(1e-300)):
-            raise SplitError(
-                f"the neurons of layer {layer} do not add up to what its MLP writes ({missing:.1e} is left over): ask "
-                "for whole MLPs"
-            )
+            raise SplitError(f"the neurons of layer {layer} do not add up to what its MLP writes: ask for whole MLPs")
         return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)}
