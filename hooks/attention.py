@@ -271,7 +271,7 @@ def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None =
         raise UnsupportedAttentionError(f"layer {layer}: {type(module).__name__} shows no W_Q and W_K")
     n_heads, d_head = len(W_Q), int(W_Q.shape[-1])
     no_bias = W_Q.new_zeros(n_heads, d_head)
-    weights = {name: _per_query_head(no_bias if w is None else w, n_heads) for name, w in shown.items()}
+    weights: dict[str, Any] = {name: _per_query_head(no_bias if w is None else w, n_heads) for name, w in shown.items()}
     inside = {norm.reads: norm for norm in norms if norm.layer == layer}
     plain = Heads(
         layer,
