@@ -40,7 +40,18 @@ from ln_probe.analyses.attribution.shared import (
     one_of,
     token_name,
 )
-from ln_probe.hooks.components import END, Part, Record, Split, Wiring, closes_below, find_wiring, record
+from ln_probe.hooks.components import (
+    END,
+    CachedPrompts,
+    Part,
+    Record,
+    Split,
+    Wiring,
+    closes_below,
+    find_wiring,
+    is_cache,
+    record,
+)
 from ln_probe.hooks.model import (
     Hook,
     HookedModel,
@@ -64,7 +75,6 @@ from ln_probe.hooks.model import (
 )
 from ln_probe.hooks.norm import INTACT, Norm, bias_of, gain_of
 from ln_probe.hooks.norms import norms_of
-from ln_probe.hooks.stream import CachedPrompts, is_cache
 
 TERMS = ("without_projection", "projection", "bias")
 COMPONENTS = ("heads", "layers", "neurons")
@@ -327,7 +337,7 @@ class _Reader:
             w, lift = w - column, lift - bias
             value = value - (own[:, :size] if of_other is None else own.gather(1, of_other)).mean(1)
         w, lift = factor * w, factor * lift
-        bound = self.wiring.bound(self.where, seen.dtype)
+        bound = self.wiring.bound
         terms, sigma = self._terms(split, w, of_features, bound)
         zeros = torch.zeros(len(w), dtype=torch.float64)
         if self.final is not None and self.final.bias is not None:
@@ -366,8 +376,7 @@ class _Reader:
         """Return logits from the norm's output that the cache holds: another way than through its components."""
         out, final = seen.inputs[self.where].double(), self.final
         if final is not None and self.cache is not None:
-            normalized = self.cache.rows(f"{final.name}.hook_normalized")
-            out = final.affine(final.normalize(out) if normalized is None else normalized[rows].double().cpu()).cpu()
+            out = final.affine(self.cache.rows(f"{final.name}.hook_normalized")[rows].double().cpu()).cpu()
         return _projected(self.model, out).double().cpu() * logit_factor(self.model)
 
 
@@ -564,11 +573,7 @@ def _streams(
         names.append([f"blocks.{count - 1}.hook_resid_post", f"blocks.{count - 1}.hook_out"])
         if last is not final and last is not None:
             names[-1] = [f"{last.name}.hook_normalized"]
-        rows = list[Tensor]()
-        for some in names:
-            if (values := next((r for n in some if (r := prompts.cache.rows(n)) is not None), None)) is None:
-                raise AttributionError(f"the cache lacks {some[0]!r}: take it without a names_filter, or pass tokens")
-            rows.append(at_least_float32(values))
+        rows = [at_least_float32(prompts.cache.rows(*some)) for some in names]
         return rows if last is final or last is None else [*rows[:-1], last.affine(rows[-1])], None
     seen: dict[int, Tensor] = {}
     shape = len(members), prompts.lengths[members[0]]

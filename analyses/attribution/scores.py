@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -36,11 +36,11 @@ from ln_probe.analyses.attribution.shared import (
     place,
 )
 from ln_probe.hooks.attention import Heads, read_heads
-from ln_probe.hooks.components import Part, Split, Wiring, find_wiring
+from ln_probe.hooks.components import Part, Split, Wiring, find_wiring, record
 from ln_probe.hooks.model import check_model, evaluating, n_layers, whole_number
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
 from ln_probe.hooks.norms import attention_inputs
-from ln_probe.hooks.stream import AttentionInput, record_attention, visible_keys
+from ln_probe.hooks.stream import AttentionInput, streaming, visible_keys
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
 AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
@@ -223,11 +223,13 @@ def attribute_scores(
         each: dict[int, Head] = {}
         for members in given.of_equal_length():
             if given.cache is None:
-                seen, every_layer = record_attention(hooked, given.tokens(members), wiring.norms, {layer: site}, points)
-                looks = every_layer[layer]
+                tokens, looks = given.tokens(members), list[AttentionInput]()
+                watch = partial(_append, looks)
+                with streaming(hooked, tokens, [site], on_attention=watch, layers=[layer]):
+                    every = range(tokens.numel())
+                    seen = record(hooked, tokens, every, wiring.norms, points=points, logits=False)
             else:
-                every = range(sum(given.lengths))
-                seen = given.cache.record(every, wiring, where, points)
+                seen = given.cache.record(range(sum(given.lengths)), wiring, where, points)
                 looks = given.cache.attention(site, layer, where)
             ones = heads_of(Split(wiring, seen), looks, site, where)
             for number, one in zip(members, ones, strict=True):
@@ -442,11 +444,15 @@ def heads_of(split: Split, looks: Sequence[AttentionInput], site: Norm, where: s
         maps = read_heads(look, split.wiring.norms, bent=True)
         first = len(heads) * len(look.x)
         own = split.rows(range(first, first + len(look.x)))
-        heads.append(Head(maps, 0, site, where, own, look, split.wiring.bound(where, look.x.dtype)))
+        heads.append(Head(maps, 0, site, where, own, look, split.wiring.bound))
     return heads
 
 
 # ---------------------------------------------------------------------------------------- sums
+
+
+def _append(looks: list[AttentionInput], _: int, look: AttentionInput) -> None:
+    looks.append(look)
 
 
 def _check_visible(one: Head, query: int, keys: Sequence[int]) -> None:
