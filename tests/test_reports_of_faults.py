@@ -12,6 +12,7 @@ from torch import Tensor
 import ln_probe
 from ln_probe.hooks import linearized, without
 from ln_probe.hooks.constants import bundled_constants
+from ln_probe.hooks.norm_edits import InterventionError
 from ln_probe.hooks.task import default_tokens
 
 IDS = torch.arange(3, 15)[None]
@@ -65,3 +66,23 @@ def test_constants_follow_weights_that_change_through_data() -> None:
     assert edit.divisors["blocks.0.ln1"].rest == pytest.approx(float(sigma), rel=1e-6)
     assert edit.divisors != before.divisors
     assert not bundled_constants(model), "they were fitted to other weights"
+
+
+# ---------------------------------------------------------- a norm that runs more than once (TransformerLens #1470)
+
+
+def test_a_norm_that_two_blocks_share() -> None:
+    """A bridge has a norm, and a constant, for each run; the model's own module would get one edit for both."""
+    original = hugging_face("gpt2")
+    original.transformer.h[1].ln_1 = original.transformer.h[0].ln_1
+    inputs: list[Tensor] = []
+    handle = original.transformer.h[0].ln_1.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double()))
+    with torch.no_grad():
+        original(IDS)
+    handle.remove()
+    for edit in (lambda: without(original, "scaling", tokens=IDS), lambda: linearized(original)):
+        with pytest.raises(InterventionError, match=r"blocks\.0\.ln1, blocks\.1\.ln1"), edit():
+            pass
+    with without(bridge_of(original), "scaling", tokens=IDS) as done:
+        constants = [constant.rest for constant in done.divisors.values()]
+    assert constants == pytest.approx([float((x.var(-1, correction=0) + 1e-5).sqrt()[0, 1:].mean()) for x in inputs])
