@@ -205,8 +205,11 @@ def second_pass(
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
             observer.call("attention", number, attended)
-        if recorder is not None:
-            recorder.attention(number, attended)
+        if recorder is not None and recorder.takes(number) and not recorder.failure:
+            try:
+                recorder.attention(number, attended)
+            except Exception as error:  # the probes' tables stand
+                recorder.failure = f"attention is not shown: {type(error).__name__}: {error}"
 
     streamed = [w for w in every if w.probe.needs.norms or (w.probe.needs.attention and maps is not None)]
     counts = {w.probe.name: sum(map(w.takes, range(len(run.prompts)))) for w in every}

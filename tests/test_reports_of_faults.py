@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ from architectures import bridge_of, hugging_face
 from torch import Tensor
 
 import ln_probe
+from ln_probe.exhibits import AttentionRecorder
 from ln_probe.hooks import linearized, without
 from ln_probe.hooks.constants import bundled_constants
 from ln_probe.hooks.norm_edits import InterventionError
 from ln_probe.hooks.task import default_tokens
+from ln_probe.page import figures
 
 IDS = torch.arange(3, 15)[None]
 
@@ -86,3 +90,30 @@ def test_a_norm_that_two_blocks_share() -> None:
     with without(bridge_of(original), "scaling", tokens=IDS) as done:
         constants = [constant.rest for constant in done.divisors.values()]
     assert constants == pytest.approx([float((x.var(-1, correction=0) + 1e-5).sqrt()[0, 1:].mean()) for x in inputs])
+
+
+# ------------------------------------------------------------------- one error, and the tables of all others are there
+
+
+@pytest.mark.parametrize(("arch", "option"), [("mistral", "sliding_window"), ("neo", "window_size")])
+def test_a_window_of_one_key(arch: str, option: str) -> None:
+    """Every query sees itself alone, so that nothing is known of other keys; losses are those of the model."""
+    original = hugging_face(arch, **{option: 1})
+    with torch.no_grad():
+        loss = float(original(IDS, labels=IDS).loss)
+    report = ln_probe.analyze(bridge_of(original), IDS, progress=False)
+    assert not report.failures
+    assert (report.causal.loss - report.causal.delta_loss).to_numpy() == pytest.approx(loss, rel=1e-5)
+
+
+def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a picture")
+
+    monkeypatch.setattr(AttentionRecorder, "attention", fail)
+    monkeypatch.setattr(figures, "norms_over_depth", fail)
+    report = ln_probe.analyze(bridge_of(hugging_face("gpt2")), IDS, progress=False)
+    assert any("ZeroDivisionError" in note for note in report.exhibits.notes)
+    tables = ln_probe.load_report(report.save(tmp_path)).tables
+    assert all(tables[name].equals(table) for name, table in report.tables.items())
+    assert "'depth' failed: ZeroDivisionError" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
