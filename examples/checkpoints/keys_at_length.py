@@ -16,24 +16,19 @@ paper's shape) it is within 3 points of them. Overturned for a model by one unse
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from measure import BOOKS, HELD_OUT, HERE, SHARED, WIKITEXT, corpus, own
 from transformer_lens import HookedTransformer
 
 import ln_probe
 
-HERE = Path(__file__).parent
-SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))
 TABLE = HERE / "tables" / "keys-at-length.csv"
-BOOKS = ("kjv.txt", "shakespeare_complete_gut.txt", "moby_dick.txt")
-HELD_OUT = 0.05  # the end of every book, on which no bundled model was trained
 CONTEXTS, DRAWS = 8, 20
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
 DIMENSIONS = (2, 8, 16, 32, 64)
@@ -50,8 +45,7 @@ def windows(model: Any, texts: Sequence[str], length: int, first: Sequence[int] 
 
 def longest(name: str) -> list[list[int]]:
     """Return the CONTEXTS longest of the sequences that the model itself has drawn, cut to one length."""
-    rows = json.loads((HERE / "tables" / "tokens" / f"{name}.json").read_text())
-    rows = sorted(rows, key=len, reverse=True)[:CONTEXTS]
+    rows = sorted(own(name, None, LENGTHS[-1]), key=len, reverse=True)[:CONTEXTS]
     return [row[: len(rows[-1])] for row in rows]
 
 
@@ -68,10 +62,9 @@ def model_and_contexts(name: str) -> tuple[Any, list[list[int]]]:
     if name in ("MGM", "CAPP-GPT"):
         return model, longest({"MGM": "mgm-long", "CAPP-GPT": "capp-gpt-own"}[name])
     if name in folders:
-        wikitext = [(SHARED / "corpora" / "wikitext2" / "test.txt").read_text()]
         ends = ([model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]) if name == "MiniLM-L6" else ((), ())
-        return model, windows(model, wikitext, 512, *ends)
-    books = [(SHARED / "corpora" / book).read_text(encoding="utf-8") for book in BOOKS]
+        return model, windows(model, [corpus(WIKITEXT)], 512, *ends)
+    books = [corpus(name) for name in BOOKS]
     held_out = [book[int(len(book) * (1 - HELD_OUT)) :] for book in books]
     return model, windows(model, held_out, model.cfg.n_ctx, first=[0])
 

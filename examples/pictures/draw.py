@@ -1,9 +1,8 @@
 """Draw the pictures of the README and of docs/heads.md: concepts, estimates, parts of a page as Chromium shows them.
 
-    python examples/pictures/draw.py [FOLDER] [REPORT]
+    python examples/pictures/draw.py    # writes into examples/
 
-FOLDER is where they go (examples/ by default). REPORT is a folder that `ln-probe report` wrote about a bundled model;
-one is made if it is not given. The concepts are computed, not sketched: verdicts and weights come from `key_geometry`.
+The concepts are computed, not sketched: verdicts and weights come from `key_geometry`.
 """
 
 from __future__ import annotations
@@ -85,7 +84,9 @@ def reachable() -> Figure:
         )
     left.plot(*center, "+", color="black", label="c = W_Qᵀ bias + b_Q")
     left.set_title("queries: c + A u, |u| ≤ 1", fontsize=10)
-    _bare(left)
+    left.set(aspect="equal", xticks=[], yticks=[])
+    left.spines[:].set_visible(False)
+    left.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.02))
     order = np.argsort(-most[0])
     for values, colour, name in zip(most, (BLUE, GREEN), ("reachable", "observed"), strict=True):
         right.bar(range(len(keys)), values[order], color=colour, alpha=0.75, label=name)
@@ -105,15 +106,8 @@ def estimates() -> Figure:
     for axes, (name, rows) in zip(panels, tables.items(), strict=True):
         for variant, colour in (("no_scaling", ORANGE), ("no_projection", GREEN)):
             some = rows[rows["variant"] == variant]
-            axes.plot(
-                some["delta_loss"],
-                some["estimate"],
-                "o",
-                ms=3.5,
-                color=colour,
-                alpha=0.7,
-                label=VARIANTS[variant].label,
-            )
+            style = {"ms": 3.5, "color": colour, "alpha": 0.7, "label": VARIANTS[variant].label}
+            axes.plot(some["delta_loss"], some["estimate"], "o", **style)
         ends = [rows["delta_loss"].min(), rows["delta_loss"].max()]
         axes.plot(ends, ends, color=GRID, lw=1, zorder=0)
         axes.set(title=name, xlabel="change of the loss, run exactly", ylabel="first-order estimate")
@@ -124,20 +118,9 @@ def estimates() -> Figure:
     return figure
 
 
-def _bare(axes: object) -> None:
-    axes.set_aspect("equal")  # type: ignore[attr-defined]
-    axes.set_xticks([])  # type: ignore[attr-defined]
-    axes.set_yticks([])  # type: ignore[attr-defined]
-    axes.spines[:].set_visible(False)  # type: ignore[attr-defined]
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.02))  # type: ignore[attr-defined]
-
-
 def concepts(model: Any) -> dict[str, Callable[[], Figure]]:
     """Return the drawings of docs/concepts.md, by file name."""
-    return {
-        "projection_and_scaling": lambda: projection_and_scaling(model),
-        "reachable": reachable,
-    }
+    return {"projection_and_scaling": lambda: projection_and_scaling(model), "reachable": reachable}
 
 
 def screenshots(page: Path, folder: Path) -> None:
@@ -161,20 +144,15 @@ def screenshots(page: Path, folder: Path) -> None:
         browser.close()
 
 
-def main(folder: Path, made: Path | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def main() -> None:
+    folder = Path(__file__).resolve().parents[1]
+    model = ln_probe.load_model("lm-layernorm")
+    for name, draw in (concepts(model) | {"estimates": estimates}).items():
+        draw().savefig(folder / f"{name}.png", dpi=DPI)
     with tempfile.TemporaryDirectory() as scratch:
-        model = ln_probe.load_model("lm-layernorm")
-        if made is None:
-            made = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
-        for name, draw in concepts(model).items():
-            draw().savefig(folder / f"{name}.png", dpi=DPI)
-        estimates().savefig(folder / "estimates.png", dpi=DPI)
-        screenshots(made / "report.html", folder)
+        report = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
+        screenshots(report / "report.html", folder)
 
 
 if __name__ == "__main__":
-    arguments = [Path(a) for a in sys.argv[1:3]]
-    main(
-        arguments[0] if arguments else Path(__file__).resolve().parents[1], arguments[1] if len(arguments) > 1 else None
-    )
+    main()
