@@ -35,7 +35,6 @@ from ln_probe.analyses.probes.causal import Causal
 from ln_probe.hooks.task import encode
 
 HERE = Path(__file__).parent
-CHECKED = HERE / "checked"
 SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))
 PROMPTS = 64
 HELD_OUT = 0.05  # the end of every text of which the bundled models saw the beginning (`lab.text_task.VALID_SHARE`)
@@ -172,6 +171,12 @@ _HUB = {  # commits of the main branches, of Pythia that of the last step, 143,0
     "pythia-1b": ("EleutherAI/pythia-1b-deduped", "7199d8fc61a6d565cd1f3c62bf11525b563e13b2"),
     "pythia-1.4b": ("EleutherAI/pythia-1.4b-deduped", "step143000"),  # a branch that is not written to
 }
+FOLDERS = {
+    "capp-gpt": SHARED / "checkpoints" / "capp_gpt",
+    "mgm": os.environ.get("LN_PROBE_MGM"),
+    "smollm2-135m": os.environ.get("LN_PROBE_GGUF"),
+    "minilm-l6": os.environ.get("LN_PROBE_MINILM"),
+}
 CASES = {
     "capp-gpt-own": Case("capp-gpt", "own, capp-gpt", 64, optimal=True),
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
@@ -184,12 +189,7 @@ CASES = {
 
 def load(case: Case) -> Any:
     """Load the model of a case."""
-    folders = {
-        "capp-gpt": SHARED / "checkpoints" / "capp_gpt",
-        "mgm": os.environ.get("LN_PROBE_MGM"),
-        "smollm2-135m": os.environ.get("LN_PROBE_GGUF"),
-    }
-    return ln_probe.load_model(folders.get(case.model) or case.model, revision=case.revision, allow_pickle=True)
+    return ln_probe.load_model(FOLDERS.get(case.model) or case.model, revision=case.revision, allow_pickle=True)
 
 
 def analyzed(name: str, *, optimal: bool) -> Any:
@@ -251,6 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", choices=CASES, nargs="+", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--check", action="store_true", help="compare with the predictions")
+    parser.add_argument("--out", type=Path, help="the folder that NAME is written into")
     args = parser.parse_args()
     torch.set_num_threads(1)
     failures = 0
@@ -261,7 +262,7 @@ def main() -> int:
             print(f"{name}: not measured: {error}", file=sys.stderr)
             failures += 1
             continue
-        out = (CHECKED if args.check else HERE / "tables") / name
+        out = (args.out or HERE / ("checked" if args.check else "tables")) / name
         out.mkdir(parents=True, exist_ok=True)
         groups = report.tables["causal"].drop(columns="estimate")
         groups.to_csv(out / "causal.csv", index=False, float_format="%.6g")

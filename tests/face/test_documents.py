@@ -263,8 +263,9 @@ def test_one_command_measures_models_of_the_hub_and_prints_which_predictions_hol
     assert set(known["models"]) <= {3, 4}
     paragraphs = [" ".join(random.choice(WORDS[3:], 90)) + " .\n" for _ in range(20)]
     monkeypatch.setattr("datasets.load_dataset", lambda *_, split: {"text": paragraphs})
-    for name, value in {"SHARED": tmp_path, "CHECKED": tmp_path / "checked", "PROMPTS": 6}.items():
-        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure, "SHARED", tmp_path)
+    monkeypatch.setattr(measure, "PROMPTS", 6)
+    command = ["measure.py", "--out", str(tmp_path / "checked"), "--check"]
     for name, vocabulary in {"gpt2": WORDS, "other": ["?", "<s>", "</s>", "ATG", "TAG"]}.items():
         shape = GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=160, vocab_size=len(vocabulary))
         GPT2LMHeadModel(shape).save_pretrained(tmp_path / name)
@@ -275,14 +276,14 @@ def test_one_command_measures_models_of_the_hub_and_prints_which_predictions_hol
         hub.add(measure.CASES["pythia-1.4b"].model, {"step143000": tmp_path / "other"})
         served = hub.commit("gpt2", "main")
         monkeypatch.setitem(measure.CASES, "gpt2", replace(measure.CASES["gpt2"], revision=served))
-        monkeypatch.setattr(sys, "argv", ["measure.py", "--check", "gpt2", "gpt2-medium", "pythia-70m", "pythia-1.4b"])
+        monkeypatch.setattr(sys, "argv", [*command, "gpt2", "gpt2-medium", "pythia-70m", "pythia-1.4b"])
         assert measure.main() == 1
         printed = capsys.readouterr()
         assert f"gpt2: revision {served}" in printed.out
         assert len(re.findall(r"^gpt2: (?:holds|FAILS|not measured): ", printed.out, re.M)) == len(known) == 8
         assert (tmp_path / "checked" / "gpt2" / "values.csv").exists()
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        monkeypatch.setattr(sys, "argv", ["measure.py", "--check", "pythia-70m"])
+        monkeypatch.setattr(sys, "argv", [*command, "pythia-70m"])
         assert measure.main() == 1
     errors = printed.err + capsys.readouterr().err
     for name, word in (("gpt2-medium", "revision"), ("pythia-70m", "offline|OFFLINE"), ("pythia-1.4b", "vocabulary")):
