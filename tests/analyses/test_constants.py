@@ -93,7 +93,7 @@ def test_labels_form_groups() -> None:
 
 def test_labels_and_calibration_text_are_checked_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge("gpt2")
-    monkeypatch.setattr("ln_probe.passes.stream_together", None)
+    monkeypatch.setattr("ln_probe.passes.streaming", None)
     with pytest.raises(ValueError, match="2 labels"):
         analyzed(model, groups=["a", "b"])
     with pytest.raises(ValueError, match="calibration"):
