@@ -331,7 +331,6 @@ def measure_norms(
             "constants": constants.source,
             "given": constants.given is not None,
             "groups": constants.group_count,
-            "effective_groups": constants.effective_groups,
             **calibrated_on,
         },
     }

@@ -65,7 +65,6 @@ def test_constants_are_saved_with_the_report(tmp_path: Path) -> None:
     read = ln_probe.load_report(report.save(tmp_path / "r")).constants
     assert read.of(1) == report.constants.of(1)
     assert read.source == "leave-one-out means over the other prompts"
-    assert repr(read) == "Constants(5 norms, 5 prompts in 4 groups: leave-one-out means over the other prompts)"
     with pytest.raises(IndexError, match=r"no prompt 5: the constants are of prompts 0 … 4"):
         read.of(5)
 
@@ -88,7 +87,6 @@ def test_labels_form_groups() -> None:
     assert analyzed(model, groups=torch.tensor([3, 3, 1, 1, 1])).constants.groups.tolist() == [0, 0, 1, 1, 1]
     expected = mean_sigmas(model, find_norms(model), TOKENS[2:])
     assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
-    assert constants.effective_groups == pytest.approx((21 + 17) ** 2 / (21**2 + 17**2))
 
 
 def test_labels_and_calibration_text_are_checked_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +114,7 @@ def test_constants_far_from_what_is_observed_are_noted() -> None:
     far = {name: Constant(2 * c.first, 1.04 * c.rest) for name, c in constants.pooled.items()}
     (note,) = Constants(constants.sites, constants.groups, constants.sums, constants.counts, "", far).notes()
     assert note.startswith("the constants of 5 of 5 norms differ by more than 5% from the mean sigma of these prompts")
-    assert "at position 0: 2 times it), so freezing scaling also changes the size of vectors there" in note
+    assert ", by 100%), so freezing scaling also changes the size of vectors there" in note
 
 
 def test_unusable_calibration_text_is_refused() -> None:
