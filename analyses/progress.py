@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -178,7 +179,7 @@ def one_blas_thread() -> AbstractContextManager[Any]:
 
 @cache
 def _blas_libraries() -> Any:  # (to look for them takes 2 ms, and every layer asks)
-    import scipy.linalg  # noqa: F401 - its BLAS can only be limited once it is loaded
     from threadpoolctl import ThreadpoolController
 
+    import_module("scipy.linalg")  # its BLAS can only be limited once it is loaded
     return ThreadpoolController()
