@@ -127,6 +127,31 @@ def special_tokens(model: HookedModel, kind: str) -> list[int]:
     return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocabulary_size(model)))
 
 
+def unpadded(model: HookedModel, rows: list[Int[Tensor, " _"]]) -> tuple[list[Int[Tensor, " _"]], tuple[str, ...]]:
+    """Return rows of one length without the padding token at either end, and a note about it.
+
+    Where that token begins or ends texts too (GPT-2), and every row has it at that end, one of it stays. Rows of
+    several lengths are not padded.
+
+    Raises:
+        ValueError: a row is nothing but padding.
+    """
+    pad, lengths = next(iter(special_tokens(model, "pad")), None), {len(row) for row in rows}
+    if pad is None or len(lengths) != 1 or 0 in lengths:
+        return rows, ()
+    ends = [*special_tokens(model, "bos"), *special_tokens(model, "eos")]
+    spans = [(row != pad).nonzero()[:, 0].tolist() for row in rows]
+    if not all(spans):
+        raise ValueError(f"prompt {spans.index([])} is nothing but padding (token {pad})")
+    runs = [(span[0], len(row) - 1 - span[-1]) for row, span in zip(rows, spans, strict=True)]
+    left, right = (min(min(run[end] for run in runs), int(pad in ends)) for end in (0, 1))
+    cut = [row[span[0] - left : span[-1] + 1 + right] for row, span in zip(rows, spans, strict=True)]
+    if not (padded := sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))):
+        return rows, ()
+    note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
+    return cut, (f"{note}; pass the attention_mask too if some of it is text",)
+
+
 # ---------------------------------------------------------------------------------------- default prompts
 
 MAX_TOKENS = 512  # longer texts are cut

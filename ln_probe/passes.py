@@ -25,7 +25,7 @@ from ln_probe.analyses.probes.edited_passes import PlainAttention, rows_at_once
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.constants import Constant, fit, mean_sigmas
+from ln_probe.hooks.constants import Constant, bundled_constants, fit, mean_sigmas
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.model import (
     HookedModel,
@@ -389,7 +389,7 @@ def _constants(
 
 def _shipped(model: HookedModel, prompts: Prompts) -> dict[str, Halves] | None:
     """Return the loss-optimal constants that a bundled model brings for its default prompts."""
-    shipped = vars(model).get("shipped_constants")
+    shipped = bundled_constants(model)
     if not shipped or shipped["prompts_sha256"] != summary("", prompts.tokens)["sha256"]:
         return None
     return dict(shipped["halves"])
