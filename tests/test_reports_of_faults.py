@@ -125,7 +125,7 @@ def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytes
     assert "'depth' failed: ZeroDivisionError" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-# ----------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
+# ---------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
 
 
 @pytest.fixture(scope="module")
