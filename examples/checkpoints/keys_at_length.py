@@ -108,7 +108,6 @@ def rows_of(name: str) -> list[dict[str, Any]]:
                     about = {"model": name.partition("=")[0], "d_head": own.shape[2], "layer": layer, "head": head}
                     measured = {"contexts": len(own), "unselectable": unselectable, "undecided": undecided}
                     rows.append(about | {"variant": variant, "n": n} | measured)
-        print(name, layer, sum(row["unselectable"] for row in rows), flush=True)
     return rows
 
 
