@@ -35,6 +35,7 @@ from ln_probe.hooks.constants import (
     OPTIMAL,
     SCALES,
     Constant,
+    bundled_constants,
     default_means,
     fit,
     given_constants,
@@ -75,7 +76,7 @@ from ln_probe.hooks.norm_edits import (
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.stream import ActivationError
-from ln_probe.hooks.task import Rows, check_tokens, default_tokens
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -130,7 +131,8 @@ def without(
         model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
         sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
-            ("final"), every norm ("all", norms inside attention included), or names.
+            ("final"), every norm ("all", norms inside attention included), or names: "blocks.0.ln1", that of a hook
+            point of it, or "ln1" for every block's.
         scale: the constant c that replaces sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
             over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
             "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
@@ -158,7 +160,8 @@ def without(
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
+        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge; a pass
+            with gradient checkpointing, which runs again, without the edit, in a `backward()` after the block.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
@@ -234,8 +237,11 @@ def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple
     """Return what to edit: a hooked model and its norms, or a Hugging Face model in memory and its own."""
     if not is_hugging_face(given):
         return hooked, norms
-    whole = cast(nn.Module, given)
-    return cast(HookedModel, given), [replace(n, module=original_module(whole, n.module)) for n in norms]
+    owner = {n.name: original_module(cast(nn.Module, given), n.module) for n in norms_of(hooked)}
+    for norm in norms:
+        if len(names := [name for name, module in owner.items() if module is owner[norm.name]]) > 1:
+            raise InterventionError(f"{some(names)} are one module, which runs more than once in a pass: edit a bridge")
+    return cast(HookedModel, given), [replace(n, module=owner[n.name]) for n in norms]
 
 
 def no_op(norm: Norm, variant: str) -> str:
@@ -268,7 +274,8 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
         return chosen
     if not isinstance(sites, str | Sequence) or not len(sites):
         raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
-    known, names = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
+    known, given = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
+    names = [name for one in given for name in _norm_names(one, known)]
     for name in names:
         if not isinstance(name, str) or name not in known:
             near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
@@ -276,6 +283,14 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
     if len(set(names)) < len(names):
         raise InterventionError(f"a name is given twice: {some(names)}")
     return [n for n in norms if n.name in names]
+
+
+def _norm_names(given: Any, known: Mapping[str, Norm]) -> list[Any]:
+    """Return the norms of a name, of a hook point (`blocks.0.ln1.hook_scale`) or of a last part (`ln1`)."""
+    if not isinstance(given, str) or given in known:
+        return [given]
+    owner = given.rpartition(".hook_")[0]
+    return [owner] if owner in known else [name for name in known if name.endswith(f".{given}")] or [given]
 
 
 def _refuse_twice(norms: Sequence[Norm], *, holds: bool = False) -> None:
@@ -298,6 +313,10 @@ def _constants(
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
     rows = None if tokens is None else check_tokens(model, tokens)
+    if rows is not None:
+        rows, notes = unpadded(model, rows)
+        for note in notes:
+            warnings.warn(f"tokens: {note}", stacklevel=4)
     if rows is not None and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     try:
@@ -305,10 +324,12 @@ def _constants(
             if rows is not None:
                 raise ValueError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
             return given_constants(scale, [n.name for n in frozen])
-        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
-        own = next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)
-        if not frozen or (own and scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name):
-            return dict(own or {})
+        if not frozen:
+            return {}
+        if scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name:
+            groups: Mapping[str, dict[str, Constant]] = bundled_constants(model).get("every", {})
+            if own := next((c for c in groups.values() if set(c) == {n.name for n in frozen}), None):
+                return dict(own)
         if rows is None:
             means = default_means(model, choice.every, choice.structure)
         else:
@@ -330,11 +351,8 @@ def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
         where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    modules = choice.structure.modules
-    if dropout := active_dropout(modules):
+    if dropout := active_dropout(choice.structure.modules):
         warnings.warn(f"dropout is on (in {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    if any(m.training and vars(m).get("gradient_checkpointing") is True for m in modules if m is not None):
-        warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
 def _readers(

@@ -1,8 +1,9 @@
 """Draw the pictures of the README and of docs/heads.md: concepts, estimates, parts of a page as Chromium shows them.
 
-    python examples/pictures/draw.py    # writes into examples/
+    python examples/pictures/draw.py [FOLDER] [REPORT]
 
-The concepts are computed, not sketched: verdicts and weights come from `key_geometry`.
+FOLDER is where they go (examples/ by default). REPORT is a folder that `ln-probe report` wrote about a bundled model;
+one is made if it is not given. The concepts are computed, not sketched: verdicts and weights come from `key_geometry`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ln_probe.hooks.norm import VARIANTS
 from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, Figure
 
 DPI = 110
+EXAMPLES = Path(__file__).resolve().parents[1]
 
 
 def projection_and_scaling(model: Any, layer: int = 1) -> Figure:
@@ -31,11 +32,8 @@ def projection_and_scaling(model: Any, layer: int = 1) -> Figure:
     Height is the coordinate along the all-ones direction. The plane represents everything orthogonal to it: a token's
     direction there comes from two principal axes, its distance from the centre is its true length.
     """
-    rows = [
-        model.run_with_cache(prompt[None, :64])[1]["resid_pre", layer][0]
-        for prompt in model.bundled_prompts.measured[:2]
-    ]
-    x = torch.cat(rows).double().cpu()
+    prompts = [prompt[None, :64] for prompt in model.bundled_prompts.measured[:2]]
+    x = torch.cat([model.run_with_cache(prompt)[1]["resid_pre", layer][0] for prompt in prompts]).double().cpu()
     ones = x.mean(-1) * x.shape[-1] ** 0.5
     projected = x - x.mean(-1, keepdim=True)
     length = projected.norm(dim=-1)
@@ -99,8 +97,8 @@ def reachable() -> Figure:
 
 def estimates() -> Figure:
     """First-order effects of every head beside exact ones, of committed tables (docs/heads.md)."""
-    folder = Path(__file__).parents[1] / "checkpoints" / "tables"
-    tables = {name: pd.read_csv(folder / f"heads-{name}.csv") for name in ("lm-layernorm", "MGM")}
+    folder, names = EXAMPLES / "checkpoints" / "tables", ("lm-layernorm", "MGM")
+    tables = {name: pd.read_csv(folder / f"heads-{name}.csv") for name in names}
     figure = Figure(figsize=(7.2, 3.3), layout="constrained")
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (name, rows) in zip(panels, tables.items(), strict=True):
@@ -116,11 +114,6 @@ def estimates() -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=8)
     return figure
-
-
-def concepts(model: Any) -> dict[str, Callable[[], Figure]]:
-    """Return the drawings of docs/concepts.md, by file name."""
-    return {"projection_and_scaling": lambda: projection_and_scaling(model), "reachable": reachable}
 
 
 def screenshots(page: Path, folder: Path) -> None:
@@ -144,15 +137,17 @@ def screenshots(page: Path, folder: Path) -> None:
         browser.close()
 
 
-def main() -> None:
-    folder = Path(__file__).resolve().parents[1]
-    model = ln_probe.load_model("lm-layernorm")
-    for name, draw in (concepts(model) | {"estimates": estimates}).items():
-        draw().savefig(folder / f"{name}.png", dpi=DPI)
+def main(folder: Path = EXAMPLES, report: Path | None = None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        report = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
+        model = ln_probe.load_model("lm-layernorm")
+        if report is None:
+            report = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
+        projection_and_scaling(model).savefig(folder / "projection_and_scaling.png", dpi=DPI)
+        for draw in (reachable, estimates):
+            draw().savefig(folder / f"{draw.__name__}.png", dpi=DPI)
         screenshots(report / "report.html", folder)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:3]))
