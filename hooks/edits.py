@@ -237,8 +237,11 @@ def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple
     """Return what to edit: a hooked model and its norms, or a Hugging Face model in memory and its own."""
     if not is_hugging_face(given):
         return hooked, norms
-    whole = cast(nn.Module, given)
-    return cast(HookedModel, given), [replace(n, module=original_module(whole, n.module)) for n in norms]
+    owner = {n.name: original_module(cast(nn.Module, given), n.module) for n in norms_of(hooked)}
+    for norm in norms:
+        if len(names := [name for name, module in owner.items() if module is owner[norm.name]]) > 1:
+            raise InterventionError(f"{some(names)} are one module, which runs more than once in a pass: edit a bridge")
+    return cast(HookedModel, given), [replace(n, module=owner[n.name]) for n in norms]
 
 
 def no_op(norm: Norm, variant: str) -> str:
