@@ -165,7 +165,8 @@ class Constants(OneLine):
     ) -> Constants:
         """Return the constants from the result of `arrays`; `given`: by norm, in any form that `Constant.of` takes."""
         known = None if given is None else {name: Constant.of(value) for name, value in given.items()}
-        return cls(tuple(arrays["sites"].tolist()), *(arrays[n] for n in ("groups", "sums", "counts")), source, known)
+        sites = tuple(arrays["sites"].tolist())
+        return cls(sites, arrays["groups"], arrays["sums"], arrays["counts"], source, known)
 
 
 def grouped(labels: Sequence[Hashable]) -> Int64[np.ndarray, " prompt"]:
