@@ -15,9 +15,11 @@ back through what they passed (a norm at its own sigma, a head's W_O), which cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -205,60 +207,34 @@ class _State:
     outputs: int = 0
 
 
-class _Search:
-    """The states of the stream in one pass, and what was written to it (by norms too), in the order of the pass."""
+def _nearest_sum(
+    value: Tensor, states: Sequence[_State], outputs: Sequence[tuple[Source, Tensor]], *, scaled: bool
+) -> tuple[float, Expression]:
+    """Return the sum that is nearest to the stream at a place, after its remainder relative to the largest summand.
 
-    def __init__(self, bound: float) -> None:
-        self.bound, self.last = bound, "the embeddings"  # the last place where the sum closes
-        self.outputs: list[tuple[Source, Tensor]] = []
-        self.states: list[_State] = []
-        self.open: dict[str, str] = {}
-
-    def add_norm(self, norm: Norm, value: Tensor) -> None:
-        """Note what a norm makes of what it reads."""
-        source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
-        self.outputs.append((source, output))
-        self.states.append(_State({source: 1.0}, output, len(self.outputs)))
-
-    def see(self, place: str, value: Tensor) -> Expression | None:
-        """Return the sources of what is read at a place; None if the sum does not close (`open` says why)."""
-        best = 1.0
-        for scaled in (False, True):
-            left, expression = min(self._candidates(value, scaled=scaled), key=lambda candidate: candidate[0])
-            if left <= self.bound:
-                self.states.append(_State(expression, value, len(self.outputs)))
-                self.last = place
-                return expression
-            best = min(best, left)
-        self.open[place] = (
-            f"what is read at {place} is not the sum of what known modules wrote: {best:.1e} of its size is left over "
-            f"(rounding explains {self.bound:.0e}), written after {self.last}, the last place where the sum closes"
-        )
-        return None
-
-    def _candidates(self, value: Tensor, *, scaled: bool) -> Iterator[tuple[float, Expression]]:
-        """Yield sums that may be the stream, each with its remainder relative to the largest summand.
-
-        Args:
-            scaled: whether what was written since the start may have a factor other than 1.
-        """
-        nothing = _State({}, torch.zeros_like(value))
-        for start in (*self.states[: -_STARTS - 1 : -1], nothing):
-            since = self.outputs[start.outputs :]
-            writes = [output for output in since if output[0].kind != "norm"]
-            norms = [output for output in since if output[0].kind == "norm"]
-            for added in ([], writes, norms, writes[-1:], norms[-1:]):
-                total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
-                factor = 1.0
-                if scaled:
-                    square = float((total * total).sum())
-                    factor = float(((value - start.value) * total).sum()) / max(square, 1e-300)
-                largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
-                left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
-                expression = dict(start.expression)
+    Args:
+        states: of the stream earlier in the pass.
+        outputs: what was written to it so far, by norms too.
+        scaled: whether what was written since an earlier state may have a factor other than 1.
+    """
+    nothing = _State({}, torch.zeros_like(value))
+    nearest, expression = math.inf, dict[Source, float]()
+    for start in (*states[: -_STARTS - 1 : -1], nothing):
+        since = outputs[start.outputs :]
+        writes = [output for output in since if output[0].kind != "norm"]
+        norms = [output for output in since if output[0].kind == "norm"]
+        for added in ([], writes, norms, writes[-1:], norms[-1:]):
+            total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
+            factor = 1.0
+            if scaled:
+                factor = float(((value - start.value) * total).sum()) / max(float((total * total).sum()), 1e-300)
+            largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
+            left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
+            if left < nearest:
+                nearest, expression = left, dict(start.expression)
                 for source, _ in added:
                     expression[source] = expression.get(source, 0.0) + factor
-                yield left, expression
+    return nearest, expression
 
 
 def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int] = ()) -> Wiring:
@@ -274,24 +250,41 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
         shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(layers))
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
     single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
-    search = _Search(closes_below(torch.float32 if single else dtype))
-    reads: dict[str, Expression] = {}
+    bound = closes_below(torch.float32 if single else dtype)
     by_name = {norm.name: norm for norm in outside_attention(norms)}
     hidden = {f"blocks.{layer}" for layer in range(layers) if layer not in bare}
+    states, outputs, last = list[_State](), list[tuple[Source, Tensor]](), "the embeddings"
+    reads, open_places = dict[str, Expression](), dict[str, str]()
     for what in shown.order:
         if isinstance(what, Source):
             written = _written(model, what, shown.seen[what].double())
             if written is not None and written.shape[-1] == width:
-                search.outputs.append((what, written))
-        elif (value := shown.inputs[what].double()).shape[-1] != width:
-            search.open[what] = f"{what} reads vectors of length {value.shape[-1]}, and the residual stream has {width}"
-        else:
-            expression = search.see(what, value)
-            if expression is not None and what not in hidden:
+                outputs.append((what, written))
+            continue
+        value = shown.inputs[what].double()
+        if value.shape[-1] != width:
+            open_places[what] = f"{what} reads vectors of length {value.shape[-1]}, and the residual stream has {width}"
+            continue
+        left, expression = _nearest_sum(value, states, outputs, scaled=False)
+        if not left <= bound:
+            scaled = _nearest_sum(value, states, outputs, scaled=True)
+            left, expression = min((left, expression), scaled, key=itemgetter(0))
+        if left <= bound:
+            last = what
+            states.append(_State(expression, value, len(outputs)))
+            if what not in hidden:
                 reads[what] = expression
-            if what in by_name:
-                search.add_norm(by_name[what], value)
-    return Wiring(model, norms, reads, search.open, search.bound)
+        else:
+            open_places[what] = (
+                f"what is read at {what} is not the sum of what known modules wrote: {left:.1e} of its size is left "
+                f"over (rounding explains {bound:.0e}), written after {last}, the last place where the sum closes"
+            )
+        if what in by_name:
+            norm = by_name[what]
+            source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
+            outputs.append((source, output))
+            states.append(_State({source: 1.0}, output, len(outputs)))
+    return Wiring(model, norms, reads, open_places, bound)
 
 
 def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
