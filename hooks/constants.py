@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, device_of, evaluating, unedited, vocabulary_size
+from ln_probe.hooks.model import HookedModel, device_of, evaluating, vocabulary_size
 from ln_probe.hooks.norm import VARIANTS, Norm
 from ln_probe.hooks.norm_edits import NormEdit, installed
 from ln_probe.hooks.norms import Structure
@@ -90,24 +90,24 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
     Raises:
         ActivationError: a norm's input or output is not finite.
     """
-    first: dict[str, list[np.ndarray]] = {n.name: [] for n in norms}
-    rest: dict[str, list[np.ndarray]] = {n.name: [] for n in norms}
+    sigmas: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {norm.name: ([], []) for norm in norms}
     length = 0
 
     def on_norm(norm: Norm, x: Tensor, _y: Tensor) -> None:
         sigma = norm.sigma(x.double())[:, 0].cpu().numpy()
         heads = max(1, len(x) // length)
-        first[norm.name].append(sigma[:heads])
-        rest[norm.name].append(sigma[heads:])
+        for each, part in zip(sigmas[norm.name], (sigma[:heads], sigma[heads:]), strict=True):
+            each.append(part)
 
     with evaluating(model):
         for row in prompts:
             length = len(row)
             stream(model, row, norms, on_norm=on_norm)
     means: dict[str, Constant] = {}
-    for name in (name for name in first if first[name]):
-        of_first, of_rest = np.concatenate(first[name]), np.concatenate(rest[name])
-        means[name] = Constant(float(of_first.mean()), float((of_rest if len(of_rest) else of_first).mean()))
+    for name, both in sigmas.items():
+        if both[0]:
+            first, rest = map(np.concatenate, both)
+            means[name] = Constant(float(first.mean()), float((rest if len(rest) else first).mean()))
     return means
 
 
@@ -117,12 +117,11 @@ def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structur
     They are measured again where the modules, a parameter (its place, or the count of in-place edits that PyTorch
     keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: pass `tokens` then.
     """
-    parameters = [p for m in structure.modules if m is not None for p in m._parameters.values() if p is not None]
+    parameters = [p for m in structure.modules for p in m._parameters.values() if p is not None]
     weights = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
     origin = tokenizer_of(model), bundled_prompts(model), weights
     if structure.constants is None or structure.constants[0] != origin:
-        with unedited(model):
-            structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
+        structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
     known: Mapping[str, Constant] = structure.constants[1]
     return known
 
@@ -195,19 +194,19 @@ def fit(
         variant, objective: as for `loss_and_gradients`.
 
     Raises:
-        ValueError: no norm that scales, no prompt with a loss, the model has no next-token loss, a missing or
-            non-positive start, or a loss that is not finite at the start.
+        ValueError: no norm that scales, no prompt with a loss, the model has no next-token loss, a missing start, or a
+            loss that is not finite.
         GradientError: the loss has no gradient at the constants.
 
     Warns:
         UserWarning: the fit did not converge.
     """
+    from scipy.optimize import minimize  # type: ignore[import-untyped]  # a third of a second, needed here alone
+
     wanted = Objective() if objective is None else objective
     if obstacle := wanted.obstacle(model):
         raise ValueError(f"there is no loss to minimize: {obstacle}")
     names = _frozen(norms, variant, start)
-    if wrong := next((n for n in names if not min(start[n].first, start[n].rest) > 0), None):
-        raise ValueError(f"start: the constants of {wrong} must be positive, got {start[wrong].plain}")
     counted = [row for row in prompts if wanted.weight(row)]
     if not counted:
         raise ValueError(f"none of these {len(prompts)} prompts has a loss: give prompts of at least two tokens")
@@ -221,11 +220,17 @@ def fit(
             loss, slopes = loss_and_gradients(model, norms, rows, constants, variant=variant, objective=wanted)
             total += loss
             gradient += np.array([slopes[n] for n in names]).ravel()
+        if not math.isfinite(total):
+            raise ValueError(f"the loss is {total} at some constants: load the model with dtype='float32'")
         return total / weight, gradient * np.exp(logs) / weight
 
     means = np.log([(start[n].first, start[n].rest) for n in names])
     reach = np.stack([means.min(1) - math.log(REACH), means.max(1) + math.log(REACH)], axis=1).repeat(2, axis=0)
-    return _constants(names, _descend(mean_loss, means.ravel(), reach))
+    options = {"maxcor": MEMORY, "ftol": 0.0, "gtol": GRADIENT, "maxfun": MOST_EVALUATIONS}
+    result = minimize(mean_loss, means.ravel(), jac=True, method="L-BFGS-B", bounds=reach, options=options)
+    if not result.success:
+        warnings.warn(f"the fit of loss-optimal constants did not converge ({result.message})", stacklevel=3)
+    return _constants(names, result.x)
 
 
 def loss_and_gradients(
@@ -267,10 +272,8 @@ def loss_and_gradients(
         if not loss.requires_grad:
             raise GradientError(f"{wanted.name} has no gradient, so constants cannot be fitted: use the mean constants")
         slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    gradients = {
-        n: (0.0, 0.0) if g is None else (float(g[0]), float(g[1])) for n, g in zip(leaves, slopes, strict=True)
-    }
-    return float(loss.detach()), gradients
+    gradients = ((0.0, 0.0) if slope is None else (float(slope[0]), float(slope[1])) for slope in slopes)
+    return float(loss.detach()), dict(zip(names, gradients, strict=True))
 
 
 def edited_loss(
@@ -290,9 +293,9 @@ def edited_loss(
 def _frozen(norms: Sequence[Norm], variant: str, constants: Mapping[str, Constant]) -> list[str]:
     """Return the names of those norms whose sigma a variant replaces by one of these constants."""
     frozen = [n.name for n in norms if VARIANTS[variant].takes_scaling(n)]
-    if not frozen or (missing := [name for name in frozen if name not in constants]):
-        which = some(missing) if frozen else f"these {len(norms)} norms, whose scaling {variant!r} does not freeze"
-        raise ValueError(f"there is no constant for {which}")
+    missing = [name for name in frozen if name not in constants]
+    if missing or not frozen:
+        raise ValueError(f"there is no constant for {some(missing or [norm.name for norm in norms])} ({variant})")
     return frozen
 
 
@@ -309,33 +312,3 @@ def _batches(prompts: Sequence[Int[Tensor, " _"]], vocabulary: int) -> Iterator[
 def _constants(names: Sequence[str], logs: _Vector) -> dict[str, Constant]:
     pairs = np.exp(logs).reshape(-1, 2).tolist()
     return {name: Constant(first, rest) for name, (first, rest) in zip(names, pairs, strict=True)}
-
-
-def _descend(
-    mean_loss: Callable[[_Vector], tuple[float, _Vector]], start: _Vector, bounds: Float64[np.ndarray, "constant 2"]
-) -> _Vector:
-    """Return the lowest point that is evaluated on the way down from the start."""
-    from scipy.optimize import minimize  # type: ignore[import-untyped]  # a third of a second, needed here alone
-
-    lowest, best, slope_there = math.inf, start, np.zeros_like(start)
-
-    def evaluate(at: _Vector) -> tuple[float, _Vector]:
-        nonlocal lowest, best, slope_there
-        loss, slope = mean_loss(at)
-        if not (math.isfinite(loss) and np.isfinite(slope).all()):
-            if math.isinf(lowest):
-                raise ValueError(f"the loss is {loss} with the mean constants: load the model with dtype='float32'")
-            return lowest + 1.0, np.zeros_like(slope)  # activations overflow: so that the line search goes back
-        if loss < lowest:
-            lowest, best, slope_there = loss, at.copy(), slope
-        return loss, slope
-
-    options = {"maxcor": MEMORY, "ftol": 0.0, "gtol": GRADIENT, "maxfun": MOST_EVALUATIONS}
-    minimize(evaluate, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-    at_bound = ((best <= bounds[:, 0]) & (slope_there > 0)) | ((best >= bounds[:, 1]) & (slope_there < 0))
-    largest = float(np.abs(np.where(at_bound, 0.0, slope_there)).max())
-    if largest > GRADIENT:
-        warnings.warn(
-            f"the fit of loss-optimal constants did not converge (a derivative is {largest:.1e})", stacklevel=4
-        )
-    return best

@@ -44,7 +44,6 @@ from ln_probe.hooks.constants import (
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
-    active_dropout,
     at_least_float32,
     check_model,
     edits_on,
@@ -52,9 +51,8 @@ from ln_probe.hooks.model import (
     head_count,
     hooks_on,
     is_hugging_face,
+    modules_of,
     n_layers,
-    original_module,
-    queries_per_key,
     run,
     tensors_in,
     unedited,
@@ -64,17 +62,15 @@ from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm
 from ln_probe.hooks.norm_edits import (
     Edit,
     HeadEdit,
-    Held,
     InterventionError,
+    LinearEdit,
     NormEdit,
-    OutputEdit,
     Readers,
     installed,
     prove,
     sigma_per_token,
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
-from ln_probe.hooks.stream import ActivationError
 from ln_probe.hooks.task import Rows, check_tokens, default_tokens
 
 GROUPS = ("attention", "mlp", "final", "all")
@@ -150,10 +146,9 @@ def without(
 
     Raises:
         TypeError: not a TransformerLens or Hugging Face model, or tokens that are neither a tensor nor a list of rows.
-        ValueError, ActivationError: unusable tokens; activations that are not finite.
-        InterventionError: an unknown term, norm or scale; no norm to edit; a norm that is under an intervention
-            already; heads that cannot be edited alone; loss-optimal constants for some readers alone, or of a loss
-            that the model does not have or that has no gradient.
+        ValueError, ActivationError: unusable tokens or constants; activations that are not finite.
+        InterventionError: an unknown term or norm; no norm to edit; a norm that is under an intervention already; heads
+            that cannot be edited alone; loss-optimal constants for some readers alone.
         LostEditError: an edit does not reach the model's output; names the norm.
 
     Warns:
@@ -165,30 +160,29 @@ def without(
         ...     loss = model(tokens, return_type="loss")
         >>> edit.divisors["blocks.1.ln1"]
     """
-    if isinstance(scale, str) and scale == OPTIMAL and (only is not None or heads is not None):
+    is_optimal = isinstance(scale, str) and scale == OPTIMAL
+    if is_optimal and (only is not None or heads is not None):
         raise InterventionError('scale="optimal" is fitted for all readers of a norm: leave out only and heads')
     choice = _choice(model, what, sites, only, heads)
-    target, originals = _targets(model, choice.model, choice.norms)
-    if choice.readers is not None and target is not choice.model:
+    norms = _own_norms(model, choice)
+    if choice.readers is not None and is_hugging_face(model):
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
-    _refuse_twice(originals)
+    _refuse_twice(norms, linear=False)
     constants = _constants(choice, scale, tokens)
-    no_ops = {n.name: reason for n in choice.norms if (reason := no_op(n, choice.variant))}
+    no_ops = {norm.name: reason for norm in norms if (reason := no_op(norm, choice.variant))}
     _warn(what, choice, no_ops)
-    edits, pairs = list[Edit](), {name: constant.pair for name, constant in constants.items()}
-    for norm in (norm for norm in originals if norm.name not in no_ops):
-        edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name), f"without {what!r}")
-        if choice.readers is None:
-            edits.append(edit if target is choice.model else OutputEdit(edit))
-        else:
-            edits.append(HeadEdit(choice.readers, edit))
-    with installed(target, edits):
-        yield Intervention(choice.variant, tuple(n.name for n in choice.norms), constants, no_ops)
+    edits: list[Edit] = []
+    for norm in (norm for norm in norms if norm.name not in no_ops):
+        pair = constants[norm.name].pair if norm.name in constants else None
+        edit = NormEdit.of(norm, choice.variant, pair, f"without {what!r}")
+        edits.append(edit if choice.readers is None else HeadEdit(edit, choice.readers))
+    with installed(cast(nn.Module, model), edits):
+        yield Intervention(choice.variant, tuple(norm.name for norm in norms), constants, no_ops)
 
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
-    """The norms of a hooked model that are edited.
+    """The norms of a model that are edited.
 
     Attributes:
         every: the model's norms.
@@ -211,11 +205,7 @@ def _choice(
     only: str | None = None,
     heads: Sequence[tuple[int, int]] | None = None,
 ) -> _Choice:
-    """Return what the arguments of `without` say.
-
-    Raises:
-        TypeError, InterventionError, LostEditError: as `without`.
-    """
+    """Return what the arguments of `without` say."""
     if not isinstance(what, str) or what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
     hooked, variant = check_model(model), VARIANT_WITHOUT[what]
@@ -225,28 +215,26 @@ def _choice(
     norms = choose(every, sites if readers is None else list(readers.heads))
     if readers is None:
         prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure)
-    else:
-        readers.check(hooked)
     return _Choice(hooked, structure, variant, every, norms, readers)
 
 
-def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple[HookedModel, Sequence[Norm]]:
-    """Return what to edit: a hooked model and its norms, or a Hugging Face model in memory and its own."""
+def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
+    """Return the norms with the modules to edit: of a Hugging Face model in memory its own, not its bridge's."""
     if not is_hugging_face(given):
-        return hooked, norms
-    whole = cast(nn.Module, given)
-    return cast(HookedModel, given), [replace(n, module=original_module(whole, n.module)) for n in norms]
+        return choice.norms
+    paths = {module: path for path, module in cast(Any, choice.model).original_model.named_modules()}
+    own = (paths[cast(Any, norm.module).original_component] for norm in choice.norms)
+    modules = (given.get_submodule(path.replace("._original_component", "")) for path in own)
+    return [replace(norm, module=module) for norm, module in zip(choice.norms, modules, strict=True)]
 
 
 def no_op(norm: Norm, variant: str) -> str:
     """Return why a variant changes nothing at a norm, which does not have the terms; empty if it may."""
-    chosen = VARIANTS[variant]
-    if not chosen.removes or chosen.effect(norm):
+    removes = VARIANTS[variant].removes
+    if not removes or VARIANTS[variant].effect(norm):
         return ""
     reasons = {"projection": "it has no projection", "scaling": "it does not scale"}
-    return f"{norm.kind}: " + " and ".join(
-        reasons[term] for term in ("projection", "scaling") if term in chosen.removes
-    )
+    return f"{norm.kind}: " + " and ".join(reason for term, reason in reasons.items() if term in removes)
 
 
 def members(norms: Sequence[Norm], group: str) -> list[Norm]:
@@ -258,7 +246,7 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
     """Return the norms that a user asked for, in the order of the forward pass.
 
     Raises:
-        InterventionError: no norms, an empty group, an unknown name (the nearest are suggested) or one given twice.
+        InterventionError: no norms, an empty group, or an unknown name (the nearest are suggested).
     """
     if not norms:
         raise InterventionError("the model has no normalization: there is no projection or scaling to remove")
@@ -273,56 +261,47 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
         if not isinstance(name, str) or name not in known:
             near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
             raise InterventionError(f"no norm called {name!r}; there are {some(near)} (give a group alone)")
-    if len(set(names)) < len(names):
-        raise InterventionError(f"a name is given twice: {some(names)}")
     return [n for n in norms if n.name in names]
 
 
-def _refuse_twice(norms: Sequence[Norm], *, holds: bool = False) -> None:
+def _refuse_twice(norms: Sequence[Norm], *, linear: bool) -> None:
     """Raise InterventionError if a norm is under an edit of this kind already."""
     for norm in norms:
-        if active := [edit for edit in edits_on(norm.module) if edit.holds == holds]:
+        if active := [edit for edit in edits_on(norm.module) if isinstance(edit, LinearEdit) == linear]:
             raise InterventionError(f"{norm.name} is already under {active[0].label}: leave that `with` block first")
 
 
 def _constants(
     choice: _Choice, scale: str | float | Tensor | Mapping[str, object], tokens: Rows | None
-) -> dict[str, Constant]:
+) -> Mapping[str, Constant]:
     """Return what each of these norms that scales divides by instead of its sigma.
 
     Raises:
-        InterventionError: an unknown scale, tokens that are not used, or constants that are missing or not positive.
+        ValueError: an unknown scale or norm, unusable tokens, or constants that are missing or not positive.
     """
-    model, variant, names = choice.model, VARIANTS[choice.variant], [n.name for n in choice.every]
-    frozen = [n for n in choice.norms if variant.takes_scaling(n)]
-    if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
+    model, names = choice.model, [norm.name for norm in choice.every]
+    frozen = [norm for norm in choice.norms if VARIANTS[choice.variant].takes_scaling(norm)]
+    if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
     rows = None if tokens is None else check_tokens(model, tokens)
     if rows is not None and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
-    try:
-        if not (isinstance(scale, str) and scale in SCALES):
-            if rows is not None:
-                raise ValueError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
-            return given_constants(scale, [n.name for n in frozen])
+    if not (isinstance(scale, str) and scale in SCALES):
+        return given_constants(scale, [norm.name for norm in frozen])
+    if scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name:
         shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
-        own = next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)
-        if not frozen or (own and scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name):
-            return dict(own or {})
-        if rows is None:
-            means = default_means(model, choice.every, choice.structure)
-        else:
-            with unedited(model):
-                means = mean_sigmas(model, frozen, rows)
-        if scale != OPTIMAL:
-            return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
-        with unedited(model):
+        if own := next((c for c in shipped.values() if set(c) == {norm.name for norm in frozen}), None):
+            return own
+    if not frozen:
+        return {}
+    with unedited(model):
+        means = default_means(model, choice.every, choice.structure) if rows is None else None
+        if means is None:
+            means = mean_sigmas(model, frozen, rows or ())
+        if scale == OPTIMAL:
             prompts = default_tokens(model) if rows is None else rows
             return fit(model, choice.norms, prompts, start=means, variant=choice.variant)
-    except ActivationError:
-        raise
-    except ValueError as error:
-        raise InterventionError(str(error)) from None
+    return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
 
 
 def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
@@ -330,10 +309,10 @@ def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
         where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    modules = choice.structure.modules
-    if dropout := active_dropout(modules):
-        warnings.warn(f"dropout is on (in {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    if any(m.training and vars(m).get("gradient_checkpointing") is True for m in modules if m is not None):
+    training = [module for module in modules_of(choice.model) if module.training]
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in training):
+        warnings.warn("dropout is on, so every pass differs: model.eval()", stacklevel=4)
+    if any(vars(module).get("gradient_checkpointing") is True for module in training):
         warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
@@ -365,32 +344,31 @@ def _readers(
 
 def _by_norm(
     model: HookedModel, norms: Sequence[Norm], heads: Sequence[tuple[int, int]]
-) -> dict[str, dict[int, tuple[int, ...] | None]]:
-    """Return those heads by block, by the norm that their attention reads."""
+) -> dict[str, dict[int, list[int]]]:
+    """Return those heads by the norm that their attention reads, and by block."""
     by_layer: dict[int, set[int]] = {}
     try:
-        pairs = [(whole_number(layer, "a layer"), whole_number(head, "a head")) for layer, head in heads]
+        for layer, head in heads:
+            by_layer.setdefault(whole_number(layer, "a layer"), set()).add(whole_number(head, "a head"))
     except (TypeError, ValueError):
-        pairs = []
-    if not pairs:
+        by_layer = {}
+    if not by_layer:
         raise InterventionError(f"heads must be a list of (layer, head) pairs, not empty, got {heads!r}")
-    for layer, head in pairs:
+    by_norm: dict[str, dict[int, list[int]]] = {}
+    for layer, chosen in by_layer.items():
         if not 0 <= layer < n_layers(model):
             raise InterventionError(f"heads: there is no layer {layer}; the layers are 0 to {n_layers(model) - 1}")
-        if not 0 <= head < head_count(model, layer):
-            raise InterventionError(f"heads: layer {layer} has the heads 0 to {head_count(model, layer) - 1}")
-        by_layer.setdefault(layer, set()).add(head)
-    by_norm: dict[str, dict[int, tuple[int, ...] | None]] = {}
-    for layer, chosen in by_layer.items():
+        count = head_count(model, layer)
+        if not chosen <= set(range(count)):
+            raise InterventionError(f"heads: layer {layer} has the heads 0 to {count - 1}")
         norm = next((n for n in norms if layer in n.attention_layers), None)
         if norm is None:
             raise InterventionError(f"heads: the attention of layer {layer} reads no norm")
-        group = queries_per_key(model, layer)
-        for key in {head // group for head in chosen}:
-            together = range(key * group, (key + 1) * group)
-            if not chosen.issuperset(together):
-                raise InterventionError(f"heads {together[0]} to {together[-1]} of layer {layer} share a key: give all")
-        by_norm.setdefault(norm.name, {})[layer] = tuple(sorted(chosen))
+        group = count // int(getattr(model.cfg, "n_key_value_heads", None) or count)  # query heads that share a key
+        for first in range(0, count, group):
+            if 0 < len(chosen & set(range(first, first + group))) < group:
+                raise InterventionError(f"heads {first} to {first + group - 1} of layer {layer} share a key: give all")
+        by_norm.setdefault(norm.name, {})[layer] = sorted(chosen)
     return by_norm
 
 
@@ -432,13 +410,11 @@ class _Linearized:
                 forward pass, a sigma for another number of tokens.
             LostEditError: at some norm the edit does not reach the output; names it.
         """
-        hooked = check_model(model)
-        norms, linear, given = _linear_norms(hooked, sigma)
-        target, originals = _targets(model, hooked, linear)
-        _refuse_twice(originals, holds=True)
-        edits = [Held(norm, given.get(norm.name)) for norm in originals]
-        with installed(target, edits if target is hooked else [OutputEdit(edit) for edit in edits]):
-            yield tuple(n.name for n in norms)
+        choice, given = _linear_norms(model, sigma)
+        norms = _own_norms(model, choice)
+        _refuse_twice(norms, linear=True)
+        with installed(cast(nn.Module, model), [LinearEdit(norm, given.get(norm.name)) for norm in norms]):
+            yield tuple(norm.name for norm in choice.every)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
         """Return the sigma of every norm at every token, by the norm's name; one forward pass in evaluation mode.
@@ -449,10 +425,9 @@ class _Linearized:
 
         Raises:
             TypeError, ValueError: not whole numbers, other axes, empty, outside the vocabulary, beyond the context.
-            InterventionError: the model has no norm.
         """
         hooked = check_model(model)
-        rows, norms = check_tokens(hooked, tokens), _all_norms(hooked)
+        rows, norms = check_tokens(hooked, tokens), norms_of(hooked)
         if len({len(row) for row in rows}) > 1:
             raise ValueError("tokens must be rows of one length")
         sigmas: dict[str, Tensor] = {}
@@ -467,6 +442,32 @@ class _Linearized:
 
 
 linearized = _Linearized()
+
+
+def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tensor]]:
+    """Return the norms whose sigma is held, and the sigmas of another run by name.
+
+    Raises:
+        TypeError, InterventionError, LostEditError: as `linearized`.
+    """
+    hooked = check_model(model)
+    structure = structure_of(hooked)
+    every, given = norms_of(hooked, structure), dict[str, Tensor]()
+    if not every:
+        raise InterventionError("the model has no normalization: it is linear there already")
+    if not (isinstance(sigma, str) and sigma == OWN):
+        if not isinstance(sigma, Mapping):
+            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
+        names = [norm.name for norm in every]
+        for name, value in sigma.items():
+            if name not in names:
+                raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
+            if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
+                raise InterventionError(f"sigma of {name} must be a tensor of positive finite numbers, one per token")
+            given[name] = value.detach()
+    linear = [norm for norm in every if norm.scales or norm.name in given]
+    prove(hooked, linear, structure)
+    return _Choice(hooked, structure, "", every, linear, None), given
 
 
 # ---------------------------------------------------------------------------------------- the same as hooks
@@ -486,14 +487,14 @@ def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
     """
-    _, linear, given = _linear_norms(check_model(model), sigma)
+    choice, given = _linear_norms(model, sigma)
 
     def hold(norm: Norm, scale: Tensor, hook: Any) -> Tensor:
         if norm.name not in given:
             return scale.detach()
         return sigma_per_token(norm, given[norm.name], scale.expand(*scale.shape[:-1], norm.d)).to(scale)
 
-    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in linear]
+    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in choice.norms]
 
 
 def edit_hooks(
@@ -520,45 +521,13 @@ def edit_hooks(
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))
     """
     choice = _choice(model, what, sites)
-    pairs = {name: constant.pair for name, constant in _constants(choice, scale, tokens).items()}
+    constants = _constants(choice, scale, tokens)
     hooks: FwdHooks = []
     for norm in (norm for norm in choice.norms if not no_op(norm, choice.variant)):
-        edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name))
+        edit = NormEdit.of(norm, choice.variant, constants[norm.name].pair if norm.name in constants else None)
         if edit.adds_mean is not None and "hook_in" not in norm.module._modules:
             raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
         if norm.reads in ("query", "key"):  # its vectors are of heads, in an order that a hook point does not tell
             raise InterventionError(f"{norm.name} normalizes queries or keys inside attention: use `without`")
-        edit.positions.direct = True  # every pass begins at position 0
         hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks()]
     return hooks
-
-
-def _all_norms(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
-    if not (norms := norms_of(model, structure)):
-        raise InterventionError("the model has no normalization: it is linear there already")
-    return norms
-
-
-def _linear_norms(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dict[str, Tensor]]:
-    """Return the model's norms, those whose sigma is held, and the sigmas of another run by name.
-
-    Raises:
-        InterventionError, LostEditError: as `linearized`.
-    """
-    structure = structure_of(model)
-    norms, given = _all_norms(model, structure), dict[str, Tensor]()
-    if not (isinstance(sigma, str) and sigma == OWN):
-        if not isinstance(sigma, Mapping):
-            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
-        names = [n.name for n in norms]
-        for name, value in sigma.items():
-            if name not in names:
-                raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                raise InterventionError(f"sigma of {name} must be a tensor with a number per token, got {value!r}")
-            if not bool(((value > 0) & torch.isfinite(value)).all()):
-                raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
-            given[name] = value.detach()
-    linear = [norm for norm in norms if norm.scales or norm.name in given]
-    prove(model, linear, structure)
-    return norms, linear, given

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from architectures import make_bridge, make_hooked
 from small_models import lab
 
-from ln_probe.hooks import InterventionError, constants, find_norms, without
+from ln_probe.hooks import constants, find_norms, without
 from ln_probe.hooks.constants import Constant, GradientError, fit, loss_and_gradients, mean_sigmas
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.norm import Norm
@@ -188,7 +188,7 @@ def test_what_cannot_be_fitted() -> None:
     ):
         with pytest.raises(error, match=word):
             call()
-    with pytest.raises(InterventionError, match="no loss"), without(bert, "scaling", scale="optimal", tokens=TOKENS):
+    with pytest.raises(ValueError, match="no loss"), without(bert, "scaling", scale="optimal", tokens=TOKENS):
         pass
 
 

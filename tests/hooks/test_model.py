@@ -22,8 +22,8 @@ def refuses(model: Any, said: str) -> None:
 def test_models_without_all_their_weights() -> None:
     half = make_bridge("llama")
     half.blocks[1].mlp.to("meta")
-    refuses(half, r"model\.layers\.1\.mlp\.gate_proj\.weight is on the meta")
-    refuses(make_bridge("gpt2").to("meta"), r"transformer\.wte\.weight is on the meta")
+    refuses(half, r"model\.layers\.1\.mlp\.\S+ is on the meta device")
+    refuses(make_bridge("gpt2").to("meta"), "meta device")
 
 
 def test_weights_on_several_devices() -> None:
@@ -32,21 +32,15 @@ def test_weights_on_several_devices() -> None:
     block = model.blocks[1].ln1.original_component
     with FakeTensorMode(allow_non_fake_inputs=True):
         block.weight = torch.nn.Parameter(torch.empty(32, device="cuda"))
-    refuses(
-        model,
-        r"several devices \(transformer\.wte\.weight on cpu, transformer\.h\.1\.ln_1\.weight on cuda:0\)",
-    )
+    refuses(model, r"transformer\.h\.1\.ln_1 on cuda:0")
 
 
 def test_quantized_models() -> None:
     model = make_bridge("llama")
     mlp = model.blocks[0].mlp.original_component
     mlp.up_proj = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(32, 80)))[0]
-    refuses(
-        model,
-        r"weights are quantized \(blocks\.0\.mlp\.up_proj is a torch\.ao\.nn\.quantized\S+\): .* Load it unquantized",
-    )
+    refuses(model, r"up_proj \(torch\.ao\.nn\.quantized\S+\) is quantized")
     for dtype in (torch.uint8, torch.float8_e4m3fn):
         model = make_hooked()
         model.blocks[0].attn.W_Q = torch.nn.Parameter(torch.zeros(8, 4).to(dtype), requires_grad=False)
-        refuses(model, rf"quantized \(blocks\.0\.attn\.W_Q holds {str(dtype).removeprefix('torch.')}\)")
+        refuses(model, r"blocks\.0\.attn .* is quantized")
