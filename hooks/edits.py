@@ -64,10 +64,10 @@ from ln_probe.hooks.norm_edits import (
     HeadEdit,
     InterventionError,
     LinearEdit,
+    LostEditError,
     NormEdit,
     Readers,
     installed,
-    prove,
     sigma_per_token,
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
@@ -210,11 +210,11 @@ def _choice(
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
     hooked, variant = check_model(model), VARIANT_WITHOUT[what]
     structure = structure_of(hooked)
-    every = norms_of(hooked, structure)
+    every = structure.norms
     readers = _readers(hooked, every, sites, only, heads)
     norms = choose(every, sites if readers is None else list(readers.heads))
     if readers is None:
-        prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure)
+        _refuse_lost(structure, [norm for norm in norms if VARIANTS[variant].effect(norm)])
     return _Choice(hooked, structure, variant, every, norms, readers)
 
 
@@ -262,6 +262,12 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
             near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
             raise InterventionError(f"no norm called {name!r}; there are {some(near)} (give a group alone)")
     return [n for n in norms if n.name in names]
+
+
+def _refuse_lost(structure: Structure, norms: Sequence[Norm]) -> None:
+    """Raise LostEditError if an edit of one of these norms does not reach the model's output."""
+    if lost := [structure.lost[norm.name] for norm in norms if norm.name in structure.lost]:
+        raise LostEditError(lost[0])
 
 
 def _refuse_twice(norms: Sequence[Norm], *, linear: bool) -> None:
@@ -452,7 +458,7 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tenso
     """
     hooked = check_model(model)
     structure = structure_of(hooked)
-    every, given = norms_of(hooked, structure), dict[str, Tensor]()
+    every, given = structure.norms, dict[str, Tensor]()
     if not every:
         raise InterventionError("the model has no normalization: it is linear there already")
     if not (isinstance(sigma, str) and sigma == OWN):
@@ -466,7 +472,7 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tenso
                 raise InterventionError(f"sigma of {name} must be a tensor of positive finite numbers, one per token")
             given[name] = value.detach()
     linear = [norm for norm in every if norm.scales or norm.name in given]
-    prove(hooked, linear, structure)
+    _refuse_lost(structure, linear)
     return _Choice(hooked, structure, "", every, linear, None), given
 
 

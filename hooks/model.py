@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import operator
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,7 +44,7 @@ def check_model(model: object) -> HookedModel:
 
     Raises:
         TypeError: it is something else (says what, and what to pass).
-        ValueError: its weights are quantized, have no values (meta device), or are on several devices.
+        ValueError: its weights are quantized or have no values (meta device).
     """
     if isinstance(model, str):
         raise TypeError(f"{model!r} is a string, not a model: load it first, ln_probe.load_model({model!r})")
@@ -64,26 +63,14 @@ def check_model(model: object) -> HookedModel:
 
 
 _MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Classes that hold packed integers instead of weights: bitsandbytes (Linear4bit, Linear8bitLt), torch's quantized
-# modules, GPTQ (QuantLinear), AWQ (WQLinear), HQQ.
-_QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLinear|HQQLinear")
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raise ValueError if a model's weights cannot be measured: quantized, without values or on several devices."""
-    devices: dict[torch.device, str] = {}
-    for path, module in model.named_modules():
-        place, parameters = plain_path(path), [p for p in module._parameters.values() if p is not None]
-        kind = f"{type(module).__module__}.{type(module).__name__}"
-        dtypes = {p.dtype for p in parameters}
-        if _QUANTIZED.search(kind) or not dtypes.issubset(_MEASURABLE):
-            raise ValueError(f"{place} ({kind}) is quantized: load the model in float32, bfloat16 or float16")
-        devices |= {p.device: place for p in parameters}
-    if torch.device("meta") in devices:
-        raise ValueError(f"{devices[torch.device('meta')]} is on the meta device, without values: load the model first")
-    if len(devices) > 1:
-        where = ", ".join(f"{place} on {device}" for device, place in devices.items())
-        raise ValueError(f"the model's weights are on several devices ({where}): move it to one")
+    """Raise ValueError if a parameter of a model cannot be measured: quantized, or without values."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in _MEASURABLE or parameter.is_meta:
+            where = "on the meta device" if parameter.is_meta else f"quantized ({parameter.dtype})"
+            raise ValueError(f"{plain_path(name)} is {where}: load the weights in float32, bfloat16 or float16")
 
 
 def modules_of(model: object) -> list[nn.Module]:

@@ -36,7 +36,7 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, affine, is_heads_first
-from ln_probe.hooks.norms import Structure, structure_of
+from ln_probe.hooks.norms import structure_of
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in")
@@ -159,7 +159,7 @@ class Edit:
         label: of the edit, in messages.
         positions: of the pass that is running.
         x: the input of the norm's running call.
-        calls: how often the norm has run in this pass.
+        calls, least_calls: how often it was applied in this pass, and how often it must be in a whole one.
         suspended: whether the model runs without it (`unedited`).
     """
 
@@ -167,7 +167,7 @@ class Edit:
         self.norm, self.label = norm, label
         self.positions = Positions()
         self.x = torch.zeros(0)
-        self.calls = 0
+        self.calls, self.least_calls = 0, 1
         self.suspended = False
         self._is_applied = False
         self._order: list[tuple[nn.Module, int, bool]] = []
@@ -184,11 +184,22 @@ class Edit:
             stack.callback(module.register_forward_hook(self._end).remove)
             for name, hook, is_first in (("hook_in", self._record_input, False), *self.hooks()):
                 if name in points:
-                    handle = add_hook(points[name], hook, stack, prepend=is_first)
-                    self._order.append((cast(nn.Module, points[name]), handle.hook.id, is_first))
+                    self._add(points[name], hook, stack, is_first=is_first)
         else:
             stack.callback(module.register_forward_hook(self._replace_output, with_kwargs=True).remove)
         register_edit(module, self, stack)
+
+    def _add(self, point: Any, hook: Callable[..., Any], stack: ExitStack, *, is_first: bool) -> None:
+        """Add a permanent hook to a hook point; `stack` removes it."""
+        point.add_hook(hook, is_permanent=True, prepend=is_first)
+        handle = point.fwd_hooks[0 if is_first else -1]
+        self._order.append((point, handle.hook.id, is_first))
+
+        def remove() -> None:
+            handle.hook.remove()
+            point.fwd_hooks = [each for each in point.fwd_hooks if each is not handle]
+
+        stack.callback(remove)
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the norm's input, and bring the hooks into their order: hooks of users were added since."""
@@ -234,19 +245,6 @@ def edit_on(module: nn.Module, kind: type[_Edit]) -> _Edit | None:
     return next((edit for edit in edits_on(module) if type(edit) is kind), None)
 
 
-def add_hook(point: Any, hook: Callable[..., Any], stack: ExitStack, *, prepend: bool) -> Any:
-    """Add a permanent hook to a hook point; `stack` removes it. Returns its handle."""
-    point.add_hook(hook, is_permanent=True, prepend=prepend)
-    handle = point.fwd_hooks[0 if prepend else -1]
-
-    def remove() -> None:
-        handle.hook.remove()
-        point.fwd_hooks = [h for h in point.fwd_hooks if h is not handle]
-
-    stack.callback(remove)
-    return handle
-
-
 class NormEdit(Edit):
     """Remove terms of one norm: in all rows of a batch alike, or in each row its own.
 
@@ -266,7 +264,6 @@ class NormEdit(Edit):
         adds = ["projection" in VARIANTS[variant].effect(norm) for variant in variants]
         self.adds_mean = torch.tensor(adds, dtype=torch.float64) if any(adds) else None
         self.constants = constants
-        self.scale = torch.zeros(0)  # what the running call divides by, as hooks of users have left it
 
     @classmethod
     def of(cls, norm: Norm, variant: str, pair: Float[Tensor, " 2"] | None, label: str = "") -> NormEdit:
@@ -276,7 +273,6 @@ class NormEdit(Edit):
 
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
         yield "hook_scale", self._divide, True
-        yield "hook_scale", self._record_scale, False
         if self.adds_mean is not None:
             yield "hook_normalized", self._add_mean, True
 
@@ -303,18 +299,13 @@ class NormEdit(Edit):
         pairs = _by_row(self.constants.to(like), like)
         return torch.where(self.positions.first(self.norm, self.x), pairs[..., :1], pairs[..., 1:])
 
-    def _record_scale(self, scale: Tensor, hook: Any) -> None:
-        self.scale = scale
-
     def _add_mean(self, normalized: Tensor, hook: Any) -> Tensor:
+        """Add the mean, divided by what Px was divided by, as hooks of users at `hook_scale` have left it."""
         assert self.adds_mean is not None
         x = at_least_float32(self.x)
-        if self.norm.module.hook_scale._backward_hooks:  # they see the mean's gradient only through `normalized`
-            projected = self.norm.project(x)
-            square = projected.pow(2).sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-            back = x.mean(-1, keepdim=True) * (normalized * projected).sum(-1, keepdim=True) / square
-        else:
-            back = x.mean(-1, keepdim=True) / self.scale
+        projected = self.norm.project(x)
+        square = projected.pow(2).sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+        back = x.mean(-1, keepdim=True) * (normalized * projected).sum(-1, keepdim=True) / square
         if len(self.variants) > 1:
             back = back * _by_row(self.adds_mean[:, None].to(back), normalized)
         return normalized + back.to(normalized.dtype)
@@ -381,13 +372,10 @@ def sigma_per_token(norm: Norm, given: Tensor, x: Float[Tensor, "*batch d"]) -> 
     Raises:
         InterventionError: it is for another number of tokens.
     """
-    wanted, laid = x.shape[:-1], given.to(x.device)
-    # As the norm was given its inputs (also flattened), for every prompt, or for every head of a token.
-    whole, by_head = ((laid, None), (laid[None], None)), ((laid[..., None], -1), (laid[None, ..., None], -1))
-    for fits, end in (*whole, *(by_head if len(wanted) > 2 else ())):
-        if fits.ndim == len(wanted) and fits.shape[0] in (1, wanted[0]) and fits.shape[1:end] == wanted[1:end]:
-            expanded: Tensor = fits.expand(wanted)[..., None]
-            return expanded
+    laid = given.to(x.device)
+    laid = laid[None] if laid.ndim == x.ndim - 2 else laid
+    if laid.ndim == x.ndim - 1 and laid.shape[0] in (1, x.shape[0]) and laid.shape[1:] == x.shape[1:-1]:
+        return laid.expand(x.shape[:-1])[..., None]
     raise InterventionError(
         f"{norm.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "
         "record it on as many tokens (linearized.sigmas)"
@@ -415,7 +403,8 @@ class HeadEdit(NormEdit):
 
     def __init__(self, edit: NormEdit, readers: Readers) -> None:
         super().__init__(edit.norm, edit.variants, edit.constants, edit.label)
-        self.readers = readers
+        self.letters, self.heads = readers.letters, readers.heads[edit.norm.name]
+        self.least_calls = len(self.letters) * len(self.heads)
         self.edited = torch.zeros(0)  # the output of the edited norm
 
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
@@ -423,43 +412,29 @@ class HeadEdit(NormEdit):
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         super().install(model, stack)
-        for layer, heads in self.readers.heads[self.norm.name].items():
-            attn, replaced = attention_of(model, layer), set[str]()
-            shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
-            for letter in self.readers.letters:
+        shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
+        for layer, heads in self.heads.items():
+            for letter in self.letters:
+                attn = attention_of(model, layer)
                 point, weights = child_of(attn, f"hook_{letter}"), _weight(attn, "W", letter)
                 if point is None or weights is None or (shortformer and letter != "v"):
                     raise InterventionError(
                         f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
                     )
-                hook = partial(self._replace, attn, letter, heads, head_count(model, layer), replaced)
-                add_hook(point, hook, stack, prepend=True)
-            stack.callback(attn.register_forward_hook(partial(self._leave, replaced)).remove)
+                hook = partial(self._replace, attn, letter, heads, head_count(model, layer))
+                self._add(point, hook, stack, is_first=True)
 
     def _end(self, *hook: Any) -> None:
         if not self.suspended:
-            self.calls += 1
             linear = edit_on(self.norm.module, LinearEdit)
             sigma = None if linear is None else linear.sigma(self.x)
             self.edited = self.output(self.x, sigma).to(hook[-1].dtype)
 
-    def _leave(self, replaced: set[str], *_: object) -> None:
-        if not self.suspended and replaced != set(self.readers.letters):
-            raise self.lost("attention ran without its hook points")
-        replaced.clear()
-
     def _replace(
-        self,
-        attn: nn.Module,
-        letter: str,
-        heads: Sequence[int] | None,
-        queries: int,
-        replaced: set[str],
-        value: Tensor,
-        hook: Any,
+        self, attn: nn.Module, letter: str, heads: Sequence[int] | None, queries: int, value: Tensor, hook: Any
     ) -> Tensor:
-        """Replace the columns of some heads by those of the edited norm."""
-        replaced.add(letter)
+        """Replace the columns of some heads of so many queries by those of the edited norm; None: of all."""
+        self.calls += 1
         W, b = _weight(attn, "W", letter), _weight(attn, "b", letter)
         assert W is not None
         out = value if value.ndim == 4 else value.unflatten(-1, (-1, W.shape[-1]))
@@ -472,9 +447,9 @@ class HeadEdit(NormEdit):
             biases = b.view(-1, W.shape[-1])
             columns = columns + biases[:: max(1, len(biases) // own)]
         if heads is not None:
-            chosen = torch.zeros(own, dtype=torch.bool, device=out.device)
-            chosen[[head * own // queries for head in heads]] = True
-            columns = torch.where(chosen[:, None], columns.to(out.dtype), out)
+            is_chosen = torch.zeros(own, dtype=torch.bool, device=out.device)
+            is_chosen[[head * own // queries for head in heads]] = True
+            columns = torch.where(is_chosen[:, None], columns.to(out.dtype), out)
         return columns.to(out.dtype).reshape(value.shape)
 
 
@@ -490,32 +465,27 @@ def _weight(attn: nn.Module, kind: str, letter: str) -> Tensor | None:
 def z_of(
     model: HookedModel,
     layer: int,
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
     read: Float[Tensor, "batch pos d"],
     instead: Float[Tensor, "batch pos d"],
 ) -> Float[Tensor, "batch pos *heads"] | None:
-    """Return the heads' outputs of a block if its attention, called with these arguments, read another tensor.
+    """Return the heads' outputs z of a block if its attention, called with these arguments, read another tensor.
 
-    Args:
-        args, kwargs: of attention's call.
-        read: the tensor among them that is replaced; `instead`: by this one.
-
-    Returns:
-        z; None if attention does not read the tensor.
+    None if it does not read the tensor that is to be replaced.
     """
 
-    def changed(value: Any) -> Any:
-        same = isinstance(value, Tensor) and value.shape == read.shape and torch.equal(value, read)
-        return instead if same else value
+    def replaced(value: Any) -> Any:
+        is_read = isinstance(value, Tensor) and value.shape == read.shape and torch.equal(value, read)
+        return instead if is_read else value
 
-    own, named = [changed(value) for value in args], {name: changed(value) for name, value in kwargs.items()}
-    if not any(value is instead for value in (*own, *named.values())):
+    args = [replaced(value) for value in args]
+    kwargs = {name: None if name in _CACHES else replaced(value) for name, value in kwargs.items()}
+    if not any(value is instead for value in (*args, *kwargs.values())):
         return None
-    named.update({name: None for name in _CACHES if name in named})  # keys of this call must not be kept
     outputs: list[Tensor] = []
-    with hooks_on([(z_point(model, layer), lambda _m, _a, _k, z: outputs.append(z))]):
-        attention_of(model, layer).forward(*own, **named)
+    with hooks_on([(z_point(model, layer), lambda *seen: outputs.append(seen[-1]))]):
+        attention_of(model, layer).forward(*args, **kwargs)
     return outputs[0] if outputs else None
 
 
@@ -539,9 +509,9 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
             edit.calls = 0
 
     def end() -> None:
-        idle = next((edit for edit in edits if not (edit.calls or edit.suspended)), None)
+        idle = next((edit for edit in edits if edit.calls < edit.least_calls and not edit.suspended), None)
         if positions.depth == 1 and positions.is_whole and idle is not None:
-            raise idle.lost("a pass does not run this norm")
+            raise idle.lost("a pass does not run this norm, or its attention without its hook points")
 
     with warnings.catch_warnings(), positions.watch(model, begin, end), ExitStack() as stack:
         warnings.filterwarnings("ignore", _BRIDGE_RECOMPUTES)
@@ -556,20 +526,7 @@ def _flags(model: object) -> set[str]:
     return {name for name in _FLAGS if getattr(cfg, name, False)}
 
 
-def lost_edits(model: HookedModel, norms: Sequence[Norm], structure: Structure | None = None) -> dict[str, str]:
-    """Return the norms at which an edit does not reach the model's output, each with the probable cause.
-
-    Args:
-        model: any hooked model.
-        norms: some of its norms.
-        structure: as `structure_of` has just given it.
-    """
-    lost = (structure_of(model) if structure is None else structure).lost
+def lost_edits(model: HookedModel, norms: Sequence[Norm]) -> dict[str, str]:
+    """Return the norms at which an edit does not reach the model's output, each with the probable cause."""
+    lost = structure_of(model).lost
     return {norm.name: lost[norm.name] for norm in norms if norm.name in lost}
-
-
-def prove(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> None:
-    """Raise LostEditError if an edit of one of these norms does not reach the output (`lost_edits`)."""
-    if lost := lost_edits(model, norms, structure):
-        more = f" (and at {len(lost) - 1} more norms)" if len(lost) > 1 else ""
-        raise LostEditError(next(iter(lost.values())) + more)

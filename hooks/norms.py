@@ -65,17 +65,15 @@ def find_norms(model: object) -> list[Norm]:
     return norms_of(check_model(model))
 
 
-def norms_of(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
-    """Return `find_norms` of a model that `check_model` has returned; `structure`: as `structure_of` has just given."""
-    return [norm for norm in attention_inputs(model, structure) if not norm.is_identity]
+def norms_of(model: HookedModel) -> list[Norm]:
+    """Return `find_norms` of a model that `check_model` has returned."""
+    return structure_of(model).norms
 
 
-def attention_inputs(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
+def attention_inputs(model: HookedModel) -> list[Norm]:
     """Return the norms of a model, and for every block whose attention reads the stream itself an identity."""
-    norms = list((structure_of(model) if structure is None else structure).norms)
-    for norm in norms:
-        check_finite(norm.name, norm.gain, norm.bias)
-    return norms
+    structure = structure_of(model)
+    return [*structure.norms, *structure.identities]
 
 
 def layers_in_words(layers: Sequence[int]) -> str:
@@ -95,16 +93,25 @@ class Structure:
     Attributes:
         modules: its modules below itself.
         settings: of its configuration and its modules.
-        norms: its norms, and identities where attention reads the stream.
+        all_norms: its norms.
+        identities: of blocks whose attention reads the stream.
         lost: norms of which a change does not reach the output, and why.
         constants: mean sigmas of the default prompts, with what they depend on.
     """
 
     modules: list[nn.Module]
     settings: tuple[object, ...]
-    norms: list[Norm]
+    all_norms: list[Norm]
+    identities: list[Norm]
     lost: dict[str, str]
     constants: Any = None
+
+    @property
+    def norms(self) -> list[Norm]:
+        """The model's norms; NormError if one has a gain or bias that is not finite."""
+        for norm in self.all_norms:
+            check_finite(norm.name, norm.gain, norm.bias)
+        return list(self.all_norms)
 
 
 _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
@@ -117,9 +124,9 @@ def structure_of(model: HookedModel) -> Structure:
     is_current = known is not None and known.modules == modules and known.settings == _settings(model, modules)
     if known is not None and is_current and not known.lost:  # (what is lost may be so for weights that are zero now)
         return known
-    norms, lost = _survey(model)
+    norms, identities, lost = _survey(model)
     modules = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
-    _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, lost)
+    _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, identities, lost)
     return _STRUCTURES[module]
 
 
@@ -135,13 +142,9 @@ def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object,
 # ---------------------------------------------------------------------------------------- the short pass
 
 
-def _survey(model: HookedModel) -> tuple[list[Norm], dict[str, str]]:
-    """Return every norm, and an identity for every block whose attention reads the stream; and the norms of which a
-    change does not reach the output, with the reason.
-
-    Raises:
-        NormError, UnknownNormError: as `find_norms`.
-    """
+def _survey(model: HookedModel) -> tuple[list[Norm], list[Norm], dict[str, str]]:
+    """Return every norm; an identity for every block whose attention reads the stream; and the norms of which a change
+    does not reach the output, with the reason."""
     paths = {module: path for path, module in model.named_modules()}
     modules: dict[str, nn.Module] = {}
     for module in paths:
@@ -174,7 +177,7 @@ def _survey(model: HookedModel) -> tuple[list[Norm], dict[str, str]]:
         raise UnknownNormError(
             f"{name} stands where a norm would and has no hook points of a norm: ln_probe cannot measure this model"
         )
-    return norms + list(_identities(model, short)), short.lost
+    return norms, list(_identities(model, short)), short.lost
 
 
 def _identities(model: HookedModel, short: _ShortPass) -> Iterator[Norm]:
