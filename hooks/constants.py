@@ -132,17 +132,13 @@ def given_constants(scale: object, names: Sequence[str]) -> dict[str, Constant]:
     Raises:
         ValueError: something else; a name is missing, or a constant is not positive and finite.
     """
-    if isinstance(scale, Mapping) and (missing := [n for n in names if n not in scale]):
+    if isinstance(scale, str):
+        raise ValueError(f"scale is one of {', '.join(map(repr, SCALES))}, a number or a mapping, got {scale!r}")
+    if not isinstance(scale, Mapping):
+        return dict.fromkeys(names, Constant.of(scale))
+    if missing := [name for name in names if name not in scale]:
         raise ValueError(f"scale has no entry for {some(missing)}")
-    constants: dict[str, Constant] = {}
-    for name in names:
-        try:
-            constants[name] = Constant.of(scale[name] if isinstance(scale, Mapping) else scale)
-        except ValueError as error:
-            options = ", ".join(map(repr, SCALES))
-            other = "" if isinstance(scale, Mapping) else f"; scale is one of {options}, a number or a mapping"
-            raise ValueError(f"{name}: {error}{other}") from None
-    return constants
+    return {name: Constant.of(scale[name]) for name in names}
 
 
 def some(names: Sequence[str]) -> str:
@@ -166,6 +162,8 @@ REACH = 100.0
 # Tokens and logits that pass through the model at once: as many as keep one core's matrix products busy, and 128 MB.
 TOKENS_AT_ONCE, LOGITS_AT_ONCE = 1024, 1 << 25
 
+NEXT_TOKEN = Objective()
+
 _Vector = Float64[np.ndarray, " constant"]  # a number for each constant, in the order first, rest of each norm
 
 
@@ -180,18 +178,16 @@ def fit(
     *,
     start: Mapping[str, Constant],
     variant: str = "no_scaling",
-    objective: Objective | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> dict[str, Constant]:
     """Return the constants that minimize the mean loss over some prompts, for all norms together.
 
     Takes minutes for a small model: some hundred forward and backward passes over all prompts.
 
     Args:
-        model: any hooked model.
-        norms: that are edited together; those that do not scale have no constant.
+        model, norms, variant, objective: as for `loss_and_gradients`.
         prompts: token ids of each.
         start: the mean sigmas of these norms, by name.
-        variant, objective: as for `loss_and_gradients`.
 
     Raises:
         ValueError: no norm that scales, no prompt with a loss, the model has no next-token loss, a missing start, or a
@@ -203,21 +199,20 @@ def fit(
     """
     from scipy.optimize import minimize  # type: ignore[import-untyped]  # a third of a second, needed here alone
 
-    wanted = Objective() if objective is None else objective
-    if obstacle := wanted.obstacle(model):
+    if obstacle := objective.obstacle(model):
         raise ValueError(f"there is no loss to minimize: {obstacle}")
     names = _frozen(norms, variant, start)
-    counted = [row for row in prompts if wanted.weight(row)]
+    counted = [row for row in prompts if objective.weight(row)]
     if not counted:
         raise ValueError(f"none of these {len(prompts)} prompts has a loss: give prompts of at least two tokens")
-    weight = sum(wanted.weight(row) for row in counted)
+    weight = sum(objective.weight(row) for row in counted)
     batches = list(_batches(counted, vocabulary_size(model)))
 
     def mean_loss(logs: _Vector) -> tuple[float, _Vector]:
         constants = _constants(names, logs)
         total, gradient = 0.0, np.zeros(len(logs))
         for rows in batches:
-            loss, slopes = loss_and_gradients(model, norms, rows, constants, variant=variant, objective=wanted)
+            loss, slopes = loss_and_gradients(model, norms, rows, constants, variant=variant, objective=objective)
             total += loss
             gradient += np.array([slopes[n] for n in names]).ravel()
         if not math.isfinite(total):
@@ -228,8 +223,11 @@ def fit(
     reach = np.stack([means.min(1) - math.log(REACH), means.max(1) + math.log(REACH)], axis=1).repeat(2, axis=0)
     options = {"maxcor": MEMORY, "ftol": 0.0, "gtol": GRADIENT, "maxfun": MOST_EVALUATIONS}
     result = minimize(mean_loss, means.ravel(), jac=True, method="L-BFGS-B", bounds=reach, options=options)
-    if not result.success:
-        warnings.warn(f"the fit of loss-optimal constants did not converge ({result.message})", stacklevel=3)
+    largest = float(np.abs(result.jac).max())
+    if not result.success and largest > GRADIENT:
+        warnings.warn(
+            f"the fit of loss-optimal constants did not converge (a derivative is {largest:.1e})", stacklevel=3
+        )
     return _constants(names, result.x)
 
 
@@ -240,37 +238,35 @@ def loss_and_gradients(
     constants: Mapping[str, Constant],
     *,
     variant: str = "no_scaling",
-    objective: Objective | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Return the loss with constants for the sigmas of some norms, and its derivatives by these constants.
+    """Return the summed loss of prompts with constants for the sigmas of some norms, and its derivatives by these.
 
     One forward and one backward pass. The model's parameters get no gradients, and dropout is off.
 
     Args:
         model: any hooked model.
-        norms: that are edited; those that do not scale have no constant.
+        norms: that are edited together; those that do not scale have no constant.
         tokens: one prompt, or several of equal length.
         constants: of each of these norms that scales, by name; each positive.
         variant: "no_scaling" or "both_removed".
-        objective: the loss; None: the next-token loss.
+        objective: the loss; a prompt's is multiplied by its weight (`Objective.weight`).
 
     Returns:
-        The sum of the loss over the prompts, each times its weight (`Objective.weight`); and for each norm that scales
-        the derivatives of this sum by its constant at position 0 and by the one elsewhere.
+        The loss; and by norm its derivatives by the constant at position 0 and by the one elsewhere.
 
     Raises:
         ValueError: no norm of these has a constant under this variant, or a constant is missing.
         GradientError: the loss has no gradient at the constants, as in a model that rounds its activations.
         ObjectiveError: the user's loss did not return one number per prompt.
     """
-    wanted = Objective() if objective is None else objective
     names = _frozen(norms, variant, constants)
     rows = (tokens[None] if tokens.ndim == 1 else tokens).to(device_of(model))
     leaves = {name: constants[name].pair.to(rows.device).requires_grad_() for name in names}
     with torch.enable_grad():
-        loss = edited_loss(model, norms, rows, leaves, variant, wanted)
+        loss = edited_loss(model, norms, rows, leaves, variant, objective)
         if not loss.requires_grad:
-            raise GradientError(f"{wanted.name} has no gradient, so constants cannot be fitted: use the mean constants")
+            raise GradientError(f"{objective.name} has no gradient, so no constants can be fitted: use the mean ones")
         slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     gradients = ((0.0, 0.0) if slope is None else (float(slope[0]), float(slope[1])) for slope in slopes)
     return float(loss.detach()), dict(zip(names, gradients, strict=True))

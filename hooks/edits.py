@@ -56,7 +56,6 @@ from ln_probe.hooks.model import (
     run,
     tensors_in,
     unedited,
-    whole_number,
 )
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm
 from ln_probe.hooks.norm_edits import (
@@ -68,7 +67,6 @@ from ln_probe.hooks.norm_edits import (
     NormEdit,
     Readers,
     installed,
-    sigma_per_token,
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.task import Rows, check_tokens, default_tokens
@@ -182,20 +180,14 @@ def without(
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
-    """The norms of a model that are edited.
-
-    Attributes:
-        every: the model's norms.
-        norms: those that are edited.
-        readers: who alone sees the edit; None: everything that reads them.
-    """
+    """The norms of a model that are edited."""
 
     model: HookedModel
     structure: Structure
     variant: str
-    every: list[Norm]
-    norms: list[Norm]
-    readers: Readers | None
+    every: list[Norm]  # of the model
+    norms: list[Norm]  # that are edited
+    readers: Readers | None = None  # who alone sees the edit; None: everything that reads them
 
 
 def _choice(
@@ -210,7 +202,7 @@ def _choice(
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
     hooked, variant = check_model(model), VARIANT_WITHOUT[what]
     structure = structure_of(hooked)
-    every = structure.norms
+    every = list(structure.norms)
     readers = _readers(hooked, every, sites, only, heads)
     norms = choose(every, sites if readers is None else list(readers.heads))
     if readers is None:
@@ -280,11 +272,7 @@ def _refuse_twice(norms: Sequence[Norm], *, linear: bool) -> None:
 def _constants(
     choice: _Choice, scale: str | float | Tensor | Mapping[str, object], tokens: Rows | None
 ) -> Mapping[str, Constant]:
-    """Return what each of these norms that scales divides by instead of its sigma.
-
-    Raises:
-        ValueError: an unknown scale or norm, unusable tokens, or constants that are missing or not positive.
-    """
+    """Return what each of these norms that scales divides by instead of its sigma."""
     model, names = choice.model, [norm.name for norm in choice.every]
     frozen = [norm for norm in choice.norms if VARIANTS[choice.variant].takes_scaling(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
@@ -329,11 +317,7 @@ def _readers(
     only: str | None,
     heads: Sequence[tuple[int, int]] | None,
 ) -> Readers | None:
-    """Return who sees an edit, from the arguments of `without`; None: everything that reads the norms.
-
-    Raises:
-        InterventionError: unknown readers, norms that attention does not read, heads that cannot be edited alone.
-    """
+    """Return who sees an edit, from the arguments of `without`; None: everything that reads the norms."""
     if heads is not None:
         if sites != "attention" or only is not None:
             raise InterventionError("heads says which norms are edited, and for whom: leave out sites and only")
@@ -353,20 +337,15 @@ def _by_norm(
 ) -> dict[str, dict[int, list[int]]]:
     """Return those heads by the norm that their attention reads, and by block."""
     by_layer: dict[int, set[int]] = {}
-    try:
-        for layer, head in heads:
-            by_layer.setdefault(whole_number(layer, "a layer"), set()).add(whole_number(head, "a head"))
-    except (TypeError, ValueError):
-        by_layer = {}
+    for layer, head in heads:
+        if not (0 <= layer < n_layers(model) and 0 <= head < head_count(model, layer)):
+            raise InterventionError(f"heads: there is no head {head} in a layer {layer} of this model")
+        by_layer.setdefault(int(layer), set()).add(int(head))
     if not by_layer:
-        raise InterventionError(f"heads must be a list of (layer, head) pairs, not empty, got {heads!r}")
+        raise InterventionError("heads is empty: give (layer, head) pairs")
     by_norm: dict[str, dict[int, list[int]]] = {}
     for layer, chosen in by_layer.items():
-        if not 0 <= layer < n_layers(model):
-            raise InterventionError(f"heads: there is no layer {layer}; the layers are 0 to {n_layers(model) - 1}")
         count = head_count(model, layer)
-        if not chosen <= set(range(count)):
-            raise InterventionError(f"heads: layer {layer} has the heads 0 to {count - 1}")
         norm = next((n for n in norms if layer in n.attention_layers), None)
         if norm is None:
             raise InterventionError(f"heads: the attention of layer {layer} reads no norm")
@@ -451,14 +430,10 @@ linearized = _Linearized()
 
 
 def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tensor]]:
-    """Return the norms whose sigma is held, and the sigmas of another run by name.
-
-    Raises:
-        TypeError, InterventionError, LostEditError: as `linearized`.
-    """
+    """Return the norms whose sigma is held, and the sigmas of another run by name."""
     hooked = check_model(model)
     structure = structure_of(hooked)
-    every, given = structure.norms, dict[str, Tensor]()
+    every, given = list(structure.norms), dict[str, Tensor]()
     if not every:
         raise InterventionError("the model has no normalization: it is linear there already")
     if not (isinstance(sigma, str) and sigma == OWN):
@@ -473,7 +448,7 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tenso
             given[name] = value.detach()
     linear = [norm for norm in every if norm.scales or norm.name in given]
     _refuse_lost(structure, linear)
-    return _Choice(hooked, structure, "", every, linear, None), given
+    return _Choice(hooked, structure, "", every, linear), given
 
 
 # ---------------------------------------------------------------------------------------- the same as hooks
@@ -494,13 +469,8 @@ def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
     """
     choice, given = _linear_norms(model, sigma)
-
-    def hold(norm: Norm, scale: Tensor, hook: Any) -> Tensor:
-        if norm.name not in given:
-            return scale.detach()
-        return sigma_per_token(norm, given[norm.name], scale.expand(*scale.shape[:-1], norm.d)).to(scale)
-
-    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in choice.norms]
+    edits = [LinearEdit(norm, given.get(norm.name)) for norm in choice.norms]
+    return [(f"{edit.norm.name}.{point}", hook) for edit in edits for point, hook in edit.plain_hooks()]
 
 
 def edit_hooks(
@@ -531,9 +501,10 @@ def edit_hooks(
     hooks: FwdHooks = []
     for norm in (norm for norm in choice.norms if not no_op(norm, choice.variant)):
         edit = NormEdit.of(norm, choice.variant, constants[norm.name].pair if norm.name in constants else None)
-        if edit.adds_mean is not None and "hook_in" not in norm.module._modules:
+        record_at = "hook_scale" if edit.adds_mean is None else "hook_in"
+        if record_at not in norm.module._modules:
             raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
         if norm.reads in ("query", "key"):  # its vectors are of heads, in an order that a hook point does not tell
             raise InterventionError(f"{norm.name} normalizes queries or keys inside attention: use `without`")
-        hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks()]
+        hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks(record_at)]
     return hooks

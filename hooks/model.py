@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from itertools import chain
@@ -74,16 +74,8 @@ def check_weights(model: nn.Module) -> None:
 
 
 def modules_of(model: object) -> list[nn.Module]:
-    """Return the modules of a model, each once, in an order that depends on its structure alone (faster than
-    `modules()`)."""
-    seen: dict[int, nn.Module] = {}
-    left = [cast(nn.Module, model)]
-    while left:
-        module = left.pop()
-        if id(module) not in seen:
-            seen[id(module)] = module
-            left.extend(child for child in module._modules.values() if child is not None)
-    return list(seen.values())
+    """Return the modules of a model, itself first, each once."""
+    return list(cast(nn.Module, model).modules())
 
 
 def plain_path(path: str) -> str:
@@ -464,15 +456,13 @@ def whole_number(value: object, what: str, least: int | None = None, error: type
     Raises:
         ValueError (or `error`): something else, or less than `least`.
     """
-    try:
-        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-        if least is not None and number < least:
-            raise TypeError
-    except (TypeError, RuntimeError):
+    number = None
+    if not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
+        with suppress(TypeError, RuntimeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+    if number is None or (least is not None and number < least):
         allowed = "" if least is None else f", {least} or more"
-        raise error(f"{what} must be a whole number{allowed}, got {value!r}") from None
+        raise error(f"{what} must be a whole number{allowed}, got {value!r}")
     return number
 
 

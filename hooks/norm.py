@@ -177,7 +177,8 @@ class Norm(OneLine):
     @property
     def radius(self) -> float:
         """Length of the normalized vectors if eps were 0; NaN for norms that do not scale."""
-        return _radius(self.module, self.d) if self.scales else math.nan
+        declared = getattr(self.module, "radius", None)  # of the laboratory's norms
+        return math.nan if not self.scales else math.sqrt(self.d) if declared is None else float(declared)
 
     @property
     def constant_scale(self) -> float:
@@ -227,25 +228,16 @@ class Norm(OneLine):
             return torch.full_like(x[..., :1], self.constant_scale)
         return (self.project(x).pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
 
-    def normalize(
-        self,
-        x: Float[Tensor, "*batch d"],
-        *,
-        keep_mean: bool = False,
-        divisor: float | Float[Tensor, "*batch 1"] | None = None,
-    ) -> Float[Tensor, "*batch d"]:
-        """Return the norm before gain and bias, Px / sigma, in x's own precision.
-
-        Args:
-            x: vectors.
-            keep_mean: leave the projection out, x / sigma (with the sigma of the intact norm).
-            divisor: what is divided by instead of sigma.
-        """
-        self._check(x)
-        return (x if keep_mean else self.project(x)) / (self.sigma(x) if divisor is None else divisor)
+    def normalize(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Return the norm before gain and bias, Px / sigma, in x's own precision."""
+        return self.project(x) / self.sigma(x)
 
     def without(
-        self, variant: str, x: Float[Tensor, "*batch d"], constant: float | Float[Tensor, "*batch 1"] | None
+        self,
+        variant: str,
+        x: Float[Tensor, "*batch d"],
+        constant: float | Float[Tensor, "*batch 1"] | None,
+        sigma: Float[Tensor, "*batch 1"] | None = None,
     ) -> Float[Tensor, "*batch d"]:
         """Return the norm before gain and bias under one of VARIANTS, in x's own precision.
 
@@ -253,10 +245,11 @@ class Norm(OneLine):
             variant: its name.
             x: vectors.
             constant: what replaces sigma where the variant removes scaling.
+            sigma: what is divided by where scaling stays; None: the sigma of x.
         """
-        effect = VARIANTS[variant].effect(self)
-        divisor = constant if "scaling" in effect else None
-        return self.normalize(x, keep_mean="projection" in effect, divisor=divisor)
+        effect, projected = VARIANTS[variant].effect(self), self.project(x)
+        divisor = constant if "scaling" in effect else self.sigma(x) if sigma is None else sigma
+        return (x if "projection" in effect else projected) / divisor
 
     def affine(self, normalized: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the vectors with gain and bias applied."""
@@ -360,11 +353,6 @@ def _plus(weight: Tensor, offset: float) -> Tensor:
     return at_least_float32(weight) + offset if offset else weight
 
 
-def _radius(module: nn.Module, d: int) -> float:
-    declared = getattr(module, "radius", None)
-    return math.sqrt(d) if declared is None else float(declared)
-
-
 def _close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
 
@@ -384,10 +372,7 @@ def eps_owners(module: nn.Module, model: HookedModel) -> tuple[Any, Any, Any]:
 class _Trial:
     """A norm's answers to four vectors of a size: `x`, to the same shifted and tripled, and to zero; in float64.
 
-    Attributes:
-        x: the vectors.
-        scale, normalized: what its hook points show.
-        out, edited: its outputs; and where a hook edits it, which makes a bridge compute the norm itself.
+    `edited` is its output where a hook edits it, which makes a bridge compute the norm itself.
     """
 
     def __init__(self, module: nn.Module, d: int, device: torch.device, dtype: torch.dtype, size: float) -> None:
@@ -415,9 +400,10 @@ class _Trial:
     def scales(self) -> bool:
         return _close(self.normalized[8:12], self.normalized[:4])
 
-    def projected(self, projects: bool) -> Tensor:
-        """Return the four vectors, without their means where the norm projects."""
-        return self.x - self.x.mean(-1, keepdim=True) if projects else self.x
+    @property
+    def projected(self) -> Tensor:
+        """The four vectors, without their means where the norm projects."""
+        return self.x - self.x.mean(-1, keepdim=True) if self.projects else self.x
 
 
 def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict[str, Any]:
@@ -425,11 +411,7 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
 
     Nothing is taken from its class, which a bridge hides: does adding a multiple of (1, …, 1) change the output
     (projection)? does the divisor grow with the input (scaling)? is the output gain·normalized + bias? A norm of the
-    laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`.
-
-    Raises:
-        NormError: its gain or bias holds NaN or infinite values.
-        UnknownNormError: it is none of the norms that ln_probe knows.
+    laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`. Raises NormError, UnknownNormError.
     """
     parameters = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     gain, bias = (None if parameter is None else parameter.detach() for parameter in parameters)
@@ -447,7 +429,7 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
         raise UnknownNormError(f"{unknown}: it neither keeps nor triples 3x")
     fields["kind"] = KINDS[first.projects, trial.scales]
     if trial.scales:
-        fields |= _eps_of(unknown, first, trial, _radius(module, d), eps_owners(module, model))
+        fields |= _eps_of(unknown, first, trial, eps_owners(module, model))
     else:
         fields["constant_value"] = float(trial.scale[0, 0])
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
@@ -461,16 +443,10 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     return fields
 
 
-def _eps_of(unknown: str, first: _Trial, trial: _Trial, radius: float, owners: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the eps of a norm that scales, and which of these objects holds it.
-
-    scale² = (mean(projected²) + eps)·d/radius² at x and at 0: two unknowns, two equations.
-    """
-    x, at_zero = trial.projected(first.projects), float(trial.scale[-1, 0]) ** 2
-    eps = float(at_zero / ((trial.scale[:4, 0] ** 2 - at_zero) / x.pow(2).mean(-1)).mean())
-    x = first.projected(first.projects)
-    expected = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * radius / math.sqrt(x.shape[-1])
-    if not _close(first.normalized[:4], expected):
+def _eps_of(unknown: str, first: _Trial, trial: _Trial, owners: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the eps of a norm that scales, and which of these objects holds it."""
+    x, eps = first.projected, float(trial.scale[-1, 0]) ** 2
+    if not _close(first.normalized[:4], x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()):
         raise UnknownNormError(f"{unknown}: it divides by another number than sigma")
     for place, owner in enumerate(owners):
         for label in _EPS:

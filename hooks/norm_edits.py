@@ -40,7 +40,7 @@ from ln_probe.hooks.norms import structure_of
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in")
-_INPUTS = ("input", "input_ids", "inputs_embeds")
+_INPUTS = ("input", "input_ids", "inputs_embeds", "hidden_states")
 # Arguments of attention to keep keys and values in: Hugging Face's, HookedTransformer's.
 _CACHES = ("past_key_values", "layer_past", "past_kv_cache_entry")
 # What a bridge says when a hook changes what a norm divides by: here that is what is asked for.
@@ -106,8 +106,8 @@ class Positions:
         of the model."""
         inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
         calls = [m for m in dict.fromkeys((model, inner)) if isinstance(m, nn.Module)]
-        before: list[Any] = [(module, partial(self._enter, begin)) for module in calls]
-        before += [(block, partial(self._enter_block, begin, layer)) for layer, block in enumerate(blocks(model))]
+        places = [*((module, None) for module in calls), *((block, i) for i, block in enumerate(blocks(model)))]
+        before = [(module, partial(self._enter, begin, layer)) for module, layer in places]
         with hooks_on([(cast(nn.Module, model), lambda *_: end())], before), ExitStack() as stack:
             for module in calls:
                 stack.callback(module.register_forward_hook(partial(self._leave, 1), always_call=True).remove)
@@ -115,33 +115,27 @@ class Positions:
                 stack.callback(reader.register_forward_hook(partial(self._leave, 0)).remove)
             yield
 
-    def _enter(self, begin: Callable[[], None], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        if len(args) > 1:
+    def _enter(self, begin: Callable[[], None], layer: int | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a call of the model, or of a block, says of the pass."""
+        if layer is None:
             kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        self.depth += 1
-        if self.depth == 1:
+            self.depth += 1
+        # HookedTransformer.generate does not call the model, but its `forward`: then a pass begins at block 0.
+        if layer in (None, 0) and self.depth == (layer is None):
             is_later = kwargs.get("start_at_layer") is not None
-            self.begin(is_known=not is_later, is_whole=not is_later and kwargs.get("stop_at_layer") is None)
+            is_whole = layer is None and not is_later and kwargs.get("stop_at_layer") is None
+            self.begin(is_known=not is_later, is_whole=is_whole)
             begin()
-        self._read(*args[:1], *(kwargs.get(name) for name in _INPUTS), mask=kwargs.get("attention_mask"))
-        if (cache := kwargs.get("past_key_values")) is not None:
-            self.offset = int(cache.get_seq_length())
-
-    def _enter_block(
-        self, begin: Callable[[], None], layer: int, _block: nn.Module, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
-        if layer == 0 and not self.depth:  # HookedTransformer.generate calls no model, but its `forward`
-            self.begin()
-            begin()
-        self._read(*args[:1], kwargs.get("hidden_states"), mask=kwargs.get("attention_mask"))
-        if (entry := kwargs.get("past_kv_cache_entry")) is not None:
-            self.offset = int(entry.past_keys.shape[1])
-
-    def _read(self, *inputs: Any, mask: Any) -> None:
+        inputs = (*args[:1], *(kwargs.get(name) for name in _INPUTS))
         if (x := next((v for v in inputs if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
             self.shape = tuple(x.shape[:2])
+        mask, cache, entry = (kwargs.get(n) for n in ("attention_mask", "past_key_values", "past_kv_cache_entry"))
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.padding = (mask != 0).long().argmax(-1)
+        if layer is None and cache is not None:
+            self.offset = int(cache.get_seq_length())
+        elif entry is not None:
+            self.offset = int(entry.past_keys.shape[1])
 
     def _leave(self, calls: int, *_: object) -> None:
         self.depth -= calls
@@ -152,29 +146,31 @@ class Positions:
 
 
 class Edit:
-    """Hooks that change what one norm computes, or what some of its readers get of it.
-
-    Attributes:
-        norm: the norm.
-        label: of the edit, in messages.
-        positions: of the pass that is running.
-        x: the input of the norm's running call.
-        calls, least_calls: how often it was applied in this pass, and how often it must be in a whole one.
-        suspended: whether the model runs without it (`unedited`).
-    """
+    """Hooks that change what one norm computes, or what some of its readers get of it."""
 
     def __init__(self, norm: Norm, label: str) -> None:
-        self.norm, self.label = norm, label
-        self.positions = Positions()
-        self.x = torch.zeros(0)
-        self.calls, self.least_calls = 0, 1
-        self.suspended = False
+        self.norm, self.label = norm, label  # (the label is for messages)
+        self.positions = Positions()  # of the pass that is running
+        self.x = torch.zeros(0)  # the input of the norm's running call
+        self.calls, self.least_calls = 0, 1  # in this pass, and in a whole one that applies it
+        self.suspended = False  # whether the model runs without it (`unedited`)
         self._is_applied = False
         self._order: list[tuple[nn.Module, int, bool]] = []
 
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
         """Yield hook points of the norm, what to call there, and whether it is called before hooks of users."""
         raise NotImplementedError
+
+    def plain_hooks(self, record_at: str = "hook_scale") -> Iterator[tuple[str, Callable[..., Any]]]:
+        """Yield the hook points and hooks for passes that begin at position 0, without `installed`."""
+
+        def record(x: Tensor, hook: Any) -> None:
+            self.x = x
+            self.positions.begin(tuple(x.shape[:2]))
+
+        yield record_at, record
+        for point, hook, _ in self.hooks():
+            yield point, hook
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         """Put the hooks on; `stack` takes them off, whatever else has happened to the hook points."""
@@ -276,17 +272,6 @@ class NormEdit(Edit):
         if self.adds_mean is not None:
             yield "hook_normalized", self._add_mean, True
 
-    def plain_hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Yield the hook points and hooks for passes that begin at position 0, without `installed`."""
-
-        def record(x: Tensor, hook: Any) -> None:
-            self.x = x
-            self.positions.begin(tuple(x.shape[:2]))
-
-        yield "hook_scale" if self.adds_mean is None else "hook_in", record
-        for point, hook, _ in self.hooks():
-            yield point, hook
-
     def _divide(self, scale: Tensor, hook: Any) -> Tensor:
         self._is_applied = True
         if self.constants is None:
@@ -318,8 +303,8 @@ class NormEdit(Edit):
             sigma: what is divided by where scaling stays, if it is held (`linearized`); None: that of x.
         """
         norm, wide, self.x = self.norm, at_least_float32(x), x
-        divisor = sigma if self.constants is None else self._divisor(wide)
-        normalized = norm.normalize(wide, keep_mean=self.adds_mean is not None, divisor=divisor)
+        constant = None if self.constants is None else self._divisor(wide)
+        normalized = norm.without(self.variants[0], wide, constant, sigma)
         return affine(normalized, norm.live_gain(), norm.live_bias()).to(x.dtype)
 
 
@@ -332,11 +317,7 @@ def _by_row(values: Float[Tensor, "row n"], like: Tensor) -> Tensor:
 
 
 class LinearEdit(Edit):
-    """Hold what one norm divides by, so that it is linear in its input.
-
-    Attributes:
-        given: the sigma of another run; None: its own.
-    """
+    """Hold what one norm divides by, its own sigma or that of another run, so that it is linear in its input."""
 
     def __init__(self, norm: Norm, given: Float[Tensor, "*_"] | None = None) -> None:
         super().__init__(norm, "linearized")
@@ -367,11 +348,7 @@ class LinearEdit(Edit):
 
 
 def sigma_per_token(norm: Norm, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-    """Return a sigma per token of another run, laid out as the norm's input is.
-
-    Raises:
-        InterventionError: it is for another number of tokens.
-    """
+    """Return a sigma per token of another run, laid out as the norm's input is."""
     laid = given.to(x.device)
     laid = laid[None] if laid.ndim == x.ndim - 2 else laid
     if laid.ndim == x.ndim - 1 and laid.shape[0] in (1, x.shape[0]) and laid.shape[1:] == x.shape[1:-1]:
@@ -387,15 +364,10 @@ def sigma_per_token(norm: Norm, given: Tensor, x: Float[Tensor, "*batch d"]) -> 
 
 @dataclass(frozen=True)
 class Readers:
-    """The readers of some norms that see an edit.
+    """The readers of some norms that see an edit."""
 
-    Attributes:
-        letters: of the hook points: "qkv", or one of them.
-        heads: the heads by the norm's name and block; None: all heads of the block.
-    """
-
-    letters: str
-    heads: Mapping[str, Mapping[int, Sequence[int] | None]]
+    letters: str  # of the hook points: "qkv", or one of them
+    heads: Mapping[str, Mapping[int, Sequence[int] | None]]  # by the norm's name and block; None: all of the block
 
 
 class HeadEdit(NormEdit):

@@ -67,7 +67,7 @@ def find_norms(model: object) -> list[Norm]:
 
 def norms_of(model: HookedModel) -> list[Norm]:
     """Return `find_norms` of a model that `check_model` has returned."""
-    return structure_of(model).norms
+    return list(structure_of(model).norms)
 
 
 def attention_inputs(model: HookedModel) -> list[Norm]:
@@ -88,46 +88,35 @@ def layers_in_words(layers: Sequence[int]) -> str:
 
 @dataclass(eq=False)
 class Structure:
-    """What is known of a model as long as its modules, configuration and settings are the same.
+    """What is known of a model as long as its modules, configuration and settings are the same."""
 
-    Attributes:
-        modules: its modules below itself.
-        settings: of its configuration and its modules.
-        all_norms: its norms.
-        identities: of blocks whose attention reads the stream.
-        lost: norms of which a change does not reach the output, and why.
-        constants: mean sigmas of the default prompts, with what they depend on.
-    """
-
-    modules: list[nn.Module]
-    settings: tuple[object, ...]
-    all_norms: list[Norm]
-    identities: list[Norm]
-    lost: dict[str, str]
-    constants: Any = None
-
-    @property
-    def norms(self) -> list[Norm]:
-        """The model's norms; NormError if one has a gain or bias that is not finite."""
-        for norm in self.all_norms:
-            check_finite(norm.name, norm.gain, norm.bias)
-        return list(self.all_norms)
+    modules: list[nn.Module]  # below the model itself
+    settings: tuple[object, ...]  # of its configuration and its modules
+    norms: list[Norm]
+    identities: list[Norm]  # of blocks whose attention reads the stream
+    lost: dict[str, str]  # norms of which a change does not reach the output, and why
+    constants: Any = None  # mean sigmas of the default prompts, with what they depend on
 
 
 _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 
 def structure_of(model: HookedModel) -> Structure:
-    """Return the structure of a model; found by a short pass where it is not known or has changed."""
+    """Return the structure of a model, by a short pass where it is not known or has changed.
+
+    Raises:
+        NormError, UnknownNormError: as `find_norms`.
+    """
     module, modules = cast(nn.Module, model), modules_of(model)[1:]
     known = _STRUCTURES.get(module)
     is_current = known is not None and known.modules == modules and known.settings == _settings(model, modules)
-    if known is not None and is_current and not known.lost:  # (what is lost may be so for weights that are zero now)
-        return known
-    norms, identities, lost = _survey(model)
-    modules = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
-    _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, identities, lost)
-    return _STRUCTURES[module]
+    if known is None or not is_current or known.lost:  # (what is lost may be so for weights that are zero now)
+        norms, identities, lost = _survey(model)
+        modules = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
+        known = _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, identities, lost)
+    for norm in known.norms:
+        check_finite(norm.name, norm.gain, norm.bias)
+    return known
 
 
 def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object, ...]:
@@ -204,23 +193,15 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
 
 
 class _ShortPass:
-    """One pass over two tokens, watching norms, other modules that may stand where a norm would, and all readers.
-
-    Attributes:
-        inputs: of every module watched, by name.
-        outputs: likewise, in the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
-        read: inputs of everything inside attention, MLPs and the unembedding, by reader.
-        blocks: the inputs of each block.
-        readers: who reads each module's output.
-        lost: norms of which a change does not reach the output, and why.
-    """
+    """One pass over two tokens, watching norms, other modules that may stand where a norm would, and all readers."""
 
     def __init__(self, model: HookedModel, norms: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> None:
         self.norms = norms
-        self.inputs: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}  # of every module watched
+        # Likewise, in the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
         self.outputs: dict[str, list[Tensor]] = {}
-        self.read: dict[Reader, list[Tensor]] = {}
-        self.blocks: dict[int, list[Tensor]] = {}
+        self.read: dict[Reader, list[Tensor]] = {}  # of everything inside attention, MLPs and the unembedding
+        self.blocks: dict[int, list[Tensor]] = {}  # inputs of each block
         after = [(module, partial(self._record, name)) for name, module in {**norms, **others}.items()]
         before = [(block, partial(self._given, self.blocks, layer)) for layer, block in enumerate(blocks(model))]
         before += [(module, partial(self._given, self.read, reader)) for reader, module in _reading(model, norms)]
@@ -285,23 +266,20 @@ def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:
     return value + leaves[-1]
 
 
-def _lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
+def _lost_leaves(logits: Any, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
     """Return the norms whose leaves, zeros that were added there, have no gradient, and why."""
-    each = [(name, leaf) for name, tensors in leaves.items() for leaf in tensors]
-    reached: set[str] = set()
+    reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
+    inputs = [leaf for tensors in leaves.values() for leaf in tensors]
     try:
-        if not isinstance(logits, Tensor):
-            raise RuntimeError(f"it returns {type(logits).__name__}")
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
         # (Weights as grad_outputs make torch import sympy, which takes longer than all passes of a small model.)
-        gradients = torch.autograd.grad((logits * weights).sum(), [leaf for _, leaf in each], allow_unused=True)
-        reached = {n for (n, _), g in zip(each, gradients, strict=True) if g is not None and bool(g.any())}
-        reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
-    except RuntimeError as error:
-        reason = f"no gradient goes through the model ({error})"
+        gradients = torch.autograd.grad((logits * weights).sum(), inputs, allow_unused=True)
+    except (RuntimeError, AttributeError) as error:
+        gradients, reason = (None,) * len(inputs), f"no gradient goes through the model ({error})"
+    reached = {id(x) for x, g in zip(inputs, gradients, strict=True) if g is not None and bool(g.any())}
+    lost = {name for name, tensors in leaves.items() if reached.isdisjoint(map(id, tensors))}
     no_calls = "a pass does not run this norm, or not through its hook points"
-    lost = {name: reason if leaves[name] else no_calls for name in leaves if name not in reached}
-    return {name: f"{name}: the edit was lost: {reason}" for name, reason in lost.items()}
+    return {name: f"{name}: the edit was lost: {reason if leaves[name] else no_calls}" for name in lost}
 
 
 def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tuple[Reader, nn.Module]]:

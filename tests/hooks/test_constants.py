@@ -46,7 +46,7 @@ def loss_by_hand(model: Any, sites: list[Norm], constants: dict[str, Constant], 
         def edited(_m: Any, args: Any, _y: Any) -> torch.Tensor:
             rows = torch.full_like(args[0][..., :1], constants[site.name].rest)
             rows[:, 0] = constants[site.name].first
-            return site.affine(site.normalize(args[0], keep_mean=variant == "both_removed", divisor=rows))
+            return site.affine(site.without(variant, args[0], rows))
 
         return edited
 
