@@ -12,21 +12,26 @@ import ln_probe
 from ln_probe.hooks.model import check_model
 
 
-def refuses(model: Any, said: str) -> None:
+def refusals(model: Any) -> str:
+    """Return what both `check_model` and `analyze` say of a model that they refuse."""
+    messages = []
     for use in (check_model, lambda m: ln_probe.analyze(m, torch.arange(5)[None], progress=False)):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011  (the caller looks for a word)
             use(model)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    return messages[0]
 
 
 def test_models_without_all_their_weights() -> None:
     half = make_bridge("llama")
     half.blocks[1].mlp.to("meta")
-    refuses(half, r"model\.layers\.1\.mlp\.\S+ is on the meta device")
-    refuses(make_bridge("gpt2").to("meta"), "meta device")
+    assert "is on the meta device" in refusals(half)
+    assert "transformer.wte.weight is on the meta" in refusals(make_bridge("gpt2").to("meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
 def test_quantized_models(dtype: torch.dtype) -> None:
     model = make_hooked()
     model.blocks[0].attn.W_Q = torch.nn.Parameter(torch.zeros(8, 4).to(dtype), requires_grad=False)
-    refuses(model, r"blocks\.0\.attn\.W_Q is quantized")
+    assert "blocks.0.attn.W_Q is quantized" in refusals(model)
