@@ -65,7 +65,6 @@ from ln_probe.hooks.norm_edits import (
     LinearEdit,
     LostEditError,
     NormEdit,
-    Readers,
     installed,
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
@@ -73,6 +72,7 @@ from ln_probe.hooks.task import Rows, check_tokens, default_tokens
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
+Heads = Mapping[str, Mapping[int, Sequence[int] | None]]  # by the norm's name and block; None: all of the block
 PARTS = {"queries": "q", "keys": "k", "values": "v"}  # of attention, and the letters of their hook points
 OWN = "own"  # each token's own sigma
 
@@ -163,7 +163,7 @@ def without(
         raise InterventionError('scale="optimal" is fitted for all readers of a norm: leave out only and heads')
     choice = _choice(model, what, sites, only, heads)
     norms = _own_norms(model, choice)
-    if choice.readers is not None and is_hugging_face(model):
+    if choice.heads is not None and is_hugging_face(model):
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
     _refuse_twice(norms, linear=False)
     constants = _constants(choice, scale, tokens)
@@ -173,7 +173,7 @@ def without(
     for norm in (norm for norm in norms if norm.name not in no_ops):
         pair = constants[norm.name].pair if norm.name in constants else None
         edit = NormEdit.of(norm, choice.variant, pair, f"without {what!r}")
-        edits.append(edit if choice.readers is None else HeadEdit(edit, choice.readers))
+        edits.append(edit if choice.heads is None else HeadEdit(edit, choice.letters, choice.heads[norm.name]))
     with installed(cast(nn.Module, model), edits):
         yield Intervention(choice.variant, tuple(norm.name for norm in norms), constants, no_ops)
 
@@ -187,7 +187,8 @@ class _Choice:
     variant: str
     every: list[Norm]  # of the model
     norms: list[Norm]  # that are edited
-    readers: Readers | None = None  # who alone sees the edit; None: everything that reads them
+    letters: str = "qkv"  # of the hook points of the readers that alone see the edit
+    heads: Heads | None = None  # that alone see the edit; None: everything that reads the norms
 
 
 def _choice(
@@ -204,10 +205,10 @@ def _choice(
     structure = structure_of(hooked)
     every = list(structure.norms)
     readers = _readers(hooked, every, sites, only, heads)
-    norms = choose(every, sites if readers is None else list(readers.heads))
+    norms = choose(every, sites if readers is None else list(readers))
     if readers is None:
         _refuse_lost(structure, [norm for norm in norms if VARIANTS[variant].effect(norm)])
-    return _Choice(hooked, structure, variant, every, norms, readers)
+    return _Choice(hooked, structure, variant, every, norms, PARTS.get(only or "", "qkv"), readers)
 
 
 def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
@@ -316,12 +317,12 @@ def _readers(
     sites: str | Sequence[str],
     only: str | None,
     heads: Sequence[tuple[int, int]] | None,
-) -> Readers | None:
+) -> Heads | None:
     """Return who sees an edit, from the arguments of `without`; None: everything that reads the norms."""
     if heads is not None:
         if sites != "attention" or only is not None:
             raise InterventionError("heads says which norms are edited, and for whom: leave out sites and only")
-        return Readers("qkv", _by_norm(model, norms, heads))
+        return _by_norm(model, norms, heads)
     if only is None:
         return None
     if only not in PARTS:
@@ -329,7 +330,7 @@ def _readers(
     chosen = choose(norms, sites)
     if wrong := [n for n in chosen if "attention" not in n.reads.split("+")]:
         raise InterventionError(f"only={only!r} is for norms that attention reads: {wrong[0].name} is none")
-    return Readers(PARTS[only], {n.name: dict.fromkeys(n.attention_layers) for n in chosen})
+    return {norm.name: dict.fromkeys(norm.attention_layers) for norm in chosen}
 
 
 def _by_norm(

@@ -140,13 +140,18 @@ def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 ABSENT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def weight_of(owner: object, name: str) -> Tensor | None:
-    """Return a weight by its TransformerLens name; None where the module has none."""
+def live_weight(owner: object, name: str) -> Tensor | None:
+    """Return a weight, which gradients reach, by its TransformerLens name; None where the module has none."""
     try:
         value = getattr(owner, name, None)
     except ABSENT:
         return None
-    return value.detach() if isinstance(value, Tensor) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def weight_of(owner: object, name: str) -> Tensor | None:
+    """Return a weight by its TransformerLens name; None where the module has none."""
+    return None if (value := live_weight(owner, name)) is None else value.detach()
 
 
 def child_of(owner: object, *path: str) -> nn.Module | None:

@@ -12,7 +12,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -21,7 +20,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
-    ABSENT,
     HookedModel,
     at_least_float32,
     attention_of,
@@ -31,6 +29,7 @@ from ln_probe.hooks.model import (
     head_count,
     hooks_on,
     is_hugging_face,
+    live_weight,
     register_edit,
     tensors_in,
     z_point,
@@ -327,17 +326,24 @@ class LinearEdit(Edit):
         yield "hook_scale", self._hold, True
 
     def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-        """Return the sigma that is held on these inputs."""
+        """Return the sigma that is held on these inputs of the norm."""
         if self.given is None:
             return self.norm.sigma(at_least_float32(x.detach()))
-        return sigma_per_token(self.norm, self.given, x).to(at_least_float32(x))
+        given = self.given.to(at_least_float32(x))
+        given = given[None] if given.ndim == x.ndim - 2 else given
+        if given.ndim == x.ndim - 1 and given.shape[0] in (1, x.shape[0]) and given.shape[1:] == x.shape[1:-1]:
+            return given.expand(x.shape[:-1])[..., None]
+        raise InterventionError(
+            f"{self.norm.name}: sigma was given for tokens {list(self.given.shape)}, and the norm's input is "
+            f"{list(x.shape)}: record it on as many tokens (linearized.sigmas)"
+        )
 
     def _hold(self, scale: Tensor, hook: Any) -> Tensor:
         self._is_applied = True
         removal = edit_on(self.norm.module, NormEdit)
         if self.given is None or (removal is not None and removal.constants is not None):
             return scale.detach().clone()
-        return sigma_per_token(self.norm, self.given, self.x).to(scale).clone()
+        return self.sigma(self.x).to(scale).clone()
 
     def output(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the norm's output, linear in its input x; `y`: the norm's own output."""
@@ -347,35 +353,21 @@ class LinearEdit(Edit):
         return linear if self.given is not None else (linear - linear.detach()) + y.detach()
 
 
-def sigma_per_token(norm: Norm, given: Tensor, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
-    """Return a sigma per token of another run, laid out as the norm's input is."""
-    laid = given.to(x.device)
-    laid = laid[None] if laid.ndim == x.ndim - 2 else laid
-    if laid.ndim == x.ndim - 1 and laid.shape[0] in (1, x.shape[0]) and laid.shape[1:] == x.shape[1:-1]:
-        return laid.expand(x.shape[:-1])[..., None]
-    raise InterventionError(
-        f"{norm.name}: sigma was given for tokens {list(given.shape)}, and the norm's input is {list(x.shape)}: "
-        "record it on as many tokens (linearized.sigmas)"
-    )
-
-
 # ---------------------------------------------------------------------------------------- for some readers alone
 
 
-@dataclass(frozen=True)
-class Readers:
-    """The readers of some norms that see an edit."""
-
-    letters: str  # of the hook points: "qkv", or one of them
-    heads: Mapping[str, Mapping[int, Sequence[int] | None]]  # by the norm's name and block; None: all of the block
-
-
 class HeadEdit(NormEdit):
-    """An edit of one norm that some readers see: columns of their queries, keys and values are replaced."""
+    """An edit of one norm that some readers see: columns of their queries, keys and values are replaced.
 
-    def __init__(self, edit: NormEdit, readers: Readers) -> None:
+    Args:
+        edit: what the readers see of the norm.
+        letters: of their hook points, "qkv", or one of them.
+        heads: of each block; None: all.
+    """
+
+    def __init__(self, edit: NormEdit, letters: str, heads: Mapping[int, Sequence[int] | None]) -> None:
         super().__init__(edit.norm, edit.variants, edit.constants, edit.label)
-        self.letters, self.heads = readers.letters, readers.heads[edit.norm.name]
+        self.letters, self.heads = letters, heads
         self.least_calls = len(self.letters) * len(self.heads)
         self.edited = torch.zeros(0)  # the output of the edited norm
 
@@ -388,8 +380,8 @@ class HeadEdit(NormEdit):
         for layer, heads in self.heads.items():
             for letter in self.letters:
                 attn = attention_of(model, layer)
-                point, weights = child_of(attn, f"hook_{letter}"), _weight(attn, "W", letter)
-                if point is None or weights is None or (shortformer and letter != "v"):
+                point, weights = child_of(attn, f"hook_{letter}"), live_weight(attn, f"W_{letter.upper()}")
+                if point is None or weights is None or weights.ndim < 3 or (shortformer and letter != "v"):
                     raise InterventionError(
                         f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
                     )
@@ -407,7 +399,7 @@ class HeadEdit(NormEdit):
     ) -> Tensor:
         """Replace the columns of some heads of so many queries by those of the edited norm; None: of all."""
         self.calls += 1
-        W, b = _weight(attn, "W", letter), _weight(attn, "b", letter)
+        W, b = (live_weight(attn, f"{kind}_{letter.upper()}") for kind in "Wb")
         assert W is not None
         out = value if value.ndim == 4 else value.unflatten(-1, (-1, W.shape[-1]))
         own = out.shape[2]  # fewer heads of keys and values than of queries, where these share them
@@ -423,15 +415,6 @@ class HeadEdit(NormEdit):
             is_chosen[[head * own // queries for head in heads]] = True
             columns = torch.where(is_chosen[:, None], columns.to(out.dtype), out)
         return columns.to(out.dtype).reshape(value.shape)
-
-
-def _weight(attn: nn.Module, kind: str, letter: str) -> Tensor | None:
-    """Return the weight or bias of a projection, which gradients reach; None where there is none."""
-    try:
-        value = getattr(attn, f"{kind}_{letter.upper()}", None)
-    except ABSENT:
-        return None
-    return value if isinstance(value, Tensor) and value.ndim >= (3 if kind == "W" else 1) else None
 
 
 def z_of(

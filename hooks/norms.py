@@ -146,7 +146,11 @@ def _survey(model: HookedModel) -> tuple[list[Norm], list[Norm], dict[str, str]]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
             short = _ShortPass(model, modules, _other_modules(model, modules, paths))
-            for name, module in sorted(modules.items(), key=lambda item: short.place(item[0])):
+            for name in dict.fromkeys([*(n for n in short.outputs if n in modules), *modules]):
+                module, in_block = modules[name], re.match(r"blocks\.(\d+)\.", name)
+                # One after the embedding is in block 0, one at the end has the number of blocks.
+                is_first = not any(norm.name.startswith("blocks.") for norm in norms)
+                layer = int(in_block[1]) if in_block else 0 if is_first else n_layers(model)
                 d = int(short.inputs[name].shape[-1]) if name in short.inputs else int(model.cfg.d_model)
                 alike = d, _likeness(module)
                 if alike not in formulas:
@@ -158,7 +162,7 @@ def _survey(model: HookedModel) -> tuple[list[Norm], list[Norm], dict[str, str]]
                 owner, label = fields.pop("eps_owner", (None, ""))
                 if owner is not None:
                     fields["eps_owner"] = eps_owners(module, model)[owner], label
-                norms.append(Norm(name=name, layer=short.layer(name, model), **fields))
+                norms.append(Norm(name=name, layer=layer, **fields))
         for attn in attentions(model).values():  # a pass with gradients leaves tensors: a bridge would have no copy
             graph = {k: v for k, v in vars(attn).items() if isinstance(v, Tensor) and v.grad_fn is not None}
             vars(attn).update({name: value.detach() for name, value in graph.items()})
@@ -248,17 +252,6 @@ class _ShortPass:
             return same
         flat = [t.flatten() for t in inputs]
         return [n for n, outputs in outside.items() if any(torch.equal(t, outputs[0].flatten()) for t in flat)]
-
-    def place(self, name: str) -> int:
-        """Return the place of a module in the pass; the last one where it did not run."""
-        return list(self.outputs).index(name) if name in self.outputs else len(self.outputs)
-
-    def layer(self, name: str, model: HookedModel) -> int:
-        """Return the block of a module; one after the embedding is in 0, one at the end has the number of layers."""
-        if match := re.match(r"blocks\.(\d+)\.", name):
-            return int(match[1])
-        of_blocks = [self.place(other) for other in self.outputs if other.startswith("blocks.")]
-        return 0 if self.place(name) < min(of_blocks, default=len(self.outputs)) else n_layers(model)
 
 
 def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:

@@ -209,7 +209,7 @@ BOTH: dict[str, Any] = {"blocks.0.ln1": 2.0, "blocks.1.ln1": 2.0}
     ("scaling", {"sites": ["attention", "ln_final"]}, "group"),
     ("scaling", {"scale": "mean"}, "got 'mean'"), ("scaling", {"scale": "resampled"}, "got 'resampled'"),
     ("scaling", {"scale": True}, "got True"), ("scaling", {"scale": 0.0}, "positive"),
-    ("scaling", {"scale": torch.tensor(-1.0)}, "positive"), ("scaling", {"scale": torch.ones(2)}, "mapping"),
+    ("scaling", {"scale": torch.tensor(-1.0)}, "positive"), ("scaling", {"scale": torch.ones(2)}, "constant"),
     ("scaling", {"scale": math.nan}, "got nan"), ("scaling", {"scale": {"blocks.0.ln1": 2.0}}, r"blocks\.1\.ln1"),
     ("scaling", {"scale": {"blocks.0.ln1": 2.0, "blocks.1.ln1": -1}}, "got -1"),
     ("scaling", {"scale": BOTH | {"nope": 2.0}}, "nope"), ("scaling", {"scale": BOTH | {"blocks.1.ln1": "x"}}, "'x'"),
