@@ -48,17 +48,16 @@ class Constant:
         Raises:
             ValueError: something else, or a number that is not positive and finite.
         """
-        pair = given
         if isinstance(given, Constant):
-            pair = (given.first, given.rest)
-        elif isinstance(given, Mapping) and set(given) == {"first", "rest"}:
-            pair = (given["first"], given["rest"])
-        entries: list[Any] = list(pair) if isinstance(pair, tuple | list) else [pair, pair]
-        plain = [v.item() if getattr(v, "ndim", None) == 0 else v for v in entries]
-        numbers = [float(v) for v in plain if isinstance(v, int | float) and not isinstance(v, bool)]
-        if len(plain) != 2 or len(numbers) != 2 or not all(0 < v < math.inf for v in numbers):
+            return given
+        try:
+            pair: Any = [given["first"], given["rest"]] if isinstance(given, Mapping) else given
+            first, rest = map(float, pair if isinstance(pair, tuple | list) else (pair, pair))
+        except (TypeError, ValueError, KeyError, RuntimeError):
+            first = rest = math.nan
+        if not (0 < first < math.inf and 0 < rest < math.inf):
             raise ValueError(f'a constant is a positive number or {{"first": number, "rest": number}}, got {given!r}')
-        return cls(*numbers)
+        return cls(first, rest)
 
     @property
     def plain(self) -> dict[str, float]:

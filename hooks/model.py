@@ -362,9 +362,10 @@ def wrapped(model: Any) -> nn.Module:
     complete_token_ids(copied.config)
     complete_biases(copied)
     copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
-    name, options = type(model).__name__, {"dtype": dtype_of(model), "device": device_of(model)}
+    name = type(model).__name__
+    options: dict[str, Any] = {"dtype": dtype_of(model), "device": device_of(model), "model_name": "local"}
     try:
-        bridge = build_bridge_from_module(copied, name, hf_config=copied.config, model_name="local", **options)
+        bridge = build_bridge_from_module(copied, name, hf_config=copied.config, **options)
         difference, place = _logit_difference(model, bridge)
     except Exception as error:
         raise ValueError(f"TransformerLens has no bridge for {name} that runs ({error})") from error
@@ -420,7 +421,7 @@ def _logit_difference(model: Any, bridge: Any) -> tuple[float, str]:
             output = getattr(seen[-1], "logits", seen[-1])
             output = output[0] if isinstance(output, tuple) and output else output
             if isinstance(output, Tensor):
-                by_path.setdefault(plain_path(path), output)
+                by_path.setdefault(plain_path(path), output.detach())
 
         named = ((path, m) for path, m in modules.named_modules() if path and not path.endswith("_original_component"))
         with torch.no_grad(), evaluating(whole), hooks_on(after=[(m, partial(record, path)) for path, m in named]):

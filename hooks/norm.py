@@ -248,8 +248,8 @@ class Norm(OneLine):
             sigma: what is divided by where scaling stays; None: the sigma of x.
         """
         effect, projected = VARIANTS[variant].effect(self), self.project(x)
-        divisor = constant if "scaling" in effect else self.sigma(x) if sigma is None else sigma
-        return (x if "projection" in effect else projected) / divisor
+        divisor = constant if "scaling" in effect else sigma
+        return (x if "projection" in effect else projected) / (self.sigma(x) if divisor is None else divisor)
 
     def affine(self, normalized: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the vectors with gain and bias applied."""

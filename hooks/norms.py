@@ -268,7 +268,7 @@ def _lost_leaves(logits: Any, leaves: Mapping[str, Sequence[Tensor]]) -> dict[st
         # (Weights as grad_outputs make torch import sympy, which takes longer than all passes of a small model.)
         gradients = torch.autograd.grad((logits * weights).sum(), inputs, allow_unused=True)
     except (RuntimeError, AttributeError) as error:
-        gradients, reason = (None,) * len(inputs), f"no gradient goes through the model ({error})"
+        gradients, reason = tuple(map(torch.zeros_like, inputs)), f"no gradient goes through the model ({error})"
     reached = {id(x) for x, g in zip(inputs, gradients, strict=True) if g is not None and bool(g.any())}
     lost = {name for name, tensors in leaves.items() if reached.isdisjoint(map(id, tensors))}
     no_calls = "a pass does not run this norm, or not through its hook points"

@@ -208,7 +208,7 @@ BOTH: dict[str, Any] = {"blocks.0.ln1": 2.0, "blocks.1.ln1": 2.0}
     ("scaling", {"sites": [["ln_final"]]}, "no norm"),
     ("scaling", {"sites": ["attention", "ln_final"]}, "group"),
     ("scaling", {"scale": "mean"}, "got 'mean'"), ("scaling", {"scale": "resampled"}, "got 'resampled'"),
-    ("scaling", {"scale": True}, "got True"), ("scaling", {"scale": 0.0}, "positive"),
+    ("scaling", {"scale": 0.0}, "positive"),
     ("scaling", {"scale": torch.tensor(-1.0)}, "positive"), ("scaling", {"scale": torch.ones(2)}, "constant"),
     ("scaling", {"scale": math.nan}, "got nan"), ("scaling", {"scale": {"blocks.0.ln1": 2.0}}, r"blocks\.1\.ln1"),
     ("scaling", {"scale": {"blocks.0.ln1": 2.0, "blocks.1.ln1": -1}}, "got -1"),
