@@ -35,6 +35,7 @@ from ln_probe.hooks.constants import (
     OPTIMAL,
     SCALES,
     Constant,
+    bundled_constants,
     default_means,
     fit,
     given_constants,
@@ -51,7 +52,6 @@ from ln_probe.hooks.model import (
     head_count,
     hooks_on,
     is_hugging_face,
-    modules_of,
     n_layers,
     run,
     tensors_in,
@@ -68,7 +68,7 @@ from ln_probe.hooks.norm_edits import (
     installed,
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
-from ln_probe.hooks.task import Rows, check_tokens, default_tokens
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -151,7 +151,8 @@ def without(
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
+        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge; a pass
+            with gradient checkpointing, which runs again, without the edit, in a `backward()` after the block.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
@@ -279,13 +280,17 @@ def _constants(
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
     rows = None if tokens is None else check_tokens(model, tokens)
+    if rows is not None:
+        rows, notes = unpadded(model, rows)
+        for note in notes:
+            warnings.warn(f"tokens: {note}", stacklevel=4)
     if rows is not None and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     if not (isinstance(scale, str) and scale in SCALES):
         return given_constants(scale, [norm.name for norm in frozen])
     if scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name:
-        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
-        if own := next((c for c in shipped.values() if set(c) == {norm.name for norm in frozen}), None):
+        groups: Mapping[str, Mapping[str, Constant]] = bundled_constants(model).get("every", {})
+        if own := next((c for c in groups.values() if set(c) == {norm.name for norm in frozen}), None):
             return own
     if not frozen:
         return {}
@@ -304,11 +309,9 @@ def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
         where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    training = [module for module in modules_of(choice.model) if module.training]
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in training):
+    dropouts = (module for module in choice.structure.modules if isinstance(module, nn.Dropout))
+    if any(module.training and module.p > 0 for module in dropouts):
         warnings.warn("dropout is on, so every pass differs: model.eval()", stacklevel=4)
-    if any(vars(module).get("gradient_checkpointing") is True for module in training):
-        warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
 def _readers(

@@ -44,7 +44,7 @@ def check_model(model: object) -> HookedModel:
 
     Raises:
         TypeError: it is something else (says what, and what to pass).
-        ValueError: its weights are quantized or have no values (meta device).
+        ValueError: its weights are quantized, or have no values (meta device) or gradients (inference mode).
     """
     if isinstance(model, str):
         raise TypeError(f"{model!r} is a string, not a model: load it first, ln_probe.load_model({model!r})")
@@ -66,11 +66,13 @@ _MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raise ValueError if a parameter of a model cannot be measured: quantized, or without values."""
+    """Raise ValueError if a parameter of a model cannot be measured: quantized, without values or gradients."""
     for name, parameter in model.named_parameters():
         if parameter.dtype not in _MEASURABLE or parameter.is_meta:
             where = "on the meta device" if parameter.is_meta else f"quantized ({parameter.dtype})"
             raise ValueError(f"{plain_path(name)} is {where}: load the weights in float32, bfloat16 or float16")
+        if parameter.is_inference():
+            raise ValueError(f"{plain_path(name)} was made in torch.inference_mode: load the model outside it")
 
 
 def modules_of(model: object) -> list[nn.Module]:

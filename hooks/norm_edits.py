@@ -67,15 +67,16 @@ class Positions:
 
     def __init__(self) -> None:
         self.depth = 0  # calls of the model that are running, one inside the other
-        self.is_known = False  # whether a pass is running whose place is known
-        self.is_whole = False  # whether it goes through all layers
+        self.is_running = False
+        self.is_rerun = self.has_warned = False  # of gradient checkpointing: `backward()` runs a part of the pass again
+        self.is_known = self.is_whole = False  # whether the pass says where its vectors are; goes through all layers
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, ...] = ()  # batch and positions of the pass
         self.padding: Tensor | None = None  # in front of each row of the batch
 
     def begin(self, shape: tuple[int, ...] = (), *, is_known: bool = True, is_whole: bool = False) -> None:
         """Note that a pass begins, at position 0 if nothing else is said."""
-        self.is_known, self.is_whole = is_known, is_whole
+        self.is_running, self.is_known, self.is_whole = True, is_known, is_whole
         self.shape, self.offset, self.padding = shape, 0, None
 
     def first(self, norm: Norm, x: Float[Tensor, "*batch d"]) -> Bool[Tensor, "*batch 1"]:
@@ -84,7 +85,8 @@ class Positions:
         Inputs are [batch pos d], [batch pos head d], [batch head pos d] (a norm of queries or keys inside a bridge's
         attention) or flattened from those.
         """
-        if not self.is_known or not (self.shape or x.ndim == 3):
+        is_inside = (self.is_running or self.is_rerun) and self.is_known
+        if not is_inside or not (self.shape or x.ndim == 3):
             return torch.zeros((*x.shape[:-1], 1), dtype=torch.bool, device=x.device)
         batch, length = x.shape[:2] if x.ndim == 3 else self.shape
         start = 0 if self.padding is None else self.padding[:batch, None].to(x.device)
@@ -96,6 +98,14 @@ class Positions:
         else:
             first = first.flatten().repeat_interleave(max(1, x.shape[0] // max(1, first.numel())))[:, None]
         return first.expand(*x.shape[:-1], 1)
+
+    def note_checkpoint(self) -> None:
+        """Note whether `backward()` runs a part of the last pass again; warn once that it may."""
+        is_checkpointed = not (self.depth and self.has_warned) and _is_checkpointed()
+        self.is_rerun = is_checkpointed and not self.depth
+        if is_checkpointed and not self.has_warned:
+            self.has_warned = True
+            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
 
     @contextmanager
     def watch(
@@ -116,6 +126,8 @@ class Positions:
 
     def _enter(self, begin: Callable[[], None], layer: int | None, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what a call of the model, or of a block, says of the pass."""
+        if layer is not None and not self.depth and _is_checkpointed():
+            return  # (the positions are those of the pass that runs again)
         if layer is None:
             kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
             self.depth += 1
@@ -138,7 +150,15 @@ class Positions:
 
     def _leave(self, calls: int, *_: object) -> None:
         self.depth -= calls
-        self.is_known = self.is_known and self.depth > 0
+        self.is_running = self.depth > 0
+
+
+def _is_checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint has called what is running."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 # ---------------------------------------------------------------------------------------- edits of one norm
@@ -200,6 +220,7 @@ class Edit:
         """Note the norm's input, and bring the hooks into their order: hooks of users were added since."""
         if self.suspended:
             return
+        self.positions.note_checkpoint()
         self.x, self._is_applied = tensors_in(args, kwargs)[0], False
         for point, key, is_first in self._order:
             if key not in point._forward_hooks:
@@ -217,6 +238,7 @@ class Edit:
     def _replace_output(self, module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> Tensor:
         if self.suspended:
             return y
+        self.positions.note_checkpoint()
         self.x, self.calls = tensors_in(args, kwargs)[0], self.calls + 1
         removal, linear = edit_on(module, NormEdit), edit_on(module, LinearEdit)
         if removal is None:

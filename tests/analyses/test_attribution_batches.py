@@ -243,9 +243,9 @@ def test_features_that_do_not_fit() -> None:
             with pytest.raises(AttributionError) as error:
                 attribute(model, TOKENS, features=given)
             assert message in str(error.value)
-    with pytest.raises(AttributionError, match="SimpleNamespace has no encode"):
+    with pytest.raises(AttributionError, match="encode"):
         Features.of(SimpleNamespace(), cache)
-    with pytest.raises(AttributionError, match=r"the cache lacks 'blocks.5.hook_resid_pre', which Dictionary encodes"):
+    with pytest.raises(AttributionError, match=r"blocks\.5\.hook_resid_pre"):
         Features.of(Dictionary("blocks.5.hook_resid_pre"), cache)
-    with pytest.raises(AttributionError, match=r"blocks\.1\.hook_mlp_out shows no component of what is read here"):
+    with pytest.raises(AttributionError, match=r"blocks\.1\.hook_mlp_out"):
         attribute_scores(model, TOKENS, 1, 2, 7, 3, features=Features("blocks.1.hook_mlp_out", vectors, active))

@@ -447,7 +447,7 @@ def test_tokenizers_that_do_not_fit_or_cannot_be_read_are_noted(folder: Path) ->
     model: Any = load_model(folder, device="cpu")
     assert model.tokenizer.name_or_path == str(folder)
     assert model.to_tokens("w0 w1 w2", prepend_bos=False).tolist()[0][-3:] == [3, 4, 5]
-    assert any("knows 63 tokens, the model 50" in note for note in source_of(model).notes)
+    assert any("63 tokens" in note for note in source_of(model).notes)
     (folder / "tokenizer.json").write_text("{")
     model = load_model(folder, device="cpu")
     assert model.tokenizer is None
