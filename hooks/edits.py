@@ -124,7 +124,8 @@ def without(
         model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
         sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
-            ("final"), every norm ("all", norms inside attention included), or names.
+            ("final"), every norm ("all", norms inside attention included), or names: "blocks.0.ln1", that of a hook
+            point of it, or "ln1" for every block's.
         scale: the constant c that replaces sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
             over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
             "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
@@ -217,9 +218,12 @@ def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
     if not is_hugging_face(given):
         return choice.norms
     paths = {module: path for path, module in cast(Any, choice.model).original_model.named_modules()}
-    own = (paths[cast(Any, norm.module).original_component] for norm in choice.norms)
-    modules = (given.get_submodule(path.replace("._original_component", "")) for path in own)
-    return [replace(norm, module=module) for norm, module in zip(choice.norms, modules, strict=True)]
+    own = {norm.name: paths[cast(Any, norm.module).original_component] for norm in choice.every}
+    own = {name: given.get_submodule(path.replace("._original_component", "")) for name, path in own.items()}
+    for norm in choice.norms:
+        if len(names := [name for name, module in own.items() if module is own[norm.name]]) > 1:
+            raise InterventionError(f"{some(names)} are one module, which runs more than once in a pass: edit a bridge")
+    return [replace(norm, module=own[norm.name]) for norm in choice.norms]
 
 
 def no_op(norm: Norm, variant: str) -> str:
@@ -250,12 +254,21 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
         return chosen
     if not isinstance(sites, str | Sequence) or not len(sites):
         raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
-    known, names = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
+    known, given = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
+    names = [name for one in given for name in _norm_names(one, known)]
     for name in names:
         if not isinstance(name, str) or name not in known:
             near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
             raise InterventionError(f"no norm called {name!r}; there are {some(near)} (give a group alone)")
     return [n for n in norms if n.name in names]
+
+
+def _norm_names(given: Any, known: Mapping[str, Norm]) -> list[Any]:
+    """Return the norms of a name, of a hook point (`blocks.0.ln1.hook_scale`) or of a last part (`ln1`)."""
+    if not isinstance(given, str) or given in known:
+        return [given]
+    owner = given.rpartition(".hook_")[0]
+    return [owner] if owner in known else [name for name in known if name.endswith(f".{given}")] or [given]
 
 
 def _refuse_lost(structure: Structure, norms: Sequence[Norm]) -> None:

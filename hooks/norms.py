@@ -76,6 +76,18 @@ def attention_inputs(model: HookedModel) -> list[Norm]:
     return [*structure.norms, *structure.identities]
 
 
+def unhooked_norms(model: HookedModel, norms: Sequence[Norm]) -> list[str]:
+    """Return the paths of modules that are norms by their class and that no hook points show: no edit reaches them."""
+    known = {module for norm in norms for module in modules_of(norm.module)}
+    paths = []
+    for path, module in cast(nn.Module, model).named_modules():
+        name = type(module).__name__
+        if "Norm" in name and "Bridge" not in name and known.isdisjoint(modules_of(module)):
+            known.update(modules_of(module))
+            paths.append(plain_path(path).removesuffix("._original_component"))
+    return paths
+
+
 def layers_in_words(layers: Sequence[int]) -> str:
     """Return `layer 3`, `layers 0, 1`, `layers 0 … 11 (12 of them)`."""
     if len(layers) > 6:

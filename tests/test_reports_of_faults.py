@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ from architectures import bridge_of, hugging_face
 from torch import Tensor
 
 import ln_probe
+from ln_probe.exhibits import AttentionRecorder
 from ln_probe.hooks import linearized, without
 from ln_probe.hooks.constants import bundled_constants
+from ln_probe.hooks.norm_edits import InterventionError
 from ln_probe.hooks.task import default_tokens
+from ln_probe.page import figures
 
 IDS = torch.arange(3, 15)[None]
 
@@ -65,3 +70,50 @@ def test_constants_follow_weights_that_change_through_data() -> None:
     assert edit.divisors["blocks.0.ln1"].rest == pytest.approx(float(sigma), rel=1e-6)
     assert edit.divisors != before.divisors
     assert not bundled_constants(model), "they were fitted to other weights"
+
+
+# ---------------------------------------------------------- a norm that runs more than once (TransformerLens #1470)
+
+
+def test_a_norm_that_two_blocks_share() -> None:
+    """A bridge has a norm, and a constant, for each run; the model's own module would get one edit for both."""
+    original = hugging_face("gpt2")
+    original.transformer.h[1].ln_1 = original.transformer.h[0].ln_1
+    inputs: list[Tensor] = []
+    handle = original.transformer.h[0].ln_1.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double()))
+    with torch.no_grad():
+        original(IDS)
+    handle.remove()
+    for edit in (lambda: without(original, "scaling", tokens=IDS), lambda: linearized(original)):
+        with pytest.raises(InterventionError, match=r"blocks\.0\.ln1, blocks\.1\.ln1"), edit():
+            pass
+    with without(bridge_of(original), "scaling", tokens=IDS) as done:
+        constants = [constant.rest for constant in done.divisors.values()]
+    assert constants == pytest.approx([float((x.var(-1, correction=0) + 1e-5).sqrt()[0, 1:].mean()) for x in inputs])
+
+
+# ------------------------------------------------------------------- one error, and the tables of all others are there
+
+
+@pytest.mark.parametrize(("arch", "option"), [("mistral", "sliding_window"), ("neo", "window_size")])
+def test_a_window_of_one_key(arch: str, option: str) -> None:
+    """Every query sees itself alone, so that nothing is known of other keys; losses are those of the model."""
+    original = hugging_face(arch, **{option: 1})
+    with torch.no_grad():
+        loss = float(original(IDS, labels=IDS).loss)
+    report = ln_probe.analyze(bridge_of(original), IDS, progress=False)
+    assert not report.failures
+    assert (report.causal.loss - report.causal.delta_loss).to_numpy() == pytest.approx(loss, rel=1e-5)
+
+
+def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a picture")
+
+    monkeypatch.setattr(AttentionRecorder, "attention", fail)
+    monkeypatch.setattr(figures, "norms_over_depth", fail)
+    report = ln_probe.analyze(bridge_of(hugging_face("gpt2")), IDS, progress=False)
+    assert any("ZeroDivisionError" in note for note in report.exhibits.notes)
+    tables = ln_probe.load_report(report.save(tmp_path)).tables
+    assert all(tables[name].equals(table) for name, table in report.tables.items())
+    assert "'depth' failed: ZeroDivisionError" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
