@@ -254,21 +254,16 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
         return chosen
     if not isinstance(sites, str | Sequence) or not len(sites):
         raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
-    known, given = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
-    names = [name for one in given for name in _norm_names(one, known)]
-    for name in names:
-        if not isinstance(name, str) or name not in known:
-            near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
-            raise InterventionError(f"no norm called {name!r}; there are {some(near)} (give a group alone)")
+    names = set[str]()
+    for given in [sites] if isinstance(sites, str) else sites:
+        own = (given, str(given).rpartition(".hook_")[0])
+        named = [n.name for n in norms if n.name in own or n.name.endswith(f".{given}")]
+        if not named:
+            near = difflib.get_close_matches(str(given), [*(n.name for n in norms), *GROUPS], n=3, cutoff=0.3)
+            options = some(near or [n.name for n in norms])
+            raise InterventionError(f"no norm called {given!r}; choose from {options} (a group stands alone)")
+        names.update(named)
     return [n for n in norms if n.name in names]
-
-
-def _norm_names(given: Any, known: Mapping[str, Norm]) -> list[Any]:
-    """Return the norms of a name, of a hook point (`blocks.0.ln1.hook_scale`) or of a last part (`ln1`)."""
-    if not isinstance(given, str) or given in known:
-        return [given]
-    owner = given.rpartition(".hook_")[0]
-    return [owner] if owner in known else [name for name in known if name.endswith(f".{given}")] or [given]
 
 
 def _refuse_lost(structure: Structure, norms: Sequence[Norm]) -> None:

@@ -16,9 +16,9 @@ before gain and bias: the variants of a norm. Everything that measures, draws or
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -329,15 +329,11 @@ class UnknownNormError(NormError):
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
 # GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
 SAME_OUTPUT = 5e-2
-# RMS of the vectors that a norm is tried on; the larger one where its eps hides whether it scales (norm-free
-# checkpoints have an eps of 1e12, which hides it at both).
-_SIZES = (1.0, 1e4)
-KINDS = {  # by whether it projects and whether it scales
-    (True, True): "layernorm",
-    (False, True): "rmsnorm",
-    (True, False): "projection_only",
-    (False, False): "none",
-}
+# RMS of the vectors that a norm is tried on. Sizes differ, so that a divisor that grows is seen, also beside a large
+# eps (norm-free checkpoints have one of 1e12, beside which none grows).
+_SIZES = (1.0, 3.0, 100.0, 1e4)
+# The simpler ones first: with such an eps a LayerNorm is the constant that it looks like.
+_KINDS = ("none", "projection_only", "rmsnorm", "layernorm")
 # What modules call them; the `w` and `b` of a bridge go on naming a parameter that has been replaced.
 _GAINS, _BIASES = ("weight", "w"), ("bias", "b")
 _EPS = ("eps", "variance_epsilon", "layer_norm_epsilon")
@@ -353,10 +349,6 @@ def _plus(weight: Tensor, offset: float) -> Tensor:
     return at_least_float32(weight) + offset if offset else weight
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
-
-
 def check_finite(name: str, gain: Tensor | None, bias: Tensor | None) -> None:
     """Raise NormError if a norm's gain or bias holds NaN or infinite values."""
     for label, tensor in (("gain", gain), ("bias", bias)):
@@ -369,88 +361,61 @@ def eps_owners(module: nn.Module, model: HookedModel) -> tuple[Any, Any, Any]:
     return module, getattr(module, "original_component", None), model.cfg
 
 
-class _Trial:
-    """A norm's answers to four vectors of a size: `x`, to the same shifted and tripled, and to zero; in float64.
-
-    `edited` is its output where a hook edits it, which makes a bridge compute the norm itself.
-    """
-
-    def __init__(self, module: nn.Module, d: int, device: torch.device, dtype: torch.dtype, size: float) -> None:
-        x = size * torch.randn(4, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        rows = torch.cat([x, x + 2.0 * size, 3.0 * x, torch.zeros_like(x[:1])]).to(device, dtype)
-        answers: dict[str, Tensor] = {}
-
-        def record(name: str, _module: nn.Module, _args: Any, _kwargs: Any, answer: Tensor) -> None:
-            answers.setdefault(name, answer.detach().reshape(len(rows), -1).double())
-
-        points = {name: module.get_submodule(name) for name in ("hook_scale", "hook_normalized")}
-        with torch.no_grad(), hooks_on([(point, partial(record, name)) for name, point in points.items()]):
-            record("out", module, (), {}, module(rows[None]))
-            with hooks_on([(points["hook_scale"], lambda *seen: seen[-1].clone())]):
-                record("edited", module, (), {}, module(rows[None]))
-        self.x = rows[:4].double()
-        self.scale, self.normalized = answers["hook_scale"], answers["hook_normalized"]
-        self.out, self.edited = answers["out"][:4], answers["edited"][:4]
-
-    @property
-    def projects(self) -> bool:
-        return self.x.shape[-1] > 1 and _close(self.normalized[4:8], self.normalized[:4])
-
-    @property
-    def scales(self) -> bool:
-        return _close(self.normalized[8:12], self.normalized[:4])
-
-    @property
-    def projected(self) -> Tensor:
-        """The four vectors, without their means where the norm projects."""
-        return self.x - self.x.mean(-1, keepdim=True) if self.projects else self.x
-
-
 def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict[str, Any]:
     """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors of length d.
 
-    Nothing is taken from its class, which a bridge hides: does adding a multiple of (1, …, 1) change the output
-    (projection)? does the divisor grow with the input (scaling)? is the output gain·normalized + bias? A norm of the
-    laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`. Raises NormError, UnknownNormError.
+    Nothing is taken from its class, which a bridge hides: it is the first kind that gives the same answers. A norm of
+    the laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`.
+
+    Raises:
+        NormError: its gain or bias holds NaN or infinite values.
+        UnknownNormError: it is none of the norms that ln_probe knows.
     """
     parameters = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     gain, bias = (None if parameter is None else parameter.detach() for parameter in parameters)
     check_finite(name, gain, bias)
     fields: dict[str, Any] = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}
-    if (declared := getattr(module, "kind", None)) in (*KINDS.values(), "scaling_only"):
+    if (declared := getattr(module, "kind", None)) in (*_KINDS, "scaling_only"):
         return {**fields, "kind": declared, "eps_owner": (0, "eps")}
     unknown = f"{name} ({type(module).__name__}) is no norm that ln_probe knows"
-    dtype = dtype_of(model) if gain is None else gain.dtype
-    trial = first = _Trial(module, d, device_of(model), dtype, _SIZES[0])
-    if not first.scales and 100 * _SIZES[1] < torch.finfo(dtype).max:
-        larger = _Trial(module, d, device_of(model), dtype, _SIZES[1])
-        trial = larger if larger.scales else first
-    if not trial.scales and not _close(first.normalized[8:12], 3 * first.normalized[:4]):
-        raise UnknownNormError(f"{unknown}: it neither keeps nor triples 3x")
-    fields["kind"] = KINDS[first.projects, trial.scales]
-    if trial.scales:
-        fields |= _eps_of(unknown, first, trial, eps_owners(module, model))
+    noise = torch.randn(len(_SIZES), d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.cat([torch.tensor(_SIZES)[:, None] * (noise + 1.0), torch.zeros(1, d)])
+    rows = rows.to(device_of(model), dtype_of(model) if gain is None else gain.dtype)
+    scale, normalized, out, edited = _answers(module, rows)
+    fields |= {"eps_value": float(scale[-1, 0]) ** 2, "constant_value": float(scale[0, 0])}
+    for kind in _KINDS:
+        norm = Norm(name, 0, reads="other", module=module, **(fields | {"kind": kind}))
+        if _is_same(normalized[:-1], norm.normalize(rows[:-1].double())):
+            break
     else:
-        fields["constant_value"] = float(trial.scale[0, 0])
+        raise UnknownNormError(f"{unknown}: it divides by another number than sigma")
+    fields["kind"] = kind
+    for place, label in itertools.product(range(3), _EPS):
+        declared = getattr(eps_owners(module, model)[place], label, None)
+        if norm.scales and isinstance(declared, float) and math.isclose(declared, norm.eps, rel_tol=1e-2):
+            fields.setdefault("eps_owner", (place, label))
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
-        outputs = {more: affine(trial.normalized[:4], _plus(gain, more), bias) for more in (0.0, 1.0)}
-        offset = min(outputs, key=lambda more: float((outputs[more] - trial.out).abs().mean()))
-        if not _close(outputs[offset], trial.out):
+        outputs = {more: affine(normalized, _plus(gain, more), bias) for more in (0.0, 1.0)}
+        fields["gain_offset"] = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
+        if not _is_same(outputs[fields["gain_offset"]], out):
             raise UnknownNormError(f"{unknown}: its output is not gain·normalized + bias")
-        fields["gain_offset"] = offset
-    if not _close(trial.edited, trial.out):
+    if not _is_same(edited, out):
         raise UnknownNormError(f"{unknown}: TransformerLens computes another one where a hook edits it")
     return fields
 
 
-def _eps_of(unknown: str, first: _Trial, trial: _Trial, owners: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the eps of a norm that scales, and which of these objects holds it."""
-    x, eps = first.projected, float(trial.scale[-1, 0]) ** 2
-    if not _close(first.normalized[:4], x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()):
-        raise UnknownNormError(f"{unknown}: it divides by another number than sigma")
-    for place, owner in enumerate(owners):
-        for label in _EPS:
-            declared = getattr(owner, label, None)
-            if isinstance(declared, float) and abs(declared - eps) <= 1e-2 * abs(eps) + 1e-30:
-                return {"eps_value": eps, "eps_owner": (place, label)}
-    return {"eps_value": eps}
+def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Tensor, "row _"]]:
+    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and its output where a hook edits it,
+    which makes a bridge compute the norm itself."""
+    answers: list[Tensor] = []
+    points = [module.get_submodule(name) for name in ("hook_scale", "hook_normalized")]
+    with torch.no_grad():
+        with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in points]):
+            answers.append(module(rows[None]))
+        with hooks_on([(points[0], lambda *seen: seen[-1].clone())]):
+            answers.append(module(rows[None]))
+    return [answer.detach().reshape(len(rows), -1).double() for answer in answers]
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
