@@ -197,7 +197,8 @@ def fit(
 ) -> dict[str, Constant]:
     """Return the constants that minimize the mean loss over some prompts, for all norms together.
 
-    Takes minutes for a small model: some hundred forward and backward passes over all prompts.
+    Takes minutes for a small model: some hundred forward and backward passes over all prompts. Warns if the fit did not
+    converge.
 
     Args:
         model, norms, variant, objective: as for `loss_and_gradients`.
@@ -205,12 +206,7 @@ def fit(
         start: the mean sigmas of these norms, by name.
 
     Raises:
-        ValueError: no norm that scales, no prompt with a loss, the model has no next-token loss, a missing start, or a
-            loss that is not finite.
-        GradientError: the loss has no gradient at the constants.
-
-    Warns:
-        UserWarning: the fit did not converge.
+        ValueError: no norm that scales, no prompt with a loss, or a loss that is not finite.
     """
     from scipy.optimize import minimize  # type: ignore[import-untyped]  # a third of a second, needed here alone
 
@@ -260,10 +256,9 @@ def loss_and_gradients(
     One forward and one backward pass. The model's parameters get no gradients, and dropout is off.
 
     Args:
-        model: any hooked model.
         norms: that are edited together; those that do not scale have no constant.
         tokens: one prompt, or several of equal length.
-        constants: of each of these norms that scales, by name; each positive.
+        constants: of each of these norms that scales, by name.
         variant: "no_scaling" or "both_removed".
         objective: the loss; a prompt's is multiplied by its weight (`Objective.weight`).
 
@@ -271,9 +266,7 @@ def loss_and_gradients(
         The loss; and by norm its derivatives by the constant at position 0 and by the one elsewhere.
 
     Raises:
-        ValueError: no norm of these has a constant under this variant, or a constant is missing.
         GradientError: the loss has no gradient at the constants, as in a model that rounds its activations.
-        ObjectiveError: the user's loss did not return one number per prompt.
     """
     names = _frozen(norms, variant, constants)
     rows = (tokens[None] if tokens.ndim == 1 else tokens).to(device_of(model))

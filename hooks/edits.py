@@ -1,12 +1,5 @@
 """Edit a running model: remove a term of its norms, or hold what they divide by.
 
-    with without(model, "scaling", sites="attention"):
-        loss = model(tokens, return_type="loss")
-    with linearized(model):                                           # every norm is a linear map
-        model(tokens)[0, -1, answer].backward()
-    with linearized(model, sigma=linearized.sigmas(model, other)):    # every norm divides by another run's sigmas
-        ...
-
 Freezing scale: Heimersheim 2024, "You can remove GPT2's LayerNorm by fine-tuning"; projection and scaling as terms:
 Brody, Alon & Yahav 2023. A norm's own gradient lets sigma answer to every part of its input, which first-order
 attribution (attribution patching: Syed, Rager & Conmy 2023; LRP for transformers: Ali et al. 2022; transcoder circuits:
@@ -144,10 +137,9 @@ def without(
         An `Intervention`: the edited norms and their constants.
 
     Raises:
-        TypeError: not a TransformerLens or Hugging Face model, or tokens that are neither a tensor nor a list of rows.
-        ValueError, ActivationError: unusable tokens or constants; activations that are not finite.
-        InterventionError: an unknown term or norm; no norm to edit; a norm that is under an intervention already; heads
-            that cannot be edited alone; loss-optimal constants for some readers alone.
+        TypeError, ValueError: no such model; unusable tokens or constants; activations that are not finite.
+        InterventionError: an unknown term or norm; a norm that is under an intervention already; heads that cannot be
+            edited alone.
         LostEditError: an edit does not reach the model's output; names the norm.
 
     Warns:
@@ -402,9 +394,8 @@ class _Linearized:
             The names of the norms.
 
         Raises:
-            TypeError: not a TransformerLens model.
-            InterventionError: no norm; linearized already; an unknown name or a sigma that is not positive; at a
-                forward pass, a sigma for another number of tokens.
+            InterventionError: no norm; linearized already; an unknown name; a sigma that is not positive or, at a
+                forward pass, of another number of tokens.
             LostEditError: at some norm the edit does not reach the output; names it.
         """
         choice, given = _linear_norms(model, sigma)
@@ -417,11 +408,8 @@ class _Linearized:
         """Return the sigma of every norm at every token, by the norm's name; one forward pass in evaluation mode.
 
         Args:
-            model: any hooked model.
-            tokens: [pos] or [batch pos].
-
-        Raises:
-            TypeError, ValueError: not whole numbers, other axes, empty, outside the vocabulary, beyond the context.
+            model: as above.
+            tokens: [pos] or [batch pos]; a ValueError says what is wrong with them.
         """
         hooked = check_model(model)
         rows, norms = check_tokens(hooked, tokens), norms_of(hooked)
@@ -471,11 +459,7 @@ FwdHooks = list[tuple[str, Callable[..., Any]]]
 def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
     """Return `linearized` as hooks on the norms' `hook_scale`, for `run_with_hooks(fwd_hooks=…)` and `model.hooks(…)`.
 
-    Args:
-        model, sigma: as for `linearized`.
-
-    Raises:
-        TypeError, InterventionError, LostEditError: as `linearized`.
+    Args and errors are those of `linearized`.
 
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
@@ -496,14 +480,8 @@ def edit_hooks(
     """Return `without` as hooks, for `run_with_hooks(fwd_hooks=…)` and `model.hooks(…)`.
 
     A pass must begin at position 0 (no cache, no padding on the left). Without projection the norms need a `hook_in`,
-    as a bridge's and the laboratory's have it.
-
-    Args:
-        model, what, sites, scale, tokens: as for `without`.
-
-    Raises:
-        TypeError, ValueError, InterventionError, LostEditError: as `without`; a norm without `hook_in`; a norm of
-            queries or keys.
+    as a bridge's and the laboratory's have it, and norms of queries or keys are refused. Args and errors are those of
+    `without`.
 
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))

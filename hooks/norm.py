@@ -365,11 +365,7 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors of length d.
 
     Nothing is taken from its class, which a bridge hides: it is the first kind that gives the same answers. A norm of
-    the laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`.
-
-    Raises:
-        NormError: its gain or bias holds NaN or infinite values.
-        UnknownNormError: it is none of the norms that ln_probe knows.
+    the laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`. Raises NormError.
     """
     parameters = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     gain, bias = (None if parameter is None else parameter.detach() for parameter in parameters)

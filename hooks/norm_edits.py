@@ -266,11 +266,9 @@ class NormEdit(Edit):
     """Remove terms of one norm: in all rows of a batch alike, or in each row its own.
 
     Args:
-        norm: the norm.
         variants: the variant's name of each row, or one for all.
         constants: what replaces sigma, [row, 2] at position 0 and elsewhere (gradients reach it); NaN where sigma
             stays. None: sigma stays in all.
-        label: of the edit, in messages.
     """
 
     def __init__(
@@ -473,8 +471,7 @@ def z_of(
 def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
     """Run the model under these edits; on leaving, it is as it was, also after an exception.
 
-    Raises:
-        LostEditError: at a pass in which a hook of an edit was not called.
+    A pass in which a hook of an edit was not called raises LostEditError.
     """
     positions, flags = Positions(), _flags(model)
 

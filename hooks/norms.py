@@ -114,11 +114,7 @@ _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 
 def structure_of(model: HookedModel) -> Structure:
-    """Return the structure of a model, by a short pass where it is not known or has changed.
-
-    Raises:
-        NormError, UnknownNormError: as `find_norms`.
-    """
+    """Return the structure of a model, by a short pass where it is not known or has changed; raises NormError."""
     module, modules = cast(nn.Module, model), modules_of(model)[1:]
     known = _STRUCTURES.get(module)
     is_current = known is not None and known.modules == modules and known.settings == _settings(model, modules)

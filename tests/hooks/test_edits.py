@@ -216,7 +216,7 @@ BOTH: dict[str, Any] = {"blocks.0.ln1": 2.0, "blocks.1.ln1": 2.0}
     ("scaling", {"tokens": ONE.float()}, "whole numbers"),
     ("scaling", {"tokens": ONE[:, :1]}, "position"), ("scaling", {"tokens": ONE + 45}, "vocabulary"),
     ("scaling", {"tokens": torch.zeros(1, 33, dtype=torch.long)}, "context"),
-    ("scaling", {"tokens": [1, 2, 3]}, "one row"), ("scaling", {"tokens": [[1, 2, 10**30]]}, "whole numbers"),
+    ("scaling", {"tokens": [1, 2, 3]}, "list of rows"), ("scaling", {"tokens": [[1, 2, 10**30]]}, "whole numbers"),
     ("scaling", {"sites": "all", "only": "keys"}, r"blocks\.0\.ln2"), ("scaling", {"only": "scores"}, "queries"),
 ])  # fmt: skip
 def test_bad_arguments(what: Any, options: dict[str, Any], word: str) -> None:
