@@ -377,7 +377,9 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     noise = torch.randn(len(_SIZES), d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = torch.cat([torch.tensor(_SIZES)[:, None] * (noise + 1.0), torch.zeros(1, d)])
     rows = rows.to(device_of(model), dtype_of(model) if gain is None else gain.dtype)
-    scale, normalized, out, edited = _answers(module, rows)
+    version, (scale, normalized, out, edited) = rows._version, _answers(module, rows)
+    if rows._version != version:
+        raise NormError(f"{name} changes its input in place, which hooks read after it: ln_probe cannot measure it")
     fields |= {"eps_value": float(scale[-1, 0]) ** 2, "constant_value": float(scale[0, 0])}
     for kind in _KINDS:
         norm = Norm(name, 0, reads="other", module=module, **(fields | {"kind": kind}))
