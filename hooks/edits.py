@@ -279,28 +279,23 @@ def _constants(
     frozen = [norm for norm in choice.norms if VARIANTS[choice.variant].takes_scaling(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
-    rows = None if tokens is None else check_tokens(model, tokens)
-    if rows is not None:
-        rows, notes = unpadded(model, rows)
-        for note in notes:
-            warnings.warn(f"tokens: {note}", stacklevel=4)
-    if rows is not None and max(map(len, rows)) < 2:
+    rows, notes = ([], ()) if tokens is None else unpadded(model, check_tokens(model, tokens))
+    for note in notes:
+        warnings.warn(f"tokens: {note}", stacklevel=4)
+    if rows and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     if not (isinstance(scale, str) and scale in SCALES):
         return given_constants(scale, [norm.name for norm in frozen])
-    if scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name:
+    if scale == OPTIMAL and not rows and choice.variant == SCALING_FROZEN.name:
         groups: Mapping[str, Mapping[str, Constant]] = bundled_constants(model).get("every", {})
         if own := next((c for c in groups.values() if set(c) == {norm.name for norm in frozen}), None):
             return own
     if not frozen:
         return {}
     with unedited(model):
-        means = default_means(model, choice.every, choice.structure) if rows is None else None
-        if means is None:
-            means = mean_sigmas(model, frozen, rows or ())
+        means = mean_sigmas(model, frozen, rows) if rows else default_means(model, choice.every, choice.structure)
         if scale == OPTIMAL:
-            prompts = default_tokens(model) if rows is None else rows
-            return fit(model, choice.norms, prompts, start=means, variant=choice.variant)
+            return fit(model, choice.norms, rows or default_tokens(model), start=means, variant=choice.variant)
     return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
 
 
