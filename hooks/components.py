@@ -463,16 +463,13 @@ class Split:
     record: Record
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
-    def of(self, record: Record) -> Split:
-        """Return the same parts of another record of the prompt."""
-        return Split(self.wiring, record, self._weights)
-
     def rows(self, chosen: Sequence[int]) -> Split:
         """Return the same at some of the recorded positions."""
         at, every = list(chosen), self.record
         maps = {name: getattr(every, name).items() for name in ("seen", "inputs", "neurons", "points")}
         few: dict[str, Any] = {name: {key: value[at] for key, value in items} for name, items in maps.items()}
-        return self.of(replace(every, **few, logits=None if every.logits is None else every.logits[at]))
+        logits = None if every.logits is None else every.logits[at]
+        return Split(self.wiring, replace(every, **few, logits=logits), self._weights)
 
     def norm(self, name: str) -> Norm:
         """Return a norm by its name."""
