@@ -258,7 +258,11 @@ class Objective:
         return max(0, len(tokens) - 1) if self.function is None else 1
 
     def sums(self, output: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
-        """Return the loss of each prompt times its weight, float64; differentiable where the loss is.
+        """Return the loss of each prompt times its weight, float64; differentiable where the loss is."""
+        return self.by_token(output, tokens).sum(-1, dtype=torch.float64)
+
+    def by_token(self, output: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch next"]:
+        """Return the loss of each predicted token, or one number per prompt under a user's loss.
 
         Args:
             output: of the model, with `return_type="logits"`.
@@ -270,7 +274,7 @@ class Objective:
         if self.function is None:
             logits, wanted = at_least_float32(output[:, :-1]), tokens[:, 1:].to(output.device)
             losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-            return losses.view(wanted.shape).sum(-1, dtype=torch.float64)
+            return losses.view(wanted.shape)
         try:
             losses = self.function(output, tokens)
         except (MemoryError, torch.OutOfMemoryError):
@@ -280,7 +284,7 @@ class Objective:
         shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if shape != [len(tokens)] or not losses.is_floating_point():
             raise ObjectiveError(f"{self.name} must return floating-point numbers [{len(tokens)}], got {shape}")
-        return losses.double()
+        return losses.double()[:, None]
 
     def obstacle(self, model: HookedModel) -> str:
         """Return why no loss of the model means anything; empty if it does, or if the user's loss decides."""

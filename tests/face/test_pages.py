@@ -125,6 +125,14 @@ def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     assert len(content["tokens"]) == len(shown.tokens)
 
 
+def test_the_text_is_coloured_by_the_change_of_each_tokens_loss(report: Report) -> None:
+    content = unpacked(attention.token_data(report)["colored"])
+    losses = report.tokens(n=None).query("prompt == 0")
+    assert content["values"] == pytest.approx(losses["no_scaling"].tolist(), abs=1e-4)
+    assert len(content["tokens"]) == len(losses)
+    assert "Which tokens need scaling?" in report_page(report)
+
+
 def test_contrasts_are_those_of_the_table(report: Report) -> None:
     for contrast in figures.contrasts(report):
         row = report.causal.set_index(["sites", "variant"]).loc[(contrast.sites, contrast.variant.name)]
