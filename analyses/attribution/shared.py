@@ -60,8 +60,7 @@ class Prompts:
         self.cache = CachedPrompts(model, given) if is_cache(given) else None
         self.rows: list[Int[Tensor, " _"]] = []
         if self.cache is not None:
-            count, length = self.cache.shape()
-            self.lengths = [length] * count
+            self.lengths = [self.cache.length] * self.cache.batch
             return
         rows = [given] if isinstance(given, str) else torch.as_tensor(given) if isinstance(given, np.ndarray) else given
         try:
