@@ -29,7 +29,7 @@ from ln_probe.analyses.attribution.shared import (
     AttributionError,
     Positions,
     Prompts,
-    SumsAtPositions,
+    Sums,
     Tokens,
     head_of,
     ids_of_rows,
@@ -83,7 +83,7 @@ SHOWN = 24  # positions in the picture of a lens
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LogitAttribution(SumsAtPositions):
+class LogitAttribution(Sums):
     """Logits (or differences of logits), each as a sum over components.
 
     Attributes:

@@ -29,7 +29,7 @@ from ln_probe.analyses.attribution.shared import (
     TOP,
     AttributionError,
     Prompts,
-    SumsAtPositions,
+    Sums,
     one_of,
     part_columns,
     place,
@@ -45,7 +45,7 @@ AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScoreAttribution(SumsAtPositions):
+class ScoreAttribution(Sums):
     """Attention scores (or differences of scores) of one head, each as a sum over one side's components.
 
     Attributes:
