@@ -273,7 +273,7 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     Raises:
         AttributionError: it writes something else, and has no skip connection.
     """
-    weights = getattr(sae, "W_skip", None)
+    weights: Tensor | None = getattr(sae, "W_skip", None)
     if not callable(sae) or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
         return None if weights is None else (x @ weights.T).detach()
     if not isinstance(output := sae(x), Tensor) or output.shape != decoded.shape:

@@ -243,9 +243,15 @@ def attribute_logits(
     numbers = {"total": every.sum((0, 1)), **numbers, "own": numbers["own"].masked_fill(~valid, math.nan)}
     shaped = {name: float(v[0]) if single else _by_prompt(v, places) for name, v in numbers.items()}
     label = label_of(hooked, readings[0].ids if single else None if target is None else ids, others)
-    at, one = _by_prompt(torch.tensor([p for _, p in asked]), places, -1), readings[0]
+    positions_of_rows, one = _by_prompt(torch.tensor([p for _, p in asked]), places, -1), readings[0]
     return LogitAttribution(
-        parts, _by_prompt(every, places), **shaped, bound=one.bound, at=at, label=label, soft_cap=one.soft_cap
+        parts,
+        _by_prompt(every, places),
+        **shaped,
+        bound=one.bound,
+        at=positions_of_rows,
+        label=label,
+        soft_cap=one.soft_cap,
     )
 
 
@@ -473,13 +479,12 @@ class LogitLens:
         shown = first["position"].drop_duplicates().tolist()[-SHOWN:]
         head = "".join(f"<th>{position}</th>" for position in shown)
         rows = [f"<tr><th>layer</th>{head}</tr>"]
-        for layer, cells in (
-            first[first["position"].isin(shown)].sort_values("layer", ascending=False).groupby("layer", sort=False)
-        ):
+        for layer in sorted(set(first["layer"]), reverse=True):
+            cells = first[(first["layer"] == layer) & first["position"].isin(shown)].sort_values("position")
             tokens = "".join(
-                f'<td style="background:rgba(0,114,178,{row.probability / 2:.3f})" title="{row.probability:.1%}">'
-                f"{escape(row.token)}</td>"
-                for row in cells.sort_values("position").itertuples()
+                f'<td style="background:rgba(0,114,178,{cell["probability"] / 2:.3f})" '
+                f'title="{cell["probability"]:.1%}">{escape(cell["token"])}</td>'
+                for cell in cells.to_dict("records")
             )
             rows.append(f"<tr><th>{layer}</th>{tokens}</tr>")
         return f"<p>{escape(repr(self))}</p><table>{''.join(rows)}</table>"
@@ -603,7 +608,8 @@ def _edited(
     if edit is not None:
         variant = edit.variants[0]
         if edit.constants is not None:
-            constant = torch.where(at == 0, *edit.constants[0].detach().to(x))[:, None]
+            first, rest = edit.constants[0].detach().to(x)
+            constant = torch.where(at == 0, first, rest)[:, None]
     return final.affine(final.without(variant, x, constant, final.sigma(x[-1:]) if scale == "final" else None))
 
 
