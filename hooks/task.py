@@ -138,20 +138,19 @@ def unpadded(model: HookedModel, rows: list[Int[Tensor, " _"]]) -> tuple[list[In
     Raises:
         ValueError: a row is nothing but padding.
     """
-    pad, lengths = next(iter(special_tokens(model, "pad")), None), {len(row) for row in rows}
-    if pad is None or len(lengths) != 1 or 0 in lengths:
+    pad = next(iter(special_tokens(model, "pad")), None)
+    if pad is None or len(set(map(len, rows))) != 1 or not len(rows[0]):
         return rows, ()
-    ends = [*special_tokens(model, "bos"), *special_tokens(model, "eos")]
     spans = [(row != pad).nonzero()[:, 0].tolist() for row in rows]
     if not all(spans):
         raise ValueError(f"prompt {spans.index([])} is nothing but padding (token {pad})")
-    runs = [(span[0], len(row) - 1 - span[-1]) for row, span in zip(rows, spans, strict=True)]
-    left, right = (min(min(run[end] for run in runs), int(pad in ends)) for end in (0, 1))
-    cut = [row[span[0] - left : span[-1] + 1 + right] for row, span in zip(rows, spans, strict=True)]
-    if not (padded := sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))):
-        return rows, ()
+    most = int(pad in (*special_tokens(model, "bos"), *special_tokens(model, "eos")))  # of it that is text
+    first, last = [span[0] for span in spans], [span[-1] for span in spans]
+    left, right = min(*first, most), min(len(rows[0]) - 1 - max(last), most)
+    cut = [row[start - left : end + 1 + right] for row, start, end in zip(rows, first, last, strict=True)]
+    padded = sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))
     note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
-    return cut, (f"{note}; pass the attention_mask too if some of it is text",)
+    return cut, (f"{note}; pass the attention_mask too if some of it is text",) * bool(padded)
 
 
 # ---------------------------------------------------------------------------------------- default prompts

@@ -180,8 +180,7 @@ def attribute_scores(
         raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
     with evaluating(hooked):
         norms = attention_inputs(hooked)
-        bare = [n.layer for n in norms if n.is_identity]
-        wiring = find_wiring(hooked, [n for n in norms if not n.is_identity], bare)
+        wiring = find_wiring(hooked, norms)
         site, where = read_by(norms, wiring, layer)
         given = Prompts(hooked, tokens_or_cache)
         points = points_of(hooked, wanted, given.lengths)
@@ -196,8 +195,7 @@ def attribute_scores(
                 tokens, looks = given.tokens(members), list[AttentionInput]()
                 watch = partial(_append, looks)
                 with streaming(hooked, tokens, [site], on_attention=watch, layers=[layer]):
-                    every = range(tokens.numel())
-                    seen = record(hooked, tokens, every, wiring.norms, points=points, logits=False)
+                    seen = record(hooked, tokens, range(tokens.numel()), norms, points=points, logits=False)
             else:
                 seen = given.cache.record(range(sum(given.lengths)), wiring, where, points)
                 looks = given.cache.attention(site, layer, where)
@@ -393,9 +391,6 @@ def heads_of(split: Split, looks: Sequence[AttentionInput], site: Norm, where: s
     """
     if not looks:
         raise AttributionError(f"attention that reads {where} shows no pattern, so its scores cannot be checked")
-    if site.is_identity:
-        inputs = {**split.record.inputs, where: torch.cat([look.x for look in looks]).cpu()}
-        split = split.of(replace(split.record, inputs=inputs))
     heads = list[Head]()
     for look in looks:
         maps = read_heads(look, split.wiring.norms, bent=True)

@@ -291,7 +291,7 @@ class Sums:
         return f"<p>{escape(repr(self))}</p>{self.top().to_html(index=False, float_format='{:+.4g}'.format)}"
 
     def __repr__(self) -> str:
-        shape = " × ".join(map(str, self.values.shape[1:]))
+        shape = " x ".join(map(str, self.values.shape[1:]))
         return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} {self._entries})"
 
     def _components(self) -> pd.DataFrame:

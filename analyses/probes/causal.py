@@ -460,10 +460,10 @@ def norm_estimates(
     estimates: dict[str, tuple[float, float]] = {}
     for name, edit in edits.items():
         first, second = 0.0, torch.zeros(())
-        edit.positions.direct, edit.positions.shape = True, (1, len(tokens))
+        edit.positions.begin((1, len(tokens)))
         for x, y, leaf in calls[edit.norm.name]:
             if id(leaf) in slopes:
-                change = at_least_float32(edit.output(x, y)).detach() - at_least_float32(y)
+                change = at_least_float32(edit.output(x)).detach() - at_least_float32(y)
                 own, of_drawn = (slope * change for slope in slopes[id(leaf)])
                 first += float(own.sum(dtype=torch.float64))
                 second = second.to(y.device) + of_drawn.sum(-1, dtype=torch.float64)  # all calls read one vector

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from architectures import bridge_of, hugging_face
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from faulty import word_tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
@@ -125,17 +125,16 @@ def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytes
     assert "'depth' failed: ZeroDivisionError" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-# ----------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
+# ---------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """Words w3 to w49; it begins every text with <s>, as Llama's."""
-    words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 50)}, unk_token="w3"))
-    words.pre_tokenizer = WhitespaceSplit()
-    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **names)
+    words = word_tokenizer(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 50))], pattern="<s>")
+    words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    words.pad_token, words.padding_side = "<pad>", "left"
+    return words
 
 
 def intact_loss(model: Any, prompts: Any) -> float:
@@ -196,3 +195,18 @@ def test_a_norm_that_writes_over_its_input_is_refused() -> None:
 def test_norms_without_hook_points_are_named() -> None:
     report = ln_probe.analyze(bridge_of(hugging_face("stablelm-parallel")), IDS, probes=["causal"], progress=False)
     assert any("neither measured nor edited: blocks.0.self_attn.q_layernorm" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "cp437", "ascii"])
+def test_a_report_can_be_printed_on_any_console(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ln_probe.analyze(bridge_of(hugging_face("gpt2")), IDS, probes=["decomposition"], progress=False)
+    named = dataclasses.replace(report, provenance={**report.provenance, "model": {"name": "\u03c3 \u00d7 \u6587"}})
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    for value in (named, named.constants, ln_probe.attribute_logits(hugging_face("gpt2"), IDS)):
+        print(value, repr(value))
+
+
+@pytest.mark.parametrize("arch", ["falcon-40b", "gpt-bigcode-many-keys"])
+def test_errors_of_the_library_around_a_model_name_it(arch: str) -> None:
+    with pytest.raises(ValueError, match="bridge"):
+        ln_probe.attribute_logits(hugging_face(arch), IDS)
