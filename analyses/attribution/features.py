@@ -278,7 +278,7 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
         return None if weights is None else (x @ weights.T).detach()
     if not isinstance(output := sae(x), Tensor) or output.shape != decoded.shape:
         return None
-    rest = (output - decoded).detach()
+    rest: Tensor = (output - decoded).detach()
     if float(rest.abs().max()) <= max(CLOSES, 4 * torch.finfo(rest.dtype).eps) * float(decoded.abs().max()):
         return None
     if not any("skip" in name.lower() and getattr(sae, name, None) is not None for name in dir(sae)):

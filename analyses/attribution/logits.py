@@ -74,6 +74,7 @@ from ln_probe.hooks.model import (
     whole_number,
 )
 from ln_probe.hooks.norm import INTACT, Norm, bias_of, gain_of
+from ln_probe.hooks.norm_edits import NormEdit
 from ln_probe.hooks.norms import norms_of
 
 TERMS = ("without_projection", "projection", "bias")
@@ -603,7 +604,7 @@ def _edited(
     """Return the final norm's output on the stream at these positions, as the norm is now: intact or edited."""
     if final is None:
         return x
-    edit = next((edit for edit in edits_on(final.module) if not edit.holds), None)
+    edit = next((edit for edit in edits_on(final.module) if isinstance(edit, NormEdit)), None)
     variant, constant = INTACT.name, None
     if edit is not None:
         variant = edit.variants[0]
