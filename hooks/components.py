@@ -169,7 +169,8 @@ class Wiring:
 
     Attributes:
         norms: the model's norms.
-        reads: of each norm outside attention, and of END, the sources of its input with their factors.
+        reads: of each norm outside attention, of each block ("blocks.L") and of END, the sources of its input with
+            their factors.
         open: places where the sum does not close, with the message that says how much is missing and since where.
         bound: relative error that rounding explains of what is read, and of a norm of it.
     """
@@ -237,22 +238,20 @@ def _nearest_sum(
     return nearest, expression
 
 
-def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int] = ()) -> Wiring:
-    """Return of what every norm's input is a sum; costs one forward pass over eight tokens.
+def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
+    """Return of what the input of every norm and block is a sum; costs one forward pass over eight tokens.
 
     Args:
         model: any hooked model.
-        norms: its norms.
-        bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
+        norms: its norms; identities among them do not count.
     """
-    width, tokens, dtype, layers = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model), n_layers(model)
+    width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
     with evaluating(model), unedited(model):
-        shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(layers))
+        shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(n_layers(model)))
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
     single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
     bound = closes_below(torch.float32 if single else dtype)
     by_name = {norm.name: norm for norm in outside_attention(norms)}
-    hidden = {f"blocks.{layer}" for layer in range(layers) if layer not in bare}
     states, outputs, last = list[_State](), list[tuple[Source, Tensor]](), "the embeddings"
     reads, open_places = dict[str, Expression](), dict[str, str]()
     for what in shown.order:
@@ -270,10 +269,8 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
             scaled = _nearest_sum(value, states, outputs, scaled=True)
             left, expression = min((left, expression), scaled, key=itemgetter(0))
         if left <= bound:
-            last = what
+            last, reads[what] = what, expression
             states.append(_State(expression, value, len(outputs)))
-            if what not in hidden:
-                reads[what] = expression
         else:
             open_places[what] = (
                 f"what is read at {what} is not the sum of what known modules wrote: {left:.1e} of its size is left "
@@ -288,8 +285,8 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
 
 
 def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
-    """Return the norms of the residual stream: those of queries and keys stand inside attention."""
-    return [n for n in norms if n.reads not in ("query", "key")]
+    """Return the norms of the residual stream: no identities, and none of queries and keys inside attention."""
+    return [n for n in norms if n.reads not in ("query", "key") and not n.is_identity]
 
 
 # ---------------------------------------------------------------------------------------- readings of the stream
@@ -338,7 +335,7 @@ def record(
         norms: the model's norms.
         neurons: layers whose neurons are recorded.
         points: other modules whose output is recorded, by name.
-        block_inputs: blocks whose input is recorded, as "blocks.L".
+        block_inputs: blocks whose input is recorded, as "blocks.L"; those of identities among the norms always are.
         logits: whether those of the positions are recorded.
 
     Raises:
@@ -358,7 +355,8 @@ def record(
     after += [(module, partial(store, at_points, name)) for name, module in (points or {}).items()]
     after += [(_neurons(model, layer)[0], partial(store, active, layer)) for layer in neurons]
     before = [(norm.module, partial(store, shown, norm.name)) for norm in outside_attention(norms)]
-    before += [(blocks(model)[layer], partial(store, shown, f"blocks.{layer}")) for layer in block_inputs]
+    bare = {norm.layer for norm in norms if norm.is_identity}
+    before += [(blocks(model)[n], partial(store, shown, f"blocks.{n}")) for n in sorted(bare.union(block_inputs))]
     if (reader := unembedding(model)) is not None:
         before.append((reader, partial(store, shown, END)))
     with hooks_on(after, before):
@@ -435,8 +433,8 @@ class CachedPrompts:
         if place == END:
             reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
             return self.rows(f"{reader}.hook_in", last)
-        residual = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf)  # of a HookedTransformer
-        return self.rows(f"{place}.hook_in", f"{block}.{residual}" if block else last)
+        residual = {"ln1": f"{block}.hook_resid_pre", "ln2": f"{block}.hook_resid_mid", "ln_final": last}
+        return self.rows(f"{place}.hook_in", residual.get(leaf, f"{place}.hook_resid_pre"))  # of a HookedTransformer
 
 
 def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
@@ -465,16 +463,13 @@ class Split:
     record: Record
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
-    def of(self, record: Record) -> Split:
-        """Return the same parts of another record of the prompt."""
-        return Split(self.wiring, record, self._weights)
-
     def rows(self, chosen: Sequence[int]) -> Split:
         """Return the same at some of the recorded positions."""
         at, every = list(chosen), self.record
         maps = {name: getattr(every, name).items() for name in ("seen", "inputs", "neurons", "points")}
         few: dict[str, Any] = {name: {key: value[at] for key, value in items} for name, items in maps.items()}
-        return self.of(replace(every, **few, logits=None if every.logits is None else every.logits[at]))
+        logits = None if every.logits is None else every.logits[at]
+        return Split(self.wiring, replace(every, **few, logits=logits), self._weights)
 
     def norm(self, name: str) -> Norm:
         """Return a norm by its name."""

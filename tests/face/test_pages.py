@@ -113,6 +113,13 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     assert all(text in legend for text in ("hatched", "not tested", "grey"))
 
 
+def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) -> None:
+    figure = figures.loss_over_training({"run": [(0, report), (1000, report)]})
+    changes = report.causal[report.causal["sites"] == "all"].set_index("variant")["delta_loss"]
+    for axes, variant in zip(figure.axes, ("no_scaling", "no_projection"), strict=True):
+        assert axes.lines[1].get_ydata() == pytest.approx([changes[variant]] * 2)
+
+
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     shown = report.exhibits.attention
     content = unpacked(attention.attention_data(report)["data"])
