@@ -107,7 +107,8 @@ def make_prompts(
     max_prompts = None if max_prompts is None else whole_number(max_prompts, "max_prompts", 1)
     if isinstance(prompts, Prompts):
         return prompts
-    if "attention_mask" in (columns := getattr(prompts, "column_names", None) or ()) and _TEXT_FIELD not in columns:
+    columns = getattr(prompts, "column_names", None) or ()
+    if {"input_ids", "attention_mask"}.issubset(columns) and _TEXT_FIELD not in columns:
         prompts = {name: list(prompts[name]) for name in ("input_ids", "attention_mask")}
     if isinstance(prompts, Mapping) and "input_ids" in prompts and prompts.get("attention_mask") is None:
         prompts = prompts["input_ids"]
@@ -262,7 +263,8 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
     """Return the token ids of a tokenizer's output without what its attention_mask hides, and a note about it."""
     if "input_ids" not in given:
         raise ValueError(f'a tokenizer\'s output needs "input_ids", this has {", ".join(map(str, given)) or "nothing"}')
-    rows, masks = _rows(given["input_ids"]), _rows(given["attention_mask"])
+    rows = _rows(given["input_ids"])
+    masks = _rows(given["attention_mask"], lambda mask: (_array(mask) != 0).astype(int))  # (or true and false)
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
         raise ValueError("attention_mask does not fit input_ids: their lengths differ")
     visible = []
@@ -279,9 +281,9 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
     return visible, (note,) * bool(hidden)
 
 
-def _rows(given: Any) -> list[Tensor]:
+def _rows(given: Any, read: Callable[[Any], Any] = lambda entry: entry) -> list[Tensor]:
     one_row = len(given) and _is_number(given[0])
-    return [_row(entry, number) for number, entry in enumerate([given] if one_row else given)]
+    return [_row(read(entry), number) for number, entry in enumerate([given] if one_row else given)]
 
 
 def _finished(
