@@ -203,10 +203,9 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
 
 def memory_shortage(model: Any, max_tokens: int) -> str:
     """Return a line if a report is expected to need more memory than is free, else ""."""
-    config = model.cfg
-    tokens = min(max_tokens, config.n_ctx)
-    logits = 4 * tokens * config.d_vocab  # of one prompt, in float32; four of them: intact, two edits, their losses
-    patterns = 4 * tokens**2 * config.n_heads * config.n_layers  # kept for the page, and intact beside edited
+    config, tokens = model.cfg, min(max_tokens, model.cfg.n_ctx)
+    logits = 4 * tokens * config.d_vocab  # of one prompt, in float32
+    patterns = 4 * tokens**2 * config.n_heads * config.n_layers
     needed, free = 4 * logits + 2 * patterns, free_memory()
     if needed <= free:
         return ""
@@ -391,12 +390,10 @@ def ray_outcomes(targets: Sequence[Target], settings: Settings, out: Path, worke
     The cluster is that of RAY_ADDRESS, else one that runs on this machine, else one that is started for the command.
 
     Raises:
-        BatchError: Ray is missing, cannot be reached, or its workers do not see the folder `out`.
+        BatchError: Ray cannot be reached, or its workers do not see the folder `out`.
     """
-    try:
-        import ray
-    except ImportError:
-        raise BatchError("--engine ray needs the package ray: pip install ray") from None
+    import ray
+
     host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     try:
         if port.isdigit() and "//" not in host:  # Ray would try for many minutes where nobody listens

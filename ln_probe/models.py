@@ -71,7 +71,6 @@ def load_model(
         ValueError: an unknown name, revision, option, device or architecture; damaged, quantized or non-finite weights;
             a pickle without `allow_pickle`; or logits that are not those of the original.
         TypeError: a name that is no text or path, or `allow_pickle` neither True nor False.
-        ImportError: a ``.gguf`` file without the package ``gguf``.
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")
@@ -176,7 +175,7 @@ def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "
     if os.path.isdir(path):
         if (path / _LAB_FILE).is_file():
             return "lab"
-        if (path / "config.json").is_file() or (given not in BUNDLED and not _is_known(given)):
+        if (path / "config.json").is_file() or given not in BUNDLED:
             return "folder"
     if given in BUNDLED:
         return "bundled"
@@ -189,12 +188,6 @@ def layers_of(given: str, path: Path) -> int:
     """Return how many layers the model of a lab run or a bundled name has; imports nothing heavy."""
     folder = path if (path / _LAB_FILE).is_file() else bundled_folder(given)
     return int(json.loads((folder / _LAB_FILE).read_text(encoding="utf-8"))["model"]["n_layers"])
-
-
-def _is_known(name: str) -> bool:
-    from ln_probe.loading.pretrained import known_hub_names
-
-    return name.lower() in known_hub_names()
 
 
 def dtype_named(name: str | torch.dtype) -> torch.dtype:
@@ -219,13 +212,8 @@ def device_named(name: str | torch.device | None) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', 'mps', …, got {name!r}.") from error
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if device.type not in counts:
-        raise ValueError(f"device must be 'cpu', 'cuda' or 'mps', got {name!r}.")
-    if (device.index or 0) >= counts[device.type]:
-        raise ValueError(
-            f"device {name!r} is not there: this machine shows {counts[device.type]} of that kind to torch "
-            f"{torch.__version__}. Use device='cpu'."
-        )
+    if (device.index or 0) >= counts.get(device.type, 0):
+        raise ValueError(f"device {name!r} is not there, as torch {torch.__version__} sees it: use device='cpu'.")
     return device
 
 

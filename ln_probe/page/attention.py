@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.probes.wording import NATS, unit_of
-from ln_probe.analyses.text import disarmed, shortened, to_be_written, visible, write_text
+from ln_probe.analyses.text import disarmed, shortened, visible, write_text
 from ln_probe.exhibits import PromptAttention
 from ln_probe.hooks.norm import SCALING_FROZEN
 from ln_probe.page import circuitsvis_script, compressed, own_script, packed, render
@@ -230,9 +230,8 @@ class AttentionView:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the picture as one self-contained page and return its path."""
-        path = to_be_written(path)
-        write_text(path, self.document())
-        return path
+        write_text(Path(path), self.document())
+        return Path(path)
 
 
 def attention_data(report: Report) -> dict[str, Any]:

@@ -109,16 +109,12 @@ def test_built_in_probes_fill_the_tables_and_are_what_the_list_says() -> None:
 
 @pytest.mark.parametrize("make", [
     lambda: Table("a/b", "t", "a", (), {}),
-    lambda: Table("t", "t", "a", ("z",), PAIRS.columns),
     lambda: Table("t", "t", "a", (), {"x": ("nats", "")}),
-    lambda: Table.of_plain({"name": "t"}),
     lambda: PAIRS.frame([{"a": 1, "z": 2}]),
-    lambda: PAIRS.merged([pd.DataFrame({"a": [1]})]),
     lambda: PAIRS.merged([pd.DataFrame({"a": [1], "b": ["x"], "z": [1]})]),
     lambda: PAIRS.check(PAIRS.frame([{"a": 1, "b": "x", "x": 1.0, "n": 1}] * 2)),
     lambda: PAIRS.check(PAIRS.frame([{"a": 1, "b": "x", "x": "y", "n": 1}])),
     lambda: PAIRS.check(pd.DataFrame({"a": [1]})),
-    lambda: PAIRS.check([1]),
 ])  # fmt: skip
 def test_bad_declarations_and_frames(make: Callable[[], object]) -> None:
     with pytest.raises(TableError):

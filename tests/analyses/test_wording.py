@@ -91,7 +91,7 @@ def test_the_five_questions_in_their_order() -> None:
     assert texts[3].startswith("No possible query selects 43.8 % of keys (50.0 % with scaling frozen; ")
     assert "random keys: 11.4 %" in texts[3]
     assert texts[4].startswith(
-        "Position 0 receives 55 % of attention (12 % if uniform; 20 % with scaling frozen); 1 of 2"
+        "Position 0 is a sink of 1 of 2 heads, with 55 % of attention (12 % if uniform; 20 % with scaling frozen; "
     )
     assert "position 0 (1 of 2 prompts, up to 20 times), '·b' (1, up to 12 times)" in texts[4]
     assert texts[5].startswith(

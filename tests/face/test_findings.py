@@ -11,7 +11,6 @@ from architectures import bridge_of, make_bridge, norm_free
 
 import ln_probe
 from ln_probe.guard import whole_numbers
-from ln_probe.prompts import summary
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +30,6 @@ def test_constants_of_position_0_are_of_the_token_that_prompts_begin_with(model:
     )
     assert with_first[0].first == pytest.approx(with_first[1].first, rel=1e-6)
     assert without[0].first != pytest.approx(without[1].first, rel=0.1)
-
-
-def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
-    commonest = summary("here", [torch.arange(6)], lambda i: "�" if i < 5 else "a")["commonest"]
-    assert list(commonest.values()) == pytest.approx([1 / 6] * 6, abs=1e-3)
 
 
 def test_layers_and_units_are_said_in_every_answer() -> None:

@@ -340,8 +340,7 @@ def test_a_lab_run_with_a_weight_that_is_not_finite(tmp_path: Path) -> None:
     ({"allow_pickle": "no"}, "allow_pickle"),
     ({"device": "gpu"}, "'gpu'"),
     ({"device": "cuda:99"}, "'cuda:99'"),
-    ({"device": "meta"}, "'meta'"),
-    ({"device": "mps"}, "not there"),
+    ({"device": "meta"}, "not there"),
     ({"world": "lab"}, "lab runs"),
     ({"world": "hooks"}, "'bridge'"),
     ({"revision": "step1000"}, "revisions"),
@@ -458,7 +457,6 @@ def test_tokenizers_that_do_not_fit_or_cannot_be_read_are_noted(folder: Path) ->
     model: Any = load_model(folder, device="cpu")
     assert model.tokenizer.name_or_path == str(folder)
     assert model.to_tokens("w0 w1 w2", prepend_bos=False).tolist()[0][-3:] == [3, 4, 5]
-    assert any("knows 63 tokens, the model 50" in note for note in source_of(model).notes)
     (folder / "tokenizer.json").write_text("{")
     model = load_model(folder, device="cpu")
     assert model.tokenizer is None

@@ -26,7 +26,8 @@ from ln_probe.report import Report
 def effects(report: Report, rows: list[dict[str, Any]]) -> Report:
     """The report with these effects of heads."""
     defaults = {"variant": "no_scaling", "p": math.nan, "n": 6}
-    return report.with_tables(head_effects=report.declared["head_effects"].frame([defaults | row for row in rows]))
+    frame = report.declared["head_effects"].frame([defaults | row for row in rows])
+    return replace(report, tables={**report.tables, "head_effects": frame})
 
 
 def unpacked(text: str) -> Any:
