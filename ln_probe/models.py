@@ -98,6 +98,19 @@ def load_model(
     return _load_checkpoint(given, kind, path, torch_device, torch_dtype, revision, allow_pickle, world)
 
 
+def load_as_trained(name: str, **options: Any) -> nn.Module:
+    """Load a model as `load_model` does, but a lab or bundled one as it was trained.
+
+    That needs no TransformerLens, which takes seconds to import, and half the time of a bridge's pass.
+    """
+    if kind_of(name, Path(name).expanduser()) not in ("bundled", "lab"):
+        return load_model(name, **options)
+    from ln_probe.analyses.lab.points import leave_out_transformer_lens
+
+    leave_out_transformer_lens()
+    return load_model(name, world="lab", **options)
+
+
 def split_revision(name: str) -> tuple[str, str | None]:
     """Return the model and the revision of ``name@revision``; None without one, or where a path of that name exists."""
     model, _, revision = name.rpartition("@")

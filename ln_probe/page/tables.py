@@ -14,7 +14,7 @@ from ln_probe.analyses.text import disarmed, percent, shortened, visible
 from ln_probe.hooks.norm import INTACT
 from ln_probe.page import packed
 
-DATA_ROWS = 20_000  # rows that scripts can sort and download: about 0.5 MB compressed for the widest table
+DATA_ROWS = 5_000  # rows that scripts can sort and download: about 0.2 MB compressed for the widest table
 DIGITS = 6  # significant digits on the page; the parquet files have full precision
 PLAIN = ("", "text", "true/false", "index", "count")  # units that need not be said
 FIRST = 8  # columns shown before a reader asks for all
