@@ -1,11 +1,8 @@
-"""Constants that replace sigma, and how far queries reach: from the first pass over the prompts.
+"""Constants that replace sigma, from the first pass over the prompts.
 
 The first pass stores the sum and count of sigma of every norm on every prompt, at position 0 and elsewhere. The
 constants of a prompt are the means over all prompts outside its group (leave one group out), so no prompt is measured
 with constants that it shaped, and no further pass is needed. Equal prompts form one group.
-
-Behind a norm that scales, a head can make only a bounded set of queries; without one there is no bound, and there are
-no margins. Queries are taken before rotary positions and over the divisor, so scores with keys are in nats.
 """
 
 from __future__ import annotations
@@ -17,14 +14,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Float, Float64, Int, Int64
+from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.constants import Constant
-from ln_probe.hooks.norm import Norm
 
 # Where constants come from, as provenance and pages name it.
 LEAVE_ONE_OUT = "leave-one-out means over the other prompts"
@@ -33,8 +27,6 @@ OWN_MEANS = "the prompt's own means"
 
 # A constant farther than this from the mean sigma of the measured prompts also changes the size of the vectors.
 FAR = 0.05
-
-QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
 
 Halves = tuple[Mapping[str, Constant], Mapping[str, Constant]]  # constants fitted on each half of the prompts
 
@@ -232,16 +224,3 @@ def halves_of(groups: Sequence[Hashable]) -> list[int]:
     """Return the half, 0 or 1, of each prompt: groups alternate between them in the order in which they first occur."""
     order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     return [order[group] % 2 for group in groups]
-
-
-def observed_radius(heads: Heads, site: Norm, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head"] | None:
-    """Return |A⁺(q - c)| of the queries of one prompt: 1 on the edge of the reachable ellipsoid.
-
-    None if the norm does not scale: its queries are not bounded.
-    """
-    reached = heads.reached(site)
-    if reached is None:
-        return None
-    queries = heads.queries(y, rotate=False).cpu()
-    distance: Tensor = torch.einsum("had,phd->pha", reached.inverse, queries - reached.center).norm(dim=-1)
-    return distance

@@ -143,15 +143,15 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, encodable(text).encode())
 
 
-def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Return the content of a text file.
+def read_text(path: Path) -> str:
+    """Return the content of a text file in UTF-8, without the mark that begins files of some editors.
 
     Raises:
         OSError: it cannot be read.
         FileError: it is not UTF-8.
     """
     try:
-        return path.read_text(encoding=encoding)
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not UTF-8 text (byte {error.start})") from error
 

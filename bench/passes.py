@@ -19,7 +19,7 @@ import ln_probe
 from ln_probe.prompts import make_prompts
 
 # Functions through which others run the model.
-THROUGH = ("run", "stream", "stream_together", "_call", "__call__", "<lambda>", "<listcomp>", "<genexpr>")
+THROUGH = ("run", "stream", "run_model", "_call", "__call__", "<lambda>", "<listcomp>", "<genexpr>")
 FOLDERS = ("/hooks/", "/analyses/", "/ln_probe/")
 
 

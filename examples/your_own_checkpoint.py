@@ -1,9 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -42,7 +38,7 @@ written.save_pretrained(folder)
 # ## Raw: the weights as they were trained
 #
 # After loading, logits are compared with the Hugging Face model's once; the report says how closely they agreed,
-# which of TransformerLens's worlds was used, and the hash of the weights. Without a tokenizer, give token ids.
+# which class of TransformerLens holds the model, and the hash of the weights. Without a tokenizer, give token ids.
 
 # %%
 raw = ln_probe.load_model(folder)

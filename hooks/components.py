@@ -4,15 +4,10 @@ A *source* is what one module writes (embeddings, positions, an attention layer,
 the stream (post-norm blocks). A *part* is the finest piece of a source: a head, a neuron, a bias. Head h writes
 z_h W_O_h, with `z` the heads' outputs before the output map.
 
-`find_wiring` finds of which sources every norm's input is the sum, from one short pass and without the config:
-
-    blocks.1.ln1   reads  embed + pos_embed + blocks.0.attn + blocks.0.mlp          (pre-norm, sequential)
-    blocks.0.ln2   reads  embed                                                     (parallel attention and MLP)
-    blocks.0.ln2   reads  embed + norm(blocks.0.ln1_post)                           (a norm of attention's output)
-    blocks.0.ln2   reads  norm(blocks.0.ln1) + blocks.0.mlp                         (post-norm blocks)
-
-At each place the stream is the one at an earlier place plus what was written since, perhaps times one factor (scaled
-embeddings, scaled residual branches); a sum that does not close to rounding is rejected.
+`find_wiring` finds of which sources every norm's input is the sum, from one short pass and without the config, such as
+`embed + pos_embed + blocks.0.attn` (pre-norm), `embed + blocks.0.ln1_post` (a norm of attention's output) or
+`blocks.0.ln1 + blocks.0.mlp` (post-norm). At each place the stream is the one at an earlier place plus what was written
+since, perhaps times one factor (scaled embeddings, scaled residual branches); a sum that does not close is rejected.
 
 `Split` divides any linear reading f · x of the stream among its parts. Parts are never built as vectors: f is pulled
 back through what they passed (a norm at its own sigma, a head's W_O), which costs d_head numbers per head, not d_model.
@@ -23,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from einops import einsum, rearrange
@@ -33,12 +28,14 @@ from torch import Tensor, nn
 from ln_probe.hooks.model import (
     Hook,
     HookedModel,
+    attentions,
     blocks,
     child_of,
     dtype_of,
     evaluating,
     flat,
     hooks_on,
+    n_layers,
     probe_tokens,
     run,
     tensors_in,
@@ -47,16 +44,17 @@ from ln_probe.hooks.model import (
     weight_of,
 )
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
+from ln_probe.hooks.stream import TABLES, AttentionInput, rotary_tables
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
 _BIASES = {"attn": "b_O", "mlp": "b_out"}
 END = "the end of the stream"
 TOKENS = 8  # of the short pass
 # Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
-# summand that is missing left 1e-2 to 3e-1 (a writer that is not known, BERT's head).
+# missing summand left 1e-2 to 3e-1. 16-bit formats round at every write; the errors of deep models partly cancel.
 CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
-HALF_ROUNDINGS = 4  # 16-bit formats round the stream at every write; the errors of deep models partly cancel
-_STARTS = 4  # earlier places and norms that a stream can be continued from
+HALF_ROUNDINGS = 4
+_STARTS = 8  # earlier states that a stream can be continued from
 
 
 class SplitError(ValueError):
@@ -119,17 +117,19 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
             yield Source("mlp", layer), out
 
 
-def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]] | None:
-    """Return where an MLP's neurons show what they give, and what each writes per unit; None without such a place."""
+def _neurons(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]]:
+    """Return the hook point of an MLP's neurons, and what each writes per unit; SplitError where it has none."""
     mlp = child_of(blocks(model)[layer], "mlp")
     point, out = child_of(mlp, "hook_post"), weight_of(mlp, "W_out")
-    return None if point is None or out is None or out.ndim != 2 else (point, out)
+    if point is None or out is None or out.ndim != 2:
+        raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
+    return point, out
 
 
-def _output_maps(model: HookedModel, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
-    """Return W_O of a layer; None where it shows none, so that its heads cannot be separated."""
+def _output_maps(model: HookedModel, layer: int, z: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
+    """Return W_O of a layer in the format of its z; None where it shows none, so that heads cannot be separated."""
     W_O = weight_of(child_of(blocks(model)[layer], "attn"), "W_O")
-    return None if W_O is None or W_O.ndim != 3 else W_O.to(like)
+    return None if W_O is None or W_O.ndim != 3 or z.shape[-1] != W_O[:, :, 0].numel() else W_O.to(z)
 
 
 def _output_bias(model: HookedModel, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
@@ -145,8 +145,7 @@ def _written(model: HookedModel, source: Source, shown: Tensor) -> Float[Tensor,
     """Return what a source wrote, from what its module showed; None where that cannot be known."""
     if source.kind != "attn":
         return shown
-    W_O = _output_maps(model, source.layer, shown)
-    if W_O is None or shown.shape[-1] != W_O[:, :, 0].numel():
+    if (W_O := _output_maps(model, source.layer, shown)) is None:
         return None
     out = torch.einsum("rhk,hkd->rd", shown.unflatten(-1, (len(W_O), -1)), W_O)
     bias = _output_bias(model, source, shown)
@@ -171,15 +170,14 @@ class Wiring:
         norms: the model's norms.
         reads: of each norm outside attention, and of END, the sources of its input with their factors.
         open: places where the sum does not close, with the message that says how much is missing and since where.
-        single: norms of a float64 model that compute in float32 (Hugging Face's RMSNorms do): what has passed one is
-            exact to float32 only.
+        bound: relative error that rounding explains of what is read, and of a norm of it.
     """
 
     model: HookedModel
     norms: Sequence[Norm]
     reads: Mapping[str, Expression]
     open: Mapping[str, str]
-    single: frozenset[str] = frozenset()
+    bound: float
 
     def at(self, place: str) -> Expression:
         """Return the sources of what is read at a place.
@@ -193,11 +191,6 @@ class Wiring:
             raise SplitError(f"{place} is no norm of the residual stream: there are {', '.join(self.reads)}")
         return self.reads[place]
 
-    def bound(self, place: str, dtype: torch.dtype) -> float:
-        """Return the relative error that rounding explains of what is read at `place` and of the norm there."""
-        passed = {place, *self.norms_within(place)}
-        return closes_below(torch.float32 if dtype == torch.float64 and passed & self.single else dtype)
-
     def norms_within(self, place: str) -> list[str]:
         """Return the norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
         names = [source.norm for source in self.at(place) if source.kind == "norm"]
@@ -206,46 +199,41 @@ class Wiring:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """The stream at one place of the pass; `writes` and `norms` count those before it."""
+    """The stream at one place of the pass, or where a norm's output takes its place, after so many outputs."""
 
-    name: str
     expression: Expression
     value: Tensor
-    writes: int = 0
-    norms: int = 0
+    outputs: int = 0
 
 
 class _Search:
-    """The places of one pass, in their order."""
+    """The states of the stream in one pass, and what was written to it (by norms too), in the order of the pass."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.limit = closes_below(dtype)
-        self.writes: list[tuple[Source, Tensor]] = []
-        self.norms: list[tuple[Source, Tensor]] = []
-        self.places: list[_State] = []
-        self.after_norms: list[_State] = []  # the stream where a norm's output takes its place
+    def __init__(self, bound: float) -> None:
+        self.bound, self.last = bound, "the embeddings"  # the last place where the sum closes
+        self.outputs: list[tuple[Source, Tensor]] = []
+        self.states: list[_State] = []
         self.open: dict[str, str] = {}
 
     def add_norm(self, norm: Norm, output: Tensor) -> None:
         """Note what a norm puts out."""
         source = Source("norm", norm.layer, norm.name)
-        self.norms.append((source, output))
-        self.after_norms.append(_State(norm.name, {source: 1.0}, output, len(self.writes), len(self.norms)))
+        self.outputs.append((source, output))
+        self.states.append(_State({source: 1.0}, output, len(self.outputs)))
 
-    def see(self, name: str, value: Tensor) -> Expression | None:
+    def see(self, place: str, value: Tensor) -> Expression | None:
         """Return the sources of what is read at a place; None if the sum does not close (`open` says why)."""
         best = 1.0
         for scaled in (False, True):
             left, expression = min(self._candidates(value, scaled=scaled), key=lambda candidate: candidate[0])
-            if left <= self.limit:
-                self.places.append(_State(name, expression, value, len(self.writes), len(self.norms)))
+            if left <= self.bound:
+                self.states.append(_State(expression, value, len(self.outputs)))
+                self.last = place
                 return expression
             best = min(best, left)
-        since = self.places[-1].name if self.places else "the embeddings"
-        self.open[name] = (
-            f"what is read at {name} is not the sum of what embeddings, heads, MLPs and norms wrote: {best:.1e} of its "
-            f"size is left over (rounding explains {self.limit:.0e}). What is missing was written after {since}, the "
-            "last place where the sum closes, by a module that ln_probe does not know"
+        self.open[place] = (
+            f"what is read at {place} is not the sum of what known modules wrote: {best:.1e} of its size is left over "
+            f"(rounding explains {self.bound:.0e}), written after {self.last}, the last place where the sum closes"
         )
         return None
 
@@ -255,9 +243,11 @@ class _Search:
         Args:
             scaled: whether what was written since the start may have a factor other than 1.
         """
-        nothing = _State("nothing", {}, torch.zeros_like(value))
-        for start in (*self.places[: -_STARTS - 1 : -1], *self.after_norms[: -_STARTS - 1 : -1], nothing):
-            writes, norms = self.writes[start.writes :], self.norms[start.norms :]
+        nothing = _State({}, torch.zeros_like(value))
+        for start in (*self.states[: -_STARTS - 1 : -1], nothing):
+            since = self.outputs[start.outputs :]
+            writes = [output for output in since if output[0].kind != "norm"]
+            norms = [output for output in since if output[0].kind == "norm"]
             for added in ([], writes, norms, writes[-1:], norms[-1:]):
                 total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
                 factor = 1.0
@@ -281,46 +271,44 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
         bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
     width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
-    search, reads, single = _Search(dtype), dict[str, Expression](), set[str]()
-    shown: dict[Any, tuple[Any, Any]] = {}  # what ran, in its order: its input and output
+    shown: dict[Source | Norm | str, list[Tensor]] = {}  # input and output of what ran, in its order
 
-    def note(what: object, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+    def note(what: Source | Norm | str, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         # (HookedTransformer calls a norm for queries, keys and values: the first call counts)
-        shown.setdefault(what, (next(iter(tensors_in(args, kwargs)), None), *output))
+        values = (*tensors_in(args, kwargs)[:1], *output)
+        shown.setdefault(what, [flat(value, len(tokens)).double() for value in values])
 
-    after = [(module, partial(note, source)) for source, module in watched(model)]
+    after: list[Hook] = [(module, partial(note, source)) for source, module in watched(model)]
     after += [(n.module, partial(note, n)) for n in outside_attention(norms) if n.d == width]
     before: list[Hook] = [(block, partial(note, f"blocks.{layer}")) for layer, block in enumerate(blocks(model))]
     if (reader := unembedding(model)) is not None:
         before.append((reader, partial(note, END)))
     with evaluating(model), unedited(model), hooks_on(after, before):
         run(model, tokens[None], return_type="logits")
+    # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
+    single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
+    search = _Search(closes_below(torch.float32 if single else dtype))
+    reads: dict[str, Expression] = {}
+    hidden = {f"blocks.{layer}" for layer in range(n_layers(model)) if layer not in bare}
     for what, values in shown.items():
-        x, y = cast(Any, [None if v is None else flat(v, len(tokens)).double() for v in (values[0], values[-1])])
+        x, y = values[0], values[-1]
         if isinstance(what, Source):
             written = _written(model, what, y)
             if written is not None and written.shape[-1] == width:
-                search.writes.append((what, written))
+                search.outputs.append((what, written))
             continue
         place = what.name if isinstance(what, Norm) else what
         if place == END and x.shape[-1] != width:
             search.open[END] = (
-                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {width}: a map "
-                "that ln_probe does not know comes between them. Attribute attention scores or layers before it"
+                f"the unembedding reads vectors of length {x.shape[-1]}: attribute attention scores instead"
             )
             continue
-        x = x[:, :width]  # (of the first head)
-        expression = search.see(place, x)
-        if expression is not None and (not place.removeprefix("blocks.").isdigit() or int(place[7:]) in bare):
+        expression = search.see(place, x[:, :width])  # (of the first head)
+        if expression is not None and place not in hidden:
             reads[place] = expression
         if isinstance(what, Norm):
-            y = y[:, : what.d]
-            search.add_norm(what, y)
-            off = float((what.affine(what.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
-            if dtype == torch.float64 and off > CLOSES[dtype]:
-                single.add(what.name)
-                search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
-    return Wiring(model, norms, reads, search.open, frozenset(single))
+            search.add_norm(what, y[:, :width])
+    return Wiring(model, norms, reads, search.open, search.bound)
 
 
 def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
@@ -388,17 +376,83 @@ def record(
 
     after = [(module, partial(store, seen, source)) for source, module in watched(model)]
     after += [(module, partial(store, shown, name)) for name, module in (points or {}).items()]
+    after += [(_neurons(model, layer)[0], partial(store, active, layer)) for layer in neurons]
     before = [(norm.module, partial(store, inputs, norm.name)) for norm in outside_attention(norms)]
     if (reader := unembedding(model)) is not None:
         before.append((reader, partial(store, inputs, END)))
-    for layer in neurons:
-        if (of_neurons := neurons_of(model, layer)) is None:
-            raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
-        after.append((of_neurons[0], partial(store, active, layer)))
     with hooks_on(after, before):
         output = run(model, prompts, return_type="logits" if logits else None)
     of_positions = output.flatten(0, 1)[rows].cpu() if logits else None
     return Record(seen, inputs, active, of_positions, next(iter((inputs or seen).values())).dtype, shown)
+
+
+def is_cache(given: object) -> bool:
+    """Return whether something is a cache of activations by name (an ActivationCache or a dict)."""
+    return isinstance(given, Mapping) or (hasattr(given, "cache_dict") and hasattr(given, "keys"))
+
+
+class CachedPrompts:
+    """The prompts of an activation cache that was taken without a `names_filter`.
+
+    Raises:
+        SplitError: it is of another model. The methods raise one if the cache lacks something, by name.
+    """
+
+    def __init__(self, model: HookedModel, cache: Any) -> None:
+        if getattr(cache, "model", model) is not model:
+            raise SplitError("the cache is of another model: run this model, or pass tokens")
+        values = ((name, value.detach()) for name, value in cache.items() if isinstance(value, Tensor))
+        batched = bool(getattr(cache, "has_batch_dim", True))
+        self.model, self._values = model, {name: value if batched else value[None] for name, value in values}
+
+    def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
+        if (name := next((n for n in names if n in self._values), None)) is None:
+            raise SplitError(f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens")
+        return self._values[name]
+
+    def rows(self, *names: str) -> Float[Tensor, "row wide"]:
+        """Return the first of these activations that there is, a row per position of one prompt after the other."""
+        batch, length = self.shape()
+        return flat(self._value(*names), length, batch)
+
+    def shape(self) -> tuple[int, int]:
+        """Return how many prompts there are, and positions of each."""
+        value = self._value("embed.hook_out", "hook_embed")
+        return len(value), int(value.shape[1])
+
+    def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
+        """Return what is needed to divide what is read at `place` among its parts, as the function `record` does."""
+        rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
+        wanted = {source for at in passed for source in wiring.at(at)}
+        seen = {}
+        for source, module in watched(self.model):
+            if source in wanted:  # (an MLP without an output map is no hook point itself)
+                of_mlp = (f"blocks.{source.layer}.{name}" for name in ("mlp.hook_out", "hook_mlp_out"))
+                names = (str(module.name),) if hasattr(module, "fwd_hooks") else of_mlp
+                seen[source] = self.rows(*names)[rows].cpu()
+        inputs = {name: self._input(name)[rows].cpu() for name in passed}
+        shown = {name: self.rows(name)[rows].cpu() for name in points}
+        return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
+
+    def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
+        """Return what the attention of a layer did in each prompt; `place`: what `norm` reads."""
+        (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
+        x, patterns = self._input(place), self._value(f"{attn}.hook_pattern")
+        y = x if norm.is_identity else norm.affine(self.rows(f"{norm.name}.hook_normalized"))
+        names = [(point, f"{owner}.{point}") for point in TABLES for owner in ("rotary_emb", attn)]
+        tables = {point: self._values[name] for point, name in names if name in self._values}
+        cos_sin = [rotary_tables(tables, prompt, length) for prompt in range(batch)]
+        each = zip(x.view(batch, length, -1), y.view(batch, length, -1), patterns, cos_sin, strict=True)
+        return [AttentionInput(layer, *of_prompt, attentions(self.model)[layer], norm) for of_prompt in each]
+
+    def _input(self, place: str) -> Float[Tensor, "row wide"]:
+        """Return what is read at a place."""
+        last, (block, _, leaf) = f"blocks.{n_layers(self.model) - 1}.hook_resid_post", place.rpartition(".")
+        if place == END:
+            reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
+            return self.rows(f"{reader}.hook_in", last)
+        residual = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf)  # of a HookedTransformer
+        return self.rows(f"{place}.hook_in", f"{block}.{residual}" if block else last)
 
 
 def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
@@ -434,12 +488,9 @@ class Split:
     def rows(self, chosen: Sequence[int]) -> Split:
         """Return the same at some of the recorded positions."""
         at, every = list(chosen), self.record
-        few: dict[str, Any] = {
-            name: {key: value[at] for key, value in getattr(every, name).items()}
-            for name in ("seen", "inputs", "neurons", "points")
-        }
-        logits = None if every.logits is None else every.logits[at]
-        return self.of(replace(every, **few, logits=logits))
+        maps = {name: getattr(every, name).items() for name in ("seen", "inputs", "neurons", "points")}
+        few: dict[str, Any] = {name: {key: value[at] for key, value in items} for name, items in maps.items()}
+        return self.of(replace(every, **few, logits=None if every.logits is None else every.logits[at]))
 
     def norm(self, name: str) -> Norm:
         """Return a norm by its name."""
@@ -469,12 +520,10 @@ class Split:
                 whole.add_(written[source], alpha=factor)
                 size.add_(written[source].abs(), alpha=abs(factor))
             left = float((whole - self.input(at)).abs().max()) / max(float(size.max()), 1e-300)
-            limit = self.wiring.bound(at, self.record.dtype)
-            if not left <= limit:
+            if not left <= self.wiring.bound:
                 raise SplitError(
-                    f"the parts of what is read at {at} do not add up to it: {left:.1e} of the largest is left over "
-                    f"(rounding in {str(self.record.dtype).removeprefix('torch.')} explains {limit:.0e}). Something "
-                    "else wrote to the stream: a hook or an edit that was active, or another model's cache"
+                    f"the parts of what is read at {at} do not add up to it: {left:.1e} of the largest is left over. "
+                    "Something else wrote to the stream: a hook or an edit that was active, or another model's cache"
                 )
             worst = max(worst, left)
         return worst
@@ -521,7 +570,7 @@ class Split:
     def _heads(self, layer: int, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
         if layer not in self._weights:
             W_O = _output_maps(self.wiring.model, layer, z)
-            assert W_O is not None
+            assert W_O is not None  # (its place would be open)
             self._weights[layer] = W_O
         weights = self._weights[layer]
         pulled = einsum(once(f), weights, "row reading d, head k d -> head row reading k")
@@ -536,14 +585,11 @@ class Split:
         whole = dot(out, f)
         if layer not in self.record.neurons:
             return {Part(f"L{layer} mlp", "mlp", layer): whole}
-        _, W_out = neurons_of(self.wiring.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
-        pulled = einsum(f, W_out.cpu().double(), "row reading d, neuron d -> neuron row reading")
+        W_out = _neurons(self.wiring.model, layer)[1].cpu().double()
         active = self.record.neurons[layer].double()
+        pulled = einsum(f, W_out, "row reading d, neuron d -> neuron row reading")
         values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
         missing = float((whole - values.sum(0)).abs().max())
         if missing > closes_below(self.record.dtype) * float(values.abs().sum(0).max().clamp_min(1e-300)):
-            raise SplitError(
-                f"the neurons of layer {layer} do not add up to what its MLP writes ({missing:.1e} is left over): ask "
-                "for whole MLPs"
-            )
+            raise SplitError(f"the neurons of layer {layer} do not add up to what its MLP writes: ask for whole MLPs")
         return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)}

@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, device_of, evaluating, unedited, vocabulary_size
+from ln_probe.hooks.model import HookedModel, device_of, evaluating, modules_of, unedited, vocabulary_size
 from ln_probe.hooks.norm import VARIANTS, Norm
 from ln_probe.hooks.norm_edits import NormEdit, installed
 from ln_probe.hooks.norms import Structure
 from ln_probe.hooks.stream import stream
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
 
+_COMPARED = 2048  # entries of a parameter, evenly spaced
 SCALES = FROZEN, UNIFORM, OPTIMAL = "frozen", "uniform", "optimal"
 
 
@@ -111,20 +112,35 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
     return means
 
 
+def weights_sample(model: HookedModel) -> Float[Tensor, " entry"]:
+    """Return entries of all parameters, evenly spaced: they show edits that PyTorch does not count (`.data`)."""
+    parameters = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
+    return torch.cat([p.detach().flatten()[:: 1 + p.numel() // _COMPARED] for p in parameters])
+
+
+def bundled_constants(model: HookedModel) -> Mapping[str, Any]:
+    """Return the loss-optimal constants that a bundled model brings (`models.shipped_constants`); empty if it brings
+    none, or its weights have changed."""
+    shipped: Mapping[str, Any] = vars(model).get("shipped_constants", {})
+    sample = weights_sample(model)
+    return shipped if torch.equal(shipped.get("sample", sample).to(sample), sample) else {}
+
+
 def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> Mapping[str, Constant]:
     """Return the mean sigmas of norms over the model's default prompts.
 
     They are measured again where the modules, a parameter (its place, or the count of in-place edits that PyTorch
-    keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: pass `tokens` then.
+    keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: they are seen where they
+    change one of the entries that are compared.
     """
     parameters = [p for m in structure.modules if m is not None for p in m._parameters.values() if p is not None]
-    weights = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
-    origin = tokenizer_of(model), bundled_prompts(model), weights
-    if structure.constants is None or structure.constants[0] != origin:
+    origin = tokenizer_of(model), bundled_prompts(model), [(p.data_ptr(), p._version) for p in parameters]
+    sample, known = weights_sample(model), structure.constants
+    if known is None or known[0] != origin or not torch.equal(known[1], sample):
         with unedited(model):
-            structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
-    known: Mapping[str, Constant] = structure.constants[1]
-    return known
+            structure.constants = known = origin, sample, mean_sigmas(model, norms, default_tokens(model))
+    means: Mapping[str, Constant] = known[2]
+    return means
 
 
 def given_constants(scale: object, names: Sequence[str]) -> dict[str, Constant]:

@@ -35,6 +35,7 @@ from ln_probe.hooks.constants import (
     OPTIMAL,
     SCALES,
     Constant,
+    bundled_constants,
     default_means,
     fit,
     given_constants,
@@ -75,7 +76,7 @@ from ln_probe.hooks.norm_edits import (
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.stream import ActivationError
-from ln_probe.hooks.task import Rows, check_tokens, default_tokens
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
@@ -158,7 +159,8 @@ def without(
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
+        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge; a pass
+            with gradient checkpointing, which runs again, without the edit, in a `backward()` after the block.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
@@ -298,6 +300,10 @@ def _constants(
     if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
     rows = None if tokens is None else check_tokens(model, tokens)
+    if rows is not None:
+        rows, notes = unpadded(model, rows)
+        for note in notes:
+            warnings.warn(f"tokens: {note}", stacklevel=4)
     if rows is not None and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
     try:
@@ -305,10 +311,12 @@ def _constants(
             if rows is not None:
                 raise ValueError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
             return given_constants(scale, [n.name for n in frozen])
-        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
-        own = next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)
-        if not frozen or (own and scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name):
-            return dict(own or {})
+        if not frozen:
+            return {}
+        if scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name:
+            groups: Mapping[str, dict[str, Constant]] = bundled_constants(model).get("every", {})
+            if own := next((c for c in groups.values() if set(c) == {n.name for n in frozen}), None):
+                return dict(own)
         if rows is None:
             means = default_means(model, choice.every, choice.structure)
         else:
@@ -330,11 +338,8 @@ def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
         where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    modules = choice.structure.modules
-    if dropout := active_dropout(modules):
+    if dropout := active_dropout(choice.structure.modules):
         warnings.warn(f"dropout is on (in {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    if any(m.training and vars(m).get("gradient_checkpointing") is True for m in modules if m is not None):
-        warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
 
 
 def _readers(

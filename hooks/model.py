@@ -72,7 +72,8 @@ _QUANTIZED = re.compile(r"bitsandbytes|quantized|QuantLinear|Linear[48]bit|WQLin
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raise ValueError if a model's weights cannot be measured: quantized, without values or on several devices."""
+    """Raise ValueError if a model's weights cannot be measured: quantized, without values or gradients, or on several
+    devices."""
     modules, packed = modules_of(model), ""
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     devices = {p.device: "" for p in parameters}
@@ -80,6 +81,9 @@ def check_weights(model: nn.Module) -> None:
         if _QUANTIZED.search(name := f"{kind.__module__}.{kind.__name__}"):
             path = next(path for path, module in model.named_modules() if type(module) is kind)
             packed = packed or f"{plain_path(path)} is a {name}"
+    if any(p.is_inference() for p in parameters):
+        name = next(plain_path(path) for path, p in model.named_parameters() if p.is_inference())
+        raise ValueError(f"{name} was made in torch.inference_mode, without gradients: load the model outside it")
     measurable = all(p.dtype in _MEASURABLE for p in parameters) and "meta" not in [d.type for d in devices]
     if measurable and not packed and len(devices) <= 1:
         return

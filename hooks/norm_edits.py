@@ -71,6 +71,7 @@ class Positions:
         self.whole = self.known = False  # whether the pass goes through all layers; says where its vectors are
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, int] | None = None  # batch and positions of the pass
+        self.is_rerun = self.warned = False  # of gradient checkpointing
         self.padding: Tensor | None = None  # in front of each row of the batch
 
     def first(self, norm: Norm, x: Float[Tensor, "*batch d"]) -> Bool[Tensor, "*batch 1"]:
@@ -79,7 +80,7 @@ class Positions:
         Inputs are [batch pos d], [batch pos head d], [batch head pos d] (a norm of queries or keys inside a bridge's
         attention) or flattened from those.
         """
-        if not ((self.depth and self.known) or self.direct) or self.shape is None:
+        if not (((self.depth or self.is_rerun) and self.known) or self.direct) or self.shape is None:
             return torch.zeros((*x.shape[:-1], 1), dtype=torch.bool, device=x.device)
         batch, length = x.shape[:2] if x.ndim == 3 else self.shape
         start = 0 if self.padding is None else self.padding[:batch, None].to(x.device)
@@ -91,6 +92,15 @@ class Positions:
         else:
             first = first.flatten().repeat_interleave(max(1, x.shape[0] // max(1, first.numel())))[:, None]
         return first.expand(*x.shape[:-1], 1)
+
+    def note_checkpoint(self) -> None:
+        """Note whether `backward()` runs a part of the last pass again; warn once that it may."""
+        self.is_rerun = False
+        if (not self.depth or not self.warned) and _is_checkpointed():
+            self.is_rerun = not self.depth
+            if not self.warned:
+                self.warned = True
+                warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
 
     @contextmanager
     def watch(
@@ -119,6 +129,8 @@ class Positions:
     def _enter(
         self, begin: Callable[[], None], layer: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> None:
+        if not self.depth and layer is not None and _is_checkpointed():
+            return  # (the positions are those of the pass that runs again)
         if len(args) > 1:
             kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         given = (*args, *(kwargs.get(n) for n in _READ))
@@ -138,6 +150,14 @@ class Positions:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.padding = (mask != 0).long().argmax(-1)
+
+
+def _is_checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint has called what is running."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _cached_tokens(cache: Any, layer: int | None) -> int:
@@ -198,6 +218,7 @@ class Edit:
         """Note the norm's input, and bring the hooks into their order: hooks of users were added since."""
         if self.suspended:
             return
+        self.positions.note_checkpoint()
         self.x, self._changed = tensors_in(args, kwargs)[0], False
         for point, key, before in self._ordered:
             if key not in point._forward_hooks:
@@ -421,6 +442,7 @@ class OutputEdit(Edit):
     def _change(self, _module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> Tensor:
         if self.suspended:
             return y
+        self.positions.note_checkpoint()
         x, self.calls = tensors_in(args, kwargs)[0], self.calls + 1
         edits = [edit.edit for edit in edits_on(self.norm.module)]
         if isinstance(self.edit, Held):

@@ -112,8 +112,6 @@ def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> t
 def unchanged(model: HookedModel) -> Iterator[None]:
     """Measure a model in evaluation mode; raise ModelStateError at the end if a parameter has changed."""
     with torch.inference_mode(False), evaluating(model):
-        if name := next((n for n, p in model.named_parameters() if p.is_inference()), ""):
-            raise ModelStateError(f"{plain_path(name)} was made in torch.inference_mode: load the model outside it")
         before = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
         # Kept, so that no other tensor comes to stand where one stood.
         storage = [p.detach() for _, p in model.named_parameters()]

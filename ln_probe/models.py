@@ -145,7 +145,7 @@ def held_out_windows() -> BundledPrompts:
 
     from ln_probe.hooks.task import BundledPrompts
 
-    content = json.loads((_data_folder() / "windows.json").read_text())
+    content = json.loads((_data_folder() / "windows.json").read_text(encoding="utf-8"))
     measured, calibration = (tuple(torch.tensor(row) for row in content[part]) for part in ("measured", "calibration"))
     return BundledPrompts(measured, calibration, content["source"], tuple(content["books"]))
 
@@ -285,6 +285,7 @@ def _load_run(
 ) -> nn.Module:
     """Load the model of a lab run; a bundled one brings its prompts and its loss-optimal constants."""
     from ln_probe.analyses.lab.train import load_run, weights_of
+    from ln_probe.hooks.constants import weights_sample
     from ln_probe.loading.source import remember, sha256_of_files, sha256_of_state
 
     step = None if revision is None else _step(revision)
@@ -309,8 +310,7 @@ def _load_run(
         model.__dict__["bundled_prompts"] = held_out_windows()
         shipped = shipped_constants(folder)
         if shipped and shipped["weights_sha256"] == sha256_of_files([weights_of(folder, step)]):
-            model.__dict__["shipped_constants"] = shipped
-            model.__dict__["optimal_constants"] = shipped["every"]
+            model.__dict__["shipped_constants"] = {**shipped, "sample": weights_sample(model)}
     return model
 
 

@@ -24,7 +24,7 @@ from ln_probe.analyses.probes.edited_passes import PlainAttention, rows_at_once
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.constants import Constant, fit, mean_sigmas
+from ln_probe.hooks.constants import Constant, bundled_constants, fit, mean_sigmas
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.model import (
     HookedModel,
@@ -34,12 +34,12 @@ from ln_probe.hooks.model import (
     in_missing_head,
     n_layers,
     plain_path,
-    run,
     tensors_in,
 )
+from ln_probe.hooks.model import run as run_model
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.norms import attention_inputs, layers_in_words
-from ln_probe.hooks.stream import AttentionInput, stream_together
+from ln_probe.hooks.stream import AttentionInput, streaming
 from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, summary
@@ -96,7 +96,7 @@ def check_finite(model: HookedModel, tokens: Int[Tensor, " pos"]) -> None:
     for name, parameter in model.named_parameters():
         _check_finite(plain_path(name), parameter.detach())
     with evaluating(model):
-        logits = run(model, tokens[None], return_type="logits")
+        logits = run_model(model, tokens[None], return_type="logits")
     if isinstance(logits, Tensor):
         _check_finite("the logits of the first prompt", logits[0])
 
@@ -158,12 +158,13 @@ def first_pass(
         tell_inner(f"layer {seen.layer + 1}")
         maps.observe(seen)
 
-    watch: Any = {"layers": layers, "on_norm": on_norm, "on_attention": None if maps is None else on_attention}
+    watch = None if maps is None else on_attention
     plain = PlainAttention.of(model, max(prompts, key=len)) if maps is None else None
     with nullcontext() if plain is None else plain.replaced():
         for numbers, tokens in batches("first pass", prompts, limit):  # noqa: B007 - the callbacks read it
             length = tokens.shape[1]
-            stream_together(model, tokens, inputs, **watch)
+            with streaming(model, tokens, inputs, on_norm, watch, layers):
+                run_model(model, tokens)
     return sums
 
 
@@ -217,14 +218,9 @@ def second_pass(
         recorded = recorder is not None and any(map(recorder.takes, numbers))
         if norms or attention or recorded:
             with work.step(_STREAM, len(numbers)):
-                stream_together(
-                    run.model,
-                    tokens,
-                    inputs,
-                    layers=run.layers,
-                    on_norm=on_norm if norms else None,
-                    on_attention=on_attention if attention or recorded else None,
-                )
+                watch = on_norm if norms else None, on_attention if attention or recorded else None
+                with streaming(run.model, tokens, inputs, *watch, run.layers):
+                    run_model(run.model, tokens)
         for number in numbers:
             for observer in watching:
                 with work.step(observer.probe.name):
@@ -397,7 +393,7 @@ def _constants(
 
 def _shipped(model: HookedModel, prompts: Prompts) -> dict[str, Halves] | None:
     """Return the loss-optimal constants that a bundled model brings for its default prompts."""
-    shipped = vars(model).get("shipped_constants")
+    shipped = bundled_constants(model)
     if not shipped or shipped["prompts_sha256"] != summary("", prompts.tokens)["sha256"]:
         return None
     return dict(shipped["halves"])
@@ -430,7 +426,7 @@ def _on_centred(model: HookedModel, norms: Sequence[Norm], tokens: Int[Tensor, "
 
     hooks = [(norm.module, look) for norm in norms if norm.projects]
     with hooks_on(before=hooks), evaluating(model):
-        run(model, tokens[None])
+        run_model(model, tokens[None])
     if not shares or max(shares) > _CENTRED:
         return ()
     return (

@@ -23,8 +23,8 @@ from ln_probe.hooks.task import (
     bundled_texts,
     default_tokens,
     encode,
-    special_tokens,
     tokenizer_of,
+    unpadded,
 )
 
 _SHOWN_PROMPTS, _SHOWN_TOKENS = 64, 24  # how many prompts a report shows the beginnings of, and how much of each
@@ -101,6 +101,8 @@ def make_prompts(
         return prompts
     if "attention_mask" in (columns := getattr(prompts, "column_names", None) or ()) and _TEXT_FIELD not in columns:
         prompts = {name: list(prompts[name]) for name in ("input_ids", "attention_mask")}
+    if isinstance(prompts, Mapping) and "input_ids" in prompts and prompts.get("attention_mask") is None:
+        prompts = prompts["input_ids"]
     entries, source = _entries(model, prompts)
     entries = entries[:max_prompts]
     notes: tuple[str, ...] = ()
@@ -113,10 +115,6 @@ def make_prompts(
         notes = (f"texts begin {how} the tokenizer's first token (prepend_bos={prepend_bos})",)
     if isinstance(prompts, Mapping):
         rows, more = _unmasked(prompts)
-    elif getattr(prompts, "ndim", 0) == 2 or (not texts and len(entries) > 1 and len(set(map(_length, entries))) == 1):
-        pad = next(iter(special_tokens(model, "pad")), None)
-        ends = [*special_tokens(model, "bos"), *special_tokens(model, "eos")]
-        rows, more = _unpadded([_row(entry, n) for n, entry in enumerate(entries)], pad, ends)
     else:
         rows, more = [], ()
         for number, entry in enumerate(entries):
@@ -125,6 +123,8 @@ def make_prompts(
                 rows.append(encode(model, entry, prepend_bos=prepend_bos) if is_text else _row(entry, number))
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}" if len(entries) > 1 and is_text else str(error)) from error
+        if not texts:
+            rows, more = unpadded(model, rows)
     finished = _finished(model, rows[:max_prompts], source, max_tokens, (*notes, *more), token_names)
     own = bundled_prompts(model) if prompts is None else None
     return finished if own is None else replace(finished, strata=own.strata[: len(finished.tokens)])
@@ -179,7 +179,7 @@ def read_prompts(path: Path) -> Iterator[str | list[int]]:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"prompts file {str(path)!r} must be a .txt (a prompt a paragraph) or a .jsonl")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # (without the mark that begins files of some editors)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
     if path.suffix == ".txt":
@@ -254,10 +254,8 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
     """Return the token ids of a tokenizer's output without what its attention_mask hides, and a note about it."""
     if "input_ids" not in given:
         raise ValueError(f'a tokenizer\'s output needs "input_ids", this has {", ".join(map(str, given)) or "nothing"}')
-    rows = _rows(given["input_ids"])
-    if given.get("attention_mask") is None:
-        return rows, ()
-    visible = [row[mask.bool()] for row, mask in zip(rows, _rows(given["attention_mask"]), strict=True)]
+    rows, masks = _rows(given["input_ids"]), _rows(given["attention_mask"])
+    visible = [row[mask.bool()] for row, mask in zip(rows, masks, strict=True)]
     hidden = sum(len(row) > len(rest) for row, rest in zip(rows, visible, strict=True))
     note = f"padding was left out of {hidden} of {len(rows)} prompts, as their attention_mask says"
     return visible, (note,) * bool(hidden)
@@ -266,23 +264,6 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
 def _rows(given: Any) -> list[Tensor]:
     one_row = len(given) and _is_number(given[0])
     return [_row(entry, number) for number, entry in enumerate([given] if one_row else given)]
-
-
-def _unpadded(rows: list[Tensor], pad: int | None, ends: Sequence[int]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Return the rows of a batch without the padding token at either end, and a note about it.
-
-    Where that token begins or ends texts too (GPT-2), and every row has it at that end, one of it stays.
-    """
-    if pad is None or not rows:
-        return rows, ()
-    spans = [(row != pad).nonzero()[:, 0].tolist() or [0] for row in rows]
-    runs = [(span[0], len(row) - 1 - span[-1]) for row, span in zip(rows, spans, strict=True)]
-    left, right = (min(min(run[end] for run in runs), int(pad in ends)) for end in (0, 1))
-    cut = [row[span[0] - left : span[-1] + 1 + right] for row, span in zip(rows, spans, strict=True)]
-    if not (padded := sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))):
-        return rows, ()
-    note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
-    return cut, (f"{note}; pass the attention_mask too if some of it is text",)
 
 
 def _finished(
@@ -364,8 +345,8 @@ def read_token_names(tokens: str | Path | Sequence[str]) -> dict[int, str]:
         return dict(enumerate(map(str, tokens)))
     path = Path(tokens)
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else text.splitlines()
+        text = path.read_text(encoding="utf-8-sig")
+        content = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no tokenizer file {str(path)!r}") from error
     except (OSError, ValueError) as error:

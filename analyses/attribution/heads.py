@@ -221,5 +221,5 @@ def heads_of(split: Split, looks: Sequence[AttentionInput], site: Norm, where: s
         maps = read_heads(look, split.wiring.norms, bent=True)
         first = len(found) * len(look.x)
         own = split.rows(range(first, first + len(look.x)))
-        found.append(Head(maps, 0, site, where, own, look, split.wiring.bound(where, look.x.dtype)))
+        found.append(Head(maps, 0, site, where, own, look, split.wiring.bound))
     return found

@@ -39,7 +39,17 @@ from ln_probe.analyses.attribution.shared import (
     token_ids,
     token_names,
 )
-from ln_probe.hooks.components import END, Part, Record, Split, Wiring, find_wiring, record
+from ln_probe.hooks.components import (
+    END,
+    CachedPrompts,
+    Part,
+    Record,
+    Split,
+    Wiring,
+    find_wiring,
+    is_cache,
+    record,
+)
 from ln_probe.hooks.model import (
     HookedModel,
     before_projection,
@@ -54,7 +64,6 @@ from ln_probe.hooks.model import (
 )
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
 from ln_probe.hooks.norms import norms_of
-from ln_probe.hooks.stream import CachedPrompts, is_cache
 
 COLUMNS = ("part", "kind", "layer", "index", "contribution", "without_projection", "projection", "bias")
 TERMS = COLUMNS[5:]
@@ -343,7 +352,7 @@ class _Reader:
             w, lift = w - column, lift - bias
             value = value - (own[:, :size] if of_other is None else own.gather(1, of_other)).mean(1)
         w, lift = factor * w, factor * lift
-        bound = self.wiring.bound(self.where, seen.dtype)
+        bound = self.wiring.bound
         terms, sigma = self._terms(split, w, of_features, bound)
         zeros = torch.zeros(len(w), dtype=torch.float64)
         if self.final is not None and self.final.bias is not None:
@@ -382,8 +391,7 @@ class _Reader:
         """Logits from the norm's output that the cache holds: another way than through its input's components."""
         out, final = seen.inputs[self.where].double(), self.final
         if final is not None and self.cache is not None:
-            normalized = self.cache.rows(f"{final.name}.hook_normalized")
-            out = final.affine(final.normalize(out) if normalized is None else normalized[rows].double().cpu()).cpu()
+            out = final.affine(self.cache.rows(f"{final.name}.hook_normalized")[rows].double().cpu())
         W_U, b_U = weight_of(self.model, "W_U"), weight_of(self.model, "b_U")
         assert W_U is not None
         W_U = before_projection(self.model, W_U.T).T

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import pandas as pd
@@ -36,10 +36,10 @@ from ln_probe.analyses.attribution.shared import (
     part_columns,
     place,
 )
-from ln_probe.hooks.components import Part, Split, find_wiring
+from ln_probe.hooks.components import Part, Split, find_wiring, record
 from ln_probe.hooks.model import check_model, evaluating, whole_number
 from ln_probe.hooks.norms import attention_inputs
-from ln_probe.hooks.stream import record_attention
+from ln_probe.hooks.stream import AttentionInput, streaming
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
 
@@ -220,13 +220,15 @@ def attribute_scores(
         each: dict[int, Head] = {}
         for members in given.of_equal_length():
             if given.cache is None:
-                kept, every_layer = record_attention(hooked, given.tokens(members), wiring.norms, {layer: site}, points)
-                looks = every_layer[layer]
+                tokens, looks = given.tokens(members), list[AttentionInput]()
+                watch = partial(_append, looks)
+                with streaming(hooked, tokens, [site], on_attention=watch, layers=[layer]):
+                    every = range(tokens.numel())
+                    recorded = record(hooked, tokens, every, wiring.norms, points=points, logits=False)
             else:
-                every = range(sum(given.lengths))
-                kept = given.cache.record(every, wiring, where, points)
+                recorded = given.cache.record(range(sum(given.lengths)), wiring, where, points)
                 looks = given.cache.attention(site, layer, where)
-            ones = heads_of(Split(wiring, kept), looks, site, where)
+            ones = heads_of(Split(wiring, recorded), looks, site, where)
             for number, one in zip(members, ones, strict=True):
                 head = place(head, one.heads.n_heads, "head", f"layer {layer}", "heads")
                 each[number] = replace(one, head=head, features=wanted, first=number * max(given.lengths))
@@ -234,6 +236,10 @@ def attribute_scores(
     if len(ordered) == 1 and query is not None and key is not None:
         return _one(ordered[0], place(query, ordered[0].length), place(key, ordered[0].length), against)
     return _several(ordered, query, key, against)
+
+
+def _append(looks: list[AttentionInput], _: int, look: AttentionInput) -> None:
+    looks.append(look)
 
 
 def _check_visible(one: Head, query: int, keys: Sequence[int]) -> None:

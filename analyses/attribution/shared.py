@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
-from ln_probe.hooks.components import Part
+from ln_probe.hooks.components import CachedPrompts, Part, is_cache
 from ln_probe.hooks.model import HookedModel, before_projection, device_of, n_layers, outputs, weight_of, whole_number
-from ln_probe.hooks.stream import CachedPrompts, is_cache
 from ln_probe.hooks.task import check_ids, encode, tokenizer_of
 
 MEAN = "mean"

@@ -21,18 +21,16 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, observed_radius
-from ln_probe.analyses.geometry.uniform import mean_angle, random_angle
+from ln_probe.analyses.geometry.queries import (
+    mean_angle,
+    observed_radius,
+    query_directions,
+    query_ellipsoid,
+    random_angle,
+)
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS
-from ln_probe.hooks.attention import (
-    Form,
-    Heads,
-    Reached,
-    UnsupportedAttentionError,
-    heads_at_once,
-    read_heads,
-)
+from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, heads_at_once, read_heads
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.edits import no_op
 from ln_probe.hooks.norm import INTACT, VARIANTS, Norm
@@ -43,6 +41,7 @@ _T = TypeVar("_T")
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
 # prompt costs some hundred forward passes, so 4 of them say enough about keys.
 GEOMETRY_PROMPTS = 4
+QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
 # Of one head on one prompt, means over the queries that see more than one key.
 MEASURES = ("entropy_ratio", "uniform_angle_deg")
 
@@ -110,7 +109,7 @@ class LayerMaps:
         self.unbounded: set[int] = set()
         self.bidirectional = False
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
-        self._reached: dict[int, dict[str, Reached | None]] = defaultdict(dict)  # by layer and norm
+        self._known: dict[int, dict[str, Any]] = defaultdict(dict)  # of the weights of each layer (`Heads.known`)
         self._distances: dict[int, list[np.ndarray]] = defaultdict(list)  # of queries from the center, by layer
 
     def observe(self, seen: AttentionInput) -> None:
@@ -145,7 +144,7 @@ class LayerMaps:
         longest, form = self._forms.get(seen.layer, (0, None))
         decided = form if longest >= length else None  # to one token any form fits: the longest prompt tells
         heads = read_heads(seen, self.norms, decided if checked else None)
-        heads = replace(heads, known=self._reached[seen.layer])
+        heads = replace(heads, known=self._known[seen.layer])
         if decided is not None:
             return decided.of(heads)
         self._forms[seen.layer] = length, heads.form
@@ -249,12 +248,12 @@ class AttentionLayer:
 
     def reachable(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
-        ellipsoid = self.maps.query_ellipsoid(self.site, position)
+        ellipsoid = query_ellipsoid(self.maps, self.site, position)
         return None if ellipsoid is None else self._of_chosen(*ellipsoid)
 
     def directions(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Center and directions of the chosen heads' queries at a position, regardless of their length."""
-        return self._of_chosen(*self.maps.query_directions(self.site, position))
+        return self._of_chosen(*query_directions(self.maps, self.site, position))
 
     def _of_chosen(self, center: Tensor, axes: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()

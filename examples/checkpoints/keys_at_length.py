@@ -6,7 +6,7 @@
 Registered before its first run (the commit that added this file). Eight contexts for each model; n is their first n
 tokens. A key is unselectable if it is no vertex of the convex hull of the keys of its head and context
 (`ln_probe.key_geometry`). Variants: intact, and the scaling of the norm that the layer's attention reads frozen at the
-mean sigma over the other contexts (position 0 apart). Beside them 20 draws of n normal keys in d_head dimensions.
+mean sigma over the other contexts (position 0 apart). For comparison, 20 draws of n normal keys in d_head dimensions.
 
 Hypotheses. On MGM, CAPP-GPT, SmolLM2-135M and MiniLM-L6 no key is unselectable, intact or frozen. In heads of 8
 dimensions (bundled models) the share rises with n and is below that of normal keys; in heads of 2 dimensions (the
@@ -109,7 +109,7 @@ def counts(keys: np.ndarray) -> tuple[int, int]:
 def rows_of(name: str) -> list[dict[str, Any]]:
     """Return a row for each layer, head, variant and n of a model."""
     model, contexts = model_and_contexts(name)
-    causal = "embed_ln.hook_scale" not in model.hook_dict  # a prefix is a context of its own
+    causal = "embed_ln.hook_scale" not in model.hook_dict  # a prefix is a context, too
     longest_context = len(contexts[0])
     lengths = {n for n in LENGTHS if n < longest_context} if causal and longest_context >= 256 else set()
     rows = []

@@ -64,15 +64,15 @@ def test_caches() -> None:
     _, cache = centred.run_with_cache(TOKENS[None])
     with pytest.raises(SplitError, match="another model"):
         attribute_logits(raw, cache, -1)
-    with pytest.raises(SplitError, match=r"the parts of what is read at ln_final do not add up to it"):
+    with pytest.raises(SplitError, match="ln_final"):
         attribute_logits(raw, dict(cache.items()), -1)
     _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "mlp" not in n)
-    with pytest.raises(SplitError, match=r"the cache lacks 'blocks.0.mlp.out.hook_out': take the cache without"):
+    with pytest.raises(SplitError, match=r"blocks\.0\.mlp\.out\.hook_out"):
         attribute_logits(raw, cache, -1)
     _, cache = raw.run_with_cache(TOKENS.view(2, 5))
-    with pytest.raises(AttributionError, match="a cache holds no tokens, so the next ones are not known: give target="):
+    with pytest.raises(AttributionError, match="target="):
         attribute_logits(raw, cache, -1)
-    with pytest.raises(AttributionError, match="neurons are not read from a cache"):
+    with pytest.raises(AttributionError, match="neurons"):
         attribute_logits(raw, ActivationCache({}, raw), -1, components="neurons")
 
 
@@ -112,9 +112,9 @@ def test_what_cannot_be_attributed() -> None:
     for each in (*found, attribute_scores(model, TOKENS, 1, 0, query=7, key=3)):
         assert len(each.top(2)) == 2
         for k in (-1, 0, 1.5, True, None, "2"):
-            with pytest.raises(AttributionError, match=f"k must be a whole number, 1 or more, got {k!r}"):
+            with pytest.raises(AttributionError, match=f"{k!r}"):
                 each.top(k)
-    with pytest.raises(TypeError, match="is not a TransformerLens model"):
+    with pytest.raises(TypeError, match="TransformerLens"):
         attribute_logits(torch.nn.Linear(2, 2), TOKENS, -1)
 
 
@@ -122,7 +122,7 @@ def test_another_map_after_the_final_norm_is_noticed() -> None:
     model = make_bridge("gpt2")
     model.unembed.register_forward_hook(lambda _m, _a, out: 1.1 * out)
     found = attribute_logits(model, TOKENS, -1)
-    with pytest.raises(AttributionError, match=r"the parts add up to .* explains 1e-05\). Does something after"):
+    with pytest.raises(AttributionError, match="add up"):
         found.check()
 
 

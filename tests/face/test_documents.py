@@ -84,9 +84,9 @@ def test_a_table_shows_the_rows_of_its_files(tmp_path: Path) -> None:
     assert found.splitlines() == ["| model | change |", "| --- | --- |", *expected]
     unknown = MEASURED["table"]("bench/results/headline.csv", ["d = {difference:+.3f}"], "model == 'smollm2-135m'")
     assert unknown.splitlines()[-1] == "| – |"  # no number: logits overflow
-    with pytest.raises(ValueError, match=r"no row where 'half_width < 0'"):
+    with pytest.raises(ValueError, match="half_width < 0"):
         MEASURED["table"]("bench/results/headline.csv", ["model = {model}"], "half_width < 0")
-    with pytest.raises(ValueError, match="title = format string"):
+    with pytest.raises(ValueError, match="title"):
         MEASURED["table"]("bench/results/headline.csv", ["{model}"])
 
 
@@ -188,6 +188,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     names: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    assert names.keys() > {"__name__", "__builtins__"}, "the code defines nothing"
 
 
 def test_readme_is_short_and_its_code_has_ten_lines() -> None:
@@ -238,11 +239,11 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
 def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = script("measure")
     monkeypatch.setattr(measure, "SHARED", tmp_path)
-    with pytest.raises(SystemExit, match=r"there is no .*kjv\.txt: put the text there \(SHA-256 [0-9a-f]{64}\)"):
+    with pytest.raises(SystemExit, match=r"kjv\.txt.*[0-9a-f]{64}"):
         measure.corpus("kjv.txt")
     (tmp_path / "corpora").mkdir()
     (tmp_path / "corpora" / "kjv.txt").write_text("In the end")
-    with pytest.raises(SystemExit, match="is another text: SHA-256"):
+    with pytest.raises(SystemExit, match="another"):
         measure.corpus("kjv.txt")
 
 

@@ -72,7 +72,8 @@ def test_texts_get_the_first_token(reader: Any) -> None:
 def test_long_prompts_are_cut_with_a_note_and_the_first_are_used(reader: Any) -> None:
     prompts = make_prompts(reader, ["abc", "abcdefghij" * 10])
     assert [len(row) for row in prompts.tokens] == [4, 32]
-    assert prompts.notes == ("1 of 2 prompts were cut to 32 tokens (the longest had 101; context 32)",)
+    (note,) = prompts.notes
+    assert "1 of 2 prompts were cut to 32 tokens" in note
     assert [len(row) for row in make_prompts(reader, ["abcdef"], max_tokens=3).tokens] == [3]
     for several in (["abc", "de"], ROWS, torch.tensor([[3, 4], [5, 6]]), {"input_ids": ROWS}):
         assert len(tokens(reader, several, max_prompts=1)) == 1
@@ -163,7 +164,9 @@ def test_what_a_tokenizer_returns_is_respected(side: str, kind: Any, reader: Any
     mask = [[int(i != PAD) for i in r] for r in ids]
     prompts = make_prompts(reader, {"input_ids": kind(ids), "attention_mask": kind(mask), "token_type_ids": kind(mask)})
     assert [r.tolist() for r in prompts.tokens] == ROWS
-    assert prompts.notes == ("padding was left out of 1 of 2 prompts, as their attention_mask says",)
+    (note,) = prompts.notes
+    assert "padding" in note
+    assert "attention_mask" in note
 
 
 @pytest.mark.parametrize("padded", [[9, 10, PAD, PAD], [PAD, PAD, 9, 10]])
@@ -173,7 +176,7 @@ def test_padding_without_a_mask_is_left_out_at_either_end(
 ) -> None:
     prompts = make_prompts(reader, kind([ROWS[0], padded]))
     assert [r.tolist() for r in prompts.tokens] == ROWS
-    assert prompts.notes[0].startswith("padding (token 0) was left out of 1 of 2 prompts")
+    assert "padding (token 0)" in prompts.notes[0]
     assert tokens(reader, torch.tensor([padded])) == [[9, 10]]
     monkeypatch.setattr(Letters, "pad_token_id", END)  # which ends texts too
     batch = [[END if token == PAD else token for token in row] for row in (ROWS[0], padded)]

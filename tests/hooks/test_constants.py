@@ -163,7 +163,7 @@ def test_without_scaling_at_optimal_constants(name: str) -> None:
 def test_constants_that_the_model_brings_are_used() -> None:
     model = lab()
     own = {s.name: Constant(2.0, 3.0) for s in find_norms(model) if s.reads == "attention"}
-    vars(model)["optimal_constants"] = {"attention": own}
+    vars(model)["shipped_constants"] = {"every": {"attention": own}}
     with without(model, "scaling", scale="optimal") as done:
         assert done.divisors == own
     with without(model, "scaling", sites=list(own), scale="optimal") as done:
@@ -202,7 +202,7 @@ def test_bundled_models_bring_constants_for_their_weights(name: str) -> None:
     norms, shipped = find_norms(model), shipped_constants(folder)
     wanted = {g: {n.name for n in members(norms, g) if n.scales} for g in ("attention", "all")}
     wanted = {g: names for g, names in wanted.items() if names}
-    assert {g: set(c) for g, c in vars(model).get("optimal_constants", {}).items()} == wanted
+    assert {g: set(c) for g, c in vars(model).get("shipped_constants", {}).get("every", {}).items()} == wanted
     assert (shipped is None) == (not wanted)
     if shipped is not None:
         assert shipped["weights_sha256"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
