@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from ln_probe.analyses.progress import ProgressLine, TimeLeft, about, tell, tell_inner, tell_left
