@@ -81,7 +81,8 @@ class HeadCell:
         if math.isnan(self.value):
             return "unknown"
         sign = "less" if self.step < 0 else "more"
-        names = [f"{sign}{abs(self.step)}", "" if self.significant else "pale", "estimate" if self.estimate else ""]
+        mark = "significant" if self.significant else "pale"
+        names = [f"{sign}{abs(self.step)}", mark, "estimate" if self.estimate else ""]
         return " ".join(filter(None, names))
 
 
@@ -105,9 +106,14 @@ class HeadMap:
 
     @property
     def top(self) -> list[HeadCell]:
-        """The heads with the largest changes, those that are significant first."""
+        """The heads with the largest changes, those that are significant before others."""
         measured = [cell for cell in self.cells if not math.isnan(cell.value)]
         return sorted(measured, key=lambda cell: (not cell.significant, -abs(cell.value)))[:TOP]
+
+    @property
+    def listed(self) -> list[HeadCell]:
+        """The same heads by layer, because their order of size is not tested."""
+        return sorted(self.top, key=lambda cell: (cell.layer, cell.head))
 
     @property
     def first(self) -> HeadCell | None:
@@ -176,6 +182,8 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
     yield "more0", "0"
     yield from ((f"more{i + 1}", f"+{step:.2g}") for i, step in enumerate(steps))
+    if any(cell.significant for cell in known):
+        yield "more4 significant", "outlined: significant"
     if any(not cell.significant and not cell.estimate for cell in known):
         untested = {cell.certainty for cell in known if not cell.tested and not cell.estimate}
         yield "more4 pale", f"pale: {', '.join(sorted(untested)) or 'not significant'}"
