@@ -33,7 +33,7 @@ nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"
 nb_execution_timeout = -1  # none: a busy machine is slow
 nb_execution_raise_on_error = True
-nb_merge_streams = True
+nb_merge_streams, nb_output_stderr = True, "remove"  # (progress)
 
 # The notebooks live in examples/; the site shows executed copies, each with a link to one that Colab opens.
 _here = Path(__file__).parent

@@ -131,7 +131,8 @@ def without(
         model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
         sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
-            ("final"), every norm ("all", norms inside attention included), or names.
+            ("final"), every norm ("all", norms inside attention included), or names: "blocks.0.ln1", that of a hook
+            point of it, or "ln1" for every block's.
         scale: the constant c that replaces sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
             over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
             "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
@@ -236,8 +237,11 @@ def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple
     """Return what to edit: a hooked model and its norms, or a Hugging Face model in memory and its own."""
     if not is_hugging_face(given):
         return hooked, norms
-    whole = cast(nn.Module, given)
-    return cast(HookedModel, given), [replace(n, module=original_module(whole, n.module)) for n in norms]
+    owner = {n.name: original_module(cast(nn.Module, given), n.module) for n in norms_of(hooked)}
+    for norm in norms:
+        if len(names := [name for name, module in owner.items() if module is owner[norm.name]]) > 1:
+            raise InterventionError(f"{some(names)} are one module, which runs more than once in a pass: edit a bridge")
+    return cast(HookedModel, given), [replace(n, module=owner[n.name]) for n in norms]
 
 
 def no_op(norm: Norm, variant: str) -> str:
@@ -270,7 +274,8 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
         return chosen
     if not isinstance(sites, str | Sequence) or not len(sites):
         raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
-    known, names = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
+    known, given = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
+    names = [name for one in given for name in _norm_names(one, known)]
     for name in names:
         if not isinstance(name, str) or name not in known:
             near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
@@ -278,6 +283,14 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
     if len(set(names)) < len(names):
         raise InterventionError(f"a name is given twice: {some(names)}")
     return [n for n in norms if n.name in names]
+
+
+def _norm_names(given: Any, known: Mapping[str, Norm]) -> list[Any]:
+    """Return the norms of a name, of a hook point (`blocks.0.ln1.hook_scale`) or of a last part (`ln1`)."""
+    if not isinstance(given, str) or given in known:
+        return [given]
+    owner = given.rpartition(".hook_")[0]
+    return [owner] if owner in known else [name for name in known if name.endswith(f".{given}")] or [given]
 
 
 def _refuse_twice(norms: Sequence[Norm], *, holds: bool = False) -> None:

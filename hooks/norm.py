@@ -410,7 +410,9 @@ class _Trial:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
             with hooks_on([(points[n], partial(record, n)) for n in ("hook_scale", "hook_normalized")]):
+                version = self.rows._version
                 out = module(self.rows[None])
+                self.is_in_place = self.rows._version != version
             point: Any = points["hook_scale"]
             point.add_hook(lambda scale, hook: scale.clone())
             try:
@@ -465,6 +467,8 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     called = f"{name} ({type(module).__name__})"
     dtype = dtype_of(model) if gain is None else gain.dtype
     trial = first = _Trial(module, d, device_of(model), dtype, _SIZES[0])
+    if first.is_in_place:
+        raise NormError(f"{called} changes its input in place, which hooks read after it: ln_probe cannot measure it")
     projects = d > 1 and _close(first.normalized[_SHIFTED], first.normalized[_BASE])
     if not first.scales and 100 * _SIZES[1] < torch.finfo(dtype).max:
         larger = _Trial(module, d, device_of(model), dtype, _SIZES[1])

@@ -44,6 +44,7 @@ TOKENS = 2
 _LISTED = 6  # layers named one by one in a message
 # Settings of modules that change what they compute and are neither parameters nor modules.
 _SETTINGS = {"eps", "variance_epsilon", "act_fn", "act", "activation_fn", "scaling", "attn_scale", "kind", "radius"}
+_SETTINGS |= {"forward"}  # (of an instance)
 
 Reader = tuple[str, int]  # "attention", "mlp" or "unembed", and the block
 
@@ -81,6 +82,18 @@ def attention_inputs(model: HookedModel, structure: Structure | None = None) -> 
     for norm in norms:
         check_finite(norm.name, norm.gain, norm.bias)
     return norms
+
+
+def unhooked_norms(model: HookedModel, norms: Sequence[Norm]) -> list[str]:
+    """Return the paths of modules that are norms by their class and that no hook points show: no edit reaches them."""
+    known = {module for norm in norms for module in modules_of(norm.module)}
+    paths = []
+    for path, module in cast(nn.Module, model).named_modules():
+        name = type(module).__name__
+        if "Norm" in name and "Bridge" not in name and known.isdisjoint(modules_of(module)):
+            known.update(modules_of(module))
+            paths.append(plain_path(path).removesuffix("._original_component"))
+    return paths
 
 
 def layers_in_words(layers: Sequence[int]) -> str:
@@ -236,7 +249,8 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
     owners = [module] if inner is None else [module, inner]
     parameters = [(k, p is None) for owner in owners for k, p in owner._parameters.items()]
     settings = [(k, v) for owner in owners for k, v in vars(owner).items() if isinstance(v, bool | int | float)]
-    return getattr(module, "kind", None), *map(type, owners), *parameters, *settings
+    forwards = (id(vars(owner).get("forward")) for owner in owners)  # (of an instance whose forward is replaced)
+    return getattr(module, "kind", None), *map(type, owners), *forwards, *parameters, *settings
 
 
 class _ShortPass:

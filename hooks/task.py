@@ -110,6 +110,8 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
         ids = [int(first), *ids]
     elif prepend_bos is False and ids[:1] == [first] and len(ids) > 1:
         ids = ids[1:]
+    while first is not None and ids[:2] == [first, first]:  # (written in the text, and added by the tokenizer)
+        ids = ids[1:]
     return torch.tensor(ids)
 
 

@@ -89,6 +89,7 @@ class AttentionRecorder:
     heads: Sequence[int]
     prompt: int = 0
     causal: bool = True
+    failure: str = ""
     _patterns: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class AttentionRecorder:
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         """Record a layer of the prompt that is shown."""
-        if prompt != self.prompt or attended.layer not in self.chosen:
+        if attended.layer not in self.chosen:
             return
         intact = attended.seen.pattern.float()
         heads = [head for head in self.heads if head < len(intact)]
@@ -117,8 +118,8 @@ class AttentionRecorder:
 
     def exhibits(self) -> Exhibits:
         """Return what was recorded."""
-        if not self._patterns:
-            return Exhibits()
+        if self.failure or not self._patterns:
+            return Exhibits(notes=(self.failure,) * bool(self.failure))
         tokens = self.tokens[self.prompt]
         layers = sorted(self._patterns)
         intact, frozen = (np.stack([self._patterns[layer][i] for layer in layers]) for i in (0, 1))

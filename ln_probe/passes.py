@@ -25,7 +25,7 @@ from ln_probe.analyses.probes.edited_passes import PlainAttention, rows_at_once
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.constants import Constant, bundled_constants, fit, mean_sigmas
+from ln_probe.hooks.constants import Constant, bundled_constants, fit, mean_sigmas, some
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.model import (
     HookedModel,
@@ -39,7 +39,7 @@ from ln_probe.hooks.model import (
 )
 from ln_probe.hooks.model import run as run_model
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.norms import attention_inputs, layers_in_words
+from ln_probe.hooks.norms import attention_inputs, layers_in_words, unhooked_norms
 from ln_probe.hooks.stream import AttentionInput, streaming
 from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
@@ -206,8 +206,11 @@ def second_pass(
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
             observer.call("attention", number, attended)
-        if recorder is not None:
-            recorder.attention(number, attended)
+        if recorder is not None and recorder.takes(number) and not recorder.failure:
+            try:
+                recorder.attention(number, attended)
+            except Exception as error:  # the probes' tables stand
+                recorder.failure = f"attention is not shown: {type(error).__name__}: {error}"
 
     streamed = [w for w in every if w.probe.needs.norms or (w.probe.needs.attention and maps is not None)]
     counts = {w.probe.name: sum(map(w.takes, range(len(run.prompts)))) for w in every}
@@ -327,6 +330,8 @@ def measure_norms(
         ready.strata if groups is None else tuple(map(str, groups)),
     )
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
+    if unhooked := unhooked_norms(model, [norm for norm in every if not norm.is_identity]):
+        notes.append(f"norms without hook points are neither measured nor edited: {some(unhooked)}")
     notes += [*_on_centred(model, norms, ready.tokens[0]), *on_overlap, *on_constants, *constants.notes()]
     about = {
         "prompts": dict(ready.summary),

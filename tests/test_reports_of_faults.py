@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import html
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from architectures import bridge_of, hugging_face
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 import ln_probe
-from ln_probe.hooks import linearized, without
+from ln_probe.exhibits import AttentionRecorder
+from ln_probe.hooks import find_norms, linearized, without
 from ln_probe.hooks.constants import bundled_constants
+from ln_probe.hooks.norm import NormError
+from ln_probe.hooks.norm_edits import InterventionError
 from ln_probe.hooks.task import default_tokens
+from ln_probe.page import figures
 
 IDS = torch.arange(3, 15)[None]
 
@@ -65,3 +76,123 @@ def test_constants_follow_weights_that_change_through_data() -> None:
     assert edit.divisors["blocks.0.ln1"].rest == pytest.approx(float(sigma), rel=1e-6)
     assert edit.divisors != before.divisors
     assert not bundled_constants(model), "they were fitted to other weights"
+
+
+# ---------------------------------------------------------- a norm that runs more than once (TransformerLens #1470)
+
+
+def test_a_norm_that_two_blocks_share() -> None:
+    """A bridge has a norm, and a constant, for each run; the model's own module would get one edit for both."""
+    original = hugging_face("gpt2")
+    original.transformer.h[1].ln_1 = original.transformer.h[0].ln_1
+    inputs: list[Tensor] = []
+    handle = original.transformer.h[0].ln_1.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double()))
+    with torch.no_grad():
+        original(IDS)
+    handle.remove()
+    for edit in (lambda: without(original, "scaling", tokens=IDS), lambda: linearized(original)):
+        with pytest.raises(InterventionError, match=r"blocks\.0\.ln1, blocks\.1\.ln1"), edit():
+            pass
+    with without(bridge_of(original), "scaling", tokens=IDS) as done:
+        constants = [constant.rest for constant in done.divisors.values()]
+    assert constants == pytest.approx([float((x.var(-1, correction=0) + 1e-5).sqrt()[0, 1:].mean()) for x in inputs])
+
+
+# ------------------------------------------------------------------- one error, and the tables of all others are there
+
+
+@pytest.mark.parametrize(("arch", "option"), [("mistral", "sliding_window"), ("neo", "window_size")])
+def test_a_window_of_one_key(arch: str, option: str) -> None:
+    """Every query sees itself alone, so that nothing is known of other keys; losses are those of the model."""
+    original = hugging_face(arch, **{option: 1})
+    with torch.no_grad():
+        loss = float(original(IDS, labels=IDS).loss)
+    report = ln_probe.analyze(bridge_of(original), IDS, progress=False)
+    assert not report.failures
+    assert (report.causal.loss - report.causal.delta_loss).to_numpy() == pytest.approx(loss, rel=1e-5)
+
+
+def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a picture")
+
+    monkeypatch.setattr(AttentionRecorder, "attention", fail)
+    monkeypatch.setattr(figures, "norms_over_depth", fail)
+    report = ln_probe.analyze(bridge_of(hugging_face("gpt2")), IDS, progress=False)
+    assert any("ZeroDivisionError" in note for note in report.exhibits.notes)
+    tables = ln_probe.load_report(report.save(tmp_path)).tables
+    assert all(tables[name].equals(table) for name, table in report.tables.items())
+    assert "'depth' failed: ZeroDivisionError" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+# ----------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Words w3 to w49; it begins every text with <s>, as Llama's."""
+    words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 50)}, unk_token="w3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **names)
+
+
+def intact_loss(model: Any, prompts: Any) -> float:
+    row = ln_probe.analyze(model, prompts, probes=["causal"], progress=False).causal.iloc[0]
+    return float(row.loss - row.delta_loss)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_padding_in_any_form_is_no_text(arch: str, tokenizer: Any) -> None:
+    """The loss of each text alone, in float64; positions of a padded row begin at its first token."""
+    texts, original = ["w5 w9 w12", "w7 w8 w30 w31 w44 w4"], hugging_face(arch).double()
+    rows = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
+    with torch.no_grad():
+        sums = [float(original(row, labels=row).loss) * (row.shape[1] - 1) for row in rows]
+    expected = sum(sums) / sum(row.shape[1] - 1 for row in rows)
+    model = bridge_of(hugging_face(arch))
+    model.tokenizer = tokenizer
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    ids = batch.input_ids
+    for prompts in (batch, ids, ids.tolist(), {"input_ids": ids.numpy()}, texts, [f"<s> {text}" for text in texts]):
+        assert intact_loss(model, prompts) == pytest.approx(expected, rel=1e-6), prompts
+    with pytest.warns(UserWarning, match="padding"), without(model, "scaling", tokens=ids) as padded:
+        pass
+    with without(model, "scaling", tokens=[row[0] for row in rows]) as alone:
+        assert padded.divisors == alone.divisors
+
+
+@pytest.mark.parametrize(("begin", "end"), [(b"", b"\n"), (b"\xef\xbb\xbf", b"\r\n")])
+@pytest.mark.parametrize("name", ["lm-layernorm", "lm-scaling_only"])
+def test_a_file_is_read_as_it_is(name: str, begin: bytes, end: bytes, tmp_path: Path) -> None:
+    text = "  And the ships came home,\n    and the lamp was lit;\n\tthe door stood open."
+    (tmp_path / "påge.txt").write_bytes(begin + (text + "\n").encode().replace(b"\n", end))
+    model = ln_probe.load_model(name, device="cpu")
+    ids = model.to_tokens(text)
+    expected = torch.nn.functional.cross_entropy(model(ids)[0, :-1].detach().double(), ids[0, 1:])
+    for prompts in (text, tmp_path / "påge.txt"):
+        assert intact_loss(model, prompts) == pytest.approx(float(expected), rel=1e-5)
+
+
+# ---------------------------------------------- norms that hooks do not show as they are (nano-vllm #170, StableLM 2)
+
+
+def test_a_norm_that_writes_over_its_input_is_refused() -> None:
+    """After it, its input has RMS 1, whatever it was."""
+    model = hugging_face("llama")
+    norm = model.model.norm
+
+    def forward(x: Tensor) -> Tensor:
+        scale = (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+        return x.div_(scale) * norm.weight
+
+    find_norms(model)
+    norm.forward = forward
+    with pytest.raises(NormError, match="in place"):
+        find_norms(model)
+
+
+def test_norms_without_hook_points_are_named() -> None:
+    report = ln_probe.analyze(bridge_of(hugging_face("stablelm-parallel")), IDS, probes=["causal"], progress=False)
+    assert any("neither measured nor edited: blocks.0.self_attn.q_layernorm" in note for note in report.notes)

@@ -13,35 +13,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ln_probe.analyses.attribution.features import Features, dictionaries, points_of
-from ln_probe.analyses.attribution.heads import AT_ONCE, Head, heads_of, in_chunks, read_by
 from ln_probe.analyses.attribution.shared import (
     MEAN,
     AttributionError,
     Prompts,
     Sums,
     SumsAtPositions,
-    is_mean,
-    layer_of,
+    one_of,
     part_columns,
     place,
 )
-from ln_probe.hooks.components import Part, Split, find_wiring, record
-from ln_probe.hooks.model import check_model, evaluating, whole_number
+from ln_probe.hooks.attention import Heads, read_heads
+from ln_probe.hooks.components import Part, Split, Wiring, find_wiring, record
+from ln_probe.hooks.model import check_model, evaluating, n_layers, whole_number
+from ln_probe.hooks.norm import Norm, bias_of, gain_of
 from ln_probe.hooks.norms import attention_inputs
-from ln_probe.hooks.stream import AttentionInput, streaming
+from ln_probe.hooks.stream import AttentionInput, streaming, visible_keys
 
 COLUMNS = ("side", "part", "kind", "layer", "index", "contribution")
+AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +79,6 @@ class ScoreAttribution(Sums):
     label: str
     soft_cap: float = 0.0
     _number = "score"
-
-    def to_torch(self) -> Float64[Tensor, "query_part key_part"]:
-        """`pairs` as a tensor."""
-        return torch.tensor(self.pairs.to_numpy(dtype=float))
 
     def top(self, k: int = 10) -> pd.DataFrame:
         """The k pairs that contribute most, either way: `query_part`, `key_part`, `contribution`."""
@@ -172,6 +170,9 @@ def attribute_scores(
     key: int | None = None,
     against: int | str | None = None,
     features: Sequence[Features] | Features | None = None,
+    *,
+    pos: int | None = None,
+    pos_slice: int | None = None,
 ) -> ScoreAttribution | ScoreAttributions:
     """Write a head's attention scores as exact sums over components of the query and components of the key.
 
@@ -186,6 +187,7 @@ def attribute_scores(
         against: another key's position, whose score is subtracted; "mean": the mean score of the keys that the query
             sees; None: the score itself (attention depends on differences of scores only).
         features: dictionaries whose features replace the components that they reconstruct, on both sides.
+        pos, pos_slice: TransformerLens's names of `query`.
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -201,7 +203,8 @@ def attribute_scores(
         >>> every = ln_probe.attribute_scores(model, "The ships came home.", 1, 0, -1).check()
     """
     hooked = check_model(model)
-    layer = layer_of(hooked, layer)
+    query = one_of(query=query, pos=pos, pos_slice=pos_slice)
+    layer = place(layer, n_layers(hooked), "layer", "the model")
     wanted = dictionaries(features)
     if isinstance(against, str) and against != MEAN:
         raise AttributionError(f"against must be a position, {MEAN!r} or None, got {against!r}")
@@ -224,18 +227,228 @@ def attribute_scores(
                 watch = partial(_append, looks)
                 with streaming(hooked, tokens, [site], on_attention=watch, layers=[layer]):
                     every = range(tokens.numel())
-                    recorded = record(hooked, tokens, every, wiring.norms, points=points, logits=False)
+                    seen = record(hooked, tokens, every, wiring.norms, points=points, logits=False)
             else:
-                recorded = given.cache.record(range(sum(given.lengths)), wiring, where, points)
+                seen = given.cache.record(range(sum(given.lengths)), wiring, where, points)
                 looks = given.cache.attention(site, layer, where)
-            ones = heads_of(Split(wiring, recorded), looks, site, where)
+            ones = heads_of(Split(wiring, seen), looks, site, where)
             for number, one in zip(members, ones, strict=True):
-                head = place(head, one.heads.n_heads, "head", f"layer {layer}", "heads")
+                head = place(head, one.heads.n_heads, "head", f"layer {layer}")
                 each[number] = replace(one, head=head, features=wanted, first=number * max(given.lengths))
     ordered = [each[number] for number in range(len(given.lengths))]
     if len(ordered) == 1 and query is not None and key is not None:
-        return _one(ordered[0], place(query, ordered[0].length), place(key, ordered[0].length), against)
+        return _one(ordered[0], place(query, ordered[0].length, "query"), place(key, ordered[0].length, "key"), against)
     return _several(ordered, query, key, against)
+
+
+# ---------------------------------------------------------------------------------------- queries and keys
+
+
+class Side(NamedTuple):
+    """The queries, or the keys, of some positions as sums over parts; a mean over keys is one row.
+
+    Attributes:
+        parts: what the rows are.
+        whole: each part's vector in head space [row part d_head], after QK-norm and rotary.
+        terms: for each LN term, what it adds to the vector: the vector minus what it would be without it [row d_head].
+    """
+
+    parts: list[Part]
+    whole: Float[Tensor, "row part d_head"]
+    terms: dict[str, Float[Tensor, "row d_head"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One head on one prompt.
+
+    Attributes:
+        heads: the layer's maps; head: which one.
+        site, where: the norm that attention reads (or what replaces it), and the name of that place.
+        split: of every position of the prompt.
+        seen: what attention did.
+        bound: relative error that rounding explains.
+        features, named: dictionaries, and which of their features get a row each.
+        first: the row of position 0 among the features' activations.
+        vectors: queries and keys of all heads, once they are known; heads of one layer share them.
+    """
+
+    heads: Heads
+    head: int
+    site: Norm
+    where: str
+    split: Split
+    seen: AttentionInput
+    bound: float
+    features: Sequence[Features] = ()
+    named: Sequence[Sequence[int]] = ()
+    first: int = 0
+    vectors: dict[str, Float64[Tensor, "pos head d_head"]] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.seen.x)
+
+    @cached_property
+    def mask(self) -> Bool[Tensor, "query key"]:
+        """What each query sees, [query key] (attention of 0 may be a very small one)."""
+        return visible_keys(self.length, self.length, causal=self.heads.causal, window=self.heads.window)
+
+    @cached_property
+    def queries(self) -> Float64[Tensor, "pos d_head"]:
+        """From what the norm really put out, on the CPU; likewise `keys`."""
+        return self._vectors("queries")
+
+    @cached_property
+    def keys(self) -> Float64[Tensor, "pos d_head"]:
+        return self._vectors("keys")
+
+    def _vectors(self, name: str) -> Float64[Tensor, "pos d_head"]:
+        if name not in self.vectors:
+            self.vectors[name] = getattr(self.heads, name)(self.seen.y).cpu()
+        return self.vectors[name][:, self.head]
+
+    def position_bias(self, queries: Sequence[int]) -> Float64[Tensor, "query key"] | None:
+        """What ALiBi adds to the scores: −slope·distance, in nats (Press et al. 2022, section 3); None without."""
+        if self.heads.slopes is None:
+            return None
+        distance = torch.arange(self.length, dtype=torch.float64) - torch.tensor(queries).double()[:, None]
+        return self.heads.slopes[self.head].cpu() * distance
+
+    def scores(self, queries: Sequence[int]) -> Float64[Tensor, "query key"]:
+        """Of some queries, 0 where a query does not see the key."""
+        scores = self.queries[list(queries)] @ self.keys.T / self.heads.divisor
+        added = self.position_bias(queries)
+        scores = scores if added is None else scores + added
+        return torch.where(self.mask[list(queries)], scores, 0.0)
+
+    def map(self, name: str) -> tuple[Float64[Tensor, "d_model d_head"], Float64[Tensor, " d_head"], Norm | None]:
+        """The weight and the bias that make queries (name Q) or keys (K), and the norm behind them."""
+        of_layer = self.heads
+        W, b = (of_layer.W_Q, of_layer.b_Q) if name == "Q" else (of_layer.W_K, of_layer.b_K)
+        return W[self.head].cpu(), b[self.head].cpu(), of_layer.q_norm if name == "Q" else of_layer.k_norm
+
+    def side(self, name: str, positions: Sequence[int], typical: float | None = None) -> Side:
+        """The queries (name Q) or keys (K) at some positions; LN terms where a `typical` sigma is given."""
+        W, b, norm = self.map(name)
+        site, at, split = self.site, torch.tensor(positions), self.split.rows(positions)
+        gain, lift = gain_of(site), bias_of(site)
+        x = split.input(self.where)
+        sigma = site.sigma(x)  # [row 1]
+        readings = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d, dtype=torch.float64)])
+        f = readings.expand(len(at), -1, -1)
+        values = split.read(self.where, f)
+        for given, chosen in zip(self.features, self.named, strict=True):
+            rows = (at + self.first).tolist()
+            values = given.split(values, f, split.record, rows, chosen, self.bound)
+        read = torch.stack(list(values.values()), 1)  # [row part d_head+1]
+        fixed = {Part(f"b_{name}", "bias", site.layer): b}
+        if not site.is_identity:
+            fixed = {Part("norm bias", "norm bias", site.layer): lift @ W, **fixed}
+        parts = [*values, *fixed]
+        of_mean = read[..., -1:] * (gain @ W) if site.projects else torch.zeros_like(read[..., :-1])
+        of_stream = (read[..., :-1] - of_mean) / sigma[:, None]
+        plain = torch.cat([of_stream, torch.stack(list(fixed.values())).expand(len(at), -1, -1)], 1)
+        terms: dict[str, Tensor] = {}
+        if typical is not None:
+            terms = {
+                "projection": 0.0 - of_mean.sum(1) / sigma,
+                "gain": of_stream.sum(1) - site.project(x) / sigma @ W,
+                "bias": (lift @ W).expand(len(at), -1),
+                "sigma": of_stream.sum(1) * (1.0 - sigma / typical),
+            }
+        if norm is not None:
+            own, inner, shift = self.inner(norm, name, plain, positions)
+            plain = projected(norm, plain) / own[:, None] * inner
+            terms = {t: projected(norm, v) / own * inner for t, v in terms.items()}
+            if shift is not None:
+                parts.append(Part(f"{norm.name} bias", "norm bias", site.layer))
+                plain = torch.cat([plain, shift.expand(len(plain), 1, -1)], 1)
+        if self.heads.rotary is not None:
+            plain = self.heads.rotary(plain, at)  # (parts stand where heads do: all of a row at one position)
+            terms = {t: self.heads.rotary(v[:, None], at)[:, 0] for t, v in terms.items()}
+        return Side(parts, plain, terms)
+
+    def inner(
+        self, norm: Norm, name: str, plain: Float[Tensor, "row part d_head"], positions: Sequence[int]
+    ) -> tuple[Float64[Tensor, "row 1"], Float64[Tensor, " d_head"], Float64[Tensor, " d_head"] | None]:
+        """Sigma of a norm of queries or keys, and its gain and bias for this head.
+
+        OLMo 2 normalizes all heads together: its sigma is that of all of them, and each head has its piece of the gain.
+        """
+        d_head = plain.shape[-1]
+        gain, bias = gain_of(norm), None if norm.bias is None else bias_of(norm)
+        if norm.d == d_head:
+            return norm.sigma(plain.sum(1)), gain, bias
+        W, b = (self.heads.W_Q, self.heads.b_Q) if name == "Q" else (self.heads.W_K, self.heads.b_K)
+        repeats = len(W) // (norm.d // d_head)  # of a grouped-query key
+        y = self.seen.y[list(positions)].to(W)
+        together = (torch.einsum("pd,hdk->phk", y, W) + b)[:, ::repeats].flatten(1).cpu()
+        piece = slice(self.head // repeats * d_head, (self.head // repeats + 1) * d_head)
+        return norm.sigma(together), gain[piece], None if bias is None else bias[piece]
+
+    def mean_keys(self, positions: Sequence[int], typical: float) -> Side:
+        """The mean of the keys at these positions, some at a time."""
+        sums: dict[str, Tensor] = {}
+        for some in in_chunks(positions):
+            keys = self.side("K", some, typical)
+            for name, vectors in {"whole": keys.whole, **keys.terms}.items():
+                added = vectors.sum(0, keepdim=True)
+                sums[name] = sums[name] + added if name in sums else added
+        means = {name: vectors * (1.0 / len(positions)) for name, vectors in sums.items()}
+        return Side(keys.parts, means.pop("whole"), means)
+
+
+def projected(norm: Norm, vectors: Float[Tensor, "*row d_head"]) -> Float[Tensor, "*row d_head"]:
+    """Px of a head's queries or keys; they are a piece of what OLMo 2's norms normalize, which do not project."""
+    return norm.project(vectors) if norm.projects else vectors
+
+
+def in_chunks(positions: Sequence[int]) -> list[list[int]]:
+    return [list(positions[i : i + AT_ONCE]) for i in range(0, len(positions), AT_ONCE)]
+
+
+def read_by(norms: Sequence[Norm], wiring: Wiring, layer: int) -> tuple[Norm, str]:
+    """Return what attention of a layer reads, a norm or the identity, and the name of that place.
+
+    Args:
+        norms: of the model, identities included.
+
+    Raises:
+        AttributionError: it reads neither.
+        SplitError: what is read there is not known to be a sum.
+    """
+    site = next((n for n in norms if layer in n.attention_layers), None)
+    if site is None:
+        raise AttributionError(f"attention of layer {layer} reads neither a norm nor the residual stream")
+    where = f"blocks.{layer}" if site.is_identity else site.name
+    wiring.at(where)  # raises before the prompt runs
+    return site, where
+
+
+def heads_of(split: Split, looks: Sequence[AttentionInput], site: Norm, where: str) -> list[Head]:
+    """The first head of a layer on each prompt of a record; its maps are checked against the pattern.
+
+    Args:
+        split: with a row per position of one prompt after the other.
+        looks: what the layer's attention did in each prompt.
+        site, where: as `read_by` gives them.
+    """
+    if not looks:
+        raise AttributionError(f"attention that reads {where} shows no pattern, so its scores cannot be checked")
+    if site.is_identity:
+        inputs = {**split.record.inputs, where: torch.cat([look.x for look in looks]).cpu()}
+        split = split.of(replace(split.record, inputs=inputs))
+    heads = list[Head]()
+    for look in looks:
+        maps = read_heads(look, split.wiring.norms, bent=True)
+        first = len(heads) * len(look.x)
+        own = split.rows(range(first, first + len(look.x)))
+        heads.append(Head(maps, 0, site, where, own, look, split.wiring.bound))
+    return heads
+
+
+# ---------------------------------------------------------------------------------------- sums
 
 
 def _append(looks: list[AttentionInput], _: int, look: AttentionInput) -> None:
@@ -257,7 +470,7 @@ def _label(one: Head, number: str, query: int | None, key: int | None, against: 
     label += "" if key is None else f" to {key}"
     if against is None:
         return label
-    return f"{label} minus {'the mean of those it sees' if is_mean(against) else f'to {against}'}"
+    return f"{label} minus {'the mean of those it sees' if against == MEAN else f'to {against}'}"
 
 
 def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAttribution:
@@ -272,7 +485,7 @@ def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAtt
     one.split.rows(rows).check(one.where)
     typical = float(one.site.sigma(one.seen.x[visible].double()).median())
     queries = one.side("Q", [q_at], typical)
-    mine = one.side("K", [k_at], typical)
+    own_key = one.side("K", [k_at], typical)
     two = None if other is None else one.mean_keys(other, typical)
     divisor = one.heads.divisor
 
@@ -280,12 +493,12 @@ def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAtt
         return float((q * k).sum()) / divisor
 
     def difference(term: str | None = None) -> Float[Tensor, " d_head"]:
-        wholes = [s.whole.sum(1)[0] if term is None else s.terms[term][0] for s in (mine, two) if s is not None]
+        wholes = [s.whole.sum(1)[0] if term is None else s.terms[term][0] for s in (own_key, two) if s is not None]
         return wholes[0] if two is None else wholes[0] - wholes[1]
 
-    keys = mine.whole[0] if two is None else mine.whole[0] - two.whole[0]
+    keys = own_key.whole[0] if two is None else own_key.whole[0] - two.whole[0]
     matrix = queries.whole[0] @ keys.T / divisor
-    q_parts, k_parts = list(queries.parts), list(mine.parts)
+    q_parts, k_parts = list(queries.parts), list(own_key.parts)
     if (lifts := one.position_bias([q_at])) is not None:  # a separate pair: what ALiBi adds is of no other part
         lift = float(lifts[0, k_at]) - (0.0 if other is None else float(lifts[0, other].mean()))
         matrix = torch.block_diag(matrix, torch.full((1, 1), lift, dtype=torch.float64))
@@ -312,7 +525,7 @@ def _one(one: Head, q_at: int, k_at: int, against: int | str | None) -> ScoreAtt
         max(float(own.abs().max()), 1e-300),
         one.bound,
         float(one.seen.pattern[one.head, q_at, k_at]),
-        _label(one, "score", q_at, k_at, against if other is None or is_mean(against) else other[0]),
+        _label(one, "score", q_at, k_at, against if other is None or against == MEAN else other[0]),
         one.heads.soft_cap,
     )
 
@@ -335,7 +548,7 @@ def _many(
         """[… query key] of all keys: those asked for, minus what is subtracted."""
         return values[..., keys] - (torch.where(mask, values, 0.0) * share).sum(-1, keepdim=True)
 
-    found: list[Tensor] = []
+    pieces: list[Tensor] = []
     parts: list[Part] = []
     if side == "key":
         needed = sorted({*keys, *torch.nonzero(share.sum(0))[:, 0].tolist()})
@@ -343,17 +556,17 @@ def _many(
         q = one.queries[queries] / heads.divisor
         for some in in_chunks(needed):
             parts, whole, _ = one.side("K", some)
-            found.append(torch.einsum("kpd,qd->pqk", whole, q))
+            pieces.append(torch.einsum("kpd,qd->pqk", whole, q))
         every = torch.zeros(len(parts), len(queries), one.length, dtype=torch.float64)
-        every[:, :, needed] = torch.cat(found, 2)
+        every[:, :, needed] = torch.cat(pieces, 2)
         values = less(every)
     else:
         one.split.rows(queries).check(one.where)
         difference = (one.keys[keys] - share @ one.keys) / heads.divisor  # [query d_head]: there is one key
         for some, of_keys in zip(in_chunks(queries), difference.split(AT_ONCE), strict=True):
             parts, whole, _ = one.side("Q", some)
-            found.append(torch.einsum("qpd,qd->pq", whole, of_keys)[:, :, None])
-        values = torch.cat(found, 1)
+            pieces.append(torch.einsum("qpd,qd->pq", whole, of_keys)[:, :, None])
+        values = torch.cat(pieces, 1)
     if lifts is not None:
         parts = [*parts, Part("position bias", "bias", one.seen.layer)]
         values = torch.cat([values, less(lifts)[None]])
@@ -374,25 +587,25 @@ def _several(
     every = [one.first + p for one in ordered for p in range(one.length)]
     named = [given.chosen(every) for given in ordered[0].features]
     parts: list[Part] = []
-    found: dict[str, list[Tensor]] = {}
+    by_prompt: dict[str, list[Tensor]] = {}
     for one in (replace(one, named=named) for one in ordered):
-        queries = list(range(one.length)) if query is None else [place(query, one.length)]
-        keys = list(range(one.length)) if key is None else [place(key, one.length)]
-        other = against if against is None or isinstance(against, str) else place(against, one.length)
+        queries = list(range(one.length)) if query is None else [place(query, one.length, "query")]
+        keys = list(range(one.length)) if key is None else [place(key, one.length, "key")]
+        other = against if against is None or isinstance(against, str) else place(against, one.length, "against")
         if query is not None:
             wanted = [] if key is None else list(keys)
             if isinstance(other, int):
                 wanted.append(other)
             _check_visible(one, queries[0], wanted)
-        parts, made = _many(one, queries, keys, other, side)
-        for name, values in made.items():
-            found.setdefault(name, []).append(values)
-    most_queries, most_keys = (max(t.shape[axis] for t in found["own"]) for axis in (0, 1))
+        parts, tensors = _many(one, queries, keys, other, side)
+        for name, values in tensors.items():
+            by_prompt.setdefault(name, []).append(values)
+    most_queries, most_keys = (max(t.shape[axis] for t in by_prompt["own"]) for axis in (0, 1))
     fields: dict[str, Tensor] = {}
-    for name, each in found.items():  # [… batch query key], filled up behind the end of a prompt
+    for name, each in by_prompt.items():  # [… batch query key], filled up behind the end of a prompt
         fill = -1 if name in ("queries", "keys") else math.nan
         behind = [(0, most_keys - t.shape[-1], 0, most_queries - t.shape[-2]) for t in each]
-        fields[name] = torch.stack([pad(t, room, value=fill) for t, room in zip(each, behind, strict=True)], -3)
+        fields[name] = torch.stack([pad(t, size, value=fill) for t, size in zip(each, behind, strict=True)], -3)
     fields["total"] = fields["values"].sum(0)
     if query is not None or key is not None:
         fields = {name: values.squeeze(-1 if query is None else -2) for name, values in fields.items()}

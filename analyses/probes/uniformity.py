@@ -119,10 +119,13 @@ class LayerMaps:
             return
         try:
             heads = self._heads(seen, checked=False)
+            distances = observed_radius(heads, seen.norm, seen.y)
         except UnsupportedAttentionError as error:
             self.unsupported[seen.layer] = str(error)
             return
-        distances = observed_radius(heads, seen.norm, seen.y)
+        except RuntimeError as error:  # (of linear algebra, such as a decomposition that does not converge)
+            self.unsupported[seen.layer] = f"layer {seen.layer}: {type(error).__name__}: {error}"
+            return
         if distances is None:
             self.unbounded.add(seen.layer)
         else:

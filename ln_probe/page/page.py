@@ -49,6 +49,17 @@ def drawing(name: str, draw: Callable[[Report], Any], report: Report) -> Drawing
 def report_page(report: Report, index: str = "") -> str:
     """Return the report as one HTML page that opens offline; `index`: relative address of the page that lists it."""
     attention, (own_pictures, failures) = attention_data(report), _own_pictures(report)
+
+    def picture(name: str, draw: Callable[[Report], Any]) -> Drawing | None:
+        try:
+            return drawing(name, draw, report)
+        except Exception as error:  # the tables are shown all the same
+            failures.append(f"the picture {name!r} failed: {type(error).__name__}: {error}")
+            return None
+
+    loss = picture("change", figures.loss_changes) if contrasts(report) else None
+    norms = picture("depth", figures.norms_over_depth) if len(report.tables["layernorms"]) else None
+    selection = picture("selection", figures.keys_over_depth) if len(report.tables["heads"]) else None
     tables, heads, keys = list(_tables(report)), head_map(report), report.tables["keys"]
     own = own_script("page.js", "heads.js")
     return render(
@@ -60,12 +71,12 @@ def report_page(report: Report, index: str = "") -> str:
         index=quote(index),
         facts=report_facts(report),
         answers=list(_answers(report)),
-        loss=drawing("change", figures.loss_changes, report) if contrasts(report) else None,
+        loss=loss,
         notes=(*report.notes, *report.exhibits.notes, *failures),
         heads=heads,
         first=heads.first,
-        norms=drawing("depth", figures.norms_over_depth, report) if len(report.tables["layernorms"]) else None,
-        selection=drawing("selection", figures.keys_over_depth, report) if len(report.tables["heads"]) else None,
+        norms=norms,
+        selection=selection,
         selectable=" ".join(f.text for f in answers(report) if f.question == "keys"),
         hardest=hardest_keys(keys) if keys["attainable"].notna().any() else [],
         own_pictures=own_pictures,

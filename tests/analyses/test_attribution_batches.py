@@ -103,7 +103,7 @@ def test_features_of_scores() -> None:
     plain = attribute_scores(model, TOKENS, 1, 2, 7, 3, against=5).check()
     found = attribute_scores(model, TOKENS, 1, 2, 7, 3, against=5, features=features).check()
     assert found.total == pytest.approx(plain.total, abs=1e-10)
-    assert found.to_torch().sum().item() == pytest.approx(found.total, abs=1e-10)
+    assert found.pairs.to_numpy().sum() == pytest.approx(found.total, abs=1e-10)
     sigmas, point = linearized.sigmas(model, TOKENS), "blocks.1.attn.hook_attn_scores"
     rows = found.table[(found.table["kind"] == "feature") & (found.table["index"] >= 0)]
     for side, places in (("key", (3, 5)), ("query", (7,))):

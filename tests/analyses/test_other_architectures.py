@@ -1,4 +1,4 @@
-"""Architectures that were refused without a word or read wrongly: measured, or refused by name (defects F7)."""
+"""Architectures that were refused without a word or read wrongly: measured, or refused by name."""
 
 from __future__ import annotations
 

@@ -7,16 +7,19 @@ import json
 import math
 import re
 import zlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from made_up import HOSTILE, UNSEEN, Page, lab_page
 
 import ln_probe
-from ln_probe.exhibits import Exhibits
+from ln_probe.exhibits import Exhibits, to_bytes
+from ln_probe.hooks import without
 from ln_probe.page import attention, figures
 from ln_probe.page.index import BUNDLED, IndexEntry, index_page, write_index
 from ln_probe.page.page import notebook_cell, report_page
@@ -138,6 +141,37 @@ def test_attention_of_a_head(report: Report) -> None:
         report.attention(0, 99)
     with pytest.raises(ValueError, match="attention"):
         replace(report, exhibits=Exhibits()).attention()
+
+
+def test_attention_of_a_layer_intact_beside_an_edit() -> None:
+    model, tokens = ln_probe.load_model("lm-layernorm"), [list(range(5, 205))]
+    scale = {"blocks.1.ln1": 2.0}
+    picture = ln_probe.attention(model, tokens, layer=1, heads=[3, -1], scale=scale)
+    point, seen = "blocks.1.attn.hook_pattern", list[Any]()
+    for edit in (nullcontext(), without(model, "scaling", sites="blocks.1.ln1", scale=scale)):
+        with edit:
+            model.run_with_hooks(torch.tensor(tokens), fwd_hooks=[(point, lambda p, hook: seen.append(p[0, [3, 15]]))])
+    assert list(picture.patterns) == ["intact", "scaling frozen"]
+    for pattern, expected in zip(picture.patterns.values(), seen, strict=True):
+        assert np.allclose(pattern, expected.detach(), atol=1e-6)
+    key = picture.verdicts.query("head == 15 and intact == 'unselectable'").iloc[0]
+    assert key["token"] == model.tokenizer.decode([5 + key["position"]])
+    document = picture.document()
+    content = unpacked(re.search(r'id="data">([^<]*)<', document)[1])  # type: ignore[index]
+    assert content["count"] == 200
+    panel = content["panels"][0]
+    assert np.array_equal(panel["weights"], to_bytes(picture.patterns["intact"]).ravel())
+    stuck = (
+        picture.verdicts.assign(stuck=picture.verdicts["intact"] == "unselectable").groupby("position")["stuck"].sum()
+    )
+    for position, label in enumerate(panel["tokens"]):  # circuitsvis writes a token's index, which is its position
+        assert ("⊘" in label) == (stuck[position] > 0)
+    assert "⊘ by head: H3 " in document
+    assert repr(picture) == "LayerAttention(layer 1, heads 3, 15, 200 tokens; intact, scaling frozen)"
+    assert list(ln_probe.attention(model, tokens, 0, 2, edit=None).patterns) == ["intact"]
+    for options, word in (({"layer": 9}, "layer 9"), ({"layer": 0, "heads": 99}, "head 99")):
+        with pytest.raises(ValueError, match=word):
+            ln_probe.attention(model, tokens, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------ the index
