@@ -24,11 +24,11 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 # The checkpoints that come with the package, in `data/checkpoints`: each one trained model of 4 layers and 16 heads.
 BUNDLED = {
-    "lm-layernorm": "LayerNorm at every norm",
-    "lm-layernorm-removed": "lm-layernorm after fine-tuning in which every norm became a constant",
-    "lm-none": "neither projection nor scaling: every norm divides by a constant",
-    "lm-projection_only": "projection without scaling",
-    "lm-scaling_only": "scaling without projection (an RMSNorm)",
+    "lm-layernorm": "LayerNorm before attention, the MLPs and the end",
+    "lm-layernorm-removed": "lm-layernorm, fine-tuned until constants could replace every norm's sigma",
+    "lm-none": "as lm-layernorm, but trained without any norm before attention",
+    "lm-projection_only": "as lm-layernorm, but the norms before attention project and do not scale",
+    "lm-scaling_only": "as lm-layernorm, but the norms before attention scale and do not project (RMSNorm)",
 }
 _LAB_FILE = "lab.json"  # what makes a folder a lab run's
 

@@ -239,10 +239,7 @@ class AttentionView(Picture):
     def __post_init__(self) -> None:
         shown = self.report.exhibits.attention
         if shown is None:
-            raise ValueError(
-                "this report has no attention: analyze with the probe 'selectability' or 'uniformity' a model whose "
-                "attention reads a norm"
-            )
+            raise ValueError("this report has no attention: analyze with the probe 'selectability' or 'uniformity'")
         for what, number, known in (("layer", self.layer, shown.layers), ("head", self.head, shown.heads)):
             if number is not None and number not in known:
                 raise ValueError(f"{what} {number!r} has no attention here: there are {', '.join(map(str, known))}")

@@ -20,8 +20,9 @@ from made_up import HOSTILE, UNSEEN, Page, lab_page
 import ln_probe
 from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
+from ln_probe.models import BUNDLED
 from ln_probe.page import attention, figures
-from ln_probe.page.index import BUNDLED, IndexEntry, index_page, write_index
+from ln_probe.page.index import IndexEntry, index_page, write_index
 from ln_probe.page.page import notebook_cell, report_page
 from ln_probe.report import Report
 
