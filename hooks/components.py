@@ -26,7 +26,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
-    Hook,
     HookedModel,
     attentions,
     blocks,
@@ -215,9 +214,9 @@ class _Search:
         self.states: list[_State] = []
         self.open: dict[str, str] = {}
 
-    def add_norm(self, norm: Norm, output: Tensor) -> None:
-        """Note what a norm puts out."""
-        source = Source("norm", norm.layer, norm.name)
+    def add_norm(self, norm: Norm, value: Tensor) -> None:
+        """Note what a norm makes of what it reads."""
+        source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
         self.outputs.append((source, output))
         self.states.append(_State({source: 1.0}, output, len(self.outputs)))
 
@@ -270,44 +269,28 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int]
         norms: its norms.
         bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
     """
-    width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
-    shown: dict[Source | Norm | str, list[Tensor]] = {}  # input and output of what ran, in its order
-
-    def note(what: Source | Norm | str, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        # (HookedTransformer calls a norm for queries, keys and values: the first call counts)
-        values = (*tensors_in(args, kwargs)[:1], *output)
-        shown.setdefault(what, [flat(value, len(tokens)).double() for value in values])
-
-    after: list[Hook] = [(module, partial(note, source)) for source, module in watched(model)]
-    after += [(n.module, partial(note, n)) for n in outside_attention(norms) if n.d == width]
-    before: list[Hook] = [(block, partial(note, f"blocks.{layer}")) for layer, block in enumerate(blocks(model))]
-    if (reader := unembedding(model)) is not None:
-        before.append((reader, partial(note, END)))
-    with evaluating(model), unedited(model), hooks_on(after, before):
-        run(model, tokens[None], return_type="logits")
+    width, tokens, dtype, layers = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model), n_layers(model)
+    with evaluating(model), unedited(model):
+        shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(layers))
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
     single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
     search = _Search(closes_below(torch.float32 if single else dtype))
     reads: dict[str, Expression] = {}
-    hidden = {f"blocks.{layer}" for layer in range(n_layers(model)) if layer not in bare}
-    for what, values in shown.items():
-        x, y = values[0], values[-1]
+    by_name = {norm.name: norm for norm in outside_attention(norms)}
+    hidden = {f"blocks.{layer}" for layer in range(layers) if layer not in bare}
+    for what in shown.order:
         if isinstance(what, Source):
-            written = _written(model, what, y)
+            written = _written(model, what, shown.seen[what].double())
             if written is not None and written.shape[-1] == width:
                 search.outputs.append((what, written))
-            continue
-        place = what.name if isinstance(what, Norm) else what
-        if place == END and x.shape[-1] != width:
-            search.open[END] = (
-                f"the unembedding reads vectors of length {x.shape[-1]}: attribute attention scores instead"
-            )
-            continue
-        expression = search.see(place, x[:, :width])  # (of the first head)
-        if expression is not None and place not in hidden:
-            reads[place] = expression
-        if isinstance(what, Norm):
-            search.add_norm(what, y[:, :width])
+        elif (value := shown.inputs[what].double()).shape[-1] != width:
+            search.open[what] = f"{what} reads vectors of length {value.shape[-1]}, and the residual stream has {width}"
+        else:
+            expression = search.see(what, value)
+            if expression is not None and what not in hidden:
+                reads[what] = expression
+            if what in by_name:
+                search.add_norm(by_name[what], value)
     return Wiring(model, norms, reads, search.open, search.bound)
 
 
@@ -330,6 +313,7 @@ class Record:
         logits: of those positions; None if they are not known (a cache).
         dtype: the format the model computes in.
         points: what other hook points showed, by name, where they were asked for.
+        order: the keys of `seen` and `inputs`, in the order of the pass; empty of a cache.
     """
 
     seen: Mapping[Source, Float[Tensor, "row _"]]
@@ -338,6 +322,7 @@ class Record:
     logits: Float[Tensor, "row d_vocab"] | None
     dtype: torch.dtype
     points: Mapping[str, Float[Tensor, "row _"]] = field(default_factory=dict)
+    order: Sequence[Source | str] = ()
 
 
 def record(
@@ -348,6 +333,7 @@ def record(
     *,
     neurons: Collection[int] = (),
     points: Mapping[str, nn.Module] | None = None,
+    block_inputs: Collection[int] = (),
     logits: bool = True,
 ) -> Record:
     """Return what one forward pass shows at some positions.
@@ -359,6 +345,7 @@ def record(
         norms: the model's norms.
         neurons: layers whose neurons are recorded.
         points: other modules whose output is recorded, by name.
+        block_inputs: blocks whose input is recorded, as "blocks.L".
         logits: whether those of the positions are recorded.
 
     Raises:
@@ -366,7 +353,7 @@ def record(
     """
     prompts = tokens if tokens.ndim == 2 else tokens[None]
     rows, (batch, length) = torch.tensor(positions), prompts.shape
-    seen, inputs, active, shown = (dict[Any, Tensor]() for _ in range(4))
+    shown, active, at_points = (dict[Any, Tensor]() for _ in range(3))
 
     def store(into: dict[Any, Tensor], key: Any, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         if key not in into:
@@ -374,16 +361,20 @@ def record(
             width = None if output else value.shape[-1]  # (of the first head)
             into[key] = flat(value, length, batch)[rows, :width].cpu()
 
-    after = [(module, partial(store, seen, source)) for source, module in watched(model)]
-    after += [(module, partial(store, shown, name)) for name, module in (points or {}).items()]
+    after = [(module, partial(store, shown, source)) for source, module in watched(model)]
+    after += [(module, partial(store, at_points, name)) for name, module in (points or {}).items()]
     after += [(_neurons(model, layer)[0], partial(store, active, layer)) for layer in neurons]
-    before = [(norm.module, partial(store, inputs, norm.name)) for norm in outside_attention(norms)]
+    before = [(norm.module, partial(store, shown, norm.name)) for norm in outside_attention(norms)]
+    before += [(blocks(model)[layer], partial(store, shown, f"blocks.{layer}")) for layer in block_inputs]
     if (reader := unembedding(model)) is not None:
-        before.append((reader, partial(store, inputs, END)))
+        before.append((reader, partial(store, shown, END)))
     with hooks_on(after, before):
         output = run(model, prompts, return_type="logits" if logits else None)
     of_positions = output.flatten(0, 1)[rows].cpu() if logits else None
-    return Record(seen, inputs, active, of_positions, next(iter((inputs or seen).values())).dtype, shown)
+    seen = {source: value for source, value in shown.items() if isinstance(source, Source)}
+    inputs = {place: value for place, value in shown.items() if isinstance(place, str)}
+    dtype = next(iter((inputs or seen).values())).dtype
+    return Record(seen, inputs, active, of_positions, dtype, at_points, tuple(shown))
 
 
 def is_cache(given: object) -> bool:

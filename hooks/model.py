@@ -503,7 +503,7 @@ def _bridge_of(model: Any) -> nn.Module:
     options = {"hf_config": copied.config, "tokenizer": None, "dtype": first.dtype, "device": first.device}
     try:
         bridge: nn.Module = build_bridge_from_module(copied, type(model).__name__, model_name="local", **options)
-    except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
+    except Exception as error:
         raise ValueError(
             f"TransformerLens has no bridge for {type(model).__name__} ({error}): pass a model with a language-model "
             "head, such as GPT2LMHeadModel"
@@ -603,14 +603,14 @@ class OneLine:
     def __repr__(self) -> str:
         shown = [f.name for f in fields(self) if f.repr and not f.name.startswith("_")]  # type: ignore[arg-type]
         text = f"{type(self).__name__}({', '.join(f'{name}={brief(getattr(self, name))}' for name in shown)})"
-        return text if len(text) <= LINE else text[: LINE - 2] + "…)"
+        return text if len(text) <= LINE else text[: LINE - 4] + "...)"
 
 
 def brief(value: Any) -> str:
     """Return a value in a few words."""
     if len(getattr(value, "shape", ())):
-        return f"<{str(value.dtype).removeprefix('torch.')} {' × '.join(map(str, value.shape))}>"
+        return f"<{str(value.dtype).removeprefix('torch.')} {' x '.join(map(str, value.shape))}>"
     if isinstance(value, Mapping | tuple | list) and len(value) > 4:
         return f"<{len(value)} of them>"
     text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    return text if len(text) <= 60 else f"{text[:57]}..."

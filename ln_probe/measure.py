@@ -22,7 +22,7 @@ from ln_probe.analyses.progress import ProgressLine, one_blas_thread
 from ln_probe.analyses.schema import TableError
 from ln_probe.analyses.text import check_flags
 from ln_probe.exhibits import AttentionRecorder, Exhibits
-from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, token_limit, unchanged
+from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, unchanged
 from ln_probe.hooks.model import n_layers, whole_number
 from ln_probe.hooks.task import Loss, Objective
 from ln_probe.loading.source import source_of
@@ -125,7 +125,7 @@ def analyze(
         "probes": [probe.name for probe in chosen_probes],
         "layers": None if layers is None else indices(layers, "layer", shape["layers"]),
         "heads": None if heads is None else indices(heads, "head", shape["heads"]),
-        "max_tokens": token_limit(max_tokens),
+        "max_tokens": whole_number(max_tokens, "max_tokens", 2),
         "seed": seed_of(seed),
         "tokenizer": str(tokenizer) if isinstance(tokenizer, str | Path) else None,
         "batch_size": None if batch_size is None else whole_number(batch_size, "batch_size", 1),
@@ -150,7 +150,7 @@ def analyze(
         recorder = None
         if start.maps is not None:
             recorder = AttentionRecorder(run.strings, run.layers, run.heads or range(shape["heads"]))
-        results = second_pass(run, chosen_probes, start.inputs, start.limit, start.maps, recorder, default=default)
+        results = second_pass(start, chosen_probes, recorder, default=default)
         about_model = {**asdict(source_of(cast(nn.Module, hooked))), "norms": {n.name: n.kind for n in run.norms}}
         report = assemble(
             chosen_probes,

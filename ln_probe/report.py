@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import textwrap
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -94,14 +95,16 @@ class Report:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))
-        return f"Report({self.name!r}: {sizes or 'empty'})"
+        return f"Report({self.name!a}: {sizes or 'empty'})"
 
     def __str__(self) -> str:
         """Return what `print` shows: model, prompts and findings."""
         prompts = self.provenance.get("prompts", {})
         about = f" on {counted(prompts['count'], 'prompt')} ({prompts.get('source', '')})" if "count" in prompts else ""
         bullets = [textwrap.fill(f"- {text}", _WIDTH, subsequent_indent="  ") for text in self.findings()]
-        return encodable(disarmed("\n".join([f"{self.name}{about}", *bullets])))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # consoles that lack a character show its number
+        text = disarmed("\n".join([f"{self.name}{about}", *bullets]))
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def _repr_html_(self) -> str:
         from ln_probe.page.page import notebook_cell

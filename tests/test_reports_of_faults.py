@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +128,7 @@ def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytes
     assert "'depth' failed: ZeroDivisionError" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-# ----------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
+# ---------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +199,18 @@ def test_a_norm_that_writes_over_its_input_is_refused() -> None:
 def test_norms_without_hook_points_are_named() -> None:
     report = ln_probe.analyze(bridge_of(hugging_face("stablelm-parallel")), IDS, probes=["causal"], progress=False)
     assert any("neither measured nor edited: blocks.0.self_attn.q_layernorm" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "cp437", "ascii"])
+def test_a_report_can_be_printed_on_any_console(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ln_probe.analyze(bridge_of(hugging_face("gpt2")), IDS, probes=["decomposition"], progress=False)
+    named = dataclasses.replace(report, provenance={**report.provenance, "model": {"name": "\u03c3 \u00d7 \u6587"}})
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    for value in (named, named.constants, ln_probe.attribute_logits(hugging_face("gpt2"), IDS)):
+        print(value, repr(value))
+
+
+@pytest.mark.parametrize("arch", ["falcon-40b", "gpt-bigcode-many-keys"])
+def test_errors_of_the_library_around_a_model_name_it(arch: str) -> None:
+    with pytest.raises(ValueError, match="bridge"):
+        ln_probe.attribute_logits(hugging_face(arch), IDS)

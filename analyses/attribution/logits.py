@@ -465,7 +465,7 @@ class LogitLens:
 
     def __repr__(self) -> str:
         layers, batch, positions, _ = self.values.shape
-        return f"LogitLens({layers} layers, {batch} × {positions} positions; {self.label})"
+        return f"LogitLens({layers} layers, {batch} x {positions} positions; {self.label})"
 
     def _repr_html_(self) -> str:
         """Return the most likely tokens of the first prompt's last positions, shaded by their probability."""

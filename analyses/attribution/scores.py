@@ -96,7 +96,7 @@ class ScoreAttribution(Sums):
 
     def __repr__(self) -> str:
         rows, columns = self.pairs.shape
-        return f"ScoreAttribution({self.label}: {self.total:.4f} nats, {rows} × {columns} parts)"
+        return f"ScoreAttribution({self.label}: {self.total:.4f} nats, {rows} x {columns} parts)"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

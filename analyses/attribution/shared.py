@@ -302,7 +302,7 @@ class SumsAtPositions(Sums):
     _entries = "positions"
 
     def __repr__(self) -> str:
-        shape = " × ".join(map(str, self.values.shape[1:]))
+        shape = " x ".join(map(str, self.values.shape[1:]))
         return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} {self._entries})"
 
     def _components(self) -> pd.DataFrame:

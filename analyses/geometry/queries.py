@@ -78,7 +78,7 @@ def query_directions(
     return center / heads.divisor, _compact(axes / heads.divisor)
 
 
-def observed_radius(heads: Heads, norm: Norm, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head"] | None:
+def query_radius(heads: Heads, norm: Norm, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head"] | None:
     """Return |A⁺(q - c)| of the queries of one prompt: 1 on the edge of the reachable ellipsoid.
 
     None if the norm does not scale: its queries are not bounded.

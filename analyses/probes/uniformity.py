@@ -21,13 +21,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ln_probe.analyses.geometry.queries import (
-    mean_angle,
-    observed_radius,
-    query_directions,
-    query_ellipsoid,
-    random_angle,
-)
+from ln_probe.analyses.geometry.queries import mean_angle, query_directions, query_ellipsoid, query_radius, random_angle
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS
 from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, heads_at_once, read_heads
@@ -119,7 +113,7 @@ class LayerMaps:
             return
         try:
             heads = self._heads(seen, checked=False)
-            distances = observed_radius(heads, seen.norm, seen.y)
+            distances = query_radius(heads, seen.norm, seen.y)
         except UnsupportedAttentionError as error:
             self.unsupported[seen.layer] = str(error)
             return

@@ -59,7 +59,7 @@ def test_positions_targets_and_components() -> None:
         "embed", "pos_embed", "L0 attn", "L0 mlp", "L1 attn", "L1 mlp", "ln_final bias", "b_U"
     }  # fmt: skip
     assert torch.allclose(layers.total, every.total, atol=1e-9)
-    assert "2 × 10 positions" in repr(every)
+    assert "2 x 10 positions" in repr(every)
     assert every.components[0].name in every._repr_html_()
     assert len(every.top(3)) == 3
     table = every.table

@@ -65,7 +65,6 @@ def test_constants_are_saved_with_the_report(tmp_path: Path) -> None:
     read = ln_probe.load_report(report.save(tmp_path / "r")).constants
     assert read.of(1) == report.constants.of(1)
     assert read.source == "leave-one-out means over the other prompts"
-    assert "5 prompts in 4 groups" in repr(read)
     with pytest.raises(IndexError, match="prompt 5"):
         read.of(5)
 
@@ -88,7 +87,6 @@ def test_labels_form_groups() -> None:
     assert analyzed(model, groups=torch.tensor([3, 3, 1, 1, 1])).constants.groups.tolist() == [0, 0, 1, 1, 1]
     expected = mean_sigmas(model, find_norms(model), TOKENS[2:])
     assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
-    assert constants.effective_groups == pytest.approx((21 + 17) ** 2 / (21**2 + 17**2))
 
 
 def test_labels_and_calibration_text_are_checked_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +114,7 @@ def test_constants_far_from_what_is_observed_are_noted() -> None:
     far = {name: Constant(2 * c.first, 1.04 * c.rest) for name, c in constants.pooled.items()}
     (note,) = Constants(constants.sites, constants.groups, constants.sums, constants.counts, "", far).notes()
     assert "5 of 5 norms" in note
-    assert "position 0: 2 times" in note
+    assert "by 100%" in note
 
 
 def test_unusable_calibration_text_is_refused() -> None:
@@ -135,15 +133,14 @@ def test_one_group_of_prompts_has_constants_from_elsewhere() -> None:
     expected = mean_sigmas(model, find_norms(model), [TOKENS[0]])
     assert report.constants.of(2)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
     assert report.constants.source == "the prompt's own means"
-    assert any("one group of prompts and no other text" in note for note in report.notes)
+    assert any("one group of prompts" in note for note in report.notes)
     bundled = ln_probe.load_model("lm-layernorm")
     report = analyzed(bundled, torch.arange(1, 30)[None])
     own = report.constants
     windows = bundled.bundled_prompts.calibration  # type: ignore[union-attr]
     assert own.of(0) == mean_sigmas(bundled, find_norms(bundled), list(windows))  # type: ignore[arg-type]
     assert own.source == "means over the calibration prompts (held-out windows of the model's training books)"
-    said = "there is one group of prompts only, so the constants are means over the calibration prompts ("
-    assert any(n.startswith(said) for n in report.notes)
+    assert any("one group of prompts" in note for note in report.notes)
 
 
 def test_default_constants_of_without_are_pooled_over_the_default_prompts() -> None:

@@ -14,7 +14,7 @@ from architectures import make_bridge, make_hooked
 import ln_probe
 from ln_probe.analyses.geometry.compiled import Compilation
 from ln_probe.analyses.geometry.key_geometry import random_unselectable
-from ln_probe.analyses.geometry.queries import observed_radius
+from ln_probe.analyses.geometry.queries import query_radius
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import AttentionInput, stream
@@ -98,7 +98,7 @@ def test_observed_queries_are_within_reach(arch: str) -> None:
     sites = find_norms(model)
     stream(model, TOKENS, sites, on_attention=seen.append)
     for attended in seen:
-        radius = observed_radius(read_heads(attended, sites), attended.norm, attended.y)
+        radius = query_radius(read_heads(attended, sites), attended.norm, attended.y)
         assert radius.shape == (24, 4)
         assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output
 
