@@ -292,8 +292,8 @@ def norms_over_depth(report: Report) -> Figure:
         axes.plot(place, values, "-", color=color, lw=1)
         for at, row in enumerate(rows.to_dict("records")):
             (dot,) = axes.plot(at, values.iloc[at], "o", ms=5, color=color)
-            angle, sigma = f"{row['angle_to_ones_deg']:.1f}° to all-ones", f"sigma {row['sigma_mean']:.3g}"
-            share = percent(float(row["projected_share"]))
+            angle, share = f"{row['angle_to_ones_deg']:.1f}° to all-ones", percent(float(row["projected_share"]))
+            sigma = f"sigma {row['sigma_mean']:.3g} ± {percent(row['sigma_cv'])}, length {row['input_norm']:.3g}"
             figure.point_out(dot, f"{row['site']}, read by {row['reads']}: projects {share} ({angle}); {sigma}")
         _few_log_ticks(axes, share=column == "projected_share")
     names = [axis_text(str(site).removeprefix("blocks.")) for site in rows["site"]]
