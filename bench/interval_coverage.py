@@ -32,7 +32,7 @@ STRATA = "three strata"
 MEANS = np.array([-0.2, 0.55, -0.35])  # of the strata: .382, .487 and .365, where prompts deviate by .15
 KINDS = ("normal", "lognormal", *reversed(OUTLIERS), STRATA)
 GROUPS = (LEAST_GROUPS, 24, 32, 64)
-SETS = 4000
+SETS = 2000
 CONTRASTS = 4  # primary ones, that Holm adjusts for together
 # Of the simulation with constants: spread of s (.05 to .3 of the mean in lm-layernorm), its correlation with
 # the effects at a fixed constant, and b and k: freezing changes the loss by as much as the effects' own spread.

@@ -27,7 +27,7 @@ def bench() -> ModuleType:
 
 @pytest.mark.parametrize(("kind", "groups", "least"), [("lognormal", 32, 0.92), ("three strata", LEAST_GROUPS, 0.93)])
 def test_coverage(kind: str, groups: int, least: float) -> None:
-    """400 sets here (standard error 0.011); the tables of the documentation are of 4000, and are checked below."""
+    """400 sets here (standard error 0.011); the tables of the documentation are of 2000, and are checked below."""
     assert bench().worth(kind, groups, sets=400)["coverage"] >= least - 0.011
 
 

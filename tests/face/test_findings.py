@@ -10,7 +10,7 @@ import torch
 from architectures import bridge_of, make_bridge, norm_free
 
 import ln_probe
-from ln_probe.guard import whole_numbers
+from ln_probe.guard import indices
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def test_layers_and_units_are_said_in_every_answer() -> None:
 )
 def test_what_is_no_list_of_layers(given: Any, shown: str) -> None:
     with pytest.raises(TypeError) as error:
-        whole_numbers(given, "layers")
+        indices(given, "layer", 2)
     assert str(error.value).endswith(f"got {shown}")
-    assert whole_numbers(range(2), "layers") == (0, 1)
+    assert indices(range(2), "layer", 2) == [0, 1]
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     heads = attention.head_map(one)
     assert [row[0].layer for row in heads.rows] == [1, 0], "layer 0 is at the bottom"
     cells = {cell.name: cell for cell in heads.cells}
-    assert cells["L0H0"].classes == "more3"
+    assert cells["L0H0"].classes == "more3 significant"
     assert "95 % CI" in cells["L0H0"].what
     assert cells["L0H1"].classes == "less2 pale"
     assert cells["L1H0"].classes == "more5 pale estimate"
