@@ -115,8 +115,7 @@ class Constants(OneLine):
 
     def centered(self, site: str) -> tuple[Float64[np.ndarray, "prompt 2"], Float64[np.ndarray, " 2"]]:
         """Return S − c m of each prompt at one norm (its sum of sigma minus the pooled constant times its count), at
-        position 0 and elsewhere, and the total counts. Their ratio is, to first order, what a prompt adds to the
-        constants."""
+        position 0 and elsewhere, and the total counts: their ratio is, to first order, what a prompt adds."""
         place = self.sites.index(site)
         sums, counts = self.sums[:, place], self.counts[:, place]
         total = counts.sum(0)
@@ -126,12 +125,11 @@ class Constants(OneLine):
     @cached_property
     def standard_errors(self) -> dict[str, tuple[float, float]]:
         """Standard error of each norm's pooled constants over the prompts, at position 0 and elsewhere."""
-        errors = {}
-        for site in self.sites:
-            centered, total = self.centered(site)
-            first, rest = np.sqrt(np.square(centered).sum(0)) / np.maximum(total, 1.0)
-            errors[site] = float(first), float(rest)
-        return errors
+        each = ((site, *self.centered(site)) for site in self.sites)
+        errors = (
+            (site, np.sqrt(np.square(centered).sum(0)) / np.maximum(total, 1.0)) for site, centered, total in each
+        )
+        return {site: (float(first), float(rest)) for site, (first, rest) in errors}
 
     @cached_property
     def _group_sums(self) -> Float64[np.ndarray, "2 group site 2"]:
@@ -143,8 +141,7 @@ class Constants(OneLine):
 
     @cached_property
     def _others(self) -> Float64[np.ndarray, "2 group site 2"]:
-        """Sums and counts over all groups but each one: those before it and those after it, so that no large sum is
-        subtracted from a larger one."""
+        """Sums and counts over the groups before and after each one: no large sum is subtracted from a larger one."""
         sums, nothing = self._group_sums, np.zeros_like(self._group_sums[:, :1])
         before = np.cumsum(np.concatenate([nothing, sums[:, :-1]], axis=1), axis=1)
         after = np.cumsum(np.concatenate([nothing, sums[:, :0:-1]], axis=1), axis=1)[:, ::-1]

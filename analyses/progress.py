@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -45,7 +45,8 @@ class ProgressLine:
         self._printed = self.started - _INTERVAL_S + 1.0  # the first plain line after a second
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
         self._moves = not quiet and (self._console.is_terminal or self._console.is_jupyter)
-        self._live = Live(console=self._console, transient=True, get_renderable=self._text)
+        renderable = partial(Text, no_wrap=True, overflow="ellipsis")
+        self._live = Live(console=self._console, transient=True, get_renderable=lambda: renderable(str(self)))
         self._outer: ProgressLine | None = None
 
     def __enter__(self) -> ProgressLine:
@@ -64,9 +65,6 @@ class ProgressLine:
         seconds = int(time.monotonic() - self.started)
         left = f", {about(self.left)} left" * (self.left >= _LEAST_LEFT_S)  # NaN: not known yet
         return f"{seconds // 60}:{seconds % 60:02d}  {self.stage}{left}" + f" ({self.inner})" * bool(self.inner)
-
-    def _text(self) -> Text:
-        return Text(str(self), no_wrap=True, overflow="ellipsis")
 
     def show(self, inner: str) -> None:
         """Set what is being done in the stage; print a plain line, where none moves and the last one is old enough."""

@@ -47,16 +47,12 @@ class Rotary:
         """Rotate row p of x by the position positions[p]."""
         turning, rest = x[..., : self.cos.shape[-1]], x[..., self.cos.shape[-1] :]
         cos, sin = (t[positions].to(x)[:, None, :] for t in (self.cos, self.sin))
-        return torch.cat([turning * cos + self._turned(turning) * sin, rest], dim=-1)
-
-    def _turned(self, turning: Float[Tensor, "*batch rotary_dim"]) -> Float[Tensor, "*batch rotary_dim"]:
-        """Turn each pair of coordinates by 90 degrees."""
-        turned, half = torch.empty_like(turning), turning.shape[-1] // 2
         if self.adjacent:
-            turned[..., ::2], turned[..., 1::2] = -turning[..., 1::2], turning[..., ::2]
+            turned = torch.stack([-turning[..., 1::2], turning[..., ::2]], dim=-1).flatten(-2)
         else:
-            turned[..., :half], turned[..., half:] = -turning[..., half:], turning[..., :half]
-        return turned
+            first, second = turning.chunk(2, dim=-1)
+            turned = torch.cat([-second, first], dim=-1)
+        return torch.cat([turning * cos + turned * sin, rest], dim=-1)
 
     def cpu(self) -> Rotary:
         """Return the same table on the CPU."""

@@ -15,9 +15,11 @@ back through what they passed (a norm at its own sigma, a head's W_O), which cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -167,7 +169,8 @@ class Wiring:
 
     Attributes:
         norms: the model's norms.
-        reads: of each norm outside attention, and of END, the sources of its input with their factors.
+        reads: of each norm outside attention, of each block ("blocks.L") and of END, the sources of its input with
+            their factors.
         open: places where the sum does not close, with the message that says how much is missing and since where.
         bound: relative error that rounding explains of what is read, and of a norm of it.
     """
@@ -205,98 +208,85 @@ class _State:
     outputs: int = 0
 
 
-class _Search:
-    """The states of the stream in one pass, and what was written to it (by norms too), in the order of the pass."""
+def _nearest_sum(
+    value: Tensor, states: Sequence[_State], outputs: Sequence[tuple[Source, Tensor]], *, scaled: bool
+) -> tuple[float, Expression]:
+    """Return the sum that is nearest to the stream at a place, after its remainder relative to the largest summand.
 
-    def __init__(self, bound: float) -> None:
-        self.bound, self.last = bound, "the embeddings"  # the last place where the sum closes
-        self.outputs: list[tuple[Source, Tensor]] = []
-        self.states: list[_State] = []
-        self.open: dict[str, str] = {}
-
-    def add_norm(self, norm: Norm, value: Tensor) -> None:
-        """Note what a norm makes of what it reads."""
-        source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
-        self.outputs.append((source, output))
-        self.states.append(_State({source: 1.0}, output, len(self.outputs)))
-
-    def see(self, place: str, value: Tensor) -> Expression | None:
-        """Return the sources of what is read at a place; None if the sum does not close (`open` says why)."""
-        best = 1.0
-        for scaled in (False, True):
-            left, expression = min(self._candidates(value, scaled=scaled), key=lambda candidate: candidate[0])
-            if left <= self.bound:
-                self.states.append(_State(expression, value, len(self.outputs)))
-                self.last = place
-                return expression
-            best = min(best, left)
-        self.open[place] = (
-            f"what is read at {place} is not the sum of what known modules wrote: {best:.1e} of its size is left over "
-            f"(rounding explains {self.bound:.0e}), written after {self.last}, the last place where the sum closes"
-        )
-        return None
-
-    def _candidates(self, value: Tensor, *, scaled: bool) -> Iterator[tuple[float, Expression]]:
-        """Yield sums that may be the stream, each with its remainder relative to the largest summand.
-
-        Args:
-            scaled: whether what was written since the start may have a factor other than 1.
-        """
-        nothing = _State({}, torch.zeros_like(value))
-        for start in (*self.states[: -_STARTS - 1 : -1], nothing):
-            since = self.outputs[start.outputs :]
-            writes = [output for output in since if output[0].kind != "norm"]
-            norms = [output for output in since if output[0].kind == "norm"]
-            for added in ([], writes, norms, writes[-1:], norms[-1:]):
-                total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
-                factor = 1.0
-                if scaled:
-                    square = float((total * total).sum())
-                    factor = float(((value - start.value) * total).sum()) / max(square, 1e-300)
-                largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
-                left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
-                expression = dict(start.expression)
+    Args:
+        states: of the stream earlier in the pass.
+        outputs: what was written to it so far, by norms too.
+        scaled: whether what was written since an earlier state may have a factor other than 1.
+    """
+    nothing = _State({}, torch.zeros_like(value))
+    nearest, expression = math.inf, dict[Source, float]()
+    for start in (*states[: -_STARTS - 1 : -1], nothing):
+        since = outputs[start.outputs :]
+        writes = [output for output in since if output[0].kind != "norm"]
+        norms = [output for output in since if output[0].kind == "norm"]
+        for added in ([], writes, norms, writes[-1:], norms[-1:]):
+            total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
+            factor = 1.0
+            if scaled:
+                factor = float(((value - start.value) * total).sum()) / max(float((total * total).sum()), 1e-300)
+            largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
+            left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
+            if left < nearest:
+                nearest, expression = left, dict(start.expression)
                 for source, _ in added:
                     expression[source] = expression.get(source, 0.0) + factor
-                yield left, expression
+    return nearest, expression
 
 
-def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int] = ()) -> Wiring:
-    """Return of what every norm's input is a sum; costs one forward pass over eight tokens.
+def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
+    """Return of what the input of every norm and block is a sum; costs one forward pass over eight tokens.
 
     Args:
         model: any hooked model.
-        norms: its norms.
-        bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
+        norms: its norms; identities among them do not count.
     """
-    width, tokens, dtype, layers = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model), n_layers(model)
+    width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
     with evaluating(model), unedited(model):
-        shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(layers))
+        shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(n_layers(model)))
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
     single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
-    search = _Search(closes_below(torch.float32 if single else dtype))
-    reads: dict[str, Expression] = {}
+    bound = closes_below(torch.float32 if single else dtype)
     by_name = {norm.name: norm for norm in outside_attention(norms)}
-    hidden = {f"blocks.{layer}" for layer in range(layers) if layer not in bare}
+    states, outputs, last = list[_State](), list[tuple[Source, Tensor]](), "the embeddings"
+    reads, open_places = dict[str, Expression](), dict[str, str]()
     for what in shown.order:
         if isinstance(what, Source):
             written = _written(model, what, shown.seen[what].double())
             if written is not None and written.shape[-1] == width:
-                search.outputs.append((what, written))
-        elif (value := shown.inputs[what].double()).shape[-1] != width:
-            search.open[what] = f"{what} reads vectors of length {value.shape[-1]}, and the residual stream has {width}"
+                outputs.append((what, written))
+            continue
+        value = shown.inputs[what].double()
+        if value.shape[-1] != width:
+            open_places[what] = f"{what} reads vectors of length {value.shape[-1]}, and the residual stream has {width}"
+            continue
+        left, expression = _nearest_sum(value, states, outputs, scaled=False)
+        if not left <= bound:
+            scaled = _nearest_sum(value, states, outputs, scaled=True)
+            left, expression = min((left, expression), scaled, key=itemgetter(0))
+        if left <= bound:
+            last, reads[what] = what, expression
+            states.append(_State(expression, value, len(outputs)))
         else:
-            expression = search.see(what, value)
-            if expression is not None and what not in hidden:
-                reads[what] = expression
-            if what in by_name:
-                search.add_norm(by_name[what], value)
-    return Wiring(model, norms, reads, search.open, search.bound)
+            open_places[what] = (
+                f"what is read at {what} is not the sum of what known modules wrote: {left:.1e} of its size is left "
+                f"over (rounding explains {bound:.0e}), written after {last}, the last place where the sum closes"
+            )
+        if what in by_name:
+            norm = by_name[what]
+            source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
+            outputs.append((source, output))
+            states.append(_State({source: 1.0}, output, len(outputs)))
+    return Wiring(model, norms, reads, open_places, bound)
 
 
 def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
-    """Return the norms of the residual stream: those of queries and keys stand inside attention."""
-    return [n for n in norms if n.reads not in ("query", "key")]
+    """Return the norms of the residual stream: no identities, and none of queries and keys inside attention."""
+    return [n for n in norms if n.reads not in ("query", "key") and not n.is_identity]
 
 
 # ---------------------------------------------------------------------------------------- readings of the stream
@@ -345,7 +335,7 @@ def record(
         norms: the model's norms.
         neurons: layers whose neurons are recorded.
         points: other modules whose output is recorded, by name.
-        block_inputs: blocks whose input is recorded, as "blocks.L".
+        block_inputs: blocks whose input is recorded, as "blocks.L"; those of identities among the norms always are.
         logits: whether those of the positions are recorded.
 
     Raises:
@@ -365,7 +355,8 @@ def record(
     after += [(module, partial(store, at_points, name)) for name, module in (points or {}).items()]
     after += [(_neurons(model, layer)[0], partial(store, active, layer)) for layer in neurons]
     before = [(norm.module, partial(store, shown, norm.name)) for norm in outside_attention(norms)]
-    before += [(blocks(model)[layer], partial(store, shown, f"blocks.{layer}")) for layer in block_inputs]
+    bare = {norm.layer for norm in norms if norm.is_identity}
+    before += [(blocks(model)[n], partial(store, shown, f"blocks.{n}")) for n in sorted(bare.union(block_inputs))]
     if (reader := unembedding(model)) is not None:
         before.append((reader, partial(store, shown, END)))
     with hooks_on(after, before):
@@ -442,8 +433,8 @@ class CachedPrompts:
         if place == END:
             reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
             return self.rows(f"{reader}.hook_in", last)
-        residual = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf)  # of a HookedTransformer
-        return self.rows(f"{place}.hook_in", f"{block}.{residual}" if block else last)
+        residual = {"ln1": f"{block}.hook_resid_pre", "ln2": f"{block}.hook_resid_mid", "ln_final": last}
+        return self.rows(f"{place}.hook_in", residual.get(leaf, f"{place}.hook_resid_pre"))  # of a HookedTransformer
 
 
 def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
@@ -472,16 +463,13 @@ class Split:
     record: Record
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
-    def of(self, record: Record) -> Split:
-        """Return the same parts of another record of the prompt."""
-        return Split(self.wiring, record, self._weights)
-
     def rows(self, chosen: Sequence[int]) -> Split:
         """Return the same at some of the recorded positions."""
         at, every = list(chosen), self.record
         maps = {name: getattr(every, name).items() for name in ("seen", "inputs", "neurons", "points")}
         few: dict[str, Any] = {name: {key: value[at] for key, value in items} for name, items in maps.items()}
-        return self.of(replace(every, **few, logits=None if every.logits is None else every.logits[at]))
+        logits = None if every.logits is None else every.logits[at]
+        return Split(self.wiring, replace(every, **few, logits=logits), self._weights)
 
     def norm(self, name: str) -> Norm:
         """Return a norm by its name."""

@@ -138,20 +138,19 @@ def unpadded(model: HookedModel, rows: list[Int[Tensor, " _"]]) -> tuple[list[In
     Raises:
         ValueError: a row is nothing but padding.
     """
-    pad, lengths = next(iter(special_tokens(model, "pad")), None), {len(row) for row in rows}
-    if pad is None or len(lengths) != 1 or 0 in lengths:
+    pad = next(iter(special_tokens(model, "pad")), None)
+    if pad is None or len(set(map(len, rows))) != 1 or not len(rows[0]):
         return rows, ()
-    ends = [*special_tokens(model, "bos"), *special_tokens(model, "eos")]
     spans = [(row != pad).nonzero()[:, 0].tolist() for row in rows]
     if not all(spans):
         raise ValueError(f"prompt {spans.index([])} is nothing but padding (token {pad})")
-    runs = [(span[0], len(row) - 1 - span[-1]) for row, span in zip(rows, spans, strict=True)]
-    left, right = (min(min(run[end] for run in runs), int(pad in ends)) for end in (0, 1))
-    cut = [row[span[0] - left : span[-1] + 1 + right] for row, span in zip(rows, spans, strict=True)]
-    if not (padded := sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))):
-        return rows, ()
+    most = int(pad in (*special_tokens(model, "bos"), *special_tokens(model, "eos")))  # of it that is text
+    first, last = [span[0] for span in spans], [span[-1] for span in spans]
+    left, right = min(*first, most), min(len(rows[0]) - 1 - max(last), most)
+    cut = [row[start - left : end + 1 + right] for row, start, end in zip(rows, first, last, strict=True)]
+    padded = sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))
     note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
-    return cut, (f"{note}; pass the attention_mask too if some of it is text",)
+    return cut, (f"{note}; pass the attention_mask too if some of it is text",) * bool(padded)
 
 
 # ---------------------------------------------------------------------------------------- default prompts
@@ -259,7 +258,11 @@ class Objective:
         return max(0, len(tokens) - 1) if self.function is None else 1
 
     def sums(self, output: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
-        """Return the loss of each prompt times its weight, float64; differentiable where the loss is.
+        """Return the loss of each prompt times its weight, float64; differentiable where the loss is."""
+        return self.by_token(output, tokens).sum(-1, dtype=torch.float64)
+
+    def by_token(self, output: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch next"]:
+        """Return the loss of each predicted token, or one number per prompt under a user's loss.
 
         Args:
             output: of the model, with `return_type="logits"`.
@@ -271,7 +274,7 @@ class Objective:
         if self.function is None:
             logits, wanted = at_least_float32(output[:, :-1]), tokens[:, 1:].to(output.device)
             losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-            return losses.view(wanted.shape).sum(-1, dtype=torch.float64)
+            return losses.view(wanted.shape)
         try:
             losses = self.function(output, tokens)
         except (MemoryError, torch.OutOfMemoryError):
@@ -281,7 +284,7 @@ class Objective:
         shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if shape != [len(tokens)] or not losses.is_floating_point():
             raise ObjectiveError(f"{self.name} must return floating-point numbers [{len(tokens)}], got {shape}")
-        return losses.double()
+        return losses.double()[:, None]
 
     def obstacle(self, model: HookedModel) -> str:
         """Return why no loss of the model means anything; empty if it does, or if the user's loss decides."""

@@ -221,12 +221,13 @@ def assemble(
         for name, frame in frames.items():
             filled.setdefault(name, []).append(frame)
     probe_notes = [note for result in complete.values() for note in result.notes]
+    losses = [result.token_losses for result in complete.values()]
     how = {name: dict(result.provenance) for name, result in complete.items() if result.provenance}
     return Report(
         tables={name: table.merged(filled.get(name, ())) for name, table in tables.items()},
         provenance={**how, **provenance},
         notes=tuple(dict.fromkeys((*notes, *probe_notes, *map(str, failures)))),
-        exhibits=exhibits,
+        exhibits=replace(exhibits, token_losses=next((one for one in losses if one is not None), None)),
         constants=constants,
         declared=tables,
         probes=tuple(p for p in probes if p.name not in BUILT_IN),

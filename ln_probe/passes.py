@@ -28,14 +28,7 @@ from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.constants import Constant, bundled_constants, fit, mean_sigmas, some
 from ln_probe.hooks.edits import members
-from ln_probe.hooks.model import (
-    HookedModel,
-    device_of,
-    evaluating,
-    in_missing_head,
-    n_layers,
-    plain_path,
-)
+from ln_probe.hooks.model import HookedModel, device_of, evaluating, in_missing_head, n_layers, plain_path
 from ln_probe.hooks.model import run as run_model
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.norms import attention_inputs, layers_in_words, unhooked_norms
@@ -44,7 +37,6 @@ from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, summary
 
-# Geometry takes a second to import, and the freezing cost needs none of it.
 if TYPE_CHECKING:
     from ln_probe.analyses.probes.decomposition import NormStatistics
     from ln_probe.exhibits import AttentionRecorder
@@ -116,25 +108,12 @@ def _check_finite(what: str, value: Tensor) -> None:
         raise ValueError(f"{what}: {float(value[tuple(place)])} at {place}: is the checkpoint damaged, or try float32")
 
 
-class SigmaSums:
-    """Sums of one norm's sigma, where nothing else of `NormStatistics` is wanted."""
-
-    def __init__(self, site: Norm) -> None:
-        self.site = site
-
-    def add(
-        self, x: Float[Tensor, "pos d"], _y: Float[Tensor, "pos d"], *, heads: int = 1
-    ) -> tuple[tuple[float, float], tuple[int, int]]:
-        """Return the sums of sigma at position 0 and elsewhere, and how many each is a sum of."""
-        sigma = self.site.sigma(x.double())[:, 0]
-        return (float(sigma[:heads].sum()), float(sigma[heads:].sum())), (heads, len(sigma) - heads)
-
-
 def first_pass(
     model: HookedModel,
     prompts: Sequence[Int[Tensor, " _"]],
     inputs: Sequence[Norm],
-    statistics: Sequence[NormStatistics | SigmaSums],
+    sites: Sequence[Norm],
+    statistics: Sequence[NormStatistics],
     layers: Sequence[int],
     sizes: Mapping[int, int],
     maps: LayerMaps | None,
@@ -143,7 +122,8 @@ def first_pass(
 
     Args:
         inputs: the model's norms, and identities where attention reads the stream.
-        statistics: of the norms that are measured.
+        sites: the norms that are measured.
+        statistics: of each of them; empty: sums of sigma alone are wanted.
         layers: whose attention is observed.
         sizes: how many prompts go through the model together, by length.
         maps: None: no probe needs attention.
@@ -155,14 +135,16 @@ def first_pass(
     Raises:
         ActivationError: an input or output of a norm is not finite; names it.
     """
-    places = {s.site.name: place for place, s in enumerate(statistics)}
-    sums = np.zeros((len(prompts), 2, len(statistics), 2))
+    places = {site.name: place for place, site in enumerate(sites)}
+    sums = np.zeros((len(prompts), 2, len(sites), 2))
     numbers, length, mean_share = range(0), 1, math.nan
 
     def on_norm(row: int, norm: Norm, x: Tensor, y: Tensor) -> None:
         nonlocal mean_share
         if (place := places.get(norm.name)) is not None:
-            sums[numbers[row], :, place] = statistics[place].add(x, y, heads=max(1, len(x) // length))
+            heads = max(1, len(x) // length)
+            of_prompt = statistics[place].add(x, y, heads=heads) if statistics else _sigma_sums(norm, x, heads)
+            sums[numbers[row], :, place] = of_prompt
         if norm.projects and numbers[row] == 0:
             x = x.double()
             mean_share = np.fmax(mean_share, float(x.mean(-1).square().mean() / x.square().mean()))
@@ -179,6 +161,12 @@ def first_pass(
             with streaming(model, tokens, inputs, on_norm, None if maps is None else on_attention, layers):
                 run_model(model, tokens)
     return sums, mean_share
+
+
+def _sigma_sums(norm: Norm, x: Float[Tensor, "pos d"], heads: int) -> tuple[tuple[float, float], tuple[int, int]]:
+    """Return the sums of sigma at position 0 and elsewhere, and how many each is a sum of."""
+    sigma = norm.sigma(x.double())[:, 0]
+    return (float(sigma[:heads].sum()), float(sigma[heads:].sum())), (heads, len(sigma) - heads)
 
 
 # -------------------------------------------------------------------------------------------------------- second pass
@@ -308,11 +296,15 @@ def measure_norms(
     sites = [
         norm for norm in norms if layers is None or norm.layer in measured or set(norm.attention_layers) & set(measured)
     ]
-    statistics = _statistics(sites, probes)
+    statistics: list[NormStatistics] = []
+    if any(probe.name == "decomposition" for probe in probes):  # (which imports numba: the freezing cost does not)
+        from ln_probe.analyses.probes.decomposition import NormStatistics
+
+        statistics = [NormStatistics(site) for site in sites]
     looking = [p.name for p in probes if p.needs.attention]
     maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
     sizes = batch_sizes(model, ready.tokens, batch_size, probes)
-    sums, mean_share = first_pass(model, ready.tokens, inputs, statistics, measured, sizes, maps)
+    sums, mean_share = first_pass(model, ready.tokens, inputs, sites, statistics, measured, sizes, maps)
     means = Constants(tuple(site.name for site in sites), group_of, sums[:, 0], sums[:, 1])
     constants, calibrated_on, on_constants = _constants(model, means, sites, other)
     if any(p.name == Causal.name for p in probes):
@@ -348,15 +340,6 @@ def measure_norms(
         },
     }
     return Start(run, inputs, sizes, maps, about, notes)
-
-
-def _statistics(sites: Sequence[Norm], probes: Sequence[Probe]) -> list[Any]:
-    """Return what takes in the norms: all their statistics where a table shows them, else sums of sigma."""
-    if not any(probe.name == "decomposition" for probe in probes):
-        return [SigmaSums(site) for site in sites]
-    from ln_probe.analyses.probes.decomposition import NormStatistics
-
-    return [NormStatistics(site) for site in sites]
 
 
 def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:

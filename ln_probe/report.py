@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from ln_probe import __version__
@@ -134,15 +133,29 @@ class Report:
 
         return AttentionView(self, layer, head)
 
-    def tokens(self) -> pd.DataFrame:
-        """Return a table of tokens: how hard their keys are to select, and how much attention they receive.
+    def tokens(self, n: int | None = 20) -> pd.DataFrame:
+        """Return a table of tokens: the loss of each, and how it changes without a term of all norms.
+
+        Args:
+            n: the tokens with so many largest changes with scaling frozen, either way; None: all, in order.
 
         Returns:
-            A row per token and place (position 0; sink, as in the table `sinks`; elsewhere), those first whose
-            attainable attention falls most with scaling frozen: the share of its `n` keys that is unselectable, intact
-            and with scaling frozen, and medians of `attainable`, its change, the margin and `pattern_max`.
+            A row per predicted token: `prompt`, `position`, `token`, its intact `loss` in nats, and the changes
+            `no_scaling` (scaling frozen) and `no_projection` (projection removed). Over all tokens they sum to those of
+            the table `causal`.
+
+        Raises:
+            ValueError: the report has no losses of tokens.
         """
-        return _by_token(self.keys, self.sinks)
+        losses = self.exhibits.token_losses
+        if losses is None:
+            raise ValueError(
+                "this report has no losses of tokens: analyze with the probe 'causal' and no loss= of yours"
+            )
+        if n is None:
+            return losses
+        size = losses["no_scaling"].abs().fillna(losses["no_projection"].abs())
+        return losses.loc[size.sort_values(ascending=False, kind="stable").index[:n]].reset_index(drop=True)
 
     def by_head(self, sort: str | None = None) -> pd.DataFrame:
         """Return a table of heads: effect on the loss, entropy, attainable and received attention, margins.
@@ -302,37 +315,6 @@ def _by_head(heads: pd.DataFrame, effects: pd.DataFrame, sinks: pd.DataFrame) ->
         table[column] = values(sinks, column)
     table["first_change"] = values(sinks, "first_attention_no_scaling") - table["first_attention"]
     return table.reset_index()
-
-
-PLACES = ("position 0", "sink", "elsewhere")
-
-
-def _by_token(keys: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
-    """Return keys summed up by token and place, from the keys and the tokens that are sinks."""
-    sink = sinks[sinks["kind"].str.contains("sink") & (sinks["position"] > 0)]
-    at_sink = pd.MultiIndex.from_frame(keys[["prompt", "position"]]).isin(
-        pd.MultiIndex.from_frame(sink[["prompt", "position"]])
-    )
-    place = np.where(keys["position"] == 0, PLACES[0], np.where(at_sink, PLACES[1], PLACES[2]))
-    rows = keys.assign(
-        place=place,
-        stuck=keys["verdict"].isin(["unselectable", "duplicate"]),
-        margin=(keys["margin_lower"] + keys["margin_upper"]) / 2,
-    )
-    of_token = ["token", "place"]
-    intact, frozen = (rows[rows["variant"] == v.name].groupby(of_token, sort=False) for v in (INTACT, SCALING_FROZEN))
-    table = intact.agg(
-        unselectable=("stuck", "mean"),
-        attainable=("attainable", "median"),
-        margin=("margin", "median"),
-        pattern_max=("pattern_max", "median"),
-        n=("stuck", "size"),
-    )
-    table["unselectable_no_scaling"] = frozen["stuck"].mean().reindex(table.index)
-    table["attainable_change"] = frozen["attainable"].median().reindex(table.index) - table["attainable"]
-    table = table.reset_index().assign(rank=lambda t: t["place"].map(PLACES.index))
-    table = table.sort_values(["rank", "attainable_change", "n"], ascending=[True, True, False], kind="stable")
-    return table.drop(columns="rank").reset_index(drop=True)
 
 
 def environment() -> dict[str, str]:

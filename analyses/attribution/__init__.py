@@ -2,14 +2,13 @@
 
 from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.logits import LogitAttribution, LogitLens, attribute_logits, logit_lens
-from ln_probe.analyses.attribution.scores import ScoreAttribution, ScoreAttributions, attribute_scores
+from ln_probe.analyses.attribution.scores import ScoreAttribution, attribute_scores
 
 __all__ = [
     "Features",
     "LogitAttribution",
     "LogitLens",
     "ScoreAttribution",
-    "ScoreAttributions",
     "attribute_logits",
     "attribute_scores",
     "logit_lens",

@@ -111,11 +111,13 @@ class ProbeResults:
             columns.
         notes: sentences that a reader has to know.
         provenance: how it was measured, as plain JSON; the report has it under the probe's name.
+        token_losses: a row per predicted token (`causal`): see `Report.tokens`.
     """
 
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     notes: Sequence[str] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    token_losses: pd.DataFrame | None = None
 
 
 class Observer:

@@ -3,21 +3,10 @@
     python examples/checkpoints/keys_at_length.py NAME…     # adds the rows of each to tables/keys-at-length.csv
     python examples/checkpoints/keys_at_length.py NAME=RUN  # the same for the folder of a trained model
 
-<<<<<<< HEAD
 Eight contexts for each model; n is their first n tokens. A key is unselectable if it is no vertex of the convex hull of
 the keys of its head and context. Variants: intact, and the scaling of the norm that the layer's attention reads frozen
-at the mean sigma over the other contexts (position 0 apart). Beside them 20 draws of n normal keys in d_head
+at the mean sigma over the other contexts (position 0 apart). For comparison, 20 draws of n normal keys in d_head
 dimensions. Hypotheses and this script were committed before the run (6402db8).
-=======
-Registered before its first run (the commit that added this file). Eight contexts for each model; n is their first n
-tokens. A key is unselectable if it is no vertex of the convex hull of the keys of its head and context
-(`ln_probe.key_geometry`). Variants: intact, and the scaling of the norm that the layer's attention reads frozen at the
-mean sigma over the other contexts (position 0 apart). For comparison, 20 draws of n normal keys in d_head dimensions.
-
-Hypotheses. On MGM, CAPP-GPT, SmolLM2-135M and MiniLM-L6 no key is unselectable, intact or frozen. In heads of 8
-dimensions (bundled models) the share rises with n and is below that of normal keys; in heads of 2 dimensions (the
-paper's shape) it is within 3 points of them. Overturned for a model by one unselectable key of 32 dimensions or more.
->>>>>>> main
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.probes.wording import NATS, unit_of
 from ln_probe.analyses.text import disarmed, shortened, visible, write_text
-from ln_probe.exhibits import PromptAttention, to_bytes
+from ln_probe.exhibits import TOKENS_SHOWN, PromptAttention, to_bytes
 from ln_probe.hooks.attention import UnsupportedAttentionError, read_heads
 from ln_probe.hooks.edits import without
 from ln_probe.hooks.model import check_model, evaluating, n_layers
@@ -264,6 +264,20 @@ def attention_data(report: Report) -> dict[str, Any]:
     what = f"Prompt {shown.prompt}, {'all' if count == shown.length else f'the first {count} of'} {shown.length} tokens"
     size = "large" if count > LARGE else ""
     return {"attention": what, "size": size, "data": _data(shown), "bundle": _compressed_bundle()}
+
+
+def token_data(report: Report) -> dict[str, Any]:
+    """Return what the template `report.html` needs to colour the first prompt by its tokens' loss changes."""
+    losses = report.exhibits.token_losses
+    if losses is None or losses["no_scaling"].isna().all():
+        return {"colored": None}
+    first = losses[losses["prompt"] == losses["prompt"].min()][:TOKENS_SHOWN]
+    full = float(first["no_scaling"].abs().quantile(0.98)) or 1.0
+    tokens = [visible(token).translate(_LOOKALIKES) for token in first["token"]]
+    content = {"tokens": tokens, "values": first["no_scaling"].round(4).tolist(), "full": full}
+    of = "" if len(first) < TOKENS_SHOWN else f"the first {TOKENS_SHOWN} tokens of "
+    about = f"{of}prompt {first['prompt'].iloc[0]}, after its first token; colours are full at ±{full:.2g} nats"
+    return {"colored": packed(content), "colored_about": about, "bundle": _compressed_bundle()}
 
 
 @cache  # takes half a second, and is the same in every page

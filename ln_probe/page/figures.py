@@ -40,6 +40,8 @@ BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 GRID, SOFT = "#b0b0b0", "#56606b"
 PALE, PALENESS = "pale", 0.45  # of what is not significant, here and in the map of heads
 INK = "#000000"
+COLORS = {"intact": BLUE, "no_scaling": ORANGE, "no_projection": GREEN, "both_removed": PINK}
+MARKERS = {"intact": "o", "no_scaling": "s", "no_projection": "^", "both_removed": "D"}
 _VARIABLES = {
     BLUE: "--c-blue",
     ORANGE: "--c-orange",
@@ -187,7 +189,7 @@ def forest(names: Sequence[str], reports: Sequence[Report]) -> Figure:
             about = f"{name}, {row.variant.label}: {interval(row.change)}"
             _mark(figure, axes, place + (0.0 if row.variant is SCALING_FROZEN else 0.2), row, about)
     drawn = {row.variant: None for rows in by_model for row in rows}
-    keys = [("o", variant.color, variant.label) for variant in drawn]
+    keys = [("o", COLORS[variant.name], variant.label) for variant in drawn]
     keys += [("o", PALE, "pale: not significant")] * any(not row.significant for rows in by_model for row in rows)
     _finish_rows(figure, axes, " or ".join(units), keys)
     return figure
@@ -209,10 +211,10 @@ def loss_over_training(runs: Mapping[str, Sequence[tuple[int, Report]]]) -> Figu
             ]
             if points:
                 steps, value, low, high = np.array(points).T
-                axes.fill_between(steps, low, high, color=variant.color, alpha=0.15, lw=0)
-                axes.plot(steps, value, "-", color=variant.color)
+                axes.fill_between(steps, low, high, color=COLORS[variant.name], alpha=0.15, lw=0)
+                axes.plot(steps, value, "-", color=COLORS[variant.name])
                 for point in points:
-                    (dot,) = axes.plot(*point[:2], "o", ms=4, color=variant.color)
+                    (dot,) = axes.plot(*point[:2], "o", ms=4, color=COLORS[variant.name])
                     figure.point_out(dot, f"{name}, step {point[0]}: {interval(point[1:])}")
         later = [step for reports in runs.values() for step, _ in reports if step > 0]
         axes.set_xscale("symlog", linthresh=max(1.0, min(later, default=1.0)))
@@ -243,10 +245,10 @@ def _mark(
     figure: Figure, axes: mpl.axes.Axes, place: float, row: Contrast, about: str, *, optimal: bool = False
 ) -> None:
     value, low, high = row.optimal if optimal else row.change
-    style: dict[str, Any] = {"color": row.variant.color, "alpha": 1.0 if row.significant else PALENESS}
+    style: dict[str, Any] = {"color": COLORS[row.variant.name], "alpha": 1.0 if row.significant else PALENESS}
     if np.isfinite([low, high]).all():
         figure.point_out(axes.hlines(place, low, high, lw=1.6, **style), about)
-    face = "none" if optimal else row.variant.color
+    face = "none" if optimal else COLORS[row.variant.name]
     (dot,) = axes.plot(value, place, "o", ms=5.5, markerfacecolor=face, **style)
     figure.point_out(dot, about)
 
@@ -324,13 +326,13 @@ def keys_over_depth(report: Report) -> Figure:
             values = heads[(heads["variant"] == variant.name) & heads[column].notna()].groupby("layer")[column]
             if not len(values):
                 continue
-            style: dict[str, Any] = {"color": variant.color}
+            style: dict[str, Any] = {"color": COLORS[variant.name]}
             for layer, low, middle, high in values.agg(["min", "median", "max"]).itertuples():
                 axes.vlines(layer + shift, low, high, lw=1.2, alpha=0.6, **style)
-                (dot,) = axes.plot(layer + shift, middle, variant.marker, ms=5, **style)
+                (dot,) = axes.plot(layer + shift, middle, MARKERS[variant.name], ms=5, **style)
                 ends = f"median head {percent(middle)}, heads {percent(low)} to {percent(high)}"
                 figure.point_out(dot, f"layer {layer}, {variant.label}: {ends}")
-            axes.plot([], [], variant.marker, ms=5, label=variant.label, **style)
+            axes.plot([], [], MARKERS[variant.name], ms=5, label=variant.label, **style)
         baseline = about.get(source)
         if baseline is not None:
             line = axes.axhline(baseline, color=INK, ls=dashes, lw=1.3, label=name)

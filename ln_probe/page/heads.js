@@ -103,10 +103,20 @@ function clicked(event) {
   if (link) at("head").scrollIntoView();
 }
 
+async function load() {
+  document.head.append(make("script", { textContent: new TextDecoder().decode(await inflate(at("bundle").textContent)) }));
+}
+
+// The text, coloured by the change of each token's loss.
+async function color() {
+  const { tokens, values, full } = await unpack(at("colored").dataset.tokens);
+  CircuitsVis.render("colored", CircuitsVis.ColoredTokens, {
+    tokens, values, minValue: -full, maxValue: full, negativeColor: "#0072b2", positiveColor: "#d55e00",
+  });
+}
+
 async function start() {
-  const [code, data] = await Promise.all([inflate(at("bundle").textContent), unpack(at("data").textContent)]);
-  document.head.append(make("script", { textContent: new TextDecoder().decode(code) }));
-  patterns = data;
+  patterns = await unpack(at("data").textContent);
   const map = document.querySelector("table.heads");
   document.addEventListener("click", clicked);
   map?.addEventListener("keydown", moved);
@@ -121,4 +131,12 @@ async function start() {
   if (!follow()) show(at("head").dataset.first);
 }
 
-if (at("data")) start().catch((error) => { at("measured").textContent = `Attention cannot be drawn: ${error.message}`; });
+async function drawAll() {
+  await load();
+  if (at("data")) await start();
+  if (at("colored")) await color();
+}
+
+if (at("bundle")) drawAll().catch((error) => {
+  (at("measured") ?? at("colored")).textContent = `circuitsvis cannot draw: ${error.message}`;
+});

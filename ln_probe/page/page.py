@@ -15,7 +15,7 @@ from markupsafe import Markup
 from ln_probe.analyses.probes.wording import unit_of
 from ln_probe.analyses.text import counted, number
 from ln_probe.page import circuitsvis_script, figures, own_script, render
-from ln_probe.page.attention import attention_data, head_map, linked
+from ln_probe.page.attention import attention_data, head_map, linked, token_data
 from ln_probe.page.figures import contrasts
 from ln_probe.page.tables import Table, in_order, table
 from ln_probe.report import Report, answers
@@ -48,7 +48,7 @@ def drawing(name: str, draw: Callable[..., Any], *of: Any) -> Drawing:
 
 def report_page(report: Report, index: str = "") -> str:
     """Return the report as one HTML page that opens offline; `index`: relative address of the page that lists it."""
-    attention, (own_pictures, failures) = attention_data(report), _own_pictures(report)
+    attention, tokens, (own_pictures, failures) = attention_data(report), token_data(report), _own_pictures(report)
 
     def picture(name: str, draw: Callable[[Report], Any]) -> Drawing | None:
         try:
@@ -65,8 +65,8 @@ def report_page(report: Report, index: str = "") -> str:
     return render(
         "report.html",
         own,
-        *([circuitsvis_script()] if attention["attention"] else []),
-        **attention,
+        *([circuitsvis_script()] if attention["attention"] or tokens["colored"] else []),
+        **{**attention, **tokens},
         name=title_of(report.name),
         index=quote(index),
         facts=list(report_facts(report)),

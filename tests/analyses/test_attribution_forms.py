@@ -13,7 +13,7 @@ from attribution_checks import assert_adds_up, assert_rebuilt, pattern_of
 from small_models import lab
 
 import ln_probe
-from ln_probe.analyses.attribution import LogitAttribution, ScoreAttributions, attribute_logits, attribute_scores
+from ln_probe.analyses.attribution import LogitAttribution, ScoreAttribution, attribute_logits, attribute_scores
 
 pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
 
@@ -122,7 +122,7 @@ def test_sums_and_batches(name: str, form: Callable[[str, torch.dtype], Any]) ->
         assert torch.allclose(logits.terms[:, :, b, last - 1], single.terms[:, :, 0, 0], atol=1e-6 * single.scale)
     for queries, keys, against in ((-2, None, "mean"), (None, 1, None), (None, None, 0)):
         scores = attribute_scores(model, RAGGED, 1, 2, queries, keys, against).check()
-        assert isinstance(scores, ScoreAttributions)
+        assert isinstance(scores, ScoreAttribution)
         assert scores.error <= scores.bound
         for b, row in enumerate(RAGGED):
             q, k = len(row) - 2, 1

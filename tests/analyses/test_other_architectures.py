@@ -73,12 +73,6 @@ def test_neox_without_biases_in_memory(tmp_path: Path) -> None:
         assert report.heads[column].to_numpy() == pytest.approx(same.heads[column].to_numpy(), rel=1e-4, nan_ok=True)
 
 
-def test_unscaled_attention_in_memory_is_refused() -> None:
-    """TransformerLens's bridge scales it all the same, so its logits are others."""
-    with pytest.raises(ValueError, match="other logits"):
-        ln_probe.analyze(hugging_face("gpt2-unscaled"), TOKENS, probes=PROBES, progress=False)
-
-
 def test_rows_of_several_lengths() -> None:
     model = make_bridge("gpt2")
     rows = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7]]

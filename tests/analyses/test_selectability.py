@@ -124,18 +124,3 @@ def test_unselectable_keys_are_not_explained_away() -> None:
     report = ln_probe.analyze(model, tokens, **GEOMETRY)
     assert (report.heads["unselectable"] > 0).all()
     assert not report.provenance["selectability"]["by_theorem"]
-
-
-def test_tokens_whose_attainable_attention_falls_most_come_first() -> None:
-    tokens = torch.randint(1, 9, (3, 20), generator=torch.Generator().manual_seed(0))
-    report = ln_probe.analyze(make_hooked(), tokens, **GEOMETRY)
-    table = report.tokens()
-    assert table["n"].sum() == len(report.keys) / 2
-    assert (table["place"].iloc[0], table["place"].iloc[-1]) == ("position 0", "elsewhere")
-    rest = table[table["place"] == "elsewhere"]
-    assert rest["attainable_change"].is_monotonic_increasing
-    token = rest.iloc[0]["token"]
-    rows = report.keys[(report.keys["token"] == token) & (report.keys["position"] > 0)]
-    medians = rows.groupby("variant")["attainable"].median()
-    assert rest.iloc[0]["attainable_change"] == pytest.approx(medians["no_scaling"] - medians["intact"])
-    pd.testing.assert_frame_equal(table, report.tokens())

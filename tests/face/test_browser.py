@@ -24,10 +24,10 @@ from ln_probe.report import Report
 AXE = os.environ.get("LN_PROBE_AXE", "")  # axe.min.js of the npm package axe-core; .ci/run fetches it
 # A bundle that has nothing but what circuitsvis documents, and React with other names inside.
 PUBLIC = """;CircuitsVis = new Proxy(CircuitsVis, { get(all, name) {
-  if (name !== "render" && name !== "AttentionPattern") throw new Error(`${name} is not public`);
+  if (!["render", "AttentionPattern", "ColoredTokens"].includes(name)) throw new Error(`${name} is not public`);
   return all[name]; } });"""
 WATCH = """() => { const given = CircuitsVis.render; window.drawn = [];
-  window.CircuitsVis = { AttentionPattern: CircuitsVis.AttentionPattern,
+  window.CircuitsVis = { ...CircuitsVis,
     render: (id, what, props) => { drawn.push(props); given(id, what, props); } }; }"""
 
 

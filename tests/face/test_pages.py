@@ -115,6 +115,13 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     assert all(text in legend for text in ("hatched", "not tested", "grey"))
 
 
+def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) -> None:
+    figure = figures.loss_over_training({"run": [(0, report), (1000, report)]})
+    changes = report.causal[report.causal["sites"] == "all"].set_index("variant")["delta_loss"]
+    for axes, variant in zip(figure.axes, ("no_scaling", "no_projection"), strict=True):
+        assert axes.lines[1].get_ydata() == pytest.approx([changes[variant]] * 2)
+
+
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     shown = report.exhibits.attention
     content = unpacked(attention.attention_data(report)["data"])
@@ -125,6 +132,14 @@ def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     frozen = intact + content["change"].reshape(shape)  # in 8 bits
     assert np.array_equal(frozen, shown.frozen[..., rows, columns])
     assert len(content["tokens"]) == len(shown.tokens)
+
+
+def test_the_text_is_coloured_by_the_change_of_each_tokens_loss(report: Report) -> None:
+    content = unpacked(attention.token_data(report)["colored"])
+    losses = report.tokens(n=None).query("prompt == 0")
+    assert content["values"] == pytest.approx(losses["no_scaling"].tolist(), abs=1e-4)
+    assert len(content["tokens"]) == len(losses)
+    assert "Which tokens need scaling?" in report_page(report)
 
 
 def test_contrasts_are_those_of_the_table(report: Report) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 import ln_probe
 from ln_probe.analyses.probes.tables import TABLES
@@ -184,3 +185,28 @@ def test_tables_that_are_not_what_they_should_be(
     change(pd.read_parquet(file)).to_parquet(file, index=False)
     with pytest.raises(ValueError, match="heads"):
         ln_probe.load_report(file.parent)
+
+
+def test_losses_of_tokens_sum_to_the_causal_table(tmp_path: Path) -> None:
+    model: Any = ln_probe.load_model("lm-layernorm")
+    report = ln_probe.analyze(model, max_prompts=3, probes="causal", progress=False)
+    every = report.tokens(n=None)
+    causal = report.causal.set_index(["sites", "variant"])["delta_loss"]
+    for variant in ("no_scaling", "no_projection"):
+        assert every[variant].mean() == pytest.approx(causal["all", variant], abs=1e-6)
+    of_prompts = report.causal_prompts.query("sites == 'all' and variant == 'no_scaling'").set_index("prompt")
+    changes = every.groupby("prompt")["no_scaling"].mean()
+    assert changes.to_numpy() == pytest.approx(of_prompts["delta_loss"].to_numpy(), abs=1e-6)
+    tokens = model.bundled_prompts.measured[1]
+    with torch.no_grad():
+        logits = model(tokens[None])[0]
+    losses = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+    of_one = every[every["prompt"] == 1]
+    assert of_one["loss"].to_numpy() == pytest.approx(losses.numpy(), abs=1e-4)
+    assert list(of_one["token"]) == [model.tokenizer.decode([int(token)]) for token in tokens[1:]]
+    largest = report.tokens()
+    assert len(largest) == 20
+    assert largest["no_scaling"].abs().min() == every["no_scaling"].abs().nlargest(20).min()
+    assert ln_probe.load_report(report.save(tmp_path)).tokens().equals(largest)
+    with pytest.raises(ValueError, match="causal"):
+        Report().tokens()

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from architectures import bridge_of, hugging_face
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from faulty import word_tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
@@ -134,11 +131,10 @@ def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytes
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """Words w3 to w49; it begins every text with <s>, as Llama's."""
-    words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 50)}, unk_token="w3"))
-    words.pre_tokenizer = WhitespaceSplit()
-    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **names)
+    words = word_tokenizer(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 50))], pattern="<s>")
+    words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    words.pad_token, words.padding_side = "<pad>", "left"
+    return words
 
 
 def intact_loss(model: Any, prompts: Any) -> float:
