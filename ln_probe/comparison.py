@@ -12,7 +12,7 @@ import pandas as pd
 
 from ln_probe.analyses.probes import statistics, wording
 from ln_probe.analyses.probes.tables import SUMMARY
-from ln_probe.analyses.text import step_named
+from ln_probe.analyses.text import disarmed, shortened, step_named
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 from ln_probe.hooks.task import Objective
@@ -57,9 +57,17 @@ class Comparison:
         return f"Comparison({', '.join(map(repr, self.names))})"
 
     def _repr_html_(self) -> str:
-        from ln_probe.page.index import comparison_cell
+        from markupsafe import Markup
 
-        return comparison_cell(self)
+        from ln_probe.page import render
+        from ln_probe.page.index import losses
+
+        rows = self.summary.dropna(axis=1, how="all")
+        rows = rows.assign(model=[shortened(disarmed(name)) for name in rows["model"]])
+        table = Markup(rows.to_html(index=False, float_format="{:.4g}".format))
+        pictures = [drawing.svg for drawing in losses(self.names, self.reports)[:1]]
+        name, notes = " · ".join(self.names), self.notes
+        return render("cell.html", name=name, findings=[], notes=notes, pictures=[*pictures, table])
 
     def figure(self) -> Figure:
         """Draw the loss changes of all models with their 95 % CIs: a panel per term, a line per model.

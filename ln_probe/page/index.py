@@ -9,11 +9,9 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from urllib.parse import quote
 
-from markupsafe import Markup
-
 from ln_probe.analyses.probes.tables import SUMMARY
-from ln_probe.analyses.text import disarmed, shortened, write_text
-from ln_probe.comparison import Comparison, labels, run_of, setup_differences, step_of, summary
+from ln_probe.analyses.text import write_text
+from ln_probe.comparison import labels, run_of, setup_differences, step_of, summary
 from ln_probe.exhibits import Exhibits
 from ln_probe.models import BUNDLED
 from ln_probe.page import figures, own_script, render
@@ -113,20 +111,6 @@ def short_names(names: Sequence[str]) -> list[str]:
     parts = next((k for k in range(1, 99) if len({p[-k:] for p in local}) == len(local)), 99)
     shown = [str(PurePath(*paths[n][-parts:])) + ends[n] if paths[n] in local else n for n in names]
     return shown if len(set(shown)) == len(set(names)) else list(names)
-
-
-def comparison_cell(comparison: Comparison) -> str:
-    """Return a comparison as a notebook cell: the picture of losses and the summary, without scripts."""
-    rows = comparison.summary.dropna(axis=1, how="all")
-    rows = rows.assign(model=[shortened(disarmed(name)) for name in rows["model"]])
-    html = Markup(rows.to_html(index=False, float_format="{:.4g}".format))
-    return render(
-        "cell.html",
-        name=" · ".join(comparison.names),
-        findings=[],
-        notes=comparison.notes,
-        pictures=[*(d.svg for d in losses(comparison.names, comparison.reports)[:1]), html],
-    )
 
 
 def losses(names: Sequence[str], reports: Sequence[Report]) -> list[Drawing]:
