@@ -99,7 +99,8 @@ def make_prompts(
     max_prompts = None if max_prompts is None else whole_number(max_prompts, "max_prompts", 1)
     if isinstance(prompts, Prompts):
         return prompts
-    if "attention_mask" in (columns := getattr(prompts, "column_names", None) or ()) and _TEXT_FIELD not in columns:
+    columns = getattr(prompts, "column_names", None) or ()
+    if {"input_ids", "attention_mask"}.issubset(columns) and _TEXT_FIELD not in columns:
         prompts = {name: list(prompts[name]) for name in ("input_ids", "attention_mask")}
     if isinstance(prompts, Mapping) and "input_ids" in prompts and prompts.get("attention_mask") is None:
         prompts = prompts["input_ids"]
@@ -254,16 +255,27 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
     """Return the token ids of a tokenizer's output without what its attention_mask hides, and a note about it."""
     if "input_ids" not in given:
         raise ValueError(f'a tokenizer\'s output needs "input_ids", this has {", ".join(map(str, given)) or "nothing"}')
-    rows, masks = _rows(given["input_ids"]), _rows(given["attention_mask"])
-    visible = [row[mask.bool()] for row, mask in zip(rows, masks, strict=True)]
+    rows = _rows(given["input_ids"])
+    masks = _rows(given["attention_mask"], lambda mask: (_array(mask) != 0).astype(int))  # (or true and false)
+    if [len(row) for row in rows] != [len(mask) for mask in masks]:
+        raise ValueError("attention_mask does not fit input_ids: their lengths differ")
+    visible = []
+    for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        places = mask.nonzero()[:, 0]
+        if not len(places):
+            raise ValueError(f"prompt {number}: its attention_mask hides all of its tokens")
+        first, last = int(places[0]), int(places[-1])
+        if last - first + 1 != len(places):
+            raise ValueError(f"prompt {number}: its attention_mask hides tokens between others, not padding at an end")
+        visible.append(row[first : last + 1])
     hidden = sum(len(row) > len(rest) for row, rest in zip(rows, visible, strict=True))
     note = f"padding was left out of {hidden} of {len(rows)} prompts, as their attention_mask says"
     return visible, (note,) * bool(hidden)
 
 
-def _rows(given: Any) -> list[Tensor]:
+def _rows(given: Any, read: Callable[[Any], Any] = lambda entry: entry) -> list[Tensor]:
     one_row = len(given) and _is_number(given[0])
-    return [_row(entry, number) for number, entry in enumerate([given] if one_row else given)]
+    return [_row(read(entry), number) for number, entry in enumerate([given] if one_row else given)]
 
 
 def _finished(
