@@ -275,7 +275,10 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     """
     weights: Tensor | None = getattr(sae, "W_skip", None)
     if not callable(sae) or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
-        return None if weights is None else (x @ weights.T).detach()
+        if weights is None:
+            return None
+        skipped: Tensor = x @ weights.T
+        return skipped.detach()
     if not isinstance(output := sae(x), Tensor) or output.shape != decoded.shape:
         return None
     rest: Tensor = (output - decoded).detach()
