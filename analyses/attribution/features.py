@@ -250,7 +250,7 @@ def _factors(
         at, of = torch.arange(len(features)), torch.tensor(features)
         alone = torch.zeros_like(active).flatten(0, -2)
         alone[at, of] = size = active.flatten(0, -2)[:, of].abs().amax(0)
-        wrote = (sae.decode(alone.view_as(active)) - bias).flatten(0, -2)[at].double()
+        wrote: Tensor = (sae.decode(alone.view_as(active)) - bias).flatten(0, -2)[at].double()
         return (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
 
     used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
@@ -275,10 +275,7 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     """
     weights: Tensor | None = getattr(sae, "W_skip", None)
     if not callable(sae) or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
-        if weights is None:
-            return None
-        skipped: Tensor = x @ weights.T
-        return skipped.detach()
+        return None if weights is None else (x @ weights.T).detach()
     if not isinstance(output := sae(x), Tensor) or output.shape != decoded.shape:
         return None
     rest: Tensor = (output - decoded).detach()
