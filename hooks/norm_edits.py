@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -426,15 +427,16 @@ class HeadEdit(NormEdit):
         if self.edited.ndim != 3 or self.edited.shape[:2] != out.shape[:2]:
             raise self.lost("attention reads it split by head")
         # A bridge shows the weights of a shared key once for each of its queries.
-        columns = torch.einsum("bpd,hde->bphe", self.edited.to(W.dtype), W[:: len(W) // own])
+        weight, bias = W[:: len(W) // own].transpose(1, 2).flatten(0, 1), None
         if b is not None:
             biases = b.view(-1, W.shape[-1])
-            columns = columns + biases[:: max(1, len(biases) // own)]
+            bias = biases[:: max(1, len(biases) // own)].flatten()
+        columns = F.linear(self.edited.to(W.dtype), weight, bias).view(out.shape).to(out.dtype)
         if heads is not None:
             is_chosen = torch.zeros(own, dtype=torch.bool, device=out.device)
             is_chosen[[head * own // queries for head in heads]] = True
-            columns = torch.where(is_chosen[:, None], columns.to(out.dtype), out)
-        return columns.to(out.dtype).reshape(value.shape)
+            columns = torch.where(is_chosen[:, None], columns, out)
+        return columns.reshape(value.shape)
 
 
 def z_of(
