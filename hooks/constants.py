@@ -111,7 +111,7 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
     return means
 
 
-def weights_sample(model: HookedModel) -> Float[Tensor, " entry"]:
+def weights_sample(model: object) -> Float[Tensor, " entry"]:
     """Return entries of all parameters, evenly spaced: they show edits that PyTorch does not count (`.data`)."""
     parameters = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
     return torch.cat([p.detach().flatten()[:: 1 + p.numel() // _COMPARED] for p in parameters])
