@@ -15,8 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -125,19 +125,16 @@ class TimeLeft:
         self.counts = counts
         self.seconds: dict[str, list[float]] = {kind: [] for kind in counts}
 
-    @contextmanager
-    def step(self, kind: str, count: int = 1) -> Iterator[None]:
-        """Time the next steps of a kind."""
-        started = time.monotonic()
-        yield
-        self.seconds[kind] += [(time.monotonic() - started) / count] * count
+    def add(self, kind: str, seconds: float, count: int = 1) -> None:
+        """Note how long the next steps of a kind took together."""
+        self.seconds[kind] += [seconds / count] * count
 
     @property
     def left(self) -> float:
-        """The seconds left. The first step of a kind also prepares: from the third on it does not count."""
+        """The seconds left. The first step of a kind also prepares: from the second on it does not count."""
         total = 0.0
         for kind, seconds in self.seconds.items():
-            typical = seconds[len(seconds) > 2 :]
+            typical = seconds[len(seconds) > 1 :]
             total += (self.counts[kind] - len(seconds)) * sum(typical) / max(1, len(typical))
         return total
 

@@ -71,12 +71,12 @@ of_folded.layernorms[["site", "projected_share", "reconstruction_error"]]
 
 # %%
 both = ln_probe.compare([of_raw, of_folded], names=["raw", "folded"])
-intact = both.heads.xs("intact", level="variant")
-largest = (intact["margin_median"]["raw"] - intact["margin_median"]["folded"]).abs().max()
+heads = both.by_head
+largest = (heads["margin"]["raw"] - heads["margin"]["folded"]).abs().max()
 print(f"largest difference between median margins: {largest:.1e} nats")
-assert (intact["unselectable"]["raw"] == intact["unselectable"]["folded"]).all()
+assert (heads["unselectable"]["raw"] == heads["unselectable"]["folded"]).all()
 assert largest < 1e-3
-intact[["unselectable", "margin_median", "entropy_ratio"]].head(8)
+heads[["unselectable", "margin", "entropy_ratio"]].head(8)
 
 # %% [markdown]
 # On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.jsonl`.

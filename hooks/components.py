@@ -386,6 +386,7 @@ class CachedPrompts:
         values = ((name, value.detach()) for name, value in cache.items() if isinstance(value, Tensor))
         batched = bool(getattr(cache, "has_batch_dim", True))
         self.model, self._values = model, {name: value if batched else value[None] for name, value in values}
+        self.batch, self.length = map(int, self._value("embed.hook_out", "hook_embed").shape[:2])
 
     def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
         if (name := next((n for n in names if n in self._values), None)) is None:
@@ -394,13 +395,7 @@ class CachedPrompts:
 
     def rows(self, *names: str) -> Float[Tensor, "row wide"]:
         """Return the first of these activations that there is, a row per position of one prompt after the other."""
-        batch, length = self.shape()
-        return flat(self._value(*names), length, batch)
-
-    def shape(self) -> tuple[int, int]:
-        """Return how many prompts there are, and positions of each."""
-        value = self._value("embed.hook_out", "hook_embed")
-        return len(value), int(value.shape[1])
+        return flat(self._value(*names), self.length, self.batch)
 
     def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
         """Return what is needed to divide what is read at `place` among its parts, as the function `record` does."""
@@ -418,7 +413,7 @@ class CachedPrompts:
 
     def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
         """Return what the attention of a layer did in each prompt; `place`: what `norm` reads."""
-        (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
+        batch, length, attn = self.batch, self.length, f"blocks.{layer}.attn"
         x, patterns = self._input(place), self._value(f"{attn}.hook_pattern")
         y = x if norm.is_identity else norm.affine(self.rows(f"{norm.name}.hook_normalized"))
         names = [(point, f"{owner}.{point}") for point in TABLES for owner in ("rotary_emb", attn)]

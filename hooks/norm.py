@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -327,8 +328,8 @@ class UnknownNormError(NormError):
 # ---------------------------------------------------------------------------------------- identify the formula
 
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
-# GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
-SAME_OUTPUT = 5e-2
+# GPT-2-shaped models) and 1e-2 in bf16; an eps of 0.001 that is added to the root instead of under it, 1e-3.
+SAME_OUTPUT = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 # RMS of the vectors that a norm is tried on. Sizes differ, so that a divisor that grows is seen, also beside a large
 # eps (norm-free checkpoints have one of 1e12, beside which none grows).
 _SIZES = (1.0, 3.0, 100.0, 1e4)
@@ -380,10 +381,11 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     version, (scale, normalized, out, edited) = rows._version, _answers(module, rows)
     if rows._version != version:
         raise NormError(f"{name} changes its input in place, which hooks read after it: ln_probe cannot measure it")
+    is_same = partial(_is_same, SAME_OUTPUT[rows.dtype])
     fields |= {"eps_value": float(scale[-1, 0]) ** 2, "constant_value": float(scale[0, 0])}
     for kind in _KINDS:
         norm = Norm(name, 0, reads="other", module=module, **(fields | {"kind": kind}))
-        if _is_same(normalized[:-1], norm.normalize(rows[:-1].double())):
+        if is_same(normalized[:-1], norm.normalize(rows[:-1].double())):
             break
     else:
         raise UnknownNormError(f"{unknown}: it divides by another number than sigma")
@@ -395,9 +397,9 @@ def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
         outputs = {more: affine(normalized, _plus(gain, more), bias) for more in (0.0, 1.0)}
         fields["gain_offset"] = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
-        if not _is_same(outputs[fields["gain_offset"]], out):
+        if not is_same(outputs[fields["gain_offset"]], out):
             raise UnknownNormError(f"{unknown}: its output is not gain·normalized + bias")
-    if not _is_same(edited, out):
+    if not is_same(edited, out):
         raise UnknownNormError(f"{unknown}: TransformerLens computes another one where a hook edits it")
     return fields
 
@@ -415,5 +417,5 @@ def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Te
     return [answer.detach().reshape(len(rows), -1).double() for answer in answers]
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
+def _is_same(tolerance: float, a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= tolerance * float(b.abs().max().clamp_min(1e-300))

@@ -123,74 +123,6 @@ def _by_prompt(norm: Norm, value: Tensor, batch: int, length: int) -> Float[Tens
     return value.reshape(batch, -1, norm.d)  # heads of a position stand together
 
 
-class _Pass:
-    """One forward pass: what the layer that is running has shown, and the callbacks.
-
-    Args:
-        layers: the attention modules that are wanted, with the norm that each reads.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        on_norm: OnNorm | None,
-        on_attention: OnAttention | None,
-        layers: Mapping[int, tuple[nn.Module, Norm]],
-    ) -> None:
-        self.shape, self.on_norm, self.on_attention, self.layers = shape, on_norm, on_attention, layers
-        # Of the layer that is running, the input and output of the norm that it reads; and what its points showed.
-        self.running: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
-        self.norms_seen: set[str] = set()
-
-    def hooks(self, norms: Sequence[Norm]) -> tuple[list[Hook], list[Hook]]:
-        """Return the hooks of the pass: those after a module has run, and those before."""
-        after: list[Hook] = [(norm.module, partial(self._norm, norm)) for norm in norms if not norm.is_identity]
-        before: list[Hook] = []
-        for layer, (attn, norm) in self.layers.items():
-            if norm.is_identity:  # there is no norm's module: the input of attention is read
-                before.append((attn, partial(self._identity, layer, norm)))
-            points = {name: child for name, child in attn.named_children() if name in ("hook_pattern", *TABLES)}
-            after += [(point, partial(self._point, layer, name)) for name, point in points.items()]
-            after.append((attn, partial(self._attention, layer)))
-        return after, before
-
-    def _norm(self, norm: Norm, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        if norm.name in self.norms_seen:  # (HookedTransformer calls a norm for queries, keys and values)
-            return
-        self.norms_seen.add(norm.name)
-        x, y = tensors_in(args, kwargs)[0].detach(), output.detach()
-        if x.ndim == 4 and norm.reads not in ("query", "key"):  # an input for each head: all the same
-            x, y = x[:, :, 0], y[:, :, 0]
-        xs, ys = _by_prompt(norm, x, *self.shape), _by_prompt(norm, y, *self.shape)
-        for prompt in range(len(xs)):
-            _check_finite(norm, xs[prompt], "input", self.shape[1])
-            _check_finite(norm, ys[prompt], "output", self.shape[1])
-            if self.on_norm is not None:
-                self.on_norm(prompt, norm, xs[prompt], ys[prompt])
-        self.running |= {layer: (xs, ys, {}) for layer in norm.attention_layers if layer in self.layers}
-
-    def _identity(self, layer: int, norm: Norm, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (norm.d,) and t.ndim in (3, 4))
-        if (x := next(inputs, None)) is not None:
-            x = x if x.ndim == 3 else x[:, :, 0]  # an input for each head (`use_split_qkv_input`): all the same
-            for prompt in x:
-                _check_finite(norm, prompt, "input", len(prompt))
-            self.running[layer] = x, x, {}
-
-    def _point(self, layer: int, name: str, _m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
-        if layer in self.running:
-            self.running[layer][2][name] = output.detach()
-
-    def _attention(self, layer: int, attn: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
-        xs, ys, points = self.running.pop(layer, (None, None, {}))
-        if xs is None or ys is None or "hook_pattern" not in points or self.on_attention is None:
-            return
-        for prompt, pattern in enumerate(points["hook_pattern"][: len(xs)]):
-            cos_sin = rotary_tables(points, prompt, self.shape[1])
-            norm = self.layers[layer][1]
-            self.on_attention(prompt, AttentionInput(layer, xs[prompt], ys[prompt], pattern, cos_sin, attn, norm))
-
-
 def rotary_tables(points: Mapping[str, Tensor], prompt: int, length: int) -> tuple[Tensor, Tensor] | None:
     """Return the rotary tables of one prompt, where points showed them (for all prompts at once, or for each)."""
     if not all(name in points for name in TABLES):
@@ -224,15 +156,59 @@ def streaming(
     Raises:
         ActivationError: a norm's input or output is not finite.
     """
-    attended = {} if on_attention is None else attentions(model)
-    wanted = {
-        layer: (attended[layer], norm)
-        for norm in norms
-        for layer in norm.attention_layers
-        if layer in attended and (layers is None or layer in layers)
-    }
     batch, length = tokens.shape
-    after, before = _Pass((batch, length), on_norm, on_attention, wanted).hooks(norms)
+    attended = {} if on_attention is None else attentions(model)
+    wanted = [layer for layer in attended if layers is None or layer in layers]
+    norm_of = {layer: norm for norm in norms for layer in norm.attention_layers if layer in wanted}
+    # Of the layer that is running, the input and output of the norm that it reads; and what its points showed.
+    running: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
+    norms_seen: set[str] = set()
+
+    def after_norm(norm: Norm, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        if norm.name in norms_seen:  # (HookedTransformer calls a norm for queries, keys and values)
+            return
+        norms_seen.add(norm.name)
+        x, y = tensors_in(args, kwargs)[0].detach(), output.detach()
+        if x.ndim == 4 and norm.reads not in ("query", "key"):  # an input for each head: all the same
+            x, y = x[:, :, 0], y[:, :, 0]
+        xs, ys = _by_prompt(norm, x, batch, length), _by_prompt(norm, y, batch, length)
+        for prompt in range(batch):
+            _check_finite(norm, xs[prompt], "input", length)
+            _check_finite(norm, ys[prompt], "output", length)
+            if on_norm is not None:
+                on_norm(prompt, norm, xs[prompt], ys[prompt])
+        running.update({layer: (xs, ys, {}) for layer in norm.attention_layers if layer in norm_of})
+
+    def before_attention(layer: int, norm: Norm, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (norm.d,) and t.ndim in (3, 4))
+        if (x := next(inputs, None)) is not None:
+            x = x if x.ndim == 3 else x[:, :, 0]  # an input for each head (`use_split_qkv_input`): all the same
+            for prompt in x:
+                _check_finite(norm, prompt, "input", length)
+            running[layer] = x, x, {}
+
+    def after_point(layer: int, name: str, _m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
+        if layer in running:
+            running[layer][2][name] = output.detach()
+
+    def after_attention(layer: int, attn: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+        if layer not in running or on_attention is None:
+            return
+        xs, ys, points = running.pop(layer)
+        for prompt, pattern in enumerate(points.get("hook_pattern", ())):
+            cos_sin = rotary_tables(points, prompt, length)
+            seen = AttentionInput(layer, xs[prompt], ys[prompt], pattern, cos_sin, attn, norm_of[layer])
+            on_attention(prompt, seen)
+
+    after: list[Hook] = [(norm.module, partial(after_norm, norm)) for norm in norms if not norm.is_identity]
+    before: list[Hook] = []
+    for layer, norm in norm_of.items():
+        attn = attended[layer]
+        if norm.is_identity:  # there is no norm's module: the input of attention is read
+            before.append((attn, partial(before_attention, layer, norm)))
+        points = [(name, child) for name, child in attn.named_children() if name in ("hook_pattern", *TABLES)]
+        after += [(point, partial(after_point, layer, name)) for name, point in points]
+        after.append((attn, partial(after_attention, layer)))
     with hooks_on(after, before):
         yield
 

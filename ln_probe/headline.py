@@ -31,7 +31,7 @@ class FreezingCost:
     Attributes:
         estimate: loss increase with scaling frozen at every norm, nats/token (or units of the user's loss); NaN where
             the edited model's logits are not finite (`table` then has the increase at attention's norms).
-        low, high: its 95 % CI over prompt groups, the choice of constants included; NaN with fewer than 8 groups.
+        low, high: its 95 % CI over prompt groups, the choice of constants included; NaN with fewer than 16 groups.
         loss: of the intact model on the same prompts.
         strata: the loss increase on the prompts of each book; the CI is over windows of these books. Empty for other
             prompts.

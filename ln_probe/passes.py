@@ -7,6 +7,7 @@ of every head reach. In the second, which needs the constants, the probes observ
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -232,20 +233,21 @@ def second_pass(
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and maps is not None]
         recorded = recorder is not None and any(map(recorder.takes, numbers))
+        started, before = time.monotonic(), {w.probe.name: w.seconds for w in watching}
         if norms or attention or recorded:
             callbacks = on_norm if norms else None, on_attention if attention or recorded else None
-            with (
-                work.step(_STREAM, len(numbers)),
-                streaming(run.model, tokens, start.inputs, *callbacks, run.layers),
-            ):
+            with streaming(run.model, tokens, start.inputs, *callbacks, run.layers):
                 run_model(run.model, tokens)
+            observing = sum(w.seconds - before[w.probe.name] for w in watching)
+            work.add(_STREAM, time.monotonic() - started - observing, len(numbers))
         for number in numbers:
             for observer in watching:
-                with work.step(observer.probe.name):
-                    if observer.probe.needs.output:
-                        tell_inner(observer.probe.name)
-                        observer.call("prompt", number, run.prompts[number])
-                    observer.call("end", number)
+                if observer.probe.needs.output:
+                    tell_inner(observer.probe.name)
+                    observer.call("prompt", number, run.prompts[number])
+                observer.call("end", number)
+        for observer in watching:
+            work.add(observer.probe.name, observer.seconds - before[observer.probe.name], len(numbers))
         tell_left(work.left)
     return {w.probe.name: w.results() for w in every}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,20 +27,13 @@ from ln_probe.hooks.task import (
     unpadded,
 )
 
-# How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
-_SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
-# Prompts of which one token makes up more than this say more about that token than about the model.
-COMMONEST_SHARE = 0.3
-_FEW_TOKENS = 20  # of which a third can be the same by chance
+_SHOWN_PROMPTS, _SHOWN_TOKENS = 64, 24  # how many prompts a report shows the beginnings of, and how much of each
 
 BUNDLED = "bundled"
 _TEXT_FIELD, _ID_FIELDS = "text", ("tokens", "input_ids")
 _SUFFIXES = (".txt", ".jsonl")
 
-__all__ = [
-    "Prompts",
-    "make_prompts",
-]
+__all__ = ["Prompts", "make_prompts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +99,8 @@ def make_prompts(
     max_prompts = None if max_prompts is None else whole_number(max_prompts, "max_prompts", 1)
     if isinstance(prompts, Prompts):
         return prompts
-    if "attention_mask" in (columns := getattr(prompts, "column_names", None) or ()) and _TEXT_FIELD not in columns:
+    columns = getattr(prompts, "column_names", None) or ()
+    if {"input_ids", "attention_mask"}.issubset(columns) and _TEXT_FIELD not in columns:
         prompts = {name: list(prompts[name]) for name in ("input_ids", "attention_mask")}
     if isinstance(prompts, Mapping) and "input_ids" in prompts and prompts.get("attention_mask") is None:
         prompts = prompts["input_ids"]
@@ -262,7 +255,8 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
     """Return the token ids of a tokenizer's output without what its attention_mask hides, and a note about it."""
     if "input_ids" not in given:
         raise ValueError(f'a tokenizer\'s output needs "input_ids", this has {", ".join(map(str, given)) or "nothing"}')
-    rows, masks = _rows(given["input_ids"]), _rows(given["attention_mask"])
+    rows = _rows(given["input_ids"])
+    masks = _rows(given["attention_mask"], lambda mask: (_array(mask) != 0).astype(int))  # (or true and false)
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
         raise ValueError("attention_mask does not fit input_ids: their lengths differ")
     visible = []
@@ -279,9 +273,9 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
     return visible, (note,) * bool(hidden)
 
 
-def _rows(given: Any) -> list[Tensor]:
+def _rows(given: Any, read: Callable[[Any], Any] = lambda entry: entry) -> list[Tensor]:
     one_row = len(given) and _is_number(given[0])
-    return [_row(entry, number) for number, entry in enumerate([given] if one_row else given)]
+    return [_row(read(entry), number) for number, entry in enumerate([given] if one_row else given)]
 
 
 def _finished(
@@ -317,17 +311,11 @@ def _finished(
             return encodable(token_names.get(token, str(token)))
         return str(token) if tokenizer is None else encodable(str(tokenizer.decode([token])))
 
-    every = torch.cat(tokens)
-    names = {i: name_of(i) for i in every.unique().tolist()}
-    token, count = Counter(every.tolist()).most_common(1)[0]
-    if count > COMMONEST_SHARE * len(every) and len(every) >= _FEW_TOKENS:  # then a report is about that token
-        notes = (
-            *notes,
-            f"the token {names[token]!r} makes up {count / len(every):.0%} of the prompts: what is measured describes "
-            "it more than anything else",
-        )
+    names = {i: name_of(i) for i in torch.cat(tokens).unique().tolist()}
     strings = tuple(tuple(names[i] for i in row.tolist()) for row in tokens)
-    return Prompts(tokens, strings, source, notes, summary(source, tokens, names.__getitem__))
+    separator = " " if token_names is not None or tokenizer is None else ""
+    begin = [separator.join(row[:_SHOWN_TOKENS]) for row in strings[:_SHOWN_PROMPTS]]
+    return Prompts(tokens, strings, source, notes, {**summary(source, tokens), "begin": begin})
 
 
 def calibration_prompts(
@@ -340,57 +328,30 @@ def calibration_prompts(
         raise type(error)(f"calibration: {error}") from error
 
 
-def summary(
-    source: str, rows: Iterable[Int[Tensor, " _"]], name_of: Callable[[int], str] | None = None
-) -> dict[str, Any]:
-    """Return source, counts and hash (of the token ids, prompt by prompt) of prompts.
-
-    With `name_of` also how the first prompts begin, the commonest tokens with their shares, and how many prompts repeat
-    an earlier one.
-    """
+def summary(source: str, rows: Iterable[Int[Tensor, " _"]]) -> dict[str, Any]:
+    """Return source, counts and hash (of the token ids, prompt by prompt) of prompts."""
     ids = [row.tolist() for row in rows]
     digest = hashlib.sha256()
     for row in ids:
         digest.update(np.asarray([len(row), *row], np.int64).tobytes())
-    counts = Counter(i for row in ids for i in row)
-    total = sum(counts.values())
-    shown: dict[str, Any] = {}
-    if name_of is not None:
-        common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_COMMONEST]
-        names = Counter(name_of(i) for i, _ in common)  # bytes that are no character by themselves look all alike
-        alike = {i: f" (token {i})" if names[name_of(i)] > 1 else "" for i, _ in common}
-        shown = {
-            "commonest": {name_of(i) + alike[i]: round(n / total, 4) for i, n in common},
-            "repeated": len(ids) - len(set(map(tuple, ids))),
-            "begin": ["".join(_spaced([name_of(i) for i in row[:_SHOWN_TOKENS]])) for row in ids[:_SHOWN_PROMPTS]],
-        }
     return {
         "source": source,
         "count": len(ids),
-        "tokens": total,
+        "tokens": sum(map(len, ids)),
         "longest": max(map(len, ids), default=0),
         "sha256": digest.hexdigest(),
-        **shown,
     }
-
-
-def _spaced(names: Sequence[str]) -> list[str]:
-    """Add spaces between names of tokens (`<EOS>`, ids), but not between pieces of words."""
-    words = all(n.isdigit() or (n[:1] == "<" and n[-1:] == ">") or len(n) > 1 for n in names)
-    pieces = any(n[:1].isspace() for n in names)
-    return [n if pieces or not words else f"{n} " for n in names]
 
 
 def read_token_names(tokens: str | Path | Sequence[str]) -> dict[int, str]:
     """Return token strings by id, for a model without a tokenizer.
 
     Args:
-        tokens: a list of them, or a file: JSON (a list, or an object {token: id}, also inside another object), or text
-            with a token a line.
+        tokens: a list of them, or a file: a JSON list, or text with a token a line.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds no tokens, or two of one id.
+        ValueError: it holds no tokens.
     """
     if not isinstance(tokens, str | Path):
         return dict(enumerate(map(str, tokens)))
@@ -402,24 +363,9 @@ def read_token_names(tokens: str | Path | Sequence[str]) -> dict[int, str]:
         raise FileNotFoundError(f"no tokenizer file {str(path)!r}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer file {path} cannot be read: {error}") from error
-    if isinstance(content, list) and content and all(isinstance(token, str) for token in content):
-        return dict(enumerate(content))
-    vocabulary = _vocabulary(content)
-    names = {i: token for token, i in vocabulary.items()}
-    if not names:
-        raise ValueError(f"tokenizer file {path} holds no tokens: give a JSON list, {{token: id}}, or a token a line")
-    if len(names) < len(vocabulary):
-        raise ValueError(f"tokenizer file {path} gives two tokens the same id")
-    return names
-
-
-def _vocabulary(content: Any) -> dict[str, int]:
-    """Return the first object {token: id} of a JSON file, which may be inside another (tokenizer.json); else none."""
-    if not isinstance(content, dict):
-        return {}
-    if content and all(type(i) is int for i in content.values()):
-        return content
-    return next(filter(None, map(_vocabulary, content.values())), {})
+    if not isinstance(content, list) or not content or not all(isinstance(token, str) for token in content):
+        raise ValueError(f"tokenizer file {path} holds no tokens: give a JSON list, or a token a line")
+    return dict(enumerate(content))
 
 
 def _naming_notes(names: Mapping[int, str], size: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,7 @@ from ln_probe.analyses.probes.base import Failure, Finding, Probe
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.wording import findings as answers_of
 from ln_probe.analyses.schema import Table
-from ln_probe.analyses.text import (
-    check_text,
-    counted,
-    disarmed,
-    encodable,
-    path_of,
-    replacing,
-    to_be_written,
-    write_text,
-)
+from ln_probe.analyses.text import counted, disarmed, encodable, replacing, write_text
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits, load_arrays, save_arrays
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
@@ -123,21 +114,6 @@ class Report:
         """Return the findings: plain sentences computed from the tables, a question after the other."""
         return [finding.text for finding in answers(self)]
 
-    def with_tables(self, **tables: pd.DataFrame) -> Report:
-        """The same report with some tables replaced.
-
-        Raises:
-            TypeError: something that is no data frame.
-            ValueError: no such table, or other columns than it has (`describe` lists them).
-        """
-        for name, table in tables.items():
-            if not isinstance(table, pd.DataFrame):
-                raise TypeError(f"with_tables takes data frames, got {type(table).__name__} as {name}")
-            if name not in self.declared:
-                raise ValueError(f"this report has no table {name!r} to replace: there are {', '.join(self.declared)}")
-            self.declared[name].check(table)
-        return replace(self, tables={**self.tables, **tables})
-
     def attention(self, layer: int | None = None, head: int | None = None) -> AttentionView:
         """Return an interactive map of heads and the attention of one, intact and with scaling frozen for its keys.
 
@@ -206,10 +182,8 @@ class Report:
         """Write one self-contained page that opens offline; the path written. `index`: see `save`."""
         from ln_probe.page.page import report_page
 
-        check_text("index", index)
-        path = to_be_written(path)
-        write_text(path, report_page(self, index))
-        return path
+        write_text(Path(path), report_page(self, index))
+        return Path(path)
 
     def save(self, folder: str | Path, *, index: str = "") -> Path:
         """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
@@ -222,15 +196,12 @@ class Report:
             index: address of the page that lists this report, relative to the folder; report.html then links to it.
 
         Raises:
-            TypeError, ValueError: `folder` is no path or empty, `index` no text, or a table holds what parquet cannot.
+            TypeError, ValueError: `folder` is no path, or a table holds what parquet cannot.
             OSError: the folder cannot be written.
         """
         from ln_probe.page.page import report_page
 
-        folder = path_of(folder, "folder")
-        if folder.is_file():
-            raise FileExistsError(f"{folder} is a file: give a folder, or call to_html for the page alone")
-        check_text("index", index)
+        folder = Path(folder)
         content = {
             "format": FORMAT,
             "provenance": dict(self.provenance),
@@ -239,7 +210,6 @@ class Report:
             "failures": [asdict(f) for f in self.failures],
         }
         manifest = json.dumps(content, indent=1, allow_nan=False)
-        to_be_written(folder / PAGE_FILE)
         with ExitStack() as stack:  # an earlier report stays whole until all files of this one are written
             page = stack.enter_context(replacing(folder / PAGE_FILE))
             page.write_bytes(encodable(report_page(self, index)).encode())
@@ -265,21 +235,19 @@ def load_report(folder: str | Path) -> Report:
         >>> folder = report.save(mkdtemp())
         >>> ln_probe.load_report(folder).causal
     """
-    folder = path_of(folder, "folder")
+    folder = Path(folder)
     path = folder / REPORT_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: give the folder that Report.save wrote")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        form = content["format"]
-        if form == FORMAT:
-            provenance, notes = dict(content["provenance"]), tuple(content["notes"])
-            failures = tuple(Failure(**f) for f in content["failures"])
-            declared = {name: Table.of_plain(plain) for name, plain in content["tables"].items()}
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, this ln_probe reads {FORMAT}")
+        provenance, notes = dict(content["provenance"]), tuple(content["notes"])
+        failures = tuple(Failure(**f) for f in content["failures"])
+        declared = {name: Table.of_plain(plain) for name, plain in content["tables"].items()}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): analyze the model again") from error
-    if form != FORMAT:
-        raise ValueError(f"{path} has format {form!r}, this ln_probe reads format {FORMAT}: analyze the model again")
     files = {name: folder / f"{name}.parquet" for name in declared}
     if missing := [file for file in (*files.values(), folder / EXHIBITS_FILE) if not file.is_file()]:
         raise FileNotFoundError(f"{missing[0]} is missing: analyze the model again")

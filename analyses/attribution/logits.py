@@ -29,7 +29,7 @@ from ln_probe.analyses.attribution.shared import (
     AttributionError,
     Positions,
     Prompts,
-    SumsAtPositions,
+    Sums,
     Tokens,
     head_of,
     ids_of_rows,
@@ -74,6 +74,7 @@ from ln_probe.hooks.model import (
     whole_number,
 )
 from ln_probe.hooks.norm import INTACT, Norm, bias_of, gain_of
+from ln_probe.hooks.norm_edits import NormEdit
 from ln_probe.hooks.norms import norms_of
 
 TERMS = ("without_projection", "projection", "bias")
@@ -83,7 +84,7 @@ SHOWN = 24  # positions in the picture of a lens
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LogitAttribution(SumsAtPositions):
+class LogitAttribution(Sums):
     """Logits (or differences of logits), each as a sum over components.
 
     Attributes:
@@ -243,9 +244,15 @@ def attribute_logits(
     numbers = {"total": every.sum((0, 1)), **numbers, "own": numbers["own"].masked_fill(~valid, math.nan)}
     shaped = {name: float(v[0]) if single else _by_prompt(v, places) for name, v in numbers.items()}
     label = label_of(hooked, readings[0].ids if single else None if target is None else ids, others)
-    at, one = _by_prompt(torch.tensor([p for _, p in asked]), places, -1), readings[0]
+    positions_of_rows, one = _by_prompt(torch.tensor([p for _, p in asked]), places, -1), readings[0]
     return LogitAttribution(
-        parts, _by_prompt(every, places), **shaped, bound=one.bound, at=at, label=label, soft_cap=one.soft_cap
+        parts,
+        _by_prompt(every, places),
+        **shaped,
+        bound=one.bound,
+        at=positions_of_rows,
+        label=label,
+        soft_cap=one.soft_cap,
     )
 
 
@@ -473,13 +480,12 @@ class LogitLens:
         shown = first["position"].drop_duplicates().tolist()[-SHOWN:]
         head = "".join(f"<th>{position}</th>" for position in shown)
         rows = [f"<tr><th>layer</th>{head}</tr>"]
-        for layer, cells in (
-            first[first["position"].isin(shown)].sort_values("layer", ascending=False).groupby("layer", sort=False)
-        ):
+        for layer in sorted(set(first["layer"]), reverse=True):
+            cells = first[(first["layer"] == layer) & first["position"].isin(shown)].sort_values("position")
             tokens = "".join(
-                f'<td style="background:rgba(0,114,178,{row.probability / 2:.3f})" title="{row.probability:.1%}">'
-                f"{escape(row.token)}</td>"
-                for row in cells.sort_values("position").itertuples()
+                f'<td style="background:rgba(0,114,178,{cell["probability"] / 2:.3f})" '
+                f'title="{cell["probability"]:.1%}">{escape(cell["token"])}</td>'
+                for cell in cells.to_dict("records")
             )
             rows.append(f"<tr><th>{layer}</th>{tokens}</tr>")
         return f"<p>{escape(repr(self))}</p><table>{''.join(rows)}</table>"
@@ -598,12 +604,13 @@ def _edited(
     """Return the final norm's output on the stream at these positions, as the norm is now: intact or edited."""
     if final is None:
         return x
-    edit = next((edit for edit in edits_on(final.module) if not edit.holds), None)
+    edit = next((edit for edit in edits_on(final.module) if isinstance(edit, NormEdit)), None)
     variant, constant = INTACT.name, None
     if edit is not None:
         variant = edit.variants[0]
         if edit.constants is not None:
-            constant = torch.where(at == 0, *edit.constants[0].detach().to(x))[:, None]
+            first, rest = edit.constants[0].detach().to(x)
+            constant = torch.where(at == 0, first, rest)[:, None]
     return final.affine(final.without(variant, x, constant, final.sigma(x[-1:]) if scale == "final" else None))
 
 

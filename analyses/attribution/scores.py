@@ -29,7 +29,7 @@ from ln_probe.analyses.attribution.shared import (
     TOP,
     AttributionError,
     Prompts,
-    SumsAtPositions,
+    Sums,
     one_of,
     part_columns,
     place,
@@ -45,7 +45,7 @@ AT_ONCE = 64  # positions whose parts are held at once: of GPT-2's shape 5 MB
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScoreAttribution(SumsAtPositions):
+class ScoreAttribution(Sums):
     """Attention scores (or differences of scores) of one head, each as a sum over one side's components.
 
     Attributes:
@@ -101,14 +101,10 @@ class ScoreAttribution(SumsAtPositions):
         if self.pairs is None:
             values = self.values[:, self.total.isfinite()].T.reshape(-1).numpy()
             return self._rows(query=self.queries, key=self.keys).assign(contribution=values)
-        sides = {"query": (self.query_components, 1), "key": (self.components, 0)}
-        tables = [
-            pd.DataFrame([{"side": side, **part_columns(part)} for part in parts]).assign(
-                contribution=self.pairs.sum(axis=axis).to_numpy()
-            )
-            for side, (parts, axis) in sides.items()
-        ]
-        return pd.concat(tables, ignore_index=True)
+        sides = [("query", part) for part in self.query_components] + [("key", part) for part in self.components]
+        table = pd.DataFrame([{"side": side, **part_columns(part)} for side, part in sides])
+        sums = [self.pairs.sum(axis=1), self.pairs.sum(axis=0)]
+        return table.assign(contribution=pd.concat(sums).to_numpy())
 
     def _components(self) -> pd.DataFrame:
         return pd.DataFrame([{"side": self.side, **part_columns(part)} for part in self.components])
@@ -119,7 +115,7 @@ class ScoreAttribution(SumsAtPositions):
         if self.pairs is None:
             return super().top(k)
         k = whole_number(k, "k", 1, AttributionError)
-        pairs = self.pairs.stack().rename("contribution").rename_axis(["query_part", "key_part"]).reset_index()
+        pairs = pd.Series(self.pairs.stack(), name="contribution").rename_axis(["query_part", "key_part"]).reset_index()
         return pairs.sort_values("contribution", key=abs, ascending=False, kind="stable", ignore_index=True).head(k)
 
     def _place(self, at: int) -> str:
@@ -454,9 +450,9 @@ def _pairs(one: Head, query: int, key: int, other: Sequence[int]) -> dict[str, A
         *(("key", term, float(q @ difference(term))) for term in _TERMS),
     ]
     table = pd.DataFrame(terms, columns=["side", "term", "contribution"])
-    names = {"index": [part.name for part in q_parts], "columns": [part.name for part in k_parts]}
+    rows, columns = ([part.name for part in parts] for parts in (q_parts, k_parts))
     return {
-        "pairs": pd.DataFrame(matrix.numpy(), **names),
+        "pairs": pd.DataFrame(matrix.numpy(), rows, columns),
         "terms": table.assign(meaning=table["term"].map(_TERMS)),
         "components": tuple(k_parts),
         "query_components": tuple(q_parts),

@@ -60,8 +60,7 @@ class Prompts:
         self.cache = CachedPrompts(model, given) if is_cache(given) else None
         self.rows: list[Int[Tensor, " _"]] = []
         if self.cache is not None:
-            count, length = self.cache.shape()
-            self.lengths = [length] * count
+            self.lengths = [self.cache.length] * self.cache.batch
             return
         rows = [given] if isinstance(given, str) else torch.as_tensor(given) if isinstance(given, np.ndarray) else given
         try:
@@ -239,11 +238,14 @@ def part_columns(part: Part) -> dict[str, object]:
 
 
 class Sums:
-    """A sum over components and the model's own number: what every result of an attribution has.
+    """Sums over components and the model's own numbers: what every result of an attribution has.
 
-    `total`, `own` and `scale` are floats, or tensors with an entry per position (NaN where a prompt has none).
+    `values` is [component batch …]; `total`, `own` and `scale` are [batch …] (NaN where a prompt has no such position),
+    or floats for one number.
     """
 
+    components: tuple[Part, ...]
+    values: Any
     total: Any
     own: Any
     scale: Any
@@ -251,6 +253,7 @@ class Sums:
     label: str
     _number = "logit"
     _remedy = ""
+    _entries = "positions"
 
     def _errors(self) -> Float64[Tensor, " *pos"]:
         total, own, scale = (torch.as_tensor(v, dtype=torch.float64) for v in (self.total, self.own, self.scale))
@@ -283,23 +286,8 @@ class Sums:
         """Return which entry it is, as text."""
         return ""
 
-    def top(self, k: int = TOP) -> pd.DataFrame:
-        """Return the k components with the largest contributions, either way."""
-        raise NotImplementedError
-
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>{self.top().to_html(index=False, float_format='{:+.4g}'.format)}"
-
-
-class SumsAtPositions(Sums):
-    """Sums at several positions of one or several prompts.
-
-    `values` is [component batch …], `total` one of its components' sums [batch …].
-    """
-
-    components: tuple[Part, ...]
-    values: Any
-    _entries = "positions"
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self.values.shape[1:]))

@@ -27,6 +27,7 @@ Example:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -224,7 +225,7 @@ class ProbeObserver:
     """
 
     def __init__(self, probe: Probe, run: Run, limit: int | None) -> None:
-        self.probe, self.limit = probe, limit
+        self.probe, self.limit, self.seconds = probe, limit, 0.0
         self.failure: Failure | None = None
         self._observer = self._guard(probe.start, run)
 
@@ -242,10 +243,13 @@ class ProbeObserver:
         return results if self.failure is None else self.failure
 
     def _guard(self, work: Callable[..., Any], *given: object) -> Any:
+        started = time.monotonic()
         try:
             return work(*given)
         except Exception as error:
             self.failure = Failure(self.probe.name, f"{type(error).__name__}: {error}")
+        finally:
+            self.seconds += time.monotonic() - started
 
 
 def find(name: str) -> Probe:

@@ -145,9 +145,10 @@ class _Prompt:
     def token_rows(self, tokens: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield rows of the table `sinks`."""
         sizes, layers = self.sizes, list(self.layers.values())
-        if not sizes.site:
-            return
-        longest = 1 + int(sizes.ratio[1:].argmax()) if len(tokens) > 1 else 0
+        if not sizes.site:  # without a norm nothing says which tokens are long
+            unknown = torch.full((len(tokens),), math.nan)
+            sizes = TokenSizes(unknown, [""] * len(tokens), outlier=unknown > 0, massive=unknown > 0)
+        longest = 1 + int(sizes.ratio[1:].argmax()) if len(tokens) > 1 and self.sizes.site else 0
         sink = torch.stack([layer.sink for layer in layers]).any(0) if layers else torch.zeros(len(tokens)).bool()
         kinds = {
             "first": {0},
@@ -173,7 +174,7 @@ class _Prompt:
                 "site": sizes.site[at],
                 "length_ratio": float(sizes.ratio[at]),
                 **{name: total / pairs if pairs else math.nan for name, total in sums.items()},
-                "dimensions": sizes.dimensions(at),
+                "dimensions": sizes.dimensions(at) if self.sizes.site else "",
                 "n": max((int(layer.queries[at]) for layer in layers), default=0),
             }
 

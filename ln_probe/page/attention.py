@@ -24,7 +24,7 @@ from ln_probe.analyses.attribution.shared import Prompts, place, token_name
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.probes.wording import NATS, unit_of
-from ln_probe.analyses.text import disarmed, shortened, to_be_written, visible, write_text
+from ln_probe.analyses.text import disarmed, shortened, visible, write_text
 from ln_probe.exhibits import TOKENS_SHOWN, PromptAttention, to_bytes
 from ln_probe.hooks.attention import UnsupportedAttentionError, read_heads
 from ln_probe.hooks.edits import without
@@ -90,7 +90,8 @@ class HeadCell:
         if math.isnan(self.value):
             return "unknown"
         sign = "less" if self.step < 0 else "more"
-        names = [f"{sign}{abs(self.step)}", "" if self.significant else "pale", "estimate" if self.estimate else ""]
+        mark = "significant" if self.significant else "pale"
+        names = [f"{sign}{abs(self.step)}", mark, "estimate" if self.estimate else ""]
         return " ".join(filter(None, names))
 
 
@@ -114,9 +115,14 @@ class HeadMap:
 
     @property
     def top(self) -> list[HeadCell]:
-        """The heads with the largest changes, those that are significant first."""
+        """The heads with the largest changes, those that are significant before others."""
         measured = [cell for cell in self.cells if not math.isnan(cell.value)]
         return sorted(measured, key=lambda cell: (not cell.significant, -abs(cell.value)))[:TOP]
+
+    @property
+    def listed(self) -> list[HeadCell]:
+        """The same heads by layer, because their order of size is not tested."""
+        return sorted(self.top, key=lambda cell: (cell.layer, cell.head))
 
     @property
     def first(self) -> HeadCell | None:
@@ -185,6 +191,8 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
     yield "more0", "0"
     yield from ((f"more{i + 1}", f"+{step:.2g}") for i, step in enumerate(steps))
+    if any(cell.significant for cell in known):
+        yield "more4 significant", "outlined: significant"
     if any(not cell.significant and not cell.estimate for cell in known):
         untested = {cell.certainty for cell in known if not cell.tested and not cell.estimate}
         yield "more4 pale", f"pale: {', '.join(sorted(untested)) or 'not significant'}"
@@ -212,9 +220,8 @@ class Picture:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the picture as one self-contained page and return its path."""
-        path = to_be_written(path)
-        write_text(path, self.document())
-        return path
+        write_text(Path(path), self.document())
+        return Path(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,10 +239,7 @@ class AttentionView(Picture):
     def __post_init__(self) -> None:
         shown = self.report.exhibits.attention
         if shown is None:
-            raise ValueError(
-                "this report has no attention: analyze with the probe 'selectability' or 'uniformity' a model whose "
-                "attention reads a norm"
-            )
+            raise ValueError("this report has no attention: analyze with the probe 'selectability' or 'uniformity'")
         for what, number, known in (("layer", self.layer, shown.layers), ("head", self.head, shown.heads)):
             if number is not None and number not in known:
                 raise ValueError(f"{what} {number!r} has no attention here: there are {', '.join(map(str, known))}")

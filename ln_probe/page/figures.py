@@ -56,9 +56,6 @@ WIDTH = 4.0  # inches: with its smallest text 11 pixels high a figure fits a pho
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
 ROWS = 40  # models drawn in a forest plot; the table has all of them
-# Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing
-# sigma at one attention sink can cost tens of nats, next to which all else would look like 0.
-WIDE = 30.0
 # The groups of norms of the primary contrasts, the largest first.
 SITES = {"all": "every norm", "attention": "attention's norms"}
 
@@ -169,7 +166,7 @@ def loss_changes(report: Report) -> Figure:
     keys += [("o", "none", "loss-optimal constants")] * optimal
     keys += [("|", SOFT, "one book")] * any(row.strata for row in rows)
     keys += [("o", PALE, "pale: not significant")] * any(not row.significant for row in rows)
-    _finish_rows(figure, axes, [row.change[0] for row in rows], unit, keys)
+    _finish_rows(figure, axes, unit, keys)
     return figure
 
 
@@ -194,7 +191,7 @@ def forest(names: Sequence[str], reports: Sequence[Report]) -> Figure:
     drawn = {row.variant: None for rows in by_model for row in rows}
     keys = [("o", COLORS[variant.name], variant.label) for variant in drawn]
     keys += [("o", PALE, "pale: not significant")] * any(not row.significant for rows in by_model for row in rows)
-    _finish_rows(figure, axes, [row.change[0] for rows in by_model for row in rows], " or ".join(units), keys)
+    _finish_rows(figure, axes, " or ".join(units), keys)
     return figure
 
 
@@ -256,15 +253,11 @@ def _mark(
     figure.point_out(dot, about)
 
 
-def _finish_rows(
-    figure: Figure, axes: mpl.axes.Axes, changes: Sequence[float], unit: str, keys: Sequence[tuple[str, str, str]]
-) -> None:
+def _finish_rows(figure: Figure, axes: mpl.axes.Axes, unit: str, keys: Sequence[tuple[str, str, str]]) -> None:
     """Scale and label the axis of changes, and explain the marks."""
-    wide = _widened(axes.set_xscale, changes)
-    axes.set_xlabel(f"change of the loss, {unit}{' (logarithmic away from 0)' if wide else ''}", fontsize=SMALLEST)
+    axes.set_xlabel(f"change of the loss, {unit}", fontsize=SMALLEST)
     axes.tick_params(labelsize=SMALLEST)
-    if not wide:
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _place: "0" if abs(value) < 1e-12 else f"{value:+.3g}")
     handles = []
     for marker, face, label in keys:
@@ -274,16 +267,6 @@ def _finish_rows(
         handles.append(mpl.lines.Line2D([], [], ls="", marker=marker, ms=5, label=label, **style))
     if handles:
         figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
-
-
-def _widened(set_scale: Callable[..., None], changes: Sequence[float]) -> bool:
-    """Make an axis linear near 0 alone if the largest change would hide the others on a linear one; whether it did."""
-    sizes = np.abs(np.array(changes, float)) if len(changes) else np.zeros(1)
-    middle = float(np.median(sizes))
-    wide = bool(sizes.max() > max(1.0, WIDE * middle))
-    if wide:
-        set_scale("symlog", linthresh=max(1e-3, float(f"{middle:.1g}")))
-    return wide
 
 
 # ------------------------------------------------------------------------------------------------------ over the depth
@@ -311,8 +294,8 @@ def norms_over_depth(report: Report) -> Figure:
         axes.plot(place, values, "-", color=color, lw=1)
         for at, row in enumerate(rows.to_dict("records")):
             (dot,) = axes.plot(at, values.iloc[at], "o", ms=5, color=color)
-            angle, sigma = f"{row['angle_to_ones_deg']:.1f}° to all-ones", f"sigma {row['sigma_mean']:.3g}"
-            share = percent(float(row["projected_share"]))
+            angle, share = f"{row['angle_to_ones_deg']:.1f}° to all-ones", percent(float(row["projected_share"]))
+            sigma = f"sigma {row['sigma_mean']:.3g} ± {percent(row['sigma_cv'])}, length {row['input_norm']:.3g}"
             figure.point_out(dot, f"{row['site']}, read by {row['reads']}: projects {share} ({angle}); {sigma}")
         _few_log_ticks(axes, share=column == "projected_share")
     names = [axis_text(str(site).removeprefix("blocks.")) for site in rows["site"]]

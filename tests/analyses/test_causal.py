@@ -143,29 +143,28 @@ def test_primary_contrasts_and_exploratory_families_are_adjusted_apart() -> None
 
 
 def test_prompts_of_one_group_count_once() -> None:
-    prompts = drawn(18)
-    report = measured(lab(), prompts, groups=[i // 2 for i in range(18)], probe=Causal(single_norms=False))
+    prompts = drawn(36)
+    report = measured(lab(), prompts, groups=[i // 2 for i in range(36)], probe=Causal(single_norms=False))
     by_prompt = report.tables["causal_prompts"]
     assert by_prompt["stratum"].tolist()[: 12 * 3] == ["0"] * 24 + ["1"] * 12
     mine = by_prompt[(by_prompt["sites"] == "mlp") & (by_prompt["variant"] == "no_projection")]
-    change = (mine["delta_loss"] * mine["n"]).to_numpy().reshape(9, 2).sum(1)
-    inference = infer_mean(change, np.full(9, 16.0))
+    change = (mine["delta_loss"] * mine["n"]).to_numpy().reshape(18, 2).sum(1)
+    inference = infer_mean(change, np.full(18, 16.0))
     row = report.causal.set_index(["sites", "variant"]).loc[("mlp", "no_projection")]
-    assert (row["delta_loss_low"], row["n"]) == pytest.approx((inference.low, 18))
-    few = measured(lab(), prompts, groups=[i % 7 for i in range(18)], probe=Causal(single_norms=False))
+    assert (row["delta_loss_low"], row["n"]) == pytest.approx((inference.low, 36))
+    few = measured(lab(), prompts, groups=[i % 15 for i in range(36)], probe=Causal(single_norms=False))
     assert few.causal[["delta_loss_low", "p", "equivalence_bound"]].isna().all(axis=None)
-    assert any("7 prompt groups" in note for note in few.notes)
+    assert any("15 prompt groups" in note for note in few.notes)
 
 
 def test_groups_are_resampled_within_their_strata() -> None:
-    constants = measured(lab(), drawn(12), probe=Causal(single_norms=False)).constants
-    books, change = ["a", "b", "c"] * 4, np.tile([0.0, 4.0, -2.0], 4) + np.arange(12) / 100
-    inference = over_groups(change, np.ones(12), np.arange(12), constants, books, 0)
-    assert inference == infer_mean(change, np.ones(12), np.arange(12) % 3)
-    assert inference.high - inference.low < 0.1 < infer_mean(change, np.ones(12)).high
-    assert over_groups(change, np.ones(12), np.arange(12), constants, list("abcdefghijkl"), 0) == infer_mean(
-        change, np.ones(12)
-    )
+    constants = measured(lab(), drawn(18), probe=Causal(single_norms=False)).constants
+    books, change = ["a", "b", "c"] * 6, np.tile([0.0, 4.0, -2.0], 6) + np.arange(18) / 100
+    ones, prompts = np.ones(18), np.arange(18)
+    inference = over_groups(change, ones, prompts, constants, books, 0)
+    assert inference == infer_mean(change, ones, prompts % 3)
+    assert inference.high - inference.low < 0.2 < infer_mean(change, ones).high
+    assert over_groups(change, ones, prompts, constants, list("abcdefghijklmnopqr"), 0) == infer_mean(change, ones)
 
 
 @pytest.mark.parametrize("model", [lab(causal=False), make_bridge("bert")], ids=["lab", "bert"])

@@ -15,6 +15,7 @@ import ln_probe
 from ln_probe.analyses.geometry.compiled import Compilation
 from ln_probe.analyses.geometry.key_geometry import random_unselectable
 from ln_probe.analyses.geometry.queries import query_radius
+from ln_probe.analyses.probes.uniformity import LayerMaps
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import AttentionInput, stream
@@ -97,10 +98,13 @@ def test_observed_queries_are_within_reach(arch: str) -> None:
     model, seen = make_bridge(arch), list[AttentionInput]()
     sites = find_norms(model)
     stream(model, TOKENS, sites, on_attention=seen.append)
+    maps = LayerMaps(sites)
     for attended in seen:
         radius = query_radius(read_heads(attended, sites), attended.norm, attended.y)
         assert radius.shape == (24, 4)
         assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output
+        maps.observe(attended)
+        assert maps.radii()[attended.layer] == pytest.approx(np.quantile(radius.numpy(), 0.95, axis=0))
 
 
 def test_without_a_bound_on_queries_there_are_no_margins() -> None:

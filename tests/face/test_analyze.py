@@ -40,15 +40,13 @@ def test_a_report_says_where_it_came_from(capp: Path) -> None:
     assert provenance["model"]["kind"] == "folder"
     assert len(provenance["model"]["weights_sha256"]) == 64
     prompts = provenance["prompts"]
-    assert (prompts["source"], prompts["longest"], prompts["repeated"]) == ("tokens", 16, 1)
+    assert (prompts["source"], prompts["longest"]) == ("tokens", 16)
     assert len(prompts["begin"]) == prompts["count"] == 33
-    assert prompts["commonest"].keys() <= set(map(str, range(53)))
-    assert not any("describes it" in n for n in report.notes)
     assert provenance["arguments"]["layers"] == [1]
     assert set(provenance["constants"]) == {"blocks.1.ln1", "blocks.1.ln2"}
     about = provenance["calibration"]
     assert about["constants"] == "leave-one-out means over the other prompts"
-    assert about["groups"] == prompts["count"] - prompts["repeated"]
+    assert about["groups"] == prompts["count"] - 1
     row = report.layernorms.set_index("site").loc["blocks.1.ln1"]
     known = provenance["constants"]["blocks.1.ln1"]
     assert set(known) == {"first", "rest"}
@@ -136,7 +134,12 @@ def test_minilm_is_measured_block_by_block(minilm: Path) -> None:
 def test_a_model_without_norms_is_reported_as_such() -> None:
     """No norm to take apart, and heads as in any other model."""
     report = ln_probe.analyze(make_hooked(normalization_type=None), torch.arange(9)[None], progress=False)
-    assert {t.name for t in TABLES if len(report.tables[t.name])} == {"heads", "keys", "sink_heads"}
+    assert {t.name for t in TABLES if len(report.tables[t.name])} == {"heads", "keys", "sinks", "sink_heads"}
+    assert report.sinks["kind"].str.startswith("first").tolist() == [True]
+    assert report.sinks["length_ratio"].isna().all()
+    sinks = next(text for text in report.findings() if "sink" in text)
+    assert "if uniform" in sinks
+    assert not any(word in sinks for word in ("nan", "median", "Not measured"))
     assert "the model has no normalization" in report.notes[0]
     assert "it has no normalization" in report.findings()[0]
     assert "no normalization" in report._repr_html_()

@@ -10,8 +10,7 @@ import torch
 from architectures import bridge_of, make_bridge, norm_free
 
 import ln_probe
-from ln_probe.guard import whole_numbers
-from ln_probe.prompts import summary
+from ln_probe.guard import indices
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +32,6 @@ def test_constants_of_position_0_are_of_the_token_that_prompts_begin_with(model:
     assert without[0].first != pytest.approx(without[1].first, rel=0.1)
 
 
-def test_tokens_of_the_same_name_are_counted_one_by_one() -> None:
-    commonest = summary("here", [torch.arange(6)], lambda i: "�" if i < 5 else "a")["commonest"]
-    assert list(commonest.values()) == pytest.approx([1 / 6] * 6, abs=1e-3)
-
-
 def test_layers_and_units_are_said_in_every_answer() -> None:
     tokens = [list(range(1, 30)), list(range(2, 31))]
     report = ln_probe.analyze(make_bridge("gpt2"), tokens, layers=[1], heads=[0, 2], progress=False)
@@ -55,9 +49,9 @@ def test_layers_and_units_are_said_in_every_answer() -> None:
 )
 def test_what_is_no_list_of_layers(given: Any, shown: str) -> None:
     with pytest.raises(TypeError) as error:
-        whole_numbers(given, "layers")
+        indices(given, "layer", 2)
     assert str(error.value).endswith(f"got {shown}")
-    assert whole_numbers(range(2), "layers") == (0, 1)
+    assert indices(range(2), "layer", 2) == [0, 1]
 
 
 @pytest.mark.slow

@@ -201,7 +201,6 @@ NO_MODEL = "do not make a GPT2LMHeadModel"
 
 @pytest.mark.parametrize(("change", "error", "word"), [
     (file("config.json", '{"model_type": '), ValueError, "JSON"),
-    (file("config.json", "[]"), ValueError, "object"),
     (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json"),
     (config(n_head=5), ValueError, NO_MODEL),
     (config(n_embd=48), ValueError, NO_MODEL),
@@ -288,8 +287,7 @@ def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
     ({"allow_pickle": "no"}, "allow_pickle"),
     ({"device": "gpu"}, "'gpu'"),
     ({"device": "cuda:99"}, "'cuda:99'"),
-    ({"device": "meta"}, "'meta'"),
-    ({"device": "mps"}, "not there"),
+    ({"device": "meta"}, "not there"),
     ({"world": "lab"}, "lab runs"),
     ({"world": "hooks"}, "'bridge'"),
     ({"revision": "step1000"}, "revisions"),
@@ -390,7 +388,6 @@ def test_tokenizers_that_do_not_fit_or_cannot_be_read_are_noted(folder: Path) ->
     model: Any = load_model(folder, device="cpu")
     assert model.tokenizer.name_or_path == str(folder)
     assert model.to_tokens("w0 w1 w2", prepend_bos=False).tolist()[0][-3:] == [3, 4, 5]
-    assert any("63 tokens" in note for note in source_of(model).notes)
     (folder / "tokenizer.json").write_text("{")
     model = load_model(folder, device="cpu")
     assert model.tokenizer is None

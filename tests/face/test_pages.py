@@ -20,8 +20,9 @@ from made_up import HOSTILE, UNSEEN, Page, lab_page
 import ln_probe
 from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
+from ln_probe.models import BUNDLED
 from ln_probe.page import attention, figures
-from ln_probe.page.index import BUNDLED, IndexEntry, index_page, write_index
+from ln_probe.page.index import IndexEntry, index_page, write_index
 from ln_probe.page.page import notebook_cell, report_page
 from ln_probe.report import Report
 
@@ -29,7 +30,8 @@ from ln_probe.report import Report
 def effects(report: Report, rows: list[dict[str, Any]]) -> Report:
     """The report with these effects of heads."""
     defaults = {"variant": "no_scaling", "p": math.nan, "n": 6}
-    return report.with_tables(head_effects=report.declared["head_effects"].frame([defaults | row for row in rows]))
+    frame = report.declared["head_effects"].frame([defaults | row for row in rows])
+    return replace(report, tables={**report.tables, "head_effects": frame})
 
 
 def unpacked(text: str) -> Any:
@@ -101,7 +103,7 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     heads = attention.head_map(one)
     assert [row[0].layer for row in heads.rows] == [1, 0], "layer 0 is at the bottom"
     cells = {cell.name: cell for cell in heads.cells}
-    assert cells["L0H0"].classes == "more3"
+    assert cells["L0H0"].classes == "more3 significant"
     assert "95 % CI" in cells["L0H0"].what
     assert cells["L0H1"].classes == "less2 pale"
     assert cells["L1H0"].classes == "more5 pale estimate"
