@@ -72,12 +72,11 @@ LARGE = 4096
 
 
 class Answers(NamedTuple):
-    """What is proved of the keys of one set; `inner`: attention over the queries with |u| no more than asked."""
+    """What is proved of the keys of one set."""
 
     verdicts: Verdicts
     margins: Margins
     attention: Attention
-    inner: Attention
 
 
 def no_answers(count: int, wide: int, seen: int) -> Answers:
@@ -96,7 +95,6 @@ def no_answers(count: int, wide: int, seen: int) -> Answers:
     return Answers(
         Verdicts(code, np.arange(count), np.zeros(count, np.int64), np.zeros((count, wide)), *weights(wide), repaired),
         Margins(numbers(), numbers(), points(), *weights(seen)),
-        Attention(numbers(), numbers(), points(), points()),
         Attention(numbers(), numbers(), points(), points()),
     )
 
@@ -232,20 +230,16 @@ def solve_set(
     bias: Floats | None,
     queries: QuerySet | None,
     request: Request,
-    inner: float | None = None,
+    radius: float = 1.0,
 ) -> Solved:
-    """Solve one set of valid float64 keys.
-
-    Args:
-        inner: also bracket attention over the queries with |u| no more than this.
-    """
+    """Solve one set of valid float64 keys; attention is over the queries with |u| no more than `radius`."""
     if bias is not None and (bias == bias[0]).all():
         bias = None
     judged = judge(keys, bias, queries)
     seen = None if queries is None else see(keys, bias, queries)
     (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
     answers = no_answers(count, wide, dim)
-    verdicts, margins, starts = answers.verdicts, answers.margins, answers.margins.at
+    verdicts, margins = answers.verdicts, answers.margins
     decide_set(judged, request.own_queries or wide >= count, request.budget, verdicts)
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
         level = np.zeros(dim) if queries is None or seen is None else level_query(seen, queries, bias)
@@ -257,25 +251,11 @@ def solve_set(
             margins.upper[:] *= 1.0 + doubt
         if not space.offset.any():  # the zero query gives no key less than 0
             np.maximum(margins.lower, 0.0, out=margins.lower)
-    if seen is not None and request.attention:
-        points, scratch, spread = make_space(*seen), make_scratch(count, dim), attention_room(count, dim)
-        for radius, attention in ((1.0, answers.attention), (inner, answers.inner)):
-            if radius is not None and radius > 0.0:
-                bound_attention(
-                    points,
-                    seen.rows * radius,
-                    points.columns * radius,
-                    float(radius),
-                    starts,
-                    WEIGHT_GAP,
-                    request.budget,
-                    spread,
-                    np.zeros((4, dim)),
-                    attention,
-                    scratch,
-                )
-            starts = answers.attention.at
-        np.fmax(answers.attention.lower, answers.inner.lower, out=answers.attention.lower)
+    if seen is not None and request.attention and radius > 0.0:
+        points, scratch, room = make_space(*seen), make_scratch(count, dim), attention_room(count, dim)
+        rows, columns, work = seen.rows * radius, points.columns * radius, np.zeros((4, dim))
+        how = margins.at, WEIGHT_GAP, request.budget, room, work, answers.attention, scratch
+        bound_attention(points, rows, columns, radius, *how)
     return Solved(judged, seen, answers)
 
 
@@ -283,7 +263,7 @@ def solve_sets(
     keys: Float64[np.ndarray, "set key d"],
     bias: Float64[np.ndarray, "set key"] | None = None,
     queries: Sequence[QuerySet] | None = None,
-    inner: Float64[np.ndarray, " set"] | None = None,
+    radii: Float64[np.ndarray, " set"] | None = None,
     request: Request = Request(),
     threads: int | None = None,
 ) -> list[Solved]:
@@ -294,7 +274,7 @@ def solve_sets(
     Args:
         bias: added to the scores of each key.
         queries: a set of queries for each set of keys.
-        inner: also bracket attention over this share of each set of queries (of `u`, about the center).
+        radii: attention is over the queries of each set with |u| no more than this; None: 1.
     """
     compilation.wait()
 
@@ -304,7 +284,7 @@ def solve_sets(
             None if bias is None else bias[b],
             None if queries is None else queries[b],
             request,
-            None if inner is None else float(inner[b]),
+            1.0 if radii is None else float(radii[b]),
         )
 
     with one_blas_thread():  # products round alike for any number of threads

@@ -152,11 +152,11 @@ def _of_all_heads(
     Where queries have no bound there are verdicts alone, over every direction that the head has.
     """
     queries, bounded = attended.once("query sets", seen.stop, lambda: _query_sets(attended, seen.stop - 1))
-    bounds, inner = bounds and bounded, None
+    bounds, radii = bounds and bounded, None
     if bounds and attended.radii is not None:
-        inner = np.array([attended.radii[head] for head in attended.chosen])
+        radii = np.array([attended.radii[head] for head in attended.chosen])
     request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
-    return [_of_set(solved) for solved in solve_sets(keys, bias, queries, inner, request)]
+    return [_of_set(solved) for solved in solve_sets(keys, bias, queries, radii, request)]
 
 
 def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
@@ -176,8 +176,8 @@ def _of_set(solved: Solved) -> Measures:
         "margin_lower": answers.margins.lower,
         "margin_upper": answers.margins.upper,
         "reachable": reachable(solved).astype(np.int8) if known else np.full(count, UNKNOWN, np.int8),
-        "attainable": answers.inner.lower,
-        "attainable_upper": answers.inner.upper,
+        "attainable": answers.attention.lower,
+        "attainable_upper": answers.attention.upper,
         "n": np.full(count, count),
     }
 
