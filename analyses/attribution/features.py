@@ -22,6 +22,7 @@ from ln_probe.hooks.components import Part, Record, dot, once
 from ln_probe.hooks.model import HookedModel, blocks, child_of, n_layers
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
+CLOSES = 1e-4  # what rounding in float32 leaves over of a sum over thousands of features, relative to its largest
 # The hook points of a block in the order of the pass; the last one is the first one of the next block.
 _POINTS = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 _POINT = re.compile(rf"blocks\.(\d+)\.({'|'.join(_POINTS)})$")
@@ -35,9 +36,11 @@ class Features:
         hook_name: `blocks.L.hook_resid_pre`, `_mid`, `_post`, `hook_attn_out` or `hook_mlp_out`: where the features
             write.
         directions: the decoder's row of each feature.
-        activations: [batch pos feature], or [pos feature] for one prompt.
+        activations: [batch pos feature], or [pos feature] for one prompt: each feature writes its activation times its
+            direction.
         names: of each feature; by default `feature 0`, `feature 1`, …
-        bias: what the decoder adds for any activations; None: nothing.
+        bias: what the decoder adds for any activations, the same for every token or of each token; None: nothing.
+        skip: what a dictionary writes besides its decoder's output, of each token (a transcoder's skip connection).
         top: features named one by one, those with the largest |activation|·|direction| at the positions asked for.
 
     Example:
@@ -55,12 +58,16 @@ class Features:
     directions: Float[Tensor, "feature d_model"]
     activations: Float[Tensor, "*batch pos feature"]
     names: Sequence[str] | None = None
-    bias: Float[Tensor, " d_model"] | None = None
+    bias: Float[Tensor, "*token d_model"] | None = None
+    skip: Float[Tensor, "*batch pos d_model"] | None = None
     top: int = TOP_FEATURES
 
     @classmethod
     def of(cls, sae: Any, cache: Any, hook_name: str | None = None, input_name: str | None = None) -> Features:
-        """The features of a sparse autoencoder or transcoder on cached activations.
+        """Return the features of a sparse autoencoder or transcoder on cached activations.
+
+        What `decode` returns for the activations decides, not `W_dec` alone: a factor of each token (normalized
+        inputs) is in `activations`, a factor of each feature (scaled decoder rows) in `directions`.
 
         Args:
             sae: any object with `encode`, `decode` and `W_dec` [feature d_model].
@@ -69,26 +76,33 @@ class Features:
             input_name: what is encoded, where it is another hook point (a transcoder); None: as `cfg` says.
 
         Raises:
-            AttributionError: the object or the cache lacks something, by name.
+            AttributionError: the object or the cache lacks something, by name; `decode` is no sum over rows of `W_dec`,
+                even with such factors; calling the object gives something else without a skip connection.
         """
         for name in ("encode", "decode", "W_dec"):
             if not hasattr(sae, name):
                 raise AttributionError(f"{type(sae).__name__} has no {name}: features need encode, decode and W_dec")
         cfg = getattr(sae, "cfg", None)
         holders = (getattr(cfg, "metadata", None), cfg)
-        told, told_out = (
+        own_input, own_output = (
             next((v for v in (getattr(h, name, None) for h in holders) if v and isinstance(v, str)), None)
             for name in ("hook_name", "hook_name_out")
         )
-        reads, writes = input_name or told or hook_name, hook_name or told_out or told
+        reads, writes = input_name or own_input or hook_name, hook_name or own_output or own_input
         if reads is None or writes is None:
             raise AttributionError(f"{type(sae).__name__} does not say its hook point: give hook_name=")
         if reads not in cache:
             raise AttributionError(f"the cache lacks {reads!r}, which {type(sae).__name__} encodes: cache it")
         with torch.no_grad():
-            active = sae.encode(cache[reads])
-            bias = sae.decode(torch.zeros_like(active[..., :1, :])).reshape(-1, sae.W_dec.shape[-1])[0]
-        return cls(writes, sae.W_dec.detach(), active.detach(), bias=bias.detach())
+            x = cache[reads]
+            active, directions = sae.encode(x).detach(), sae.W_dec.detach()
+            if active.shape[-1:] != directions.shape[:1] or directions.ndim != 2:
+                raise AttributionError(f"W_dec must be [feature d_model], got {list(directions.shape)}")
+            decoded, bias = sae.decode(active), sae.decode(torch.zeros_like(active))
+            by_token, by_feature = _factors(sae, active, directions, decoded - bias, bias)
+            skip = _skip(sae, x, decoded)
+        by_token, by_feature = by_token.to(active), by_feature.to(directions)
+        return cls(writes, directions * by_feature, active * by_token, bias=bias.detach(), skip=skip)
 
     @property
     def layer(self) -> int:
@@ -127,8 +141,10 @@ class Features:
                 f"activations must be {list(wanted)} (batch, positions, features), got {list(shape)}: encode the same "
                 "tokens"
             )
-        elif self.bias is not None and self.bias.shape != (d_model,):
+        elif self.bias is not None and self.bias.shape not in ((d_model,), (*shape[:-1], d_model)):
             why = f"bias must be [{d_model}], got {list(self.bias.shape)}"
+        elif self.skip is not None and self.skip.shape != (*shape[:-1], d_model):
+            why = f"skip must be {[*shape[:-1], d_model]}, got {list(self.skip.shape)}"
         elif not (self.activations.isfinite().all() and self.directions.isfinite().all()):
             why = "activations or directions are not finite: encode finite vectors"
         elif self.names is not None and len(self.names) != len(self.directions):
@@ -192,8 +208,12 @@ class Features:
         pulled = (once(f) @ directions[list(named)].T).permute(2, 0, 1)  # [feature row reading]
         shown = pulled * active[:, list(named)].T[:, :, None]
         written = dot(active @ directions, f)
-        lift = torch.zeros_like(whole) if self.bias is None else dot(self.bias.double().cpu(), f)
-        kept = {part: value for part, value in values.items() if part not in replaced}
+        besides = {}
+        for kind, vectors in (("decoder bias", self.bias), ("skip", self.skip)):
+            if vectors is not None:
+                of_rows = vectors if vectors.ndim == 1 else vectors.flatten(0, -2)[list(rows)]
+                besides[kind] = dot(of_rows.double().cpu(), f)
+        error = each.sum(0) - written - sum(besides.values())
         layer, at = self.layer, f"L{self.layer} {self._match()[2].removeprefix('hook_')}"  # "L3 resid_pre"
         names = [f"{at} {f'feature {i}' if self.names is None else self.names[i]}" for i in named]
         of_feature = {
@@ -202,10 +222,82 @@ class Features:
         return {
             **of_feature,
             Part(f"{at} other features", "feature", layer): written - shown.sum(0),
-            Part(f"{at} decoder bias", "decoder bias", layer): lift,
-            Part(f"{at} reconstruction error", "error", layer): each.sum(0) - written - lift,
-            **kept,
+            **{Part(f"{at} {kind}", kind, layer): value for kind, value in besides.items()},
+            Part(f"{at} reconstruction error", "error", layer): error,
+            **{part: value for part, value in values.items() if part not in replaced},
         }
+
+
+def _factors(
+    sae: Any,
+    active: Float[Tensor, "*pos feature"],
+    directions: Float[Tensor, "feature d_model"],
+    written: Float[Tensor, "*pos d_model"],
+    bias: Float[Tensor, "*pos d_model"],
+) -> tuple[Float64[Tensor, "*pos 1"], Float64[Tensor, "feature 1"]]:
+    """Return factors by token and by feature with which rows of W_dec add up to what a dictionary wrote.
+
+    Raises:
+        AttributionError: there are none.
+    """
+    whole, rows = written.double(), directions.double()
+    limit = max(CLOSES, 4 * torch.finfo(written.dtype).eps)
+    by_token, by_feature = torch.ones_like(whole[..., :1]), torch.ones_like(rows[:, :1])
+
+    def left_over() -> float:
+        expected = (active.double() * by_token) @ (rows * by_feature)
+        return float((whole - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+    if left_over() <= limit:
+        return by_token, by_feature
+    expected = active.double() @ rows
+    square = expected.square().sum(-1, keepdim=True)
+    by_token = torch.where(square > 0, (whole * expected).sum(-1, keepdim=True) / square.clamp_min(1e-300), 1.0)
+    if left_over() <= limit:
+        return by_token, by_feature
+
+    def single(features: Sequence[int]) -> Float64[Tensor, " pos"]:
+        """Return the factor of one feature at each of the first tokens, while no other feature is active."""
+        at, of = torch.arange(len(features)), torch.tensor(features)
+        alone = torch.zeros_like(active).flatten(0, -2)
+        alone[at, of] = size = active.flatten(0, -2)[:, of].abs().amax(0)
+        wrote = (sae.decode(alone.view_as(active)) - bias).flatten(0, -2)[at].double()
+        return (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
+
+    used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
+    count = active[..., 0].numel()
+    first = single(used[:1] * count)
+    for some in (used[i : i + count] for i in range(0, len(used), count)):
+        by_feature[some, 0] = single(some) / first[: len(some)]
+    by_token = first.view_as(by_token)
+    if (left := left_over()) <= limit:
+        return by_token, by_feature
+    raise AttributionError(
+        f"{type(sae).__name__}.decode is no sum of its activations times rows of W_dec, also with a factor for each "
+        f"token and feature ({left:.1e} is left over): give Features(…) the directions that it writes"
+    )
+
+
+def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
+    """Return what a dictionary writes besides what it decodes (a skip connection); None for nothing.
+
+    Raises:
+        AttributionError: it writes something else, and has no skip connection.
+    """
+    weights = getattr(sae, "W_skip", None)
+    if not callable(sae) or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
+        return None if weights is None else (x @ weights.T).detach()
+    if not isinstance(output := sae(x), Tensor) or output.shape != decoded.shape:
+        return None
+    rest = (output - decoded).detach()
+    if float(rest.abs().max()) <= max(CLOSES, 4 * torch.finfo(rest.dtype).eps) * float(decoded.abs().max()):
+        return None
+    if not any("skip" in name.lower() and getattr(sae, name, None) is not None for name in dir(sae)):
+        raise AttributionError(
+            f"calling {type(sae).__name__} does not give decode(encode(x)), and it has no skip connection: give "
+            "Features(…) what it writes"
+        )
+    return rest
 
 
 def dictionaries(features: object) -> list[Features]:

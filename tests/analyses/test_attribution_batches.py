@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ln_probe.analyses.attribution import Features, attribute_logits, attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
-from ln_probe.hooks import linearized
+from ln_probe.hooks import find_norms, linearized
 
 TOKENS = torch.arange(1, 11)
 pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
@@ -130,6 +130,75 @@ def test_features_of_scores() -> None:
     for row in rows[rows["side"] == "key"].to_dict("records"):  # (other features are the largest of all keys)
         if row["part"] in of:
             assert of[row["part"]] == pytest.approx(row["contribution"], abs=1e-9)
+
+
+class OfNormalizedInputs(Dictionary):
+    """Encodes normalized activations, and gives the mean and the size of each token back."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        self.mean, self.size = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+        return super().encode((x - self.mean) / self.size)
+
+    def decode(self, active: Tensor) -> Tensor:
+        return super().decode(active) * self.size + self.mean
+
+
+class OfScaledRows(Dictionary):
+    """Activations are in units of the decoder's rows, which `decode` divides by."""
+
+    def decode(self, active: Tensor) -> Tensor:
+        return super().decode(active / self.W_dec.norm(dim=1))
+
+
+class OfBoth(OfNormalizedInputs):
+    def decode(self, active: Tensor) -> Tensor:
+        return super().decode(active * torch.linspace(0.5, 2.0, 128).double())
+
+
+class WithSkip(Dictionary):
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x)) + x @ self.W_skip.T
+
+    W_skip = torch.randn(32, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", [Dictionary, OfNormalizedInputs, OfScaledRows, OfBoth, WithSkip])
+def test_features_write_what_their_dictionary_decodes(kind: type[Dictionary]) -> None:
+    model, name = make_bridge("gpt2", torch.float64), "blocks.1.hook_resid_post"
+    _, cache = model.run_with_cache(TOKENS[None])
+    sae, final = kind(name), find_norms(model)[-1]
+    found = attribute_logits(model, TOKENS, -1, 3, features=replace(Features.of(sae, cache), top=50)).check()
+    x = cache[name]
+    active = sae.encode(x)
+
+    def read(written: Tensor) -> float:
+        through = final.project(written[0, -1].double()) / final.sigma(x[0, -1].double())
+        return float((through * final.gain) @ model.W_U[:, 3].double())
+
+    shown = found.table[(found.table["kind"] == "feature") & (found.table["index"] >= 0)]
+    assert len(shown) == 50
+    for row in shown.to_dict("records"):
+        other = active.clone()
+        other[..., row["index"]] = 0
+        assert row["contribution"] == pytest.approx(read(sae.decode(active) - sae.decode(other)), abs=1e-9)
+    rows = found.table.set_index("kind")["contribution"]
+    output = sae(x) if isinstance(sae, WithSkip) else sae.decode(active)
+    assert rows["error"] == pytest.approx(read(x - output), abs=1e-9)
+    assert rows["decoder bias"] == pytest.approx(read(sae.decode(torch.zeros_like(active))), abs=1e-9)
+    assert ("skip" in rows) == isinstance(sae, WithSkip)
+
+
+def test_dictionaries_of_another_form() -> None:
+    """A decoder that mixes features, and an output that is not what is decoded."""
+    model = make_bridge("gpt2", torch.float64)
+    _, cache = model.run_with_cache(TOKENS[None])
+    mixed, other = (Dictionary("blocks.1.hook_resid_pre") for _ in range(2))
+    mixed.decode = lambda active: active.flip(-1) @ mixed.W_dec  # type: ignore[method-assign]
+    with pytest.raises(AttributionError, match="decode is no sum"):
+        Features.of(mixed, cache)
+    other.__class__ = type("Twice", (Dictionary,), {"__call__": lambda self, x: 2 * self.decode(self.encode(x))})
+    with pytest.raises(AttributionError, match="no skip connection"):
+        Features.of(other, cache)
 
 
 def test_features_of_several_hook_points() -> None:

@@ -173,7 +173,8 @@ def test_directions_are_those_of_no_coordinate() -> None:
 
 @pytest.mark.parametrize("arch", cases("gpt2", "neox", "llama", "bloom", "mistral", "bert", slow=["neo"]))
 def test_tiny_models_of_several_architectures(arch: str) -> None:
-    check(make_bridge(arch), TOKENS[:, :20], layers=[1])
+    table, _ = check(make_bridge(arch), TOKENS[:, :20], layers=[1])
+    assert set(table.index.get_level_values("layer")) == {1}
 
 
 def test_queries_without_a_bound() -> None:
@@ -183,7 +184,8 @@ def test_queries_without_a_bound() -> None:
 
 @pytest.mark.slow
 def test_a_bundled_model() -> None:
-    check(ln_probe.load_model("lm-layernorm"), torch.arange(3, 67)[None])
+    table, sets = check(ln_probe.load_model("lm-layernorm"), torch.arange(3, 67)[None])
+    assert len(table) == 64 * len(sets)
 
 
 def test_what_the_heads_queries_reach_is_a_column() -> None:

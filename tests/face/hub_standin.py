@@ -21,41 +21,64 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-LARGE = (".safetensors", ".bin", ".onnx")
-# What stands beside the files that are wanted, in the repositories gpt2 and EleutherAI/pythia-70m.
-BYSTANDERS = {"README.md": b"# a model\n", "onnx/config.json": b"{}", "onnx/decoder_model.onnx": b"\0" * 64}
+# Files of every repository that loading does not need.
+OTHER_FILES = {"README.md": b"# a model\n", "onnx/config.json": b"{}", "onnx/decoder_model.onnx": b"\0" * 64}
 
 
 @dataclass
 class Hub:
-    """What the server holds: repository, revision, file name, content."""
+    """What the server holds: repository, branch, file name, content."""
 
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     failing: bool = False  # every answer is status 500
     requests: list[str] = field(default_factory=list)  # "GET /gpt2/resolve/main/config.json"
 
-    def add(self, repository: str, revisions: dict[str, Path]) -> None:
+    def add(self, repository: str, branches: dict[str, Path]) -> None:
         """Add the files of folders, one for each branch."""
         self.repositories[repository] = {
-            branch: BYSTANDERS | {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
-            for branch, folder in revisions.items()
+            branch: OTHER_FILES | {path.name: path.read_bytes() for path in folder.iterdir()}
+            for branch, folder in branches.items()
         }
 
     def commit(self, repository: str, branch: str) -> str:
+        """Return the hash of a branch's files."""
         files = sorted(self.repositories[repository][branch].items())
-        return hashlib.sha1("".join(f"{name} {_digest(name, data)}\n" for name, data in files).encode()).hexdigest()
+        return hashlib.sha1(repr([(name, hashlib.sha1(data).digest()) for name, data in files]).encode()).hexdigest()
 
-    def branch(self, repository: str, revision: str) -> str | None:
-        """The branch that a branch or commit stands for."""
-        known = self.repositories[repository]
-        return next((b for b in known if revision in (b, self.commit(repository, b))), None)
+    def answer(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        """Return the status, content and headers of an address."""
+        if self.failing:
+            return 500, b"{}", {}
+        of_api = path.startswith("/api/models/")
+        path = path.removeprefix("/api/models/").lstrip("/")
+        repository = next((r for r in sorted(self.repositories, key=len)[::-1] if path.startswith(r)), "")
+        if not repository or repository in self.gated:
+            return _refusal("GatedRepo" if repository else "RepoNotFound")
+        what, _, rest = path.removeprefix(f"{repository}/").partition("/")
+        branches = {branch: self.commit(repository, branch) for branch in self.repositories[repository]}
+        if what == "refs":
+            refs = [{"name": b, "ref": f"refs/heads/{b}", "targetCommit": c} for b, c in branches.items()]
+            return 200, json.dumps({"branches": refs, "converts": [], "tags": []}).encode(), {}
+        revision, _, name = rest.partition("/")
+        branch = next((b for b, commit in branches.items() if revision in (b, commit)), None)
+        if branch is None:
+            return _refusal("RevisionNotFound")
+        files = self.repositories[repository][branch]
+        if of_api:
+            siblings = [{"rfilename": other} for other in files]
+            about = {"id": repository, "sha": branches[branch], "private": False, "tags": [], "siblings": siblings}
+            tree = [{"type": "file", "path": n, "size": len(data), "oid": n} for n, data in files.items()]
+            return 200, json.dumps(tree if what == "tree" else about).encode(), {}
+        if name not in files:
+            return _refusal("EntryNotFound")
+        tag = f'"{hashlib.sha256(files[name]).hexdigest()}"'
+        return 200, files[name], {"ETag": tag, "X-Repo-Commit": branches[branch]}
 
 
-def _digest(name: str, data: bytes) -> str:
-    if name.endswith(LARGE):
-        return hashlib.sha256(data).hexdigest()
-    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+def _refusal(code: str) -> tuple[int, bytes, dict[str, str]]:
+    headers = {"X-Error-Code": code, "X-Error-Message": code}
+    return 403 if code == "GatedRepo" else 404, json.dumps({"error": code}).encode(), headers
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -65,71 +88,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        if self.hub.failing:
-            self._answer(500, b"{}")
-        elif path.startswith("/api/models/"):
-            self._api(path.removeprefix("/api/models/"))
-        else:
-            repository, _, rest = path[1:].partition("/resolve/")
-            revision, _, name = rest.partition("/")
-            self._file(repository, revision, name)
-
-    def _answer(self, status: int, body: bytes, **headers: str) -> None:
+        status, content, headers = self.hub.answer(path)
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(body))} | headers).items():
-            self.send_header(name.replace("_", "-"), value)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(content)
 
-    def _refuse(self, status: int, code: str) -> None:
-        self._answer(status, json.dumps({"error": code}).encode(), X_Error_Code=code, X_Error_Message=code)
-
-    def _api(self, rest: str) -> None:
-        hub = self.hub
-        repository = next((r for r in sorted(hub.repositories, key=len)[::-1] if rest.startswith(r)), None)
-        if repository is None:
-            return self._refuse(404, "RepoNotFound")
-        if repository in hub.gated:
-            return self._refuse(403, "GatedRepo")
-        what, _, revision = rest.removeprefix(repository).lstrip("/").partition("/")
-        if what == "refs":
-            refs = [{"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": hub.commit(repository, branch)}
-                    for branch in hub.repositories[repository]]  # fmt: skip
-            return self._answer(200, json.dumps({"branches": refs, "converts": [], "tags": []}).encode())
-        branch = hub.branch(repository, revision or "main")
-        if branch is None:
-            return self._refuse(404, "RevisionNotFound")
-        content: Any = [_entry(name, data) for name, data in hub.repositories[repository][branch].items()]
-        if what != "tree":
-            about = {"id": repository, "sha": hub.commit(repository, branch), "private": False, "gated": False}
-            content = about | {"tags": [], "siblings": [entry | {"rfilename": entry["path"]} for entry in content]}
-        return self._answer(200, json.dumps(content).encode())
-
-    def _file(self, repository: str, revision: str, name: str) -> None:
-        branch = self.hub.branch(repository, revision) if repository in self.hub.repositories else None
-        data = None if branch is None else self.hub.repositories[repository][branch].get(name)
-        if branch is None or data is None:
-            return self._refuse(404, "EntryNotFound")
-        tag = f'"{_digest(name, data)}"'
-        headers = {"ETag": tag, "X_Repo_Commit": self.hub.commit(repository, branch), "Accept_Ranges": "bytes"}
-        if name.endswith(LARGE):
-            headers |= {"X_Linked_Etag": tag, "X_Linked_Size": str(len(data))}
-        return self._answer(200, data, **headers)
-
-
-def _entry(name: str, data: bytes) -> dict[str, Any]:
-    digest = _digest(name, data)
-    entry: dict[str, Any] = {"path": name, "size": len(data), "oid": digest, "blobId": digest, "type": "file"}
-    if name.endswith(LARGE):
-        entry["lfs"] = {"oid": digest, "sha256": digest, "size": len(data), "pointerSize": 134}
-    return entry
+    do_HEAD = do_GET
 
 
 @contextmanager
@@ -139,7 +109,7 @@ def reached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
     endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")

@@ -96,6 +96,8 @@ def test_an_index_is_drawn_and_used(report: Report, visit: Any) -> None:
     entries = [IndexEntry(n, f"{n}/report.html", report) for n in ("a", "b")]
     view = visit(index_page([*entries, IndexEntry("bad", error="ValueError: broken")]))
     view.page.locator("details.table tbody a").first.wait_for()
+    links = view.page.locator("details.table tbody a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
+    assert {"a/report.html", "b/report.html"} <= set(links)
     accessible(view)
     view.quiet()
 

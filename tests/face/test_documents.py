@@ -188,6 +188,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     names: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    assert names.keys() > {"__name__", "__builtins__"}, "the code defines nothing"
 
 
 def test_readme_is_short_and_its_code_has_ten_lines() -> None:
