@@ -10,10 +10,10 @@ of these scores is not the model's own pattern, the layer is reported as unsuppo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from einops import rearrange
@@ -24,6 +24,8 @@ from ln_probe.hooks.model import weight_of
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.stream import AttentionInput, visible_keys
 
+_T = TypeVar("_T")
+
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
 # 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2. Models in
 # float64 are no exception: GPT-Neo computes its scores in float32 in any format, others keep rotary tables in it.
@@ -31,6 +33,9 @@ PATTERN_TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4}
 # Below this no other form is tried. (Where scores are tiny, wrong divisors too come near: then the nearest counts.)
 CLEARLY = {torch.float64: 1e-6, torch.float32: 1e-5}
 PATTERN_TOLERANCE_HALF = 5e-2
+
+# Axes with a condition number below this are inverted as they are.
+INVERTIBLE = 1e8
 
 # Query-key pairs whose scores are held at once: 8 MB an array in float64, so that a few arrays of them stay small
 # next to a forward pass (12 heads of 512 tokens have 3.1 million).
@@ -88,6 +93,11 @@ class Reached:
     @cached_property
     def inverse(self) -> Float[Tensor, "head axis d_head"]:
         """A⁺: of a query q, |A⁺(q - c)| is 1 on the edge."""
+        if self.axes.shape[-2] == self.axes.shape[-1]:
+            inverse, _ = torch.linalg.inv_ex(self.axes)
+            condition = self.axes.flatten(1).norm(dim=1) * inverse.flatten(1).norm(dim=1)
+            if bool((condition < INVERTIBLE).all()):  # a tenth of the time
+                return cast(Tensor, inverse)
         return cast(Tensor, torch.linalg.pinv(self.axes))
 
 
@@ -108,7 +118,7 @@ class Heads:
             −slope·distance by nothing that a softmax sees. None without ALiBi.
         soft_cap: what scores are squashed to before the softmax, cap·tanh(score / cap); 0: they are not.
         sinks: [head], a score of each head that takes its share of the softmax and is of no key; None without.
-        known: what `reached` found, by norm: it depends on weights alone, so it can be kept from prompt to prompt.
+        known: what depends on weights alone, by norm and what it is, kept from prompt to prompt.
     """
 
     layer: int
@@ -125,7 +135,7 @@ class Heads:
     slopes: Float[Tensor, " head"] | None = None
     soft_cap: float = 0.0
     sinks: Float[Tensor, " head"] | None = None
-    known: dict[str, Reached | None] = field(default_factory=dict)
+    known: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     @property
     def n_heads(self) -> int:
@@ -196,15 +206,24 @@ class Heads:
 
     def reached(self, norm: Norm) -> Reached | None:
         """The same before rotary positions and the divisor."""
-        if norm.name not in self.known:
-            if self.q_norm is None:
-                outputs = norm.reachable(self.W_Q)
-                outputs = outputs and (outputs[0] + self.b_Q.cpu(), outputs[1])
-            else:
-                outputs = self.q_norm.reachable()
-                outputs = outputs and (self._per_head(outputs[0]), self._per_head(outputs[1]))
-            self.known[norm.name] = outputs and Reached(outputs[0], _compact(outputs[1]))
-        return self.known[norm.name]
+        reached: Reached | None = self.once(norm, "reached", lambda: self._reached(norm))
+        return reached
+
+    def _reached(self, norm: Norm) -> Reached | None:
+        if self.q_norm is None:
+            outputs = norm.reachable(self.W_Q)
+            outputs = outputs and (outputs[0] + self.b_Q.cpu(), outputs[1])
+        else:
+            outputs = self.q_norm.reachable()
+            outputs = outputs and (self._per_head(outputs[0]), self._per_head(outputs[1]))
+        return outputs and Reached(outputs[0], _compact(outputs[1].to(self.W_Q.device)).cpu())
+
+    def once(self, norm: Norm, what: str, make: Callable[[], _T]) -> _T:
+        """Return what `make` gives, which depends on weights alone; it is called once for each norm and layer."""
+        if (norm.name, what) not in self.known:
+            self.known[norm.name, what] = make()
+        value: _T = self.known[norm.name, what]
+        return value
 
     def _per_head(self, values: Float[Tensor, " wide *axis"]) -> Float[Tensor, "head d_head *axis"]:
         """What a query norm can put out, of each head: the same for all, or (a norm of all heads) that head's part."""
@@ -262,12 +281,11 @@ def _normed(norm: Norm, values: Float[Tensor, "pos head d_head"]) -> Float[Tenso
 
 
 def _compact(axes: Float[Tensor, "head d_head wide"]) -> Float[Tensor, "head d_head axis"]:
-    """The same ellipsoids with at most d_head axes: A = U S Vᵀ, and V only turns the ball."""
+    """The same ellipsoids with at most d_head axes: Aᵀ = Q R, and Q only turns the ball."""
     if axes.shape[-1] <= axes.shape[-2]:
         return axes
-    left, values, _ = torch.linalg.svd(axes, full_matrices=False)
-    compact: Tensor = left * values[..., None, :]
-    return compact
+    factor: Tensor = torch.linalg.qr(axes.mT, mode="r").R.mT.contiguous()
+    return factor
 
 
 def _per_query_head(weight: Tensor, n_heads: int) -> Tensor:

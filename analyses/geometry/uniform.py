@@ -19,18 +19,13 @@ from ln_probe.hooks.stream import visible_keys
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
-def angle_to_uniform(
-    heads: Heads, gain: Float[Tensor, " d_model"] | None, q: Float[Tensor, "query head d_head"]
-) -> Float[Tensor, "query head"]:
+def angle_to_uniform(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) -> Float[Tensor, "query head"]:
     """Angle in degrees (0–90) of gain * (W_K q) to the all-ones direction; q before rotary positions.
 
     A QK-norm's gain comes before W_K. With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot;
     their mean over visible keys is given.
     """
-    weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
-    along = weights.sum(1) / math.sqrt(weights.shape[1])  # [head d_head]: 1·(gain * W_K w) / |1| = along·w
-    # The rest of it has the length of R w (from a Gram matrix, or by the arc cosine, half the digits would be lost).
-    rest = torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
+    along, rest = heads.once(site, "uniform", lambda: _key_maps(heads, site))
 
     def angle(w: Tensor) -> Tensor:  # [… head d_head]
         w = _into_keys(heads.k_norm, w)
@@ -52,6 +47,17 @@ def angle_to_uniform(
     return torch.cat(found)
 
 
+def _key_maps(heads: Heads, site: Norm) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head d_head"]]:
+    """Return what gives the part of gain * (W_K w) along the all-ones direction, and a factor as long as the rest.
+
+    (From a Gram matrix, or by the arc cosine, half the digits would be lost.)
+    """
+    gain = site.gain
+    weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
+    along = weights.sum(1) / math.sqrt(weights.shape[1])  # 1·(gain * W_K w) / |1| = along·w
+    return along, torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
+
+
 def _into_keys(norm: Norm | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:
     """What reads a key after its QK-norm, as what reads it before (but for the length that the norm divides by)."""
     if norm is None:
@@ -68,7 +74,7 @@ def mean_angle(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) 
     first = 1 if heads.causal else 0
     if not site.projects or len(q) < 2:
         return torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
-    return angle_to_uniform(heads, site.gain, q)[first:].nanmean(0).cpu()
+    return angle_to_uniform(heads, site, q)[first:].nanmean(0).cpu()
 
 
 def random_angle(d: int, *, seed: int = 0) -> float:

@@ -28,7 +28,6 @@ from ln_probe.analyses.probes.tables import HEADS
 from ln_probe.hooks.attention import (
     Form,
     Heads,
-    Reached,
     UnsupportedAttentionError,
     heads_at_once,
     read_heads,
@@ -110,7 +109,7 @@ class LayerMaps:
         self.unbounded: set[int] = set()
         self.bidirectional = False
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
-        self._reached: dict[int, dict[str, Reached | None]] = defaultdict(dict)  # by layer and norm
+        self._known: dict[int, dict[tuple[str, str], Any]] = defaultdict(dict)  # of each layer's weights
         self._distances: dict[int, list[np.ndarray]] = defaultdict(list)  # of queries from the center, by layer
 
     def observe(self, seen: AttentionInput) -> None:
@@ -145,7 +144,7 @@ class LayerMaps:
         longest, form = self._forms.get(seen.layer, (0, None))
         decided = form if longest >= length else None  # to one token any form fits: the longest prompt tells
         heads = read_heads(seen, self.norms, decided if checked else None)
-        heads = replace(heads, known=self._reached[seen.layer])
+        heads = replace(heads, known=self._known[seen.layer])
         if decided is not None:
             return decided.of(heads)
         self._forms[seen.layer] = length, heads.form
