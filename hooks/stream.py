@@ -43,10 +43,11 @@ from ln_probe.hooks.norm import Norm, is_heads_first
 _GLOBAL = ("global", "full_attention")
 
 
+@functools.lru_cache(maxsize=16)
 def visible_keys(
     queries: int, keys: int, *, causal: bool = True, window: int | None = None, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
-    """What each of the last `queries` of `keys` positions sees.
+    """What each of the last `queries` of `keys` positions sees; not to be changed, since it is kept.
 
     Args:
         causal: only keys at or before the query.

@@ -184,15 +184,15 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
 
 
 def bound_margins(
-    seen: Seen, level: Floats | None, gap: float, budget: float, verdicts: Verdicts, margins: Margins
+    space: Space, level: Floats | None, gap: float, budget: float, verdicts: Verdicts, margins: Margins
 ) -> None:
     """Bracket the margins of a set.
 
     Args:
         level: a u under which all keys score alike.
     """
-    rows, (count, dim) = seen.rows, seen.rows.shape
-    space, scratch = make_space(*seen), make_scratch(count, dim)
+    rows, (count, dim) = space.rows, space.rows.shape
+    scratch = make_scratch(count, dim)
     centred = rows - rows.mean(axis=0)
     size = float(np.sqrt(np.einsum("kd,kd->", centred, centred) / count))
     known = np.zeros(dim) if level is None else level
@@ -200,7 +200,7 @@ def bound_margins(
     for careful in (False, True):
         if careful or count <= MOST_PRODUCTS:
             products = np.empty((0, 0)) if careful else rows @ space.columns
-            keys = Keys(rows, space.columns, products, seen.offset)
+            keys = Keys(rows, space.columns, products, space.offset)
             search = Search(False, careful, False, False, gap, ZERO * size, budget)
             inside = 1.01 * TAU * size
             find_margins(space, keys, search, room, known, level is not None, inside, verdicts, margins, scratch)
@@ -236,14 +236,18 @@ def solve_set(
     if bias is not None and (bias == bias[0]).all():
         bias = None
     judged = judge(keys, bias, queries)
-    seen = None if queries is None else see(keys, bias, queries)
+    seen = None
+    if queries is not None and (request.gap is not None or request.attention):
+        seen = see(keys, bias, queries)
     (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
     answers = no_answers(count, wide, dim)
     verdicts, margins = answers.verdicts, answers.margins
     decide_set(judged, request.own_queries or wide >= count, request.budget, verdicts)
+    if request.gap is None and seen is None:
+        return Solved(judged, seen, answers)
+    space = make_space(*(seen or Seen(judged.rows, np.zeros(count), judged.noise)))
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
         level = np.zeros(dim) if queries is None or seen is None else level_query(seen, queries, bias)
-        space = seen or Seen(judged.rows, np.zeros(count), judged.noise)
         bound_margins(space, level, request.gap, request.budget, verdicts, margins)
         if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
@@ -252,10 +256,10 @@ def solve_set(
         if not space.offset.any():  # the zero query gives no key less than 0
             np.maximum(margins.lower, 0.0, out=margins.lower)
     if seen is not None and request.attention and radius > 0.0:
-        points, scratch, room = make_space(*seen), make_scratch(count, dim), attention_room(count, dim)
-        rows, columns, work = seen.rows * radius, points.columns * radius, np.zeros((4, dim))
-        how = margins.at, WEIGHT_GAP, request.budget, room, work, answers.attention, scratch
-        bound_attention(points, rows, columns, radius, *how)
+        rows, columns, points = space.rows * radius, space.columns * radius, np.zeros((4, dim))
+        room, scratch = attention_room(count, dim), make_scratch(count, dim)
+        how = margins.at, WEIGHT_GAP, request.budget, room, points, answers.attention, scratch
+        bound_attention(space, rows, columns, radius, *how)
     return Solved(judged, seen, answers)
 
 
