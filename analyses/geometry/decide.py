@@ -39,6 +39,8 @@ from ln_probe.analyses.geometry.check import (
     Space,
     Verdicts,
     find_copies,
+    keep_lead,
+    lead_under,
     make_scratch,
     make_space,
     prove_query,
@@ -67,6 +69,8 @@ WEIGHT_GAP = 0.01
 BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
+# Queries whose scores are computed together.
+TRIALS = 512
 # Above this number of keys, linear programs for undecided keys cost too much.
 LARGE = 4096
 
@@ -99,30 +103,46 @@ def no_answers(count: int, wide: int, seen: int) -> Answers:
     )
 
 
-@compiled_in_place
 def try_queries(
-    space: Space, trials: Floats, scores: Floats, biased: bool, start: Ints, verdicts: Verdicts, scratch: Scratch
+    space: Space, trials: Floats, first: int, biased: bool, start: Ints, verdicts: Verdicts, scratch: Scratch
 ) -> None:
     """Give verdicts to keys without one that their queries prove.
 
     Args:
-        trials: a query for each key, where verdicts are given.
-        scores: "key key", about: of all keys under each query; those that lose are not tried. 0 × 0: not known.
-        start: is set to the rival that scores highest under each query, where scores are known.
+        trials: a query for each key from number `first` on, where verdicts are given.
+        start: is set to the rival that scores highest under each query.
     """
-    for i in range(trials.shape[0]):
+    for begin in range(0, len(trials), TRIALS):
+        some = np.ascontiguousarray(trials[begin : begin + TRIALS])
+        try_scores(space, some, some @ space.columns, first + begin, biased, start, verdicts, scratch)
+
+
+@compiled_in_place
+def try_scores(
+    space: Space,
+    trials: Floats,
+    scores: Floats,
+    first: int,
+    biased: bool,
+    start: Ints,
+    verdicts: Verdicts,
+    scratch: Scratch,
+) -> None:
+    """Give verdicts to keys without one that their queries prove, from the scores of all keys under these."""
+    for a in range(trials.shape[0]):
+        i, best = first + a, -np.inf
         if verdicts.code[i] != UNDECIDED:
             continue
         set_absent(space.rows, i, verdicts.copies, scratch.absent)
-        lead = 1.0
-        if scores.shape[0] > 0:
-            best = -np.inf
-            for j in range(scores.shape[0]):
-                if not scratch.absent[j] and scores[i, j] > best:
-                    best, start[i] = scores[i, j], j
-            lead = scores[i, i] - best
-        if lead > 0.0:
-            prove_query(space, i, trials[i], biased, verdicts, scratch)
+        for j in range(scores.shape[1]):
+            if not scratch.absent[j] and scores[a, j] > best:
+                best, start[i] = scores[a, j], j
+        if scores[a, i] > best:
+            if biased:
+                prove_query(space, i, trials[a], biased, verdicts, scratch)
+            else:
+                lead = lead_under(space, i, trials[a], scores[a], False, scratch.absent)
+                keep_lead(i, lead, trials[a], verdicts)
 
 
 @compiled_in_place
@@ -147,27 +167,26 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
     if code.all():
         return
     space, scratch = make_space(rows, np.zeros(count), judged.noise), make_scratch(count, dim)
-    start, nothing, identity = np.full(count, -1), np.empty((0, 0)), np.eye(dim)
+    start = np.full(count, -1)
     if own_queries and not biased:
-        try_queries(space, rows.copy(), nothing, biased, start, verdicts, scratch)
+        try_queries(space, rows, 0, biased, start, verdicts, scratch)
         if code.all():
             return
     white = whiten(rows, biased)
-    columns, queries = (np.ascontiguousarray(table.T) for table in (white.rows, white.to_query))
-    products = white.rows @ columns if count <= MOST_PRODUCTS else nothing
-    trials, scores = white.rows, products
+    queries, trials = np.ascontiguousarray(white.to_query.T), white.rows
     if white.lifted and (lowered := trials[:, -1] < 0.0).any():  # queries look upwards
         trials = trials.copy()
         trials[lowered, -1] = 0.0
-        scores = trials @ columns if len(products) else nothing
-    try_queries(space, trials @ queries, scores, biased, start, verdicts, scratch)
+    try_queries(space, trials @ queries, 0, biased, start, verdicts, scratch)
     if code.all():
         return
+    columns = np.ascontiguousarray(white.rows.T)
+    products = white.rows @ columns if count <= MOST_PRODUCTS else np.empty((0, 0))
     room, closest = search_room(count, max(white.rows.shape[1], 1), dim), np.full(count, -1)
     in_white = Keys(white.rows, columns, products, np.zeros(count))
     at_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
     in_plain = Keys(rows, space.columns, products, np.zeros(count))
-    at_plain = Verdict(rows, identity, 100.0 * TAU, biased)
+    at_plain = Verdict(rows, np.eye(dim), 100.0 * TAU, biased)
     # By products; carefully; then where verdicts are given, among differences as they are, and of length one.
     for attempt in range(0 if len(products) else 1, 4):
         left = code == UNDECIDED
@@ -340,7 +359,9 @@ def solve_programs(judged: Judged, space: Space, verdicts: Verdicts, budget: flo
             verdicts.used[i] = used
             verdicts.member[i, :used], verdicts.value[i, :used] = others[support], weights[support]
     try_weights(space, judged.biased, verdicts, scratch)
-    try_queries(space, trials, np.empty((0, 0)), judged.biased, np.zeros(len(rows), np.int64), verdicts, scratch)
+    start = np.zeros(len(rows), np.int64)
+    for i in left:
+        try_queries(space, trials[i : i + 1], i, judged.biased, start, verdicts, scratch)
     verdicts.repaired[left] = code[left] != UNDECIDED
 
 
