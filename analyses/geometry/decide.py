@@ -70,7 +70,7 @@ BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
 # Queries whose scores are computed together.
-TRIALS = 512
+TRIALS = 128
 # Above this number of keys, linear programs for undecided keys cost too much.
 LARGE = 4096
 
