@@ -50,7 +50,7 @@ from ln_probe.hooks.model import (
     tensors_in,
     unedited,
 )
-from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm
+from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norm_edits import (
     Edit,
     HeadEdit,
@@ -382,8 +382,8 @@ class _Linearized:
         Args:
             model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
             sigma: "own", each token's own sigma, detached; or sigma per token from another run by the norm's name,
-                [pos] or [batch pos] (with heads, as the norm sees them, for norms inside attention), as `sigmas`
-                gives; norms it does not name keep their own.
+                [pos] or [batch pos] ([batch pos head] for norms of single heads), as `sigmas` gives; norms it does not
+                name keep their own.
 
         Yields:
             The names of the norms.
@@ -414,7 +414,9 @@ class _Linearized:
 
         def record(norm: Norm, _m: Any, args: Any, kwargs: Any, _output: Any) -> None:
             x = tensors_in(args, kwargs)[0].detach()
-            sigmas.setdefault(norm.name, norm.sigma(at_least_float32(x))[..., 0])
+            sigma = norm.sigma(at_least_float32(x))[..., 0]
+            heads_first = x.ndim == 4 and is_heads_first(norm, x, len(rows[0]))
+            sigmas.setdefault(norm.name, sigma.transpose(1, 2) if heads_first else sigma)
 
         with evaluating(hooked), hooks_on([(n.module, partial(record, n)) for n in norms]):
             run(hooked, torch.stack(rows))

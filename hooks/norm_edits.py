@@ -352,6 +352,8 @@ class LinearEdit(Edit):
             return self.norm.sigma(at_least_float32(x.detach()))
         given = self.given.to(at_least_float32(x))
         given = given[None] if given.ndim == x.ndim - 2 else given
+        if x.ndim == given.ndim + 1 == 4 and is_heads_first(self.norm, x, given.shape[1]):
+            given = given.transpose(1, 2)
         if given.ndim == x.ndim - 1 and given.shape[0] in (1, x.shape[0]) and given.shape[1:] == x.shape[1:-1]:
             return given.expand(x.shape[:-1])[..., None]
         raise InterventionError(

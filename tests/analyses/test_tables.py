@@ -45,8 +45,8 @@ READERS = {
     },
     "keys": {
         "layer": HOWTO, "head": HOWTO, "variant": REPORT, "prompt": REPORT, "position": REPORT, "token": HOWTO,
-        "verdict": REPORT, "margin_lower": REPORT, "margin_upper": REPORT, "reachable": HOWTO, "attainable": REPORT,
-        "attainable_upper": HOWTO, "pattern_max": REPORT, "n": HOWTO,
+        "verdict": HOWTO, "margin_lower": CONCEPTS, "margin_upper": CONCEPTS, "reachable": HOWTO,
+        "attainable": CONCEPTS, "attainable_upper": HOWTO, "pattern_max": CONCEPTS, "n": HOWTO,
     },
     "causal": {
         "sites": WORDING, "variant": WORDING, "family": FIGURES, "loss": WORDING, "delta_loss": WORDING,

@@ -226,3 +226,20 @@ def test_a_report_can_be_printed_on_any_console(encoding: str, monkeypatch: pyte
 def test_errors_of_the_library_around_a_model_name_it(arch: str) -> None:
     with pytest.raises(ValueError, match="bridge"):
         ln_probe.attribute_logits(hugging_face(arch), IDS)
+
+
+def test_sigmas_of_heads_are_those_of_their_positions() -> None:
+    """Of four tokens and four heads: a model in memory gives its QK-norms [pos head], a bridge [head pos]."""
+    original = hugging_face("qwen3", num_key_value_heads=4)
+    sigmas = linearized.sigmas(original, IDS[:, :4].flip(1))
+    logits = []
+    for model in (original, bridge_of(hugging_face("qwen3", num_key_value_heads=4))):
+        with linearized(model, sigma=sigmas), torch.no_grad():
+            output = model(IDS[:, :4])
+        logits.append(getattr(output, "logits", output))
+    assert torch.allclose(*logits, atol=1e-6)
+    inputs: list[Tensor] = []
+    original.model.layers[0].self_attn.q_norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double()))
+    original(IDS[:, :4].flip(1))
+    expected = (inputs[0].square().mean(-1) + 1e-6).sqrt()
+    assert torch.allclose(sigmas["blocks.0.attn.q_norm"].double(), expected, rtol=1e-5)
