@@ -361,7 +361,7 @@ def solve_programs(judged: Judged, space: Space, verdicts: Verdicts, budget: flo
     try_weights(space, judged.biased, verdicts, scratch)
     start = np.zeros(len(rows), np.int64)
     for i in left:
-        try_queries(space, trials[i : i + 1], i, judged.biased, start, verdicts, scratch)
+        try_queries(space, trials[i : i + 1], int(i), judged.biased, start, verdicts, scratch)
     verdicts.repaired[left] = code[left] != UNDECIDED
 
 
