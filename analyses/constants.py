@@ -1,11 +1,8 @@
-"""Constants that replace sigma, and how far queries reach: from the first pass over the prompts.
+"""Constants that replace sigma, from the first pass over the prompts.
 
 The first pass stores the sum and count of sigma of every norm on every prompt, at position 0 and elsewhere. The
 constants of a prompt are the means over all prompts outside its group (leave one group out), so no prompt is measured
 with constants that it shaped, and no further pass is needed. Equal prompts form one group.
-
-Behind a norm that scales, a head can make only a bounded set of queries; without one there is no bound, and there are
-no margins. Queries are taken before rotary positions and over the divisor, so scores with keys are in nats.
 """
 
 from __future__ import annotations
@@ -17,14 +14,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Float, Float64, Int, Int64
+from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
-from ln_probe.analyses.text import counted
-from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.constants import Constant
-from ln_probe.hooks.norm import Norm
+from ln_probe.hooks.model import OneLine
 
 # Where constants come from, as provenance and pages name it.
 LEAVE_ONE_OUT = "leave-one-out means over the other prompts"
@@ -34,13 +28,11 @@ OWN_MEANS = "the prompt's own means"
 # A constant farther than this from the mean sigma of the measured prompts also changes the size of the vectors.
 FAR = 0.05
 
-QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
-
 Halves = tuple[Mapping[str, Constant], Mapping[str, Constant]]  # constants fitted on each half of the prompts
 
 
-@dataclass(frozen=True, eq=False)
-class Constants:
+@dataclass(frozen=True, eq=False, repr=False)
+class Constants(OneLine):
     """The constants of every prompt: `constants.of(i)`, or `constants.pooled` for all prompts together.
 
     Attributes:
@@ -49,8 +41,8 @@ class Constants:
         sums: sum of sigma of each prompt and norm, at position 0 and elsewhere.
         counts: how many sigmas each is a sum of.
         source: where the constants come from, as text.
-        given: constants that other text gave (`calibration=`), for every prompt alike; None: leave-one-out means, or,
-            where there is one group only, the means over all prompts of that group, the same for each of them.
+        given: constants of other text (`calibration=`), for every prompt alike; None: leave-one-out means, or, of one
+            group alone, the means over its prompts.
         optimal: loss-optimal constants by group of norms ("attention", "all"), fitted on each half of the prompt groups
             (`halves_of`); empty: they were not fitted.
     """
@@ -63,23 +55,10 @@ class Constants:
     given: Mapping[str, Constant] | None = None
     optimal: Mapping[str, Halves] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        prompts = f"{counted(len(self.groups), 'prompt')} in {counted(self.group_count, 'group')}"
-        return f"Constants({counted(len(self.sites), 'norm')}, {prompts}: {self.source})"
-
     @property
     def group_count(self) -> int:
         """How many groups of prompts there are."""
         return int(self.groups.max()) + 1 if len(self.groups) else 0
-
-    @property
-    def effective_groups(self) -> float:
-        """Effective number of groups, (Σ w)² / Σ w² with w the tokens of a group: smaller where a few dominate."""
-        if not len(self.groups):
-            return 0.0
-        tokens = np.array([1.0]) if not self.sites else self.counts[:, 0].sum(-1)
-        weights = np.bincount(self.groups, np.broadcast_to(tokens, self.groups.shape), self.group_count)
-        return float(weights.sum()) ** 2 / float(np.square(weights).sum())
 
     @cached_property
     def pooled(self) -> dict[str, Constant]:
@@ -123,22 +102,20 @@ class Constants:
     def notes(self) -> tuple[str, ...]:
         """A note where constants are farther than FAR from the mean sigma of the measured prompts."""
         pooled = np.array([self.pooled[name].pair.tolist() for name in self.sites]).reshape(-1, 2)
-        ratios = pooled / self.observed.to_numpy()
-        off = np.abs(ratios - 1)
+        off = np.abs(pooled / self.observed.to_numpy() - 1)
         far = (off > FAR).any(axis=1)
         if not far.any():
             return ()
-        row, kind = (int(i) for i in np.unravel_index(np.nanargmax(off), off.shape))
-        where = ("at position 0", "after position 0")[kind]
+        most = self.sites[int(np.nanargmax(np.nanmax(off, axis=1)))]
         return (
             f"the constants of {int(far.sum())} of {len(far)} norms differ by more than {FAR:.0%} from the mean sigma "
-            f"of these prompts (most at {self.sites[row]}, {where}: {ratios[row, kind]:.3g} times it), so freezing "
-            "scaling also changes the size of vectors there",
+            f"of these prompts (most at {most}, by {np.nanmax(off):.0%}), so freezing scaling also changes the size of "
+            "vectors there",
         )
 
     def centered(self, site: str) -> tuple[Float64[np.ndarray, "prompt 2"], Float64[np.ndarray, " 2"]]:
-        """Of one norm: S − c m of each prompt (its sum of sigma minus the pooled constant times its count), at position
-        0 and elsewhere, and the total counts. What a prompt adds to the constants, to first order, is their ratio."""
+        """Return S − c m of each prompt at one norm (its sum of sigma minus the pooled constant times its count), at
+        position 0 and elsewhere, and the total counts: their ratio is, to first order, what a prompt adds."""
         place = self.sites.index(site)
         sums, counts = self.sums[:, place], self.counts[:, place]
         total = counts.sum(0)
@@ -148,28 +125,26 @@ class Constants:
     @cached_property
     def standard_errors(self) -> dict[str, tuple[float, float]]:
         """Standard error of each norm's pooled constants over the prompts, at position 0 and elsewhere."""
-        found = {}
-        for site in self.sites:
-            centered, total = self.centered(site)
-            first, rest = np.sqrt(np.square(centered).sum(0)) / np.maximum(total, 1.0)
-            found[site] = float(first), float(rest)
-        return found
+        each = ((site, *self.centered(site)) for site in self.sites)
+        errors = (
+            (site, np.sqrt(np.square(centered).sum(0)) / np.maximum(total, 1.0)) for site, centered, total in each
+        )
+        return {site: (float(first), float(rest)) for site, (first, rest) in errors}
 
     @cached_property
     def _group_sums(self) -> Float64[np.ndarray, "2 group site 2"]:
         """Sums and counts of each group, added in the order of the prompts."""
-        found = np.zeros((2, self.group_count, len(self.sites), 2))
-        np.add.at(found[0], self.groups, self.sums)
-        np.add.at(found[1], self.groups, self.counts)
-        return found
+        totals = np.zeros((2, self.group_count, len(self.sites), 2))
+        np.add.at(totals[0], self.groups, self.sums)
+        np.add.at(totals[1], self.groups, self.counts)
+        return totals
 
     @cached_property
     def _others(self) -> Float64[np.ndarray, "2 group site 2"]:
-        """Of each group, sums and counts over all other groups: those before it and those after it, so that no large
-        sum is subtracted from a larger one."""
-        mine, nothing = self._group_sums, np.zeros_like(self._group_sums[:, :1])
-        before = np.cumsum(np.concatenate([nothing, mine[:, :-1]], axis=1), axis=1)
-        after = np.cumsum(np.concatenate([nothing, mine[:, :0:-1]], axis=1), axis=1)[:, ::-1]
+        """Sums and counts over the groups before and after each one: no large sum is subtracted from a larger one."""
+        sums, nothing = self._group_sums, np.zeros_like(self._group_sums[:, :1])
+        before = np.cumsum(np.concatenate([nothing, sums[:, :-1]], axis=1), axis=1)
+        after = np.cumsum(np.concatenate([nothing, sums[:, :0:-1]], axis=1), axis=1)[:, ::-1]
         total: np.ndarray = before + after
         return total
 
@@ -178,9 +153,7 @@ class Constants:
         with np.errstate(invalid="ignore"):
             means = sums / counts
         means = np.where(np.isnan(means), means[:, ::-1], means)  # prompts of one token: there is position 0 alone
-        return {
-            name: Constant(float(first), float(rest)) for name, (first, rest) in zip(self.sites, means, strict=True)
-        }
+        return {name: Constant(*map(float, pair)) for name, pair in zip(self.sites, means, strict=True)}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return what a saved report keeps: everything but `given`, `optimal` and `source`."""
@@ -218,12 +191,11 @@ def group_numbers(prompts: Sequence[Int[Tensor, " _"]], labels: Any) -> Int64[np
     if isinstance(labels, str | Set | Mapping) or not isinstance(labels, Collection):  # a set has no order
         raise TypeError(f"groups must be a list of labels, one for each prompt, got {labels!r}")
     if len(labels) != len(prompts):
-        counts = f"{len(labels)} labels for {len(prompts)} prompts"
-        raise ValueError(f"groups must hold a label for each prompt: got {counts}")
+        raise ValueError(f"groups: got {len(labels)} labels for {len(prompts)} prompts")
     for label in labels:
         if not isinstance(label, Hashable) or isinstance(label, Tensor):
             raise TypeError(f"groups: a label must be a text, a number or a tuple (hashable), got {label!r}")
-        if isinstance(label, float | np.floating | np.datetime64) and label != label:
+        if label != label:
             raise ValueError("groups: a label is nan, which equals no label, itself included: give it a name")
     return grouped(list(labels))
 
@@ -232,16 +204,3 @@ def halves_of(groups: Sequence[Hashable]) -> list[int]:
     """Return the half, 0 or 1, of each prompt: groups alternate between them in the order in which they first occur."""
     order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     return [order[group] % 2 for group in groups]
-
-
-def observed_radius(heads: Heads, site: Norm, y: Float[Tensor, "pos d_model"]) -> Float64[Tensor, "pos head"] | None:
-    """Return |A⁺(q - c)| of the queries of one prompt: 1 on the edge of the reachable ellipsoid.
-
-    None if the norm does not scale: its queries are not bounded.
-    """
-    reached = heads.reached(site)
-    if reached is None:
-        return None
-    queries = heads.queries(y, rotate=False).cpu()
-    distance: Tensor = torch.einsum("had,phd->pha", reached.inverse, queries - reached.center).norm(dim=-1)
-    return distance

@@ -12,20 +12,18 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from threadpoolctl import ThreadpoolController
 
 _INTERVAL_S = 30.0  # between plain lines
 _LEAST_LEFT_S = 3.0  # less is not shown
@@ -42,41 +40,36 @@ class ProgressLine:
     """
 
     def __init__(self, *, quiet: bool = False, on_left: Callable[[float], None] | None = None) -> None:
-        self.stage, self.inner, self.delay, self.left = "", "", "", math.nan
+        self.stage, self.inner, self.left, self.on_left = "", "", math.nan, on_left
         self.started = self.stage_started = time.monotonic()
-        self.on_left = on_left
-        self._console = None if quiet else Console(stderr=True, highlight=False, soft_wrap=True)
         self._printed = self.started - _INTERVAL_S + 1.0  # the first plain line after a second
-        self._live: Live | None = None
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
+        self._moves = not quiet and (self._console.is_terminal or self._console.is_jupyter)
+        renderable = partial(Text, no_wrap=True, overflow="ellipsis")
+        self._live = Live(console=self._console, transient=True, get_renderable=lambda: renderable(str(self)))
         self._outer: ProgressLine | None = None
 
     def __enter__(self) -> ProgressLine:
         global _line
         self._outer, _line = _line, _line or self
-        if self._console is not None and self._outer is None and _moves(self._console):
-            self._live = Live(
-                get_renderable=lambda: Text(str(self), no_wrap=True, overflow="ellipsis"),
-                console=self._console,
-                transient=True,
-            )
+        if self._moves and self._outer is None:
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         global _line
         _line = self._outer
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()
 
     def __str__(self) -> str:
         seconds = int(time.monotonic() - self.started)
         left = f", {about(self.left)} left" * (self.left >= _LEAST_LEFT_S)  # NaN: not known yet
-        details = "; ".join(text for text in (self.inner, self.delay) if text)
-        return f"{seconds // 60}:{seconds % 60:02d}  {self.stage}{left}" + f" ({details})" * bool(details)
+        return f"{seconds // 60}:{seconds % 60:02d}  {self.stage}{left}" + f" ({self.inner})" * bool(self.inner)
 
-    def refresh(self) -> None:
-        """Print a plain line, where none moves and the last one is old enough."""
-        if self._live is None and self._console is not None and time.monotonic() - self._printed >= _INTERVAL_S:
+    def show(self, inner: str) -> None:
+        """Set what is being done in the stage; print a plain line, where none moves and the last one is old enough."""
+        self.inner = inner
+        if not self._moves and time.monotonic() - self._printed >= _INTERVAL_S:
             self._printed = time.monotonic()
             self._console.print(str(self), markup=False)
 
@@ -93,26 +86,24 @@ def tell(stage: str, done: float = 0.0, total: float = math.nan, unit: str = "")
         count = "" if math.isnan(total) else f": {done:.0f} of {total:.0f} {unit}"
         if not _line.stage.startswith(stage):
             _line.stage_started = time.monotonic()
-        _line.stage, _line.inner = f"{stage}{count}".rstrip(), ""
+        _line.stage = f"{stage}{count}".rstrip()
         if done and unit != "prompts":
             _line.left = (time.monotonic() - _line.stage_started) * (total / done - 1)
-        _line.refresh()
+        _line.show("")
 
 
 def tell_inner(text: str) -> None:
     """Set what is being done for the prompt at hand; the stage and its count stay."""
     if _line is not None:
-        _line.inner = text
-        _line.refresh()
+        _line.show(text)
 
 
 def tell_delay(text: str) -> None:
-    """Set what the stage waits for; empty: nothing. A terminal without a `ProgressLine` gets it as a line."""
+    """Set what the call waits for; empty: nothing. A terminal without a `ProgressLine` gets it as a line."""
     if _line is not None:
-        _line.delay = text
-        _line.refresh()
-    elif text and _moves(console := Console(stderr=True, highlight=False)):
-        console.print(f"ln_probe: {text}", markup=False)
+        _line.show(text)
+    elif text and sys.stderr.isatty():
+        print(f"ln_probe: {text}", file=sys.stderr)
 
 
 def tell_left(seconds: float) -> None:
@@ -134,19 +125,16 @@ class TimeLeft:
         self.counts = counts
         self.seconds: dict[str, list[float]] = {kind: [] for kind in counts}
 
-    @contextmanager
-    def step(self, kind: str, count: int = 1) -> Iterator[None]:
-        """Time the next steps of a kind."""
-        started = time.monotonic()
-        yield
-        self.seconds[kind] += [(time.monotonic() - started) / count] * count
+    def add(self, kind: str, seconds: float, count: int = 1) -> None:
+        """Note how long the next steps of a kind took together."""
+        self.seconds[kind] += [seconds / count] * count
 
     @property
     def left(self) -> float:
-        """The seconds left. The first step of a kind also prepares: from the third on it does not count."""
+        """The seconds left. The first step of a kind also prepares: from the second on it does not count."""
         total = 0.0
         for kind, seconds in self.seconds.items():
-            typical = seconds[len(seconds) > 2 :]
+            typical = seconds[len(seconds) > 1 :]
             total += (self.counts[kind] - len(seconds)) * sum(typical) / max(1, len(typical))
         return total
 
@@ -156,10 +144,6 @@ def about(seconds: float) -> str:
     if seconds >= 100:
         return f"about {seconds / 60:.0f} min"
     return f"about {seconds:.0f} s" if seconds < 10 else f"about {round(seconds, -1):.0f} s"
-
-
-def _moves(console: Console) -> bool:
-    return console.is_terminal or console.is_jupyter
 
 
 # ---------------------------------------------------------------------------------------------- processes and threads
@@ -179,19 +163,17 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-@contextmanager
-def one_blas_thread() -> Iterator[None]:
-    """Let NumPy's and SciPy's matrix products use one thread while this lasts.
+def one_blas_thread() -> AbstractContextManager[Any]:
+    """Let NumPy's and SciPy's matrix products use one thread inside a `with` block.
 
     Theirs would wait for each other, and for torch's: with two processors `selectability` took twice as long.
     """
-    with _blas().limit(limits=1, user_api="blas"):
-        yield
+    limit: AbstractContextManager[Any] = _blas_libraries().limit(limits=1, user_api="blas")
+    return limit
 
 
 @cache
-def _blas() -> ThreadpoolController:
-    """Return what limits the libraries that are loaded; to look for them takes 2 ms, and every layer asks."""
+def _blas_libraries() -> Any:  # (to look for them takes 2 ms, and every layer asks)
     from threadpoolctl import ThreadpoolController
 
     import_module("scipy.linalg")  # its BLAS can only be limited once it is loaded

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
@@ -114,22 +113,6 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, got {received(value)}")
 
 
-def check_text(name: str, value: object) -> None:
-    """Raise TypeError for what is not a text."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a text, got {received(value)}")
-
-
-def path_of(value: Any, name: str = "path") -> Path:
-    """The path that a text or a `pathlib.Path` names; TypeError for anything else, ValueError for an empty text."""
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name} must be a text or a pathlib.Path, got {received(value)}")
-    if value == "":
-        here = ": write . for the current folder" if name == "folder" else ": give a path"
-        raise ValueError(f"{name} is empty{here}")
-    return Path(value)
-
-
 # -------------------------------------------------------------------------------------------------------------- files
 
 
@@ -149,24 +132,6 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def to_be_written(given: str | Path) -> Path:
-    """Return the path of a file, after its folder has been made and shown to take a file.
-
-    Raises:
-        TypeError, ValueError: no path.
-        OSError: a folder, or a file that cannot be written.
-    """
-    path = path_of(given)
-    if os.path.isdir(path):  # pathlib raises for names that are too long
-        raise IsADirectoryError(f"{path} is a folder: give a file, such as {path / 'report.html'}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, suffix=PARTIAL):
-            return path
-    except OSError as error:
-        raise OSError(error.errno, f"{path} cannot be written ({error.strerror}): choose another path") from error
-
-
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file aside and rename it into place; missing folders are made."""
     with replacing(path) as aside:
@@ -178,15 +143,15 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, encodable(text).encode())
 
 
-def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Return the content of a text file.
+def read_text(path: Path) -> str:
+    """Return the content of a text file in UTF-8, without the mark that begins files of some editors.
 
     Raises:
         OSError: it cannot be read.
         FileError: it is not UTF-8.
     """
     try:
-        return path.read_text(encoding=encoding)
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not UTF-8 text (byte {error.start})") from error
 

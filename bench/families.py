@@ -70,7 +70,7 @@ def of_a_head(rng: Rng, n: int, d: int) -> Keys:
 
 
 def near_ties(rng: Rng, n: int, d: int) -> Keys:
-    """Corners of a cross-polytope, then keys on its facets and lower faces: exactly, or 1e-13 beside them."""
+    """Corners of a cross-polytope, then keys on its facets and lower faces: exactly, or 1e-13 away from them."""
     corners = np.concatenate([np.eye(d), -np.eye(d)])
     parts = rng.multinomial(64, np.ones(min(d, 8)) / min(d, 8), n - 2 * d) / 64.0  # sums of binary fractions are exact
     ties = np.zeros((n - 2 * d, d))

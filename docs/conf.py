@@ -33,7 +33,7 @@ nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"
 nb_execution_timeout = -1  # none: a busy machine is slow
 nb_execution_raise_on_error = True
-nb_merge_streams = True
+nb_merge_streams, nb_output_stderr = True, "remove"  # (progress)
 
 # The notebooks live in examples/; the site shows executed copies, each with a link to one that Colab opens.
 _here = Path(__file__).parent
@@ -83,21 +83,19 @@ def setup(app: object) -> None:
         required_arguments, has_content = 1, True
         option_spec = {"where": directives.unchanged}  # noqa: RUF012
 
-        def run(self) -> list[nodes.Node]:
-            text = measured.table(self.arguments[0], list(self.content), self.options.get("where", ""))
-            made = nodes.container()
-            self.state.nested_parse(StringList(text.splitlines()), self.content_offset, made)
-            return list(made.children)
+        def table(self) -> str:
+            return measured.table(self.arguments[0], list(self.content), self.options.get("where", ""))
 
-    class Claims(Directive):
+        def run(self) -> list[nodes.Node]:
+            container = nodes.container()
+            self.state.nested_parse(StringList(self.table().splitlines()), self.content_offset, container)
+            return list(container.children)
+
+    class Claims(Measured):
         """What became of the claims of one source (measured.py)."""
 
-        required_arguments = 1
-
-        def run(self) -> list[nodes.Node]:
-            made = nodes.container()
-            self.state.nested_parse(StringList(measured.claims_table(self.arguments[0]).splitlines()), 0, made)
-            return list(made.children)
+        def table(self) -> str:
+            return measured.claims_table(self.arguments[0])
 
     app.connect("autodoc-process-docstring", _escape)  # type: ignore[attr-defined]
     app.add_directive("measured", Measured)  # type: ignore[attr-defined]

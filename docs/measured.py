@@ -64,9 +64,9 @@ def claims(source: str) -> list[dict[str, str]]:
     Raises:
         ValueError: an unknown status, a row without what its status asks for, a query that selects not one row.
     """
-    rows = []
-    for claim in tomllib.loads(CLAIMS.read_text(encoding="utf-8"))[source]:
-        status = claim["status"]
+    rows, sources = [], tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
+    for claim in sources[source]:
+        status = claim.get("status", "done")
         scaled = ["how", "published", "here", "refutable"]
         needed = {"done": ["published", "here"], "not done": ["how"]}.get(status, scaled)
         if status not in STATUS or not all(claim.get(k) for k in needed) or claim.get("agrees", "-") not in AGREES:
@@ -77,7 +77,8 @@ def claims(source: str) -> list[dict[str, str]]:
             if len(found) != 1:
                 raise ValueError(f"{source}, {claim['claim']!r}: {len(found)} rows of {claim['table']}, not one")
             claim = claim | {"here": claim["here"].format(**found.iloc[0])}
-        rows.append({"agrees": "-", "published": "-", "here": "-", "how": "", "refutable": ""} | claim)
+        defaults = {"status": status, "version": sources["version"][source], "published": "-", "here": "-", "how": ""}
+        rows.append(defaults | {"agrees": "-" if status == "not done" else "yes", "refutable": ""} | claim)
     return rows
 
 

@@ -1,9 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -42,7 +38,7 @@ written.save_pretrained(folder)
 # ## Raw: the weights as they were trained
 #
 # After loading, logits are compared with the Hugging Face model's once; the report says how closely they agreed,
-# which of TransformerLens's worlds was used, and the hash of the weights. Without a tokenizer, give token ids.
+# which class of TransformerLens holds the model, and the hash of the weights. Without a tokenizer, give token ids.
 
 # %%
 raw = ln_probe.load_model(folder)
@@ -75,12 +71,12 @@ of_folded.layernorms[["site", "projected_share", "reconstruction_error"]]
 
 # %%
 both = ln_probe.compare([of_raw, of_folded], names=["raw", "folded"])
-intact = both.heads.xs("intact", level="variant")
-largest = (intact["margin_median"]["raw"] - intact["margin_median"]["folded"]).abs().max()
+heads = both.by_head
+largest = (heads["margin"]["raw"] - heads["margin"]["folded"]).abs().max()
 print(f"largest difference between median margins: {largest:.1e} nats")
-assert (intact["unselectable"]["raw"] == intact["unselectable"]["folded"]).all()
+assert (heads["unselectable"]["raw"] == heads["unselectable"]["folded"]).all()
 assert largest < 1e-3
-intact[["unselectable", "margin_median", "entropy_ratio"]].head(8)
+heads[["unselectable", "margin", "entropy_ratio"]].head(8)
 
 # %% [markdown]
 # On the command line the same is `ln-probe report path/to/my-gpt2 --prompts tokens.jsonl`.

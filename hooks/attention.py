@@ -2,44 +2,33 @@
 
     k_j = R_j (W_Kᵀ y_j + b_K)        q_t = R_t (W_Qᵀ y_t + b_Q)        score = q·k / divisor + slope·j
 
-with y the norm's output, R the rotary map of a position (the identity without rotary positions) and a slope per head
-with ALiBi (0 without), over the keys that the query sees. Everything is read from the model and checked: if the softmax
-of these scores is not the model's own pattern, the layer is reported as unsupported, by name and with the difference.
+with y the norm's output, R the rotary map of a position (the identity without) and a slope per head with ALiBi. All of
+it is read from the model and checked: a layer whose own pattern is not the softmax of these scores over the keys that
+the query sees is reported as unsupported, with the difference.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.hooks.model import weight_of
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.stream import AttentionInput, visible_keys
+from ln_probe.hooks.stream import AttentionInput, configs_of, visible_keys
 
-_T = TypeVar("_T")
-
-# Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry
-# 1e-5, and a pattern entry moves by at most a quarter of its score's error; 16-bit formats carry 1e-2. Models in
-# float64 are no exception: GPT-Neo computes its scores in float32 in any format, others keep rotary tables in it.
+# Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry 1e-5,
+# a pattern entry a quarter of its score's error, 16-bit formats 1e-2. Parts of float64 models compute in float32.
 PATTERN_TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4}
+PATTERN_TOLERANCE_HALF = 5e-2
 # Below this no other form is tried. (Where scores are tiny, wrong divisors too come near: then the nearest counts.)
 CLEARLY = {torch.float64: 1e-6, torch.float32: 1e-5}
-PATTERN_TOLERANCE_HALF = 5e-2
-
-# Axes with a condition number below this are inverted as they are.
-INVERTIBLE = 1e8
-
-# Query-key pairs whose scores are held at once: 8 MB an array in float64, so that a few arrays of them stay small
-# next to a forward pass (12 heads of 512 tokens have 3.1 million).
-_PAIRS = 1_000_000
+_PAIRS = 1_000_000  # query-key pairs whose scores are in memory at once: 8 MB an array in float64
 
 
 class UnsupportedAttentionError(ValueError):
@@ -58,47 +47,20 @@ class Rotary:
         """Rotate row p of x by the position positions[p]."""
         turning, rest = x[..., : self.cos.shape[-1]], x[..., self.cos.shape[-1] :]
         cos, sin = (t[positions].to(x)[:, None, :] for t in (self.cos, self.sin))
-        return torch.cat([turning * cos + self._turned(turning) * sin, rest], dim=-1)
-
-    def _turned(self, turning: Float[Tensor, "*batch rotary_dim"]) -> Float[Tensor, "*batch rotary_dim"]:
-        """Each pair of coordinates turned by 90 degrees."""
-        turned, half = torch.empty_like(turning), turning.shape[-1] // 2
         if self.adjacent:
-            turned[..., ::2], turned[..., 1::2] = -turning[..., 1::2], turning[..., ::2]
+            turned = torch.stack([-turning[..., 1::2], turning[..., ::2]], dim=-1).flatten(-2)
         else:
-            turned[..., :half], turned[..., half:] = -turning[..., half:], turning[..., :half]
-        return turned
+            first, second = turning.chunk(2, dim=-1)
+            turned = torch.cat([-second, first], dim=-1)
+        return torch.cat([turning * cos + turned * sin, rest], dim=-1)
 
     def cpu(self) -> Rotary:
         """Return the same table on the CPU."""
         return Rotary(self.cos.cpu(), self.sin.cpu(), self.adjacent)
 
     def inverse(self, x: Float[Tensor, "pos head d_head"], positions: Tensor) -> Float[Tensor, "pos head d_head"]:
-        """The transpose of the rotation: R_pᵀ applied to row p."""
+        """Apply the transpose of the rotation, R_pᵀ, to row p."""
         return Rotary(self.cos, -self.sin, self.adjacent)(x, positions)
-
-
-@dataclass(frozen=True, eq=False)
-class Reached:
-    """The queries {c + A u, |u| ≤ 1} that a norm lets each head make, before rotary positions and the divisor.
-
-    Attributes:
-        center: [head d_head], float64, on the CPU.
-        axes: [head d_head axis], at most d_head of them.
-    """
-
-    center: Float[Tensor, "head d_head"]
-    axes: Float[Tensor, "head d_head axis"]
-
-    @cached_property
-    def inverse(self) -> Float[Tensor, "head axis d_head"]:
-        """A⁺: of a query q, |A⁺(q - c)| is 1 on the edge."""
-        if self.axes.shape[-2] == self.axes.shape[-1]:
-            inverse, _ = torch.linalg.inv_ex(self.axes)
-            condition = self.axes.flatten(1).norm(dim=1) * inverse.flatten(1).norm(dim=1)
-            if bool((condition < INVERTIBLE).all()):  # a tenth of the time
-                return cast(Tensor, inverse)
-        return cast(Tensor, torch.linalg.pinv(self.axes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,18 +69,17 @@ class Heads:
 
     Attributes:
         layer: block index.
-        W_Q, W_K: [head d_model d_head], float64.
-        b_Q, b_K: [head d_head], float64 (zeros where the model has none).
+        W_Q, W_K, b_Q, b_K: in float64; biases are zeros where the model has none.
         divisor: what q·k is divided by.
         rotary: None without rotary positions.
-        q_norm, k_norm: norms of queries and keys inside attention, where there are any (per head).
-        causal: whether a query sees only the keys at or before it (False: all of them, as in BERT).
+        q_norm, k_norm: norms of queries and keys inside attention, where there are any.
+        causal: whether a query sees only the keys at or before it.
         window: how many keys a query sees at most, its own included; None: all (of those that `causal` leaves).
-        slopes: ALiBi's [head], in nats a position: added to a score is slope·(key's position), which differs from
+        slopes: ALiBi's, in nats a position: added to a score is slope·(key's position), which differs from
             −slope·distance by nothing that a softmax sees. None without ALiBi.
         soft_cap: what scores are squashed to before the softmax, cap·tanh(score / cap); 0: they are not.
-        sinks: [head], a score of each head that takes its share of the softmax and is of no key; None without.
-        known: what depends on weights alone, by norm and what it is, kept from prompt to prompt.
+        sinks: a score of each head that takes its share of the softmax and is of no key; None without.
+        known: what was computed of these weights, by name, for prompts to share.
     """
 
     layer: int
@@ -135,7 +96,7 @@ class Heads:
     slopes: Float[Tensor, " head"] | None = None
     soft_cap: float = 0.0
     sinks: Float[Tensor, " head"] | None = None
-    known: dict[tuple[str, str], Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)
 
     @property
     def n_heads(self) -> int:
@@ -143,21 +104,10 @@ class Heads:
 
     @property
     def form(self) -> Form:
-        """What had to be found out about the scores."""
         return Form(self.divisor, self.slopes)
 
-    def _project(
-        self, y: Tensor, W: Tensor, b: Tensor, norm: Norm | None, positions: Tensor | None, rotary: Rotary | None
-    ) -> Tensor:
-        values = torch.einsum("pd,hdk->phk", y.double(), W) + b
-        if norm is not None:
-            values = _normed(norm, values)
-        if rotary is None:
-            return values
-        return rotary(values, torch.arange(len(y), device=y.device) if positions is None else positions)
-
     def bias(self, keys: int) -> Float[Tensor, "head key"] | None:
-        """What is added to the scores of each key, in nats, but for what all keys of a query share; None: nothing."""
+        """Return what is added to the scores of each key, in nats, but for what all keys share; None: nothing."""
         if self.slopes is None:
             return None
         return self.slopes[:, None] * torch.arange(keys, dtype=torch.float64, device=self.slopes.device)
@@ -165,8 +115,8 @@ class Heads:
     def pattern(
         self, q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], some: slice = slice(None)
     ) -> Float[Tensor, "some query key"]:
-        """Attention that these queries pay to these keys, in some of the heads: q·k over `divisor`, plus `bias`, then
-        the soft cap, then the softmax over the keys that are seen and the sinks."""
+        """Return the attention of queries to keys in some of the heads: q·k over `divisor`, plus `bias`, then the soft
+        cap, then the softmax over the keys that are seen and the sinks."""
         scores = torch.einsum("qhd,khd->hqk", q[:, some], k[:, some]) / self.divisor
         if (bias := self.bias(len(k))) is not None:
             scores = scores + bias[some, None]
@@ -175,127 +125,58 @@ class Heads:
         sinks = None if self.sinks is None else self.sinks[some]
         return visible_softmax(scores, causal=self.causal, window=self.window, sinks=sinks)
 
-    def keys(
-        self, y: Float[Tensor, "key d_model"], positions: Int[Tensor, " key"] | None = None
-    ) -> Float[Tensor, "key head d_head"]:
-        """Keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64.
+    def keys(self, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
+        """Return keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64."""
+        return _projected(y, self.W_K, self.b_K, self.k_norm, self.rotary)
 
-        `positions`: where they are; None: at 0, 1, 2, …
-        """
-        return self._project(y, self.W_K, self.b_K, self.k_norm, positions, self.rotary)
-
-    def queries(
-        self, y: Float[Tensor, "query d_model"], positions: Int[Tensor, " query"] | None = None, *, rotate: bool = True
-    ) -> Float[Tensor, "query head d_head"]:
-        """Queries before the division by `divisor`, likewise; without rotary positions if not `rotate`."""
-        return self._project(y, self.W_Q, self.b_Q, self.q_norm, positions, self.rotary if rotate else None)
-
-    def query_ellipsoid(
-        self, norm: Norm, position: int
-    ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]] | None:
-        """Center c and axes A of the scaled queries {c + A u, |u| ≤ 1} a head can make at `position`.
-
-        What the norm can put out (`Norm.reachable`), read by W_Q and b_Q, rotated to the position, over `divisor`; with
-        a QK-norm, what that can put out (an upper bound). None for a norm that does not scale: queries are unbounded.
-        """
-        reached = self.reached(norm)
-        if reached is None:
-            return None
-        center, axes = self.turned(reached.center, reached.axes, position)
-        return center / self.divisor, axes / self.divisor
-
-    def reached(self, norm: Norm) -> Reached | None:
-        """The same before rotary positions and the divisor."""
-        reached: Reached | None = self.once(norm, "reached", lambda: self._reached(norm))
-        return reached
-
-    def _reached(self, norm: Norm) -> Reached | None:
-        if self.q_norm is None:
-            outputs = norm.reachable(self.W_Q)
-            outputs = outputs and (outputs[0] + self.b_Q.cpu(), outputs[1])
-        else:
-            outputs = self.q_norm.reachable()
-            outputs = outputs and (self._per_head(outputs[0]), self._per_head(outputs[1]))
-        return outputs and Reached(outputs[0], _compact(outputs[1].to(self.W_Q.device)).cpu())
-
-    def once(self, norm: Norm, what: str, make: Callable[[], _T]) -> _T:
-        """Return what `make` gives, which depends on weights alone; it is called once for each norm and layer."""
-        if (norm.name, what) not in self.known:
-            self.known[norm.name, what] = make()
-        value: _T = self.known[norm.name, what]
-        return value
-
-    def _per_head(self, values: Float[Tensor, " wide *axis"]) -> Float[Tensor, "head d_head *axis"]:
-        """What a query norm can put out, of each head: the same for all, or (a norm of all heads) that head's part."""
-        parts = values.reshape(-1, self.W_Q.shape[-1], *values.shape[1:])
-        return parts.expand(self.n_heads, *parts.shape[1:])
-
-    def query_directions(
-        self, norm: Norm, position: int
-    ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]]:
-        """Center c and directions A of all queries {c + A u} a head can make at `position`, u of any length: behind a
-        norm that does not scale, or none."""
-        center, axes = norm.directions(self.W_Q)
-        center, axes = self.turned(center + self.b_Q.cpu(), axes, position)
-        return center / self.divisor, _compact(axes / self.divisor)
-
-    def turned(
-        self, center: Float[Tensor, "head d_head"], axes: Float[Tensor, "head d_head axis"], position: int
-    ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head axis"]]:
-        """A set of queries before rotary positions, as it is at `position`; the same without rotary positions."""
-        if self.rotary is None:
-            return center, axes
-        here = torch.full((axes.shape[-1],), position)
-        table = self.rotary.cpu()
-        spun = table(rearrange(axes, "head d_head wide -> wide head d_head"), here)
-        return table(center[None], here[:1])[0], rearrange(spun, "wide head d_head -> head d_head wide")
+    def queries(self, y: Float[Tensor, "pos d_model"], *, rotate: bool = True) -> Float[Tensor, "pos head d_head"]:
+        """Return queries before the division by `divisor`, likewise; without rotary positions if not `rotate`."""
+        return _projected(y, self.W_Q, self.b_Q, self.q_norm, self.rotary if rotate else None)
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """What of a layer's scores its weights do not tell: what q·k is divided by, and ALiBi's slopes, if any."""
+    """What the weights do not tell of a layer's scores: what q·k is divided by, and ALiBi's slopes, if any."""
 
     divisor: float
     slopes: Float[Tensor, " head"] | None
 
     def of(self, heads: Heads) -> Heads:
-        """These maps with scores of this form."""
+        """Return these maps with scores of this form."""
         slopes = None if self.slopes is None else self.slopes.to(heads.W_Q.device)
         return replace(heads, divisor=self.divisor, slopes=slopes)
 
 
+def _projected(y: Tensor, W: Tensor, b: Tensor, norm: Norm | None, rotary: Rotary | None) -> Tensor:
+    values = torch.einsum("pd,hdk->phk", y.double(), W) + b
+    if norm is not None:
+        values = _normed(norm, values)
+    return values if rotary is None else rotary(values, torch.arange(len(y), device=y.device))
+
+
 def _normed(norm: Norm, values: Float[Tensor, "pos head d_head"]) -> Float[Tensor, "pos head d_head"]:
-    """Queries or keys through their norm: of each head, or (OLMo 2) of all heads together, repeated ones once."""
+    """Return queries or keys behind their norm: of each head, or (OLMo 2) of all heads together, repeated ones once."""
     heads, d_head = values.shape[1:]
     if norm.d == d_head:
         return norm.affine(norm.normalize(values))
     own = norm.d // d_head
     if norm.projects or own * d_head != norm.d or own == 0 or heads % own:
         raise UnsupportedAttentionError(
-            f"{norm.name} normalizes vectors of length {norm.d}, which are neither one head's nor all heads' together "
-            f"({heads} of {d_head})"
+            f"{norm.name} normalizes vectors of length {norm.d}, neither one head's nor all heads' ({heads} × {d_head})"
         )
     once = values[:, :: heads // own].reshape(len(values), -1)
     normed = norm.affine(norm.normalize(once)).view(len(values), own, d_head)
     return normed.repeat_interleave(heads // own, dim=1)
 
 
-def _compact(axes: Float[Tensor, "head d_head wide"]) -> Float[Tensor, "head d_head axis"]:
-    """The same ellipsoids with at most d_head axes: Aᵀ = Q R, and Q only turns the ball."""
-    if axes.shape[-1] <= axes.shape[-2]:
-        return axes
-    factor: Tensor = torch.linalg.qr(axes.mT, mode="r").R.mT.contiguous()
-    return factor
-
-
 def _per_query_head(weight: Tensor, n_heads: int) -> Tensor:
-    """A weight in float64, that of a shared key head once for each of its query heads (as bridges do not show it)."""
+    """Return a weight in float64, that of a shared key head once for each of its query heads."""
     weight = weight.double()
     return weight if len(weight) == n_heads else weight.repeat_interleave(n_heads // len(weight), dim=0)
 
 
 def _divisors(attn: Any, d_head: int) -> list[float]:
-    """What q·k may be divided by: as the layer says, or its original, or as usual."""
+    """Return what q·k may be divided by: as the layer says, or its original, or as usual."""
     own = getattr(attn, "attn_scale", None)
     scaling = getattr(getattr(attn, "original_component", None), "scaling", None)
     declared = [float(own)] if isinstance(own, int | float) and own > 0 else []
@@ -304,55 +185,45 @@ def _divisors(attn: Any, d_head: int) -> list[float]:
 
 
 def _has_alibi(attn: Any) -> bool:
-    return any(getattr(cfg, "positional_embedding_type", None) == "alibi" for cfg in _configs(attn))
+    return any(getattr(config, "positional_embedding_type", None) == "alibi" for config in configs_of(attn))
 
 
 def _soft_cap(attn: Any) -> float:
-    caps = (getattr(cfg, "attn_scores_soft_cap", None) for cfg in _configs(attn))
+    caps = (getattr(config, "attn_scores_soft_cap", None) for config in configs_of(attn))
     return next((float(cap) for cap in caps if isinstance(cap, int | float) and cap > 0), 0.0)
 
 
 def _sinks(attn: Any) -> Float[Tensor, " head"] | None:
-    """The sinks of a layer (GPT-OSS): a score for each head that is of no key."""
+    """Return the sinks of a layer (GPT-OSS): a score for each head that is of no key."""
     sinks = getattr(getattr(attn, "original_component", None), "sinks", None)
     return sinks.detach().double() if isinstance(sinks, Tensor) and sinks.ndim == 1 else None
 
 
-def _configs(attn: Any) -> list[Any]:
-    inner = getattr(attn, "original_component", None)
-    owners = [attn] if inner is None else [attn, inner]
-    configs = (getattr(owner, name, None) for owner in owners for name in ("cfg", "config"))
-    return [cfg for cfg in configs if cfg is not None]
-
-
 def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
-    """The slopes that a layer with ALiBi may have; None alone without."""
-    if not _has_alibi(attn):
-        yield None
-        return
+    """Yield the slopes that a layer with ALiBi may have; None alone without."""
     power = 2 ** math.floor(math.log2(n_heads))
     next_ones = _geometric(2 * power)[::2][: n_heads - power]
     # BLOOM's are those of a power of two, and behind them every other one of the next power.
     forms = [_geometric(n_heads), torch.cat([_geometric(power), next_ones])]
-    steepest = [getattr(getattr(cfg, "attn_config", None), "alibi_bias_max", None) for cfg in _configs(attn)]
+    steepest = [getattr(getattr(config, "attn_config", None), "alibi_bias_max", None) for config in configs_of(attn)]
     for most in (float(value) for value in steepest if isinstance(value, int | float)):
         # MPT's are those of the next power of two, first every other one, then the rest.
         slopes = _geometric(2 ** math.ceil(math.log2(n_heads)), most)
         forms.append(slopes if len(slopes) == n_heads else torch.cat([slopes[1::2], slopes[::2]])[:n_heads])
-    for form in forms:
+    for form in forms if _has_alibi(attn) else ():
         yield form
         yield form / divisor  # Falcon divides the bias with the scores
         yield 2 * form / divisor  # its eager attention in transformers 5 adds it twice: in the mask, and to the scores
-    yield None  # a config may say so, and the model not do it
+    yield None  # without ALiBi, or with a config that says so of a model that does not do it
 
 
 def _geometric(n_heads: int, most: float = 8.0) -> Tensor:
-    """2^(-most·h/n), h = 1 … n (Press, Smith & Lewis 2022; theirs for powers of two)."""
+    """Return 2^(-most·h/n), h = 1 … n (Press, Smith & Lewis 2022; theirs for powers of two)."""
     return 2.0 ** (-most * torch.arange(1, n_heads + 1, dtype=torch.float64) / n_heads)
 
 
 def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
-    """Rotary positions as the pass showed them, or as the layer holds them."""
+    """Return rotary positions as the pass showed them, or as the layer has them."""
     adjacent = bool(getattr(getattr(attn, "cfg", None), "rotary_adjacent_pairs", False))
     if cos_sin is not None:
         if _sinks(attn) is not None:  # GPT-OSS keeps a table for one half of the coordinates
@@ -368,7 +239,7 @@ def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
 
 
 def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None = None, *, bent: bool = False) -> Heads:
-    """The key and query maps of one layer, checked on one prompt against the attention the model really paid.
+    """Return the key and query maps of one layer, checked on one prompt against the attention the model really paid.
 
     Args:
         seen: the layer during the prompt.
@@ -382,40 +253,38 @@ def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None =
             in both directions: by name), or no known form gives that pattern.
     """
     layer, module = seen.layer, cast(Any, seen.attn)
+    cap, sinks = _soft_cap(module), _sinks(module)
     forms = {
-        f"a soft cap of {_soft_cap(module):g}": bool(_soft_cap(module)) and not bent,
-        "a sink, a score of no key": _sinks(module) is not None and not bent,
+        f"a soft cap of {cap:g}": bool(cap) and not bent,
+        "a sink, a score of no key": sinks is not None and not bent,
         "ALiBi without a causal mask": _has_alibi(module) and not seen.causal,
     }
     if form := next((form for form, present in forms.items() if present), ""):
         raise UnsupportedAttentionError(f"layer {layer}: its scores have {form}, which head-space measures do not know")
-    W_Q, W_K = weight_of(module, "W_Q"), weight_of(module, "W_K")
+    shown = {name: weight_of(module, name) for name in ("W_Q", "b_Q", "W_K", "b_K")}
+    W_Q, W_K = shown["W_Q"], shown["W_K"]
     if W_Q is None or W_K is None:
         raise UnsupportedAttentionError(f"layer {layer}: {type(module).__name__} shows no W_Q and W_K")
-    n_heads = len(W_Q)
-    W_Q, W_K = _per_query_head(W_Q, n_heads), _per_query_head(W_K, n_heads)
-    no_bias = W_Q.new_zeros(n_heads, W_Q.shape[-1])
-    b_Q, b_K = (no_bias if (b := weight_of(module, n)) is None else _per_query_head(b, n_heads) for n in ("b_Q", "b_K"))
+    n_heads, d_head = len(W_Q), int(W_Q.shape[-1])
+    no_bias = W_Q.new_zeros(n_heads, d_head)
+    weights: dict[str, Any] = {name: _per_query_head(no_bias if w is None else w, n_heads) for name, w in shown.items()}
     inside = {norm.reads: norm for norm in norms if norm.layer == layer}
     plain = Heads(
         layer,
-        W_Q,
-        b_Q,
-        W_K,
-        b_K,
-        1.0,
-        _rotary(module, seen.cos_sin),
-        inside.get("query"),
-        inside.get("key"),
-        seen.causal,
-        seen.window,
-        soft_cap=_soft_cap(module),
-        sinks=_sinks(module),
+        **weights,
+        divisor=1.0,
+        rotary=_rotary(module, seen.cos_sin),
+        q_norm=inside.get("query"),
+        k_norm=inside.get("key"),
+        causal=seen.causal,
+        window=seen.window,
+        soft_cap=cap,
+        sinks=sinks,
     )
     if known is not None:
         return known.of(plain)
     nearest, worst = plain, math.inf
-    for divisor in dict.fromkeys(_divisors(module, int(W_Q.shape[-1]))):
+    for divisor in dict.fromkeys(_divisors(module, d_head)):
         for slopes in _slopes(module, n_heads, divisor):
             heads = Form(divisor, slopes).of(plain)
             difference = _disagreement(heads, seen)
@@ -432,17 +301,14 @@ def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None =
 
 
 def _disagreement(heads: Heads, seen: AttentionInput) -> float:
-    """The largest difference between the attention that `heads` computes and the one paid."""
-    q, k = heads.queries(seen.y), heads.keys(seen.y)
-    # (of tensors: a NaN must not get lost)
-    worst = [
-        heads.pattern(q, k, some).sub_(seen.pattern[some]).abs_().max() for some in heads_at_once(seen.pattern.shape)
-    ]
-    return float(torch.stack(worst).max())
+    """Return the largest difference between the attention that `heads` computes and the one paid."""
+    q, k, pattern = heads.queries(seen.y), heads.keys(seen.y), seen.pattern
+    worst = [heads.pattern(q, k, some).sub_(pattern[some]).abs_().max() for some in heads_at_once(pattern.shape)]
+    return float(torch.stack(worst).max())  # (of tensors: a NaN must not get lost)
 
 
 def heads_at_once(shape: Sequence[int]) -> Iterator[slice]:
-    """Slices of the heads of a pattern [head query key] whose scores are few enough to be held in float64."""
+    """Yield slices of the heads of a pattern [head query key] whose scores are few enough for float64."""
     n_heads, queries, keys = shape
     step = max(1, _PAIRS // max(1, queries * keys))
     for first in range(0, n_heads, step):
@@ -456,7 +322,7 @@ def visible_softmax(
     window: int | None = None,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, "head query key"]:
-    """Softmax over the keys that each query sees (the last queries, where there are fewer than keys) and the sinks."""
+    """Return the softmax over the keys that each query sees (the last queries, if fewer than keys) and the sinks."""
     if causal or window is not None:
         seen = visible_keys(*scores.shape[-2:], causal=causal, window=window, device=scores.device)
         scores = scores.masked_fill(~seen, -math.inf)

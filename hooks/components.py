@@ -4,15 +4,10 @@ A *source* is what one module writes (embeddings, positions, an attention layer,
 the stream (post-norm blocks). A *part* is the finest piece of a source: a head, a neuron, a bias. Head h writes
 z_h W_O_h, with `z` the heads' outputs before the output map.
 
-`find_wiring` finds of which sources every norm's input is the sum, from one short pass and without the config:
-
-    blocks.1.ln1   reads  embed + pos_embed + blocks.0.attn + blocks.0.mlp          (pre-norm, sequential)
-    blocks.0.ln2   reads  embed                                                     (parallel attention and MLP)
-    blocks.0.ln2   reads  embed + norm(blocks.0.ln1_post)                           (a norm of attention's output)
-    blocks.0.ln2   reads  norm(blocks.0.ln1) + blocks.0.mlp                         (post-norm blocks)
-
-At each place the stream is the one at an earlier place plus what was written since, perhaps times one factor (scaled
-embeddings, scaled residual branches); a sum that does not close to rounding is rejected.
+`find_wiring` finds of which sources every norm's input is the sum, from one short pass and without the config, such as
+`embed + pos_embed + blocks.0.attn` (pre-norm), `embed + blocks.0.ln1_post` (a norm of attention's output) or
+`blocks.0.ln1 + blocks.0.mlp` (post-norm). At each place the stream is the one at an earlier place plus what was written
+since, perhaps times one factor (scaled embeddings, scaled residual branches); a sum that does not close is rejected.
 
 `Split` divides any linear reading f · x of the stream among its parts. Parts are never built as vectors: f is pulled
 back through what they passed (a norm at its own sigma, a head's W_O), which costs d_head numbers per head, not d_model.
@@ -20,10 +15,12 @@ back through what they passed (a norm at its own sigma, a head's W_O), which cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any
 
 import torch
 from einops import einsum, rearrange
@@ -31,14 +28,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.hooks.model import (
-    Hook,
     HookedModel,
+    attentions,
     blocks,
     child_of,
     dtype_of,
     evaluating,
     flat,
     hooks_on,
+    n_layers,
     probe_tokens,
     run,
     tensors_in,
@@ -47,16 +45,17 @@ from ln_probe.hooks.model import (
     weight_of,
 )
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
+from ln_probe.hooks.stream import TABLES, AttentionInput, rotary_tables
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
 _BIASES = {"attn": "b_O", "mlp": "b_out"}
 END = "the end of the stream"
 TOKENS = 8  # of the short pass
 # Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
-# summand that is missing left 1e-2 to 3e-1 (a writer that is not known, BERT's head).
+# missing summand left 1e-2 to 3e-1. 16-bit formats round at every write; the errors of deep models partly cancel.
 CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
-HALF_ROUNDINGS = 4  # 16-bit formats round the stream at every write; the errors of deep models partly cancel
-_STARTS = 4  # earlier places and norms that a stream can be continued from
+HALF_ROUNDINGS = 4
+_STARTS = 8  # earlier states that a stream can be continued from
 
 
 class SplitError(ValueError):
@@ -119,17 +118,19 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
             yield Source("mlp", layer), out
 
 
-def neurons_of(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]] | None:
-    """Return where an MLP's neurons show what they give, and what each writes per unit; None without such a place."""
+def _neurons(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]]:
+    """Return the hook point of an MLP's neurons, and what each writes per unit; SplitError where it has none."""
     mlp = child_of(blocks(model)[layer], "mlp")
     point, out = child_of(mlp, "hook_post"), weight_of(mlp, "W_out")
-    return None if point is None or out is None or out.ndim != 2 else (point, out)
+    if point is None or out is None or out.ndim != 2:
+        raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
+    return point, out
 
 
-def _output_maps(model: HookedModel, layer: int, like: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
-    """Return W_O of a layer; None where it shows none, so that its heads cannot be separated."""
+def _output_maps(model: HookedModel, layer: int, z: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
+    """Return W_O of a layer in the format of its z; None where it shows none, so that heads cannot be separated."""
     W_O = weight_of(child_of(blocks(model)[layer], "attn"), "W_O")
-    return None if W_O is None or W_O.ndim != 3 else W_O.to(like)
+    return None if W_O is None or W_O.ndim != 3 or z.shape[-1] != W_O[:, :, 0].numel() else W_O.to(z)
 
 
 def _output_bias(model: HookedModel, source: Source, like: Tensor) -> Float[Tensor, " d_model"] | None:
@@ -145,8 +146,7 @@ def _written(model: HookedModel, source: Source, shown: Tensor) -> Float[Tensor,
     """Return what a source wrote, from what its module showed; None where that cannot be known."""
     if source.kind != "attn":
         return shown
-    W_O = _output_maps(model, source.layer, shown)
-    if W_O is None or shown.shape[-1] != W_O[:, :, 0].numel():
+    if (W_O := _output_maps(model, source.layer, shown)) is None:
         return None
     out = torch.einsum("rhk,hkd->rd", shown.unflatten(-1, (len(W_O), -1)), W_O)
     bias = _output_bias(model, source, shown)
@@ -169,17 +169,17 @@ class Wiring:
 
     Attributes:
         norms: the model's norms.
-        reads: of each norm outside attention, and of END, the sources of its input with their factors.
+        reads: of each norm outside attention, of each block ("blocks.L") and of END, the sources of its input with
+            their factors.
         open: places where the sum does not close, with the message that says how much is missing and since where.
-        single: norms of a float64 model that compute in float32 (Hugging Face's RMSNorms do): what has passed one is
-            exact to float32 only.
+        bound: relative error that rounding explains of what is read, and of a norm of it.
     """
 
     model: HookedModel
     norms: Sequence[Norm]
     reads: Mapping[str, Expression]
     open: Mapping[str, str]
-    single: frozenset[str] = frozenset()
+    bound: float
 
     def at(self, place: str) -> Expression:
         """Return the sources of what is read at a place.
@@ -193,11 +193,6 @@ class Wiring:
             raise SplitError(f"{place} is no norm of the residual stream: there are {', '.join(self.reads)}")
         return self.reads[place]
 
-    def bound(self, place: str, dtype: torch.dtype) -> float:
-        """Return the relative error that rounding explains of what is read at `place` and of the norm there."""
-        passed = {place, *self.norms_within(place)}
-        return closes_below(torch.float32 if dtype == torch.float64 and passed & self.single else dtype)
-
     def norms_within(self, place: str) -> list[str]:
         """Return the norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
         names = [source.norm for source in self.at(place) if source.kind == "norm"]
@@ -206,126 +201,92 @@ class Wiring:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """The stream at one place of the pass; `writes` and `norms` count those before it."""
+    """The stream at one place of the pass, or where a norm's output takes its place, after so many outputs."""
 
-    name: str
     expression: Expression
     value: Tensor
-    writes: int = 0
-    norms: int = 0
+    outputs: int = 0
 
 
-class _Search:
-    """The places of one pass, in their order."""
+def _nearest_sum(
+    value: Tensor, states: Sequence[_State], outputs: Sequence[tuple[Source, Tensor]], *, scaled: bool
+) -> tuple[float, Expression]:
+    """Return the sum that is nearest to the stream at a place, after its remainder relative to the largest summand.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.limit = closes_below(dtype)
-        self.writes: list[tuple[Source, Tensor]] = []
-        self.norms: list[tuple[Source, Tensor]] = []
-        self.places: list[_State] = []
-        self.after_norms: list[_State] = []  # the stream where a norm's output takes its place
-        self.open: dict[str, str] = {}
-
-    def add_norm(self, norm: Norm, output: Tensor) -> None:
-        """Note what a norm puts out."""
-        source = Source("norm", norm.layer, norm.name)
-        self.norms.append((source, output))
-        self.after_norms.append(_State(norm.name, {source: 1.0}, output, len(self.writes), len(self.norms)))
-
-    def see(self, name: str, value: Tensor) -> Expression | None:
-        """Return the sources of what is read at a place; None if the sum does not close (`open` says why)."""
-        best = 1.0
-        for scaled in (False, True):
-            left, expression = min(self._candidates(value, scaled=scaled), key=lambda candidate: candidate[0])
-            if left <= self.limit:
-                self.places.append(_State(name, expression, value, len(self.writes), len(self.norms)))
-                return expression
-            best = min(best, left)
-        since = self.places[-1].name if self.places else "the embeddings"
-        self.open[name] = (
-            f"what is read at {name} is not the sum of what embeddings, heads, MLPs and norms wrote: {best:.1e} of its "
-            f"size is left over (rounding explains {self.limit:.0e}). What is missing was written after {since}, the "
-            "last place where the sum closes, by a module that ln_probe does not know"
-        )
-        return None
-
-    def _candidates(self, value: Tensor, *, scaled: bool) -> Iterator[tuple[float, Expression]]:
-        """Yield sums that may be the stream, each with its remainder relative to the largest summand.
-
-        Args:
-            scaled: whether what was written since the start may have a factor other than 1.
-        """
-        nothing = _State("nothing", {}, torch.zeros_like(value))
-        for start in (*self.places[: -_STARTS - 1 : -1], *self.after_norms[: -_STARTS - 1 : -1], nothing):
-            writes, norms = self.writes[start.writes :], self.norms[start.norms :]
-            for added in ([], writes, norms, writes[-1:], norms[-1:]):
-                total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
-                factor = 1.0
-                if scaled:
-                    square = float((total * total).sum())
-                    factor = float(((value - start.value) * total).sum()) / max(square, 1e-300)
-                largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
-                left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
-                expression = dict(start.expression)
+    Args:
+        states: of the stream earlier in the pass.
+        outputs: what was written to it so far, by norms too.
+        scaled: whether what was written since an earlier state may have a factor other than 1.
+    """
+    nothing = _State({}, torch.zeros_like(value))
+    nearest, expression = math.inf, dict[Source, float]()
+    for start in (*states[: -_STARTS - 1 : -1], nothing):
+        since = outputs[start.outputs :]
+        writes = [output for output in since if output[0].kind != "norm"]
+        norms = [output for output in since if output[0].kind == "norm"]
+        for added in ([], writes, norms, writes[-1:], norms[-1:]):
+            total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
+            factor = 1.0
+            if scaled:
+                factor = float(((value - start.value) * total).sum()) / max(float((total * total).sum()), 1e-300)
+            largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
+            left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
+            if left < nearest:
+                nearest, expression = left, dict(start.expression)
                 for source, _ in added:
                     expression[source] = expression.get(source, 0.0) + factor
-                yield left, expression
+    return nearest, expression
 
 
-def find_wiring(model: HookedModel, norms: Sequence[Norm], bare: Collection[int] = ()) -> Wiring:
-    """Return of what every norm's input is a sum; costs one forward pass over eight tokens.
+def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
+    """Return of what the input of every norm and block is a sum; costs one forward pass over eight tokens.
 
     Args:
         model: any hooked model.
-        norms: its norms.
-        bare: blocks whose attention reads the stream itself: their inputs are places too, "blocks.L".
+        norms: its norms; identities among them do not count.
     """
     width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
-    search, reads, single = _Search(dtype), dict[str, Expression](), set[str]()
-    shown: dict[Any, tuple[Any, Any]] = {}  # what ran, in its order: its input and output
-
-    def note(what: object, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        # (HookedTransformer calls a norm for queries, keys and values: the first call counts)
-        shown.setdefault(what, (next(iter(tensors_in(args, kwargs)), None), *output))
-
-    after = [(module, partial(note, source)) for source, module in watched(model)]
-    after += [(n.module, partial(note, n)) for n in outside_attention(norms) if n.d == width]
-    before: list[Hook] = [(block, partial(note, f"blocks.{layer}")) for layer, block in enumerate(blocks(model))]
-    if (reader := unembedding(model)) is not None:
-        before.append((reader, partial(note, END)))
-    with evaluating(model), unedited(model), hooks_on(after, before):
-        run(model, tokens[None], return_type="logits")
-    for what, values in shown.items():
-        x, y = cast(Any, [None if v is None else flat(v, len(tokens)).double() for v in (values[0], values[-1])])
+    with evaluating(model), unedited(model):
+        shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(n_layers(model)))
+    # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
+    single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
+    bound = closes_below(torch.float32 if single else dtype)
+    by_name = {norm.name: norm for norm in outside_attention(norms)}
+    states, outputs, last = list[_State](), list[tuple[Source, Tensor]](), "the embeddings"
+    reads, open_places = dict[str, Expression](), dict[str, str]()
+    for what in shown.order:
         if isinstance(what, Source):
-            written = _written(model, what, y)
+            written = _written(model, what, shown.seen[what].double())
             if written is not None and written.shape[-1] == width:
-                search.writes.append((what, written))
+                outputs.append((what, written))
             continue
-        place = what.name if isinstance(what, Norm) else what
-        if place == END and x.shape[-1] != width:
-            search.open[END] = (
-                f"what the unembedding reads is {x.shape[-1]} wide, and the residual stream {width}: a map "
-                "that ln_probe does not know comes between them. Attribute attention scores or layers before it"
+        value = shown.inputs[what].double()
+        if value.shape[-1] != width:
+            open_places[what] = f"{what} reads vectors of length {value.shape[-1]}, and the residual stream has {width}"
+            continue
+        left, expression = _nearest_sum(value, states, outputs, scaled=False)
+        if not left <= bound:
+            scaled = _nearest_sum(value, states, outputs, scaled=True)
+            left, expression = min((left, expression), scaled, key=itemgetter(0))
+        if left <= bound:
+            last, reads[what] = what, expression
+            states.append(_State(expression, value, len(outputs)))
+        else:
+            open_places[what] = (
+                f"what is read at {what} is not the sum of what known modules wrote: {left:.1e} of its size is left "
+                f"over (rounding explains {bound:.0e}), written after {last}, the last place where the sum closes"
             )
-            continue
-        x = x[:, :width]  # (of the first head)
-        expression = search.see(place, x)
-        if expression is not None and (not place.removeprefix("blocks.").isdigit() or int(place[7:]) in bare):
-            reads[place] = expression
-        if isinstance(what, Norm):
-            y = y[:, : what.d]
-            search.add_norm(what, y)
-            off = float((what.affine(what.normalize(x)) - y).abs().max() / y.abs().max().clamp_min(1e-300))
-            if dtype == torch.float64 and off > CLOSES[dtype]:
-                single.add(what.name)
-                search.limit = CLOSES[torch.float32]  # from here on the stream may have passed it
-    return Wiring(model, norms, reads, search.open, frozenset(single))
+        if what in by_name:
+            norm = by_name[what]
+            source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
+            outputs.append((source, output))
+            states.append(_State({source: 1.0}, output, len(outputs)))
+    return Wiring(model, norms, reads, open_places, bound)
 
 
 def outside_attention(norms: Sequence[Norm]) -> list[Norm]:
-    """Return the norms of the residual stream: those of queries and keys stand inside attention."""
-    return [n for n in norms if n.reads not in ("query", "key")]
+    """Return the norms of the residual stream: no identities, and none of queries and keys inside attention."""
+    return [n for n in norms if n.reads not in ("query", "key") and not n.is_identity]
 
 
 # ---------------------------------------------------------------------------------------- readings of the stream
@@ -342,6 +303,7 @@ class Record:
         logits: of those positions; None if they are not known (a cache).
         dtype: the format the model computes in.
         points: what other hook points showed, by name, where they were asked for.
+        order: the keys of `seen` and `inputs`, in the order of the pass; empty of a cache.
     """
 
     seen: Mapping[Source, Float[Tensor, "row _"]]
@@ -350,6 +312,7 @@ class Record:
     logits: Float[Tensor, "row d_vocab"] | None
     dtype: torch.dtype
     points: Mapping[str, Float[Tensor, "row _"]] = field(default_factory=dict)
+    order: Sequence[Source | str] = ()
 
 
 def record(
@@ -360,6 +323,7 @@ def record(
     *,
     neurons: Collection[int] = (),
     points: Mapping[str, nn.Module] | None = None,
+    block_inputs: Collection[int] = (),
     logits: bool = True,
 ) -> Record:
     """Return what one forward pass shows at some positions.
@@ -371,6 +335,7 @@ def record(
         norms: the model's norms.
         neurons: layers whose neurons are recorded.
         points: other modules whose output is recorded, by name.
+        block_inputs: blocks whose input is recorded, as "blocks.L"; those of identities among the norms always are.
         logits: whether those of the positions are recorded.
 
     Raises:
@@ -378,7 +343,7 @@ def record(
     """
     prompts = tokens if tokens.ndim == 2 else tokens[None]
     rows, (batch, length) = torch.tensor(positions), prompts.shape
-    seen, inputs, active, shown = (dict[Any, Tensor]() for _ in range(4))
+    shown, active, at_points = (dict[Any, Tensor]() for _ in range(3))
 
     def store(into: dict[Any, Tensor], key: Any, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         if key not in into:
@@ -386,19 +351,85 @@ def record(
             width = None if output else value.shape[-1]  # (of the first head)
             into[key] = flat(value, length, batch)[rows, :width].cpu()
 
-    after = [(module, partial(store, seen, source)) for source, module in watched(model)]
-    after += [(module, partial(store, shown, name)) for name, module in (points or {}).items()]
-    before = [(norm.module, partial(store, inputs, norm.name)) for norm in outside_attention(norms)]
+    after = [(module, partial(store, shown, source)) for source, module in watched(model)]
+    after += [(module, partial(store, at_points, name)) for name, module in (points or {}).items()]
+    after += [(_neurons(model, layer)[0], partial(store, active, layer)) for layer in neurons]
+    before = [(norm.module, partial(store, shown, norm.name)) for norm in outside_attention(norms)]
+    bare = {norm.layer for norm in norms if norm.is_identity}
+    before += [(blocks(model)[n], partial(store, shown, f"blocks.{n}")) for n in sorted(bare.union(block_inputs))]
     if (reader := unembedding(model)) is not None:
-        before.append((reader, partial(store, inputs, END)))
-    for layer in neurons:
-        if (of_neurons := neurons_of(model, layer)) is None:
-            raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
-        after.append((of_neurons[0], partial(store, active, layer)))
+        before.append((reader, partial(store, shown, END)))
     with hooks_on(after, before):
         output = run(model, prompts, return_type="logits" if logits else None)
     of_positions = output.flatten(0, 1)[rows].cpu() if logits else None
-    return Record(seen, inputs, active, of_positions, next(iter((inputs or seen).values())).dtype, shown)
+    seen = {source: value for source, value in shown.items() if isinstance(source, Source)}
+    inputs = {place: value for place, value in shown.items() if isinstance(place, str)}
+    dtype = next(iter((inputs or seen).values())).dtype
+    return Record(seen, inputs, active, of_positions, dtype, at_points, tuple(shown))
+
+
+def is_cache(given: object) -> bool:
+    """Return whether something is a cache of activations by name (an ActivationCache or a dict)."""
+    return isinstance(given, Mapping) or (hasattr(given, "cache_dict") and hasattr(given, "keys"))
+
+
+class CachedPrompts:
+    """The prompts of an activation cache that was taken without a `names_filter`.
+
+    Raises:
+        SplitError: it is of another model. The methods raise one if the cache lacks something, by name.
+    """
+
+    def __init__(self, model: HookedModel, cache: Any) -> None:
+        if getattr(cache, "model", model) is not model:
+            raise SplitError("the cache is of another model: run this model, or pass tokens")
+        values = ((name, value.detach()) for name, value in cache.items() if isinstance(value, Tensor))
+        batched = bool(getattr(cache, "has_batch_dim", True))
+        self.model, self._values = model, {name: value if batched else value[None] for name, value in values}
+        self.batch, self.length = map(int, self._value("embed.hook_out", "hook_embed").shape[:2])
+
+    def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
+        if (name := next((n for n in names if n in self._values), None)) is None:
+            raise SplitError(f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens")
+        return self._values[name]
+
+    def rows(self, *names: str) -> Float[Tensor, "row wide"]:
+        """Return the first of these activations that there is, a row per position of one prompt after the other."""
+        return flat(self._value(*names), self.length, self.batch)
+
+    def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
+        """Return what is needed to divide what is read at `place` among its parts, as the function `record` does."""
+        rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
+        wanted = {source for at in passed for source in wiring.at(at)}
+        seen = {}
+        for source, module in watched(self.model):
+            if source in wanted:  # (an MLP without an output map is no hook point itself)
+                of_mlp = (f"blocks.{source.layer}.{name}" for name in ("mlp.hook_out", "hook_mlp_out"))
+                names = (str(module.name),) if hasattr(module, "fwd_hooks") else of_mlp
+                seen[source] = self.rows(*names)[rows].cpu()
+        inputs = {name: self._input(name)[rows].cpu() for name in passed}
+        shown = {name: self.rows(name)[rows].cpu() for name in points}
+        return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
+
+    def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
+        """Return what the attention of a layer did in each prompt; `place`: what `norm` reads."""
+        batch, length, attn = self.batch, self.length, f"blocks.{layer}.attn"
+        x, patterns = self._input(place), self._value(f"{attn}.hook_pattern")
+        y = x if norm.is_identity else norm.affine(self.rows(f"{norm.name}.hook_normalized"))
+        names = [(point, f"{owner}.{point}") for point in TABLES for owner in ("rotary_emb", attn)]
+        tables = {point: self._values[name] for point, name in names if name in self._values}
+        cos_sin = [rotary_tables(tables, prompt, length) for prompt in range(batch)]
+        each = zip(x.view(batch, length, -1), y.view(batch, length, -1), patterns, cos_sin, strict=True)
+        return [AttentionInput(layer, *of_prompt, attentions(self.model)[layer], norm) for of_prompt in each]
+
+    def _input(self, place: str) -> Float[Tensor, "row wide"]:
+        """Return what is read at a place."""
+        last, (block, _, leaf) = f"blocks.{n_layers(self.model) - 1}.hook_resid_post", place.rpartition(".")
+        if place == END:
+            reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
+            return self.rows(f"{reader}.hook_in", last)
+        residual = {"ln1": f"{block}.hook_resid_pre", "ln2": f"{block}.hook_resid_mid", "ln_final": last}
+        return self.rows(f"{place}.hook_in", residual.get(leaf, f"{place}.hook_resid_pre"))  # of a HookedTransformer
 
 
 def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
@@ -427,19 +458,13 @@ class Split:
     record: Record
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
-    def of(self, record: Record) -> Split:
-        """Return the same parts of another record of the prompt."""
-        return Split(self.wiring, record, self._weights)
-
     def rows(self, chosen: Sequence[int]) -> Split:
         """Return the same at some of the recorded positions."""
         at, every = list(chosen), self.record
-        few: dict[str, Any] = {
-            name: {key: value[at] for key, value in getattr(every, name).items()}
-            for name in ("seen", "inputs", "neurons", "points")
-        }
+        maps = {name: getattr(every, name).items() for name in ("seen", "inputs", "neurons", "points")}
+        few: dict[str, Any] = {name: {key: value[at] for key, value in items} for name, items in maps.items()}
         logits = None if every.logits is None else every.logits[at]
-        return self.of(replace(every, **few, logits=logits))
+        return Split(self.wiring, replace(every, **few, logits=logits), self._weights)
 
     def norm(self, name: str) -> Norm:
         """Return a norm by its name."""
@@ -469,12 +494,10 @@ class Split:
                 whole.add_(written[source], alpha=factor)
                 size.add_(written[source].abs(), alpha=abs(factor))
             left = float((whole - self.input(at)).abs().max()) / max(float(size.max()), 1e-300)
-            limit = self.wiring.bound(at, self.record.dtype)
-            if not left <= limit:
+            if not left <= self.wiring.bound:
                 raise SplitError(
-                    f"the parts of what is read at {at} do not add up to it: {left:.1e} of the largest is left over "
-                    f"(rounding in {str(self.record.dtype).removeprefix('torch.')} explains {limit:.0e}). Something "
-                    "else wrote to the stream: a hook or an edit that was active, or another model's cache"
+                    f"the parts of what is read at {at} do not add up to it: {left:.1e} of the largest is left over. "
+                    "Something else wrote to the stream: a hook or an edit that was active, or another model's cache"
                 )
             worst = max(worst, left)
         return worst
@@ -521,7 +544,7 @@ class Split:
     def _heads(self, layer: int, z: Tensor, f: Tensor) -> dict[Part, Tensor]:
         if layer not in self._weights:
             W_O = _output_maps(self.wiring.model, layer, z)
-            assert W_O is not None
+            assert W_O is not None  # (its place would be open)
             self._weights[layer] = W_O
         weights = self._weights[layer]
         pulled = einsum(once(f), weights, "row reading d, head k d -> head row reading k")
@@ -536,14 +559,11 @@ class Split:
         whole = dot(out, f)
         if layer not in self.record.neurons:
             return {Part(f"L{layer} mlp", "mlp", layer): whole}
-        _, W_out = neurons_of(self.wiring.model, layer)  # type: ignore[misc]  # `record` has seen that there are some
-        pulled = einsum(f, W_out.cpu().double(), "row reading d, neuron d -> neuron row reading")
+        W_out = _neurons(self.wiring.model, layer)[1].cpu().double()
         active = self.record.neurons[layer].double()
+        pulled = einsum(f, W_out, "row reading d, neuron d -> neuron row reading")
         values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
         missing = float((whole - values.sum(0)).abs().max())
         if missing > closes_below(self.record.dtype) * float(values.abs().sum(0).max().clamp_min(1e-300)):
-            raise SplitError(
-                f"the neurons of layer {layer} do not add up to what its MLP writes ({missing:.1e} is left over): ask "
-                "for whole MLPs"
-            )
+            raise SplitError(f"the neurons of layer {layer} do not add up to what its MLP writes: ask for whole MLPs")
         return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)}

@@ -11,22 +11,23 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.hooks.model import HookedModel, device_of, evaluating, unedited, vocabulary_size
+from ln_probe.hooks.model import HookedModel, device_of, evaluating, modules_of, vocabulary_size
 from ln_probe.hooks.norm import VARIANTS, Norm
 from ln_probe.hooks.norm_edits import NormEdit, installed
 from ln_probe.hooks.norms import Structure
 from ln_probe.hooks.stream import stream
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
 
+_COMPARED = 2048  # entries of a parameter, evenly spaced
 SCALES = FROZEN, UNIFORM, OPTIMAL = "frozen", "uniform", "optimal"
 
 
@@ -48,17 +49,16 @@ class Constant:
         Raises:
             ValueError: something else, or a number that is not positive and finite.
         """
-        pair = given
         if isinstance(given, Constant):
-            pair = (given.first, given.rest)
-        elif isinstance(given, Mapping) and set(given) == {"first", "rest"}:
-            pair = (given["first"], given["rest"])
-        entries: list[Any] = list(pair) if isinstance(pair, tuple | list) else [pair, pair]
-        plain = [v.item() if getattr(v, "ndim", None) == 0 else v for v in entries]
-        numbers = [float(v) for v in plain if isinstance(v, int | float) and not isinstance(v, bool)]
-        if len(plain) != 2 or len(numbers) != 2 or not all(0 < v < math.inf for v in numbers):
+            return given
+        try:
+            pair: Any = [given["first"], given["rest"]] if isinstance(given, Mapping) else given
+            first, rest = map(float, pair if isinstance(pair, tuple | list) else (pair, pair))
+        except (TypeError, ValueError, KeyError, RuntimeError):
+            first = rest = math.nan
+        if not (0 < first < math.inf and 0 < rest < math.inf):
             raise ValueError(f'a constant is a positive number or {{"first": number, "rest": number}}, got {given!r}')
-        return cls(*numbers)
+        return cls(first, rest)
 
     @property
     def plain(self) -> dict[str, float]:
@@ -90,41 +90,55 @@ def mean_sigmas(model: HookedModel, norms: Sequence[Norm], prompts: Iterable[Int
     Raises:
         ActivationError: a norm's input or output is not finite.
     """
-    first: dict[str, list[np.ndarray]] = {n.name: [] for n in norms}
-    rest: dict[str, list[np.ndarray]] = {n.name: [] for n in norms}
+    sigmas: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {norm.name: ([], []) for norm in norms}
     length = 0
 
     def on_norm(norm: Norm, x: Tensor, _y: Tensor) -> None:
         sigma = norm.sigma(x.double())[:, 0].cpu().numpy()
         heads = max(1, len(x) // length)
-        first[norm.name].append(sigma[:heads])
-        rest[norm.name].append(sigma[heads:])
+        for each, part in zip(sigmas[norm.name], (sigma[:heads], sigma[heads:]), strict=True):
+            each.append(part)
 
     with evaluating(model):
         for row in prompts:
             length = len(row)
             stream(model, row, norms, on_norm=on_norm)
     means: dict[str, Constant] = {}
-    for name in (name for name in first if first[name]):
-        of_first, of_rest = np.concatenate(first[name]), np.concatenate(rest[name])
-        means[name] = Constant(float(of_first.mean()), float((of_rest if len(of_rest) else of_first).mean()))
+    for name, both in sigmas.items():
+        if both[0]:
+            first, rest = map(np.concatenate, both)
+            means[name] = Constant(float(first.mean()), float((rest if len(rest) else first).mean()))
     return means
+
+
+def weights_sample(model: object) -> Float[Tensor, " entry"]:
+    """Return entries of all parameters, evenly spaced: they show edits that PyTorch does not count (`.data`)."""
+    parameters = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
+    return torch.cat([p.detach().flatten()[:: 1 + p.numel() // _COMPARED] for p in parameters])
+
+
+def bundled_constants(model: HookedModel) -> Mapping[str, Any]:
+    """Return the loss-optimal constants that a bundled model brings (`models.shipped_constants`); empty if it brings
+    none, or its weights have changed."""
+    shipped: Mapping[str, Any] = vars(model).get("shipped_constants", {})
+    sample = weights_sample(model)
+    return shipped if torch.equal(shipped.get("sample", sample).to(sample), sample) else {}
 
 
 def default_means(model: HookedModel, norms: Sequence[Norm], structure: Structure) -> Mapping[str, Constant]:
     """Return the mean sigmas of norms over the model's default prompts.
 
     They are measured again where the modules, a parameter (its place, or the count of in-place edits that PyTorch
-    keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: pass `tokens` then.
+    keeps), or what the prompts are made of has changed. Edits through `.data` are not counted: they are seen where they
+    change one of the entries that are compared.
     """
-    parameters = [p for m in structure.modules if m is not None for p in m._parameters.values() if p is not None]
-    weights = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
-    origin = tokenizer_of(model), bundled_prompts(model), weights
-    if structure.constants is None or structure.constants[0] != origin:
-        with unedited(model):
-            structure.constants = origin, mean_sigmas(model, norms, default_tokens(model))
-    known: Mapping[str, Constant] = structure.constants[1]
-    return known
+    parameters = [p for module in structure.modules for p in module._parameters.values() if p is not None]
+    origin = tokenizer_of(model), bundled_prompts(model), [(p.data_ptr(), p._version) for p in parameters]
+    sample, known = weights_sample(model), structure.constants
+    if known is None or known[0] != origin or not torch.equal(known[1], sample):
+        structure.constants = known = origin, sample, mean_sigmas(model, norms, default_tokens(model))
+    means: Mapping[str, Constant] = known[2]
+    return means
 
 
 def given_constants(scale: object, names: Sequence[str]) -> dict[str, Constant]:
@@ -133,17 +147,13 @@ def given_constants(scale: object, names: Sequence[str]) -> dict[str, Constant]:
     Raises:
         ValueError: something else; a name is missing, or a constant is not positive and finite.
     """
-    if isinstance(scale, Mapping) and (missing := [n for n in names if n not in scale]):
+    if isinstance(scale, str):
+        raise ValueError(f"scale is one of {', '.join(map(repr, SCALES))}, a number or a mapping, got {scale!r}")
+    if not isinstance(scale, Mapping):
+        return dict.fromkeys(names, Constant.of(scale))
+    if missing := [name for name in names if name not in scale]:
         raise ValueError(f"scale has no entry for {some(missing)}")
-    constants: dict[str, Constant] = {}
-    for name in names:
-        try:
-            constants[name] = Constant.of(scale[name] if isinstance(scale, Mapping) else scale)
-        except ValueError as error:
-            options = ", ".join(map(repr, SCALES))
-            other = "" if isinstance(scale, Mapping) else f"; scale is one of {options}, a number or a mapping"
-            raise ValueError(f"{name}: {error}{other}") from None
-    return constants
+    return {name: Constant.of(scale[name]) for name in names}
 
 
 def some(names: Sequence[str]) -> str:
@@ -167,6 +177,8 @@ REACH = 100.0
 # Tokens and logits that pass through the model at once: as many as keep one core's matrix products busy, and 128 MB.
 TOKENS_AT_ONCE, LOGITS_AT_ONCE = 1024, 1 << 25
 
+NEXT_TOKEN = Objective()
+
 _Vector = Float64[np.ndarray, " constant"]  # a number for each constant, in the order first, rest of each norm
 
 
@@ -181,51 +193,53 @@ def fit(
     *,
     start: Mapping[str, Constant],
     variant: str = "no_scaling",
-    objective: Objective | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> dict[str, Constant]:
     """Return the constants that minimize the mean loss over some prompts, for all norms together.
 
-    Takes minutes for a small model: some hundred forward and backward passes over all prompts.
+    Takes minutes for a small model: some hundred forward and backward passes over all prompts. Warns if the fit did not
+    converge.
 
     Args:
-        model: any hooked model.
-        norms: that are edited together; those that do not scale have no constant.
+        model, norms, variant, objective: as for `loss_and_gradients`.
         prompts: token ids of each.
         start: the mean sigmas of these norms, by name.
-        variant, objective: as for `loss_and_gradients`.
 
     Raises:
-        ValueError: no norm that scales, no prompt with a loss, the model has no next-token loss, a missing or
-            non-positive start, or a loss that is not finite at the start.
-        GradientError: the loss has no gradient at the constants.
-
-    Warns:
-        UserWarning: the fit did not converge.
+        ValueError: no norm that scales, no prompt with a loss, or a loss that is not finite.
     """
-    wanted = Objective() if objective is None else objective
-    if obstacle := wanted.obstacle(model):
+    from scipy.optimize import minimize  # type: ignore[import-untyped]  # a third of a second, needed here alone
+
+    if obstacle := objective.obstacle(model):
         raise ValueError(f"there is no loss to minimize: {obstacle}")
     names = _frozen(norms, variant, start)
-    if wrong := next((n for n in names if not min(start[n].first, start[n].rest) > 0), None):
-        raise ValueError(f"start: the constants of {wrong} must be positive, got {start[wrong].plain}")
-    counted = [row for row in prompts if wanted.weight(row)]
+    counted = [row for row in prompts if objective.weight(row)]
     if not counted:
         raise ValueError(f"none of these {len(prompts)} prompts has a loss: give prompts of at least two tokens")
-    weight = sum(wanted.weight(row) for row in counted)
+    weight = sum(objective.weight(row) for row in counted)
     batches = list(_batches(counted, vocabulary_size(model)))
 
     def mean_loss(logs: _Vector) -> tuple[float, _Vector]:
         constants = _constants(names, logs)
         total, gradient = 0.0, np.zeros(len(logs))
         for rows in batches:
-            loss, slopes = loss_and_gradients(model, norms, rows, constants, variant=variant, objective=wanted)
+            loss, slopes = loss_and_gradients(model, norms, rows, constants, variant=variant, objective=objective)
             total += loss
             gradient += np.array([slopes[n] for n in names]).ravel()
+        if not math.isfinite(total):
+            raise ValueError(f"the loss is {total} at some constants: load the model with dtype='float32'")
         return total / weight, gradient * np.exp(logs) / weight
 
     means = np.log([(start[n].first, start[n].rest) for n in names])
     reach = np.stack([means.min(1) - math.log(REACH), means.max(1) + math.log(REACH)], axis=1).repeat(2, axis=0)
-    return _constants(names, _descend(mean_loss, means.ravel(), reach))
+    options = {"maxcor": MEMORY, "ftol": 0.0, "gtol": GRADIENT, "maxfun": MOST_EVALUATIONS}
+    result = minimize(mean_loss, means.ravel(), jac=True, method="L-BFGS-B", bounds=reach, options=options)
+    largest = float(np.abs(result.jac).max())
+    if not result.success and largest > GRADIENT:
+        warnings.warn(
+            f"the fit of loss-optimal constants did not converge (a derivative is {largest:.1e})", stacklevel=3
+        )
+    return _constants(names, result.x)
 
 
 def loss_and_gradients(
@@ -235,42 +249,35 @@ def loss_and_gradients(
     constants: Mapping[str, Constant],
     *,
     variant: str = "no_scaling",
-    objective: Objective | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Return the loss with constants for the sigmas of some norms, and its derivatives by these constants.
+    """Return the summed loss of prompts with constants for the sigmas of some norms, and its derivatives by these.
 
     One forward and one backward pass. The model's parameters get no gradients, and dropout is off.
 
     Args:
-        model: any hooked model.
-        norms: that are edited; those that do not scale have no constant.
+        norms: that are edited together; those that do not scale have no constant.
         tokens: one prompt, or several of equal length.
-        constants: of each of these norms that scales, by name; each positive.
+        constants: of each of these norms that scales, by name.
         variant: "no_scaling" or "both_removed".
-        objective: the loss; None: the next-token loss.
+        objective: the loss; a prompt's is multiplied by its weight (`Objective.weight`).
 
     Returns:
-        The sum of the loss over the prompts, each times its weight (`Objective.weight`); and for each norm that scales
-        the derivatives of this sum by its constant at position 0 and by the one elsewhere.
+        The loss; and by norm its derivatives by the constant at position 0 and by the one elsewhere.
 
     Raises:
-        ValueError: no norm of these has a constant under this variant, or a constant is missing.
         GradientError: the loss has no gradient at the constants, as in a model that rounds its activations.
-        ObjectiveError: the user's loss did not return one number per prompt.
     """
-    wanted = Objective() if objective is None else objective
     names = _frozen(norms, variant, constants)
     rows = (tokens[None] if tokens.ndim == 1 else tokens).to(device_of(model))
     leaves = {name: constants[name].pair.to(rows.device).requires_grad_() for name in names}
     with torch.enable_grad():
-        loss = edited_loss(model, norms, rows, leaves, variant, wanted)
+        loss = edited_loss(model, norms, rows, leaves, variant, objective)
         if not loss.requires_grad:
-            raise GradientError(f"{wanted.name} has no gradient, so constants cannot be fitted: use the mean constants")
+            raise GradientError(f"{objective.name} has no gradient, so no constants can be fitted: use the mean ones")
         slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    gradients = {
-        n: (0.0, 0.0) if g is None else (float(g[0]), float(g[1])) for n, g in zip(leaves, slopes, strict=True)
-    }
-    return float(loss.detach()), gradients
+    gradients = ((0.0, 0.0) if slope is None else (float(slope[0]), float(slope[1])) for slope in slopes)
+    return float(loss.detach()), dict(zip(names, gradients, strict=True))
 
 
 def edited_loss(
@@ -290,9 +297,9 @@ def edited_loss(
 def _frozen(norms: Sequence[Norm], variant: str, constants: Mapping[str, Constant]) -> list[str]:
     """Return the names of those norms whose sigma a variant replaces by one of these constants."""
     frozen = [n.name for n in norms if VARIANTS[variant].takes_scaling(n)]
-    if not frozen or (missing := [name for name in frozen if name not in constants]):
-        which = some(missing) if frozen else f"these {len(norms)} norms, whose scaling {variant!r} does not freeze"
-        raise ValueError(f"there is no constant for {which}")
+    missing = [name for name in frozen if name not in constants]
+    if missing or not frozen:
+        raise ValueError(f"there is no constant for {some(missing or [norm.name for norm in norms])} ({variant})")
     return frozen
 
 
@@ -309,33 +316,3 @@ def _batches(prompts: Sequence[Int[Tensor, " _"]], vocabulary: int) -> Iterator[
 def _constants(names: Sequence[str], logs: _Vector) -> dict[str, Constant]:
     pairs = np.exp(logs).reshape(-1, 2).tolist()
     return {name: Constant(first, rest) for name, (first, rest) in zip(names, pairs, strict=True)}
-
-
-def _descend(
-    mean_loss: Callable[[_Vector], tuple[float, _Vector]], start: _Vector, bounds: Float64[np.ndarray, "constant 2"]
-) -> _Vector:
-    """Return the lowest point that is evaluated on the way down from the start."""
-    from scipy.optimize import minimize  # type: ignore[import-untyped]  # a third of a second, needed here alone
-
-    lowest, best, slope_there = math.inf, start, np.zeros_like(start)
-
-    def evaluate(at: _Vector) -> tuple[float, _Vector]:
-        nonlocal lowest, best, slope_there
-        loss, slope = mean_loss(at)
-        if not (math.isfinite(loss) and np.isfinite(slope).all()):
-            if math.isinf(lowest):
-                raise ValueError(f"the loss is {loss} with the mean constants: load the model with dtype='float32'")
-            return lowest + 1.0, np.zeros_like(slope)  # activations overflow: so that the line search goes back
-        if loss < lowest:
-            lowest, best, slope_there = loss, at.copy(), slope
-        return loss, slope
-
-    options = {"maxcor": MEMORY, "ftol": 0.0, "gtol": GRADIENT, "maxfun": MOST_EVALUATIONS}
-    minimize(evaluate, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-    at_bound = ((best <= bounds[:, 0]) & (slope_there > 0)) | ((best >= bounds[:, 1]) & (slope_there < 0))
-    largest = float(np.abs(np.where(at_bound, 0.0, slope_there)).max())
-    if largest > GRADIENT:
-        warnings.warn(
-            f"the fit of loss-optimal constants did not converge (a derivative is {largest:.1e})", stacklevel=4
-        )
-    return best

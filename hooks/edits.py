@@ -1,12 +1,5 @@
 """Edit a running model: remove a term of its norms, or hold what they divide by.
 
-    with without(model, "scaling", sites="attention"):
-        loss = model(tokens, return_type="loss")
-    with linearized(model):                                           # every norm is a linear map
-        model(tokens)[0, -1, answer].backward()
-    with linearized(model, sigma=linearized.sigmas(model, other)):    # every norm divides by another run's sigmas
-        ...
-
 Freezing scale: Heimersheim 2024, "You can remove GPT2's LayerNorm by fine-tuning"; projection and scaling as terms:
 Brody, Alon & Yahav 2023. A norm's own gradient lets sigma answer to every part of its input, which first-order
 attribution (attribution patching: Syed, Rager & Conmy 2023; LRP for transformers: Ali et al. 2022; transcoder circuits:
@@ -35,6 +28,7 @@ from ln_probe.hooks.constants import (
     OPTIMAL,
     SCALES,
     Constant,
+    bundled_constants,
     default_means,
     fit,
     given_constants,
@@ -44,7 +38,6 @@ from ln_probe.hooks.constants import (
 from ln_probe.hooks.model import (
     HookedModel,
     OneLine,
-    active_dropout,
     at_least_float32,
     check_model,
     edits_on,
@@ -53,32 +46,26 @@ from ln_probe.hooks.model import (
     hooks_on,
     is_hugging_face,
     n_layers,
-    original_module,
-    queries_per_key,
     run,
     tensors_in,
     unedited,
-    whole_number,
 )
-from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm
+from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm, is_heads_first
 from ln_probe.hooks.norm_edits import (
     Edit,
     HeadEdit,
-    Held,
     InterventionError,
+    LinearEdit,
+    LostEditError,
     NormEdit,
-    OutputEdit,
-    Readers,
     installed,
-    prove,
-    sigma_per_token,
 )
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
-from ln_probe.hooks.stream import ActivationError
-from ln_probe.hooks.task import Rows, check_tokens, default_tokens
+from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
 
 GROUPS = ("attention", "mlp", "final", "all")
 _READER_OF_GROUP = {"attention": "attention", "mlp": "mlp", "final": "unembed"}
+Heads = Mapping[str, Mapping[int, Sequence[int] | None]]  # by the norm's name and block; None: all of the block
 PARTS = {"queries": "q", "keys": "k", "values": "v"}  # of attention, and the letters of their hook points
 OWN = "own"  # each token's own sigma
 
@@ -130,7 +117,8 @@ def without(
         model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
         what: "projection" (x / sigma instead of Px / sigma), "scaling" (Px / c) or "both" (x / c).
         sites: the norms that attention reads ("attention"), that an MLP reads ("mlp"), that the unembedding reads
-            ("final"), every norm ("all", norms inside attention included), or names.
+            ("final"), every norm ("all", norms inside attention included), or names: "blocks.0.ln1", that of a hook
+            point of it, or "ln1" for every block's.
         scale: the constant c that replaces sigma. "frozen": two numbers per norm, its mean sigma at position 0 and
             over the other calibration tokens, in the unedited model. "uniform": the second of them everywhere.
             "optimal": the two numbers per norm that minimize the model's next-token loss with all these norms edited
@@ -149,59 +137,52 @@ def without(
         An `Intervention`: the edited norms and their constants.
 
     Raises:
-        TypeError: not a TransformerLens or Hugging Face model, or tokens that are neither a tensor nor a list of rows.
-        ValueError, ActivationError: unusable tokens; activations that are not finite.
-        InterventionError: an unknown term, norm or scale; no norm to edit; a norm that is under an intervention
-            already; heads that cannot be edited alone; loss-optimal constants for some readers alone, or of a loss
-            that the model does not have or that has no gradient.
+        TypeError, ValueError: no such model; unusable tokens or constants; activations that are not finite.
+        InterventionError: an unknown term or norm; a norm that is under an intervention already; heads that cannot be
+            edited alone.
         LostEditError: an edit does not reach the model's output; names the norm.
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge.
+        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge; a pass
+            with gradient checkpointing, which runs again, without the edit, in a `backward()` after the block.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
         ...     loss = model(tokens, return_type="loss")
         >>> edit.divisors["blocks.1.ln1"]
     """
-    if isinstance(scale, str) and scale == OPTIMAL and (only is not None or heads is not None):
+    is_optimal = isinstance(scale, str) and scale == OPTIMAL
+    if is_optimal and (only is not None or heads is not None):
         raise InterventionError('scale="optimal" is fitted for all readers of a norm: leave out only and heads')
     choice = _choice(model, what, sites, only, heads)
-    target, originals = _targets(model, choice.model, choice.norms)
-    if choice.readers is not None and target is not choice.model:
+    norms = _own_norms(model, choice)
+    if choice.heads is not None and is_hugging_face(model):
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
-    _refuse_twice(originals)
+    _refuse_twice(norms, linear=False)
     constants = _constants(choice, scale, tokens)
-    no_ops = {n.name: reason for n in choice.norms if (reason := no_op(n, choice.variant))}
+    no_ops = {norm.name: reason for norm in norms if (reason := no_op(norm, choice.variant))}
     _warn(what, choice, no_ops)
-    edits, pairs = list[Edit](), {name: constant.pair for name, constant in constants.items()}
-    for norm in (norm for norm in originals if norm.name not in no_ops):
-        edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name), f"without {what!r}")
-        if choice.readers is None:
-            edits.append(edit if target is choice.model else OutputEdit(edit))
-        else:
-            edits.append(HeadEdit(choice.readers, edit))
-    with installed(target, edits):
-        yield Intervention(choice.variant, tuple(n.name for n in choice.norms), constants, no_ops)
+    edits: list[Edit] = []
+    for norm in (norm for norm in norms if norm.name not in no_ops):
+        pair = constants[norm.name].pair if norm.name in constants else None
+        edit = NormEdit.of(norm, choice.variant, pair, f"without {what!r}")
+        edits.append(edit if choice.heads is None else HeadEdit(edit, choice.letters, choice.heads[norm.name]))
+    with installed(cast(nn.Module, model), edits):
+        yield Intervention(choice.variant, tuple(norm.name for norm in norms), constants, no_ops)
 
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
-    """The norms of a hooked model that are edited.
-
-    Attributes:
-        every: the model's norms.
-        norms: those that are edited.
-        readers: who alone sees the edit; None: everything that reads them.
-    """
+    """The norms of a model that are edited."""
 
     model: HookedModel
     structure: Structure
     variant: str
-    every: list[Norm]
-    norms: list[Norm]
-    readers: Readers | None
+    every: list[Norm]  # of the model
+    norms: list[Norm]  # that are edited
+    letters: str = "qkv"  # of the hook points of the readers that alone see the edit
+    heads: Heads | None = None  # that alone see the edit; None: everything that reads the norms
 
 
 def _choice(
@@ -211,42 +192,39 @@ def _choice(
     only: str | None = None,
     heads: Sequence[tuple[int, int]] | None = None,
 ) -> _Choice:
-    """Return what the arguments of `without` say.
-
-    Raises:
-        TypeError, InterventionError, LostEditError: as `without`.
-    """
+    """Return what the arguments of `without` say."""
     if not isinstance(what, str) or what not in VARIANT_WITHOUT:
         raise InterventionError(f"unknown term {what!r}: choose from {', '.join(map(repr, VARIANT_WITHOUT))}")
     hooked, variant = check_model(model), VARIANT_WITHOUT[what]
     structure = structure_of(hooked)
-    every = norms_of(hooked, structure)
+    every = list(structure.norms)
     readers = _readers(hooked, every, sites, only, heads)
-    norms = choose(every, sites if readers is None else list(readers.heads))
+    norms = choose(every, sites if readers is None else list(readers))
     if readers is None:
-        prove(hooked, [norm for norm in norms if VARIANTS[variant].effect(norm)], structure)
-    else:
-        readers.check(hooked)
-    return _Choice(hooked, structure, variant, every, norms, readers)
+        _refuse_lost(structure, [norm for norm in norms if VARIANTS[variant].effect(norm)])
+    return _Choice(hooked, structure, variant, every, norms, PARTS.get(only or "", "qkv"), readers)
 
 
-def _targets(given: object, hooked: HookedModel, norms: Sequence[Norm]) -> tuple[HookedModel, Sequence[Norm]]:
-    """Return what to edit: a hooked model and its norms, or a Hugging Face model in memory and its own."""
+def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
+    """Return the norms with the modules to edit: of a Hugging Face model in memory its own, not its bridge's."""
     if not is_hugging_face(given):
-        return hooked, norms
-    whole = cast(nn.Module, given)
-    return cast(HookedModel, given), [replace(n, module=original_module(whole, n.module)) for n in norms]
+        return choice.norms
+    paths = {module: path for path, module in cast(Any, choice.model).original_model.named_modules()}
+    own = {norm.name: paths[cast(Any, norm.module).original_component] for norm in choice.every}
+    own = {name: given.get_submodule(path.replace("._original_component", "")) for name, path in own.items()}
+    for norm in choice.norms:
+        if len(names := [name for name, module in own.items() if module is own[norm.name]]) > 1:
+            raise InterventionError(f"{some(names)} are one module, which runs more than once in a pass: edit a bridge")
+    return [replace(norm, module=own[norm.name]) for norm in choice.norms]
 
 
 def no_op(norm: Norm, variant: str) -> str:
     """Return why a variant changes nothing at a norm, which does not have the terms; empty if it may."""
-    chosen = VARIANTS[variant]
-    if not chosen.removes or chosen.effect(norm):
+    removes = VARIANTS[variant].removes
+    if not removes or VARIANTS[variant].effect(norm):
         return ""
     reasons = {"projection": "it has no projection", "scaling": "it does not scale"}
-    return f"{norm.kind}: " + " and ".join(
-        reasons[term] for term in ("projection", "scaling") if term in chosen.removes
-    )
+    return f"{norm.kind}: " + " and ".join(reason for term, reason in reasons.items() if term in removes)
 
 
 def members(norms: Sequence[Norm], group: str) -> list[Norm]:
@@ -258,7 +236,7 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
     """Return the norms that a user asked for, in the order of the forward pass.
 
     Raises:
-        InterventionError: no norms, an empty group, an unknown name (the nearest are suggested) or one given twice.
+        InterventionError: no norms, an empty group, or an unknown name (the nearest are suggested).
     """
     if not norms:
         raise InterventionError("the model has no normalization: there is no projection or scaling to remove")
@@ -268,61 +246,57 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
         return chosen
     if not isinstance(sites, str | Sequence) or not len(sites):
         raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
-    known, names = {n.name: n for n in norms}, [sites] if isinstance(sites, str) else list(sites)
-    for name in names:
-        if not isinstance(name, str) or name not in known:
-            near = difflib.get_close_matches(str(name), [*known, *GROUPS], n=3, cutoff=0.3) or list(known)
-            raise InterventionError(f"no norm called {name!r}; there are {some(near)} (give a group alone)")
-    if len(set(names)) < len(names):
-        raise InterventionError(f"a name is given twice: {some(names)}")
+    names = set[str]()
+    for given in [sites] if isinstance(sites, str) else sites:
+        own = (given, str(given).rpartition(".hook_")[0])
+        named = [n.name for n in norms if n.name in own or n.name.endswith(f".{given}")]
+        if not named:
+            near = difflib.get_close_matches(str(given), [*(n.name for n in norms), *GROUPS], n=3, cutoff=0.3)
+            options = some(near or [n.name for n in norms])
+            raise InterventionError(f"no norm called {given!r}; choose from {options} (a group stands alone)")
+        names.update(named)
     return [n for n in norms if n.name in names]
 
 
-def _refuse_twice(norms: Sequence[Norm], *, holds: bool = False) -> None:
+def _refuse_lost(structure: Structure, norms: Sequence[Norm]) -> None:
+    """Raise LostEditError if an edit of one of these norms does not reach the model's output."""
+    if lost := [structure.lost[norm.name] for norm in norms if norm.name in structure.lost]:
+        raise LostEditError(lost[0])
+
+
+def _refuse_twice(norms: Sequence[Norm], *, linear: bool) -> None:
     """Raise InterventionError if a norm is under an edit of this kind already."""
     for norm in norms:
-        if active := [edit for edit in edits_on(norm.module) if edit.holds == holds]:
+        if active := [edit for edit in edits_on(norm.module) if isinstance(edit, LinearEdit) == linear]:
             raise InterventionError(f"{norm.name} is already under {active[0].label}: leave that `with` block first")
 
 
 def _constants(
     choice: _Choice, scale: str | float | Tensor | Mapping[str, object], tokens: Rows | None
-) -> dict[str, Constant]:
-    """Return what each of these norms that scales divides by instead of its sigma.
-
-    Raises:
-        InterventionError: an unknown scale, tokens that are not used, or constants that are missing or not positive.
-    """
-    model, variant, names = choice.model, VARIANTS[choice.variant], [n.name for n in choice.every]
-    frozen = [n for n in choice.norms if variant.takes_scaling(n)]
-    if isinstance(scale, Mapping) and (unknown := [n for n in scale if n not in names]):
+) -> Mapping[str, Constant]:
+    """Return what each of these norms that scales divides by instead of its sigma."""
+    model, names = choice.model, [norm.name for norm in choice.every]
+    frozen = [norm for norm in choice.norms if VARIANTS[choice.variant].takes_scaling(norm)]
+    if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
-    rows = None if tokens is None else check_tokens(model, tokens)
-    if rows is not None and max(map(len, rows)) < 2:
+    rows, notes = ([], ()) if tokens is None else unpadded(model, check_tokens(model, tokens))
+    for note in notes:
+        warnings.warn(f"tokens: {note}", stacklevel=4)
+    if rows and max(map(len, rows)) < 2:
         raise ValueError("tokens hold no position besides 0: give at least two positions")
-    try:
-        if not (isinstance(scale, str) and scale in SCALES):
-            if rows is not None:
-                raise ValueError(f"tokens are for scale={', '.join(map(repr, SCALES))}: leave them out")
-            return given_constants(scale, [n.name for n in frozen])
-        shipped: Mapping[str, Mapping[str, Constant]] = vars(model).get("optimal_constants", {})
-        own = next((c for c in shipped.values() if set(c) == {n.name for n in frozen}), None)
-        if not frozen or (own and scale == OPTIMAL and rows is None and choice.variant == SCALING_FROZEN.name):
-            return dict(own or {})
-        if rows is None:
-            means = default_means(model, choice.every, choice.structure)
-        else:
-            with unedited(model):
-                means = mean_sigmas(model, frozen, rows)
-        if scale != OPTIMAL:
-            return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
-        with unedited(model):
-            prompts = default_tokens(model) if rows is None else rows
-            return fit(model, choice.norms, prompts, start=means, variant=choice.variant)
-    except ActivationError:
-        raise
-    except ValueError as error:
-        raise InterventionError(str(error)) from None
+    if not (isinstance(scale, str) and scale in SCALES):
+        return given_constants(scale, [norm.name for norm in frozen])
+    if scale == OPTIMAL and not rows and choice.variant == SCALING_FROZEN.name:
+        groups: Mapping[str, Mapping[str, Constant]] = bundled_constants(model).get("every", {})
+        if own := next((c for c in groups.values() if set(c) == {norm.name for norm in frozen}), None):
+            return own
+    if not frozen:
+        return {}
+    with unedited(model):
+        means = mean_sigmas(model, frozen, rows) if rows else default_means(model, choice.every, choice.structure)
+        if scale == OPTIMAL:
+            return fit(model, choice.norms, rows or default_tokens(model), start=means, variant=choice.variant)
+    return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
 
 
 def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
@@ -330,11 +304,9 @@ def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
         where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
         reasons = "; ".join(sorted(set(no_ops.values())))
         warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    modules = choice.structure.modules
-    if dropout := active_dropout(modules):
-        warnings.warn(f"dropout is on (in {dropout}), so every pass differs: model.eval()", stacklevel=4)
-    if any(m.training and vars(m).get("gradient_checkpointing") is True for m in modules if m is not None):
-        warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=4)
+    dropouts = (module for module in choice.structure.modules if isinstance(module, nn.Dropout))
+    if any(module.training and module.p > 0 for module in dropouts):
+        warnings.warn("dropout is on, so every pass differs: model.eval()", stacklevel=4)
 
 
 def _readers(
@@ -343,16 +315,12 @@ def _readers(
     sites: str | Sequence[str],
     only: str | None,
     heads: Sequence[tuple[int, int]] | None,
-) -> Readers | None:
-    """Return who sees an edit, from the arguments of `without`; None: everything that reads the norms.
-
-    Raises:
-        InterventionError: unknown readers, norms that attention does not read, heads that cannot be edited alone.
-    """
+) -> Heads | None:
+    """Return who sees an edit, from the arguments of `without`; None: everything that reads the norms."""
     if heads is not None:
         if sites != "attention" or only is not None:
             raise InterventionError("heads says which norms are edited, and for whom: leave out sites and only")
-        return Readers("qkv", _by_norm(model, norms, heads))
+        return _by_norm(model, norms, heads)
     if only is None:
         return None
     if only not in PARTS:
@@ -360,37 +328,31 @@ def _readers(
     chosen = choose(norms, sites)
     if wrong := [n for n in chosen if "attention" not in n.reads.split("+")]:
         raise InterventionError(f"only={only!r} is for norms that attention reads: {wrong[0].name} is none")
-    return Readers(PARTS[only], {n.name: dict.fromkeys(n.attention_layers) for n in chosen})
+    return {norm.name: dict.fromkeys(norm.attention_layers) for norm in chosen}
 
 
 def _by_norm(
     model: HookedModel, norms: Sequence[Norm], heads: Sequence[tuple[int, int]]
-) -> dict[str, dict[int, tuple[int, ...] | None]]:
-    """Return those heads by block, by the norm that their attention reads."""
+) -> dict[str, dict[int, list[int]]]:
+    """Return those heads by the norm that their attention reads, and by block."""
     by_layer: dict[int, set[int]] = {}
-    try:
-        pairs = [(whole_number(layer, "a layer"), whole_number(head, "a head")) for layer, head in heads]
-    except (TypeError, ValueError):
-        pairs = []
-    if not pairs:
-        raise InterventionError(f"heads must be a list of (layer, head) pairs, not empty, got {heads!r}")
-    for layer, head in pairs:
-        if not 0 <= layer < n_layers(model):
-            raise InterventionError(f"heads: there is no layer {layer}; the layers are 0 to {n_layers(model) - 1}")
-        if not 0 <= head < head_count(model, layer):
-            raise InterventionError(f"heads: layer {layer} has the heads 0 to {head_count(model, layer) - 1}")
-        by_layer.setdefault(layer, set()).add(head)
-    by_norm: dict[str, dict[int, tuple[int, ...] | None]] = {}
+    for layer, head in heads:
+        if not (0 <= layer < n_layers(model) and 0 <= head < head_count(model, layer)):
+            raise InterventionError(f"heads: there is no head {head} in a layer {layer} of this model")
+        by_layer.setdefault(int(layer), set()).add(int(head))
+    if not by_layer:
+        raise InterventionError("heads is empty: give (layer, head) pairs")
+    by_norm: dict[str, dict[int, list[int]]] = {}
     for layer, chosen in by_layer.items():
+        count = head_count(model, layer)
         norm = next((n for n in norms if layer in n.attention_layers), None)
         if norm is None:
             raise InterventionError(f"heads: the attention of layer {layer} reads no norm")
-        group = queries_per_key(model, layer)
-        for key in {head // group for head in chosen}:
-            together = range(key * group, (key + 1) * group)
-            if not chosen.issuperset(together):
-                raise InterventionError(f"heads {together[0]} to {together[-1]} of layer {layer} share a key: give all")
-        by_norm.setdefault(norm.name, {})[layer] = tuple(sorted(chosen))
+        group = count // int(getattr(model.cfg, "n_key_value_heads", None) or count)  # query heads that share a key
+        for first in range(0, count, group):
+            if 0 < len(chosen & set(range(first, first + group))) < group:
+                raise InterventionError(f"heads {first} to {first + group - 1} of layer {layer} share a key: give all")
+        by_norm.setdefault(norm.name, {})[layer] = sorted(chosen)
     return by_norm
 
 
@@ -420,46 +382,41 @@ class _Linearized:
         Args:
             model: HookedTransformer, TransformerBridge, lab model, or a Hugging Face model in memory.
             sigma: "own", each token's own sigma, detached; or sigma per token from another run by the norm's name,
-                [pos] or [batch pos] (with heads, as the norm sees them, for norms inside attention), as `sigmas`
-                gives; norms it does not name keep their own.
+                [pos] or [batch pos] ([batch pos head] for norms of single heads), as `sigmas` gives; norms it does not
+                name keep their own.
 
         Yields:
             The names of the norms.
 
         Raises:
-            TypeError: not a TransformerLens model.
-            InterventionError: no norm; linearized already; an unknown name or a sigma that is not positive; at a
-                forward pass, a sigma for another number of tokens.
+            InterventionError: no norm; linearized already; an unknown name; a sigma that is not positive or, at a
+                forward pass, of another number of tokens.
             LostEditError: at some norm the edit does not reach the output; names it.
         """
-        hooked = check_model(model)
-        norms, linear, given = _linear_norms(hooked, sigma)
-        target, originals = _targets(model, hooked, linear)
-        _refuse_twice(originals, holds=True)
-        edits = [Held(norm, given.get(norm.name)) for norm in originals]
-        with installed(target, edits if target is hooked else [OutputEdit(edit) for edit in edits]):
-            yield tuple(n.name for n in norms)
+        choice, given = _linear_norms(model, sigma)
+        norms = _own_norms(model, choice)
+        _refuse_twice(norms, linear=True)
+        with installed(cast(nn.Module, model), [LinearEdit(norm, given.get(norm.name)) for norm in norms]):
+            yield tuple(norm.name for norm in choice.every)
 
     def sigmas(self, model: object, tokens: Int[Tensor, "*_"]) -> dict[str, Float[Tensor, "*_"]]:
         """Return the sigma of every norm at every token, by the norm's name; one forward pass in evaluation mode.
 
         Args:
-            model: any hooked model.
-            tokens: [pos] or [batch pos].
-
-        Raises:
-            TypeError, ValueError: not whole numbers, other axes, empty, outside the vocabulary, beyond the context.
-            InterventionError: the model has no norm.
+            model: as above.
+            tokens: [pos] or [batch pos]; a ValueError says what is wrong with them.
         """
         hooked = check_model(model)
-        rows, norms = check_tokens(hooked, tokens), _all_norms(hooked)
+        rows, norms = check_tokens(hooked, tokens), norms_of(hooked)
         if len({len(row) for row in rows}) > 1:
             raise ValueError("tokens must be rows of one length")
         sigmas: dict[str, Tensor] = {}
 
         def record(norm: Norm, _m: Any, args: Any, kwargs: Any, _output: Any) -> None:
             x = tensors_in(args, kwargs)[0].detach()
-            sigmas.setdefault(norm.name, norm.sigma(at_least_float32(x))[..., 0])
+            sigma = norm.sigma(at_least_float32(x))[..., 0]
+            heads_first = x.ndim == 4 and is_heads_first(norm, x, len(rows[0]))
+            sigmas.setdefault(norm.name, sigma.transpose(1, 2) if heads_first else sigma)
 
         with evaluating(hooked), hooks_on([(n.module, partial(record, n)) for n in norms]):
             run(hooked, torch.stack(rows))
@@ -467,6 +424,28 @@ class _Linearized:
 
 
 linearized = _Linearized()
+
+
+def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tensor]]:
+    """Return the norms whose sigma is held, and the sigmas of another run by name."""
+    hooked = check_model(model)
+    structure = structure_of(hooked)
+    every, given = list(structure.norms), dict[str, Tensor]()
+    if not every:
+        raise InterventionError("the model has no normalization: it is linear there already")
+    if not (isinstance(sigma, str) and sigma == OWN):
+        if not isinstance(sigma, Mapping):
+            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
+        names = [norm.name for norm in every]
+        for name, value in sigma.items():
+            if name not in names:
+                raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
+            if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
+                raise InterventionError(f"sigma of {name} must be a tensor of positive finite numbers, one per token")
+            given[name] = value.detach()
+    linear = [norm for norm in every if norm.scales or norm.name in given]
+    _refuse_lost(structure, linear)
+    return _Choice(hooked, structure, "", every, linear), given
 
 
 # ---------------------------------------------------------------------------------------- the same as hooks
@@ -477,23 +456,14 @@ FwdHooks = list[tuple[str, Callable[..., Any]]]
 def linearized_hooks(model: object, sigma: Sigma = OWN) -> FwdHooks:
     """Return `linearized` as hooks on the norms' `hook_scale`, for `run_with_hooks(fwd_hooks=…)` and `model.hooks(…)`.
 
-    Args:
-        model, sigma: as for `linearized`.
-
-    Raises:
-        TypeError, InterventionError, LostEditError: as `linearized`.
+    Args and errors are those of `linearized`.
 
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.linearized_hooks(model))
     """
-    _, linear, given = _linear_norms(check_model(model), sigma)
-
-    def hold(norm: Norm, scale: Tensor, hook: Any) -> Tensor:
-        if norm.name not in given:
-            return scale.detach()
-        return sigma_per_token(norm, given[norm.name], scale.expand(*scale.shape[:-1], norm.d)).to(scale)
-
-    return [(f"{norm.name}.hook_scale", partial(hold, norm)) for norm in linear]
+    choice, given = _linear_norms(model, sigma)
+    edits = [LinearEdit(norm, given.get(norm.name)) for norm in choice.norms]
+    return [(f"{edit.norm.name}.{point}", hook) for edit in edits for point, hook in edit.plain_hooks()]
 
 
 def edit_hooks(
@@ -507,58 +477,21 @@ def edit_hooks(
     """Return `without` as hooks, for `run_with_hooks(fwd_hooks=…)` and `model.hooks(…)`.
 
     A pass must begin at position 0 (no cache, no padding on the left). Without projection the norms need a `hook_in`,
-    as a bridge's and the laboratory's have it.
-
-    Args:
-        model, what, sites, scale, tokens: as for `without`.
-
-    Raises:
-        TypeError, ValueError, InterventionError, LostEditError: as `without`; a norm without `hook_in`; a norm of
-            queries or keys.
+    as a bridge's and the laboratory's have it, and norms of queries or keys are refused. Args and errors are those of
+    `without`.
 
     Example:
         >>> model.run_with_hooks(tokens, fwd_hooks=ln_probe.hooks.edit_hooks(model, "scaling", scale=1.0))
     """
     choice = _choice(model, what, sites)
-    pairs = {name: constant.pair for name, constant in _constants(choice, scale, tokens).items()}
+    constants = _constants(choice, scale, tokens)
     hooks: FwdHooks = []
     for norm in (norm for norm in choice.norms if not no_op(norm, choice.variant)):
-        edit = NormEdit.of(norm, choice.variant, pairs.get(norm.name))
-        if edit.adds_mean is not None and "hook_in" not in norm.module._modules:
+        edit = NormEdit.of(norm, choice.variant, constants[norm.name].pair if norm.name in constants else None)
+        record_at = "hook_scale" if edit.adds_mean is None else "hook_in"
+        if record_at not in norm.module._modules:
             raise InterventionError(f"{norm.name} has no hook_in, which its mean is read from: use `without`")
         if norm.reads in ("query", "key"):  # its vectors are of heads, in an order that a hook point does not tell
             raise InterventionError(f"{norm.name} normalizes queries or keys inside attention: use `without`")
-        edit.positions.direct = True  # every pass begins at position 0
-        hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks()]
+        hooks += [(f"{norm.name}.{point}", hook) for point, hook in edit.plain_hooks(record_at)]
     return hooks
-
-
-def _all_norms(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
-    if not (norms := norms_of(model, structure)):
-        raise InterventionError("the model has no normalization: it is linear there already")
-    return norms
-
-
-def _linear_norms(model: HookedModel, sigma: Sigma) -> tuple[list[Norm], list[Norm], dict[str, Tensor]]:
-    """Return the model's norms, those whose sigma is held, and the sigmas of another run by name.
-
-    Raises:
-        InterventionError, LostEditError: as `linearized`.
-    """
-    structure = structure_of(model)
-    norms, given = _all_norms(model, structure), dict[str, Tensor]()
-    if not (isinstance(sigma, str) and sigma == OWN):
-        if not isinstance(sigma, Mapping):
-            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
-        names = [n.name for n in norms]
-        for name, value in sigma.items():
-            if name not in names:
-                raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                raise InterventionError(f"sigma of {name} must be a tensor with a number per token, got {value!r}")
-            if not bool(((value > 0) & torch.isfinite(value)).all()):
-                raise InterventionError(f"sigma of {name} must be positive and finite everywhere")
-            given[name] = value.detach()
-    linear = [norm for norm in norms if norm.scales or norm.name in given]
-    prove(model, linear, structure)
-    return norms, linear, given

@@ -1,4 +1,4 @@
-"""One norm of a model: its formula, its terms, everything that it can put out, and what is left when a term goes.
+"""One norm of a model: its formula, its terms, the set of its outputs, and its variants without a term.
 
     LN(x) = gain * (Px) / sigma + bias,     P = I - 11ᵀ/d,  sigma = sqrt(mean((Px)²) + eps)
 
@@ -16,11 +16,10 @@ before gain and bias: the variants of a norm. Everything that measures, draws or
 
 from __future__ import annotations
 
+import itertools
 import math
-import warnings
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -30,12 +29,6 @@ from torch import Tensor, nn
 from ln_probe.hooks.model import HookedModel, OneLine, at_least_float32, device_of, dtype_of, hooks_on
 
 READERS = ("attention", "mlp", "attention+mlp", "unembed", "query", "key", "other")
-KINDS = {  # by whether it projects and whether it scales
-    (True, True): "layernorm",
-    (False, True): "rmsnorm",
-    (True, False): "projection_only",
-    (False, False): "none",
-}
 
 
 @dataclass(frozen=True)
@@ -46,15 +39,12 @@ class Variant:
         name: in tables.
         removes: the terms of the norm that it removes: "scaling", "projection", both or none.
         label: in legends and sentences ("scaling frozen").
-        color, marker: in pictures, as matplotlib takes them.
         wording: the beginning of a sentence about it ("Freezing scaling").
     """
 
     name: str
     removes: frozenset[str]
     label: str
-    color: str
-    marker: str
     wording: str
 
     @property
@@ -63,23 +53,25 @@ class Variant:
         return len(self.removes) == 1
 
     def effect(self, norm: Norm) -> frozenset[str]:
-        """Return the terms that it removes and the norm has.
-
-        Two variants with the same effect are the same computation.
-        """
-        return frozenset(term for term in self.removes if term in norm.terms)
+        """Return the terms that it removes and the norm has. Variants with one effect are one computation."""
+        has = {"scaling": norm.scales, "projection": norm.projects}
+        return frozenset(term for term in self.removes if has[term])
 
     def takes_scaling(self, norm: Norm) -> bool:
         """Return whether it replaces this norm's sigma by a constant."""
         return "scaling" in self.effect(norm)
 
 
-_BOTH = frozenset({"scaling", "projection"})
 INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED = _TABLE = (
-    Variant("intact", frozenset(), "intact", "#0072b2", "o", ""),
-    Variant("no_scaling", frozenset({"scaling"}), "scaling frozen", "#d55e00", "s", "Freezing scaling"),
-    Variant("no_projection", frozenset({"projection"}), "projection removed", "#009e73", "^", "Removing projection"),
-    Variant("both_removed", _BOTH, "both removed", "#cc79a7", "D", "Freezing scaling and removing projection"),
+    Variant("intact", frozenset(), "intact", ""),
+    Variant("no_scaling", frozenset({"scaling"}), "scaling frozen", "Freezing scaling"),
+    Variant("no_projection", frozenset({"projection"}), "projection removed", "Removing projection"),
+    Variant(
+        "both_removed",
+        frozenset({"scaling", "projection"}),
+        "both removed",
+        "Freezing scaling and removing projection",
+    ),
 )
 # By name, in the order of tables and pictures; and names by what `without` calls them.
 VARIANTS = {variant.name: variant for variant in _TABLE}
@@ -115,10 +107,11 @@ class Terms(OneLine):
 
     def total(self) -> Float64[Tensor, "*batch d"]:
         """Return the norm's output: gain * normalized + bias."""
-        return _affine(self.normalized, self.gain, self.bias)
+        return affine(self.normalized, self.gain, self.bias)
 
 
-def _affine(normalized: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+def affine(normalized: Float[Tensor, "*batch d"], gain: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return gain * normalized + bias, of which either may be missing."""
     out = normalized
     if gain is not None:
         out = out * gain.to(out)
@@ -178,11 +171,6 @@ class Norm(OneLine):
         return self.kind in ("layernorm", "rmsnorm", "scaling_only")
 
     @property
-    def terms(self) -> frozenset[str]:
-        """The terms that it has and that an edit can remove: "scaling", "projection", both or none."""
-        return frozenset(["scaling"] * self.scales + ["projection"] * self.projects)
-
-    @property
     def eps(self) -> float:
         """What is added to the mean square; 0 where the norm does not scale."""
         return self.eps_value if self.eps_owner is None else float(getattr(*self.eps_owner))
@@ -190,7 +178,8 @@ class Norm(OneLine):
     @property
     def radius(self) -> float:
         """Length of the normalized vectors if eps were 0; NaN for norms that do not scale."""
-        return _radius(self.module, self.d) if self.scales else math.nan
+        declared = getattr(self.module, "radius", None)  # of the laboratory's norms
+        return math.nan if not self.scales else math.sqrt(self.d) if declared is None else float(declared)
 
     @property
     def constant_scale(self) -> float:
@@ -219,18 +208,16 @@ class Norm(OneLine):
         """Return the bias with its gradient."""
         return _parameter(self.module, _BIASES, self.d) if self.has_bias else None
 
-    def _check(self, x: object, axis: int = -1) -> None:
-        """Raise TypeError or ValueError unless x holds real vectors of the norm's length along an axis."""
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{self.name} normalizes vectors of real numbers [… {self.d}], got {got}")
-        if x.ndim < -axis or x.shape[axis] != self.d:
-            raise ValueError(f"{self.name} normalizes vectors of length {self.d}, got {list(x.shape)}")
+    def _check(self, x: Tensor, axis: int = -1) -> None:
+        """Raise ValueError unless x holds real vectors of the norm's length along an axis."""
+        if x.ndim < -axis or x.shape[axis] != self.d or not x.is_floating_point():
+            shape = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+            raise ValueError(f"{self.name} normalizes vectors of {self.d} real numbers, got {shape}")
 
     def project(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return Px, or x itself where the norm does not project.
 
-        This and the methods below raise TypeError or ValueError for what does not hold vectors of the norm's length.
+        This and the methods below raise ValueError for what does not hold real vectors of the norm's length.
         """
         self._check(x)
         return x - x.mean(-1, keepdim=True) if self.projects else x
@@ -242,28 +229,9 @@ class Norm(OneLine):
             return torch.full_like(x[..., :1], self.constant_scale)
         return (self.project(x).pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (math.sqrt(self.d) / self.radius)
 
-    def normalize(
-        self,
-        x: Float[Tensor, "*batch d"],
-        *,
-        keep_mean: bool = False,
-        divisor: float | Float[Tensor, "*batch 1"] | None = None,
-    ) -> Float[Tensor, "*batch d"]:
-        """Return the norm before gain and bias, Px / sigma, in x's own precision.
-
-        Args:
-            x: vectors.
-            keep_mean: leave the projection out, x / sigma (with the sigma of the intact norm).
-            divisor: what is divided by instead of sigma.
-
-        Raises:
-            ValueError: a number that is not positive and finite.
-        """
-        self._check(x)
-        number = divisor.item() if isinstance(divisor, Tensor) and divisor.ndim == 0 else divisor
-        if isinstance(number, Real) and not 0.0 < number < math.inf:
-            raise ValueError(f"{self.name}: a divisor must be positive and finite, got {divisor!r}")
-        return (x if keep_mean else self.project(x)) / (self.sigma(x) if divisor is None else divisor)
+    def normalize(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Return the norm before gain and bias, Px / sigma, in x's own precision."""
+        return self.project(x) / self.sigma(x)
 
     def without(
         self,
@@ -280,25 +248,20 @@ class Norm(OneLine):
             constant: what replaces sigma where the variant removes scaling.
             sigma: what is divided by where scaling stays; None: the sigma of x.
         """
-        effect = VARIANTS[variant].effect(self)
+        effect, projected = VARIANTS[variant].effect(self), self.project(x)
         divisor = constant if "scaling" in effect else sigma
-        return self.normalize(x, keep_mean="projection" in effect, divisor=divisor)
+        return (x if "projection" in effect else projected) / (self.sigma(x) if divisor is None else divisor)
 
-    def affine(self, normalized: Float[Tensor, "*batch d"], *, live: bool = False) -> Float[Tensor, "*batch d"]:
-        """Return the vectors with gain and bias applied; `live`: gradients reach both."""
+    def affine(self, normalized: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Return the vectors with gain and bias applied."""
         self._check(normalized)
-        return _affine(normalized, *((self.live_gain(), self.live_bias()) if live else (self.gain, self.bias)))
+        return affine(normalized, self.gain, self.bias)
 
     def decompose(self, x: Float[Tensor, "*batch d"]) -> Terms:
-        """Return the terms of this norm on its inputs x, in float64; `Terms.total()` is its output.
-
-        Raises:
-            TypeError: x is no tensor of floating-point numbers.
-            ValueError: x does not have the norm's length.
-        """
+        """Return the terms of this norm on its inputs x, in float64; `Terms.total()` is its output."""
         self._check(x)
         x = x.detach().double()
-        gain, bias = (None if t is None else t.detach().double().to(x.device) for t in (self.gain, self.bias))
+        gain, bias = (None if t is None else t.double().to(x.device) for t in (self.gain, self.bias))
         mean = x.mean(-1, keepdim=True).expand_as(x)
         return Terms(x, mean, self.project(x), self.sigma(x), self.normalize(x), gain, bias)
 
@@ -336,12 +299,12 @@ class Norm(OneLine):
 
 def gain_of(norm: Norm) -> Float64[Tensor, " d"]:
     """Return the gain on the CPU, ones where there is none."""
-    return torch.ones(norm.d).double() if (gain := norm.gain) is None else gain.detach().cpu().double()
+    return torch.ones(norm.d).double() if (gain := norm.gain) is None else gain.cpu().double()
 
 
 def bias_of(norm: Norm) -> Float64[Tensor, " d"]:
     """Return the bias on the CPU, zeros where there is none."""
-    return torch.zeros(norm.d).double() if (bias := norm.bias) is None else bias.detach().cpu().double()
+    return torch.zeros(norm.d).double() if (bias := norm.bias) is None else bias.cpu().double()
 
 
 def is_heads_first(norm: Norm, x: Float[Tensor, "a b c d"], length: int) -> bool:
@@ -365,15 +328,16 @@ class UnknownNormError(NormError):
 # ---------------------------------------------------------------------------------------- identify the formula
 
 # Relative difference under which two outputs of a norm are the same. Rounding gives about 1e-6 in float32 (measured on
-# GPT-2-shaped models) and 1e-2 in bf16; a norm that does not have the property differs by order 1.
-SAME_OUTPUT = 5e-2
-# RMS of the vectors that a norm is tried on; the larger one where its eps hides whether it scales (norm-free
-# checkpoints have an eps of 1e12, which hides it at both).
-_SIZES = (1.0, 1e4)
+# GPT-2-shaped models) and 1e-2 in bf16; an eps of 0.001 that is added to the root instead of under it, 1e-3.
+SAME_OUTPUT = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+# RMS of the vectors that a norm is tried on. Sizes differ, so that a divisor that grows is seen, also beside a large
+# eps (norm-free checkpoints have one of 1e12, beside which none grows).
+_SIZES = (1.0, 3.0, 100.0, 1e4)
+# The simpler ones first: with such an eps a LayerNorm is the constant that it looks like.
+_KINDS = ("none", "projection_only", "rmsnorm", "layernorm")
 # What modules call them; the `w` and `b` of a bridge go on naming a parameter that has been replaced.
 _GAINS, _BIASES = ("weight", "w"), ("bias", "b")
 _EPS = ("eps", "variance_epsilon", "layer_norm_epsilon")
-_BASE, _SHIFTED, _TRIPLED, _ZERO = slice(0, 4), slice(4, 8), slice(8, 12), 12  # the rows of a trial
 
 
 def _parameter(module: nn.Module, names: tuple[str, str], d: int) -> Tensor | None:
@@ -384,50 +348,6 @@ def _parameter(module: nn.Module, names: tuple[str, str], d: int) -> Tensor | No
 def _plus(weight: Tensor, offset: float) -> Tensor:
     """Return the gain of a weight that is an offset from another; in 16-bit formats in float32, as norms do."""
     return at_least_float32(weight) + offset if offset else weight
-
-
-def _radius(module: nn.Module, d: int) -> float:
-    declared = getattr(module, "radius", None)
-    return math.sqrt(d) if declared is None else float(declared)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= SAME_OUTPUT * float(b.abs().max().clamp_min(1e-300))
-
-
-class _Trial:
-    """A norm's answers to four vectors of a size, to the same shifted, and tripled, and to zero; in float64."""
-
-    def __init__(self, module: nn.Module, d: int, device: torch.device, dtype: torch.dtype, size: float) -> None:
-        x = size * torch.randn(4, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        self.rows = torch.cat([x, x + 2.0 * size, 3.0 * x, torch.zeros_like(x[:1])]).to(device, dtype)
-        seen: dict[str, Tensor] = {}
-
-        def record(name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
-            seen.setdefault(name, output.detach().reshape(len(self.rows), -1).double())
-
-        points = dict(module.named_children())
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
-            with hooks_on([(points[n], partial(record, n)) for n in ("hook_scale", "hook_normalized")]):
-                out = module(self.rows[None])
-            point: Any = points["hook_scale"]
-            point.add_hook(lambda scale, hook: scale.clone())
-            try:
-                edited = module(self.rows[None])
-            finally:
-                point.remove_hooks()
-        self.scale, self.normalized = seen["hook_scale"], seen["hook_normalized"]
-        self.out, self.edited = (t.detach().reshape(len(self.rows), -1).double() for t in (out, edited))
-
-    @property
-    def scales(self) -> bool:
-        return _close(self.normalized[_TRIPLED], self.normalized[_BASE])
-
-    def projected(self, projects: bool) -> Tensor:
-        """Return the four vectors, without their means where the norm projects."""
-        x = self.rows[_BASE].double()
-        return x - x.mean(-1, keepdim=True) if projects else x
 
 
 def check_finite(name: str, gain: Tensor | None, bias: Tensor | None) -> None:
@@ -443,66 +363,59 @@ def eps_owners(module: nn.Module, model: HookedModel) -> tuple[Any, Any, Any]:
 
 
 def formula_of(name: str, module: nn.Module, model: HookedModel, d: int) -> dict[str, Any]:
-    """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors.
+    """Return the fields of `Norm` that say what a module computes, from its answers to a few vectors of length d.
 
-    Nothing is taken from its class, which a bridge hides: does adding a multiple of (1, …, 1) change the output
-    (projection)? does the divisor grow with the input (scaling)? is the output gain·normalized + bias? A norm of the
-    laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`.
-
-    Args:
-        d: length of the vectors that it normalizes.
-
-    Raises:
-        NormError: its gain or bias holds NaN or infinite values.
-        UnknownNormError: it is none of the norms that ln_probe knows.
+    Nothing is taken from its class, which a bridge hides: it is the first kind that gives the same answers. A norm of
+    the laboratory declares its kind. `eps_owner` counts the objects of `eps_owners`. Raises NormError.
     """
     parameters = (_parameter(module, names, d) for names in (_GAINS, _BIASES))
     gain, bias = (None if parameter is None else parameter.detach() for parameter in parameters)
     check_finite(name, gain, bias)
-    affine = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}
-    if (declared := getattr(module, "kind", None)) in (*KINDS.values(), "scaling_only"):
-        return {**affine, "kind": declared, "eps_owner": (0, "eps")}
-    called = f"{name} ({type(module).__name__})"
-    dtype = dtype_of(model) if gain is None else gain.dtype
-    trial = first = _Trial(module, d, device_of(model), dtype, _SIZES[0])
-    projects = d > 1 and _close(first.normalized[_SHIFTED], first.normalized[_BASE])
-    if not first.scales and 100 * _SIZES[1] < torch.finfo(dtype).max:
-        larger = _Trial(module, d, device_of(model), dtype, _SIZES[1])
-        trial = larger if larger.scales else first
-    if not trial.scales and not _close(first.normalized[_TRIPLED], 3 * first.normalized[_BASE]):
-        raise UnknownNormError(f"{called} is no norm that ln_probe knows: it neither keeps nor triples 3x")
-    eps, owner = 0.0, None
-    if trial.scales:
-        # scale² = (mean(projected²) + eps)·d/radius² at x and at 0: two unknowns, two equations.
-        at_zero, radius = float(trial.scale[_ZERO, 0]) ** 2, _radius(module, d)
-        stretch = ((trial.scale[_BASE, 0] ** 2 - at_zero) / trial.projected(projects).pow(2).mean(-1)).mean()
-        eps = float(at_zero / stretch)
-        x = first.projected(projects)
-        expected = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * radius / math.sqrt(d)
-        if not _close(first.normalized[_BASE], expected):
-            raise UnknownNormError(f"{called} is no norm that ln_probe knows: it divides by another number than sigma")
-        owners = eps_owners(module, model)
-        places = [
-            (i, label) for i, own in enumerate(owners) for label in _EPS if isinstance(getattr(own, label, None), float)
-        ]
-        near = (at for at in places if abs(getattr(owners[at[0]], at[1]) - eps) <= 1e-2 * abs(eps) + 1e-30)
-        owner = next(near, None)
-    offset = 0.0
+    fields: dict[str, Any] = {"d": d, "has_gain": gain is not None, "has_bias": bias is not None}
+    if (declared := getattr(module, "kind", None)) in (*_KINDS, "scaling_only"):
+        return {**fields, "kind": declared, "eps_owner": (0, "eps")}
+    unknown = f"{name} ({type(module).__name__}) is no norm that ln_probe knows"
+    noise = torch.randn(len(_SIZES), d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.cat([torch.tensor(_SIZES)[:, None] * (noise + 1.0), torch.zeros(1, d)])
+    rows = rows.to(device_of(model), dtype_of(model) if gain is None else gain.dtype)
+    version, (scale, normalized, out, edited) = rows._version, _answers(module, rows)
+    if rows._version != version:
+        raise NormError(f"{name} changes its input in place, which hooks read after it: ln_probe cannot measure it")
+    is_same = partial(_is_same, SAME_OUTPUT[rows.dtype])
+    fields |= {"eps_value": float(scale[-1, 0]) ** 2, "constant_value": float(scale[0, 0])}
+    for kind in _KINDS:
+        norm = Norm(name, 0, reads="other", module=module, **(fields | {"kind": kind}))
+        if is_same(normalized[:-1], norm.normalize(rows[:-1].double())):
+            break
+    else:
+        raise UnknownNormError(f"{unknown}: it divides by another number than sigma")
+    fields["kind"] = kind
+    for place, label in itertools.product(range(3), _EPS):
+        declared = getattr(eps_owners(module, model)[place], label, None)
+        if norm.scales and isinstance(declared, float) and math.isclose(declared, norm.eps, rel_tol=1e-2):
+            fields.setdefault("eps_owner", (place, label))
     if gain is not None:  # Gemma stores its gain as an offset from 1: the nearer one, for beside a gain of 80 both hold
-        out = trial.out[_BASE]
-        outputs = {more: _affine(trial.normalized[_BASE], _plus(gain, more), bias) for more in (0.0, 1.0)}
-        offset = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
-        if not _close(outputs[offset], out):
-            raise UnknownNormError(f"{called} is no norm that ln_probe knows: its output is not gain·normalized + bias")
-    if not _close(trial.edited[_BASE], trial.out[_BASE]):
-        raise UnknownNormError(
-            f"{called}: TransformerLens computes another norm where a hook edits it: use a later one"
-        )
-    return {
-        **affine,
-        "kind": KINDS[projects, trial.scales],
-        "gain_offset": offset,
-        "eps_owner": owner,
-        "eps_value": eps,
-        "constant_value": 1.0 if trial.scales else float(trial.scale[0, 0]),
-    }
+        outputs = {more: affine(normalized, _plus(gain, more), bias) for more in (0.0, 1.0)}
+        fields["gain_offset"] = min(outputs, key=lambda more: float((outputs[more] - out).abs().mean()))
+        if not is_same(outputs[fields["gain_offset"]], out):
+            raise UnknownNormError(f"{unknown}: its output is not gain·normalized + bias")
+    if not is_same(edited, out):
+        raise UnknownNormError(f"{unknown}: TransformerLens computes another one where a hook edits it")
+    return fields
+
+
+def _answers(module: nn.Module, rows: Float[Tensor, "row d"]) -> list[Float64[Tensor, "row _"]]:
+    """Return what a norm shows at `hook_scale` and `hook_normalized`, its output, and its output where a hook edits it,
+    which makes a bridge compute the norm itself."""
+    answers: list[Tensor] = []
+    points = [module.get_submodule(name) for name in ("hook_scale", "hook_normalized")]
+    with torch.no_grad():
+        with hooks_on([(point, lambda *seen: answers.append(seen[-1])) for point in points]):
+            answers.append(module(rows[None]))
+        with hooks_on([(points[0], lambda *seen: seen[-1].clone())]):
+            answers.append(module(rows[None]))
+    return [answer.detach().reshape(len(rows), -1).double() for answer in answers]
+
+
+def _is_same(tolerance: float, a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= tolerance * float(b.abs().max().clamp_min(1e-300))

@@ -4,8 +4,8 @@ A norm is a module with the hook points `hook_scale` and `hook_normalized`; its 
 ("blocks.0.ln1" in every model class). `norm.formula_of` identifies its formula. One short pass shows its readers, the
 modules whose input equals its output, and by its gradients whether a change of the norm reaches the model's output.
 
-What is found depends on the modules, the configuration and a few of their settings (eps, activations), never on the
-weights. It is kept beside the model, as long as these are the same; nothing is kept on the model.
+The result depends on the modules, the configuration and a few of their settings (eps, activations), never on the
+weights. It is cached beside the model, as long as these are the same; nothing is put on the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,9 @@ from ln_probe.hooks.norm import READERS, Norm, NormError, UnknownNormError, chec
 
 # Tokens of the short pass: two are enough for all inputs and outputs of norms to differ.
 TOKENS = 2
-_LISTED = 6  # layers named one by one in a message
 # Settings of modules that change what they compute and are neither parameters nor modules.
-_SETTINGS = {"eps", "variance_epsilon", "act_fn", "act", "activation_fn", "scaling", "attn_scale", "kind", "radius"}
+_SETTINGS = {"eps", "variance_epsilon", "act_fn", "act", "activation_fn"}
+_SETTINGS |= {"scaling", "attn_scale", "kind", "radius", "forward"}
 
 Reader = tuple[str, int]  # "attention", "mlp" or "unembed", and the block
 
@@ -66,26 +66,32 @@ def find_norms(model: object) -> list[Norm]:
     return norms_of(check_model(model))
 
 
-def norms_of(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
-    """Return `find_norms` of a model that `check_model` has returned; `structure`: as `structure_of` has just given."""
-    return [norm for norm in attention_inputs(model, structure) if not norm.is_identity]
+def norms_of(model: HookedModel) -> list[Norm]:
+    """Return `find_norms` of a model that `check_model` has returned."""
+    return list(structure_of(model).norms)
 
 
-def attention_inputs(model: HookedModel, structure: Structure | None = None) -> list[Norm]:
+def attention_inputs(model: HookedModel) -> list[Norm]:
     """Return the norms of a model, and for every block whose attention reads the stream itself an identity."""
-    whole, norms = cast(nn.Module, model), list[Norm]()
-    for path, fields in (structure_of(model) if structure is None else structure).norms:
-        module, owner = whole.get_submodule(path), fields.get("eps_owner")
-        place = None if owner is None else (eps_owners(module, model)[owner[0]], owner[1])
-        norms.append(Norm(module=module, **(fields | {"eps_owner": place})))
-    for norm in norms:
-        check_finite(norm.name, norm.gain, norm.bias)
-    return norms
+    structure = structure_of(model)
+    return [*structure.norms, *structure.identities]
+
+
+def unhooked_norms(model: HookedModel, norms: Sequence[Norm]) -> list[str]:
+    """Return the paths of modules that are norms by their class and that no hook points show: no edit reaches them."""
+    known = {module for norm in norms for module in modules_of(norm.module)}
+    paths = []
+    for path, module in cast(nn.Module, model).named_modules():
+        name = type(module).__name__
+        if "Norm" in name and "Bridge" not in name and known.isdisjoint(modules_of(module)):
+            known.update(modules_of(module))
+            paths.append(plain_path(path).removesuffix("._original_component"))
+    return paths
 
 
 def layers_in_words(layers: Sequence[int]) -> str:
     """Return `layer 3`, `layers 0, 1`, `layers 0 … 11 (12 of them)`."""
-    if len(layers) > _LISTED:
+    if len(layers) > 6:
         return f"layers {layers[0]} … {layers[-1]} ({len(layers)} of them)"
     return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
@@ -95,42 +101,31 @@ def layers_in_words(layers: Sequence[int]) -> str:
 
 @dataclass(eq=False)
 class Structure:
-    """What is known of a model as long as its modules, configuration and settings are the same.
+    """What is known of a model as long as its modules, configuration and settings are the same."""
 
-    Attributes:
-        references: weak references to its modules, in order.
-        settings: of its configuration and its modules.
-        norms: fields of its norms, and of identities; a module stands there by its path in the model.
-        lost: norms of which a change does not reach the output, and why.
-        constants: mean sigmas of the default prompts, with what they depend on.
-    """
-
-    references: list[ref[nn.Module]]
-    settings: tuple[object, ...]
-    norms: list[tuple[str, dict[str, Any]]]
-    lost: dict[str, str]
-    constants: Any = None
-
-    @property
-    def modules(self) -> list[nn.Module | None]:
-        """The model's modules, in the order of `modules_of`."""
-        return [reference() for reference in self.references]
+    modules: list[nn.Module]  # below the model itself
+    settings: tuple[object, ...]  # of its configuration and its modules
+    norms: list[Norm]
+    identities: list[Norm]  # of blocks whose attention reads the stream
+    lost: dict[str, str]  # norms of which a change does not reach the output, and why
+    constants: Any = None  # mean sigmas of the default prompts, with what they depend on
 
 
 _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 
 def structure_of(model: HookedModel) -> Structure:
-    """Return the structure of a model; found by a short pass where it is not known or has changed."""
-    module, modules = cast(nn.Module, model), modules_of(model)
+    """Return the structure of a model, by a short pass where it is not known or has changed; raises NormError."""
+    module, modules = cast(nn.Module, model), modules_of(model)[1:]
     known = _STRUCTURES.get(module)
     is_current = known is not None and known.modules == modules and known.settings == _settings(model, modules)
-    if known is not None and is_current and not known.lost:  # (what is lost may be so for weights that are zero now)
-        return known
-    norms, lost = _survey(model)
-    modules = modules_of(model)  # (a bridge puts modules on itself in its first pass)
-    _STRUCTURES[module] = Structure([ref(m) for m in modules], _settings(model, modules), norms, lost)
-    return _STRUCTURES[module]
+    if known is None or not is_current or known.lost:  # (what is lost may be so for weights that are zero now)
+        norms, identities, lost = _survey(model)
+        modules = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
+        known = _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, identities, lost)
+    for norm in known.norms:
+        check_finite(norm.name, norm.gain, norm.bias)
+    return known
 
 
 def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object, ...]:
@@ -145,89 +140,60 @@ def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object,
 # ---------------------------------------------------------------------------------------- the short pass
 
 
-def _lost_leaves(logits: object, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
-    """Return the norms whose leaves have no gradient, and why.
-
-    Args:
-        logits: of the pass.
-        leaves: tensors of zeros that were added at each norm.
-    """
-    each = [(name, leaf) for name, tensors in leaves.items() for leaf in tensors]
-    reached: set[str] = set()
-    try:
-        if not isinstance(logits, Tensor):
-            raise RuntimeError(f"it returns {type(logits).__name__}")
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
-        # (Weights as grad_outputs make torch import sympy, which takes longer than all passes of a small model.)
-        gradients = torch.autograd.grad((logits * weights).sum(), [leaf for _, leaf in each], allow_unused=True)
-        reached = {n for (n, _), g in zip(each, gradients, strict=True) if g is not None and bool(g.any())}
-        reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
-    except RuntimeError as error:
-        reason = f"no gradient goes through the model ({error})"
-    no_calls = "a pass does not run this norm, or not through its hook points"
-    return {
-        name: f"{name}: the edit was lost: {reason if leaves[name] else no_calls}"
-        for name in leaves
-        if name not in reached
-    }
-
-
-def _survey(model: HookedModel) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, str]]:
-    """Return path and fields of every norm, and of an identity for every block whose attention reads the stream; and
-    the norms of which a change does not reach the output, with the reason.
-
-    Raises:
-        NormError, UnknownNormError: as `find_norms`.
-    """
+def _survey(model: HookedModel) -> tuple[list[Norm], list[Norm], dict[str, str]]:
+    """Return every norm; an identity for every block whose attention reads the stream; and the norms of which a change
+    does not reach the output, with the reason."""
     paths = {module: path for path, module in model.named_modules()}
     modules: dict[str, nn.Module] = {}
     for module in paths:
         name = getattr(module._modules.get("hook_scale"), "name", None)
         if name and "hook_normalized" in module._modules:
             modules.setdefault(str(name).rsplit(".", 1)[0], module)
-    fields: list[tuple[str, dict[str, Any]]] = []
+    norms: list[Norm] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        evaluating(model),
-        unedited(model),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
-        tokens = probe_tokens(model, TOKENS)[None].to(device_of(model))
-        seen = _ShortPass(model, modules, _other_modules(model, modules, paths), tokens)
-        for name, module in sorted(modules.items(), key=lambda item: seen.order.get(item[0], len(seen.order))):
-            d = int(seen.inputs[name].shape[-1]) if name in seen.inputs else int(model.cfg.d_model)
-            readers = seen.readers.get(name, [])
-            attention = tuple(sorted(layer for what, layer in readers if what == "attention"))
-            place = {"name": name, "layer": seen.layer(name, model), "attention_layers": attention}
-            alike = d, _likeness(module)
-            if alike not in formulas:
-                formulas[alike] = formula_of(name, module, model, d)
-            fields.append((paths[module], {**place, "reads": _reads(name, readers), **formulas[alike]}))
-        for attn in attentions(
-            model
-        ).values():  # a pass with gradients leaves tensors on a bridge: it would have no copy
+    with torch.inference_mode(False), torch.enable_grad(), evaluating(model), unedited(model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
+            short = _ShortPass(model, modules, _other_modules(model, modules, paths))
+            for name in dict.fromkeys([*(n for n in short.outputs if n in modules), *modules]):
+                module, in_block = modules[name], re.match(r"blocks\.(\d+)\.", name)
+                # One after the embedding is in block 0, one at the end has the number of blocks.
+                is_first = not any(norm.name.startswith("blocks.") for norm in norms)
+                layer = int(in_block[1]) if in_block else 0 if is_first else n_layers(model)
+                d = int(short.inputs[name].shape[-1]) if name in short.inputs else int(model.cfg.d_model)
+                alike = d, _likeness(module)
+                if alike not in formulas:
+                    formulas[alike] = formula_of(name, module, model, d)
+                readers = short.readers.get(name, [])
+                layers = tuple(sorted(layer for reader, layer in readers if reader == "attention"))
+                fields: dict[str, Any] = {"reads": _reads(name, readers), "attention_layers": layers, "module": module}
+                fields |= formulas[alike]
+                owner, label = fields.pop("eps_owner", (None, ""))
+                if owner is not None:
+                    fields["eps_owner"] = eps_owners(module, model)[owner], label
+                norms.append(Norm(name=name, layer=layer, **fields))
+        for attn in attentions(model).values():  # a pass with gradients leaves tensors: a bridge would have no copy
             graph = {k: v for k, v in vars(attn).items() if isinstance(v, Tensor) and v.grad_fn is not None}
             vars(attn).update({name: value.detach() for name, value in graph.items()})
-    for name in (n for n in seen.order if n not in modules and any(r != "unembed" for r, _ in seen.readers[n])):
+    for name in (n for n in short.outputs if n not in modules and any(r != "unembed" for r, _ in short.readers[n])):
         raise UnknownNormError(
             f"{name} stands where a norm would and has no hook points of a norm: ln_probe cannot measure this model"
         )
+    return norms, list(_identities(model, short)), short.lost
+
+
+def _identities(model: HookedModel, short: _ShortPass) -> Iterator[Norm]:
+    """Yield an identity for every block whose attention reads the stream."""
+    d = int(model.cfg.d_model)
     for layer, attn in attentions(model).items():
-        reading = seen.read.get(("attention", layer), [])
-        if reading and not any(("attention", layer) in readers for readers in seen.readers.values()):
-            d = int(model.cfg.d_model)
-            stream = [t.flatten() for t in seen.blocks.get(layer, [])]
+        reading = short.read.get(("attention", layer), [])
+        if reading and not any(("attention", layer) in readers for readers in short.readers.values()):
+            stream = [t.flatten() for t in short.blocks.get(layer, [])]
             if not any(torch.equal(t.flatten(), s) for t in reading for s in stream if t.shape[-1:] == (d,)):
                 raise UnknownNormError(
                     f"blocks.{layer}.attn reads neither a norm nor the residual stream: this model is not supported"
                 )
-            place = {"name": f"blocks.{layer}.attn", "layer": layer, "attention_layers": (layer,)}
-            rest = {"kind": "none", "reads": "attention", "d": d, "is_identity": True}
-            fields.append((paths[attn], {**place, **rest}))
-    return fields, seen.lost
+            yield Norm(f"blocks.{layer}.attn", layer, "none", "attention", attn, d, (layer,), is_identity=True)
 
 
 def _likeness(module: nn.Module) -> tuple[object, ...]:
@@ -236,34 +202,25 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
     owners = [module] if inner is None else [module, inner]
     parameters = [(k, p is None) for owner in owners for k, p in owner._parameters.items()]
     settings = [(k, v) for owner in owners for k, v in vars(owner).items() if isinstance(v, bool | int | float)]
-    return getattr(module, "kind", None), *map(type, owners), *parameters, *settings
+    forwards = (id(vars(owner).get("forward")) for owner in owners)  # (of an instance whose forward is replaced)
+    return getattr(module, "kind", None), *map(type, owners), *forwards, *parameters, *settings
 
 
 class _ShortPass:
-    """One pass over a few tokens, watching norms, other modules that may stand where a norm would, and all readers.
+    """One pass over two tokens, watching norms, other modules that may stand where a norm would, and all readers."""
 
-    Attributes:
-        inputs: of every module watched, by name.
-        outputs: likewise, in the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
-        read: inputs of everything inside attention, MLPs and the unembedding, by reader.
-        blocks: the inputs of each block.
-        order: the place of each module in the pass.
-        readers: who reads each module's output.
-        lost: norms of which a change does not reach the output, and why.
-    """
-
-    def __init__(
-        self, model: HookedModel, norms: Mapping[str, nn.Module], others: Mapping[str, nn.Module], tokens: Tensor
-    ) -> None:
+    def __init__(self, model: HookedModel, norms: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> None:
         self.norms = norms
-        self.inputs: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}  # of every module watched
+        # Likewise, in the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
         self.outputs: dict[str, list[Tensor]] = {}
-        self.read: dict[Reader, list[Tensor]] = {}
-        self.blocks: dict[int, list[Tensor]] = {}
+        self.read: dict[Reader, list[Tensor]] = {}  # of everything inside attention, MLPs and the unembedding
+        self.blocks: dict[int, list[Tensor]] = {}  # inputs of each block
         after = [(module, partial(self._record, name)) for name, module in {**norms, **others}.items()]
         before = [(block, partial(self._given, self.blocks, layer)) for layer, block in enumerate(blocks(model))]
         before += [(module, partial(self._given, self.read, reader)) for reader, module in _reading(model, norms)]
         leaves: dict[str, list[Tensor]] = {name: [] for name in norms}
+        tokens = probe_tokens(model, TOKENS)[None].to(device_of(model))
         with hooks_on(after, before), ExitStack() as stack:
             for name, module in norms.items():
                 point: Any = module.hook_normalized
@@ -271,19 +228,13 @@ class _ShortPass:
                 stack.callback(point.remove_hooks)
             try:
                 logits = model(tokens, return_type="logits")
-            except (
-                AttributeError
-            ) as error:  # (a bridge of a norm without weights, which computes it where hooks edit it)
-                raise UnknownNormError(
-                    f"TransformerLens cannot run this model with hooks at its norms: {error}"
-                ) from error
+            except AttributeError as error:  # (a bridge's norm without weights, which it computes where hooks edit it)
+                raise UnknownNormError(f"TransformerLens cannot run this model with hooks at norms: {error}") from error
         self.lost = _lost_leaves(logits, leaves)
-        d_model = int(model.cfg.d_model)
         for name in [n for n in others if n in self.outputs]:
             x, y = self.inputs[name], self.outputs[name][0]
-            if x.shape != y.shape or x.shape[-1:] != (d_model,) or torch.equal(x, y):
+            if x.shape != y.shape or x.shape[-1:] != (int(model.cfg.d_model),) or torch.equal(x, y):
                 del self.inputs[name], self.outputs[name]  # it leaves its input as it is (dropout, Identity)
-        self.order = {name: place for place, name in enumerate(self.outputs)}
         self.readers: dict[str, list[Reader]] = {name: [] for name in self.outputs}
         for reader, inputs in self.read.items():
             if makers := self._makers(inputs):
@@ -312,18 +263,26 @@ class _ShortPass:
         flat = [t.flatten() for t in inputs]
         return [n for n, outputs in outside.items() if any(torch.equal(t, outputs[0].flatten()) for t in flat)]
 
-    def layer(self, name: str, model: HookedModel) -> int:
-        """Return the block of a module; one after the embedding is in 0, one at the end has the number of layers."""
-        if match := re.match(r"blocks\.(\d+)\.", name):
-            return int(match[1])
-        last = len(self.order)
-        first = min((place for other, place in self.order.items() if other.startswith("blocks.")), default=last)
-        return 0 if self.order.get(name, last) < first else n_layers(model)
-
 
 def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:
     leaves.append(torch.zeros_like(value, requires_grad=True))
     return value + leaves[-1]
+
+
+def _lost_leaves(logits: Any, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
+    """Return the norms whose leaves, zeros that were added there, have no gradient, and why."""
+    reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
+    inputs = [leaf for tensors in leaves.values() for leaf in tensors]
+    try:
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+        # (Weights as grad_outputs make torch import sympy, which takes longer than all passes of a small model.)
+        gradients = torch.autograd.grad((logits * weights).sum(), inputs, allow_unused=True)
+    except (RuntimeError, AttributeError) as error:
+        gradients, reason = tuple(map(torch.zeros_like, inputs)), f"no gradient goes through the model ({error})"
+    reached = {id(x) for x, g in zip(inputs, gradients, strict=True) if g is not None and bool(g.any())}
+    lost = {name for name, tensors in leaves.items() if reached.isdisjoint(map(id, tensors))}
+    no_calls = "a pass does not run this norm, or not through its hook points"
+    return {name: f"{name}: the edit was lost: {reason if leaves[name] else no_calls}" for name in lost}
 
 
 def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tuple[Reader, nn.Module]]:
@@ -331,11 +290,11 @@ def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tup
     roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in attentions(model).items()]
     roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks(model))]
     roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
-    done = {id(module) for module in norms.values()}
+    done = set(norms.values())
     for reader, root in roots:  # a bridge's MLP may wrap the whole block (OPT): attention comes first and keeps its own
         for module in modules_of(root) if isinstance(root, nn.Module) else ():
-            if id(module) not in done and (module is root or module._parameters):
-                done.add(id(module))
+            if module not in done and (module is root or module._parameters):
+                done.add(module)
                 yield reader, module
 
 

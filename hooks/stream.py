@@ -1,53 +1,37 @@
-"""Measure a forward pass one layer at a time, and read prompts out of activation caches.
+"""Measure a forward pass one layer at a time.
 
 `stream` runs one prompt and gives every norm's input and output and every attention layer's input and pattern to
-callbacks during the pass. At most one layer is in memory at once, so peak memory stays near that of a bare forward pass
-(a full activation cache of GPT-2 small at 512 tokens takes 986 MB instead). `stream_together` runs several prompts.
+callbacks during the pass; `streaming` does so for a pass of several prompts that the caller runs. At most one layer is
+in memory at once, so peak memory stays near that of a bare forward pass (a full activation cache of GPT-2 small at 512
+tokens takes 986 MB instead).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.components import (
-    END,
-    Record,
-    SplitError,
-    Wiring,
-    record,
-    watched,
-)
-from ln_probe.hooks.model import (
-    Hook,
-    HookedModel,
-    attentions,
-    child_of,
-    flat,
-    hooks_on,
-    n_layers,
-    run,
-    tensors_in,
-)
+from ln_probe.hooks.model import Hook, HookedModel, attentions, hooks_on, run, tensors_in
 from ln_probe.hooks.norm import Norm, is_heads_first
 
 # How attention layers call themselves when they see every key before a query (HookedTransformer and GPT-Neo; the layer
 # types of newer Hugging Face configs).
 _GLOBAL = ("global", "full_attention")
+TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
 
 
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def visible_keys(
     queries: int, keys: int, *, causal: bool = True, window: int | None = None, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
-    """What each of the last `queries` of `keys` positions sees; not to be changed, since it is kept.
+    """Return what each of the last `queries` of `keys` positions sees; it is kept, so it must not be changed.
 
     Args:
         causal: only keys at or before the query.
@@ -59,37 +43,22 @@ def visible_keys(
     return every if window is None else every.triu(keys - queries - window + 1)
 
 
-_TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
+def configs_of(attn: nn.Module) -> list[Any]:
+    """Return the configurations of an attention layer and of the layer that a bridge wraps."""
+    owners = (attn, getattr(attn, "original_component", None))
+    configs = (getattr(owner, name, None) for owner in owners for name in ("cfg", "config"))
+    return [config for config in configs if config is not None]
 
 
-def is_causal(pattern: Float[Tensor, "head query key"]) -> bool:
-    """Return whether no query pays attention to a later key: the first one, which has nothing else to look at."""
-    return not bool(pattern[:, 0, 1:].any())
-
-
-def window_of(attn: nn.Module, pattern: Float[Tensor, "head query key"]) -> int | None:
-    """How many keys a query of this layer sees at most, itself included; None if every key before it, or if the prompt
-    of this pattern fits into the window and does not show it."""
-    length = pattern.shape[-1]
-    for window in _declared(attn):
-        if window >= length:
-            return None
-        if not bool(pattern.tril(-window).any()):
-            return window
-    return None
-
-
-def _declared(attn: Any) -> list[int]:
-    """Windows that a layer may have, by its own word first."""
-    owners = [o for o in (getattr(attn, "original_component", None), attn) if o is not None]
-    for owner in owners:
-        kinds = (getattr(owner, name, None) for name in ("attn_type", "attention_type", "layer_type"))
-        if any(kind in _GLOBAL for kind in kinds if isinstance(kind, str)):
-            return []
-        if getattr(owner, "is_sliding", None) is False:
-            return []
-    configs = [c for o in owners for c in (getattr(o, "cfg", None), getattr(o, "config", None)) if c is not None]
-    windows = [getattr(o, name, None) for o in (*owners, *configs) for name in ("sliding_window", "window_size")]
+def _declared_windows(attn: nn.Module) -> list[int]:
+    """Return the windows that a layer may have by its own word, the smallest first."""
+    owners = (attn, getattr(attn, "original_component", None))
+    kinds = (getattr(owner, name, None) for owner in owners for name in ("attn_type", "attention_type", "layer_type"))
+    sees_all = any(kind in _GLOBAL for kind in kinds if isinstance(kind, str))
+    if sees_all or any(getattr(owner, "is_sliding", None) is False for owner in owners):
+        return []
+    holders = (*owners, *configs_of(attn))
+    windows = [getattr(holder, name, None) for holder in holders for name in ("sliding_window", "window_size")]
     return sorted({w for w in windows if isinstance(w, int) and not isinstance(w, bool) and w > 0})
 
 
@@ -119,15 +88,17 @@ class AttentionInput:
     attn: nn.Module
     norm: Norm
 
-    @functools.cached_property
+    @cached_property
     def causal(self) -> bool:
-        """Whether no query paid attention to a later key."""
-        return is_causal(self.pattern)
+        """Whether no query paid attention to a later key: the first one, which has nothing else to look at."""
+        return not bool(self.pattern[:, 0, 1:].any())
 
-    @functools.cached_property
+    @cached_property
     def window(self) -> int | None:
-        """How many keys a query sees at most, its own included; None: every key before it, or all."""
-        return window_of(self.attn, self.pattern)
+        """How many keys a query sees at most, its own included; None: every key before it, or all (as where the prompt
+        fits into the window)."""
+        windows = (w for w in _declared_windows(self.attn) if w < len(self.x))
+        return next((w for w in windows if not bool(self.pattern.tril(-w).any())), None)
 
 
 # From the number of a prompt, a norm, its input and its output; and from the number of a prompt and a layer.
@@ -139,10 +110,9 @@ def _check_finite(norm: Norm, value: Float[Tensor, "rows d"], what: str, length:
     # A sum with NaN or infinity in it is not finite; looking at every entry takes ten times as long.
     if not torch.isfinite(value.sum(dtype=torch.float32)) and not torch.isfinite(value).all():
         row = int((~torch.isfinite(value)).any(-1).nonzero()[0])  # of a position, heads stand together
-        at = row * length // len(value)
         raise ActivationError(
-            f"{norm.name}: its {what} holds NaN or infinite values (first at position {at}); the model's weights "
-            "or precision are the likely cause: try dtype='float32', or check the checkpoint"
+            f"{norm.name}: its {what} holds NaN or infinite values (first at position {row * length // len(value)}); "
+            "try dtype='float32', or check the checkpoint's weights"
         )
 
 
@@ -154,84 +124,94 @@ def _by_prompt(norm: Norm, value: Tensor, batch: int, length: int) -> Float[Tens
     return value.reshape(batch, -1, norm.d)  # heads of a position stand together
 
 
-class _Pass:
-    """One forward pass: what the layer that is running has shown, and the callbacks."""
+def rotary_tables(points: Mapping[str, Tensor], prompt: int, length: int) -> tuple[Tensor, Tensor] | None:
+    """Return the rotary tables of one prompt, where points showed them (for all prompts at once, or for each)."""
+    if not all(name in points for name in TABLES):
+        return None
+    cos, sin = (points[name][min(prompt, len(points[name]) - 1), :length] for name in TABLES)
+    return cos, sin
 
-    def __init__(
-        self,
-        model: HookedModel,
-        norms: Sequence[Norm],
-        shape: tuple[int, int],
-        on_norm: OnNorm | None,
-        on_attention: OnAttention | None,
-        layers: Collection[int] | None,
-    ) -> None:
-        self.shape, self.on_norm, self.on_attention = shape, on_norm, on_attention
-        self.norm_of = {layer: n for n in norms for layer in n.attention_layers}
-        # Of the layer that is running, the input and output of the norm that it reads; and what its points showed.
-        self.running: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
-        self.done: set[str] = set()
-        # Where attention reads the stream itself there is no norm's module: the input of attention is read.
-        self.after: list[Hook] = [(n.module, partial(self._norm, n)) for n in norms if not n.is_identity]
-        self.before: list[Hook] = []
-        self.attentions = attentions(model) if on_attention is not None else {}
-        if layers is not None:
-            self.attentions = {layer: attn for layer, attn in self.attentions.items() if layer in layers}
-        for layer, attn in self.attentions.items():
-            norm = self.norm_of.get(layer)
-            if norm is not None and norm.is_identity:
-                self.before.append((attn, partial(self._stream, layer, norm)))
-            children = dict(attn.named_children())
-            shown = [name for name in ("hook_pattern", *_TABLES) if name in children]
-            self.after += [(children[name], partial(self._show, layer, name)) for name in shown]
-            self.after.append((attn, partial(self._attention, layer)))
 
-    def _norm(self, norm: Norm, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        if norm.name in self.done:
+@contextmanager
+def streaming(
+    model: HookedModel,
+    tokens: Int[Tensor, "batch pos"],
+    norms: Sequence[Norm],
+    on_norm: OnNorm | None = None,
+    on_attention: OnAttention | None = None,
+    layers: Collection[int] | None = None,
+) -> Iterator[None]:
+    """Call back at every norm and attention layer of the one pass that runs inside the `with` block.
+
+    Callbacks come a layer at a time: of all prompts in their order, then of the next layer.
+
+    Args:
+        model: any hooked model.
+        tokens: of the pass.
+        norms: the model's norms (`find_norms`), and identities where they are wanted (`attention_inputs`).
+        on_norm: gets the number of a prompt, a norm, and its input and output, once per pass, however often the norm is
+            called. Norms inside attention come flattened over heads, [pos·head d_head].
+        on_attention: gets the number of a prompt and an `AttentionInput` when a layer's attention has run.
+        layers: attention layers wanted; None means all.
+
+    Raises:
+        ActivationError: a norm's input or output is not finite.
+    """
+    batch, length = tokens.shape
+    attended = {} if on_attention is None else attentions(model)
+    wanted = [layer for layer in attended if layers is None or layer in layers]
+    norm_of = {layer: norm for norm in norms for layer in norm.attention_layers if layer in wanted}
+    # Of the layer that is running, the input and output of the norm that it reads; and what its points showed.
+    running: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
+    norms_seen: set[str] = set()
+
+    def after_norm(norm: Norm, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        if norm.name in norms_seen:  # (HookedTransformer calls a norm for queries, keys and values)
             return
-        self.done.add(norm.name)
+        norms_seen.add(norm.name)
         x, y = tensors_in(args, kwargs)[0].detach(), output.detach()
         if x.ndim == 4 and norm.reads not in ("query", "key"):  # an input for each head: all the same
             x, y = x[:, :, 0], y[:, :, 0]
-        xs, ys = _by_prompt(norm, x, *self.shape), _by_prompt(norm, y, *self.shape)
-        for prompt in range(len(xs)):
-            _check_finite(norm, xs[prompt], "input", self.shape[1])
-            _check_finite(norm, ys[prompt], "output", self.shape[1])
-            if self.on_norm is not None:
-                self.on_norm(prompt, norm, xs[prompt], ys[prompt])
-        self.running |= {layer: (xs, ys, {}) for layer in norm.attention_layers if layer in self.attentions}
+        xs, ys = _by_prompt(norm, x, batch, length), _by_prompt(norm, y, batch, length)
+        for prompt in range(batch):
+            _check_finite(norm, xs[prompt], "input", length)
+            _check_finite(norm, ys[prompt], "output", length)
+            if on_norm is not None:
+                on_norm(prompt, norm, xs[prompt], ys[prompt])
+        running.update({layer: (xs, ys, {}) for layer in norm.attention_layers if layer in norm_of})
 
-    def _stream(self, layer: int, norm: Norm, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        given = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (norm.d,) and t.ndim in (3, 4))
-        if (x := next(given, None)) is not None:
-            # (of the first head, where each has its own input: `use_split_qkv_input`)
-            x = x if x.ndim == 3 else x[:, :, 0]
+    def before_attention(layer: int, norm: Norm, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = (t.detach() for t in tensors_in(args, kwargs) if t.shape[-1:] == (norm.d,) and t.ndim in (3, 4))
+        if (x := next(inputs, None)) is not None:
+            x = x if x.ndim == 3 else x[:, :, 0]  # an input for each head (`use_split_qkv_input`): all the same
             for prompt in x:
-                _check_finite(norm, prompt, "input", len(prompt))
-            self.running[layer] = x, x, {}
+                _check_finite(norm, prompt, "input", length)
+            running[layer] = x, x, {}
 
-    def _show(self, layer: int, name: str, _m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
-        if layer in self.running:
-            self.running[layer][2][name] = output.detach()
+    def after_point(layer: int, name: str, _m: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> None:
+        if layer in running:
+            running[layer][2][name] = output.detach()
 
-    def _attention(self, layer: int, attn: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
-        if layer not in self.running:
+    def after_attention(layer: int, attn: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+        if layer not in running or on_attention is None:
             return
-        xs, ys, seen = self.running.pop(layer)
-        if "hook_pattern" not in seen or self.on_attention is None:
-            return
-        for prompt in range(len(xs)):
-            pattern, cos_sin = seen["hook_pattern"][prompt], _tables_of(seen, prompt, self.shape[1])
-            look = AttentionInput(layer, xs[prompt], ys[prompt], pattern, cos_sin, attn, self.norm_of[layer])
-            self.on_attention(prompt, look)
+        xs, ys, points = running.pop(layer)
+        for prompt, pattern in enumerate(points.get("hook_pattern", ())):
+            cos_sin = rotary_tables(points, prompt, length)
+            seen = AttentionInput(layer, xs[prompt], ys[prompt], pattern, cos_sin, attn, norm_of[layer])
+            on_attention(prompt, seen)
 
-
-def _tables_of(shown: Mapping[str, Tensor], prompt: int, length: int) -> tuple[Tensor, Tensor] | None:
-    """Return the rotary tables of one prompt, where they were shown (for all prompts at once, or for each)."""
-    if not all(name in shown for name in _TABLES):
-        return None
-    cos, sin = (shown[name][min(prompt, len(shown[name]) - 1), :length] for name in _TABLES)
-    return cos, sin
+    after: list[Hook] = [(norm.module, partial(after_norm, norm)) for norm in norms if not norm.is_identity]
+    before: list[Hook] = []
+    for layer, norm in norm_of.items():
+        attn = attended[layer]
+        if norm.is_identity:  # there is no norm's module: the input of attention is read
+            before.append((attn, partial(before_attention, layer, norm)))
+        points = [(name, child) for name, child in attn.named_children() if name in ("hook_pattern", *TABLES)]
+        after += [(point, partial(after_point, layer, name)) for name, point in points]
+        after.append((attn, partial(after_attention, layer)))
+    with hooks_on(after, before):
+        yield
 
 
 def stream(
@@ -243,149 +223,8 @@ def stream(
     on_attention: Callable[[AttentionInput], None] | None = None,
     layers: Collection[int] | None = None,
 ) -> None:
-    """Run one prompt: `stream_together`, but the callbacks get no number of a prompt."""
-    stream_together(
-        model,
-        tokens[None],
-        norms,
-        on_norm=None if on_norm is None else lambda _, *seen: on_norm(*seen),
-        on_attention=None if on_attention is None else lambda _, seen: on_attention(seen),
-        layers=layers,
-    )
-
-
-def stream_together(
-    model: HookedModel,
-    tokens: Int[Tensor, "batch pos"],
-    norms: Sequence[Norm],
-    *,
-    on_norm: OnNorm | None = None,
-    on_attention: OnAttention | None = None,
-    layers: Collection[int] | None = None,
-) -> None:
-    """Run several prompts of equal length in one pass, with callbacks at every norm and attention layer.
-
-    Callbacks come a layer at a time: of all prompts in their order, then of the next layer.
-
-    Args:
-        model: any hooked model.
-        tokens: of each prompt.
-        norms: the model's norms (`find_norms`), and identities where they are wanted (`attention_inputs`).
-        on_norm: gets the number of a prompt, a norm, and its input and output, once per pass, however often the norm is
-            called. Norms inside attention come flattened over heads, [pos·head d_head].
-        on_attention: gets the number of a prompt and an `AttentionInput` when a layer's attention has run.
-        layers: attention layers wanted; None means all.
-
-    Raises:
-        ActivationError: a norm's input or output is not finite.
-    """
-    watch = _Pass(model, norms, (int(tokens.shape[0]), int(tokens.shape[1])), on_norm, on_attention, layers)
-    with hooks_on(watch.after, watch.before):
-        run(model, tokens)
-
-
-def record_attention(
-    model: HookedModel,
-    tokens: Int[Tensor, "batch pos"],
-    norms: Sequence[Norm],
-    read: Mapping[int, Norm],
-    points: Mapping[str, nn.Module],
-) -> tuple[Record, dict[int, list[AttentionInput]]]:
-    """One forward pass: `record` at every position, and what attention of some layers did in each prompt; `read`: the
-    layers, and the norm that each reads."""
-    attended: dict[int, list[AttentionInput]] = {layer: [] for layer in read}
-    asked, shape = list(dict.fromkeys(read.values())), (int(tokens.shape[0]), int(tokens.shape[1]))
-    watch = _Pass(model, asked, shape, None, lambda _, seen: attended[seen.layer].append(seen), list(read))
-    with hooks_on(watch.after, watch.before):
-        recorded = record(model, tokens, range(tokens.numel()), norms, points=points, logits=False)
-    return recorded, attended
-
-
-# ---------------------------------------------------------------------------------------- activation caches
-
-
-def is_cache(given: object) -> bool:
-    """Return whether something is a cache of activations by name (an ActivationCache or a dict)."""
-    return isinstance(given, Mapping) or (hasattr(given, "cache_dict") and hasattr(given, "keys"))
-
-
-class CachedPrompts:
-    """The prompts of an activation cache that was taken without a `names_filter`.
-
-    Raises:
-        SplitError: it is of another model.
-    """
-
-    def __init__(self, model: HookedModel, cache: Any) -> None:
-        if getattr(cache, "model", model) is not model:
-            raise SplitError("the cache is of another model, which writes other parts: run this model, or pass tokens")
-        batched = bool(getattr(cache, "has_batch_dim", True))
-        values = ((name, value.detach()) for name, value in cache.items() if isinstance(value, Tensor))
-        self.model = model
-        self._values = {name: value if batched else value[None] for name, value in values}
-
-    def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
-        """Return the first of these activations that is in the cache."""
-        if (name := next((n for n in names if n in self._values), None)) is None:
-            raise SplitError(f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens")
-        return self._values[name]
-
-    def _rows(self, *names: str) -> Float[Tensor, "row wide"]:
-        batch, length = self.shape()
-        return flat(self._value(*names), length, batch)
-
-    def rows(self, name: str) -> Float[Tensor, "row wide"] | None:
-        """Return an activation, a row per position of one prompt after the other; None if the cache lacks it."""
-        return self._rows(name) if name in self._values else None
-
-    def shape(self) -> tuple[int, int]:
-        """Return how many prompts there are, and positions of each.
-
-        Raises:
-            SplitError: the cache does not hold the embeddings.
-        """
-        value = self._value("embed.hook_out", "hook_embed")
-        return len(value), int(value.shape[1])
-
-    def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
-        """Return what is needed to divide what is read at `place` among its parts, as `components.record` does.
-
-        Raises:
-            SplitError: the cache lacks something, by name.
-        """
-        rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
-        wanted = {source for at in passed for source in wiring.at(at)}
-        seen = {}
-        for source, module in watched(self.model):
-            if source in wanted:  # (an MLP without an output map is no hook point)
-                name = str(module.name) if hasattr(module, "fwd_hooks") else f"blocks.{source.layer}.mlp.hook_out"
-                seen[source] = self._rows(name, f"blocks.{source.layer}.hook_mlp_out")[rows].cpu()
-        inputs = {name: self._input(name)[rows].cpu() for name in passed}
-        shown = {name: self._rows(name)[rows].cpu() for name in points}
-        return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
-
-    def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
-        """Return what the attention of a layer did in each prompt; `place`: what `norm` reads.
-
-        Raises:
-            SplitError: the cache lacks something, by name.
-        """
-        (batch, length), attn = self.shape(), f"blocks.{layer}.attn"
-        x, pattern = self._input(place), self._value(f"{attn}.hook_pattern")
-        y = x if norm.is_identity else norm.affine(self._rows(f"{norm.name}.hook_normalized"))
-        names = {n: [m for m in (f"{attn}.{n}", f"rotary_emb.{n}") if m in self._values] for n in _TABLES}
-        shown = {n: self._value(*present) for n, present in names.items() if present}
-        xs, ys, module = x.view(batch, length, -1), y.view(batch, length, -1), attentions(self.model)[layer]
-        return [
-            AttentionInput(layer, xs[i], ys[i], pattern[i], _tables_of(shown, i, length), module, norm)
-            for i in range(batch)
-        ]
-
-    def _input(self, place: str) -> Float[Tensor, "row wide"]:
-        """Return what is read at a place."""
-        last, (block, _, leaf) = f"blocks.{n_layers(self.model) - 1}.hook_resid_post", place.rpartition(".")
-        if place == END:
-            reader = "unembed" if child_of(self.model, "project_out") is None else "project_out"
-            return self._rows(f"{reader}.hook_in", last)
-        residual = {"ln1": "hook_resid_pre", "ln2": "hook_resid_mid"}.get(leaf)  # of a HookedTransformer
-        return self._rows(f"{place}.hook_in", f"{block}.{residual}" if block else last)
+    """Run one prompt and call back as `streaming` does, without the number of a prompt."""
+    by_norm = None if on_norm is None else lambda _, *seen: on_norm(*seen)
+    by_layer = None if on_attention is None else lambda _, seen: on_attention(seen)
+    with streaming(model, tokens[None], norms, on_norm=by_norm, on_attention=by_layer, layers=layers):
+        run(model, tokens[None])

@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -47,19 +48,11 @@ def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
     if not isinstance(tokens, Tensor | list | tuple):
         raise TypeError(f"tokens must be a tensor of ids [batch pos] or a list of rows, got {type(tokens).__name__}")
     rows: list[Tensor] = []
-    if isinstance(tokens, Tensor):
-        rows = list(tokens) if tokens.ndim == 2 else []
-        shape = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
-    else:
-        shape = f"a list of {len(tokens)}"
-        try:
-            rows = [row if isinstance(row, Tensor) else torch.tensor(row) for row in tokens]
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            shape = "a list that is no list of rows of ids"
-        if rows and all(row.ndim == 0 for row in rows):
-            shape = f"one row of {len(rows)}: write [[…]]"
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # what is no number is refused below
+        rows = [torch.as_tensor(row) for row in tokens]
     if not rows or not all(r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in rows):
-        raise ValueError(f"tokens must be whole numbers [batch pos] or a list of rows, none empty, got {shape}")
+        given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)[:60]
+        raise ValueError(f"tokens must be whole numbers [batch pos] or a list of rows, none empty, got {given}")
     return [row.long() for row in rows]
 
 
@@ -98,12 +91,11 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
         prepend_bos: whether to begin with the tokenizer's first token; None: as the model was trained.
 
     Raises:
-        ValueError: the model has no tokenizer, its tokenizer no first token to put there, or the text is empty or one
-            that the tokenizer fails on.
+        ValueError: no tokenizer, a tokenizer without a first token to put there or that fails, or an empty text.
     """
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
-        raise ValueError("this model has no tokenizer, so text cannot be turned into tokens: pass token ids")
+        raise ValueError("this model has no tokenizer: pass token ids")
     if not text.strip():
         raise ValueError(f"an empty text ({text!r}): every prompt needs some text")
     try:
@@ -113,11 +105,12 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
     first = getattr(tokenizer, "bos_token_id", None)
     if prepend_bos and first is None:
         raise ValueError("prepend_bos=True, but this model's tokenizer has no first token (bos_token_id): leave it out")
-    wanted = bool(getattr(model.cfg, "default_prepend_bos", True)) if prepend_bos is None else prepend_bos
-    begins = first is not None and ids[:1] == [first]
-    if wanted and first is not None and not begins:
+    wanted = getattr(model.cfg, "default_prepend_bos", True) if prepend_bos is None else prepend_bos
+    if first is not None and wanted and ids[:1] != [first]:
         ids = [int(first), *ids]
-    elif prepend_bos is False and begins and len(ids) > 1:
+    elif prepend_bos is False and ids[:1] == [first] and len(ids) > 1:
+        ids = ids[1:]
+    while first is not None and ids[:2] == [first, first]:  # (written in the text, and added by the tokenizer)
         ids = ids[1:]
     return torch.tensor(ids)
 
@@ -125,8 +118,8 @@ def encode(model: HookedModel, text: str, *, prepend_bos: bool | None = None) ->
 def special_tokens(model: HookedModel, kind: str) -> list[int]:
     """Return the ids of the model's "eos", "bos" or "pad" tokens, as its tokenizer and its configuration have them.
 
-    A model without its original (a HookedTransformer) is asked for the `special_token_ids` that `load_model` leaves on
-    it. Ids outside the vocabulary are left out (GPT-2's default configuration names 50256 for any vocabulary).
+    Of a HookedTransformer, `special_token_ids` that `load_model` leaves on it count. Ids outside the vocabulary do not
+    (GPT-2's default configuration names 50256 for any vocabulary).
     """
     original = getattr(model, "original_model", None)
     holders = (tokenizer_of(model), getattr(original, "config", None), getattr(original, "generation_config", None))
@@ -134,6 +127,30 @@ def special_tokens(model: HookedModel, kind: str) -> list[int]:
     values.append(getattr(model, "__dict__", {}).get("special_token_ids", {}).get(kind))
     ids = [i for value in values for i in (value if isinstance(value, list | tuple) else [value])]
     return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocabulary_size(model)))
+
+
+def unpadded(model: HookedModel, rows: list[Int[Tensor, " _"]]) -> tuple[list[Int[Tensor, " _"]], tuple[str, ...]]:
+    """Return rows of one length without the padding token at either end, and a note about it.
+
+    Where that token begins or ends texts too (GPT-2), and every row has it at that end, one of it stays. Rows of
+    several lengths are not padded.
+
+    Raises:
+        ValueError: a row is nothing but padding.
+    """
+    pad = next(iter(special_tokens(model, "pad")), None)
+    if pad is None or len(set(map(len, rows))) != 1 or not len(rows[0]):
+        return rows, ()
+    spans = [(row != pad).nonzero()[:, 0].tolist() for row in rows]
+    if not all(spans):
+        raise ValueError(f"prompt {spans.index([])} is nothing but padding (token {pad})")
+    most = int(pad in (*special_tokens(model, "bos"), *special_tokens(model, "eos")))  # of it that is text
+    first, last = [span[0] for span in spans], [span[-1] for span in spans]
+    left, right = min(*first, most), min(len(rows[0]) - 1 - max(last), most)
+    cut = [row[start - left : end + 1 + right] for row, start, end in zip(rows, first, last, strict=True)]
+    padded = sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))
+    note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
+    return cut, (f"{note}; pass the attention_mask too if some of it is text",) * bool(padded)
 
 
 # ---------------------------------------------------------------------------------------- default prompts
@@ -182,9 +199,7 @@ def default_tokens(model: HookedModel, split: str = MEASURED) -> list[Int[Tensor
     if (own := bundled_prompts(model)) is not None:
         return [row[:limit] for row in (own.measured if split == MEASURED else own.calibration)]
     if tokenizer_of(model) is None:
-        raise ValueError(
-            "this model has no tokenizer and no prompts of its own: pass token ids as prompts= (or tokens=)"
-        )
+        raise ValueError("this model has no tokenizer and no prompts of its own: pass token ids")
     return [encode(model, text)[:limit] for text in bundled_texts(split)]
 
 
@@ -243,7 +258,11 @@ class Objective:
         return max(0, len(tokens) - 1) if self.function is None else 1
 
     def sums(self, output: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
-        """Return the loss of each prompt times its weight, float64; differentiable where the loss is.
+        """Return the loss of each prompt times its weight, float64; differentiable where the loss is."""
+        return self.by_token(output, tokens).sum(-1, dtype=torch.float64)
+
+    def by_token(self, output: Any, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch next"]:
+        """Return the loss of each predicted token, or one number per prompt under a user's loss.
 
         Args:
             output: of the model, with `return_type="logits"`.
@@ -255,7 +274,7 @@ class Objective:
         if self.function is None:
             logits, wanted = at_least_float32(output[:, :-1]), tokens[:, 1:].to(output.device)
             losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-            return losses.view(wanted.shape).sum(-1, dtype=torch.float64)
+            return losses.view(wanted.shape)
         try:
             losses = self.function(output, tokens)
         except (MemoryError, torch.OutOfMemoryError):
@@ -265,7 +284,7 @@ class Objective:
         shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if shape != [len(tokens)] or not losses.is_floating_point():
             raise ObjectiveError(f"{self.name} must return floating-point numbers [{len(tokens)}], got {shape}")
-        return losses.double()
+        return losses.double()[:, None]
 
     def obstacle(self, model: HookedModel) -> str:
         """Return why no loss of the model means anything; empty if it does, or if the user's loss decides."""
@@ -278,12 +297,11 @@ class Objective:
         tokens[1, -1] = 0
         with evaluating(model):
             logits = run(model, tokens, return_type="logits")
-        if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] < size:
-            outputs = logits.shape[-1] if isinstance(logits, Tensor) and logits.ndim else 0
+        outputs = logits.shape[-1] if isinstance(logits, Tensor) and logits.ndim == 3 else 0
+        if outputs < size:
             return f"the model has {outputs} outputs for {size} tokens, so there is no next-token loss; give loss="
-        wide = logits.float()
-        ahead = float((wide[0, :-1] - wide[1, :-1]).abs().max())
-        if ahead > _SAME_LOGITS * float(wide.abs().max().clamp_min(1.0)):
+        ahead = (logits[0, :-1].float() - logits[1, :-1].float()).abs().max()
+        if ahead > _SAME_LOGITS * logits.float().abs().max().clamp_min(1.0):
             return "attention is bidirectional, so there is no next-token loss; give loss="
         return ""
 
@@ -294,7 +312,7 @@ class Objective:
         row = tokens[None].to(device_of(model))
         with evaluating(model), torch.no_grad():
             output = run(model, row, return_type="logits")
-            first, second = (float(self.sums(output, row)[0]) for _ in range(2))
+            first, second = float(self.sums(output, row)[0]), float(self.sums(output, row)[0])
         if not math.isfinite(first) or first != second:
             raise ObjectiveError(
                 f"{self.name} returned {first} and {second} on one output: it must be finite and fixed"

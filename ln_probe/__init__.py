@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ln_probe import analyses, hooks
-    from ln_probe.analyses.attribution.logits import attribute_logits
+    from ln_probe.analyses.attribution.logits import attribute_logits, logit_lens
     from ln_probe.analyses.attribution.scores import attribute_scores
     from ln_probe.analyses.geometry.key_geometry import key_geometry
     from ln_probe.analyses.probes.sinks import outlier_tokens
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ln_probe.headline import freezing_cost, norm_constants
     from ln_probe.measure import analyze
     from ln_probe.models import bundled_models, load_model
+    from ln_probe.page.attention import attention
     from ln_probe.report import Report, load_report
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Comparison": "ln_probe.comparison",
     "Report": "ln_probe.report",
+    "attention": "ln_probe.page.attention",
     "attribute_logits": "ln_probe.analyses.attribution.logits",
     "attribute_scores": "ln_probe.analyses.attribution.scores",
     "analyze": "ln_probe.measure",
@@ -37,6 +39,7 @@ _HOME = {
     "key_geometry": "ln_probe.analyses.geometry.key_geometry",
     "load_model": "ln_probe.models",
     "load_report": "ln_probe.report",
+    "logit_lens": "ln_probe.analyses.attribution.logits",
     "norm_constants": "ln_probe.headline",
     "outlier_tokens": "ln_probe.analyses.probes.sinks",
 }
@@ -48,6 +51,7 @@ __all__ = [
     "__version__",
     "analyses",
     "analyze",
+    "attention",
     "attribute_logits",
     "attribute_scores",
     "bundled_models",
@@ -57,6 +61,7 @@ __all__ = [
     "key_geometry",
     "load_model",
     "load_report",
+    "logit_lens",
     "norm_constants",
     "outlier_tokens",
 ]

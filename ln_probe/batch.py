@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
@@ -136,12 +136,28 @@ def digest_of(folder: Path) -> str | None:
         return None
 
 
-def answers(folder: Path) -> list[str]:
-    """Return the first finding of the report in a folder, with the model's name."""
+def write_pages(out: Path, failures: Mapping[str, str], targets: Sequence[Target]) -> tuple[Path, list[str]]:
+    """Write the index of the reports in a folder.
+
+    Args:
+        failures: why a model has no report, by the model's name.
+        targets: whose first findings are returned.
+
+    Returns:
+        The index, and the first finding of each target, with the model's name.
+    """
+    if "torch" not in sys.modules:  # its import takes seconds, and worker processes have it
+        with ProcessPoolExecutor(1, mp_context=_PROCESSES) as pool:
+            return pool.submit(_write_pages, out, failures, targets).result()
+    return _write_pages(out, failures, targets)
+
+
+def _write_pages(out: Path, failures: Mapping[str, str], targets: Sequence[Target]) -> tuple[Path, list[str]]:
+    from ln_probe.page.index import write_index
     from ln_probe.report import load_report
 
-    report = load_report(folder)
-    return [f"{report.name}: {finding}" for finding in report.findings()[:1]]
+    reports = [load_report(out / target.folder) for target in targets]
+    return write_index(out, failures), [f"{report.name}: {report.findings()[0]}" for report in reports]
 
 
 def report_one(target: Target, settings: Settings, out: Path) -> Path:
@@ -157,16 +173,11 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
     """
     from ln_probe.analyses.probes.base import ProbeError
     from ln_probe.measure import analyze
-    from ln_probe.models import load_model, source_of
+    from ln_probe.models import load_as_trained, source_of
 
     folder = out / target.folder
-    model: Any = load_model(
-        target.name,
-        revision=target.revision,
-        device=settings.device,
-        dtype=settings.dtype,
-        allow_pickle=settings.allow_pickle,
-    )
+    options = {"device": settings.device, "dtype": settings.dtype, "allow_pickle": settings.allow_pickle}
+    model: Any = load_as_trained(target.name, revision=target.revision, **options)
     digest = settings.digest(str(source_of(model).weights_sha256))
     existing = digest_of(folder)
     if existing == digest:
@@ -203,10 +214,9 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
 
 def memory_shortage(model: Any, max_tokens: int) -> str:
     """Return a line if a report is expected to need more memory than is free, else ""."""
-    config = model.cfg
-    tokens = min(max_tokens, config.n_ctx)
-    logits = 4 * tokens * config.d_vocab  # of one prompt, in float32; four of them: intact, two edits, their losses
-    patterns = 4 * tokens**2 * config.n_heads * config.n_layers  # kept for the page, and intact beside edited
+    config, tokens = model.cfg, min(max_tokens, model.cfg.n_ctx)
+    logits = 4 * tokens * config.d_vocab  # of one prompt, in float32
+    patterns = 4 * tokens**2 * config.n_heads * config.n_layers
     needed, free = 4 * logits + 2 * patterns, free_memory()
     if needed <= free:
         return ""
@@ -276,9 +286,11 @@ def processors() -> int:
 
 def default_workers(targets: Sequence[Target], device: str | None) -> int:
     """Return how many checkpoints are measured side by side: one on a GPU, else up to MAX_WORKERS."""
-    import torch
+    on_gpu = device is not None and device.startswith("cuda")
+    if device is None and any(Path("/dev").glob("nvidia[0-9]*")):  # torch is imported only if it could see a GPU
+        import torch
 
-    on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
+        on_gpu = torch.cuda.is_available()
     return 1 if on_gpu else min(len(targets), processors(), MAX_WORKERS)
 
 
@@ -328,7 +340,7 @@ class _Clock:
 
     def __init__(self, targets: Sequence[Target], workers: int) -> None:
         self.targets, self.workers = [str(target) for target in targets], workers
-        self.shared = _SPAWN.Array("d", [math.nan] * len(targets))  # when each will be done, as time.time()
+        self.shared = _PROCESSES.Array("d", [math.nan] * len(targets))  # when each will be done, as time.time()
         self.started: dict[str, float] = {}
 
     def show(self, running: Sequence[Target], waiting: int) -> None:
@@ -345,13 +357,15 @@ class _Clock:
             tell_left(max(*ends, 0.0) + sum(whole) / len(whole) * math.ceil(waiting / self.workers))
 
 
-_SPAWN = multiprocessing.get_context("spawn")
+# Workers are forked from a process that has imported what takes seconds, and nothing else.
+_PROCESSES: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+_PROCESSES.set_forkserver_preload(["ln_probe.measure", "ln_probe.page.index"])
 _LOOK_S = 0.5  # between two looks at the workers
 
 
 def _worker(threads: int, clock: _Clock) -> ProcessPoolExecutor:
     arguments = (threads, clock.targets, clock.shared)
-    return ProcessPoolExecutor(1, mp_context=_SPAWN, initializer=_start_worker, initargs=arguments)
+    return ProcessPoolExecutor(1, mp_context=_PROCESSES, initializer=_start_worker, initargs=arguments)
 
 
 def _start_worker(threads: int, targets: list[str], shared: Any) -> None:
@@ -391,12 +405,10 @@ def ray_outcomes(targets: Sequence[Target], settings: Settings, out: Path, worke
     The cluster is that of RAY_ADDRESS, else one that runs on this machine, else one that is started for the command.
 
     Raises:
-        BatchError: Ray is missing, cannot be reached, or its workers do not see the folder `out`.
+        BatchError: Ray cannot be reached, or its workers do not see the folder `out`.
     """
-    try:
-        import ray
-    except ImportError:
-        raise BatchError("--engine ray needs the package ray: pip install ray") from None
+    import ray
+
     host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     try:
         if port.isdigit() and "//" not in host:  # Ray would try for many minutes where nobody listens

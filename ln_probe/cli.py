@@ -23,7 +23,7 @@ import typer.core
 
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT, listing
 from ln_probe.analyses.text import counted, whole_number
-from ln_probe.models import BUNDLED, kind_of, layers_of
+from ln_probe.models import BUNDLED, kind_of, layers_of, load_as_trained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -276,7 +276,7 @@ def report(
     if not names:
         if not any(out.glob("*/report.json")):
             raise ArgumentError(f"{out} holds no reports: name a model to measure, such as lm-layernorm")
-        typer.echo(f"{_index(out, {})} (nothing was measured: name a model for that)")
+        typer.echo(f"{batch.write_pages(out, {}, [])[0]} (nothing was measured: name a model for that)")
         return
     chosen = [_target(name, layers or ()) for name in names]
     try:
@@ -313,14 +313,13 @@ def report(
                     failures[str(outcome.target)] = outcome.error
                 state = "already there" if outcome.skipped else "done"
                 typer.echo(f"{outcome.target}: {outcome.error or state}", err=True)
-            index = _index(out, failures)
+            written = [target for target in chosen if str(target) not in failures]
+            index, answers = batch.write_pages(out, failures, written if len(chosen) <= _SUMMARIZED else [])
     except batch.BatchError as error:
         raise ArgumentError(str(error)) from error
     except OSError as error:
         raise ArgumentError(f"cannot write to {out} ({error.strerror or error}): choose another --out") from error
-    for target in chosen if len(chosen) <= _SUMMARIZED else ():
-        if str(target) not in failures:
-            _echo_wrapped("\n".join(batch.answers(out / target.folder)))
+    _echo_wrapped("\n".join(answers))
     typer.echo(f"{len(chosen) - len(failures)} of {len(chosen)} reports; open {index}")
     if failures:
         raise typer.Exit(SOME_FAILED)
@@ -382,12 +381,6 @@ def _target(text: str, layers: Iterable[int] = ()) -> Target:
     return target
 
 
-def _index(out: Path, failures: dict[str, str]) -> Path:
-    from ln_probe.page.index import write_index
-
-    return write_index(out, failures)
-
-
 @app.command("freezing-cost")
 def freezing_cost(
     model: Annotated[str, typer.Argument(help="A name, NAME@REVISION, or a path.")],
@@ -412,21 +405,10 @@ def freezing_cost(
         raise ArgumentError(str(error)) from error
     try:
         with _progress(quiet):
-            of_lab = kind_of(target.name, Path(target.name).expanduser()) in ("bundled", "lab")
-            if of_lab:  # measured as it was trained
-                from ln_probe.analyses.lab.points import leave_out_transformer_lens
-
-                leave_out_transformer_lens()
+            options: dict[str, Any] = {"device": device, "dtype": dtype, "allow_pickle": allow_pickle}
+            loaded = load_as_trained(target.name, revision=target.revision, **options)
             import ln_probe
 
-            loaded = ln_probe.load_model(
-                target.name,
-                revision=target.revision,
-                device=device,
-                dtype=dtype,
-                allow_pickle=allow_pickle,
-                world="lab" if of_lab else None,
-            )
             cost = ln_probe.freezing_cost(
                 loaded,
                 prompts,

@@ -1,8 +1,8 @@
-"""Several reports side by side: the same tables with a column per model, and one row of summary for each."""
+"""Several reports side by side: one row of summary for each, heads by model, and paired changes of the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -12,11 +12,11 @@ import pandas as pd
 
 from ln_probe.analyses.probes import statistics, wording
 from ln_probe.analyses.probes.tables import SUMMARY
-from ln_probe.analyses.text import step_named
+from ln_probe.analyses.text import disarmed, shortened, step_named
 from ln_probe.hooks.edits import GROUPS
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 from ln_probe.hooks.task import Objective
-from ln_probe.report import Report, table_named
+from ln_probe.report import Report
 
 if TYPE_CHECKING:
     from ln_probe.page.figures import Figure
@@ -30,8 +30,6 @@ class Comparison:
         names: a different one per report; reports: the reports themselves.
         summary: a row per report (`ln_probe.analyses.probes.tables.SUMMARY`): the loss and its difference from the
             first report's, sinks, shares and medians over heads, intact and with scaling frozen.
-        tables: the reports' tables joined on their key columns, with columns (measure, name), so that
-            `heads["margin_median"]` has a column per model; `layernorms`, `heads`, … are short for them.
         paired: a row per report but the first, sites and variant: how much more its loss changes than the first
             one's on the `n` prompts that both have, with a paired 95 % CI and p (Holm-adjusted over groups of norms, or
             over single norms); only reports on the same tokens and layers and of the same loss are paired.
@@ -45,27 +43,31 @@ class Comparison:
     names: tuple[str, ...]
     reports: tuple[Report, ...]
     summary: pd.DataFrame
-    tables: Mapping[str, pd.DataFrame]
     paired: pd.DataFrame
     notes: tuple[str, ...] = ()
 
-    layernorms = table_named("layernorms")
-    heads = table_named("heads")
-    keys = table_named("keys")
-    causal = table_named("causal")
-
     @property
     def by_head(self) -> pd.DataFrame:
-        """`Report.by_head` of all reports, by (layer, head), with columns (measure, name)."""
-        return side_by_side(("layer", "head"), self.names, [r.by_head() for r in self.reports])
+        """`Report.by_head` of all reports side by side: a row per layer and head, columns (measure, name)."""
+        frames = [report.by_head().set_index(["layer", "head"]) for report in self.reports]
+        wide: pd.DataFrame = pd.concat(dict(zip(self.names, frames, strict=True)), axis=1).swaplevel(axis=1)
+        return wide[frames[0].columns]
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(map(repr, self.names))})"
 
     def _repr_html_(self) -> str:
-        from ln_probe.page.index import comparison_cell
+        from markupsafe import Markup
 
-        return comparison_cell(self)
+        from ln_probe.page import render
+        from ln_probe.page.index import losses
+
+        rows = self.summary.dropna(axis=1, how="all")
+        rows = rows.assign(model=[shortened(disarmed(name)) for name in rows["model"]])
+        table = Markup(rows.to_html(index=False, float_format="{:.4g}".format))
+        pictures = [drawing.svg for drawing in losses(self.names, self.reports)[:1]]
+        name, notes = " · ".join(self.names), self.notes
+        return render("cell.html", name=name, findings=[], notes=notes, pictures=[*pictures, table])
 
     def figure(self) -> Figure:
         """Draw the loss changes of all models with their 95 % CIs: a panel per term, a line per model.
@@ -79,7 +81,7 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Comparison:
-    """Compare several reports: join their tables, and pair their loss changes by prompt.
+    """Compare several reports: a row of summary for each, and their loss changes paired by prompt.
 
     Args:
         reports: at least one.
@@ -98,25 +100,8 @@ def compare(reports: Sequence[Report], names: Sequence[str] | None = None) -> Co
     names = labels(reports) if names is None else tuple(map(str, names))
     if len(names) != len(reports) or len(set(names)) != len(names):
         raise ValueError(f"names must be {len(reports)} different ones, one per report, got {list(names)}")
-    keys = {name: table.key for report in reports for name, table in report.declared.items() if table.key}
-    wide = {name: side_by_side(key, names, [r.tables.get(name) for r in reports]) for name, key in keys.items()}
-    more = paired(names, reports), setup_differences(names, reports)
-    return Comparison(names, reports, summary(names, reports), wide, *more)
-
-
-def side_by_side(key: Sequence[str], names: Sequence[str], frames: Sequence[pd.DataFrame | None]) -> pd.DataFrame:
-    """Join the models' rows of a table on its key; columns are (measure, name)."""
-    indexed = {
-        name: frame.set_index(list(key))
-        for name, frame in zip(names, frames, strict=True)
-        if frame is not None and len(frame)
-    }
-    if not indexed:
-        return pd.DataFrame()
-    both = pd.concat(indexed, axis=1, sort=False)
-    measures = list(dict.fromkeys(both.columns.get_level_values(1)))
-    wide: pd.DataFrame = both.swaplevel(axis=1)[measures]
-    return wide
+    notes = setup_differences(names, reports)
+    return Comparison(names, reports, summary(names, reports), paired(names, reports), notes)
 
 
 def step_of(report: Report) -> int | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float, UInt8
 
 from ln_probe.analyses.constants import Constants
@@ -69,10 +70,16 @@ class PromptAttention(OneLine):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Exhibits(OneLine):
-    """The data of a report for pictures; `notes` list omissions."""
+    """The data of a report for pictures; `notes` list omissions.
+
+    Attributes:
+        attention: of one prompt.
+        token_losses: a row per predicted token: see `Report.tokens`.
+    """
 
     attention: PromptAttention | None = None
     notes: tuple[str, ...] = ()
+    token_losses: pd.DataFrame | None = None
 
 
 @dataclass
@@ -89,6 +96,7 @@ class AttentionRecorder:
     heads: Sequence[int]
     prompt: int = 0
     causal: bool = True
+    failure: str = ""
     _patterns: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,7 +111,7 @@ class AttentionRecorder:
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
         """Record a layer of the prompt that is shown."""
-        if prompt != self.prompt or attended.layer not in self.chosen:
+        if attended.layer not in self.chosen:
             return
         intact = attended.seen.pattern.float()
         heads = [head for head in self.heads if head < len(intact)]
@@ -117,8 +125,8 @@ class AttentionRecorder:
 
     def exhibits(self) -> Exhibits:
         """Return what was recorded."""
-        if not self._patterns:
-            return Exhibits()
+        if self.failure or not self._patterns:
+            return Exhibits(notes=(self.failure,) * bool(self.failure))
         tokens = self.tokens[self.prompt]
         layers = sorted(self._patterns)
         intact, frozen = (np.stack([self._patterns[layer][i] for layer in layers]) for i in (0, 1))
@@ -148,6 +156,9 @@ def save_arrays(path: Path, exhibits: Exhibits, constants: Constants | None) -> 
         about = asdict(exhibits.attention)
         arrays |= {name: about.pop(name) for name in ("intact", "frozen")}
         index["attention"] = about
+    if (losses := exhibits.token_losses) is not None:
+        index["tokens"] = losses["token"].tolist()
+        arrays |= {f"tokens.{name}": losses[name].to_numpy() for name in losses if name != "token"}
     if constants is not None:
         arrays |= {f"constants.{name}": array for name, array in constants.arrays().items()}
     buffer = io.BytesIO()
@@ -170,7 +181,13 @@ def load_arrays(path: Path) -> tuple[Exhibits, dict[str, np.ndarray]]:
         if about is not None:
             about |= {name: tuple(about[name]) for name in ("tokens", "layers", "heads")}
             shown = PromptAttention(**about, intact=arrays["intact"], frozen=arrays["frozen"])
-        constants = {name.removeprefix("constants."): a for name, a in arrays.items() if name.startswith("constants.")}
-        return Exhibits(shown, tuple(index["notes"])), constants
+        constants, columns = (
+            {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+            for start in ("constants.", "tokens.")
+        )
+        losses = pd.DataFrame(columns) if columns else None
+        if losses is not None:
+            losses.insert(2, "token", index["tokens"])
+        return Exhibits(shown, tuple(index["notes"]), losses), constants
     except _DAMAGE as error:
         raise ValueError(f"{path} is damaged ({error}): analyze the model again") from error

@@ -1,4 +1,4 @@
-"""Check what `analyze` and its likes are given: a model that is measured as it is, and numbers.
+"""Check the model that `analyze` and its likes are given, and lists of its layers and heads.
 
 A hook that neither TransformerLens nor ln_probe nor the loader has put on the model is a user's: it is refused, or
 measured with (`hooks="keep"`), which the report says.
@@ -112,8 +112,6 @@ def hooked_model(given: object, tokenizer: Any = None, hooks: str = REFUSE) -> t
 def unchanged(model: HookedModel) -> Iterator[None]:
     """Measure a model in evaluation mode; raise ModelStateError at the end if a parameter has changed."""
     with torch.inference_mode(False), evaluating(model):
-        if name := next((n for n, p in model.named_parameters() if p.is_inference()), ""):
-            raise ModelStateError(f"{plain_path(name)} was made in torch.inference_mode: load the model outside it")
         before = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
         # Kept, so that no other tensor comes to stand where one stood.
         storage = [p.detach() for _, p in model.named_parameters()]
@@ -124,42 +122,23 @@ def unchanged(model: HookedModel) -> Iterator[None]:
             raise ModelStateError(f"{plain_path(name)} changed while the model was measured: measure it again")
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
-
-
-def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
-    """Return a list of layers or heads as a tuple.
-
-    Raises:
-        TypeError: it is no list of whole numbers.
-    """
-    try:
-        if not isinstance(values, str | bytes):
-            return tuple(whole_number(v, what) for v in values)
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(f"{what} must be a list of whole numbers, such as [0, 1], got {values!r}")
-
-
 def indices(values: Any, what: str, count: int) -> list[int]:
     """Return a list of layers or heads; negative layers count from the end.
 
     Raises:
         TypeError, ValueError: no list of whole numbers, an empty one, or one that the model lacks.
     """
-    numbers = whole_numbers(values, f"{what}s")
+    try:
+        numbers = [whole_number(value, what) for value in values]
+    except (TypeError, ValueError):
+        raise TypeError(f"{what}s must be a list of whole numbers, such as [0, 1], got {values!r}") from None
     if what == "layer":
-        numbers = tuple(i + count if -count <= i < 0 else i for i in numbers)
+        numbers = [i + count if -count <= i < 0 else i for i in numbers]
     if wrong := [i for i in numbers if not 0 <= i < count]:
         raise ValueError(f"no {what} {wrong[0]}: the model has {what}s 0 … {count - 1}")
     if not numbers:
         raise ValueError(f"an empty list of {what}s leaves nothing to analyze: None means all")
-    return list(numbers)
-
-
-def token_limit(value: Any) -> int:
-    """Return `max_tokens`; ValueError unless it is a whole number, 2 or more: one token alone predicts nothing."""
-    return whole_number(value, "max_tokens", 2)
+    return numbers
 
 
 def seed_of(value: Any) -> int:

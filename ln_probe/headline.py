@@ -15,7 +15,8 @@ from ln_probe.analyses.probes.causal import Causal
 from ln_probe.analyses.probes.wording import PLACES, loss_change, strata_means, strata_sentence
 from ln_probe.analyses.progress import ProgressLine, one_blas_thread
 from ln_probe.analyses.text import check_flags, counted, disarmed, encodable, with_interval
-from ln_probe.guard import REFUSE, hooked_model, seed_of, token_limit, unchanged
+from ln_probe.guard import REFUSE, hooked_model, seed_of, unchanged
+from ln_probe.hooks.model import whole_number
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANTS
 from ln_probe.hooks.task import Loss, Objective
 from ln_probe.passes import measure_norms, second_pass
@@ -30,7 +31,7 @@ class FreezingCost:
     Attributes:
         estimate: loss increase with scaling frozen at every norm, nats/token (or units of the user's loss); NaN where
             the edited model's logits are not finite (`table` then has the increase at attention's norms).
-        low, high: its 95 % CI over prompt groups, the choice of constants included; NaN with fewer than 8 groups.
+        low, high: its 95 % CI over prompt groups, the choice of constants included; NaN with fewer than 16 groups.
         loss: of the intact model on the same prompts.
         strata: the loss increase on the prompts of each book; the CI is over windows of these books. Empty for other
             prompts.
@@ -149,10 +150,10 @@ def freezing_cost(
     objective, probe = Objective.of(loss), Causal(primary_only=True)
     hooked, on_hooks = hooked_model(model, tokenizer, hooks)
     options: dict[str, Any] = {"calibration": calibration, "groups": groups, "prepend_bos": prepend_bos}
-    options |= {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed), "max_prompts": max_prompts}
+    options |= {"max_tokens": whole_number(max_tokens, "max_tokens", 2), "seed": seed_of(seed)}
     with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():
-        start = measure_norms(hooked, prompts, probes=[probe], loss=objective, **options)
-        results = second_pass(start.run, [probe], start.inputs, start.limit, None, None)[probe.name]
+        start = measure_norms(hooked, prompts, probes=[probe], loss=objective, max_prompts=max_prompts, **options)
+        results = second_pass(start, [probe])[probe.name]
     if isinstance(results, Failure):
         raise ProbeError(str(results))
     notes = tuple(dict.fromkeys((*start.notes, *results.notes, *on_hooks)))
@@ -212,7 +213,7 @@ def norm_constants(
     """
     check_flags(progress=progress)
     hooked, _ = hooked_model(model, tokenizer, hooks)
-    options: dict[str, Any] = {"max_tokens": token_limit(max_tokens), "seed": seed_of(seed)}
+    options: dict[str, Any] = {"max_tokens": whole_number(max_tokens, "max_tokens", 2), "seed": seed_of(seed)}
     with ProgressLine(quiet=not progress), unchanged(hooked):
         start = measure_norms(hooked, prompts, probes=[], calibration=calibration, groups=groups, **options)
     return start.run.constants

@@ -23,7 +23,7 @@ from ln_probe.analyses.progress import ProgressLine, one_blas_thread
 from ln_probe.analyses.schema import TableError
 from ln_probe.analyses.text import check_flags
 from ln_probe.exhibits import AttentionRecorder, Exhibits
-from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, token_limit, unchanged
+from ln_probe.guard import REFUSE, hooked_model, indices, seed_of, unchanged
 from ln_probe.hooks.model import n_layers, whole_number
 from ln_probe.hooks.task import Loss, Objective
 from ln_probe.loading.source import source_of
@@ -126,7 +126,7 @@ def analyze(
         "probes": [probe.name for probe in chosen_probes],
         "layers": None if layers is None else indices(layers, "layer", shape["layers"]),
         "heads": None if heads is None else indices(heads, "head", shape["heads"]),
-        "max_tokens": token_limit(max_tokens),
+        "max_tokens": whole_number(max_tokens, "max_tokens", 2),
         "seed": seed_of(seed),
         "tokenizer": str(tokenizer) if isinstance(tokenizer, str | Path) else None,
         "batch_size": None if batch_size is None else whole_number(batch_size, "batch_size", 1),
@@ -153,7 +153,7 @@ def analyze(
         recorder = None
         if start.maps is not None:
             recorder = AttentionRecorder(run.strings, run.layers, run.heads or range(shape["heads"]))
-        results = second_pass(run, chosen_probes, start.inputs, start.limit, start.maps, recorder, default=default)
+        results = second_pass(start, chosen_probes, recorder, default=default)
         about_model = {**asdict(source.result()), "norms": {n.name: n.kind for n in run.norms}}
         report = assemble(
             chosen_probes,
@@ -224,12 +224,13 @@ def assemble(
         for name, frame in frames.items():
             filled.setdefault(name, []).append(frame)
     probe_notes = [note for result in complete.values() for note in result.notes]
+    losses = [result.token_losses for result in complete.values()]
     how = {name: dict(result.provenance) for name, result in complete.items() if result.provenance}
     return Report(
         tables={name: table.merged(filled.get(name, ())) for name, table in tables.items()},
         provenance={**how, **provenance},
         notes=tuple(dict.fromkeys((*notes, *probe_notes, *map(str, failures)))),
-        exhibits=exhibits,
+        exhibits=replace(exhibits, token_losses=next((one for one in losses if one is not None), None)),
         constants=constants,
         declared=tables,
         probes=tuple(p for p in probes if p.name not in BUILT_IN),

@@ -24,11 +24,11 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 # The checkpoints that come with the package, in `data/checkpoints`: each one trained model of 4 layers and 16 heads.
 BUNDLED = {
-    "lm-layernorm": "LayerNorm at every norm",
-    "lm-layernorm-removed": "lm-layernorm after fine-tuning in which every norm became a constant",
-    "lm-none": "neither projection nor scaling: every norm divides by a constant",
-    "lm-projection_only": "projection without scaling",
-    "lm-scaling_only": "scaling without projection (an RMSNorm)",
+    "lm-layernorm": "LayerNorm before attention, the MLPs and the end",
+    "lm-layernorm-removed": "lm-layernorm, fine-tuned until constants could replace every norm's sigma",
+    "lm-none": "as lm-layernorm, but trained without any norm before attention",
+    "lm-projection_only": "as lm-layernorm, but the norms before attention project and do not scale",
+    "lm-scaling_only": "as lm-layernorm, but the norms before attention scale and do not project (RMSNorm)",
 }
 _LAB_FILE = "lab.json"  # what makes a folder a lab run's
 
@@ -71,7 +71,6 @@ def load_model(
         ValueError: an unknown name, revision, option, device or architecture; damaged, quantized or non-finite weights;
             a pickle without `allow_pickle`; or logits that are not those of the original.
         TypeError: a name that is no text or path, or `allow_pickle` neither True nor False.
-        ImportError: a ``.gguf`` file without the package ``gguf``.
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")
@@ -97,6 +96,19 @@ def load_model(
     if kind in ("folder", "gguf") and revision is not None:
         raise ValueError(f"{given} is a local {kind}, which has no revisions: leave revision={revision!r} out.")
     return _load_checkpoint(given, kind, path, torch_device, torch_dtype, revision, allow_pickle, world)
+
+
+def load_as_trained(name: str, **options: Any) -> nn.Module:
+    """Load a model as `load_model` does, but a lab or bundled one as it was trained.
+
+    That needs no TransformerLens, which takes seconds to import, and half the time of a bridge's pass.
+    """
+    if kind_of(name, Path(name).expanduser()) not in ("bundled", "lab"):
+        return load_model(name, **options)
+    from ln_probe.analyses.lab.points import leave_out_transformer_lens
+
+    leave_out_transformer_lens()
+    return load_model(name, world="lab", **options)
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -133,7 +145,7 @@ def held_out_windows() -> BundledPrompts:
 
     from ln_probe.hooks.task import BundledPrompts
 
-    content = json.loads((_data_folder() / "windows.json").read_text())
+    content = json.loads((_data_folder() / "windows.json").read_text(encoding="utf-8"))
     measured, calibration = (tuple(torch.tensor(row) for row in content[part]) for part in ("measured", "calibration"))
     return BundledPrompts(measured, calibration, content["source"], tuple(content["books"]))
 
@@ -176,7 +188,7 @@ def kind_of(given: str, path: Path) -> Literal["hub", "folder", "gguf", "lab", "
     if os.path.isdir(path):
         if (path / _LAB_FILE).is_file():
             return "lab"
-        if (path / "config.json").is_file() or (given not in BUNDLED and not _is_known(given)):
+        if (path / "config.json").is_file() or given not in BUNDLED:
             return "folder"
     if given in BUNDLED:
         return "bundled"
@@ -189,12 +201,6 @@ def layers_of(given: str, path: Path) -> int:
     """Return how many layers the model of a lab run or a bundled name has; imports nothing heavy."""
     folder = path if (path / _LAB_FILE).is_file() else bundled_folder(given)
     return int(json.loads((folder / _LAB_FILE).read_text(encoding="utf-8"))["model"]["n_layers"])
-
-
-def _is_known(name: str) -> bool:
-    from ln_probe.loading.pretrained import known_hub_names
-
-    return name.lower() in known_hub_names()
 
 
 def dtype_named(name: str | torch.dtype) -> torch.dtype:
@@ -219,13 +225,8 @@ def device_named(name: str | torch.device | None) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be 'cpu', 'cuda', 'cuda:0', 'mps', …, got {name!r}.") from error
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if device.type not in counts:
-        raise ValueError(f"device must be 'cpu', 'cuda' or 'mps', got {name!r}.")
-    if (device.index or 0) >= counts[device.type]:
-        raise ValueError(
-            f"device {name!r} is not there: this machine shows {counts[device.type]} of that kind to torch "
-            f"{torch.__version__}. Use device='cpu'."
-        )
+    if (device.index or 0) >= counts.get(device.type, 0):
+        raise ValueError(f"device {name!r} is not there, as torch {torch.__version__} sees it: use device='cpu'.")
     return device
 
 
@@ -284,6 +285,7 @@ def _load_run(
 ) -> nn.Module:
     """Load the model of a lab run; a bundled one brings its prompts and its loss-optimal constants."""
     from ln_probe.analyses.lab.train import load_run, weights_of
+    from ln_probe.hooks.constants import weights_sample
     from ln_probe.loading.source import remember, sha256_of_files, sha256_of_state
 
     step = None if revision is None else _step(revision)
@@ -308,8 +310,7 @@ def _load_run(
         model.__dict__["bundled_prompts"] = held_out_windows()
         shipped = shipped_constants(folder)
         if shipped and shipped["weights_sha256"] == sha256_of_files([weights_of(folder, step)]):
-            model.__dict__["shipped_constants"] = shipped
-            model.__dict__["optimal_constants"] = shipped["every"]
+            model.__dict__["shipped_constants"] = {**shipped, "sample": weights_sample(cast(Any, model))}
     return model
 
 

@@ -6,6 +6,8 @@ of every head reach. In the second, which needs the constants, the probes observ
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,39 +26,36 @@ from ln_probe.analyses.probes.edited_passes import PlainAttention, rows_at_once
 from ln_probe.analyses.probes.uniformity import AttentionLayer, LayerMaps
 from ln_probe.analyses.progress import TimeLeft, tell, tell_inner, tell_left
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.constants import Constant, fit, mean_sigmas
+from ln_probe.hooks.constants import Constant, bundled_constants, fit, mean_sigmas, some
 from ln_probe.hooks.edits import members
-from ln_probe.hooks.model import (
-    HookedModel,
-    device_of,
-    evaluating,
-    hooks_on,
-    in_missing_head,
-    n_layers,
-    plain_path,
-    run,
-    tensors_in,
-)
+from ln_probe.hooks.model import HookedModel, device_of, evaluating, in_missing_head, n_layers, plain_path
+from ln_probe.hooks.model import run as run_model
 from ln_probe.hooks.norm import Norm
-from ln_probe.hooks.norms import attention_inputs, layers_in_words
-from ln_probe.hooks.stream import AttentionInput, stream_together
+from ln_probe.hooks.norms import attention_inputs, layers_in_words, unhooked_norms
+from ln_probe.hooks.stream import AttentionInput, streaming
 from ln_probe.hooks.task import CALIBRATION as CALIBRATION_PART
 from ln_probe.hooks.task import Objective, bundled_prompts, default_tokens, tokenizer_of
 from ln_probe.prompts import BUNDLED, Prompts, calibration_prompts, make_prompts, summary
 
-# Geometry takes a second to import, and the freezing cost needs none of it.
 if TYPE_CHECKING:
     from ln_probe.analyses.probes.decomposition import NormStatistics
     from ln_probe.exhibits import AttentionRecorder
 
-_CENTRED = 1e-9  # share of the mean in a vector's squared length: centred weights leave 1e-14, others above 1e-6
+_CENTRED_SHARE = 1e-9  # of the mean in a vector's squared length: centred weights leave 1e-14, others above 1e-6
+_ONE_GROUP = "there is one group of prompts (give more prompts, or calibration=)"
+CENTRED = (
+    "the stream has mean 0 at every norm (centred weights), so removing projection changes nothing: load the model "
+    "unprocessed, with HookedTransformer.from_pretrained_no_processing or ln_probe.load_model"
+)
 _STREAM = "stream"  # the kind of work that probes of norms and attention share
 
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
-def batch_limit(model: HookedModel, batch_size: int | None, probes: Sequence[Probe]) -> Callable[[int], int]:
-    """Return how many prompts of a length go through the model together.
+def batch_sizes(
+    model: HookedModel, prompts: Sequence[Tensor], batch_size: int | None, probes: Sequence[Probe]
+) -> dict[int, int]:
+    """Return how many prompts of a length go through the model together, by length.
 
     Args:
         batch_size: the same for every length; None: on a CPU one, or several where no probe sees attention; on a GPU as
@@ -64,13 +63,14 @@ def batch_limit(model: HookedModel, batch_size: int | None, probes: Sequence[Pro
         probes: those that observe the prompts.
     """
     together = device_of(model).type == "cuda" or not any(probe.needs.attention for probe in probes)
-    return lambda length: batch_size or (rows_at_once(model, length) if together else 1)
+    lengths = set(map(len, prompts))
+    return {n: batch_size or (rows_at_once(model, n) if together else 1) for n in lengths}
 
 
 def batches(
     stage: str,
     prompts: Sequence[Tensor],
-    limit: Callable[[int], int],
+    sizes: Mapping[int, int],
     watchers: Callable[[int], object] = lambda _: None,
 ) -> Iterator[tuple[range, Int[Tensor, "batch pos"]]]:
     """Yield the numbers and the tokens of the prompts that go through the model together, and report progress.
@@ -80,7 +80,7 @@ def batches(
     first = 0
     while first < len(prompts):
         length, watching = len(prompts[first]), watchers(first)
-        last = min(len(prompts), first + limit(length))
+        last = min(len(prompts), first + sizes[length])
         alike = range(first + 1, last)
         end = next((n for n in alike if len(prompts[n]) != length or watchers(n) != watching), last)
         tell(stage, first, float(len(prompts)), "prompts")
@@ -96,7 +96,7 @@ def check_finite(model: HookedModel, tokens: Int[Tensor, " pos"]) -> None:
     for name, parameter in model.named_parameters():
         _check_finite(plain_path(name), parameter.detach())
     with evaluating(model):
-        logits = run(model, tokens[None], return_type="logits")
+        logits = run_model(model, tokens[None], return_type="logits")
     if isinstance(logits, Tensor):
         _check_finite("the logits of the first prompt", logits[0])
 
@@ -108,86 +108,101 @@ def _check_finite(what: str, value: Tensor) -> None:
         raise ValueError(f"{what}: {float(value[tuple(place)])} at {place}: is the checkpoint damaged, or try float32")
 
 
-class SigmaSums:
-    """Sums of one norm's sigma, where nothing else of `NormStatistics` is wanted."""
-
-    def __init__(self, site: Norm) -> None:
-        self.site = site
-
-    def add(
-        self, x: Float[Tensor, "pos d"], _y: Float[Tensor, "pos d"], *, heads: int = 1
-    ) -> tuple[tuple[float, float], tuple[int, int]]:
-        """Return the sums of sigma at position 0 and elsewhere, and how many each is a sum of."""
-        sigma = self.site.sigma(x.double())[:, 0]
-        return (float(sigma[:heads].sum()), float(sigma[heads:].sum())), (heads, len(sigma) - heads)
-
-
 def first_pass(
     model: HookedModel,
     prompts: Sequence[Int[Tensor, " _"]],
     inputs: Sequence[Norm],
-    statistics: Sequence[NormStatistics | SigmaSums],
+    sites: Sequence[Norm],
+    statistics: Sequence[NormStatistics],
     layers: Sequence[int],
-    limit: Callable[[int], int],
+    sizes: Mapping[int, int],
     maps: LayerMaps | None,
-) -> Float64[np.ndarray, "prompt 2 norm 2"]:
+) -> tuple[Float64[np.ndarray, "prompt 2 norm 2"], float]:
     """Run all prompts; statistics and maps take in what they show.
 
     Args:
         inputs: the model's norms, and identities where attention reads the stream.
-        statistics: of the norms that are measured.
+        sites: the norms that are measured.
+        statistics: of each of them; empty: sums of sigma alone are wanted.
         layers: whose attention is observed.
+        sizes: how many prompts go through the model together, by length.
         maps: None: no probe needs attention.
 
     Returns:
-        sums and counts of sigma, of each prompt and norm, at position 0 and elsewhere.
+        sums and counts of sigma, of each prompt and norm, at position 0 and elsewhere; and, over the norms that
+        project, the largest share of the mean in the squared length of what they read (NaN without such norms).
 
     Raises:
         ActivationError: an input or output of a norm is not finite; names it.
     """
-    places = {s.site.name: place for place, s in enumerate(statistics)}
-    sums = np.zeros((len(prompts), 2, len(statistics), 2))
-    numbers, length = range(0), 1
+    places = {site.name: place for place, site in enumerate(sites)}
+    sums = np.zeros((len(prompts), 2, len(sites), 2))
+    numbers, length, mean_share = range(0), 1, math.nan
 
     def on_norm(row: int, norm: Norm, x: Tensor, y: Tensor) -> None:
+        nonlocal mean_share
         if (place := places.get(norm.name)) is not None:
-            sums[numbers[row], :, place] = statistics[place].add(x, y, heads=max(1, len(x) // length))
+            heads = max(1, len(x) // length)
+            of_prompt = statistics[place].add(x, y, heads=heads) if statistics else _sigma_sums(norm, x, heads)
+            sums[numbers[row], :, place] = of_prompt
+        if norm.projects and numbers[row] == 0:
+            x = x.double()
+            mean_share = np.fmax(mean_share, float(x.mean(-1).square().mean() / x.square().mean()))
 
     def on_attention(_: int, seen: AttentionInput) -> None:
         assert maps is not None
         tell_inner(f"layer {seen.layer + 1}")
         maps.observe(seen)
 
-    watch: Any = {"layers": layers, "on_norm": on_norm, "on_attention": None if maps is None else on_attention}
     plain = PlainAttention.of(model, max(prompts, key=len)) if maps is None else None
     with nullcontext() if plain is None else plain.replaced():
-        for numbers, tokens in batches("first pass", prompts, limit):  # noqa: B007 - the callbacks read it
+        for numbers, tokens in batches("first pass", prompts, sizes):  # noqa: B007 - the callbacks read it
             length = tokens.shape[1]
-            stream_together(model, tokens, inputs, **watch)
-    return sums
+            with streaming(model, tokens, inputs, on_norm, None if maps is None else on_attention, layers):
+                run_model(model, tokens)
+    return sums, mean_share
+
+
+def _sigma_sums(norm: Norm, x: Float[Tensor, "pos d"], heads: int) -> tuple[tuple[float, float], tuple[int, int]]:
+    """Return the sums of sigma at position 0 and elsewhere, and how many each is a sum of."""
+    sigma = norm.sigma(x.double())[:, 0]
+    return (float(sigma[:heads].sum()), float(sigma[heads:].sum())), (heads, len(sigma) - heads)
 
 
 # -------------------------------------------------------------------------------------------------------- second pass
 
 
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A measurement up to the constants.
+
+    Attributes:
+        run: all that probes get.
+        inputs: the model's norms, and identities where attention reads the stream.
+        sizes: how many prompts go through the model together, by length.
+        maps: of attention layers; None: no probe needs attention.
+        provenance: where prompts and constants come from, as plain JSON.
+        notes: for the reader.
+    """
+
+    run: Run
+    inputs: Sequence[Norm]
+    sizes: Mapping[int, int]
+    maps: LayerMaps | None
+    provenance: Mapping[str, Any]
+    notes: Sequence[str]
+
+
 def second_pass(
-    run: Run,
-    probes: Sequence[Probe],
-    inputs: Sequence[Norm],
-    limit: Callable[[int], int],
-    maps: LayerMaps | None,
-    recorder: AttentionRecorder | None,
-    *,
-    default: bool = False,
+    start: Start, probes: Sequence[Probe], recorder: AttentionRecorder | None = None, *, default: bool = False
 ) -> dict[str, ProbeResults | Failure]:
     """Run all prompts and return each probe's results by its name.
 
     Args:
-        inputs: the model's norms, and identities where attention reads the stream.
-        maps: of the first pass; None: no probe needs attention.
         recorder: records attention; None: there is none to record.
         default: whether these are the model's default prompts, of which a probe takes no more than `Probe.prompts`.
     """
+    run, maps = start.run, start.maps
     every = [ProbeObserver(p, run, p.prompts if default else None) for p in probes]
     radii = {} if maps is None else maps.radii()
     numbers, norms, attention = range(0), list[ProbeObserver](), list[ProbeObserver]()
@@ -204,60 +219,40 @@ def second_pass(
         for observer in attention:
             tell_inner(f"{observer.probe.name}, layer {seen.layer + 1}")
             observer.call("attention", number, attended)
-        if recorder is not None:
-            recorder.attention(number, attended)
+        if recorder is not None and recorder.takes(number) and not recorder.failure:
+            try:
+                recorder.attention(number, attended)
+            except Exception as error:  # the probes' tables stand
+                recorder.failure = f"attention is not shown: {type(error).__name__}: {error}"
 
     streamed = [w for w in every if w.probe.needs.norms or (w.probe.needs.attention and maps is not None)]
     counts = {w.probe.name: sum(map(w.takes, range(len(run.prompts)))) for w in every}
     work = TimeLeft(counts | {_STREAM: max((counts[w.probe.name] for w in streamed), default=1)})
-    for numbers, tokens in batches("second pass", run.prompts, limit, lambda n: [w.takes(n) for w in every]):
+    for numbers, tokens in batches("second pass", run.prompts, start.sizes, lambda n: [w.takes(n) for w in every]):
         watching = [w for w in every if w.takes(numbers.start)]
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and maps is not None]
         recorded = recorder is not None and any(map(recorder.takes, numbers))
+        started, before = time.monotonic(), {w.probe.name: w.seconds for w in watching}
         if norms or attention or recorded:
-            with work.step(_STREAM, len(numbers)):
-                stream_together(
-                    run.model,
-                    tokens,
-                    inputs,
-                    layers=run.layers,
-                    on_norm=on_norm if norms else None,
-                    on_attention=on_attention if attention or recorded else None,
-                )
+            callbacks = on_norm if norms else None, on_attention if attention or recorded else None
+            with streaming(run.model, tokens, start.inputs, *callbacks, run.layers):
+                run_model(run.model, tokens)
+            observing = sum(w.seconds - before[w.probe.name] for w in watching)
+            work.add(_STREAM, time.monotonic() - started - observing, len(numbers))
         for number in numbers:
             for observer in watching:
-                with work.step(observer.probe.name):
-                    if observer.probe.needs.output:
-                        tell_inner(observer.probe.name)
-                        observer.call("prompt", number, run.prompts[number])
-                    observer.call("end", number)
+                if observer.probe.needs.output:
+                    tell_inner(observer.probe.name)
+                    observer.call("prompt", number, run.prompts[number])
+                observer.call("end", number)
+        for observer in watching:
+            work.add(observer.probe.name, observer.seconds - before[observer.probe.name], len(numbers))
         tell_left(work.left)
     return {w.probe.name: w.results() for w in every}
 
 
 # ------------------------------------------------------------------------------------- prompts, norms and constants
-
-
-@dataclass(frozen=True, eq=False)
-class Start:
-    """A measurement up to the constants.
-
-    Attributes:
-        run: all that probes get.
-        inputs: the model's norms, and identities where attention reads the stream.
-        limit: how many prompts of a length go through the model together.
-        maps: of attention layers; None: no probe needs attention.
-        provenance: where prompts and constants come from, as plain JSON.
-        notes: for the reader.
-    """
-
-    run: Run
-    inputs: Sequence[Norm]
-    limit: Callable[[int], int]
-    maps: LayerMaps | None
-    provenance: Mapping[str, Any]
-    notes: Sequence[str]
 
 
 def measure_norms(
@@ -301,11 +296,15 @@ def measure_norms(
     sites = [
         norm for norm in norms if layers is None or norm.layer in measured or set(norm.attention_layers) & set(measured)
     ]
-    statistics = _statistics(sites, probes)
+    statistics: list[NormStatistics] = []
+    if any(probe.name == "decomposition" for probe in probes):  # (which imports numba: the freezing cost does not)
+        from ln_probe.analyses.probes.decomposition import NormStatistics
+
+        statistics = [NormStatistics(site) for site in sites]
     looking = [p.name for p in probes if p.needs.attention]
     maps = LayerMaps(norms) if looking and any(norm.attention_layers for norm in inputs) else None
-    limit = batch_limit(model, batch_size, probes)
-    sums = first_pass(model, ready.tokens, inputs, statistics, measured, limit, maps)
+    sizes = batch_sizes(model, ready.tokens, batch_size, probes)
+    sums, mean_share = first_pass(model, ready.tokens, inputs, sites, statistics, measured, sizes, maps)
     means = Constants(tuple(site.name for site in sites), group_of, sums[:, 0], sums[:, 1])
     constants, calibrated_on, on_constants = _constants(model, means, sites, other)
     if any(p.name == Causal.name for p in probes):
@@ -327,7 +326,9 @@ def measure_norms(
         ready.strata if groups is None else tuple(map(str, groups)),
     )
     notes = [*ready.notes, *_notes(inputs, looking, of_random_head), *(() if maps is None else maps.notes())]
-    notes += [*_on_centred(model, norms, ready.tokens[0]), *on_overlap, *on_constants, *constants.notes()]
+    if unhooked := unhooked_norms(model, [norm for norm in every if not norm.is_identity]):
+        notes.append(f"norms without hook points are neither measured nor edited: {some(unhooked)}")
+    notes += [*([CENTRED] if mean_share <= _CENTRED_SHARE else []), *on_overlap, *on_constants, *constants.notes()]
     about = {
         "prompts": dict(ready.summary),
         "constants": {name: c.plain for name, c in constants.pooled.items()},
@@ -335,28 +336,14 @@ def measure_norms(
             "constants": constants.source,
             "given": constants.given is not None,
             "groups": constants.group_count,
-            "effective_groups": constants.effective_groups,
             **calibrated_on,
         },
     }
-    return Start(run, inputs, limit, maps, about, notes)
-
-
-def _statistics(sites: Sequence[Norm], probes: Sequence[Probe]) -> list[Any]:
-    """Return what takes in the norms: all their statistics where a table shows them, or sums of sigma."""
-    if not any(probe.name == "decomposition" for probe in probes):
-        return [SigmaSums(site) for site in sites]
-    from ln_probe.analyses.probes.decomposition import NormStatistics
-
-    return [NormStatistics(site) for site in sites]
+    return Start(run, inputs, sizes, maps, about, notes)
 
 
 def _overlap(prompts: Prompts, calibration: Prompts) -> tuple[str, ...]:
-    """Return a note on prompts that the calibration text holds too.
-
-    Raises:
-        ValueError: the calibration text cannot be used.
-    """
+    """Return a note on prompts that the calibration text has too; ValueError if that text cannot be used."""
     if max(map(len, calibration.tokens)) < 2:
         raise ValueError("calibration: its prompts have one token each: give prompts of at least two")
     rows, others = ({tuple(row.tolist()) for row in given.tokens} for given in (prompts, calibration))
@@ -382,22 +369,17 @@ def _constants(
     else:
         own = bundled_prompts(model)
         if own is None and tokenizer_of(model) is None:
-            note = (
-                "there is one group of prompts and no other text, so the constants are the means of these prompts "
-                "themselves: give more prompts, or calibration="
-            )
-            return replace(measured, source=OWN_MEANS), {}, (note,)
+            return replace(measured, source=OWN_MEANS), {}, (f"{_ONE_GROUP}, so the constants are its own means",)
         tokens = tuple(default_tokens(model, CALIBRATION_PART))
         source = f"{CALIBRATION} ({BUNDLED if own is None else own.source})"
-        note = "there is one group of prompts only, so the constants are"
-        notes = (f"{note} {source}: give more prompts, or calibration=",)
+        notes = (f"{_ONE_GROUP}, so the constants are {source}",)
     given = mean_sigmas(model, norms, tokens)
     return replace(measured, source=source, given=given), summary(source, tokens), notes
 
 
 def _shipped(model: HookedModel, prompts: Prompts) -> dict[str, Halves] | None:
     """Return the loss-optimal constants that a bundled model brings for its default prompts."""
-    shipped = vars(model).get("shipped_constants")
+    shipped = bundled_constants(model)
     if not shipped or shipped["prompts_sha256"] != summary("", prompts.tokens)["sha256"]:
         return None
     return dict(shipped["halves"])
@@ -407,36 +389,16 @@ def _fitted(
     model: HookedModel, norms: Sequence[Norm], constants: Constants, prompts: Prompts, loss: Objective
 ) -> dict[str, Halves]:
     """Return loss-optimal constants of the primary contrasts' groups of norms, fitted on each half of the prompts."""
-    halves: dict[str, Halves] = {}
-    half = halves_of(constants.groups.tolist())
+    fitted: dict[str, Halves] = {}
+    halves = halves_of(constants.groups.tolist())
+    first, second = ([r for r, half in zip(prompts.tokens, halves, strict=True) if half == i] for i in (0, 1))
     for group in PRIMARY_SITES:
         frozen = [n for n in members(norms, group) if n.scales and n.name in constants.sites]
-        if not frozen or constants.group_count < 2 or loss.obstacle(model):
-            continue
-        tell(f"fitting loss-optimal constants ({group})")
-        of_half = [[row for row, number in zip(prompts.tokens, half, strict=True) if number == i] for i in (0, 1)]
-        first, second = (fit(model, frozen, rows, start=constants.pooled, objective=loss) for rows in of_half)
-        halves[group] = first, second
-    return halves
-
-
-def _on_centred(model: HookedModel, norms: Sequence[Norm], tokens: Int[Tensor, " pos"]) -> tuple[str, ...]:
-    """Return a note where the stream has mean 0 at every norm that projects, as behind centred weights."""
-    shares: list[float] = []
-
-    def look(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = tensors_in(args, kwargs)[0].detach().double()
-        shares.append(float(x.mean(-1).square().mean() / x.square().mean()))
-
-    hooks = [(norm.module, look) for norm in norms if norm.projects]
-    with hooks_on(before=hooks), evaluating(model):
-        run(model, tokens[None])
-    if not shares or max(shares) > _CENTRED:
-        return ()
-    return (
-        "the stream has mean 0 at every norm (centred weights), so removing projection changes nothing: load the model "
-        "unprocessed, with HookedTransformer.from_pretrained_no_processing or ln_probe.load_model",
-    )
+        if frozen and second and not loss.obstacle(model):
+            tell(f"fitting loss-optimal constants ({group})")
+            of_half = partial(fit, model, frozen, start=constants.pooled, objective=loss)
+            fitted[group] = of_half(first), of_half(second)
+    return fitted
 
 
 def _notes(inputs: Sequence[Norm], looking: Sequence[str], left_out: Sequence[str]) -> list[str]:
@@ -449,13 +411,9 @@ def _notes(inputs: Sequence[Norm], looking: Sequence[str], left_out: Sequence[st
     notes = []
     identities = [norm.layer for norm in inputs if norm.is_identity]
     if len(identities) == len(inputs):
-        notes.append(
-            "the model has no normalization: there is no site to decompose, and attention reads the stream itself; "
-            "its keys and queries are measured as they are"
-        )
+        notes.append("the model has no normalization: keys and queries are measured of the stream itself")
     elif not any(norm.attention_layers for norm in inputs):
-        verb = "were" if len(looking) > 1 else "was"
-        unmeasured = f": {' and '.join(looking)} {verb} not measured" if looking else ""
+        unmeasured = f", so {' and '.join(looking)} could not be measured" if looking else ""
         notes.append(f"no norm of this model is read by attention{unmeasured}")
     if 0 < len(identities) < len(inputs):
         notes.append(f"attention reads the residual stream itself, with no norm, in {layers_in_words(identities)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,24 +23,17 @@ from ln_probe.hooks.task import (
     bundled_texts,
     default_tokens,
     encode,
-    special_tokens,
     tokenizer_of,
+    unpadded,
 )
 
-# How many prompts a report shows the beginnings of, how much of each, and how many of the commonest tokens.
-_SHOWN_PROMPTS, _SHOWN_TOKENS, _COMMONEST = 64, 24, 12
-# Prompts of which one token makes up more than this say more about that token than about the model.
-COMMONEST_SHARE = 0.3
-_FEW_TOKENS = 20  # of which a third can be the same by chance
+_SHOWN_PROMPTS, _SHOWN_TOKENS = 64, 24  # how many prompts a report shows the beginnings of, and how much of each
 
 BUNDLED = "bundled"
 _TEXT_FIELD, _ID_FIELDS = "text", ("tokens", "input_ids")
 _SUFFIXES = (".txt", ".jsonl")
 
-__all__ = [
-    "Prompts",
-    "make_prompts",
-]
+__all__ = ["Prompts", "make_prompts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +99,11 @@ def make_prompts(
     max_prompts = None if max_prompts is None else whole_number(max_prompts, "max_prompts", 1)
     if isinstance(prompts, Prompts):
         return prompts
-    if "attention_mask" in (columns := getattr(prompts, "column_names", None) or ()) and _TEXT_FIELD not in columns:
+    columns = getattr(prompts, "column_names", None) or ()
+    if {"input_ids", "attention_mask"}.issubset(columns) and _TEXT_FIELD not in columns:
         prompts = {name: list(prompts[name]) for name in ("input_ids", "attention_mask")}
+    if isinstance(prompts, Mapping) and "input_ids" in prompts and prompts.get("attention_mask") is None:
+        prompts = prompts["input_ids"]
     entries, source = _entries(model, prompts)
     entries = entries[:max_prompts]
     notes: tuple[str, ...] = ()
@@ -121,10 +116,6 @@ def make_prompts(
         notes = (f"texts begin {how} the tokenizer's first token (prepend_bos={prepend_bos})",)
     if isinstance(prompts, Mapping):
         rows, more = _unmasked(prompts)
-    elif getattr(prompts, "ndim", 0) == 2 or (not texts and len(entries) > 1 and len(set(map(_length, entries))) == 1):
-        pad = next(iter(special_tokens(model, "pad")), None)
-        ends = [*special_tokens(model, "bos"), *special_tokens(model, "eos")]
-        rows, more = _unpadded([_row(entry, n) for n, entry in enumerate(entries)], pad, ends)
     else:
         rows, more = [], ()
         for number, entry in enumerate(entries):
@@ -133,6 +124,8 @@ def make_prompts(
                 rows.append(encode(model, entry, prepend_bos=prepend_bos) if is_text else _row(entry, number))
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}" if len(entries) > 1 and is_text else str(error)) from error
+        if not texts:
+            rows, more = unpadded(model, rows)
     finished = _finished(model, rows[:max_prompts], source, max_tokens, (*notes, *more), token_names)
     own = bundled_prompts(model) if prompts is None else None
     return finished if own is None else replace(finished, strata=own.strata[: len(finished.tokens)])
@@ -187,7 +180,7 @@ def read_prompts(path: Path) -> Iterator[str | list[int]]:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"prompts file {str(path)!r} must be a .txt (a prompt a paragraph) or a .jsonl")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # (without the mark that begins files of some editors)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
     if path.suffix == ".txt":
@@ -263,9 +256,7 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
     if "input_ids" not in given:
         raise ValueError(f'a tokenizer\'s output needs "input_ids", this has {", ".join(map(str, given)) or "nothing"}')
     rows = _rows(given["input_ids"])
-    if given.get("attention_mask") is None:
-        return rows, ()
-    masks = _rows(given["attention_mask"])
+    masks = _rows(given["attention_mask"], lambda mask: (_array(mask) != 0).astype(int))  # (or true and false)
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
         raise ValueError("attention_mask does not fit input_ids: their lengths differ")
     visible = []
@@ -282,26 +273,9 @@ def _unmasked(given: Mapping[Any, Any]) -> tuple[list[Tensor], tuple[str, ...]]:
     return visible, (note,) * bool(hidden)
 
 
-def _rows(given: Any) -> list[Tensor]:
+def _rows(given: Any, read: Callable[[Any], Any] = lambda entry: entry) -> list[Tensor]:
     one_row = len(given) and _is_number(given[0])
-    return [_row(entry, number) for number, entry in enumerate([given] if one_row else given)]
-
-
-def _unpadded(rows: list[Tensor], pad: int | None, ends: Sequence[int]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Return the rows of a batch without the padding token at either end, and a note about it.
-
-    Where that token begins or ends texts too (GPT-2), and every row has it at that end, one of it stays.
-    """
-    if pad is None or not rows:
-        return rows, ()
-    spans = [(row != pad).nonzero()[:, 0].tolist() or [0] for row in rows]
-    runs = [(span[0], len(row) - 1 - span[-1]) for row, span in zip(rows, spans, strict=True)]
-    left, right = (min(min(run[end] for run in runs), int(pad in ends)) for end in (0, 1))
-    cut = [row[span[0] - left : span[-1] + 1 + right] for row, span in zip(rows, spans, strict=True)]
-    if not (padded := sum(len(row) > len(rest) for row, rest in zip(rows, cut, strict=True))):
-        return rows, ()
-    note = f"padding (token {pad}) was left out of {padded} of {len(rows)} prompts"
-    return cut, (f"{note}; pass the attention_mask too if some of it is text",)
+    return [_row(read(entry), number) for number, entry in enumerate([given] if one_row else given)]
 
 
 def _finished(
@@ -337,17 +311,11 @@ def _finished(
             return encodable(token_names.get(token, str(token)))
         return str(token) if tokenizer is None else encodable(str(tokenizer.decode([token])))
 
-    every = torch.cat(tokens)
-    names = {i: name_of(i) for i in every.unique().tolist()}
-    token, count = Counter(every.tolist()).most_common(1)[0]
-    if count > COMMONEST_SHARE * len(every) and len(every) >= _FEW_TOKENS:  # then a report is about that token
-        notes = (
-            *notes,
-            f"the token {names[token]!r} makes up {count / len(every):.0%} of the prompts: what is measured describes "
-            "it more than anything else",
-        )
+    names = {i: name_of(i) for i in torch.cat(tokens).unique().tolist()}
     strings = tuple(tuple(names[i] for i in row.tolist()) for row in tokens)
-    return Prompts(tokens, strings, source, notes, summary(source, tokens, names.__getitem__))
+    separator = " " if token_names is not None or tokenizer is None else ""
+    begin = [separator.join(row[:_SHOWN_TOKENS]) for row in strings[:_SHOWN_PROMPTS]]
+    return Prompts(tokens, strings, source, notes, {**summary(source, tokens), "begin": begin})
 
 
 def calibration_prompts(
@@ -360,86 +328,44 @@ def calibration_prompts(
         raise type(error)(f"calibration: {error}") from error
 
 
-def summary(
-    source: str, rows: Iterable[Int[Tensor, " _"]], name_of: Callable[[int], str] | None = None
-) -> dict[str, Any]:
-    """Return source, counts and hash (of the token ids, prompt by prompt) of prompts.
-
-    With `name_of` also how the first prompts begin, the commonest tokens with their shares, and how many prompts repeat
-    an earlier one.
-    """
+def summary(source: str, rows: Iterable[Int[Tensor, " _"]]) -> dict[str, Any]:
+    """Return source, counts and hash (of the token ids, prompt by prompt) of prompts."""
     ids = [row.tolist() for row in rows]
     digest = hashlib.sha256()
     for row in ids:
         digest.update(np.asarray([len(row), *row], np.int64).tobytes())
-    counts = Counter(i for row in ids for i in row)
-    total = sum(counts.values())
-    shown: dict[str, Any] = {}
-    if name_of is not None:
-        common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_COMMONEST]
-        names = Counter(name_of(i) for i, _ in common)  # bytes that are no character by themselves look all alike
-        alike = {i: f" (token {i})" if names[name_of(i)] > 1 else "" for i, _ in common}
-        shown = {
-            "commonest": {name_of(i) + alike[i]: round(n / total, 4) for i, n in common},
-            "repeated": len(ids) - len(set(map(tuple, ids))),
-            "begin": ["".join(_spaced([name_of(i) for i in row[:_SHOWN_TOKENS]])) for row in ids[:_SHOWN_PROMPTS]],
-        }
     return {
         "source": source,
         "count": len(ids),
-        "tokens": total,
+        "tokens": sum(map(len, ids)),
         "longest": max(map(len, ids), default=0),
         "sha256": digest.hexdigest(),
-        **shown,
     }
-
-
-def _spaced(names: Sequence[str]) -> list[str]:
-    """Add spaces between names of tokens (`<EOS>`, ids), but not between pieces of words."""
-    words = all(n.isdigit() or (n[:1] == "<" and n[-1:] == ">") or len(n) > 1 for n in names)
-    pieces = any(n[:1].isspace() for n in names)
-    return [n if pieces or not words else f"{n} " for n in names]
 
 
 def read_token_names(tokens: str | Path | Sequence[str]) -> dict[int, str]:
     """Return token strings by id, for a model without a tokenizer.
 
     Args:
-        tokens: a list of them, or a file: JSON (a list, or an object {token: id}, also inside another object), or text
-            with a token a line.
+        tokens: a list of them, or a file: a JSON list, or text with a token a line.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds no tokens, or two of one id.
+        ValueError: it holds no tokens.
     """
     if not isinstance(tokens, str | Path):
         return dict(enumerate(map(str, tokens)))
     path = Path(tokens)
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else text.splitlines()
+        text = path.read_text(encoding="utf-8-sig")
+        content = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no tokenizer file {str(path)!r}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer file {path} cannot be read: {error}") from error
-    if isinstance(content, list) and content and all(isinstance(token, str) for token in content):
-        return dict(enumerate(content))
-    vocabulary = _vocabulary(content)
-    names = {i: token for token, i in vocabulary.items()}
-    if not names:
-        raise ValueError(f"tokenizer file {path} holds no tokens: give a JSON list, {{token: id}}, or a token a line")
-    if len(names) < len(vocabulary):
-        raise ValueError(f"tokenizer file {path} gives two tokens the same id")
-    return names
-
-
-def _vocabulary(content: Any) -> dict[str, int]:
-    """Return the first object {token: id} of a JSON file, which may be inside another (tokenizer.json); else none."""
-    if not isinstance(content, dict):
-        return {}
-    if content and all(type(i) is int for i in content.values()):
-        return content
-    return next(filter(None, map(_vocabulary, content.values())), {})
+    if not isinstance(content, list) or not content or not all(isinstance(token, str) for token in content):
+        raise ValueError(f"tokenizer file {path} holds no tokens: give a JSON list, or a token a line")
+    return dict(enumerate(content))
 
 
 def _naming_notes(names: Mapping[int, str], size: int) -> tuple[str, ...]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import textwrap
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from ln_probe import __version__
@@ -22,16 +22,7 @@ from ln_probe.analyses.probes.base import Failure, Finding, Probe
 from ln_probe.analyses.probes.tables import TABLES
 from ln_probe.analyses.probes.wording import findings as answers_of
 from ln_probe.analyses.schema import Table
-from ln_probe.analyses.text import (
-    check_text,
-    counted,
-    disarmed,
-    encodable,
-    path_of,
-    replacing,
-    to_be_written,
-    write_text,
-)
+from ln_probe.analyses.text import counted, disarmed, encodable, replacing, write_text
 from ln_probe.exhibits import EXHIBITS_FILE, Exhibits, load_arrays, save_arrays
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
@@ -103,14 +94,16 @@ class Report:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n} {len(t)}" for n, t in self.tables.items() if len(t))
-        return f"Report({self.name!r}: {sizes or 'empty'})"
+        return f"Report({self.name!a}: {sizes or 'empty'})"
 
     def __str__(self) -> str:
         """Return what `print` shows: model, prompts and findings."""
         prompts = self.provenance.get("prompts", {})
         about = f" on {counted(prompts['count'], 'prompt')} ({prompts.get('source', '')})" if "count" in prompts else ""
         bullets = [textwrap.fill(f"- {text}", _WIDTH, subsequent_indent="  ") for text in self.findings()]
-        return encodable(disarmed("\n".join([f"{self.name}{about}", *bullets])))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # consoles that lack a character show its number
+        text = disarmed("\n".join([f"{self.name}{about}", *bullets]))
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def _repr_html_(self) -> str:
         from ln_probe.page.page import notebook_cell
@@ -120,21 +113,6 @@ class Report:
     def findings(self) -> list[str]:
         """Return the findings: plain sentences computed from the tables, a question after the other."""
         return [finding.text for finding in answers(self)]
-
-    def with_tables(self, **tables: pd.DataFrame) -> Report:
-        """The same report with some tables replaced.
-
-        Raises:
-            TypeError: something that is no data frame.
-            ValueError: no such table, or other columns than it has (`describe` lists them).
-        """
-        for name, table in tables.items():
-            if not isinstance(table, pd.DataFrame):
-                raise TypeError(f"with_tables takes data frames, got {type(table).__name__} as {name}")
-            if name not in self.declared:
-                raise ValueError(f"this report has no table {name!r} to replace: there are {', '.join(self.declared)}")
-            self.declared[name].check(table)
-        return replace(self, tables={**self.tables, **tables})
 
     def attention(self, layer: int | None = None, head: int | None = None) -> AttentionView:
         """Return an interactive map of heads and the attention of one, intact and with scaling frozen for its keys.
@@ -155,15 +133,29 @@ class Report:
 
         return AttentionView(self, layer, head)
 
-    def tokens(self) -> pd.DataFrame:
-        """Return a table of tokens: how hard their keys are to select, and how much attention they receive.
+    def tokens(self, n: int | None = 20) -> pd.DataFrame:
+        """Return a table of tokens: the loss of each, and how it changes without a term of all norms.
+
+        Args:
+            n: the tokens with so many largest changes with scaling frozen, either way; None: all, in order.
 
         Returns:
-            A row per token and place (position 0; sink, as in the table `sinks`; elsewhere), those first whose
-            attainable attention falls most with scaling frozen: the share of its `n` keys that is unselectable, intact
-            and with scaling frozen, and medians of `attainable`, its change, the margin and `pattern_max`.
+            A row per predicted token: `prompt`, `position`, `token`, its intact `loss` in nats, and the changes
+            `no_scaling` (scaling frozen) and `no_projection` (projection removed). Over all tokens they sum to those of
+            the table `causal`.
+
+        Raises:
+            ValueError: the report has no losses of tokens.
         """
-        return _by_token(self.keys, self.sinks)
+        losses = self.exhibits.token_losses
+        if losses is None:
+            raise ValueError(
+                "this report has no losses of tokens: analyze with the probe 'causal' and no loss= of yours"
+            )
+        if n is None:
+            return losses
+        size = losses["no_scaling"].abs().fillna(losses["no_projection"].abs())
+        return losses.loc[size.sort_values(ascending=False, kind="stable").index[:n]].reset_index(drop=True)
 
     def by_head(self, sort: str | None = None) -> pd.DataFrame:
         """Return a table of heads: effect on the loss, entropy, attainable and received attention, margins.
@@ -190,10 +182,8 @@ class Report:
         """Write one self-contained page that opens offline; the path written. `index`: see `save`."""
         from ln_probe.page.page import report_page
 
-        check_text("index", index)
-        path = to_be_written(path)
-        write_text(path, report_page(self, index))
-        return path
+        write_text(Path(path), report_page(self, index))
+        return Path(path)
 
     def save(self, folder: str | Path, *, index: str = "") -> Path:
         """Write report.json, a parquet file per table, exhibits.npz and report.html into `folder` (made if missing).
@@ -206,15 +196,12 @@ class Report:
             index: address of the page that lists this report, relative to the folder; report.html then links to it.
 
         Raises:
-            TypeError, ValueError: `folder` is no path or empty, `index` no text, or a table holds what parquet cannot.
+            TypeError, ValueError: `folder` is no path, or a table holds what parquet cannot.
             OSError: the folder cannot be written.
         """
         from ln_probe.page.page import report_page
 
-        folder = path_of(folder, "folder")
-        if folder.is_file():
-            raise FileExistsError(f"{folder} is a file: give a folder, or call to_html for the page alone")
-        check_text("index", index)
+        folder = Path(folder)
         content = {
             "format": FORMAT,
             "provenance": dict(self.provenance),
@@ -223,7 +210,6 @@ class Report:
             "failures": [asdict(f) for f in self.failures],
         }
         manifest = json.dumps(content, indent=1, allow_nan=False)
-        to_be_written(folder / PAGE_FILE)
         with ExitStack() as stack:  # an earlier report stays whole until all files of this one are written
             page = stack.enter_context(replacing(folder / PAGE_FILE))
             page.write_bytes(encodable(report_page(self, index)).encode())
@@ -249,21 +235,19 @@ def load_report(folder: str | Path) -> Report:
         >>> folder = report.save(mkdtemp())
         >>> ln_probe.load_report(folder).causal
     """
-    folder = path_of(folder, "folder")
+    folder = Path(folder)
     path = folder / REPORT_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {REPORT_FILE}: give the folder that Report.save wrote")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        form = content["format"]
-        if form == FORMAT:
-            provenance, notes = dict(content["provenance"]), tuple(content["notes"])
-            failures = tuple(Failure(**f) for f in content["failures"])
-            declared = {name: Table.of_plain(plain) for name, plain in content["tables"].items()}
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, this ln_probe reads {FORMAT}")
+        provenance, notes = dict(content["provenance"]), tuple(content["notes"])
+        failures = tuple(Failure(**f) for f in content["failures"])
+        declared = {name: Table.of_plain(plain) for name, plain in content["tables"].items()}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): analyze the model again") from error
-    if form != FORMAT:
-        raise ValueError(f"{path} has format {form!r}, this ln_probe reads format {FORMAT}: analyze the model again")
     files = {name: folder / f"{name}.parquet" for name in declared}
     if missing := [file for file in (*files.values(), folder / EXHIBITS_FILE) if not file.is_file()]:
         raise FileNotFoundError(f"{missing[0]} is missing: analyze the model again")
@@ -331,37 +315,6 @@ def _by_head(heads: pd.DataFrame, effects: pd.DataFrame, sinks: pd.DataFrame) ->
         table[column] = values(sinks, column)
     table["first_change"] = values(sinks, "first_attention_no_scaling") - table["first_attention"]
     return table.reset_index()
-
-
-PLACES = ("position 0", "sink", "elsewhere")
-
-
-def _by_token(keys: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
-    """Return keys summed up by token and place, from the keys and the tokens that are sinks."""
-    sink = sinks[sinks["kind"].str.contains("sink") & (sinks["position"] > 0)]
-    at_sink = pd.MultiIndex.from_frame(keys[["prompt", "position"]]).isin(
-        pd.MultiIndex.from_frame(sink[["prompt", "position"]])
-    )
-    place = np.where(keys["position"] == 0, PLACES[0], np.where(at_sink, PLACES[1], PLACES[2]))
-    rows = keys.assign(
-        place=place,
-        stuck=keys["verdict"].isin(["unselectable", "duplicate"]),
-        margin=(keys["margin_lower"] + keys["margin_upper"]) / 2,
-    )
-    of_token = ["token", "place"]
-    intact, frozen = (rows[rows["variant"] == v.name].groupby(of_token, sort=False) for v in (INTACT, SCALING_FROZEN))
-    table = intact.agg(
-        unselectable=("stuck", "mean"),
-        attainable=("attainable", "median"),
-        margin=("margin", "median"),
-        pattern_max=("pattern_max", "median"),
-        n=("stuck", "size"),
-    )
-    table["unselectable_no_scaling"] = frozen["stuck"].mean().reindex(table.index)
-    table["attainable_change"] = frozen["attainable"].median().reindex(table.index) - table["attainable"]
-    table = table.reset_index().assign(rank=lambda t: t["place"].map(PLACES.index))
-    table = table.sort_values(["rank", "attainable_change", "n"], ascending=[True, True, False], kind="stable")
-    return table.drop(columns="rank").reset_index(drop=True)
 
 
 def environment() -> dict[str, str]:

@@ -1,15 +1,15 @@
 """Exact attribution through norms: of logits and of attention scores, to every part of the model and every LN term."""
 
 from ln_probe.analyses.attribution.features import Features
-from ln_probe.analyses.attribution.logits import LogitAttribution, LogitAttributions, attribute_logits
-from ln_probe.analyses.attribution.scores import ScoreAttribution, ScoreAttributions, attribute_scores
+from ln_probe.analyses.attribution.logits import LogitAttribution, LogitLens, attribute_logits, logit_lens
+from ln_probe.analyses.attribution.scores import ScoreAttribution, attribute_scores
 
 __all__ = [
     "Features",
     "LogitAttribution",
-    "LogitAttributions",
+    "LogitLens",
     "ScoreAttribution",
-    "ScoreAttributions",
     "attribute_logits",
     "attribute_scores",
+    "logit_lens",
 ]

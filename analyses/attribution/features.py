@@ -117,50 +117,39 @@ class Features:
         return match
 
     def point(self, model: HookedModel) -> nn.Module:
-        """The module of the hook point.
-
-        Raises:
-            AttributionError: the model has none of this name.
-        """
-        if self.layer >= n_layers(model):
-            raise AttributionError(
-                f"{self.hook_name}: the model has {n_layers(model)} layers (0 … {n_layers(model) - 1})"
-            )
-        if (point := child_of(blocks(model)[self.layer], self._match()[2])) is None:
-            raise AttributionError(f"{type(model).__name__} has no hook point {self.hook_name}")
+        """Return the module of the hook point; an AttributionError if the model has none of this name."""
+        block = blocks(model)[self.layer] if self.layer < n_layers(model) else None
+        if block is None or (point := child_of(block, self._match()[2])) is None:
+            raise AttributionError(f"the model has {n_layers(model)} layers, and no hook point {self.hook_name}")
         return point
 
     def check(self, d_model: int, batch: int, length: int) -> None:
-        """Raise AttributionError unless shapes fit the model and the prompts."""
+        """Raise AttributionError unless shapes fit the model and the prompts, and all numbers are finite."""
         self._match()
-        wanted, shape = (batch, length, len(self.directions)), tuple(self.activations.shape)
-        if self.directions.ndim != 2 or self.directions.shape[1] != d_model:
-            why = f"directions must be [feature {d_model}], got {list(self.directions.shape)}"
-        elif shape != wanted and not (batch == 1 and shape == wanted[1:]):
-            why = (
-                f"activations must be {list(wanted)} (batch, positions, features), got {list(shape)}: encode the same "
-                "tokens"
-            )
-        elif self.bias is not None and self.bias.shape not in ((d_model,), (*shape[:-1], d_model)):
-            why = f"bias must be [{d_model}], got {list(self.bias.shape)}"
-        elif self.skip is not None and self.skip.shape != (*shape[:-1], d_model):
-            why = f"skip must be {[*shape[:-1], d_model]}, got {list(self.skip.shape)}"
-        elif not (self.activations.isfinite().all() and self.directions.isfinite().all()):
-            why = "activations or directions are not finite: encode finite vectors"
-        elif self.names is not None and len(self.names) != len(self.directions):
-            why = f"{len(self.names)} names for {len(self.directions)} features"
-        else:
-            return
-        raise AttributionError(f"{self.hook_name}: {why}")
+        size, at = len(self.directions), (length,) if batch == 1 and self.activations.ndim == 2 else (batch, length)
+        shapes = {
+            "directions": (size, d_model),
+            "activations": (*at, size),
+            "bias": (d_model,) if self.bias is not None and self.bias.ndim == 1 else (*at, d_model),
+            "skip": (*at, d_model),
+        }
+        for name, shape in shapes.items():
+            values: Tensor | None = getattr(self, name)
+            if values is not None and values.shape != shape:
+                raise AttributionError(f"{self.hook_name}: {name} must be {list(shape)}, got {list(values.shape)}")
+            if values is not None and not values.isfinite().all():
+                raise AttributionError(f"{self.hook_name}: {name} must be finite")
+        if self.names is not None and len(self.names) != size:
+            raise AttributionError(f"{self.hook_name}: {len(self.names)} names for {size} features")
 
     def replaces(self, part: Part) -> bool:
-        """Whether a component is part of what the hook point shows."""
+        """Return whether a component is part of what the hook point shows."""
         own = 4 * self.layer + _POINTS.index(self._match()[2])
         when = _when(part)
         return when == own if self.hook_name.endswith(("attn_out", "mlp_out")) else when < own
 
     def chosen(self, rows: Sequence[int]) -> list[int]:
-        """The features that are named one by one: the largest at these rows."""
+        """Return the features that are named one by one: the largest at these rows."""
         active = self.activations.reshape(-1, len(self.directions))[list(rows)]
         size = active.abs().amax(0).double().cpu() * self.directions.double().norm(dim=1).cpu()
         order = size.argsort(descending=True, stable=True)[: self.top]
@@ -175,7 +164,7 @@ class Features:
         named: Sequence[int],
         bound: float,
     ) -> dict[Part, Float64[Tensor, "row reading"]]:
-        """`values` with the components that the hook point shows replaced by features, bias and error.
+        """Return `values` with the components that the hook point shows replaced by features, bias and error.
 
         Args:
             values: of each component, what is read from it.
@@ -262,7 +251,8 @@ def _factors(
         alone = torch.zeros_like(active).flatten(0, -2)
         alone[at, of] = size = active.flatten(0, -2)[:, of].abs().amax(0)
         wrote = (sae.decode(alone.view_as(active)) - bias).flatten(0, -2)[at].double()
-        return (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
+        factor: Tensor = (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
+        return factor
 
     used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
     count = active[..., 0].numel()
@@ -284,12 +274,12 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     Raises:
         AttributionError: it writes something else, and has no skip connection.
     """
-    weights = getattr(sae, "W_skip", None)
+    weights: Tensor | None = getattr(sae, "W_skip", None)
     if not callable(sae) or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
         return None if weights is None else (x @ weights.T).detach()
     if not isinstance(output := sae(x), Tensor) or output.shape != decoded.shape:
         return None
-    rest = (output - decoded).detach()
+    rest: Tensor = (output - decoded).detach()
     if float(rest.abs().max()) <= max(CLOSES, 4 * torch.finfo(rest.dtype).eps) * float(decoded.abs().max()):
         return None
     if not any("skip" in name.lower() and getattr(sae, name, None) is not None for name in dir(sae)):
@@ -301,18 +291,10 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
 
 
 def dictionaries(features: object) -> list[Features]:
-    """The argument `features` as a list.
-
-    Raises:
-        AttributionError: something else is given, or two of one hook point.
-    """
+    """Return the argument `features` as a list; an AttributionError for something else, or two of one hook point."""
     given: list[Any] = list(features) if isinstance(features, list | tuple) else [] if features is None else [features]
-    for one in given:
-        if not isinstance(one, Features):
-            raise AttributionError(
-                f"features must be Features or a list of them, got {type(one).__name__}: make them with "
-                "Features.of(sae, cache)"
-            )
+    if other := [one for one in given if not isinstance(one, Features)]:
+        raise AttributionError(f"features must be Features.of(sae, cache) or a list of them, got {type(other[0])}")
     points = [one.hook_name for one in given]
     if twice := [name for name in points if points.count(name) > 1]:
         raise AttributionError(f"two dictionaries at {twice[0]}: give one of them")
@@ -320,14 +302,14 @@ def dictionaries(features: object) -> list[Features]:
 
 
 def points_of(model: HookedModel, given: Sequence[Features], lengths: Sequence[int]) -> dict[str, nn.Module]:
-    """The hook points of dictionaries by name; AttributionError unless all fit the model and the prompts."""
+    """Return the hook points of dictionaries by name; AttributionError unless all fit the model and the prompts."""
     for one in given:
         one.check(int(model.cfg.d_model), len(lengths), max(lengths))
     return {one.hook_name: one.point(model) for one in given}
 
 
 def _when(part: Part) -> int:
-    """The place of a component in the order of the pass: four steps per block, as those of _POINTS; embeddings: -1."""
+    """Return a component's place in the order of the pass: four steps per block, as in _POINTS; embeddings: -1."""
     if part.layer < 0 or part.kind in ("embedding", "position"):
         return -1
     point = part.name.removeprefix(f"L{part.layer} ").split(" ")[0]

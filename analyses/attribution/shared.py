@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.hooks.components import Part
-from ln_probe.hooks.model import HookedModel, before_projection, device_of, n_layers, outputs, weight_of, whole_number
-from ln_probe.hooks.stream import CachedPrompts, is_cache
-from ln_probe.hooks.task import check_ids, encode, tokenizer_of
+from ln_probe.hooks.components import CachedPrompts, Part, is_cache
+from ln_probe.hooks.model import HookedModel, before_projection, outputs, weight_of, whole_number
+from ln_probe.hooks.task import check_tokens, encode, tokenizer_of
 
 MEAN = "mean"
 TOP = 12  # rows of `top`: what fits a notebook cell
 # A token by id or text, or several: their mean logit.
 Tokens = SupportsIndex | str | Sequence[SupportsIndex | str] | Tensor | np.ndarray
+Positions = SupportsIndex | slice | Sequence[SupportsIndex] | Tensor
 
 
 class AttributionError(ValueError):
     """Something that cannot be attributed: says what was asked for, and what to ask for instead."""
 
 
+def one_of(**names: Any) -> Any:
+    """Return the value of an argument that has several names; None if it is not given.
+
+    Raises:
+        AttributionError: two of the names are given.
+    """
+    values = {name: value for name, value in names.items() if value is not None}
+    if len(values) > 1:
+        raise AttributionError(f"{' and '.join(values)} are two names of one argument: give one")
+    return next(iter(values.values()), None)
+
+
 class Prompts:
     """The prompts of an attribution: token ids to run, or a cache of their activations.
 
     Args:
-        given: what `prompt` takes, ids [batch pos], a list of texts or of rows of ids, or a cache.
+        given: text or texts, ids [pos] or [batch pos], rows of ids of unequal length, or a cache.
 
     Attributes:
         rows: token ids of each prompt; empty for a cache.
@@ -40,7 +52,7 @@ class Prompts:
         lengths: tokens of each prompt.
 
     Raises:
-        AttributionError: as `prompt`, with the number of the prompt where there are several.
+        AttributionError: something else; ids outside the vocabulary; longer than the context; empty.
         SplitError: a cache of another model, or one without embeddings.
     """
 
@@ -48,226 +60,192 @@ class Prompts:
         self.cache = CachedPrompts(model, given) if is_cache(given) else None
         self.rows: list[Int[Tensor, " _"]] = []
         if self.cache is not None:
-            count, length = self.cache.shape()
-            self.lengths = [length] * count
+            self.lengths = [self.cache.length] * self.cache.batch
             return
-        first = given[0] if isinstance(given, list | tuple) and given else None
-        several = isinstance(first, str | list | tuple) or getattr(first, "ndim", 0) > 0
-        each = given if several or (len(getattr(given, "shape", ())) == 2 and len(given)) else [given]
-        for row in each:
-            try:
-                self.rows.append(prompt(model, row))
-            except AttributionError as error:
-                raise AttributionError(f"prompt {len(self.rows)}: {error}" if len(each) > 1 else str(error)) from error
+        rows = [given] if isinstance(given, str) else torch.as_tensor(given) if isinstance(given, np.ndarray) else given
+        try:
+            if isinstance(rows, list | tuple) and rows:
+                if isinstance(rows[0], str):
+                    rows = [encode(model, text) for text in rows]
+                elif not hasattr(rows[0], "__len__"):
+                    rows = [rows]
+            self.rows = check_tokens(model, rows)
+        except (TypeError, ValueError) as error:
+            raise AttributionError(str(error)) from error
         self.lengths = [len(row) for row in self.rows]
 
     def of_equal_length(self) -> list[list[int]]:
-        """Prompts that run together: padding would change what a bidirectional model reads."""
+        """Return the numbers of prompts that run together: padding would change what a bidirectional model reads."""
         return [list(map(int, some)) for some in pd.Series(self.lengths).groupby(self.lengths).indices.values()]
 
     def tokens(self, members: Sequence[int]) -> Int[Tensor, "batch pos"]:
-        """The token ids of prompts of equal length."""
+        """Return the token ids of prompts of equal length."""
         return torch.stack([self.rows[i] for i in members])
 
+    def places(self, positions: Any) -> list[list[int]]:
+        """Return the positions that are asked for in each prompt, from 0.
 
-def prompt(model: HookedModel, tokens: object) -> Int[Tensor, " pos"]:
-    """The token ids of one prompt: text, ids [pos] or [1 pos], as tensor, array or list.
-
-    Raises:
-        AttributionError: something else; ids outside the vocabulary; longer than the context; empty.
-    """
-    if is_cache(tokens):
-        raise AttributionError("this runs the model: give tokens, not a cache")
-    try:
-        ids = encode(model, tokens) if isinstance(tokens, str) else _tensor(tokens, "tokens must be text or token ids")
-        if not ids.numel():
-            raise ValueError("the prompt is empty: give at least one token")
-        if not _is_whole(ids):
-            raise ValueError(f"token ids are whole numbers, got {str(ids.dtype).removeprefix('torch.')}")
-        if ids.ndim == 2 and len(ids) == 1:
-            ids = ids[0]
-        if ids.ndim != 1:
-            raise ValueError(f"a prompt is [pos] or [1 pos] token ids (several: [batch pos]): got {list(ids.shape)}")
-        check_ids(model, ids)
-    except ValueError as error:
-        raise AttributionError(str(error)) from error
-    return ids.long().to(device_of(model))
-
-
-def _tensor(given: Any, requirement: str) -> Tensor:
-    """Numbers of any kind as a tensor; an AttributionError that states the requirement for anything else."""
-    try:
-        return torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise AttributionError(f"{requirement}, got {given!r}") from error
-
-
-def _is_whole(ids: Tensor) -> bool:
-    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-
-
-def is_mean(given: object) -> bool:
-    """Whether `against` is the word for the mean."""
-    return isinstance(given, str) and given == MEAN
+        Args:
+            positions: None (all), an index, a slice or a list; negative from the end of each prompt.
+        """
+        chosen = slice(None) if positions is None else positions
+        places = []
+        for length in self.lengths:
+            try:
+                at = torch.arange(length)[chosen]
+            except (IndexError, TypeError, ValueError, RuntimeError) as error:
+                raise AttributionError(
+                    f"positions {positions!r}: give None, indices or a slice of {length} tokens (0 … {length - 1})"
+                ) from error
+            if not at.numel():
+                raise AttributionError(f"positions {positions!r} are none of the prompt's {length}: give at least one")
+            places.append(at.reshape(-1).tolist())
+        return places
 
 
 def is_index(given: object) -> bool:
-    """Whether this is one position or token id: not None, a slice or several."""
+    """Return whether this is one position or token id: not None, a slice or several."""
     several = given is None or isinstance(given, slice | Sequence)
     return not several and (not isinstance(given, Tensor | np.ndarray) or given.ndim == 0)
 
 
-def places_of(positions: Any, length: int) -> list[int]:
-    """The positions of one prompt that are asked for, from 0."""
-    if isinstance(positions, str | dict | set):
-        raise AttributionError(f"positions must be None, an index, a slice or a list of indices, got {positions!r}")
-    if positions is None or isinstance(positions, slice):
-        if not (within := list(range(length))[positions or slice(None)]):
-            raise AttributionError(f"{positions} holds none of the prompt's {length} positions: give at least one")
-        return within
-    several = [positions] if is_index(positions) else list(positions)
-    if not several:
-        raise AttributionError("an empty list of positions: give at least one, or None for all")
-    return [place(one, length) for one in several]
+def place(position: SupportsIndex, length: int, what: str, whole: str = "the prompt") -> int:
+    """Return a position (a layer, a head) from 0; negative ones are counted from the end.
+
+    Raises:
+        AttributionError: there is none.
+    """
+    index = whole_number(position, what, error=AttributionError)
+    if not -length <= index < length:
+        raise AttributionError(f"{what} {index} is out of range: {whole} has {length} (0 … {length - 1})")
+    return index % length
 
 
 def next_ids(
     model: HookedModel, rows: Sequence[Int[Tensor, " _"]], places: Sequence[Sequence[int]]
 ) -> tuple[Int[Tensor, "row 1"], Bool[Tensor, " row"]]:
-    """The token that follows every position, prompt after prompt (0 where none does), and whether there is one."""
+    """Return the token after every position, prompt after prompt (0 where none follows), and whether there is one."""
     if not rows:
         raise AttributionError("a cache holds no tokens, so the next ones are not known: give target=")
     follows = [(r, p + 1) for r, at in zip(rows, places, strict=True) for p in at]
     valid = torch.tensor([p < len(r) for r, p in follows])
     ids = torch.tensor([[int(r[p]) if p < len(r) else 0] for r, p in follows])
-    if len(beyond := ids[ids >= outputs(model)]):
-        raise AttributionError(
-            f"token id {int(beyond[0])}, the next one at one of these positions, has no logit: the model has "
-            f"{outputs(model)} outputs. Give target=, or positions= that no such token follows"
-        )
+    _check_ids(model, ids)
     return ids, valid
 
 
-def ids_of_rows(model: HookedModel, given: Any, places: Sequence[Sequence[int]], what: str) -> Int[Tensor, "row token"]:
-    """The token ids of every position, prompt after prompt: one token for all, or an id or ids for each."""
+def ids_of_rows(
+    model: HookedModel, given: Any, places: Sequence[Sequence[int]], what: str, *, single: bool = False
+) -> Int[Tensor, "row token"]:
+    """Return the token ids of every position, prompt after prompt: one token for all, or an id or ids for each.
+
+    Args:
+        single: of one position, several tokens are those whose logits are averaged.
+
+    Raises:
+        AttributionError: an id outside the vocabulary, a text that is not one token, another shape.
+    """
     count = sum(map(len, places))
-    if isinstance(given, str) or is_index(given):
-        return torch.tensor(token_ids(model, given)).expand(count, -1)
-    ids = _tensor(given, f"{what} must be a token, or an id for each position")
-    if not ids.numel():
-        raise AttributionError(f"{what} is an empty list of tokens: give an id for each position, or None")
-    if not _is_whole(ids):
-        dtype = str(ids.dtype).removeprefix("torch.")
-        raise AttributionError(f"{what} must hold token ids, whole numbers: got {dtype}")
+    texts = given if isinstance(given, list | tuple) else [given]
+    if any(isinstance(one, str) for one in texts):
+        given = [_of_text(model, one) if isinstance(one, str) else one for one in texts]
+        given = given if len(given) > 1 else given[0]
+    try:
+        ids = torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise AttributionError(f"{what} must be a token, or an id for each position, got {given!r}") from error
+    if not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise AttributionError(f"{what} must hold token ids, whole numbers, got {given!r}")
+    _check_ids(model, ids)
+    if ids.ndim == 0 or (single and ids.ndim == 1):
+        return ids.reshape(1, -1).expand(count, -1).long()
     shape = (len(places), len(places[0]))
-    if ids.ndim == 1 and len(places) == 1:
-        ids = ids[None]
-    if ids.ndim == 1 and shape[1] == 1:  # one for each prompt
-        ids = ids[:, None]
+    if ids.ndim == 1:  # one for each position of one prompt, or for one position of each
+        ids = ids[None] if len(places) == 1 else ids[:, None]
     if ids.shape[:2] != shape or ids.ndim not in (2, 3) or any(len(at) != shape[1] for at in places):
         raise AttributionError(f"{what} must have an id for each position, {list(shape)}, got {list(ids.shape)}")
-    for one in ids.unique().tolist():
-        token_ids(model, one)
     return ids.reshape(count, -1).long()
 
 
-def place(
-    position: SupportsIndex, length: int, what: str = "position", whole: str = "the prompt", parts: str = "tokens"
-) -> int:
-    """A position from 0, negative ones counted from the end; or the like: a layer of the model, a head of a layer.
-
-    Raises:
-        AttributionError: there is none.
-    """
-    found = whole_number(position, what, error=AttributionError)
-    if not -length <= found < length:
-        raise AttributionError(f"{what} {found} is out of range: {whole} has {length} {parts} (0 … {length - 1})")
-    return found % length
-
-
-def layer_of(model: HookedModel, layer: SupportsIndex) -> int:
-    """A layer of the model from 0, negative ones counted from the end."""
-    return place(layer, n_layers(model), "layer", "the model", "layers")
-
-
-def token_ids(model: HookedModel, tokens: Tokens) -> list[int]:
-    """Ids of one or several tokens.
-
-    Raises:
-        AttributionError: an id outside the vocabulary, a text that is not one token, a text without a tokenizer.
-    """
-    if isinstance(tokens, Tensor | np.ndarray):
-        tokens = tokens.tolist()
-    several: list[Any] = list(tokens) if isinstance(tokens, Iterable) and not isinstance(tokens, str) else [tokens]
-    if not several:
-        raise AttributionError("an empty set of tokens has no logit: give at least one")
-    size, found = outputs(model), list[int]()
-    for one in several:
-        is_text = isinstance(one, str)
-        token = _of_text(model, one) if is_text else whole_number(one, "a token id", error=AttributionError)
-        if not 0 <= token < size:
-            raise AttributionError(f"token id {token} is outside the vocabulary of {size} (0 … {size - 1})")
-        if token in found:
-            raise AttributionError(f"token id {token} is given twice")
-        found.append(token)
-    return found
+def _check_ids(model: HookedModel, ids: Tensor) -> None:
+    size = outputs(model)
+    if len(wrong := ids[(ids < 0) | (ids >= size)]):
+        raise AttributionError(f"token id {int(wrong[0])} has no logit: the model has {size} (0 … {size - 1})")
 
 
 def _of_text(model: HookedModel, text: str) -> int:
-    tokenizer = tokenizer_of(model)
-    if tokenizer is None:
+    if (tokenizer := tokenizer_of(model)) is None:
         raise AttributionError(f"this model has no tokenizer, so {text!r} cannot be looked up: give token ids")
     ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
     if len(ids) != 1:
-        raise AttributionError(
-            f"{text!r} is {len(ids)} tokens ({ids}): give one token's text (a leading space?), or ids"
-        )
+        raise AttributionError(f"{text!r} is {len(ids)} tokens ({ids}): give one token's text (a leading space?)")
     return ids[0]
 
 
-def token_names(model: HookedModel, ids: Sequence[int]) -> str:
-    """Tokens as text, or their ids without a tokenizer."""
+def token_name(model: HookedModel, token: int, *, quoted: bool = True) -> str:
+    """Return a token as text, or its id without a tokenizer."""
     decode = getattr(tokenizer_of(model), "decode", None)
-    shown = [str(i) if decode is None else repr(str(decode([i]))) for i in ids[:4]]
-    return ", ".join(shown) + (f", … ({len(ids)} tokens, their mean)" if len(ids) > 4 else "")
+    text = str(token if decode is None else decode([token]))
+    return repr(text) if quoted and decode is not None else text
+
+
+def label_of(
+    model: HookedModel, target: Int[Tensor, "row token"] | None, against: Int[Tensor, "row token"] | str | None
+) -> str:
+    """Return what is attributed, as text; `target` None: the next token."""
+
+    def words(ids: Tensor | str | None) -> str:
+        if not isinstance(ids, Tensor):
+            return "the next token" if ids is None else "the mean logit"
+        if bool((ids != ids[:1]).any()):
+            return "the tokens given"
+        names = ", ".join(token_name(model, token) for token in ids[0, :4].tolist())
+        return names + (f", … ({ids.shape[1]} tokens, their mean)" if ids.shape[1] > 4 else "")
+
+    return f"logit of {words(target)}" + ("" if against is None else f" minus {words(against)}")
+
+
+def head_of(model: HookedModel) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, " d_vocab"] | None]:
+    """Return W_U and b_U, of the tokens that have a logit.
+
+    Raises:
+        AttributionError: the model shows no W_U.
+    """
+    W_U, b_U, size = weight_of(model, "W_U"), weight_of(model, "b_U"), outputs(model)
+    if W_U is None or W_U.ndim != 2:
+        raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
+    return W_U[:, :size], None if b_U is None else b_U[:size]
 
 
 def mean_columns(
     model: HookedModel, ids: Int[Tensor, "row token"] | None
 ) -> tuple[Float64[Tensor, "row d_model"], Float64[Tensor, " row"]]:
-    """Per row the mean over its tokens (None: one row, the mean over the vocabulary) of the columns of W_U and of b_U.
-
-    Raises:
-        AttributionError: the model shows no W_U.
-    """
-    W_U, b_U = weight_of(model, "W_U"), weight_of(model, "b_U")
-    if W_U is None or W_U.ndim != 2:
-        raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
-    size = outputs(model)
+    """Return the means of columns of W_U and of b_U over each row's tokens (None: one row, over all tokens)."""
+    W_U, b_U = head_of(model)
     if ids is None:
-        vector = W_U[:, :size].mean(1, dtype=torch.float64).cpu()[None]
-        lift = torch.zeros(1).double() if b_U is None else b_U[:size].double().mean().cpu()[None]
-        return before_projection(model, vector), lift
-    at = ids.to(W_U.device)
-    vectors = W_U[:, at].double().mean(2, dtype=torch.float64).cpu().T
-    vectors = before_projection(model, vectors)
-    return vectors, torch.zeros(len(ids)).double() if b_U is None else b_U[at].double().mean(1).cpu()
+        vectors, lifts = W_U.mean(1, dtype=torch.float64)[None], None if b_U is None else b_U.double().mean()[None]
+    else:
+        at = ids.to(W_U.device)
+        vectors = W_U[:, at].double().mean(2).T
+        lifts = None if b_U is None else b_U[at].double().mean(1)
+    vectors = before_projection(model, vectors.cpu())
+    return vectors, torch.zeros(len(vectors)).double() if lifts is None else lifts.cpu()
 
 
 def part_columns(part: Part) -> dict[str, object]:
-    """The columns of a table that say which part a row is about."""
+    """Return the columns of a table that say which component a row is about."""
     return {"part": part.name, "kind": part.kind, "layer": part.layer, "index": part.index}
 
 
-AnySums = TypeVar("AnySums", bound="Sums")
-
-
 class Sums:
-    """A sum over components and the model's own number: what every result of an attribution has.
+    """Sums over components and the model's own numbers: what every result of an attribution has.
 
-    `total`, `own` and `scale` are floats, or tensors with an entry per position (NaN where a prompt has none).
+    `values` is [component batch …]; `total`, `own` and `scale` are [batch …] (NaN where a prompt has no such position),
+    or floats for one number.
     """
 
+    components: tuple[Part, ...]
+    values: Any
     total: Any
     own: Any
     scale: Any
@@ -275,6 +253,7 @@ class Sums:
     label: str
     _number = "logit"
     _remedy = ""
+    _entries = "positions"
 
     def _errors(self) -> Float64[Tensor, " *pos"]:
         total, own, scale = (torch.as_tensor(v, dtype=torch.float64) for v in (self.total, self.own, self.scale))
@@ -286,7 +265,7 @@ class Sums:
         """|total − own| relative to `scale`, the largest of all positions."""
         return float(self._errors().max())
 
-    def check(self: AnySums) -> AnySums:
+    def check(self) -> Self:
         """Return this result if its components add up to the model's own number everywhere.
 
         Raises:
@@ -304,44 +283,29 @@ class Sums:
         return self
 
     def _place(self, at: int) -> str:
-        """Which entry it is, as text."""
+        """Return which entry it is, as text."""
         return ""
-
-    def top(self, k: int = TOP) -> pd.DataFrame:
-        """Return the k components with the largest contributions, either way."""
-        raise NotImplementedError
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>{self.top().to_html(index=False, float_format='{:+.4g}'.format)}"
 
-
-class SumsAtPositions(Sums):
-    """Sums at several positions of one or several prompts.
-
-    `values` is [component batch …], `total` one of its components' sums [batch …].
-    """
-
-    components: tuple[Part, ...]
-    values: Any
-    _entries = "positions"
-
     def __repr__(self) -> str:
-        shape = " × ".join(map(str, self.total.shape))
+        shape = " x ".join(map(str, self.values.shape[1:]))
         return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} {self._entries})"
 
     def _components(self) -> pd.DataFrame:
         return pd.DataFrame([part_columns(part) for part in self.components])
 
     def _rows(self, **positions: Tensor) -> pd.DataFrame:
-        """A row per component and entry: `batch`, the entry's positions, and the component's columns."""
-        present, each = self.total.isfinite(), len(self.components)
+        """Return a row per component and entry: `batch`, the entry's positions, and the component's columns."""
+        present, each = self.values.isfinite().all(0), len(self.components)
         entries = {"batch": torch.nonzero(present)[:, 0]} | {name: at[present] for name, at in positions.items()}
         columns = pd.DataFrame({name: at.numpy().repeat(each) for name, at in entries.items()})
         components = self._components().iloc[np.tile(np.arange(each), int(present.sum()))]
         return pd.concat([columns, components.reset_index(drop=True)], axis=1)
 
     def top(self, k: int = TOP) -> pd.DataFrame:
-        """The k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
+        """Return the k components with the largest mean |contribution|: their columns, `mean` and `mean_abs`."""
         k = whole_number(k, "k", 1, AttributionError)
         table, values = self._components(), self.values.flatten(1)
         table["mean"], table["mean_abs"] = values.nanmean(1).numpy(), values.abs().nanmean(1).numpy()

@@ -182,7 +182,7 @@ class KeyGeometry:
     def __repr__(self) -> str:
         names, counts = np.unique(self.verdict, return_counts=True)
         what = ", ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True))
-        shape = " × ".join(str(size) for size in self.verdict.shape)
+        shape = " x ".join(str(size) for size in self.verdict.shape)
         return f"KeyGeometry({shape} keys of dimension {self._sets[0].keys.shape[1]}: {what}; tau {self.tau:g})"
 
     def witness(self, *index: Any) -> Float64[np.ndarray, " d"]:

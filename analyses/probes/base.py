@@ -27,6 +27,7 @@ Example:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -110,11 +111,13 @@ class ProbeResults:
             columns.
         notes: sentences that a reader has to know.
         provenance: how it was measured, as plain JSON; the report has it under the probe's name.
+        token_losses: a row per predicted token (`causal`): see `Report.tokens`.
     """
 
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     notes: Sequence[str] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    token_losses: pd.DataFrame | None = None
 
 
 class Observer:
@@ -222,7 +225,7 @@ class ProbeObserver:
     """
 
     def __init__(self, probe: Probe, run: Run, limit: int | None) -> None:
-        self.probe, self.limit = probe, limit
+        self.probe, self.limit, self.seconds = probe, limit, 0.0
         self.failure: Failure | None = None
         self._observer = self._guard(probe.start, run)
 
@@ -240,10 +243,13 @@ class ProbeObserver:
         return results if self.failure is None else self.failure
 
     def _guard(self, work: Callable[..., Any], *given: object) -> Any:
+        started = time.monotonic()
         try:
             return work(*given)
         except Exception as error:
             self.failure = Failure(self.probe.name, f"{type(error).__name__}: {error}")
+        finally:
+            self.seconds += time.monotonic() - started
 
 
 def find(name: str) -> Probe:

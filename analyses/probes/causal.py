@@ -151,6 +151,7 @@ class _Watching(Observer):
         self.weights: dict[int, int] = {}
         self.intact: dict[int, float] = {}
         self.losses: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)  # by sites, variant, constants
+        self.by_token: dict[int, dict[str, Float[np.ndarray, " next"]]] = defaultdict(dict)  # of all norms, by variant
         self.estimates: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
         self.gradients: dict[str, dict[int, dict[str, tuple[float, float]]]] = defaultdict(dict)
         self.no_gradient = ""  # why there is no gradient by the constants
@@ -187,6 +188,13 @@ class _Watching(Observer):
         losses = dict(zip(jobs, passes.losses(list(jobs.values())), strict=True))
         for place, job in places.items():
             self.losses[place][prompt] = losses[job]
+        if self.run.loss.function is None:
+            numbers, intact = {job: number for number, job in enumerate(jobs)}, passes.by_token.cpu().numpy()
+            self.by_token[prompt]["loss"] = intact
+            for (sites, variant, way), job in places.items():
+                if sites == "all" and way == FROZEN:
+                    edited = passes.edited_by_token[numbers[job]].double().cpu().numpy()
+                    self.by_token[prompt][variant] = edited - intact
 
     def _constants(
         self, row: Contrast, prompt: int, constants: Mapping[str, Constant]
@@ -254,7 +262,7 @@ class _Watching(Observer):
                         self._run(prompt, self.run.prompts[prompt], rows)
         moved = shifts(self.run.constants, self.gradients)
         tables = {CAUSAL.name: self._table(moved), CAUSAL_PROMPTS.name: self._by_prompt(moved)}
-        return ProbeResults(tables, self._notes(), {"no_op": self.no_op})
+        return ProbeResults(tables, self._notes(), {"no_op": self.no_op}, self._by_token())
 
     def _table(self, moved: Mapping[str, Float[np.ndarray, " prompt"]]) -> pd.DataFrame:
         """Return the `causal` table."""
@@ -311,6 +319,16 @@ class _Watching(Observer):
                 place = (prompt, strata[prompt], row.sites, row.variant.name)
                 rows.append((*place, intact, loss / weight - intact, shift, weight))
         return pd.DataFrame(rows, columns=CAUSAL_PROMPTS.names) if rows else CAUSAL_PROMPTS.empty()
+
+    def _by_token(self) -> pd.DataFrame | None:
+        """Return the losses of single tokens: `prompt`, `position`, `token`, `loss`, and changes by variant."""
+        frames = []
+        for prompt, columns in self.by_token.items():
+            strings = self.run.strings[prompt][1:]
+            place = {"prompt": prompt, "position": range(1, 1 + len(strings)), "token": list(strings)}
+            changes = {v.name: columns.get(v.name, math.nan) for v in EDITS if v.primary}
+            frames.append(pd.DataFrame(place | {"loss": columns["loss"]} | changes))
+        return pd.concat(frames, ignore_index=True) if frames else None
 
     @staticmethod
     def _of(values: Mapping[int, float], prompts: Iterable[int]) -> Float[np.ndarray, " prompt"]:
@@ -442,10 +460,10 @@ def norm_estimates(
     estimates: dict[str, tuple[float, float]] = {}
     for name, edit in edits.items():
         first, second = 0.0, torch.zeros(())
-        edit.positions.direct, edit.positions.shape = True, (1, len(tokens))
+        edit.positions.begin((1, len(tokens)))
         for x, y, leaf in calls[edit.norm.name]:
             if id(leaf) in slopes:
-                change = at_least_float32(edit.output(x, y)).detach() - at_least_float32(y)
+                change = at_least_float32(edit.output(x)).detach() - at_least_float32(y)
                 own, of_drawn = (slope * change for slope in slopes[id(leaf)])
                 first += float(own.sum(dtype=torch.float64))
                 second = second.to(y.device) + of_drawn.sum(-1, dtype=torch.float64)  # all calls read one vector

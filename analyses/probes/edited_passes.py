@@ -128,6 +128,8 @@ class EditedPasses:
 
     Attributes:
         loss: of the intact model, summed over the prompt.
+        by_token: the intact loss of each predicted token (one number under a user's loss).
+        edited_by_token: the same under each edit of the last call of `losses`.
 
     Raises:
         ActivationError: the intact logits are not finite.
@@ -151,7 +153,9 @@ class EditedPasses:
         record += [(attn, partial(_keep, attended, layer)) for layer, attn in attentions(model).items()]
         with torch.set_grad_enabled(differentiable), hooks_on([*after, *record], before), _final(model) as final:
             output = model(self.tokens, return_type="logits")
-            self.loss = objective.sums(output, self.tokens)[0]
+            by_token = objective.by_token(output, self.tokens)
+            self.loss = by_token.sum(-1, dtype=torch.float64)[0]
+        self.by_token, self.edited_by_token = by_token.detach()[0].double(), dict[int, Tensor]()
         is_whole = len(outputs) == len(blocks(model))  # not blocks that run twice, or not at all
         self._outputs = [mapped(Tensor.detach, output) for output in outputs] if is_whole else []
         self._attended = {layer: mapped(Tensor.detach, output) for layer, output in attended.items()}
@@ -168,7 +172,7 @@ class EditedPasses:
             start = min(edit.norm.layer for edit in norms)
             is_behind_attention = all(edit.norm.reads == "mlp" for edit in norms if edit.norm.layer == start)
             by_start.setdefault((start, is_behind_attention), []).append(number)
-        losses = [math.nan] * len(edits)
+        losses, self.edited_by_token = [math.nan] * len(edits), {}
         least = GPU_TOKENS // self.tokens.shape[1] if self.tokens.is_cuda else 1
         for (start, is_behind_attention), numbers in merged(by_start, least):
             for part in self._parts(numbers):
@@ -179,8 +183,8 @@ class EditedPasses:
                 together = [_by_row(len(part), by_row) for by_row in rows.values()]
                 with self._attention_passed_over(start, len(part)) if is_behind_attention else nullcontext():
                     values = self.losses_of_rows(len(part), start, installed(self.model, together))
-                for number, loss in zip(part, values, strict=True):
-                    losses[number] = loss
+                for number, of_tokens, loss in zip(part, values, values.sum(-1, dtype=torch.float64), strict=True):
+                    losses[number], self.edited_by_token[number] = float(loss), of_tokens
         return losses
 
     def _parts(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -210,7 +214,7 @@ class EditedPasses:
             rows = z.expand(len(heads), *z.shape).clone(memory_format=torch.contiguous_format)
             for row, head in enumerate(heads):
                 rows[row, :, head] = edited[head]
-            losses += self.losses_of_rows(len(heads), layer, replaced(rows))
+            losses += self.losses_of_rows(len(heads), layer, replaced(rows)).sum(-1, dtype=torch.float64).tolist()
         return losses
 
     @contextmanager
@@ -223,8 +227,8 @@ class EditedPasses:
         with replaced_forward(attn, lambda *_args, **_kwargs: output):
             yield
 
-    def losses_of_rows(self, rows: int, start: int, edits: AbstractContextManager[None]) -> list[float]:
-        """Return the summed loss of each of `rows` copies of the prompt under edits from a block on."""
+    def losses_of_rows(self, rows: int, start: int, edits: AbstractContextManager[None]) -> Float[Tensor, "row next"]:
+        """Return the loss of each token in each of `rows` copies of the prompt under edits from a block on."""
         tokens = self.tokens.expand(rows, -1)
         skipped = blocks(self.model)[: start if self._outputs else 0]
         with (
@@ -235,7 +239,7 @@ class EditedPasses:
             output = run(self.model, tokens, return_type="logits")
         if self._unembedding is not None:
             return self._unembedding.losses(final[0], self.tokens[0, 1:])
-        return [float(loss) for loss in self.objective.sums(output, tokens)]
+        return self.objective.by_token(output, tokens)
 
 
 def merged(by_start: Mapping[_Part, Sequence[int]], least: int) -> list[tuple[_Part, list[int]]]:
@@ -467,8 +471,8 @@ class Unembedding:
                 part += self.bias[columns]
             yield columns, part.view(*y.shape[:2], -1)
 
-    def losses(self, y: Float[Tensor, "row pos d_model"], following: Int[Tensor, " next"]) -> list[float]:
-        """Return the summed next-token loss of each row of what the unembedding reads."""
+    def losses(self, y: Float[Tensor, "row pos d_model"], following: Int[Tensor, " next"]) -> Float[Tensor, "row next"]:
+        """Return the next-token losses of each row of what the unembedding reads."""
         y = y[:, :-1]
         shape = y.shape[:2]
         largest_logit = torch.full(shape, -math.inf, dtype=y.dtype, device=y.device)
@@ -480,4 +484,4 @@ class Unembedding:
             total *= (largest_logit.double() - larger.double()).nan_to_num(nan=0.0).exp()
             total += (part - larger[..., None]).exp_().sum(-1)
             largest_logit = larger
-        return [float(loss) for loss in (largest_logit.double() + total.log() - own).sum(-1)]
+        return largest_logit.double() + total.log() - own

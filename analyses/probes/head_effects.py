@@ -136,11 +136,11 @@ class _IntactHeads:
             if not VARIANTS[variant].effect(norm):
                 continue
             edit = NormEdit.of(norm, variant, self._constants[norm.name].pair)
-            edit.positions.direct, edit.positions.shape = True, (int(x.shape[0]), int(x.shape[1]))
+            edit.positions.begin(tuple(x.shape[:2]))
             self._inside = True
             try:
                 with torch.no_grad():
-                    z = z_of(self._model, layer, args, kwargs, y, edit.output(x, y))
+                    z = z_of(self._model, layer, args, kwargs, y, edit.output(x).to(y.dtype))
             finally:
                 self._inside = False
             if z is None:

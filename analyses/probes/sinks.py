@@ -10,7 +10,7 @@ are the intact model's, and every key is made without scaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ LEAST_QUERIES = 10  # that see a position: the few that see the last tokens ofte
 OUTLIER_RATIO = 10.0  # |Px| of ordinary tokens varies by a factor of 2 or 3; sinks of real models have 20 to 1000
 MASSIVE_SIZE, MASSIVE_RATIO = 100.0, 1000.0  # Sun et al.'s definition
 LEAST_TOKENS = 8  # fewer have no median worth the name: one outlier of four moves it
+ROUNDING = 1e-6  # of |x|: a shorter Px is a vector of equal entries, projected in float32
 _DIMENSIONS_NAMED = 4
 
 
@@ -44,12 +45,14 @@ class TokenSizes:
     """Sizes of one prompt's vectors; `add` its norms in the order of the pass.
 
     Attributes:
-        ratio: |Px| over the prompt's median, at the norm where that is largest.
+        ratios: |Px| over the median of the prompt's vectors that are not zero, by the norm's name.
+        ratio: the largest of these.
         site: name of that norm, of each token; empty before the first norm.
         vectors: Px there.
         outlier, massive: whether a token is one at some norm.
     """
 
+    ratios: dict[str, Tensor] = field(default_factory=dict)
     ratio: Tensor = field(default_factory=lambda: torch.zeros(0))
     site: list[str] = field(default_factory=list)
     vectors: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -63,7 +66,9 @@ class TokenSizes:
         if self.site and vectors.shape[-1] != self.vectors.shape[-1]:  # a norm inside an MLP: not of the stream
             return
         length = torch.linalg.vector_norm(vectors, dim=-1)
-        ratio = length / length.median().clamp_min(1e-30)
+        present = length > ROUNDING * torch.linalg.vector_norm(x, dim=-1)  # (padding is often embedded as zeros)
+        median = length[present].median() if bool(present.any()) else torch.ones_like(length[0])
+        self.ratios[site.name] = ratio = length * present / median
         if not self.site:
             self.ratio, self.vectors, self.site = ratio, vectors, [site.name] * len(x)
             self.outlier = self.massive = torch.zeros_like(ratio, dtype=torch.bool)
@@ -71,12 +76,13 @@ class TokenSizes:
         self.ratio = torch.where(longer, ratio.to(self.ratio), self.ratio)
         self.vectors = torch.where(longer[:, None], vectors.to(self.vectors), self.vectors)
         self.site = [site.name if at else name for name, at in zip(self.site, longer.tolist(), strict=True)]
-        if len(x) >= LEAST_TOKENS:
+        if int(present.sum()) >= LEAST_TOKENS:
             self.outlier = self.outlier | (ratio > OUTLIER_RATIO)
         size = x.abs()
         largest = size.amax(-1)
         if bool((largest > MASSIVE_SIZE).any()):  # rarely, and a median over all entries takes a while
-            self.massive = self.massive | ((largest > MASSIVE_SIZE) & (largest > MASSIVE_RATIO * size.median()))
+            usual = size[largest > 0].median()
+            self.massive = self.massive | ((largest > MASSIVE_SIZE) & (largest > MASSIVE_RATIO * usual))
 
     def dimensions(self, position: int) -> str:
         """Return the dimensions that make up half of a token's squared length, at most a few, with their shares."""
@@ -139,9 +145,11 @@ class _Prompt:
     def token_rows(self, tokens: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield rows of the table `sinks`."""
         sizes, layers = self.sizes, list(self.layers.values())
-        if not sizes.site:
-            return
-        longest = 1 + int(sizes.ratio[1:].argmax()) if len(tokens) > 1 else 0
+        if not sizes.site:  # without a norm nothing says which tokens are long
+            unknown = torch.full((len(tokens),), math.nan)
+            none = unknown > 0
+            sizes = TokenSizes(ratio=unknown, site=[""] * len(tokens), outlier=none, massive=none)
+        longest = 1 + int(sizes.ratio[1:].argmax()) if len(tokens) > 1 and self.sizes.site else 0
         sink = torch.stack([layer.sink for layer in layers]).any(0) if layers else torch.zeros(len(tokens)).bool()
         kinds = {
             "first": {0},
@@ -167,7 +175,7 @@ class _Prompt:
                 "site": sizes.site[at],
                 "length_ratio": float(sizes.ratio[at]),
                 **{name: total / pairs if pairs else math.nan for name, total in sums.items()},
-                "dimensions": sizes.dimensions(at),
+                "dimensions": sizes.dimensions(at) if self.sizes.site else "",
                 "n": max((int(layer.queries[at]) for layer in layers), default=0),
             }
 
@@ -247,12 +255,12 @@ class OutlierTokens(OneLine):
     Attributes:
         mask: True where a token is an outlier at some norm.
         massive: True where it has massive activations.
-        ratio: |Px| over the prompt's median, at the norm where that is largest.
+        ratio: |Px| over the median of the prompt's vectors that are not zero, [batch pos] by the norm's name.
     """
 
     mask: Bool[Tensor, "batch pos"]
     massive: Bool[Tensor, "batch pos"]
-    ratio: Float[Tensor, "batch pos"]
+    ratio: Mapping[str, Float[Tensor, "batch pos"]]
 
 
 def outlier_tokens(
@@ -291,5 +299,5 @@ def outlier_tokens(
     return OutlierTokens(
         pad([one.outlier.cpu() for one in sizes]),
         pad([one.massive.cpu() for one in sizes]),
-        pad([one.ratio.cpu() for one in sizes], padding_value=math.nan),
+        {name: pad([one.ratios[name].cpu() for one in sizes], padding_value=math.nan) for name in sizes[0].ratios},
     )

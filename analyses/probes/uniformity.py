@@ -21,17 +21,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ln_probe.analyses.constants import QUERY_RADIUS_QUANTILE, observed_radius
-from ln_probe.analyses.geometry.uniform import mean_angle, random_angle
+from ln_probe.analyses.geometry.queries import mean_angle, query_directions, query_ellipsoid, query_radius, random_angle
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import HEADS
-from ln_probe.hooks.attention import (
-    Form,
-    Heads,
-    UnsupportedAttentionError,
-    heads_at_once,
-    read_heads,
-)
+from ln_probe.hooks.attention import Form, Heads, UnsupportedAttentionError, heads_at_once, read_heads
 from ln_probe.hooks.constants import Constant
 from ln_probe.hooks.edits import no_op
 from ln_probe.hooks.norm import INTACT, VARIANTS, Norm
@@ -42,6 +35,7 @@ _T = TypeVar("_T")
 # Of the default prompts, what probes of keys take: each prompt has a key a token in every head, and the geometry of one
 # prompt costs some hundred forward passes, so 4 of them say enough about keys.
 GEOMETRY_PROMPTS = 4
+QUERY_RADIUS_QUANTILE = 0.95  # of |A⁺(q - c)| over the queries that occurred: rho of the observed set
 # Of one head on one prompt, means over the queries that see more than one key.
 MEASURES = ("entropy_ratio", "uniform_angle_deg")
 
@@ -109,7 +103,7 @@ class LayerMaps:
         self.unbounded: set[int] = set()
         self.bidirectional = False
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
-        self._known: dict[int, dict[tuple[str, str], Any]] = defaultdict(dict)  # of each layer's weights
+        self._known: dict[int, dict[str, Any]] = defaultdict(dict)  # of the weights of each layer (`Heads.known`)
         self._distances: dict[int, list[np.ndarray]] = defaultdict(list)  # of queries from the center, by layer
 
     def observe(self, seen: AttentionInput) -> None:
@@ -119,10 +113,13 @@ class LayerMaps:
             return
         try:
             heads = self._heads(seen, checked=False)
+            distances = query_radius(heads, seen.norm, seen.y)
         except UnsupportedAttentionError as error:
             self.unsupported[seen.layer] = str(error)
             return
-        distances = observed_radius(heads, seen.norm, seen.y)
+        except RuntimeError as error:  # (of linear algebra, such as a decomposition that does not converge)
+            self.unsupported[seen.layer] = f"layer {seen.layer}: {type(error).__name__}: {error}"
+            return
         if distances is None:
             self.unbounded.add(seen.layer)
         else:
@@ -248,12 +245,12 @@ class AttentionLayer:
 
     def reachable(self, position: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Center and axes of the chosen heads' reachable queries at a position; None if they are unbounded."""
-        ellipsoid = self.maps.query_ellipsoid(self.site, position)
+        ellipsoid = query_ellipsoid(self.maps, self.site, position)
         return None if ellipsoid is None else self._of_chosen(*ellipsoid)
 
     def directions(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Center and directions of the chosen heads' queries at a position, regardless of their length."""
-        return self._of_chosen(*self.maps.query_directions(self.site, position))
+        return self._of_chosen(*query_directions(self.maps, self.site, position))
 
     def _of_chosen(self, center: Tensor, axes: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return center[self.chosen].numpy(), axes[self.chosen].numpy()

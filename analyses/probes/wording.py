@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from ln_probe.analyses.probes.base import Finding
-from ln_probe.analyses.probes.sinks import MUCH, OUTLIER_RATIO
+from ln_probe.analyses.probes.sinks import OUTLIER_RATIO
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.text import counted, number, percent, signed, visible, with_interval
 from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, Variant
@@ -46,8 +46,8 @@ HEADS = (
 NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
 KEYS = "No possible query selects {share} of keys ({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
 SINKS = (
-    "Position 0 receives {received} of attention ({compared}); {count} of {heads} give it over {much} on average; "
-    "{most}."
+    "Position 0 is a sink of {heads}, with {received} of attention ({uniform} if uniform; {frozen}{prompts}); "
+    "most: {most}."
 )
 OUTLIERS = "Tokens over {ratio:g} times as long as the median token: {which}."
 UNIFORM = (
@@ -234,25 +234,24 @@ def one_decimal(share: float) -> str:
 
 
 def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
-    if not len(sinks) or not heads["first_attention"].notna().any():
+    known = heads.dropna(subset=["first_attention"]).sort_values("first_attention")
+    if not len(known):
         return
     first = sinks[(sinks["position"] == 0) & (sinks["n"] > 0)]
     uniform = float((first["uniform"] * first["n"]).sum() / first["n"].sum())
-    frozen = float(heads["first_attention_no_scaling"].mean())
-    most = heads.dropna(subset=["first_attention"]).sort_values("first_attention").iloc[-1]
-    compared = f"{percent(uniform)} if uniform" + (
-        "" if math.isnan(frozen) else f"; {percent(frozen)} with scaling frozen"
+    frozen, most = float(heads["first_attention_no_scaling"].mean()), known.iloc[-1]
+    count, prompts = int((heads["sink_rate"] > 0.5).sum()), counted(heads["n"].max(), "prompt")
+    text = SINKS.format(
+        heads=f"{count} of {counted(len(heads), 'head')}" if count else "no head",
+        received=percent(float(known["first_attention"].mean())),
+        uniform=percent(uniform),
+        frozen="" if math.isnan(frozen) else f"{percent(frozen)} with scaling frozen; ",
+        prompts=prompts,
+        most=f"{head_name(most)}, {one_decimal(float(most['first_attention']))}",
     )
-    sentence = SINKS.format(
-        received=percent(float(heads["first_attention"].mean())),
-        compared=compared,
-        count=int((heads["sink_rate"] > 0.5).sum()),
-        heads=counted(len(heads), "head"),
-        much=percent(MUCH),
-        most=f"{head_name(most)} {one_decimal(float(most['first_attention']))}",
-    )
-    which = _outliers(sinks[sinks["kind"].str.contains("outlier")], counted(sinks["prompt"].nunique(), "prompt"))
-    yield f"{sentence} {OUTLIERS.format(ratio=OUTLIER_RATIO, which=which)}"
+    which = _outliers(sinks[sinks["kind"].str.contains("outlier")], prompts)
+    is_known = sinks["length_ratio"].notna().any()  # not in a model without norms
+    yield f"{text} {OUTLIERS.format(ratio=OUTLIER_RATIO, which=which)}" if is_known else text
 
 
 def _outliers(rows: pd.DataFrame, prompts: str) -> str:

@@ -3,37 +3,27 @@
     python examples/checkpoints/keys_at_length.py NAME…     # adds the rows of each to tables/keys-at-length.csv
     python examples/checkpoints/keys_at_length.py NAME=RUN  # the same for the folder of a trained model
 
-Registered before its first run (the commit that added this file). Eight contexts for each model; n is their first n
-tokens. A key is unselectable if it is no vertex of the convex hull of the keys of its head and context
-(`ln_probe.key_geometry`). Variants: intact, and the scaling of the norm that the layer's attention reads frozen at the
-mean sigma over the other contexts (position 0 apart). Beside them 20 draws of n normal keys in d_head dimensions.
-
-Hypotheses. On MGM, CAPP-GPT, SmolLM2-135M and MiniLM-L6 no key is unselectable, intact or frozen. In heads of 8
-dimensions (bundled models) the share rises with n and is below that of normal keys; in heads of 2 dimensions (the
-paper's shape) it is within 3 points of them. Overturned for a model by one unselectable key of 32 dimensions or more.
+Eight contexts for each model; n is their first n tokens. A key is unselectable if it is no vertex of the convex hull of
+the keys of its head and context. Variants: intact, and the scaling of the norm that the layer's attention reads frozen
+at the mean sigma over the other contexts (position 0 apart). For comparison, 20 draws of n normal keys in d_head
+dimensions. Hypotheses and this script were committed before the run (6402db8).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from measure import BOOKS, FOLDERS, HELD_OUT, HERE, WIKITEXT, corpus, own
 from transformer_lens import HookedTransformer
 
 import ln_probe
 
-HERE = Path(__file__).parent
-SHARED = Path(os.environ.get("LN_PROBE_SHARED", HERE.parents[2] / "shared"))
 TABLE = HERE / "tables" / "keys-at-length.csv"
-BOOKS = ("kjv.txt", "shakespeare_complete_gut.txt", "moby_dick.txt")
-HELD_OUT = 0.05  # the end of every book, on which no bundled model was trained
 CONTEXTS, DRAWS = 8, 20
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
 DIMENSIONS = (2, 8, 16, 32, 64)
@@ -50,28 +40,20 @@ def windows(model: Any, texts: Sequence[str], length: int, first: Sequence[int] 
 
 def longest(name: str) -> list[list[int]]:
     """Return the CONTEXTS longest of the sequences that the model itself has drawn, cut to one length."""
-    rows = json.loads((HERE / "tables" / "tokens" / f"{name}.json").read_text())
-    rows = sorted(rows, key=len, reverse=True)[:CONTEXTS]
+    rows = sorted(own(name, None, LENGTHS[-1]), key=len, reverse=True)[:CONTEXTS]
     return [row[: len(rows[-1])] for row in rows]
 
 
 def model_and_contexts(name: str) -> tuple[Any, list[list[int]]]:
     """Return the model of a name, or of NAME=FOLDER, with its contexts."""
-    folders = {
-        "MGM": os.environ.get("LN_PROBE_MGM"),
-        "CAPP-GPT": SHARED / "checkpoints" / "capp_gpt",
-        "SmolLM2-135M": os.environ.get("LN_PROBE_GGUF"),
-        "MiniLM-L6": os.environ.get("LN_PROBE_MINILM"),
-    }
     name, _, folder = name.partition("=")
-    model = ln_probe.load_model(folder or folders.get(name, name), allow_pickle=True)
+    model = ln_probe.load_model(folder or FOLDERS.get(name.lower()) or name, allow_pickle=True)
     if name in ("MGM", "CAPP-GPT"):
         return model, longest({"MGM": "mgm-long", "CAPP-GPT": "capp-gpt-own"}[name])
-    if name in folders:
-        wikitext = [(SHARED / "corpora" / "wikitext2" / "test.txt").read_text()]
+    if name.lower() in FOLDERS:
         ends = ([model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]) if name == "MiniLM-L6" else ((), ())
-        return model, windows(model, wikitext, 512, *ends)
-    books = [(SHARED / "corpora" / book).read_text(encoding="utf-8") for book in BOOKS]
+        return model, windows(model, [corpus(WIKITEXT)], 512, *ends)
+    books = [corpus(name) for name in BOOKS]
     held_out = [book[int(len(book) * (1 - HELD_OUT)) :] for book in books]
     return model, windows(model, held_out, model.cfg.n_ctx, first=[0])
 
@@ -109,7 +91,7 @@ def counts(keys: np.ndarray) -> tuple[int, int]:
 def rows_of(name: str) -> list[dict[str, Any]]:
     """Return a row for each layer, head, variant and n of a model."""
     model, contexts = model_and_contexts(name)
-    causal = "embed_ln.hook_scale" not in model.hook_dict  # a prefix is a context of its own
+    causal = "embed_ln.hook_scale" not in model.hook_dict  # a prefix is a context, too
     longest_context = len(contexts[0])
     lengths = {n for n in LENGTHS if n < longest_context} if causal and longest_context >= 256 else set()
     rows = []
@@ -126,7 +108,6 @@ def rows_of(name: str) -> list[dict[str, Any]]:
                     about = {"model": name.partition("=")[0], "d_head": own.shape[2], "layer": layer, "head": head}
                     measured = {"contexts": len(own), "unselectable": unselectable, "undecided": undecided}
                     rows.append(about | {"variant": variant, "n": n} | measured)
-        print(name, layer, sum(row["unselectable"] for row in rows), flush=True)
     return rows
 
 

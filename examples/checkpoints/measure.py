@@ -43,11 +43,9 @@ TEXTS = {  # SHA-256 of the texts, as the committed tables were measured on them
     "shakespeare_complete_gut.txt": "a74b54d1ef1dc44be145d3c93068267ab7beba0c7045a7b6a844b83ed5d7054f",
     "moby_dick.txt": "fe282a57094ed62e7144fb7c804a9748fc1c909bf3b49d06e7276015f9f67240",
     "wikitext2/test.txt": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
-    "wikitext2/valid.txt": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
 }
 BOOKS = ("kjv.txt", "shakespeare_complete_gut.txt", "moby_dick.txt")
-WIKITEXT = "Salesforce/wikitext", "wikitext-2-v1"  # of the hub
-SPLITS = {"wikitext2/test.txt": "test", "wikitext2/valid.txt": "validation"}
+WIKITEXT = "wikitext2/test.txt"
 ORDER_SEED = 0
 MEASURED = ("mgm", "capp-gpt-own", "smollm2-135m", "lm-layernorm-books")
 
@@ -78,10 +76,10 @@ def corpus(name: str) -> str:
         SystemExit: the text is missing, or it is another one.
     """
     path = SHARED / "corpora" / name
-    if not path.is_file() and name in SPLITS:
+    if not path.is_file() and name == WIKITEXT:
         from datasets import load_dataset  # type: ignore[import-not-found,unused-ignore]
 
-        return "".join(load_dataset(*WIKITEXT, split=SPLITS[name])["text"])
+        return "".join(load_dataset("Salesforce/wikitext", "wikitext-2-v1", split="test")["text"])
     if not path.is_file():
         raise SystemExit(f"there is no {path}: put the text there (SHA-256 {TEXTS[name]}) or set LN_PROBE_SHARED")
     content = path.read_bytes()
@@ -90,7 +88,7 @@ def corpus(name: str) -> str:
     return content.decode(errors="replace")
 
 
-def books(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
+def books(model: Any, limit: int) -> list[list[int]]:
     """Return windows from the ends of the bundled models' three books, on which they were not trained.
 
     The books alternate, and the windows of a book are shuffled, so that any number of the first prompts is a sample of
@@ -99,7 +97,6 @@ def books(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
     Args:
         model: gives the tokenizer.
         limit: longest prompt, in tokens.
-        others: prompts halfway between the measured ones, for constants.
     """
     generator = np.random.default_rng(ORDER_SEED)
     by_book: list[list[list[int]]] = []
@@ -108,22 +105,28 @@ def books(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
         held_out = text[int(len(text) * (1 - HELD_OUT)) :]
         count = PROMPTS // len(BOOKS) + (number < PROMPTS % len(BOOKS))
         starts = np.linspace(0, len(held_out) - 8 * limit, count).astype(int)
-        starts = (starts[:-1] + starts[1:]) // 2 if others else starts
         windows = (re.sub(r"^\S*\s+", "", held_out[s : s + 8 * limit]) for s in generator.permutation(starts))
         by_book.append([encode(model, window)[:limit].tolist() for window in windows])
     return [row for rows in zip_longest(*by_book) for row in rows if row is not None]
 
 
-def wikitext(model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
-    """Return passages of wikitext-2's test part (`others`: of its validation part), evenly spread.
+def wikitext(model: Any, limit: int) -> list[list[int]]:
+    """Return passages of wikitext-2's test part, evenly spread.
 
     Of each paragraph the longest run of whole sentences without an unknown word, if it has 80 words or more; without
     the corpus's own marks and spaces.
+
+    Raises:
+        ValueError: the model's tokenizer does not know the words of English text.
     """
-    lines = corpus("wikitext2/valid.txt" if others else "wikitext2/test.txt").splitlines()
+    lines = corpus(WIKITEXT).splitlines()
     passages = [run for run in map(_known_sentences, lines) if len(run.split()) >= 80]
     chosen = np.linspace(0, len(passages) - 1, PROMPTS).astype(int)
-    return [encode(model, _plain_text(passages[i]))[:limit].tolist() for i in chosen]
+    rows = [encode(model, _plain_text(passages[i]))[:limit].tolist() for i in chosen]
+    unknown = getattr(model.tokenizer, "unk_token_id", None)
+    if 2 * sum(row.count(unknown) for row in rows) > sum(map(len, rows)):
+        raise ValueError("most words of wikitext-2 are unknown to the model's tokenizer: its vocabulary is another")
+    return rows
 
 
 def _known_sentences(paragraph: str) -> str:
@@ -145,10 +148,9 @@ def _plain_text(tokens: str) -> str:
     return re.sub(r"([(\[$£]) ", r"\1", text)
 
 
-def own(name: str, _model: Any, limit: int, *, others: bool = False) -> list[list[int]]:
-    """Return committed sequences that a model drew at temperature 1, up to its end token (`others`: further ones)."""
-    path = HERE / "tables" / "tokens" / f"{name}{'-others' if others else ''}.json"
-    return [row[:limit] for row in json.loads(path.read_text())]
+def own(name: str, _model: Any, limit: int) -> list[list[int]]:
+    """Return committed sequences that a model drew at temperature 1, up to its end token."""
+    return [row[:limit] for row in json.loads((HERE / "tables" / "tokens" / f"{name}.json").read_text())]
 
 
 SOURCES: dict[str, Callable[..., list[list[int]]]] = {
@@ -169,6 +171,12 @@ _HUB = {  # commits of the main branches, of Pythia that of the last step, 143,0
     "pythia-1b": ("EleutherAI/pythia-1b-deduped", "7199d8fc61a6d565cd1f3c62bf11525b563e13b2"),
     "pythia-1.4b": ("EleutherAI/pythia-1.4b-deduped", "step143000"),  # a branch that is not written to
 }
+FOLDERS = {
+    "capp-gpt": SHARED / "checkpoints" / "capp_gpt",
+    "mgm": os.environ.get("LN_PROBE_MGM"),
+    "smollm2-135m": os.environ.get("LN_PROBE_GGUF"),
+    "minilm-l6": os.environ.get("LN_PROBE_MINILM"),
+}
 CASES = {
     "capp-gpt-own": Case("capp-gpt", "own, capp-gpt", 64, optimal=True),
     **{f"{name}-books": Case(name, "books", 128) for name in _LABS},
@@ -181,12 +189,7 @@ CASES = {
 
 def load(case: Case) -> Any:
     """Load the model of a case."""
-    folders = {
-        "capp-gpt": SHARED / "checkpoints" / "capp_gpt",
-        "mgm": os.environ.get("LN_PROBE_MGM"),
-        "smollm2-135m": os.environ.get("LN_PROBE_GGUF"),
-    }
-    return ln_probe.load_model(folders.get(case.model) or case.model, revision=case.revision, allow_pickle=True)
+    return ln_probe.load_model(FOLDERS.get(case.model) or case.model, revision=case.revision, allow_pickle=True)
 
 
 def analyzed(name: str, *, optimal: bool) -> Any:
@@ -248,6 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", choices=CASES, nargs="+", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--check", action="store_true", help="compare with the predictions")
+    parser.add_argument("--out", type=Path, help="the folder that NAME is written into")
     args = parser.parse_args()
     torch.set_num_threads(1)
     failures = 0
@@ -258,7 +262,7 @@ def main() -> int:
             print(f"{name}: not measured: {error}", file=sys.stderr)
             failures += 1
             continue
-        out = HERE / ("checked" if args.check else "tables") / name
+        out = (args.out or HERE / ("checked" if args.check else "tables")) / name
         out.mkdir(parents=True, exist_ok=True)
         groups = report.tables["causal"].drop(columns="estimate")
         groups.to_csv(out / "causal.csv", index=False, float_format="%.6g")
@@ -270,6 +274,7 @@ def main() -> int:
         table.to_csv(out / "values.csv", index=False, float_format="%.6g")
         print(groups[groups["family"] == "primary"].to_string(index=False))
         if args.check:
+            print(f"{name}: revision {report.provenance['model']['commit']}")
             failures += not all(check(name, measured, predictions()))
     return 1 if failures else 0
 

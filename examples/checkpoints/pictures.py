@@ -1,18 +1,19 @@
 """Draw the figures of docs/checkpoints.md from the committed tables.
 
-python examples/checkpoints/pictures.py    # writes examples/{keys_at_length,patching}.png
+python examples/checkpoints/pictures.py    # writes examples/{keys_at_length,without_scaling}.png
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 TABLES = HERE / "tables"
+REGISTERED = HERE.parents[1] / "analyses" / "lab" / "published" / "registered"
+PUBLISHED = 0.05  # 7.38 and 7.33, read off figure 4b of Brody, Alon & Yahav 2023
 DPI = 110
 COLORS = {2: "#0072b2", 8: "#d55e00", 16: "#009e73", 32: "#cc79a7", 64: "#555555"}
 BLUE, ORANGE, GRID = "#2e6fb7", "#d9822b", "#dddddd"
@@ -42,33 +43,32 @@ def keys_at_length() -> Figure:
     return figure
 
 
-def patching() -> Figure:
-    """Draw the rank correlation with exact patching of every pair, standard gradients and linearized norms."""
-    names = ("capp-gpt", "lm-layernorm", "mgm")
-    tables = {name: pd.read_csv(TABLES / f"patching-{name}.csv") for name in names}
-    kinds = ("heads", "positions")
-    figure = Figure(figsize=(2.2 * len(tables) + 0.6, 2.8), layout="constrained")
-    panels = figure.subplots(1, len(tables), sharey=True)
-    for axes, (name, table) in zip(panels, tables.items(), strict=True):
-        for place, kind in enumerate(kinds):
-            rows = table[table["kind"] == kind]
-            for shift, estimate, color in ((-0.18, "standard", BLUE), (0.18, "linearized", ORANGE)):
-                values = rows[f"rank_{estimate}"].dropna()
-                jitter = np.random.default_rng(0).uniform(-0.09, 0.09, len(values))
-                axes.plot(place + shift + jitter, values, ".", ms=3, color=color, alpha=0.5)
-                axes.hlines(values.mean(), place + shift - 0.16, place + shift + 0.16, color=color, lw=2.5)
-        axes.axhline(0, color=GRID, lw=1, zorder=0)
-        axes.set_title(name, fontsize=10)
-        axes.set_xticks(range(len(kinds)), labels=kinds)
+def without_scaling() -> Figure:
+    """Draw held-out loss without scaling minus with it, of every registered seed of two language models."""
+    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    losses = pd.read_csv(REGISTERED / "curves.csv").pivot(index="step", columns=["cell", "seed"], values="value")
+    change = losses["projection, divisor 1"] - losses["layernorm"]
+    for seed, color in zip(change, COLORS.values(), strict=False):
+        left.plot(change.index, change[seed], color=color, lw=1.6, label=f"seed {seed}")
+    left.plot(change.index[-1], PUBLISHED, "kX", ms=8, ls="", label="published, one run")
+    left.set(title="published shape", xlabel="step", ylabel="loss without scaling\nminus with, nats")
+    contrasts, values = (pd.read_csv(REGISTERED / f"{name}.csv").query("item == 3") for name in ("contrasts", "values"))
+    seeds, row = (values["value"] - values["reference"]).sort_values(), contrasts.iloc[0]
+    right.axvspan(-row["margin"], row["margin"], color=GRID, zorder=0, label="equivalence margin")
+    right.plot(seeds, range(1, len(seeds) + 1), "o", color=BLUE, label="a seed")
+    right.plot(
+        [row["low"], row["estimate"], row["high"]], [0] * 3, "-", color=ORANGE, lw=3, label="95 % CI of the mean"
+    )
+    right.set(title=f"equal size, {len(seeds)} seeds", xlabel="loss without scaling minus with, nats", yticks=[])
+    for axes, line in ((left, left.axhline), (right, right.axvline)):
+        line(0, color="black", lw=0.8, zorder=1)
+        axes.title.set_fontsize(10)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("rank correlation with\nexact patching, per pair")
-    for label, color in (("gradient through the norms", BLUE), ("norms linearized", ORANGE)):
-        panels[0].plot([], [], color=color, lw=2.5, label=label)
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     return figure
 
 
 if __name__ == "__main__":
-    for draw in (keys_at_length, patching):
+    for draw in (keys_at_length, without_scaling):
         draw().savefig(HERE.parent / f"{draw.__name__}.png", dpi=DPI)

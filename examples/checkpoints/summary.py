@@ -31,9 +31,8 @@ def books() -> pd.DataFrame:
     for path in sorted(TABLES.glob("*-books/causal_prompts.csv")):
         rows = pd.read_csv(path)
         rows = rows[rows["sites"].isin(["attention", "all"]) & rows["variant"].isin(["no_scaling", "no_projection"])]
-        rows = rows.assign(
-            model=path.parent.name.removesuffix("-books"), book=rows["prompt"].map(book_of_prompt.__getitem__)
-        )
+        model = path.parent.name.removesuffix("-books")
+        rows = rows.assign(model=model, book=rows["prompt"].map(book_of_prompt.__getitem__))
         keys = ["model", "sites", "variant", "book"]
         tables.append(rows.groupby(keys, sort=False).agg(prompts=("prompt", "size"), delta_loss=("delta_loss", "mean")))
     return pd.concat(tables).reset_index()
@@ -91,22 +90,11 @@ def patching() -> pd.DataFrame:
             if kind == "paths":
                 continue
             standard, linearized = pairs["rank_standard"].to_numpy(float), pairs["rank_linearized"].to_numpy(float)
-            change = infer_mean(linearized - standard, np.ones(len(pairs)))
-            rows.append(
-                {
-                    "model": name,
-                    "kind": kind,
-                    "pairs": len(pairs),
-                    "standard": standard.mean(),
-                    "linearized": linearized.mean(),
-                    "change": (linearized - standard).mean(),
-                    "low": change.low,
-                    "high": change.high,
-                    "p": change.p,
-                    "pairs_better": int((linearized > standard).sum()),
-                }
-            )
-    table = pd.DataFrame(rows)
+            better, change = linearized > standard, infer_mean(linearized - standard, np.ones(len(pairs)))
+            means = [values.mean() for values in (standard, linearized, linearized - standard)]
+            rows.append([name, kind, len(pairs), *means, change.low, change.high, change.p, int(better.sum())])
+    columns = ["model", "kind", "pairs", "standard", "linearized", "change", "low", "high", "p", "pairs_better"]
+    table = pd.DataFrame(rows, columns=columns)
     return table.assign(p_holm=holm(table["p"].to_numpy(float)))
 
 
@@ -132,18 +120,10 @@ def keys_at_length() -> pd.DataFrame:
     return totals.assign(n_over_d=totals["n"] / totals["d_head"], hull=hull.where(totals["d_head"] == 2))
 
 
-SUMMARIES = {
-    "books": books,
-    "heads": heads,
-    "geometry": geometry,
-    "patching": patching,
-    "keys-at-length": keys_at_length,
-}
-
-
 def summaries() -> dict[str, pd.DataFrame]:
     """Return the summary tables by the names of their files."""
-    return {f"{name}-summary": pd.DataFrame(make()) for name, make in SUMMARIES.items()}
+    tables = {make.__name__.replace("_", "-"): make for make in (books, heads, geometry, patching, keys_at_length)}
+    return {f"{name}-summary": pd.DataFrame(make()) for name, make in tables.items()}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from ln_probe.hooks.norm import VARIANTS
 from ln_probe.page.figures import BLUE, GREEN, GRID, ORANGE, Figure
 
 DPI = 110
+EXAMPLES = Path(__file__).resolve().parents[1]
 
 
 def projection_and_scaling(model: Any, layer: int = 1) -> Figure:
@@ -32,11 +32,8 @@ def projection_and_scaling(model: Any, layer: int = 1) -> Figure:
     Height is the coordinate along the all-ones direction. The plane represents everything orthogonal to it: a token's
     direction there comes from two principal axes, its distance from the centre is its true length.
     """
-    rows = [
-        model.run_with_cache(prompt[None, :64])[1]["resid_pre", layer][0]
-        for prompt in model.bundled_prompts.measured[:2]
-    ]
-    x = torch.cat(rows).double().cpu()
+    prompts = [prompt[None, :64] for prompt in model.bundled_prompts.measured[:2]]
+    x = torch.cat([model.run_with_cache(prompt)[1]["resid_pre", layer][0] for prompt in prompts]).double().cpu()
     ones = x.mean(-1) * x.shape[-1] ** 0.5
     projected = x - x.mean(-1, keepdim=True)
     length = projected.norm(dim=-1)
@@ -85,7 +82,9 @@ def reachable() -> Figure:
         )
     left.plot(*center, "+", color="black", label="c = W_Qᵀ bias + b_Q")
     left.set_title("queries: c + A u, |u| ≤ 1", fontsize=10)
-    _bare(left)
+    left.set(aspect="equal", xticks=[], yticks=[])
+    left.spines[:].set_visible(False)
+    left.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.02))
     order = np.argsort(-most[0])
     for values, colour, name in zip(most, (BLUE, GREEN), ("reachable", "observed"), strict=True):
         right.bar(range(len(keys)), values[order], color=colour, alpha=0.75, label=name)
@@ -98,22 +97,15 @@ def reachable() -> Figure:
 
 def estimates() -> Figure:
     """First-order effects of every head beside exact ones, of committed tables (docs/heads.md)."""
-    folder = Path(__file__).parents[1] / "checkpoints" / "tables"
-    tables = {name: pd.read_csv(folder / f"heads-{name}.csv") for name in ("lm-layernorm", "MGM")}
+    folder, names = EXAMPLES / "checkpoints" / "tables", ("lm-layernorm", "MGM")
+    tables = {name: pd.read_csv(folder / f"heads-{name}.csv") for name in names}
     figure = Figure(figsize=(7.2, 3.3), layout="constrained")
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (name, rows) in zip(panels, tables.items(), strict=True):
         for variant, colour in (("no_scaling", ORANGE), ("no_projection", GREEN)):
             some = rows[rows["variant"] == variant]
-            axes.plot(
-                some["delta_loss"],
-                some["estimate"],
-                "o",
-                ms=3.5,
-                color=colour,
-                alpha=0.7,
-                label=VARIANTS[variant].label,
-            )
+            style = {"ms": 3.5, "color": colour, "alpha": 0.7, "label": VARIANTS[variant].label}
+            axes.plot(some["delta_loss"], some["estimate"], "o", **style)
         ends = [rows["delta_loss"].min(), rows["delta_loss"].max()]
         axes.plot(ends, ends, color=GRID, lw=1, zorder=0)
         axes.set(title=name, xlabel="change of the loss, run exactly", ylabel="first-order estimate")
@@ -122,22 +114,6 @@ def estimates() -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=8)
     return figure
-
-
-def _bare(axes: object) -> None:
-    axes.set_aspect("equal")  # type: ignore[attr-defined]
-    axes.set_xticks([])  # type: ignore[attr-defined]
-    axes.set_yticks([])  # type: ignore[attr-defined]
-    axes.spines[:].set_visible(False)  # type: ignore[attr-defined]
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.02))  # type: ignore[attr-defined]
-
-
-def concepts(model: Any) -> dict[str, Callable[[], Figure]]:
-    """Return the drawings of docs/concepts.md, by file name."""
-    return {
-        "projection_and_scaling": lambda: projection_and_scaling(model),
-        "reachable": reachable,
-    }
 
 
 def screenshots(page: Path, folder: Path) -> None:
@@ -151,30 +127,27 @@ def screenshots(page: Path, folder: Path) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": 1440, "height": 880}, color_scheme="light")
         view.goto(page.resolve().as_uri())
-        view.locator("#frozen canvas").wait_for()
+        view.locator("#difference canvas").wait_for()
         view.wait_for_timeout(500)
         view.screenshot(path=folder / "report.png")
-        view.set_viewport_size({"width": 1300, "height": 1060})
+        view.set_viewport_size({"width": 1300, "height": 900})
         view.evaluate("document.querySelector('#heads').scrollIntoView()")
         view.wait_for_timeout(1500)
         view.screenshot(path=folder / "attention.png")
         browser.close()
 
 
-def main(folder: Path, made: Path | None) -> None:
+def main(folder: Path = EXAMPLES, report: Path | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         model = ln_probe.load_model("lm-layernorm")
-        if made is None:
-            made = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
-        for name, draw in concepts(model).items():
-            draw().savefig(folder / f"{name}.png", dpi=DPI)
-        estimates().savefig(folder / "estimates.png", dpi=DPI)
-        screenshots(made / "report.html", folder)
+        if report is None:
+            report = ln_probe.analyze(model, progress=False).save(Path(scratch) / "lm-layernorm")
+        projection_and_scaling(model).savefig(folder / "projection_and_scaling.png", dpi=DPI)
+        for draw in (reachable, estimates):
+            draw().savefig(folder / f"{draw.__name__}.png", dpi=DPI)
+        screenshots(report / "report.html", folder)
 
 
 if __name__ == "__main__":
-    arguments = [Path(a) for a in sys.argv[1:3]]
-    main(
-        arguments[0] if arguments else Path(__file__).resolve().parents[1], arguments[1] if len(arguments) > 1 else None
-    )
+    main(*map(Path, sys.argv[1:3]))

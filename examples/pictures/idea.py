@@ -63,15 +63,8 @@ def draw_plane(axes: Any, keys: np.ndarray, title: str) -> None:
     axes.plot(*keys[~corner].T, "X", color=ORANGE, ms=10, mec="white", mew=0.8)
     for name, key, is_corner in zip(NAMES, keys, corner, strict=True):
         outward = key / np.linalg.norm(key) if is_corner else -across
-        axes.annotate(
-            name,
-            key + 0.33 * outward,
-            ha="center",
-            va="center",
-            fontsize=9,
-            color=INK if is_corner else ORANGE,
-            weight="normal" if is_corner else "bold",
-        )
+        style = {"color": INK} if is_corner else {"color": ORANGE, "weight": "bold"}
+        axes.annotate(name, key + 0.33 * outward, ha="center", va="center", fontsize=9, **style)
     axes.set(xlim=(-2.6, 2.6), ylim=(-2.6, 2.6), aspect="equal")
     axes.set_title(title, fontsize=9, weight="bold", color=INK)
     axes.axis("off")
@@ -88,9 +81,8 @@ def draw_uniform(axes: Any, with_mean: np.ndarray, without_mean: np.ndarray) -> 
     """Draw the attention of a query along (1, 1, 1) over keys [key, 3] with and without their means."""
     places = np.arange(len(NAMES))
     shares = [attention(keys, ONES / np.sqrt(3)) for keys in (with_mean, without_mean)]
-    axes.bar(
-        places - 0.21, shares[0], 0.4, facecolor="white", edgecolor=ORANGE, hatch="////", lw=1, label="mean left in"
-    )
+    hatched = {"facecolor": "white", "edgecolor": ORANGE, "hatch": "////", "lw": 1}
+    axes.bar(places - 0.21, shares[0], 0.4, label="mean left in", **hatched)
     axes.bar(places + 0.21, shares[1], 0.4, color=BLUE, label="mean subtracted")
     axes.set_xticks(places, list(NAMES), fontsize=9)
     axes.set(ylim=(0, 0.5), yticks=[])
@@ -98,16 +90,9 @@ def draw_uniform(axes: Any, with_mean: np.ndarray, without_mean: np.ndarray) -> 
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8.5, loc="upper center", borderaxespad=0, handlelength=1.4)
     axes.set_title("3. A query along (1, 1, 1)", fontsize=9, weight="bold", color=INK)
-    low, high = shares[0].min(), shares[0].max()
-    axes.text(
-        0.5,
-        -0.13,
-        f"Attention per key: {100 * low:.0f} to {100 * high:.0f} %\nwith the mean, 1/{len(NAMES)} without it.",
-        transform=axes.transAxes,
-        ha="center",
-        va="top",
-        fontsize=8.5,
-    )
+    low, high = 100 * shares[0].min(), 100 * shares[0].max()
+    text = f"Attention per key: {low:.0f} to {high:.0f} %\nwith the mean, 1/{len(NAMES)} without it."
+    axes.text(0.5, -0.13, text, transform=axes.transAxes, ha="center", va="top", fontsize=8.5)
 
 
 def idea() -> Figure:

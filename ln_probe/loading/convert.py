@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, GPT2Config
 
 from ln_probe.analyses.lab.gpt2 import as_gpt2, not_gpt2
 from ln_probe.hooks.model import SAME_LOGITS, context_of_config, ordinary_tokens, relative_difference
-from ln_probe.loading.pretrained import Pretrained, isolated
+from ln_probe.loading.pretrained import Pretrained, isolated, one_line
 from ln_probe.loading.source import ModelSource, remember
 
 if TYPE_CHECKING:
@@ -84,18 +84,10 @@ def into_transformer_lens(
     candidates: list[World] = [world] if world is not None else ["bridge"] if obstacle else ["hooked", "bridge"]
     if world is None and obstacle and has_hooked_transformer():  # otherwise there is nothing to explain
         notes.append(f"TransformerBridge, not HookedTransformer: {obstacle}")
-    try:
-        with torch.no_grad():
-            reference: Tensor = original(tokens).logits
-    except Exception as error:
-        raise ValueError(
-            f"{source.name}: transformers itself cannot run this {source.architecture} in {source.dtype} on "
-            f"{options['device']}: {_in_words(error)}"
-        ) from error
+    with torch.no_grad():
+        reference: Tensor = original(tokens).logits
     if not bool(reference.isfinite().all()):
-        raise ValueError(
-            f"{source.name}: the original's own logits are not finite in {source.dtype}: try float32 or bfloat16."
-        )
+        raise ValueError(f"{source.name}: its logits are not finite in {source.dtype}: try float32 or bfloat16.")
     for chosen in candidates:
         try:
             if chosen == "bridge":
@@ -108,9 +100,9 @@ def into_transformer_lens(
             if chosen == candidates[-1]:
                 raise ValueError(
                     f"{source.name} ({source.architecture}) could not be loaded faithfully as {CLASS_OF_WORLD[chosen]} "
-                    f"of TransformerLens {source.transformer_lens_version}: {_in_words(error)}."
+                    f"of TransformerLens {source.transformer_lens_version}: {one_line(error)}."
                 ) from error
-            notes.append(f"TransformerBridge, not HookedTransformer: {_in_words(error)}")
+            notes.append(f"TransformerBridge, not HookedTransformer: {one_line(error)}")
     if pretrained.tokenizer is not None:
         notes += settle_tokenizer(model, pretrained.tokenizer, int(pretrained.config.vocab_size))
     # Conversion to HookedTransformer drops them; a bridge would pass an ordinary assignment on to what it wraps.
@@ -182,10 +174,7 @@ def _neutral_folder() -> Iterator[Path]:
             if not any(word in folder.lower() for word in _MISREAD_WORDS):
                 yield Path(folder)
                 return
-    raise OSError(
-        f"TransformerLens takes {', '.join(_MISREAD_WORDS)} in the path of temporary files for an architecture: set "
-        "TMPDIR to another folder, or use world='bridge'."
-    )
+    raise OSError(f"set TMPDIR to a folder without {', '.join(_MISREAD_WORDS)} in its path, or use world='bridge'")
 
 
 @contextmanager
@@ -334,8 +323,3 @@ def _difference(model: Callable[..., Tensor], tokens: Tensor, reference: Tensor)
     if not difference <= bound:
         raise ValueError(f"its logits are {difference:.1e} of the largest off the original's (bound {bound:.0e})")
     return difference
-
-
-def _in_words(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import re
 import warnings
@@ -16,7 +15,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ln_probe.analyses.text import step_named
+from ln_probe.analyses.text import read_json, step_named
 
 if TYPE_CHECKING:
     import torch
@@ -132,12 +131,9 @@ def _download(repository: str, revision: str | None, weights: str) -> Path:
     except RepositoryNotFoundError as error:
         raise _unknown(repository) from error
     except Exception as error:  # no network, a server's error, a full disk, an incomplete copy in the cache
-        at = "" if revision is None else f" at revision {revision!r}"
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if constants.HF_HUB_OFFLINE:
-            reason = "HF_HUB_OFFLINE is set"
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line(error)
         raise ConnectionError(
-            f"{repository}{at} is not on this machine and cannot be downloaded ({reason}): give a local folder, or a "
+            f"{repository} is not on this machine and cannot be downloaded ({reason}): give a local folder, or a "
             "bundled model (ln-probe models)."
         ) from error
 
@@ -224,14 +220,12 @@ def from_folder(folder: Path, *, allow_pickle: bool, dtype: torch.dtype, device:
         )
     except Exception as error:  # any error of the config or the file has the same answer
         raise ValueError(
-            f"{folder}: config.json and the weights do not make a {model_class.__name__}: {_one_line(error)}"
+            f"{folder}: config.json and the weights do not make a {model_class.__name__}: {one_line(error)}"
         ) from error
     missing_head, more = _check_loading_info(folder, written.get("architectures") or [], model, info)
     notes += more + complete_biases(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()  # safetensors gives views of the file, which change when it is written to
     model = _ready(model, device, folder)
-    tokenizer, more = _tokenizer(folder, vocabulary=written.get("vocab_size"))
+    tokenizer, more = _tokenizer(folder)
     return Pretrained(model, model_class.__name__, tokenizer, (*notes, *more), weights, missing_head)
 
 
@@ -239,17 +233,12 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
     """Unpack an existing .gguf file into a Hugging Face model (quantized weights become floats of `dtype`).
 
     Raises:
-        ImportError: the package `gguf` is not installed.
-        ValueError: not a GGUF file, truncated, or of an architecture that transformers cannot unpack.
+        ValueError: not a GGUF file, truncated, of an architecture that transformers cannot unpack, or no `gguf`.
     """
     from transformers import AutoModelForCausalLM
 
     from ln_probe.hooks.model import complete_token_ids
 
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"Reading {file.name} needs the package gguf: pip install gguf.") from error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent,
@@ -262,7 +251,7 @@ def from_gguf(file: Path, *, dtype: torch.dtype, device: torch.device) -> Pretra
         )
         model, info = loaded  # the stubs do not know of output_loading_info
     except Exception as error:
-        raise ValueError(f"{file} could not be unpacked: {_one_line(error)}") from error
+        raise ValueError(f"{file} could not be unpacked: {one_line(error)}") from error
     if info["missing_keys"]:
         raise ValueError(f"{file} lacks weights: {_some(info['missing_keys'])}.")
     # The weights are plain floats from here on; left in place, this would mark the model as quantized.
@@ -294,7 +283,7 @@ def weight_files(folder: Path, *, allow_pickle: bool) -> tuple[Path, ...]:
 
     Raises:
         FileNotFoundError: there are none, or one that the index names is missing.
-        ValueError: pickles without `allow_pickle`, or an index that is none.
+        ValueError: pickles without `allow_pickle`.
     """
     file = next((folder / name for name in (*SAFETENSORS, *PICKLES) if (folder / name).is_file()), None)
     if file is None:
@@ -303,23 +292,10 @@ def weight_files(folder: Path, *, allow_pickle: bool) -> tuple[Path, ...]:
         raise ValueError(f"{folder} holds its weights as a pickle. {PICKLE_WARNING}")
     if file.suffix != ".json":
         return (file,)
-    weight_map = _read_json(file).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{file} has no weight_map from tensor names to files.")
-    files = tuple(folder / str(name) for name in sorted(set(weight_map.values())))
+    files = tuple(folder / name for name in sorted(set(read_json(file)["weight_map"].values())))
     if absent := [path.name for path in files if not path.is_file()]:
         raise FileNotFoundError(f"{folder} lacks weight files that {file.name} names: {_some(absent)}.")
     return files
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object.")
-    return content
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -336,7 +312,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json: give a folder that save_pretrained wrote.")
-    config = _read_json(path)
+    config: dict[str, Any] = read_json(path)
     if config.get("quantization_config"):
         raise ValueError(f"{folder} holds quantized weights: give plain float weights, or a .gguf file.")
     return config
@@ -405,16 +381,14 @@ def _ready(model: Any, device: torch.device, where: Path) -> Any:
     model = model.to(device).eval()
     for name, parameter in model.named_parameters():
         if not (finite := parameter.isfinite()).all():
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            hint = " (float16 ends at 65504: try float32 or bfloat16)" if dtype == "float16" else ""
             raise ValueError(
-                f"{where}: weight {name} has {int((~finite).sum())} NaN or infinite entries in {dtype}{hint}. The file "
-                "is damaged or the training diverged."
+                f"{where}: weight {name} has {int((~finite).sum())} NaN or infinite entries in {parameter.dtype}: try "
+                "float32, or another checkpoint."
             )
     return model
 
 
-def _tokenizer(folder: Path, *, vocabulary: object = None, **file: str) -> tuple[Any, tuple[str, ...]]:
+def _tokenizer(folder: Path, **file: str) -> tuple[Any, tuple[str, ...]]:
     """Return the tokenizer of a folder, or of one of its files (None if it cannot be had), and a note about it."""
     from transformers import AutoTokenizer
 
@@ -427,17 +401,13 @@ def _tokenizer(folder: Path, *, vocabulary: object = None, **file: str) -> tuple
             raise ValueError("it has no entries")
     except Exception as error:
         which = next((f"the one in {name}" for name in file.values()), "the folder's")
-        return None, (f"no tokenizer: {which} could not be read ({_one_line(error)}); prompts must be token ids",)
-    if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
-        return tokenizer, (
-            f"the tokenizer knows {len(tokenizer)} tokens, the model {vocabulary}: some texts give ids out of range",
-        )
+        return None, (f"no tokenizer: {which} could not be read ({one_line(error)}); prompts must be token ids",)
     return tokenizer, ()
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + ' …'}"
+def one_line(error: Exception) -> str:
+    """Return an error's type and the beginning of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _some(names: Iterable[str], most: int = 4) -> str:

@@ -94,18 +94,9 @@ def own_script(*names: str) -> str:
 
 @cache
 def circuitsvis_script() -> str:
-    """Return the JavaScript bundle of the installed circuitsvis, as it may stand inside a script element.
-
-    Raises:
-        FileNotFoundError: circuitsvis comes without its bundle.
-    """
-    spec = find_spec("circuitsvis")  # not imported: it would load torch
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    path = next((p for folder in folders if (p := Path(folder, "dist", "cdn", "iife.js")).exists()), None)
-    if path is None:
-        raise FileNotFoundError(
-            "circuitsvis has no dist/cdn/iife.js, which attention is drawn with: pip install 'circuitsvis>=1.43'"
-        )
+    """Return the JavaScript bundle of the installed circuitsvis, as it may stand inside a script element."""
+    spec: Any = find_spec("circuitsvis")  # not imported: it would load torch
+    path = Path(spec.submodule_search_locations[0], "dist", "cdn", "iife.js")
     text = path.read_text(encoding="utf-8").split("\n//# sourceMappingURL=")[0]
     # Inside its string literals, where alone they occur, these mean the same and end no script element.
     return text.replace("</script", "<\\/script").replace("<script", "<\\x73cript").replace("<!--", "<\\!--")

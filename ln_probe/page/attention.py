@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+from jaxtyping import Float
 from markupsafe import Markup, escape
 
+from ln_probe.analyses.attribution.shared import Prompts, place, token_name
+from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.probes.wording import NATS, unit_of
-from ln_probe.analyses.text import disarmed, shortened, to_be_written, visible, write_text
-from ln_probe.exhibits import PromptAttention
-from ln_probe.hooks.norm import SCALING_FROZEN
+from ln_probe.analyses.text import disarmed, shortened, visible, write_text
+from ln_probe.exhibits import TOKENS_SHOWN, PromptAttention, to_bytes
+from ln_probe.hooks.attention import UnsupportedAttentionError, read_heads
+from ln_probe.hooks.edits import without
+from ln_probe.hooks.model import check_model, evaluating, n_layers
+from ln_probe.hooks.norm import INTACT, SCALING_FROZEN, VARIANTS
+from ln_probe.hooks.norms import attention_inputs
+from ln_probe.hooks.stream import AttentionInput, stream
 from ln_probe.page import circuitsvis_script, compressed, own_script, packed, render
 from ln_probe.page.figures import interval
 
@@ -81,7 +90,8 @@ class HeadCell:
         if math.isnan(self.value):
             return "unknown"
         sign = "less" if self.step < 0 else "more"
-        names = [f"{sign}{abs(self.step)}", "" if self.significant else "pale", "estimate" if self.estimate else ""]
+        mark = "significant" if self.significant else "pale"
+        names = [f"{sign}{abs(self.step)}", mark, "estimate" if self.estimate else ""]
         return " ".join(filter(None, names))
 
 
@@ -105,9 +115,14 @@ class HeadMap:
 
     @property
     def top(self) -> list[HeadCell]:
-        """The heads with the largest changes, those that are significant first."""
+        """The heads with the largest changes, those that are significant before others."""
         measured = [cell for cell in self.cells if not math.isnan(cell.value)]
         return sorted(measured, key=lambda cell: (not cell.significant, -abs(cell.value)))[:TOP]
+
+    @property
+    def listed(self) -> list[HeadCell]:
+        """The same heads by layer, because their order of size is not tested."""
+        return sorted(self.top, key=lambda cell: (cell.layer, cell.head))
 
     @property
     def first(self) -> HeadCell | None:
@@ -176,6 +191,8 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
     yield "more0", "0"
     yield from ((f"more{i + 1}", f"+{step:.2g}") for i, step in enumerate(steps))
+    if any(cell.significant for cell in known):
+        yield "more4 significant", "outlined: significant"
     if any(not cell.significant and not cell.estimate for cell in known):
         untested = {cell.certainty for cell in known if not cell.tested and not cell.estimate}
         yield "more4 pale", f"pale: {', '.join(sorted(untested)) or 'not significant'}"
@@ -188,9 +205,28 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
 # --------------------------------------------------------------------------------------- the attention of one head
 
 
+class Picture:
+    """An interactive picture in a notebook; `to_html` writes it to a file."""
+
+    def document(self) -> str:
+        """Return the picture as a whole HTML document that opens offline."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return Markup(
+            '<iframe title="Attention" sandbox="allow-scripts" style="width:100%;height:{}px;border:0" srcdoc="{}">'
+            "</iframe>"
+        ).format(FRAME_HEIGHT, self.document())
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the picture as one self-contained page and return its path."""
+        write_text(Path(path), self.document())
+        return Path(path)
+
+
 @dataclass(frozen=True, eq=False)
-class AttentionView:
-    """The result of `Report.attention`: an interactive picture in a notebook; `to_html` writes it to a file.
+class AttentionView(Picture):
+    """The result of `Report.attention`.
 
     Raises (on construction):
         ValueError: the report has no attention of that layer or head.
@@ -203,16 +239,12 @@ class AttentionView:
     def __post_init__(self) -> None:
         shown = self.report.exhibits.attention
         if shown is None:
-            raise ValueError(
-                "this report has no attention: analyze with the probe 'selectability' or 'uniformity' a model whose "
-                "attention reads a norm"
-            )
+            raise ValueError("this report has no attention: analyze with the probe 'selectability' or 'uniformity'")
         for what, number, known in (("layer", self.layer, shown.layers), ("head", self.head, shown.heads)):
             if number is not None and number not in known:
                 raise ValueError(f"{what} {number!r} has no attention here: there are {', '.join(map(str, known))}")
 
     def document(self) -> str:
-        """Return the picture as a whole HTML document that opens offline."""
         heads = head_map(self.report)
         first = heads.first
         if self.layer is not None or self.head is not None:
@@ -221,18 +253,6 @@ class AttentionView:
         own = own_script("page.js", "heads.js")
         values = {"name": self.report.name, "heads": heads, "first": first}
         return render("attention.html", own, circuitsvis_script(), **values, **attention_data(self.report))
-
-    def _repr_html_(self) -> str:
-        return Markup(
-            '<iframe title="Attention" sandbox="allow-scripts" style="width:100%;height:{}px;border:0" srcdoc="{}">'
-            "</iframe>"
-        ).format(FRAME_HEIGHT, self.document())
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write the picture as one self-contained page and return its path."""
-        path = to_be_written(path)
-        write_text(path, self.document())
-        return path
 
 
 def attention_data(report: Report) -> dict[str, Any]:
@@ -244,6 +264,20 @@ def attention_data(report: Report) -> dict[str, Any]:
     what = f"Prompt {shown.prompt}, {'all' if count == shown.length else f'the first {count} of'} {shown.length} tokens"
     size = "large" if count > LARGE else ""
     return {"attention": what, "size": size, "data": _data(shown), "bundle": _compressed_bundle()}
+
+
+def token_data(report: Report) -> dict[str, Any]:
+    """Return what the template `report.html` needs to colour the first prompt by its tokens' loss changes."""
+    losses = report.exhibits.token_losses
+    if losses is None or losses["no_scaling"].isna().all():
+        return {"colored": None}
+    first = losses[losses["prompt"] == losses["prompt"].min()][:TOKENS_SHOWN]
+    full = float(first["no_scaling"].abs().quantile(0.98)) or 1.0
+    tokens = [visible(token).translate(_LOOKALIKES) for token in first["token"]]
+    content = {"tokens": tokens, "values": first["no_scaling"].round(4).tolist(), "full": full}
+    of = "" if len(first) < TOKENS_SHOWN else f"the first {TOKENS_SHOWN} tokens of "
+    about = f"{of}prompt {first['prompt'].iloc[0]}, after its first token; colours are full at ±{full:.2g} nats"
+    return {"colored": packed(content), "colored_about": about, "bundle": _compressed_bundle()}
 
 
 @cache  # takes half a second, and is the same in every page
@@ -258,9 +292,130 @@ def _data(shown: PromptAttention) -> str:
     intact = shown.intact[..., rows, columns]
     # As differences in 8 bits, most of which are small, so that they compress.
     change = shown.frozen[..., rows, columns] - intact
-    tokens = [shortened(visible(t), TOKEN_LENGTH).partition("… (")[0].translate(_LOOKALIKES) for t in shown.tokens]
+    tokens = [axis_label(token) for token in shown.tokens]
     same = {"layers": shown.layers, "heads": shown.heads, "causal": shown.causal}
     return packed({"tokens": tokens, "intact": intact, "change": change, **same})
+
+
+def axis_label(token: str) -> str:
+    """Return a token as circuitsvis may show it."""
+    return shortened(visible(token), TOKEN_LENGTH).partition("… (")[0].translate(_LOOKALIKES)
+
+
+# ------------------------------------------------------------------------------ the attention of all heads of a layer
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerAttention(Picture):
+    """Attention of a layer's heads on one text, intact and edited.
+
+    Attributes:
+        layer, heads: which.
+        tokens: token strings.
+        patterns: attention weights by what the model is: "intact", and the edit's label.
+        verdicts: a row per head and key: `head`, `position`, `token`, and the verdict of `key_geometry` on the keys of
+            the text, a column per pattern; empty where keys cannot be read.
+        causal: whether no query sees later keys.
+    """
+
+    layer: int
+    heads: tuple[int, ...]
+    tokens: tuple[str, ...]
+    patterns: Mapping[str, Float[np.ndarray, "head query key"]]
+    verdicts: pd.DataFrame
+    causal: bool
+
+    def __repr__(self) -> str:
+        what = f"layer {self.layer}, heads {', '.join(map(str, self.heads))}, {len(self.tokens)} tokens"
+        return f"LayerAttention({shortened(what, 80)}; {', '.join(self.patterns)})"
+
+    def document(self) -> str:
+        panels, titles, weights = [], [], np.stack(list(self.patterns.values()))
+        for label, pattern in self.patterns.items():
+            stuck = np.zeros(pattern.shape[::2], bool)
+            if len(self.verdicts):
+                stuck = self.verdicts[label].isin(["unselectable", "duplicate"]).to_numpy().reshape(stuck.shape)
+            counts = [f"H{head} {n}" for head, n in zip(self.heads, stuck.sum(1), strict=True) if n]
+            titles.append(label.capitalize() + (f". ⊘ by head: {', '.join(counts)}" if counts else ""))
+            marks = ["" if not n else "⊘" if n == len(stuck) else f"⊘{n}" for n in stuck.sum(0)]
+            tokens = [axis_label(token) + mark for token, mark in zip(self.tokens, marks, strict=True)]
+            panels.append({"weights": to_bytes(pattern), "tokens": tokens, "names": [f"H{h}" for h in self.heads]})
+        full = float(np.quantile(weights[weights > 0], 0.995)) if (weights > 0).any() else 1.0
+        least = full / 20 if len(self.tokens) > LARGE else 0.0
+        data = {"count": len(self.tokens), "panels": panels, "full": full, "least": least}
+        scale = f"Colours are full at {full:.2%}." + (f" Weights below {least:.2%} are left out." if least else "")
+        mark = "⊘ marks a key that no query can select, with the number of these heads (none: all)."
+        values: dict[str, Any] = {
+            "name": f"Attention of layer {self.layer}",
+            "about": f"{len(self.tokens)} tokens, {len(self.heads)} heads. {scale}",
+            "titles": titles,
+            "marks": mark if len(self.verdicts) else "Keys of this layer could not be read.",
+        }
+        content = {"data": packed({**data, "causal": self.causal}), "bundle": _compressed_bundle()}
+        return render("layer.html", own_script("page.js", "layer.js"), circuitsvis_script(), **values, **content)
+
+
+def attention(
+    model: object,
+    text: object,
+    layer: int,
+    heads: int | Sequence[int] | None = None,
+    *,
+    edit: str | None = "scaling",
+    sites: str | Sequence[str] | None = None,
+    scale: Any = "frozen",
+) -> LayerAttention:
+    """Return an interactive picture of a layer's attention on one text, intact beside an edit; circuitsvis draws it.
+
+    Args:
+        model: any hooked model.
+        text: a text, or token ids.
+        layer, heads: which; negative from the end. `heads` None: all of the layer.
+        edit: what is removed in the second picture, as for `hooks.without`; None: no second picture.
+        sites: from which norms; None: the one that this layer's attention reads.
+        scale: the constants, as for `hooks.without`.
+
+    Raises:
+        TypeError, ValueError: not a hooked model, no such layer or head, a text that cannot be run.
+        InterventionError: as `hooks.without`.
+
+    Example:
+        >>> picture = ln_probe.attention(model, "The ships came home.", layer=1)
+        >>> picture.verdicts.query("intact == 'unselectable'")
+    """
+    hooked = check_model(model)
+    rows = Prompts(hooked, text).rows
+    if len(rows) != 1:
+        raise ValueError("attention is shown of one text: give a text or the token ids of one prompt")
+    layer, norms = place(layer, n_layers(hooked), "layer", "the model"), attention_inputs(hooked)
+
+    def look() -> AttentionInput:
+        seen = list[AttentionInput]()
+        with evaluating(hooked):
+            stream(hooked, rows[0], norms, on_attention=seen.append, layers=[layer])
+        if not seen:
+            raise ValueError(f"attention of layer {layer} shows no pattern, or reads nothing that ln_probe knows")
+        return seen[0]
+
+    seen = {INTACT.label: look()}
+    if edit is not None:
+        names = [seen[INTACT.label].norm.name] if sites is None else sites
+        with without(hooked, edit, sites=names, scale=scale) as done:
+            seen[VARIANTS[done.variant].label] = look()
+    count = len(seen[INTACT.label].pattern)
+    given = range(count) if heads is None else [heads] if isinstance(heads, int) else heads
+    chosen = [place(head, count, "head", f"layer {layer}") for head in given]
+    tokens = tuple(token_name(hooked, int(i), quoted=False) for i in rows[0])
+    table = pd.MultiIndex.from_product([chosen, range(len(tokens))], names=["head", "position"]).to_frame(index=False)
+    verdicts = table.assign(token=[tokens[i] for i in table["position"]])
+    try:
+        for label, one in seen.items():
+            keys = read_heads(one, norms).keys(one.y)[:, chosen].transpose(0, 1).cpu().numpy()
+            verdicts[label] = key_geometry(keys).verdict.reshape(-1)
+    except UnsupportedAttentionError:
+        verdicts = verdicts[:0]
+    patterns = {label: one.pattern[chosen].float().cpu().numpy() for label, one in seen.items()}
+    return LayerAttention(layer, tuple(chosen), tokens, patterns, verdicts, seen[INTACT.label].causal)
 
 
 def linked(text: str, report: Report) -> Markup:

@@ -40,6 +40,8 @@ BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 GRID, SOFT = "#b0b0b0", "#56606b"
 PALE, PALENESS = "pale", 0.45  # of what is not significant, here and in the map of heads
 INK = "#000000"
+COLORS = {"intact": BLUE, "no_scaling": ORANGE, "no_projection": GREEN, "both_removed": PINK}
+MARKERS = {"intact": "o", "no_scaling": "s", "no_projection": "^", "both_removed": "D"}
 _VARIABLES = {
     BLUE: "--c-blue",
     ORANGE: "--c-orange",
@@ -54,9 +56,6 @@ WIDTH = 4.0  # inches: with its smallest text 11 pixels high a figure fits a pho
 LABEL = 24  # characters of a name on an axis
 TICKS = 24  # labels on an axis
 ROWS = 40  # models drawn in a forest plot; the table has all of them
-# Where the largest change is this many times the median, the axis is linear near 0 and logarithmic beyond. Freezing
-# sigma at one attention sink can cost tens of nats, next to which all else would look like 0.
-WIDE = 30.0
 # The groups of norms of the primary contrasts, the largest first.
 SITES = {"all": "every norm", "attention": "attention's norms"}
 
@@ -167,7 +166,7 @@ def loss_changes(report: Report) -> Figure:
     keys += [("o", "none", "loss-optimal constants")] * optimal
     keys += [("|", SOFT, "one book")] * any(row.strata for row in rows)
     keys += [("o", PALE, "pale: not significant")] * any(not row.significant for row in rows)
-    _finish_rows(figure, axes, [row.change[0] for row in rows], unit, keys)
+    _finish_rows(figure, axes, unit, keys)
     return figure
 
 
@@ -190,9 +189,9 @@ def forest(names: Sequence[str], reports: Sequence[Report]) -> Figure:
             about = f"{name}, {row.variant.label}: {interval(row.change)}"
             _mark(figure, axes, place + (0.0 if row.variant is SCALING_FROZEN else 0.2), row, about)
     drawn = {row.variant: None for rows in by_model for row in rows}
-    keys = [("o", variant.color, variant.label) for variant in drawn]
+    keys = [("o", COLORS[variant.name], variant.label) for variant in drawn]
     keys += [("o", PALE, "pale: not significant")] * any(not row.significant for rows in by_model for row in rows)
-    _finish_rows(figure, axes, [row.change[0] for rows in by_model for row in rows], " or ".join(units), keys)
+    _finish_rows(figure, axes, " or ".join(units), keys)
     return figure
 
 
@@ -212,10 +211,10 @@ def loss_over_training(runs: Mapping[str, Sequence[tuple[int, Report]]]) -> Figu
             ]
             if points:
                 steps, value, low, high = np.array(points).T
-                axes.fill_between(steps, low, high, color=variant.color, alpha=0.15, lw=0)
-                axes.plot(steps, value, "-", color=variant.color)
+                axes.fill_between(steps, low, high, color=COLORS[variant.name], alpha=0.15, lw=0)
+                axes.plot(steps, value, "-", color=COLORS[variant.name])
                 for point in points:
-                    (dot,) = axes.plot(*point[:2], "o", ms=4, color=variant.color)
+                    (dot,) = axes.plot(*point[:2], "o", ms=4, color=COLORS[variant.name])
                     figure.point_out(dot, f"{name}, step {point[0]}: {interval(point[1:])}")
         later = [step for reports in runs.values() for step, _ in reports if step > 0]
         axes.set_xscale("symlog", linthresh=max(1.0, min(later, default=1.0)))
@@ -246,23 +245,19 @@ def _mark(
     figure: Figure, axes: mpl.axes.Axes, place: float, row: Contrast, about: str, *, optimal: bool = False
 ) -> None:
     value, low, high = row.optimal if optimal else row.change
-    style: dict[str, Any] = {"color": row.variant.color, "alpha": 1.0 if row.significant else PALENESS}
+    style: dict[str, Any] = {"color": COLORS[row.variant.name], "alpha": 1.0 if row.significant else PALENESS}
     if np.isfinite([low, high]).all():
         figure.point_out(axes.hlines(place, low, high, lw=1.6, **style), about)
-    face = "none" if optimal else row.variant.color
+    face = "none" if optimal else COLORS[row.variant.name]
     (dot,) = axes.plot(value, place, "o", ms=5.5, markerfacecolor=face, **style)
     figure.point_out(dot, about)
 
 
-def _finish_rows(
-    figure: Figure, axes: mpl.axes.Axes, changes: Sequence[float], unit: str, keys: Sequence[tuple[str, str, str]]
-) -> None:
+def _finish_rows(figure: Figure, axes: mpl.axes.Axes, unit: str, keys: Sequence[tuple[str, str, str]]) -> None:
     """Scale and label the axis of changes, and explain the marks."""
-    wide = _widened(axes.set_xscale, changes)
-    axes.set_xlabel(f"change of the loss, {unit}{' (logarithmic away from 0)' if wide else ''}", fontsize=SMALLEST)
+    axes.set_xlabel(f"change of the loss, {unit}", fontsize=SMALLEST)
     axes.tick_params(labelsize=SMALLEST)
-    if not wide:
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _place: "0" if abs(value) < 1e-12 else f"{value:+.3g}")
     handles = []
     for marker, face, label in keys:
@@ -272,16 +267,6 @@ def _finish_rows(
         handles.append(mpl.lines.Line2D([], [], ls="", marker=marker, ms=5, label=label, **style))
     if handles:
         figure.legend(handles=handles, frameon=False, fontsize=SMALLEST, loc="outside lower left", ncols=2)
-
-
-def _widened(set_scale: Callable[..., None], changes: Sequence[float]) -> bool:
-    """Make an axis linear near 0 alone if the largest change would hide the others on a linear one; whether it did."""
-    sizes = np.abs(np.array(changes, float)) if len(changes) else np.zeros(1)
-    middle = float(np.median(sizes))
-    wide = bool(sizes.max() > max(1.0, WIDE * middle))
-    if wide:
-        set_scale("symlog", linthresh=max(1e-3, float(f"{middle:.1g}")))
-    return wide
 
 
 # ------------------------------------------------------------------------------------------------------ over the depth
@@ -309,8 +294,8 @@ def norms_over_depth(report: Report) -> Figure:
         axes.plot(place, values, "-", color=color, lw=1)
         for at, row in enumerate(rows.to_dict("records")):
             (dot,) = axes.plot(at, values.iloc[at], "o", ms=5, color=color)
-            angle, sigma = f"{row['angle_to_ones_deg']:.1f}° to all-ones", f"sigma {row['sigma_mean']:.3g}"
-            share = percent(float(row["projected_share"]))
+            angle, share = f"{row['angle_to_ones_deg']:.1f}° to all-ones", percent(float(row["projected_share"]))
+            sigma = f"sigma {row['sigma_mean']:.3g} ± {percent(row['sigma_cv'])}, length {row['input_norm']:.3g}"
             figure.point_out(dot, f"{row['site']}, read by {row['reads']}: projects {share} ({angle}); {sigma}")
         _few_log_ticks(axes, share=column == "projected_share")
     names = [axis_text(str(site).removeprefix("blocks.")) for site in rows["site"]]
@@ -341,13 +326,13 @@ def keys_over_depth(report: Report) -> Figure:
             values = heads[(heads["variant"] == variant.name) & heads[column].notna()].groupby("layer")[column]
             if not len(values):
                 continue
-            style: dict[str, Any] = {"color": variant.color}
+            style: dict[str, Any] = {"color": COLORS[variant.name]}
             for layer, low, middle, high in values.agg(["min", "median", "max"]).itertuples():
                 axes.vlines(layer + shift, low, high, lw=1.2, alpha=0.6, **style)
-                (dot,) = axes.plot(layer + shift, middle, variant.marker, ms=5, **style)
+                (dot,) = axes.plot(layer + shift, middle, MARKERS[variant.name], ms=5, **style)
                 ends = f"median head {percent(middle)}, heads {percent(low)} to {percent(high)}"
                 figure.point_out(dot, f"layer {layer}, {variant.label}: {ends}")
-            axes.plot([], [], variant.marker, ms=5, label=variant.label, **style)
+            axes.plot([], [], MARKERS[variant.name], ms=5, label=variant.label, **style)
         baseline = about.get(source)
         if baseline is not None:
             line = axes.axhline(baseline, color=INK, ls=dashes, lw=1.3, label=name)

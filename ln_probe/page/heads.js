@@ -26,11 +26,12 @@ function rowsOf(place, frozen) {
 }
 
 // circuitsvis writes the index behind each token: that is its position, because the first token shown is position 0.
-function draw(id, attention, maxValue) {
+function draw(id, attention, maxValue, minValue = 0) {
   const element = make("div", { id: `chart${++charts}` });
   at(id).replaceChildren(element);
   CircuitsVis.render(element.id, CircuitsVis.AttentionPattern, {
-    attention, tokens: patterns.tokens, zoomed: true, minValue: 0, maxValue, positiveColor: "#0072b2", maskUpperTri: patterns.causal,
+    attention, tokens: patterns.tokens, zoomed: true, minValue, maxValue, positiveColor: "#0072b2", negativeColor: "#d55e00",
+    maskUpperTri: patterns.causal,
   });
 }
 
@@ -41,20 +42,30 @@ function show(name) {
   const changed = known && rows.some((row, q) => row.some((value, k) => value !== intact[q][k]));
   const frozen = changed ? rows : null;
   // A few large weights would leave the rest white; the first query's weight of 1 says nothing.
-  const sizes = [...intact.slice(1), ...(frozen ?? []).slice(1)].flat().filter(Boolean).sort((a, b) => a - b);
-  const top = sizes[Math.floor(0.995 * (sizes.length - 1))] ?? 1;
+  const top = quantile([...intact.slice(1), ...(frozen ?? []).slice(1)].flat());
   draw("intact", intact, top);
-  at("beside").hidden = !frozen;
+  for (const panel of document.querySelectorAll(".beside")) panel.hidden = !frozen;
   at("same").hidden = Boolean(frozen);
-  if (frozen) setTimeout(() => draw("frozen", frozen, top)); // the first is seen before the second is drawn
+  const change = frozen && frozen.map((row, q) => row.map((value, k) => Number((value - intact[q][k]).toPrecision(3))));
+  const most = frozen && quantile(change.flat().map(Math.abs));
+  if (frozen) setTimeout(() => { // the first is seen before the others are drawn
+    draw("frozen", frozen, top);
+    draw("difference", change, most, -most);
+  });
   at("head").textContent = `Attention of ${name}`;
   const cell = cells.find((one) => one.dataset.name === name);
   at("measured").textContent = [cell && `${cell.title}.`, frozen && largestChange(intact, frozen)].filter(Boolean).join(" ");
-  at("scale").textContent = `Colours are full at ${percent(top)}${frozen ? " in both pictures" : ""}.`;
+  at("scale").textContent = `Colours are full at ${percent(top)}${frozen ? `, those of the difference at ${percent(most)}` : ""}.`;
   for (const one of cells) {
     one.setAttribute("aria-pressed", one === cell);
     one.tabIndex = one === cell ? 0 : -1;
   }
+}
+
+// What 0.5 % of the values that are not 0 exceed.
+function quantile(values) {
+  const sizes = values.filter(Boolean).sort((a, b) => a - b);
+  return sizes[Math.floor(0.995 * (sizes.length - 1))] ?? 1;
 }
 
 function largestChange(intact, frozen) {
@@ -92,10 +103,20 @@ function clicked(event) {
   if (link) at("head").scrollIntoView();
 }
 
+async function load() {
+  document.head.append(make("script", { textContent: new TextDecoder().decode(await inflate(at("bundle").textContent)) }));
+}
+
+// The text, coloured by the change of each token's loss.
+async function color() {
+  const { tokens, values, full } = await unpack(at("colored").dataset.tokens);
+  CircuitsVis.render("colored", CircuitsVis.ColoredTokens, {
+    tokens, values, minValue: -full, maxValue: full, negativeColor: "#0072b2", positiveColor: "#d55e00",
+  });
+}
+
 async function start() {
-  const [code, data] = await Promise.all([inflate(at("bundle").textContent), unpack(at("data").textContent)]);
-  document.head.append(make("script", { textContent: new TextDecoder().decode(code) }));
-  patterns = data;
+  patterns = await unpack(at("data").textContent);
   const map = document.querySelector("table.heads");
   document.addEventListener("click", clicked);
   map?.addEventListener("keydown", moved);
@@ -110,4 +131,12 @@ async function start() {
   if (!follow()) show(at("head").dataset.first);
 }
 
-if (at("data")) start().catch((error) => { at("measured").textContent = `Attention cannot be drawn: ${error.message}`; });
+async function drawAll() {
+  await load();
+  if (at("data")) await start();
+  if (at("colored")) await color();
+}
+
+if (at("bundle")) drawAll().catch((error) => {
+  (at("measured") ?? at("colored")).textContent = `circuitsvis cannot draw: ${error.message}`;
+});

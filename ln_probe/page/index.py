@@ -9,16 +9,15 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from urllib.parse import quote
 
-from markupsafe import Markup
-
 from ln_probe.analyses.probes.tables import SUMMARY
-from ln_probe.analyses.text import disarmed, shortened, write_text
-from ln_probe.comparison import Comparison, labels, run_of, setup_differences, step_of, summary
+from ln_probe.analyses.text import write_text
+from ln_probe.comparison import labels, run_of, setup_differences, step_of, summary
 from ln_probe.exhibits import Exhibits
+from ln_probe.models import BUNDLED
 from ln_probe.page import figures, own_script, render
 from ln_probe.page.attention import HeadMap, head_map
 from ln_probe.page.figures import ROWS, contrasts
-from ln_probe.page.page import Drawing, report_facts
+from ln_probe.page.page import Drawing, drawing, report_facts
 from ln_probe.page.tables import table
 from ln_probe.report import PAGE_FILE, REPORT_FILE, Report, load_report
 
@@ -27,13 +26,6 @@ MAPS = 6  # models whose maps of heads are drawn
 _STEP = re.compile(r" step \d+$")  # behind a checkpoint's name
 # The tables that an index reads; the others of a report are the larger part of it.
 _READ = ("causal", "causal_prompts", "heads", "layernorms", "sink_heads", "head_effects")
-BUNDLED = {
-    "lm-layernorm": "Bundled: 4 layers, trained on three books; LayerNorm before attention, the MLPs and the end.",
-    "lm-scaling_only": "Bundled: as lm-layernorm, but the norms before attention scale and do not project (RMSNorm).",
-    "lm-projection_only": "Bundled: as lm-layernorm, but the norms before attention project and do not scale.",
-    "lm-none": "Bundled: as lm-layernorm, but trained without any norm before attention.",
-    "lm-layernorm-removed": "Bundled: lm-layernorm, fine-tuned until constants could replace every norm's sigma.",
-}
 
 
 @dataclass(frozen=True)
@@ -44,16 +36,6 @@ class IndexEntry:
     href: str = ""
     report: Report | None = None
     error: str = ""
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A model as the index shows it: what it is, and its map of heads (without rows: none)."""
-
-    name: str
-    href: str
-    about: str
-    heads: HeadMap
 
 
 def write_index(folder: Path, failures: Mapping[str, str] = MappingProxyType({})) -> Path:
@@ -107,8 +89,8 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
         losses=losses(names, reports),
         drawn=min(len(names), ROWS),
         models=[
-            Listed(name, link, _about(report), head_map(report) if place < MAPS else HeadMap())
-            for place, (name, link, report) in enumerate(zip(names, links, reports, strict=True))
+            {"name": name, "href": link, "about": _about(report), "heads": head_map(report) if n < MAPS else HeadMap()}
+            for n, (name, link, report) in enumerate(zip(names, links, reports, strict=True))
         ],
         table=table(SUMMARY, rows, links=links) if len(rows) else None,
         notes=setup_differences(names, reports),
@@ -117,7 +99,8 @@ def index_page(entries: Sequence[IndexEntry]) -> str:
 
 
 def _about(report: Report) -> str:
-    return BUNDLED.get(report.name) or " · ".join(report_facts(report))
+    about = BUNDLED.get(report.name)
+    return f"Bundled: {about}." if about else " · ".join(report_facts(report))
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -130,34 +113,16 @@ def short_names(names: Sequence[str]) -> list[str]:
     return shown if len(set(shown)) == len(set(names)) else list(names)
 
 
-def comparison_cell(comparison: Comparison) -> str:
-    """Return a comparison as a notebook cell: the picture of losses and the summary, without scripts."""
-    rows = comparison.summary.dropna(axis=1, how="all")
-    rows = rows.assign(model=[shortened(disarmed(name)) for name in rows["model"]])
-    html = Markup(rows.to_html(index=False, float_format="{:.4g}".format))
-    return render(
-        "cell.html",
-        name=" · ".join(comparison.names),
-        findings=[],
-        notes=comparison.notes,
-        pictures=[*(d.svg for d in losses(comparison.names, comparison.reports)[:1]), html],
-    )
-
-
 def losses(names: Sequence[str], reports: Sequence[Report]) -> list[Drawing]:
     """Draw the headline by model, and over training where there are several steps of a model."""
     if not any(contrasts(report) for report in reports):
         return []
-    figure = figures.forest(names, reports)
-    title, caption = figures.described(figures.forest)
-    drawings = [Drawing("losses", title, caption, Markup(figures.svg(figure, "losses", title)))]
+    drawings = [drawing("losses", figures.forest, names, reports)]
     runs: dict[str, list[tuple[int, Report]]] = {}
     for run, report in zip(short_names([run_of(r) for r in reports]), reports, strict=True):
         if (step := step_of(report)) is not None and contrasts(report):
             runs.setdefault(run, []).append((step, report))
     runs = {run: sorted(steps, key=lambda pair: pair[0]) for run, steps in runs.items() if len(steps) > 1}
     if runs:
-        title, caption = figures.described(figures.loss_over_training)
-        figure = figures.loss_over_training(runs)
-        drawings.append(Drawing("training", title, caption, Markup(figures.svg(figure, "training", title))))
+        drawings.append(drawing("training", figures.loss_over_training, runs))
     return drawings

@@ -28,7 +28,7 @@ def write_lab_page(folder: Path) -> Path:
     """
     if not (folder / "results.json").exists():
         raise FileNotFoundError(f"{folder} holds no results.json: run the experiment first")
-    about = json.loads((folder / "results.json").read_text())
+    about = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     summary = pd.read_csv(folder / "summary.csv", keep_default_na=False, na_values=[""])
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     page = render(

@@ -1,6 +1,7 @@
 "use strict";
 // Data of a page (see `packed`), and tables that show, sort and save it.
 const PAGE = 20; // rows at first, and added at a time
+const FIRST = 8; // columns shown before a reader asks for all
 
 async function inflate(text) {
   if (typeof DecompressionStream === "undefined")
@@ -45,7 +46,7 @@ class Table {
     Object.assign(this, content, { element, rowsShown: PAGE, sorted: null, upward: true });
     this.isText = new Set(content.text);
     this.order = Array.from({ length: content.rows }, (_, i) => i);
-    this.shown = this.first;
+    this.shown = this.first = this.columns.slice(0, FIRST);
     const button = (textContent, act) => make("button", { textContent, onclick: act });
     this.all = button("All columns", () => { this.shown = this.shown === this.first ? this.columns : this.first; this.fill(); });
     this.all.hidden = this.columns.length <= this.first.length;

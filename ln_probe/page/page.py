@@ -15,9 +15,9 @@ from markupsafe import Markup
 from ln_probe.analyses.probes.wording import unit_of
 from ln_probe.analyses.text import counted, number
 from ln_probe.page import circuitsvis_script, figures, own_script, render
-from ln_probe.page.attention import attention_data, head_map, linked
+from ln_probe.page.attention import attention_data, head_map, linked, token_data
 from ln_probe.page.figures import contrasts
-from ln_probe.page.tables import Table, hardest_keys, in_order, table
+from ln_probe.page.tables import Table, in_order, table
 from ln_probe.report import Report, answers
 
 # What a finding is about, as the answer names it; the section of the page that shows more, and the table behind it.
@@ -40,34 +40,44 @@ class Drawing:
     svg: Markup
 
 
-def drawing(name: str, draw: Callable[[Report], Any], report: Report) -> Drawing:
+def drawing(name: str, draw: Callable[..., Any], *of: Any) -> Drawing:
     """Draw a picture; the docstring of `draw` has its title and caption. `name` is unique on the page."""
     title, caption = figures.described(draw)
-    return Drawing(name, title, caption, Markup(figures.svg(draw(report), name, f"{title}. {caption}")))
+    return Drawing(name, title, caption, Markup(figures.svg(draw(*of), name, f"{title}. {caption}")))
 
 
 def report_page(report: Report, index: str = "") -> str:
     """Return the report as one HTML page that opens offline; `index`: relative address of the page that lists it."""
-    attention, (own_pictures, failures) = attention_data(report), _own_pictures(report)
-    tables, heads, keys = list(_tables(report)), head_map(report), report.tables["keys"]
+    attention, tokens, (own_pictures, failures) = attention_data(report), token_data(report), _own_pictures(report)
+
+    def picture(name: str, draw: Callable[[Report], Any]) -> Drawing | None:
+        try:
+            return drawing(name, draw, report)
+        except Exception as error:  # the tables are shown all the same
+            failures.append(f"the picture {name!r} failed: {type(error).__name__}: {error}")
+            return None
+
+    loss = picture("change", figures.loss_changes) if contrasts(report) else None
+    norms = picture("depth", figures.norms_over_depth) if len(report.tables["layernorms"]) else None
+    selection = picture("selection", figures.keys_over_depth) if len(report.tables["heads"]) else None
+    tables, heads = list(_tables(report)), head_map(report)
     own = own_script("page.js", "heads.js")
     return render(
         "report.html",
         own,
-        *([circuitsvis_script()] if attention["attention"] else []),
-        **attention,
+        *([circuitsvis_script()] if attention["attention"] or tokens["colored"] else []),
+        **{**attention, **tokens},
         name=title_of(report.name),
         index=quote(index),
-        facts=report_facts(report),
+        facts=list(report_facts(report)),
         answers=list(_answers(report)),
-        loss=drawing("change", figures.loss_changes, report) if contrasts(report) else None,
+        loss=loss,
         notes=(*report.notes, *report.exhibits.notes, *failures),
         heads=heads,
         first=heads.first,
-        norms=drawing("depth", figures.norms_over_depth, report) if len(report.tables["layernorms"]) else None,
-        selection=drawing("selection", figures.keys_over_depth, report) if len(report.tables["heads"]) else None,
+        norms=norms,
+        selection=selection,
         selectable=" ".join(f.text for f in answers(report) if f.question == "keys"),
-        hardest=hardest_keys(keys) if keys["attainable"].notna().any() else [],
         own_pictures=own_pictures,
         tables=tables,
         limits=list(_limits(report)),
@@ -103,12 +113,8 @@ def flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
     return [(prefix.removesuffix(" · "), f"{values:.6g}" if isinstance(values, float) else str(values))]
 
 
-def report_facts(report: Report) -> list[str]:
-    """Return what was measured as phrases: model, text, loss; what is unknown is left out."""
-    return list(_facts(report))
-
-
-def _facts(report: Report) -> Iterator[str]:
+def report_facts(report: Report) -> Iterator[str]:
+    """Yield what was measured as phrases: model, text, loss; what is unknown is left out."""
     of, heads = report.provenance, report.tables["heads"]
     if title_of(report.name) != report.name:
         yield report.name
@@ -145,7 +151,7 @@ def _tables(report: Report) -> Iterator[Table]:
 
 
 def _limits(report: Report) -> Iterator[str]:
-    """Yield what the page does not show, and where that can be found."""
+    """Yield what the page does not show of this report's prompts."""
     prompts, attention = report.provenance.get("prompts", {}), report.exhibits.attention
     books = next((list(c.strata) for c in contrasts(report) if c.strata), [])
     of = f" of these {len(books)} books ({', '.join(books)})" if books else ""
@@ -155,17 +161,9 @@ def _limits(report: Report) -> Iterator[str]:
         f"Other text. Losses are of {counted(prompts.get('count', 0), 'prompt')}{of}{first}. Intervals do not say how "
         "other texts differ."
     )
-    yield "An order of the heads: each is tested against no change, not against the next one."
-    yield (
-        "Models trained without a term. Scaling is frozen and projection removed in the trained model, which did not "
-        "learn to do without them; ln-probe lab trains small models with and without."
-    )
-    yield "Other training runs. One set of weights was measured, so no interval covers the seed of training."
-    yield "What projection does head by head. The map freezes scaling alone, for one head at a time."
     if attention is not None:
         rest = "" if len(attention.tokens) == attention.length else f", and tokens after {len(attention.tokens)}"
         yield f"The attention of prompts other than prompt {attention.prompt}{rest}."
-    yield "Where a logit or an attention score comes from: ln_probe.attribute_logits and ln_probe.attribute_scores."
 
 
 def _own_pictures(report: Report) -> tuple[list[Drawing], list[str]]:

@@ -32,7 +32,7 @@ def assert_adds_up(model: Any, bound: float, *, at: int = 6) -> None:
     assert found.check() is found
     assert abs(parts["contribution"].sum() - (float(logits[3]) - bias)) <= bound * float(logits.abs().max())
     assert found.own == pytest.approx(float(logits[3]), rel=1e-12)
-    assert found.to_torch().shape == (len(found.table), 3)
+    assert found.terms.shape == (len(found.table), 3, 1, 1)
     assert np.allclose(found.table[list(TERMS)].sum(axis=1), found.table["contribution"], rtol=1e-12, atol=1e-13)
     final = [s for s in find_norms(model) if s.reads == "unembed"]
     if not final:
@@ -64,8 +64,8 @@ def assert_rebuilt(model: Any, bound: float) -> None:
     mean = attribute_scores(model, TOKENS, **HEAD, key=-7, against="mean").check()
     assert abs(mean.total - float(log[3] - seen.mean())) <= bound * max(1.0, one.scale)
     alone, other = (attribute_scores(model, TOKENS, **HEAD, key=k).check() for k in (3, 5))
-    assert torch.allclose(one.to_torch(), alone.to_torch() - other.to_torch(), atol=1e-9)
-    assert one.to_torch().sum().item() == pytest.approx(one.total, abs=1e-9)
+    assert np.allclose(one.pairs, alone.pairs - other.pairs, atol=1e-9)
+    assert one.pairs.to_numpy().sum() == pytest.approx(one.total, abs=1e-9)
     for _, rows in one.table.groupby("side"):
         assert rows["contribution"].sum() == pytest.approx(one.total, abs=1e-9)
     assert one.weight == pytest.approx(float(log[3].exp()), rel=1e-4)

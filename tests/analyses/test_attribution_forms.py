@@ -13,7 +13,7 @@ from attribution_checks import assert_adds_up, assert_rebuilt, pattern_of
 from small_models import lab
 
 import ln_probe
-from ln_probe.analyses.attribution import LogitAttributions, ScoreAttributions, attribute_logits, attribute_scores
+from ln_probe.analyses.attribution import LogitAttribution, ScoreAttribution, attribute_logits, attribute_scores
 
 pytestmark = [pytest.mark.lens, pytest.mark.filterwarnings("ignore::ln_probe.hooks.edits.NoOpWarning")]
 
@@ -113,16 +113,16 @@ def test_sums_and_batches(name: str, form: Callable[[str, torch.dtype], Any]) ->
     dtype = FLOAT32 if name in ONLY_FLOAT32 else FLOAT64
     model = form(name, dtype)
     logits = attribute_logits(model, RAGGED, against="mean").check()
-    assert isinstance(logits, LogitAttributions)
+    assert isinstance(logits, LogitAttribution)
     assert logits.values.shape == (len(logits.components), 3, 10)
     for b, row in enumerate(RAGGED):
         last = len(row) - 1
         assert logits.values[:, b, last:].isnan().all()  # no token follows, or no position
         single = attribute_logits(model, row, last - 1, int(row[last]), "mean").check()
-        assert torch.allclose(logits.terms[:, :, b, last - 1], single.to_torch(), atol=1e-6 * single.scale)
+        assert torch.allclose(logits.terms[:, :, b, last - 1], single.terms[:, :, 0, 0], atol=1e-6 * single.scale)
     for queries, keys, against in ((-2, None, "mean"), (None, 1, None), (None, None, 0)):
         scores = attribute_scores(model, RAGGED, 1, 2, queries, keys, against).check()
-        assert isinstance(scores, ScoreAttributions)
+        assert isinstance(scores, ScoreAttribution)
         assert scores.error <= scores.bound
         for b, row in enumerate(RAGGED):
             q, k = len(row) - 2, 1

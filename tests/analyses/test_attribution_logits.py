@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ def test_targets() -> None:
     assert sets.total == pytest.approx(float(logits[[3, 5, 7]].mean() - logits[[4, 6]].mean()), abs=1e-5)
     mean = attribute_logits(model, TOKENS.numpy(), -1, target=3, against="mean").check()
     assert mean.total == pytest.approx(float(logits[3] - logits.mean()), abs=1e-5)
-    three, four = (attribute_logits(model, TOKENS, -1, target=t).to_torch() for t in (3, 4))
-    assert torch.allclose(two.to_torch(), three - four, atol=1e-9)
+    three, four = (attribute_logits(model, TOKENS, -1, target=t).terms for t in (3, 4))
+    assert torch.allclose(two.terms, three - four, atol=1e-9)
 
 
 def test_neurons_are_their_mlp() -> None:
@@ -58,63 +59,60 @@ def test_caches() -> None:
         for given in (cache, dict(cache.items())):
             found = attribute_logits(model, given, -2, 3).check()
             # (with hooks on them, the laboratory's patterns are computed another way than without)
-            assert torch.allclose(found.to_torch(), expected.to_torch(), atol=2e-6)
+            assert torch.allclose(found.terms, expected.terms, atol=2e-6)
         assert found.own == pytest.approx(expected.own, abs=2 * expected.bound * expected.scale)
     raw, centred = make_bridge("gpt2"), make_folded("gpt2", centre=True)
     _, cache = centred.run_with_cache(TOKENS[None])
     with pytest.raises(SplitError, match="another model"):
         attribute_logits(raw, cache, -1)
-    with pytest.raises(SplitError, match=r"the parts of what is read at ln_final do not add up to it"):
+    with pytest.raises(SplitError, match="ln_final"):
         attribute_logits(raw, dict(cache.items()), -1)
     _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "mlp" not in n)
-    with pytest.raises(SplitError, match=r"the cache lacks 'blocks.0.mlp.out.hook_out': take the cache without"):
+    with pytest.raises(SplitError, match=r"blocks\.0\.mlp\.out\.hook_out"):
         attribute_logits(raw, cache, -1)
     _, cache = raw.run_with_cache(TOKENS.view(2, 5))
-    with pytest.raises(AttributionError, match="a cache holds no tokens, so the next ones are not known: give target="):
+    with pytest.raises(AttributionError, match="target="):
         attribute_logits(raw, cache, -1)
-    with pytest.raises(AttributionError, match="neurons are not read from a cache"):
+    with pytest.raises(AttributionError, match="neurons"):
         attribute_logits(raw, ActivationCache({}, raw), -1, components="neurons")
 
 
 def test_what_cannot_be_attributed() -> None:
     model = make_bridge("gpt2")
     every: dict[str, Any] = {"tokens": TOKENS, "positions": None}
-    for options, said in (
-        ({"tokens": TOKENS, "target": 50}, "token id 50 is outside the vocabulary of 50 (0 … 49)"),
-        ({"tokens": TOKENS, "target": [3, 3]}, "token id 3 is given twice"),
-        ({"tokens": TOKENS, "target": []}, "an empty set of tokens has no logit"),
-        ({"tokens": TOKENS, "target": " Paris"}, "no tokenizer, so ' Paris' cannot be looked up: give token ids"),
-        ({"tokens": TOKENS, "positions": 1.0}, "position must be a whole number, got 1.0"),
-        (
-            {"tokens": TOKENS.view(1, 2, 5)},
-            "a prompt is [pos] or [1 pos] token ids (several: [batch pos]): got [1, 2, 5]",
-        ),
-        ({"tokens": [[1, 2], [3, 77]], "positions": None}, "prompt 1: token id 77 is outside the vocabulary of 50"),
-        ({"tokens": TOKENS, "positions": [0, 10]}, "position 10 is out of range: the prompt has 10 tokens (0 … 9)"),
-        ({"tokens": TOKENS, "positions": slice(9, 3)}, "slice(9, 3, None) holds none of the prompt's 10 positions"),
-        ({"tokens": TOKENS, "positions": []}, "an empty list of positions: give at least one, or None for all"),
-        ({**every, "target": [1, 2]}, "target must have an id for each position, [1, 10]"),
-        ({**every, "target": torch.full((1, 10), -100)}, "token id -100 is outside the vocabulary"),
-        ({**every, "target": torch.full((1, 10), 3.5)}, "target must hold token ids, whole"),
-        ({**every, "against": 50}, "token id 50 is outside the vocabulary of 50 (0 … 49)"),
-        ({"tokens": TOKENS, "components": "parts"}, "components must be one of heads, layers, neurons, got 'parts'"),
-        ({"tokens": torch.tensor([0.5])}, "token ids are whole numbers, got float32"),
-        ({"tokens": torch.ones(40).long()}, "40 tokens are more than the context of 32"),
-        ({"tokens": "a text"}, "this model has no tokenizer"),
-        ({"tokens": TOKENS, "positions": {}}, "positions must be None, an index, a slice or a list of indices, got {}"),
-        ({**every, "target": []}, "target is an empty list of tokens: give"),
-        ({"tokens": []}, "the prompt is empty: give at least one token"),
+    for options, word in (
+        ({"tokens": TOKENS, "target": 50}, "token id 50"),
+        ({"tokens": TOKENS, "target": []}, "target"),
+        ({"tokens": TOKENS, "target": " Paris"}, "tokenizer"),
+        ({"tokens": TOKENS, "positions": 1.0}, "positions"),
+        ({"tokens": TOKENS.view(1, 2, 5)}, "tokens"),
+        ({"tokens": [[1, 2], [3, 77]], "positions": None}, "token id 77"),
+        ({"tokens": TOKENS, "positions": [0, 10]}, "positions"),
+        ({"tokens": TOKENS, "positions": slice(9, 3)}, "positions"),
+        ({"tokens": TOKENS, "positions": []}, "positions"),
+        ({**every, "target": [1, 2]}, "an id for each position"),
+        ({**every, "target": torch.full((1, 10), -100)}, "token id -100"),
+        ({**every, "target": torch.full((1, 10), 3.5)}, "target"),
+        ({**every, "against": 50}, "token id 50"),
+        ({"tokens": TOKENS, "components": "parts"}, "components"),
+        ({"tokens": torch.tensor([0.5])}, "whole numbers"),
+        ({"tokens": torch.ones(40).long()}, "context"),
+        ({"tokens": "a text"}, "tokenizer"),
+        ({"tokens": TOKENS, "positions": {}}, "positions"),
+        ({**every, "target": []}, "target"),
+        ({"tokens": []}, "tokens"),
+        ({"tokens": TOKENS, "pos": -1}, "positions and pos"),
+        ({"tokens": TOKENS, "target": 3, "answer_tokens": 3}, "target and answer_tokens"),
     ):
-        with pytest.raises(AttributionError) as error:
+        with pytest.raises(AttributionError, match=word):
             attribute_logits(model, options.pop("tokens"), **({"positions": -1} | options))
-        assert said in str(error.value)
     found: list[Any] = [attribute_logits(model, TOKENS, -1), attribute_logits(model, TOKENS)]
     for each in (*found, attribute_scores(model, TOKENS, 1, 0, query=7, key=3)):
         assert len(each.top(2)) == 2
         for k in (-1, 0, 1.5, True, None, "2"):
-            with pytest.raises(AttributionError, match=f"k must be a whole number, 1 or more, got {k!r}"):
+            with pytest.raises(AttributionError, match=f"{k!r}"):
                 each.top(k)
-    with pytest.raises(TypeError, match="is not a TransformerLens model"):
+    with pytest.raises(TypeError, match="TransformerLens"):
         attribute_logits(torch.nn.Linear(2, 2), TOKENS, -1)
 
 
@@ -122,7 +120,7 @@ def test_another_map_after_the_final_norm_is_noticed() -> None:
     model = make_bridge("gpt2")
     model.unembed.register_forward_hook(lambda _m, _a, out: 1.1 * out)
     found = attribute_logits(model, TOKENS, -1)
-    with pytest.raises(AttributionError, match=r"the parts add up to .* explains 1e-05\). Does something after"):
+    with pytest.raises(AttributionError, match="add up"):
         found.check()
 
 
@@ -134,9 +132,8 @@ def test_half_precision_says_its_bound() -> None:
 
 def test_the_table_of_a_notebook_is_safe() -> None:
     found = attribute_logits(make_bridge("gpt2"), TOKENS, -1)
-    table = found.table.copy()
-    table.loc[0, "part"] = "</text><script>alert(1)</script>"
-    html = type(found)(table, 1e9 * found.total, found.own, found.scale, found.bound, "<b>x</b>", 1.0)._repr_html_()
+    parts = (replace(found.components[0], name="</text><script>alert(1)</script>"), *found.components[1:])
+    html = replace(found, components=parts, label="<b>x</b>")._repr_html_()
     assert "<script" not in html
     assert "<b>" not in html
     largest = found.top(3)["contribution"].abs()

@@ -66,22 +66,22 @@ def test_parts_are_exact_whatever_the_width() -> None:
 def test_what_cannot_be_attributed() -> None:
     model = make_bridge("gpt2")
     asked = {"tokens_or_cache": TOKENS, **HEAD, "key": 3}
-    for change, said in (
-        ({"layer": 2}, "layer 2 is out of range: the model has 2 layers (0 … 1)"),
-        ({"head": 4}, "head 4 is out of range: layer 1 has 4 heads (0 … 3)"),
-        ({"query": 10}, "query 10 is out of range: the prompt has 10 tokens (0 … 9)"),
-        ({"key": 8}, "query 7 does not see key 8: it sees 0 … 7"),
-        ({"against": 9}, "query 7 does not see key 9: it sees 0 … 7"),
-        ({"against": "median"}, "against must be a position, 'mean' or None, got 'median'"),
-        ({"query": 7.5}, "query must be a whole number, got 7.5"),
-        ({"query": "last"}, "query must be a whole number, got 'last'"),
-        ({"key": 10}, "key 10 is out of range: the prompt has 10 tokens (0 … 9)"),
-        ({"key": None, "against": 9}, "query 7 does not see key 9: it sees 0 … 7"),
-        ({"tokens_or_cache": [TOKENS, TOKENS[:5]]}, "query 7 is out of range: the prompt has 5 tokens (0 … 4)"),
+    for change, word in (
+        ({"layer": 2}, "layer 2 is out of range"),
+        ({"head": 4}, "head 4 is out of range"),
+        ({"query": 10}, "query 10 is out of range"),
+        ({"key": 8}, "query 7 does not see key 8"),
+        ({"against": 9}, "query 7 does not see key 9"),
+        ({"against": "median"}, "against"),
+        ({"query": 7.5}, "query"),
+        ({"query": "last"}, "query"),
+        ({"key": 10}, "key 10 is out of range"),
+        ({"key": None, "against": 9}, "query 7 does not see key 9"),
+        ({"tokens_or_cache": [TOKENS, TOKENS[:5]]}, "query 7 is out of range"),
+        ({"pos": 7}, "query and pos"),
     ):
-        with pytest.raises(AttributionError) as error:
+        with pytest.raises(AttributionError, match=word):
             attribute_scores(model, **(asked | change))
-        assert said in str(error.value)
 
 
 def test_attention_that_reads_the_stream_itself() -> None:
@@ -107,10 +107,10 @@ def test_scores_of_caches() -> None:
             assert torch.allclose(*totals, atol=1e-5, equal_nan=True)
     raw = make_bridge("gpt2")
     _, cache = raw.run_with_cache(TOKENS[None], names_filter=lambda n: "hook_pattern" not in n)
-    with pytest.raises(SplitError, match=r"the cache lacks 'blocks.1.attn.hook_pattern': take the cache without"):
+    with pytest.raises(SplitError, match=r"blocks\.1\.attn\.hook_pattern"):
         attribute_scores(raw, cache, **HEAD)
     _, cache = make_bridge("gpt2").run_with_cache(TOKENS[None])
-    with pytest.raises(SplitError, match="the cache is of another model"):
+    with pytest.raises(SplitError, match="another model"):
         attribute_scores(raw, cache, **HEAD)
 
 
@@ -118,7 +118,7 @@ def test_the_largest_pairs() -> None:
     found = attribute_scores(make_bridge("gpt2"), TOKENS, **HEAD, key=3)
     assert found.label in found._repr_html_()
     assert len(found.top(5)) == 5
-    assert found.top(1)["contribution"].abs().iloc[0] == found.to_torch().abs().max().item()
+    assert found.top(1)["contribution"].abs().iloc[0] == found.pairs.abs().to_numpy().max()
 
 
 @pytest.mark.slow

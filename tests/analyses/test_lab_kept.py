@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from ln_probe.analyses.lab.approximation import approximation, text_models
 from ln_probe.analyses.lab.counting import counters, counting, rational_recurrence, saturated_states, traces
@@ -74,6 +75,28 @@ def test_tables_are_made_of_the_values_of_every_seed(experiment: str) -> None:
 
 def test_all_committed_results_are_checked() -> None:
     assert {*EVALUATED} == {path.parent.name for path in PUBLISHED_FOLDER.glob("*/results.json")}
+
+
+def test_contrasts_of_registered_runs_follow_from_the_values() -> None:
+    contrasts = table_at(folder("registered"), "contrasts").set_index(["item", "contrast"])
+    values = table_at(folder("registered"), "values").set_index(["item", "contrast"])
+    assert {*contrasts.index} == {*values.index}
+    for place, row in contrasts.iterrows():
+        units = values.loc[[place]]
+        ratio = (units["kind"] == "ratio").all()
+        change = np.log(units["value"] / units["reference"]) if ratio else units["value"] - units["reference"]
+        test = stats.ttest_1samp(change, 0.0)
+        expected = np.array([change.mean(), *test.confidence_interval(0.95)])
+        if ratio:
+            expected = np.exp(expected)
+        np.testing.assert_allclose(row[["estimate", "low", "high"]].to_numpy(float), expected, rtol=1e-4, atol=1e-6)
+        assert row["units"] == len(units)
+        assert row["p"] == pytest.approx(test.pvalue, rel=1e-3)
+        margin = np.log(row["margin"]) if ratio else row["margin"]
+        one_sided = [
+            stats.ttest_1samp(change, m, alternative=a).pvalue for m, a in ((-margin, "greater"), (margin, "less"))
+        ]
+        assert bool(row["equivalent"]) == (max(one_sided) < 0.05)
 
 
 _NUMBER = r"[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?"

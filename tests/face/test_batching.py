@@ -15,7 +15,7 @@ import ln_probe
 from ln_probe import passes
 from ln_probe.analyses.geometry.decide import WEIGHT_GAP
 from ln_probe.hooks.norms import find_norms
-from ln_probe.hooks.stream import stream, stream_together
+from ln_probe.hooks.stream import stream, streaming
 
 LENGTHS = (12, 10, 10, 2, 12, 12, 12)
 PROBES = ("decomposition", "selectability", "uniformity", "sinks", "causal", "head_effects")
@@ -44,13 +44,13 @@ def assert_alike(one: pd.DataFrame, other: pd.DataFrame, name: str, relative: fl
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Lengths of the prompts of every pass."""
     seen: list[list[int]] = []
-    whole = passes.stream_together
+    streaming = passes.streaming
 
-    def counted(model: Any, rows: Any, *more: Any, **options: Any) -> None:
+    def counted(model: Any, rows: Any, *more: Any) -> Any:
         seen.append([len(r) for r in rows])
-        whole(model, rows, *more, **options)
+        return streaming(model, rows, *more)
 
-    monkeypatch.setattr(passes, "stream_together", counted)
+    monkeypatch.setattr(passes, "streaming", counted)
     return seen
 
 
@@ -74,13 +74,15 @@ def test_events_of_several_prompts_are_those_of_each(arch: str) -> None:
     sites = find_norms(model)
     norms: dict[tuple[int, str], torch.Tensor] = {}
     attention: dict[tuple[int, int], Any] = {}
-    stream_together(
+    together = torch.stack(rows)
+    with streaming(
         model,
-        torch.stack(rows),
+        together,
         sites,
         on_norm=lambda i, s, x, y: norms.update({(i, s.name): torch.stack([x, y])}),
         on_attention=lambda i, a: attention.update({(i, a.layer): a}),
-    )
+    ):
+        model(together)
     for i, row in enumerate(rows):
 
         def norm(site: Any, x: torch.Tensor, y: torch.Tensor, i: int = i) -> None:

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from made_up import HOSTILE
 
+import ln_probe
 from ln_probe.analyses.schema import Table
 from ln_probe.analyses.text import disarmed, shortened, visible
 from ln_probe.page import attention, circuitsvis_script, page
@@ -23,10 +24,10 @@ from ln_probe.report import Report
 AXE = os.environ.get("LN_PROBE_AXE", "")  # axe.min.js of the npm package axe-core; .ci/run fetches it
 # A bundle that has nothing but what circuitsvis documents, and React with other names inside.
 PUBLIC = """;CircuitsVis = new Proxy(CircuitsVis, { get(all, name) {
-  if (name !== "render" && name !== "AttentionPattern") throw new Error(`${name} is not public`);
+  if (!["render", "AttentionPattern", "ColoredTokens"].includes(name)) throw new Error(`${name} is not public`);
   return all[name]; } });"""
 WATCH = """() => { const given = CircuitsVis.render; window.drawn = [];
-  window.CircuitsVis = { AttentionPattern: CircuitsVis.AttentionPattern,
+  window.CircuitsVis = { ...CircuitsVis,
     render: (id, what, props) => { drawn.push(props); given(id, what, props); } }; }"""
 
 
@@ -174,4 +175,11 @@ def test_the_view_in_a_notebook(report: Report, visit: Any) -> None:
     assert view.page.frames[1].evaluate("window.origin") == "null", "the frame can reach the page around it"
     frame.locator('button[data-name="L0H0"]').click()
     assert frame.locator("#head").inner_text() == "Attention of L0H0"
+    view.quiet()
+
+
+def test_the_heads_of_a_layer(visit: Any) -> None:
+    picture = ln_probe.attention(ln_probe.load_model("lm-layernorm"), [list(range(5, 31))], 1, [0, 3], scale=2.0)
+    view = visit(picture.document())
+    view.until("document.querySelectorAll('#panel1 canvas').length === 3")  # two small ones, and one of them large
     view.quiet()

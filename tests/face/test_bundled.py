@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import cases, folded_in_place
+from architectures import cases
 from torch import Tensor
 
 import ln_probe
@@ -104,34 +104,6 @@ def test_it_opens_in_transformers(lab: Any, folder: Path) -> None:
         assert distance(model(TOKENS).logits, lab(TOKENS)) < 1e-5
     text = "And the king said"
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == lab.tokenizer(text).input_ids
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_logit_lens_and_the_results_of_heads(lab: Any, world: Any) -> None:
-    model = ln_probe.load_model("lm-layernorm", world=world)
-    with torch.no_grad():
-        logits, cache = model.run_with_cache(TOKENS)
-        assert distance(logits, lab(TOKENS)) < 1e-5
-        stream, labels = cache.accumulated_resid(layer=-1, incl_mid=True, apply_ln=True, return_labels=True)
-        assert labels[-1] == "final_post"
-        lens = model.ln_final(cache["resid_post", 3]) @ model.W_U + model.b_U
-        assert distance(stream[-1] @ model.W_U + model.b_U, lens) < 1e-4
-        assert distance(lens, logits) < 1e-4
-        heads = cache.stack_head_results(layer=1)
-        biases = model.blocks[0].attn.b_O
-        assert distance(heads.sum(0) + biases, cache["attn_out", 0]) < 1e-4
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_direct_logit_attribution_of_a_folded_copy_adds_up(world: Any) -> None:
-    model = folded_in_place(ln_probe.load_model("lm-layernorm", world=world), centre=True)
-    with torch.no_grad():
-        logits, cache = model.run_with_cache(TOKENS)
-        every = cache.decompose_resid(layer=-1)
-        assert distance(every.sum(0), cache["resid_post", 3]) < 1e-4
-        attributed = cache.logit_attrs(every, tokens=TOKENS).sum(0)
-        wanted = (logits - model.b_U).gather(-1, TOKENS[..., None])[..., 0]
-        assert distance(attributed, wanted) < 1e-4
 
 
 TEXT = "In the beginning God created the heaven and the earth."

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from faulty import ends, lab_model, without_pages, write_prompts
+import torch
+from faulty import command, ends, lab_model, without_pages, write_prompts
+from safetensors.torch import load_file
 from typer.main import get_command
 
 import ln_probe
@@ -208,6 +210,17 @@ def test_the_options_reach_the_measurement() -> None:
     assert (about["model"]["dtype"], about["calibration"]["groups"]) == ("float64", 2)
     assert set(report.tables["layernorms"]["layer"].dropna()) == {0}
     assert about["prompts"]["begin"][0].startswith("word1")
+
+
+def test_a_pickle_is_read_only_with_the_option(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    write_prompts(Path("p.jsonl"))
+    for line in (["freezing-cost", folder], ["report", folder, "--out", "out"]):
+        status, printed, said = command(*line, "--prompts", "p.jsonl", "--quiet")
+        assert status
+        assert "--allow-pickle" in printed + said
+    ends(0, "freezing-cost", folder, "--prompts", "p.jsonl", "--quiet", "--allow-pickle")
 
 
 def test_freezing_cost() -> None:

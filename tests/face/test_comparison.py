@@ -37,27 +37,23 @@ def models(causal: pd.DataFrame) -> list[Report]:
     return found
 
 
-def test_tables_stand_side_by_side(report: Report) -> None:
-    moved = report.with_tables(heads=report.heads.assign(margin_median=report.heads["margin_median"] + 1))
+def test_heads_stand_side_by_side(report: Report) -> None:
+    heads = report.heads.assign(margin_median=report.heads["margin_median"] + 1)
+    moved = replace(report, tables={**report.tables, "heads": heads})
     both = ln_probe.compare([named(report, "a"), named(moved, "b")])
-    assert list(both.causal["delta_loss"].columns) == ["a", "b"]
     assert both.names == ("a", "b")
-    wide = both.heads["margin_median"]
+    wide = both.by_head["margin"]
     assert list(wide.columns) == ["a", "b"]
     assert np.allclose((wide["b"] - wide["a"]).dropna(), 1)
-    row = report.heads.dropna(subset=["margin_median"]).iloc[3]
-    assert wide.loc[(row["layer"], row["head"], row["variant"]), "a"] == row["margin_median"]
-    assert list(both.layernorms.index) == list(report.layernorms["site"])
-    assert len(both.keys) == len(report.keys)
+    row = report.by_head().dropna(subset=["margin"]).iloc[3]
+    assert wide.loc[(row["layer"], row["head"]), "a"] == row["margin"]
     assert repr(both) == "Comparison('a', 'b')"
 
 
 def test_models_of_different_shape(report: Report, long_report: Report) -> None:
     both = ln_probe.compare([named(report, "small"), named(long_report, "deep")])
-    share = both.layernorms["projected_share"]
-    assert share["small"].notna().sum() == len(report.layernorms)
-    assert share["deep"].notna().sum() == len(long_report.layernorms)
-    assert len(share) == len(set(report.layernorms["site"]) | set(long_report.layernorms["site"]))
+    heads = both.by_head["entropy_ratio"]
+    assert [heads[name].notna().sum() for name in both.names] == [len(r.by_head()) for r in both.reports]
     summary = both.summary.set_index("model")
     inside = long_report.heads.query("variant == 'intact'")
     keys = long_report.keys.query("variant == 'intact'")
@@ -79,7 +75,7 @@ def test_prompts_of_a_group_count_once(models: list[Report]) -> None:
             rows = report.causal_prompts
             both = pd.concat([rows, rows.assign(prompt=rows["prompt"] + 40)], ignore_index=True)
             constants = Constants((), groups, nothing, nothing)
-            reports.append(replace(report.with_tables(causal_prompts=both), constants=constants))
+            reports.append(replace(report, tables={"causal_prompts": both}, constants=constants))
         return ln_probe.compare(reports)
 
     same = ["difference", "low", "high", "p"]

@@ -1,8 +1,7 @@
-"""On a GPU where there is one (`-m cuda`), and everywhere on a stand-in that refuses what a GPU refuses."""
+"""On a GPU, where there is one (`-m cuda`), compared with the CPU."""
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import stand_in
 import torch
 from architectures import make_bridge
 from same_findings import TABLES, assert_same_findings
@@ -26,7 +24,6 @@ Tables = Mapping[str, pd.DataFrame]
 PROMPTS = ["In the beginning", "Call me Ishmael. Some years ago"]
 COMPARED = 1e-4  # what single precision leaves between two devices
 
-needs_stand_in = pytest.mark.skipif(not stand_in.can_be_had(), reason="this torch has no devices written in Python")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
@@ -34,39 +31,6 @@ def assert_other_tables_agree(one: Tables, two: Tables, tolerance: float) -> Non
     """The tables that `assert_same_findings` does not know."""
     for name in set(one) - set(TABLES):
         pd.testing.assert_frame_equal(one[name], two[name], rtol=tolerance, atol=tolerance, obj=name)
-
-
-@needs_stand_in
-def test_the_stand_in_refuses_what_a_gpu_refuses() -> None:
-    with stand_in.stand_in() as there:
-        x = torch.ones(3, 4).to(there)
-        assert x.device == (x @ x.mT).device == torch.zeros(2, device=there).device == there
-        assert float(x.sum()) == 12.0
-        assert (x * 2.0).cpu().numpy().sum() == 24.0
-        with pytest.raises(RuntimeError, match="same device"):
-            x + torch.ones(3, 4)
-        with pytest.raises(RuntimeError, match="same device"):
-            torch.ones(3, 4)[torch.zeros(2, dtype=torch.long, device=there)]
-        with pytest.raises(RuntimeError, match="numpy"):
-            x.numpy()
-        with pytest.raises(RuntimeError, match="`driver` other than `gels`"):
-            torch.linalg.lstsq(x, x, driver="gelsd")
-
-
-@needs_stand_in
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arch", [pytest.param("gpt2", marks=pytest.mark.release), "mistral", "bloom", "neox", "qwen3", "gptj", "bert"]
-)
-def test_every_probe_on_a_stand_in(arch: str, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("on_stand_in.py")
-    done = subprocess.run([sys.executable, str(script), arch, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    here, there = pickle.loads((tmp_path / "tables.pickle").read_bytes())
-    for table in ("keys",) if arch == "bert" else ("keys", "head_effects"):  # (it predicts no next token)
-        assert len(here[table]), table
-    assert_same_findings(here, there, 1e-6)
-    assert_other_tables_agree(here, there, 1e-6)
 
 
 @pytest.mark.cuda

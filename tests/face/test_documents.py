@@ -8,6 +8,7 @@ import importlib.util
 import re
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,9 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
+from faulty import word_tokenizer
+from hub_standin import reached
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
 
@@ -55,7 +59,7 @@ def test_every_claim_of_the_sources_has_its_figure_or_its_reason(monkeypatch: py
     text = MEASURED["CLAIMS"].read_text(encoding="utf-8")
     for change, said in (
         (("d == 8 and", "d > 0 and"), "rows of random_keys/summary, not one"),
-        (('status = "done"', 'status = "certain"'), "is wrong"),
+        (('status = "scaled down"', 'status = "certain"'), "is wrong"),
         (('refutable = "', 'other = "'), "is wrong"),
     ):
         monkeypatch.setitem(MEASURED["claims"].__globals__, "CLAIMS", _Text(text.replace(*change)))
@@ -84,9 +88,9 @@ def test_a_table_shows_the_rows_of_its_files(tmp_path: Path) -> None:
     assert found.splitlines() == ["| model | change |", "| --- | --- |", *expected]
     unknown = MEASURED["table"]("bench/results/headline.csv", ["d = {difference:+.3f}"], "model == 'smollm2-135m'")
     assert unknown.splitlines()[-1] == "| – |"  # no number: logits overflow
-    with pytest.raises(ValueError, match=r"no row where 'half_width < 0'"):
+    with pytest.raises(ValueError, match="half_width < 0"):
         MEASURED["table"]("bench/results/headline.csv", ["model = {model}"], "half_width < 0")
-    with pytest.raises(ValueError, match="title = format string"):
+    with pytest.raises(ValueError, match="title"):
         MEASURED["table"]("bench/results/headline.csv", ["{model}"])
 
 
@@ -158,16 +162,29 @@ def figures_of_findings() -> list[str]:
     books = books.query("model == 'lm-layernorm' and sites == 'all' and variant == 'no_scaling'")
     removed: dict[str, Any] = {"table": PUBLISHED / "remove_norm" / "effects.csv", "difference": "removed - kept"}
     seeds, prompts = ("mean", "ci_low", "ci_high"), ("delta_loss", "delta_loss_low", "delta_loss_high")
+    registered = pd.read_csv(PUBLISHED / "registered" / "contrasts.csv").set_index(["item", "contrast"])
+    shape, equal, away = (
+        with_interval(registered.loc[place], ("estimate", "low", "high"), 3)
+        for place in (
+            (4, "projection, divisor 1 minus layernorm, loss at step 3000"),
+            (3, "projection, measured divisor minus layernorm, loss at step 1500"),
+            (5, "away minus its control, loss"),
+        )
+    )
     return [
         percents(pretrained["share"]),
         percents(paper[paper["step"] == paper["step"].max()]["mean"]),
         percents(paper[paper["step"] == 0]["mean"]),
         percents(keys.query("model == 'lm-layernorm' and n == 256 and variant == 'intact'")["share"]),
         *(with_interval(one_row(**majority, contrast=contrast), seeds, 2) for contrast in contrasts),
+        shape,
+        "+0.05",  # read off figure 4b
+        equal,
         with_interval(one_row(**causal, variant="no_scaling"), prompts, 3),
         *(f"{increase:+.3f}" for increase in books["delta_loss"]),
         with_interval(one_row(**causal, variant="no_projection"), prompts, 3),
         with_interval(one_row(**removed, measure="valid_loss"), seeds, 3),
+        away,
     ]
 
 
@@ -239,19 +256,49 @@ def test_tables_come_from_what_every_prompt_gave(folder: Path) -> None:
 def test_a_text_that_is_missing_or_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = script("measure")
     monkeypatch.setattr(measure, "SHARED", tmp_path)
-    with pytest.raises(SystemExit, match=r"there is no .*kjv\.txt: put the text there \(SHA-256 [0-9a-f]{64}\)"):
+    with pytest.raises(SystemExit, match=r"kjv\.txt.*[0-9a-f]{64}"):
         measure.corpus("kjv.txt")
     (tmp_path / "corpora").mkdir()
     (tmp_path / "corpora" / "kjv.txt").write_text("In the end")
-    with pytest.raises(SystemExit, match="is another text: SHA-256"):
+    with pytest.raises(SystemExit, match="another"):
         measure.corpus("kjv.txt")
 
 
-def test_predictions_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    measure = script("measure")
-    thresholds = pd.DataFrame([("a", 0.0, 1.0, 4), ("b", -1.0, 0.0, 3)], columns=["measure", "low", "high", "models"])
-    assert measure.check("gpt2", {"a": 0.5, "b": 0.5}, thresholds) == [True, False]
-    assert "FAILS: b 0.5, predicted -1 to 0" in capsys.readouterr().out
+WORDS = ["?", "<s>", "</s>", "whale", "swims", "under", "ship", "men", "row", "land", "before", "night", "storm"]
+
+
+@pytest.mark.lens
+def test_one_command_measures_models_of_the_hub_and_prints_which_predictions_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure, random = script("measure"), np.random.default_rng(0)
     known = measure.predictions()
     assert (known["low"] <= known["high"]).all()
     assert set(known["models"]) <= {3, 4}
+    paragraphs = [" ".join(random.choice(WORDS[3:], 90)) + " .\n" for _ in range(20)]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, split: {"text": paragraphs})
+    monkeypatch.setattr(measure, "SHARED", tmp_path)
+    monkeypatch.setattr(measure, "PROMPTS", 6)
+    command = ["measure.py", "--out", str(tmp_path / "checked"), "--check"]
+    for name, vocabulary in {"gpt2": WORDS, "other": ["?", "<s>", "</s>", "ATG", "TAG"]}.items():
+        shape = GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=160, vocab_size=len(vocabulary))
+        GPT2LMHeadModel(shape).save_pretrained(tmp_path / name)
+        word_tokenizer(vocabulary).save_pretrained(tmp_path / name)
+    with reached(tmp_path / "cache", monkeypatch) as hub:
+        hub.add("gpt2", {"main": tmp_path / "gpt2"})
+        hub.add("gpt2-medium", {"main": tmp_path / "gpt2"})  # the registered commit is gone
+        hub.add(measure.CASES["pythia-1.4b"].model, {"step143000": tmp_path / "other"})
+        served = hub.commit("gpt2", "main")
+        monkeypatch.setitem(measure.CASES, "gpt2", replace(measure.CASES["gpt2"], revision=served))
+        monkeypatch.setattr(sys, "argv", [*command, "gpt2", "gpt2-medium", "pythia-70m", "pythia-1.4b"])
+        assert measure.main() == 1
+        printed = capsys.readouterr()
+        assert f"gpt2: revision {served}" in printed.out
+        assert len(re.findall(r"^gpt2: (?:holds|FAILS|not measured): ", printed.out, re.M)) == len(known) == 8
+        assert (tmp_path / "checked" / "gpt2" / "values.csv").exists()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(sys, "argv", [*command, "pythia-70m"])
+        assert measure.main() == 1
+    errors = printed.err + capsys.readouterr().err
+    for name, word in (("gpt2-medium", "revision"), ("pythia-70m", "offline|OFFLINE"), ("pythia-1.4b", "vocabulary")):
+        assert re.search(rf"^{name}: not measured: .*{word}", errors, re.M), errors

@@ -184,7 +184,7 @@ def test_logits_that_overflow_are_named_with_their_place() -> None:
     model = make_hooked(normalization_type="LN").eval()
     with torch.no_grad():
         model.unembed.W_U[:, 7] = 3e38
-    with pytest.raises(ValueError, match=r"logits of the first prompt: .*inf at \[0, 7\]"):
+    with pytest.raises(ValueError, match=r"inf at \[0, 7\]"):
         analyzed(model, "causal")
 
 

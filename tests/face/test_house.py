@@ -138,19 +138,3 @@ def test_folders_do_not_import_each_other(arrows: dict[str, set[str]]) -> None:
     between = {(paths[a], paths[b]) for a, into in arrows.items() for b in into}
     both_ways = {str(b) for a, b in between if a < b and (b, a) in between}
     assert both_ways == {"ln_probe/page"}
-
-
-def test_circles_and_late_imports_are_noticed(tmp_path: Path) -> None:
-    """The reader itself, on a package with a circle through a type-only and a late import."""
-    package = tmp_path / "p"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "a.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import B\n")
-    (package / "b.py").write_text("import p.c\n")
-    (package / "c.py").write_text("def late():\n    from p import a\n    return a\n")
-    (package / "d.py").write_text("from p.a import x\n")
-    arrows = imports(modules(package))
-    assert arrows == {"p": set(), "p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.a"}}
-    assert circles(arrows) == [["p.a", "p.b", "p.c"]]
-    at_once = {"p": set(), "p.a": set(), "p.b": {"p.c"}, "p.c": set(), "p.d": {"p.a"}}
-    assert imports(modules(package), every=False) == at_once

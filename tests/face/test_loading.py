@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import pickle
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,8 @@ import pytest
 import torch
 import transformers
 from architectures import cases, hugging_face
-from faulty import lab_model, word_tokenizer
+from faulty import word_tokenizer
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from ln_probe.analyses.lab.transformer import LabConfig
@@ -64,9 +63,6 @@ def assert_faithful(model: Any) -> None:
     assert source_of(model).logits_max_difference < 1e-5
 
 
-# ---------------------------------------------------------------------------------------------- classes and formats
-
-
 @pytest.mark.parametrize(
     ("architecture", "options", "worlds"),
     cases(*(case for case in CASES if case[0] in QUICK), slow=[case for case in CASES if case[0] not in QUICK]),
@@ -107,20 +103,6 @@ def test_hooked_transformer_is_refused_where_there_is_none(tmp_path: Path) -> No
     saved(tmp_path, "gpt2")
     with pytest.raises(ValueError, match="no HookedTransformer"):
         load_model(tmp_path, device="cpu", world="hooked")
-
-
-@needs_hooked
-@pytest.mark.parametrize("name", ["Mixed Llama Folder", "bert"])
-def test_the_name_of_a_folder_does_not_decide_what_is_loaded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither that of the model's own nor that of the temporary ones."""
-    folder, elsewhere = tmp_path / name / "gpt2", tmp_path / "bert" / "llama"
-    elsewhere.mkdir(parents=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
-    saved(folder, "gpt2")
-    source = source_of(load_model(folder, device="cpu"))
-    assert (source.world, source.architecture) == ("HookedTransformer", "GPT2LMHeadModel")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -173,9 +155,6 @@ def test_sharded_weights(tmp_path: Path) -> None:
         load_model(tmp_path, device="cpu")
 
 
-# ------------------------------------------------------------------------------------------------- heads of all kinds
-
-
 def test_a_head_that_is_not_in_the_folder_makes_logits_meaningless(tmp_path: Path) -> None:
     """Drawn at random (BertModel), or the embedding in its place (a classifier); a tied head is in the folder."""
     transformers.BertModel(hugging_face("bert").config, add_pooling_layer=False).save_pretrained(tmp_path / "body")
@@ -192,9 +171,6 @@ def test_a_head_that_is_not_in_the_folder_makes_logits_meaningless(tmp_path: Pat
     assert (tied.architecture, any("meaningless" in n for n in tied.notes)) == ("GPT2LMHeadModel", False)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
-
-
 def config(**changes: Any) -> Change:
     def change(folder: Path) -> None:
         path = folder / "config.json"
@@ -205,14 +181,6 @@ def config(**changes: Any) -> Change:
 
 def file(name: str, content: str) -> Change:
     return lambda folder: (folder / name).write_text(content)
-
-
-def cut(keep: float) -> Change:
-    def change(folder: Path) -> None:
-        data = (folder / "model.safetensors").read_bytes()
-        (folder / "model.safetensors").write_bytes(data[: int(keep * len(data))])
-
-    return change
 
 
 def weights(edit: Callable[[dict[str, torch.Tensor]], object]) -> Change:
@@ -228,16 +196,11 @@ def entry(value: float) -> Change:
     return weights(lambda state: state["transformer.h.0.ln_1.weight"].__setitem__(3, value))
 
 
-def renamed(name: str) -> Change:
-    return lambda folder: (folder / "model.safetensors").rename(folder / name)
-
-
 NO_MODEL = "do not make a GPT2LMHeadModel"
 
 
 @pytest.mark.parametrize(("change", "error", "word"), [
     (file("config.json", '{"model_type": '), ValueError, "JSON"),
-    (file("config.json", "[]"), ValueError, "object"),
     (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json"),
     (config(n_head=5), ValueError, NO_MODEL),
     (config(n_embd=48), ValueError, NO_MODEL),
@@ -246,12 +209,12 @@ NO_MODEL = "do not make a GPT2LMHeadModel"
     (config(model_type="own", auto_map={"AutoConfig": "modeling.C"}), ValueError, "custom"),
     (config(quantization_config={"quant_method": "gptq"}), ValueError, "quantized"),
     (file("adapter_config.json", "{}"), ValueError, "adapter"),
-    (cut(0), ValueError, NO_MODEL),
-    (cut(0.5), ValueError, NO_MODEL),
+    (lambda folder: os.truncate(folder / "model.safetensors", 0), ValueError, NO_MODEL),
+    (lambda folder: os.truncate(folder / "model.safetensors", 9999), ValueError, NO_MODEL),
     (entry(float("nan")), ValueError, r"ln_1\.weight"),
     (entry(float("inf")), ValueError, r"ln_1\.weight"),
     (weights(lambda state: state.pop("transformer.h.0.attn.c_attn.weight")), ValueError, "lacks"),
-    (renamed("tf_model.h5"), FileNotFoundError, "weights"),
+    (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "weights"),
     (file("pytorch_model.bin.index.json", "{}"), None, ""),  # safetensors go first
     (lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"), ValueError, "JSON"),
 ])  # fmt: skip
@@ -318,23 +281,13 @@ def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
         load_model(tmp_path / "model.gguf")
 
 
-def test_a_lab_run_with_a_weight_that_is_not_finite(tmp_path: Path) -> None:
-    run = lab_model(tmp_path / "run")
-    tensors = load_file(run / "model.safetensors")
-    tensors["ln_final.w"][2] = float("nan")
-    save_file(tensors, run / "model.safetensors")
-    with pytest.raises(ValueError, match=r"ln_final\.w"):
-        load_model(run)
-
-
 @pytest.mark.parametrize(("options", "word"), [
     ({"dtype": "int8"}, "float64"),
     ({"dtype": ""}, "float64"),
     ({"allow_pickle": "no"}, "allow_pickle"),
     ({"device": "gpu"}, "'gpu'"),
     ({"device": "cuda:99"}, "'cuda:99'"),
-    ({"device": "meta"}, "'meta'"),
-    ({"device": "mps"}, "not there"),
+    ({"device": "meta"}, "not there"),
     ({"world": "lab"}, "lab runs"),
     ({"world": "hooks"}, "'bridge'"),
     ({"revision": "step1000"}, "revisions"),
@@ -359,22 +312,13 @@ def test_a_name_that_is_no_model(name: Any, error: type[Exception], word: str) -
         load_model("lm-layernorm@1000", revision=500)
 
 
-# ------------------------------------------------------------------------------------------------- what is recorded
-
-
-def process() -> list[Any]:
-    """What loading may not change."""
-    from huggingface_hub import constants
-
-    root = logging.getLogger()
-    about_logs = [list(root.handlers), root.level, logging.root.manager.disable, list(warnings.filters)]
-    here = [sys.stdout, sys.stderr, os.getcwd()]
-    return [dict(os.environ), constants.HF_HUB_OFFLINE, about_logs, here, torch.get_rng_state().tolist()]
-
-
 def test_what_is_recorded_and_that_the_process_is_left_as_it_was(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def process() -> list[Any]:
+        logs = list(logging.getLogger().handlers), logging.root.manager.disable, list(warnings.filters)
+        return [dict(os.environ), constants.HF_HUB_OFFLINE, logs, os.getcwd(), torch.get_rng_state().tolist()]
+
     before = process()
     model = load_model(folder, device="cpu")
     assert process() == before
@@ -428,9 +372,6 @@ def test_a_lab_run_is_loaded_by_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
         load_model(tmp_path, device="cpu", world="bridge")
 
 
-# -------------------------------------------------------------------------------------------------------- tokenizers
-
-
 @pytest.mark.parametrize("world", [None, "bridge"])
 def test_a_tokenizer_without_marks_gets_none_that_the_model_does_not_know(folder: Path, world: Any) -> None:
     word_tokenizer([f"w{i}" for i in range(50)], marks=False).save_pretrained(folder)
@@ -447,14 +388,10 @@ def test_tokenizers_that_do_not_fit_or_cannot_be_read_are_noted(folder: Path) ->
     model: Any = load_model(folder, device="cpu")
     assert model.tokenizer.name_or_path == str(folder)
     assert model.to_tokens("w0 w1 w2", prepend_bos=False).tolist()[0][-3:] == [3, 4, 5]
-    assert any("knows 63 tokens, the model 50" in note for note in source_of(model).notes)
     (folder / "tokenizer.json").write_text("{")
     model = load_model(folder, device="cpu")
     assert model.tokenizer is None
     assert any("could not be read" in note for note in source_of(model).notes)
-
-
-# --------------------------------------------------------------------------------------------------- real checkpoints
 
 
 def test_a_real_pickled_checkpoint(mgm: Path) -> None:

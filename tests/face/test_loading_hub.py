@@ -118,7 +118,7 @@ def test_a_copy_that_is_here_is_used_when_the_hub_fails(hub: Hub, monkeypatch: p
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert source_of(load_model("gpt2", device="cpu")).commit == first.commit
     before = len(hub.requests)
-    with pytest.raises(ConnectionError, match=r"'step1000'.*HF_HUB_OFFLINE"):
+    with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE"):
         load_model("pythia-70m", revision=1000, device="cpu")
     assert len(hub.requests) == before
     assert constants.HF_HUB_OFFLINE is True
@@ -132,18 +132,6 @@ def test_a_copy_that_is_here_is_used_when_the_hub_fails(hub: Hub, monkeypatch: p
 def test_names_that_cannot_be_loaded(name: str, word: str, no_network: None) -> None:
     with pytest.raises(ValueError, match=word):
         load_model(name)
-
-
-def test_a_folder_of_a_known_name_counts_only_if_it_holds_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "gpt2").mkdir()
-    with pytest.raises(ConnectionError):
-        load_model("gpt2", device="cpu")
-    gpt2().save_pretrained(tmp_path / "gpt2")
-    assert source_of(load_model("gpt2", device="cpu")).kind == "folder"
 
 
 def test_names_and_revisions() -> None:

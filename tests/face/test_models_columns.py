@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import cases, hugging_face, make_bridge, make_hooked, norm_free
+from architectures import cases, hugging_face, make_hooked, norm_free
 from small_models import DyT
 
 import ln_probe
@@ -127,23 +127,3 @@ def test_columns_are_those_of_hooked_transformers(options: dict[str, Any]) -> No
     patterns = [cache[f"blocks.{i}.attn.hook_pattern"][0].double().numpy() for i in range(2)]
     report = ln_probe.analyze(model, TOKENS, progress=False, probes=GEOMETRY)
     assert not wrong_columns(report, patterns, [None, 6] if "window_size" in options else [None, None])
-
-
-@pytest.mark.slow
-def test_a_prompt_of_one_token_tells_nothing_about_scores() -> None:
-    """To one token any divisor fits (GPT-Neo divides by 1): a longer prompt's figures do not depend on its company."""
-    model, long = make_bridge("neo"), TOKENS[0].tolist()
-    asked: dict[str, Any] = {"probes": GEOMETRY, "progress": False}
-    asked["calibration"] = [list(range(5, 25))]  # the constants of a prompt would come from its company
-    alone, before, after = (ln_probe.analyze(model, p, **asked) for p in ([long], [[5], long], [long, [5]]))
-    rows = ["layer", "head", "variant", "position"]
-    columns = ["attainable", "pattern_max", "margin_lower"]
-    expected = alone.tables["keys"].set_index(rows)[columns].sort_index()
-    for report, prompt in ((before, 1), (after, 0)):
-        keys = report.tables["keys"]
-        found = keys[keys["prompt"] == prompt].set_index(rows)[columns].sort_index()
-        assert len(found) == len(expected) > 100
-        np.testing.assert_allclose(found["pattern_max"], expected["pattern_max"], rtol=1e-9)
-        np.testing.assert_allclose(
-            found[columns[::2]], expected[columns[::2]], rtol=0.1
-        )  # radii: of all prompts' queries

@@ -7,26 +7,32 @@ import json
 import math
 import re
 import zlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from made_up import HOSTILE, UNSEEN, Page, lab_page
 
 import ln_probe
-from ln_probe.exhibits import Exhibits
+from ln_probe.exhibits import Exhibits, to_bytes
+from ln_probe.hooks import without
+from ln_probe.models import BUNDLED
 from ln_probe.page import attention, figures
-from ln_probe.page.index import BUNDLED, IndexEntry, index_page, write_index
+from ln_probe.page.index import IndexEntry, index_page, write_index
 from ln_probe.page.page import notebook_cell, report_page
+from ln_probe.page.tables import hardest_keys
 from ln_probe.report import Report
 
 
 def effects(report: Report, rows: list[dict[str, Any]]) -> Report:
     """The report with these effects of heads."""
     defaults = {"variant": "no_scaling", "p": math.nan, "n": 6}
-    return report.with_tables(head_effects=report.declared["head_effects"].frame([defaults | row for row in rows]))
+    frame = report.declared["head_effects"].frame([defaults | row for row in rows])
+    return replace(report, tables={**report.tables, "head_effects": frame})
 
 
 def unpacked(text: str) -> Any:
@@ -98,7 +104,7 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     heads = attention.head_map(one)
     assert [row[0].layer for row in heads.rows] == [1, 0], "layer 0 is at the bottom"
     cells = {cell.name: cell for cell in heads.cells}
-    assert cells["L0H0"].classes == "more3"
+    assert cells["L0H0"].classes == "more3 significant"
     assert "95 % CI" in cells["L0H0"].what
     assert cells["L0H1"].classes == "less2 pale"
     assert cells["L1H0"].classes == "more5 pale estimate"
@@ -108,6 +114,25 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     assert [cell.name for cell in heads.top] == ["L0H0", "L1H0", "L0H1", "L1H1"]
     legend = " ".join(text for _, text in heads.legend)
     assert all(text in legend for text in ("hatched", "not tested", "grey"))
+
+
+def test_the_hardest_keys_are_those_that_nothing_selects_and_then_those_of_little_attention(report: Report) -> None:
+    keys = report.keys[report.keys["variant"] == "intact"]
+    ranked = keys.assign(selectable=keys["verdict"] != "unselectable").sort_values(["selectable", "attainable"])
+    rows = hardest_keys(report.keys)
+    weights = (100 * ranked["attainable"][:8]).tolist()
+    assert [float(row[4].removesuffix(" %")) for row in rows] == pytest.approx(weights, abs=0.51)
+    for row in rows:
+        prompt, position = map(int, row[2].split(", "))
+        n = keys[(keys["prompt"] == prompt) & (keys["position"] == position)]["n"].iloc[0]
+        assert float(row[5].removesuffix(" %")) == pytest.approx(100 / n, abs=0.51)
+
+
+def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) -> None:
+    figure = figures.loss_over_training({"run": [(0, report), (1000, report)]})
+    changes = report.causal[report.causal["sites"] == "all"].set_index("variant")["delta_loss"]
+    for axes, variant in zip(figure.axes, ("no_scaling", "no_projection"), strict=True):
+        assert axes.lines[1].get_ydata() == pytest.approx([changes[variant]] * 2)
 
 
 def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
@@ -120,6 +145,14 @@ def test_the_page_holds_every_weight_of_every_head(report: Report) -> None:
     frozen = intact + content["change"].reshape(shape)  # in 8 bits
     assert np.array_equal(frozen, shown.frozen[..., rows, columns])
     assert len(content["tokens"]) == len(shown.tokens)
+
+
+def test_the_text_is_coloured_by_the_change_of_each_tokens_loss(report: Report) -> None:
+    content = unpacked(attention.token_data(report)["colored"])
+    losses = report.tokens(n=None).query("prompt == 0")
+    assert content["values"] == pytest.approx(losses["no_scaling"].tolist(), abs=1e-4)
+    assert len(content["tokens"]) == len(losses)
+    assert "Which tokens need scaling?" in report_page(report)
 
 
 def test_contrasts_are_those_of_the_table(report: Report) -> None:
@@ -137,6 +170,37 @@ def test_attention_of_a_head(report: Report) -> None:
         report.attention(0, 99)
     with pytest.raises(ValueError, match="attention"):
         replace(report, exhibits=Exhibits()).attention()
+
+
+def test_attention_of_a_layer_intact_beside_an_edit() -> None:
+    model, tokens = ln_probe.load_model("lm-layernorm"), [list(range(5, 205))]
+    scale = {"blocks.1.ln1": 2.0}
+    picture = ln_probe.attention(model, tokens, layer=1, heads=[3, -1], scale=scale)
+    point, seen = "blocks.1.attn.hook_pattern", list[Any]()
+    for edit in (nullcontext(), without(model, "scaling", sites="blocks.1.ln1", scale=scale)):
+        with edit:
+            model.run_with_hooks(torch.tensor(tokens), fwd_hooks=[(point, lambda p, hook: seen.append(p[0, [3, 15]]))])
+    assert list(picture.patterns) == ["intact", "scaling frozen"]
+    for pattern, expected in zip(picture.patterns.values(), seen, strict=True):
+        assert np.allclose(pattern, expected.detach(), atol=1e-6)
+    key = picture.verdicts.query("head == 15 and intact == 'unselectable'").iloc[0]
+    assert key["token"] == model.tokenizer.decode([5 + key["position"]])
+    document = picture.document()
+    content = unpacked(re.search(r'id="data">([^<]*)<', document)[1])  # type: ignore[index]
+    assert content["count"] == 200
+    panel = content["panels"][0]
+    assert np.array_equal(panel["weights"], to_bytes(picture.patterns["intact"]).ravel())
+    stuck = (
+        picture.verdicts.assign(stuck=picture.verdicts["intact"] == "unselectable").groupby("position")["stuck"].sum()
+    )
+    for position, label in enumerate(panel["tokens"]):  # circuitsvis writes a token's index, which is its position
+        assert ("⊘" in label) == (stuck[position] > 0)
+    assert "⊘ by head: H3 " in document
+    assert repr(picture) == "LayerAttention(layer 1, heads 3, 15, 200 tokens; intact, scaling frozen)"
+    assert list(ln_probe.attention(model, tokens, 0, 2, edit=None).patterns) == ["intact"]
+    for options, word in (({"layer": 9}, "layer 9"), ({"layer": 0, "heads": 99}, "head 99")):
+        with pytest.raises(ValueError, match=word):
+            ln_probe.attention(model, tokens, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------ the index

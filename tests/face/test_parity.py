@@ -102,28 +102,6 @@ def read(folder: Path) -> dict[str, pd.DataFrame]:
     return {t: pd.read_parquet(folder / f"{t}.parquet") for t in TABLES}
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="this TransformerLens has one world")
-@pytest.mark.slow
-@pytest.mark.release
-def test_the_same_folded_weights_agree_in_float64(tmp_path: Path) -> None:
-    """What sets folded GPT-2 apart in float64 is the rounding of the fold alone: with one world's weights, 1e-9."""
-    case = Case("gpt2", processed=True, dtype="float64")
-    hugging_face("gpt2", torch.float64).save_pretrained(tmp_path)
-    bridge, hooked = case.load(tmp_path, "bridge"), case.load(tmp_path, "hooked")
-    with torch.no_grad():
-        hooked.embed.W_E.copy_(bridge.W_E)
-        hooked.pos_embed.W_pos.copy_(bridge.pos_embed.weight)
-        hooked.unembed.W_U.copy_(bridge.W_U)
-        hooked.unembed.b_U.copy_(bridge.b_U)
-        for ours, theirs in zip(hooked.blocks, bridge.blocks, strict=True):
-            for part, names in (("attn", "W_Q W_K W_V W_O b_Q b_K b_V b_O"), ("mlp", "W_in W_out b_in b_out")):
-                for name in names.split():
-                    value = getattr(getattr(theirs, part), name)
-                    getattr(getattr(ours, part), name).copy_(value.reshape(getattr(getattr(ours, part), name).shape))
-    reports = [ln_probe.analyze(m, TOKENS, progress=False) for m in (hooked, bridge)]
-    assert_same_findings(*({t: getattr(r, t) for t in TABLES} for r in reports), 1e-9)
-
-
 def test_every_column_is_compared() -> None:
     """A new column has to be put in one of the lists above."""
     searched = {"verdict", "margin_lower", "margin_upper", "margin_median"}

@@ -72,17 +72,12 @@ def test_texts_get_the_first_token(reader: Any) -> None:
 def test_long_prompts_are_cut_with_a_note_and_the_first_are_used(reader: Any) -> None:
     prompts = make_prompts(reader, ["abc", "abcdefghij" * 10])
     assert [len(row) for row in prompts.tokens] == [4, 32]
-    assert prompts.notes == ("1 of 2 prompts were cut to 32 tokens (the longest had 101; context 32)",)
+    (note,) = prompts.notes
+    assert "1 of 2 prompts were cut to 32 tokens" in note
     assert [len(row) for row in make_prompts(reader, ["abcdef"], max_tokens=3).tokens] == [3]
     for several in (["abc", "de"], ROWS, torch.tensor([[3, 4], [5, 6]]), {"input_ids": ROWS}):
         assert len(tokens(reader, several, max_prompts=1)) == 1
     assert tokens(reader, None, max_prompts=2) == tokens(reader, None)[:2]
-
-
-def test_one_token_everywhere_is_noted(reader: Any) -> None:
-    (note,) = make_prompts(reader, ["P" * 24]).notes
-    assert "96%" in note
-    assert make_prompts(reader, ["PPP"]).notes == ()  # too short to say
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -169,7 +164,9 @@ def test_what_a_tokenizer_returns_is_respected(side: str, kind: Any, reader: Any
     mask = [[int(i != PAD) for i in r] for r in ids]
     prompts = make_prompts(reader, {"input_ids": kind(ids), "attention_mask": kind(mask), "token_type_ids": kind(mask)})
     assert [r.tolist() for r in prompts.tokens] == ROWS
-    assert prompts.notes == ("padding was left out of 1 of 2 prompts, as their attention_mask says",)
+    (note,) = prompts.notes
+    assert "padding" in note
+    assert "attention_mask" in note
 
 
 @pytest.mark.parametrize("padded", [[9, 10, PAD, PAD], [PAD, PAD, 9, 10]])
@@ -179,7 +176,7 @@ def test_padding_without_a_mask_is_left_out_at_either_end(
 ) -> None:
     prompts = make_prompts(reader, kind([ROWS[0], padded]))
     assert [r.tolist() for r in prompts.tokens] == ROWS
-    assert prompts.notes[0].startswith("padding (token 0) was left out of 1 of 2 prompts")
+    assert "padding (token 0)" in prompts.notes[0]
     assert tokens(reader, torch.tensor([padded])) == [[9, 10]]
     monkeypatch.setattr(Letters, "pad_token_id", END)  # which ends texts too
     batch = [[END if token == PAD else token for token in row] for row in (ROWS[0], padded)]
@@ -221,8 +218,6 @@ def test_end_tokens_are_those_of_the_configuration(model: Any) -> None:
 
 # --------------------------------------------------------------------------------------------- what cannot be used
 
-BAD_MASK = {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]}
-
 
 @pytest.mark.parametrize(("given", "error", "word"), [
     ([], ValueError, "empty"),
@@ -244,9 +239,6 @@ BAD_MASK = {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]}
     (["a", None], TypeError, "alone"),
     (7, TypeError, "int"),
     ({}, ValueError, "input_ids"),
-    (BAD_MASK, ValueError, "between"),
-    (BAD_MASK | {"attention_mask": [[0, 0, 0]]}, ValueError, "all"),
-    (BAD_MASK | {"attention_mask": [[1, 1]]}, ValueError, "lengths"),
 ], ids=ascii)  # fmt: skip
 def test_what_cannot_be_used_is_an_error(given: Any, error: type[Exception], word: str, reader: Any) -> None:
     with pytest.raises(error, match=word):
@@ -269,8 +261,6 @@ def test_options_that_cannot_be_used(options: dict[str, Any], word: str, reader:
 
 @pytest.mark.parametrize(("name", "content"), [
     ("v.json", '["the", "cat", "<EOS>"]'),
-    ("v.json", '{"the": 0, "cat": 1, "<EOS>": 2}'),
-    ("tokenizer.json", '{"version": "1.0", "truncation": null, "model": {"vocab": {"the": 0, "cat": 1, "<EOS>": 2}}}'),
     ("v.txt", "the\ncat\n<EOS>\n"),
 ])  # fmt: skip
 def test_tokens_have_the_names_of_a_file(name: str, content: str, model: Any, tmp_path: Path) -> None:
@@ -287,8 +277,7 @@ def test_tokens_have_the_names_of_a_file(name: str, content: str, model: Any, tm
 @pytest.mark.parametrize(("name", "content", "error", "word"), [
     ("a.json", "{", ValueError, "read"),
     ("b.json", '{"x": 1.5}', ValueError, "no tokens"),
-    ("c.json", '{"x": 1, "y": 1}', ValueError, "same id"),
-    ("d.json", '{"x": 50}', ValueError, "50"),
+    ("c.txt", "x\n" * 51, ValueError, "50"),
     ("missing.txt", None, FileNotFoundError, "missing"),
 ])  # fmt: skip
 def test_files_of_token_names_that_cannot_be_used(

@@ -45,7 +45,7 @@ def test_edits_of_an_architecture(name: str) -> None:
         assert distance(logits(model), intact) < 5e-5
     scale = {n.name: (3.0, 2.0) for n in norms}
     read = [n.name for n in norms if "attention" in n.reads.split("+")]
-    rest = [n.name for n in norms if n.name not in read and n.terms]
+    rest = [n.name for n in norms if n.name not in read and (n.projects or n.scales)]
     if not read:
         return
     alone = all(n.reads == "attention" and n.attention_layers == (n.layer,) for n in norms if n.name in read)

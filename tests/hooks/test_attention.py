@@ -12,6 +12,7 @@ import torch
 from architectures import make_bridge, make_hooked
 from small_models import lab
 
+from ln_probe.analyses.geometry.queries import query_ellipsoid
 from ln_probe.analyses.lab.transformer import alibi_slopes
 from ln_probe.hooks import find_norms
 from ln_probe.hooks.attention import Heads, UnsupportedAttentionError, read_heads
@@ -123,7 +124,7 @@ def test_every_query_is_in_the_reachable_ellipsoid(arch: str) -> None:
     """q = c + A u with |u| ≤ 1 for any residual vector, near 1 for long ones."""
     seen, heads = layers_of(make_bridge(arch))[0]
     last = len(seen.y) - 1
-    found = heads.query_ellipsoid(seen.norm, last)
+    found = query_ellipsoid(heads, seen.norm, last)
     center, axes = found
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(400, 32, generator=generator, dtype=torch.float64) * torch.logspace(-3, 3, 400)[:, None]
@@ -144,7 +145,7 @@ def test_every_query_is_in_the_reachable_ellipsoid(arch: str) -> None:
 def test_unbounded_queries_have_no_ellipsoid() -> None:
     seen, heads = layers_of(make_bridge("gpt2"))[0]
     without = replace(seen.norm, kind="projection_only")
-    assert heads.query_ellipsoid(without, 0) is None
+    assert query_ellipsoid(heads, without, 0) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

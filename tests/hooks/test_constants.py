@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from architectures import make_bridge, make_hooked
 from small_models import lab
 
-from ln_probe.hooks import InterventionError, constants, find_norms, without
+from ln_probe.hooks import constants, find_norms, without
 from ln_probe.hooks.constants import Constant, GradientError, fit, loss_and_gradients, mean_sigmas
 from ln_probe.hooks.edits import members
 from ln_probe.hooks.norm import Norm
@@ -46,7 +46,7 @@ def loss_by_hand(model: Any, sites: list[Norm], constants: dict[str, Constant], 
         def edited(_m: Any, args: Any, _y: Any) -> torch.Tensor:
             rows = torch.full_like(args[0][..., :1], constants[site.name].rest)
             rows[:, 0] = constants[site.name].first
-            return site.affine(site.normalize(args[0], keep_mean=variant == "both_removed", divisor=rows))
+            return site.affine(site.without(variant, args[0], rows))
 
         return edited
 
@@ -163,7 +163,7 @@ def test_without_scaling_at_optimal_constants(name: str) -> None:
 def test_constants_that_the_model_brings_are_used() -> None:
     model = lab()
     own = {s.name: Constant(2.0, 3.0) for s in find_norms(model) if s.reads == "attention"}
-    vars(model)["optimal_constants"] = {"attention": own}
+    vars(model)["shipped_constants"] = {"every": {"attention": own}}
     with without(model, "scaling", scale="optimal") as done:
         assert done.divisors == own
     with without(model, "scaling", sites=list(own), scale="optimal") as done:
@@ -188,7 +188,7 @@ def test_what_cannot_be_fitted() -> None:
     ):
         with pytest.raises(error, match=word):
             call()
-    with pytest.raises(InterventionError, match="no loss"), without(bert, "scaling", scale="optimal", tokens=TOKENS):
+    with pytest.raises(ValueError, match="no loss"), without(bert, "scaling", scale="optimal", tokens=TOKENS):
         pass
 
 
@@ -202,7 +202,7 @@ def test_bundled_models_bring_constants_for_their_weights(name: str) -> None:
     norms, shipped = find_norms(model), shipped_constants(folder)
     wanted = {g: {n.name for n in members(norms, g) if n.scales} for g in ("attention", "all")}
     wanted = {g: names for g, names in wanted.items() if names}
-    assert {g: set(c) for g, c in vars(model).get("optimal_constants", {}).items()} == wanted
+    assert {g: set(c) for g, c in vars(model).get("shipped_constants", {}).get("every", {}).items()} == wanted
     assert (shipped is None) == (not wanted)
     if shipped is not None:
         assert shipped["weights_sha256"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

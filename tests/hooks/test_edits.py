@@ -205,18 +205,18 @@ BOTH: dict[str, Any] = {"blocks.0.ln1": 2.0, "blocks.1.ln1": 2.0}
     ("scale", {}, "unknown term"), (["scaling"], {}, "unknown term"), ({}, {}, "unknown term"),
     ("scaling", {"sites": ["blocks.0.ln_1"]}, "blocks.0.ln1"), ("scaling", {"sites": "atention"}, "attention"),
     ("scaling", {"sites": 0}, "got 0"), ("scaling", {"sites": None}, "got None"), ("scaling", {"sites": []}, "got"),
-    ("scaling", {"sites": ["ln_final", "ln_final"]}, "twice"), ("scaling", {"sites": [["ln_final"]]}, "no norm"),
+    ("scaling", {"sites": [["ln_final"]]}, "no norm"),
     ("scaling", {"sites": ["attention", "ln_final"]}, "group"),
     ("scaling", {"scale": "mean"}, "got 'mean'"), ("scaling", {"scale": "resampled"}, "got 'resampled'"),
-    ("scaling", {"scale": True}, "got True"), ("scaling", {"scale": 0.0}, "positive"),
-    ("scaling", {"scale": torch.tensor(-1.0)}, "positive"), ("scaling", {"scale": torch.ones(2)}, "mapping"),
+    ("scaling", {"scale": 0.0}, "positive"),
+    ("scaling", {"scale": torch.tensor(-1.0)}, "positive"), ("scaling", {"scale": torch.ones(2)}, "constant"),
     ("scaling", {"scale": math.nan}, "got nan"), ("scaling", {"scale": {"blocks.0.ln1": 2.0}}, r"blocks\.1\.ln1"),
-    ("scaling", {"scale": {"blocks.0.ln1": 2.0, "blocks.1.ln1": -1}}, r"blocks\.1\.ln1"),
+    ("scaling", {"scale": {"blocks.0.ln1": 2.0, "blocks.1.ln1": -1}}, "got -1"),
     ("scaling", {"scale": BOTH | {"nope": 2.0}}, "nope"), ("scaling", {"scale": BOTH | {"blocks.1.ln1": "x"}}, "'x'"),
-    ("scaling", {"scale": 1.0, "tokens": ONE}, "tokens"), ("scaling", {"tokens": ONE.float()}, "whole numbers"),
+    ("scaling", {"tokens": ONE.float()}, "whole numbers"),
     ("scaling", {"tokens": ONE[:, :1]}, "position"), ("scaling", {"tokens": ONE + 45}, "vocabulary"),
     ("scaling", {"tokens": torch.zeros(1, 33, dtype=torch.long)}, "context"),
-    ("scaling", {"tokens": [1, 2, 3]}, "one row"), ("scaling", {"tokens": [[1, 2, 10**30]]}, "whole numbers"),
+    ("scaling", {"tokens": [1, 2, 3]}, "list of rows"), ("scaling", {"tokens": [[1, 2, 10**30]]}, "whole numbers"),
     ("scaling", {"sites": "all", "only": "keys"}, r"blocks\.0\.ln2"), ("scaling", {"only": "scores"}, "queries"),
 ])  # fmt: skip
 def test_bad_arguments(what: Any, options: dict[str, Any], word: str) -> None:
@@ -229,8 +229,7 @@ def test_bad_arguments(what: Any, options: dict[str, Any], word: str) -> None:
 
 
 @pytest.mark.parametrize(("heads", "word"), [
-    (3, "list"), ([], "empty"), ([(2, 0)], "layer"), ([(-1, 0)], "layer"), ([(0, 4)], "0 to 3"), ([(1, -1)], "0 to 3"),
-    ([3], "pairs"), ([(True, False)], "pairs"), ([(0, 1.5)], "pairs"),
+    ([], "empty"), ([(2, 0)], "layer"), ([(-1, 0)], "layer"), ([(0, 4)], "no head"), ([(1, -1)], "no head"),
 ])  # fmt: skip
 def test_heads_that_are_not_there(heads: Any, word: str) -> None:
     with pytest.raises(InterventionError, match=word), without(make_bridge("gpt2"), "scaling", heads=heads, scale=2.0):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import runpy
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ln_probe.hooks import linearized
@@ -59,3 +61,33 @@ def test_what_sets_sigma() -> None:
     names = run_example("what_sets_sigma")
     total = sum(names["shares"].values()) + names["norm"].eps
     torch.testing.assert_close(total, names["squares"], rtol=1e-5, atol=0.0)
+
+
+def _node_scores(result: Any) -> torch.Tensor:
+    return torch.tensor([result.node_scores[node] for node in sorted(result.node_scores, key=str)])
+
+
+@pytest.mark.parametrize("granularity", ["node", "edge"])
+def test_attribution_patching_with_hooks_is_that_of_a_model_edited_by_hand(granularity: str) -> None:
+    if granularity == "edge" and version("transformer-lens") < "4":
+        pytest.skip("TransformerLens scores edges from version 4.3 on")
+    path = FOLDER.parent / "hooks" / "attribution_patching.py"
+    names = runpy.run_path(str(path), {"granularity": granularity})
+    scores, by_hand = names["scores"], names["by_hand"]
+    torch.testing.assert_close(_node_scores(scores), _node_scores(by_hand), rtol=1e-5, atol=1e-5)
+    if granularity == "edge":
+        assert scores.edge_scores.keys() == by_hand.edge_scores.keys()
+        for edge, score in scores.edge_scores.items():
+            assert score == pytest.approx(by_hand.edge_scores[edge], abs=1e-5)
+
+
+def test_activation_patching_with_hooks_is_that_of_a_model_edited_by_hand() -> None:
+    names = runpy.run_path(str(FOLDER.parent / "hooks" / "activation_patching.py"))
+    torch.testing.assert_close(names["scores"], names["by_hand"].detach(), rtol=1e-5, atol=1e-5)
+    assert names["scores"].std() > 0.01
+
+
+def test_a_model_with_saes_and_hooks_is_a_model_edited_by_hand() -> None:
+    pytest.importorskip("sae_lens", reason="pip install sae-lens")
+    names = runpy.run_path(str(FOLDER.parent / "hooks" / "sae_with_frozen_norms.py"))
+    torch.testing.assert_close(names["edited"], names["by_hand"], rtol=1e-5, atol=1e-5)

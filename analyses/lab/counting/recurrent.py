@@ -6,7 +6,8 @@ replaced by its norm at every step ("state"). Inside a recurrence nothing may sh
 step, so `projection_only` divides by 1, and a norm on the state has no gain or bias.
 
 Torch's kernels run layers without a norm. They have no place for one, so a layer with a norm goes step by step, in as
-few operations as possible: an update with 16 words of 64 letters takes 5 to 11 ms.
+few operations as possible: an update with 16 words of 64 letters takes 3 to 10 ms (a run of 10,000 updates at most two
+minutes). Cells compiled with numba and gradients by hand took 1.4 to 3.3 ms, 2.4 to 4.3 times less; they had 490 lines.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ class Cell:
             steps = 1000 if quick else STEPS
             sizes = {
                 "steps": steps,
-                "batch": BATCH,
+                "batch": BATCH // 3 if quick else BATCH,
                 "evaluate_every": 200 if quick else 100,
                 "evaluate_at": tuple(s - EPOCH for s in STEPS_SHOWN if s <= steps),
                 "save_at": tuple(s for s in (0, *STEPS_SHOWN) if s < steps),

@@ -1,0 +1,245 @@
+"""Inputs on which users of other libraries reported faults, with values that are computed here by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import bridge_of, hugging_face, make_hooked
+from faulty import word_tokenizer
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+
+import ln_probe
+from ln_probe.exhibits import AttentionRecorder
+from ln_probe.hooks import find_norms, linearized, without
+from ln_probe.hooks.constants import bundled_constants
+from ln_probe.hooks.norm import NormError
+from ln_probe.hooks.norm_edits import InterventionError
+from ln_probe.hooks.task import default_tokens
+from ln_probe.page import figures
+
+IDS = torch.arange(3, 15)[None]
+
+
+# ------------------------------------------------------------------------------- gradient checkpointing (pyvene #242)
+
+
+def gradient_of(arch: str, context: Any, *, reentrant: bool | None = None, as_bridge: bool = False) -> Tensor:
+    """Return the gradient of the loss inside a block by all parameters; `reentrant`: None without checkpointing."""
+    original = hugging_face(arch).train()
+    for module in original.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if reentrant is not None:
+        original.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        original.enable_input_require_grads()
+    model = bridge_of(original).train() if as_bridge else original
+    with context(model):
+        (model(IDS, return_type="loss") if as_bridge else model(IDS, labels=IDS, use_cache=False).loss).backward()
+    return torch.cat([p.grad.flatten() for p in original.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("arch", "as_bridge"), [("llama", False), ("gpt2", True)])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_gradients_with_checkpointing_are_those_without(arch: str, as_bridge: bool, reentrant: bool) -> None:
+    """`backward()` runs the blocks again: position 0 must have its own constant in that run, too."""
+    for context in (lambda m: without(m, "scaling", sites="all", tokens=IDS), linearized):
+        expected = gradient_of(arch, context, as_bridge=as_bridge)
+        with pytest.warns(UserWarning, match="call backward"):
+            gradient = gradient_of(arch, context, reentrant=reentrant, as_bridge=as_bridge)
+        assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+# ------------------------------------------------------------------------------------------------ what is read once
+
+
+def test_constants_follow_weights_that_change_through_data() -> None:
+    """PyTorch counts no edits of `.data` (old optimizers, averaged weights)."""
+    model = ln_probe.load_model("lm-layernorm", device="cpu")
+    with without(model, "scaling") as before, torch.no_grad():
+        assert bundled_constants(model)
+    model.embed.W_E.data.mul_(2) if hasattr(model.embed, "W_E") else model.embed.weight.data.mul_(2)
+    with without(model, "scaling") as edit:
+        pass
+    x = torch.cat(
+        [model.run_with_cache(row[None])[1]["blocks.0.hook_resid_pre"][0, 1:] for row in default_tokens(model)]
+    )
+    sigma = (x.double().var(-1, correction=0) + 1e-5).sqrt().mean()
+    assert edit.divisors["blocks.0.ln1"].rest == pytest.approx(float(sigma), rel=1e-6)
+    assert edit.divisors != before.divisors
+    assert not bundled_constants(model), "they were fitted to other weights"
+
+
+# ---------------------------------------------------------- a norm that runs more than once (TransformerLens #1470)
+
+
+def test_a_norm_that_two_blocks_share() -> None:
+    """A bridge has a norm, and a constant, for each run; the model's own module would get one edit for both."""
+    original = hugging_face("gpt2")
+    original.transformer.h[1].ln_1 = original.transformer.h[0].ln_1
+    inputs: list[Tensor] = []
+    handle = original.transformer.h[0].ln_1.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double()))
+    with torch.no_grad():
+        original(IDS)
+    handle.remove()
+    for edit in (lambda: without(original, "scaling", tokens=IDS), lambda: linearized(original)):
+        with pytest.raises(InterventionError, match=r"blocks\.0\.ln1, blocks\.1\.ln1"), edit():
+            pass
+    with without(bridge_of(original), "scaling", tokens=IDS) as done:
+        constants = [constant.rest for constant in done.divisors.values()]
+    assert constants == pytest.approx([float((x.var(-1, correction=0) + 1e-5).sqrt()[0, 1:].mean()) for x in inputs])
+
+
+# ------------------------------------------------------------------- one error, and the tables of all others are there
+
+
+@pytest.mark.parametrize(("arch", "option"), [("mistral", "sliding_window"), ("neo", "window_size")])
+def test_a_window_of_one_key(arch: str, option: str) -> None:
+    """Every query sees itself alone, so that nothing is known of other keys; losses are those of the model."""
+    original = hugging_face(arch, **{option: 1})
+    with torch.no_grad():
+        loss = float(original(IDS, labels=IDS).loss)
+    report = ln_probe.analyze(bridge_of(original), IDS, progress=False)
+    assert not report.failures
+    assert (report.causal.loss - report.causal.delta_loss).to_numpy() == pytest.approx(loss, rel=1e-5)
+
+
+def test_an_error_in_a_picture_loses_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a picture")
+
+    monkeypatch.setattr(AttentionRecorder, "attention", fail)
+    monkeypatch.setattr(figures, "norms_over_depth", fail)
+    report = ln_probe.analyze(bridge_of(hugging_face("gpt2")), IDS, progress=False)
+    assert any("ZeroDivisionError" in note for note in report.exhibits.notes)
+    tables = ln_probe.load_report(report.save(tmp_path)).tables
+    assert all(tables[name].equals(table) for name, table in report.tables.items())
+    assert "'depth' failed: ZeroDivisionError" in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+# ---------------------------------------- prompts (transformers #17444, TransformerLens #369 and #1609, datasets #1913)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Words w3 to w49; it begins every text with <s>, as Llama's."""
+    words = word_tokenizer(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 50))], pattern="<s>")
+    words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    words.pad_token, words.padding_side = "<pad>", "left"
+    return words
+
+
+def intact_loss(model: Any, prompts: Any) -> float:
+    row = ln_probe.analyze(model, prompts, probes=["causal"], progress=False).causal.iloc[0]
+    return float(row.loss - row.delta_loss)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_padding_in_any_form_is_no_text(arch: str, tokenizer: Any) -> None:
+    """The loss of each text alone, in float64; positions of a padded row begin at its first token."""
+    texts, original = ["w5 w9 w12", "w7 w8 w30 w31 w44 w4"], hugging_face(arch).double()
+    rows = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
+    with torch.no_grad():
+        sums = [float(original(row, labels=row).loss) * (row.shape[1] - 1) for row in rows]
+    expected = sum(sums) / sum(row.shape[1] - 1 for row in rows)
+    model = bridge_of(hugging_face(arch))
+    model.tokenizer = tokenizer
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    ids = batch.input_ids
+    for prompts in (batch, ids, ids.tolist(), {"input_ids": ids.numpy()}, texts, [f"<s> {text}" for text in texts]):
+        assert intact_loss(model, prompts) == pytest.approx(expected, rel=1e-6), prompts
+    with pytest.warns(UserWarning, match="padding"), without(model, "scaling", tokens=ids) as padded:
+        pass
+    with without(model, "scaling", tokens=[row[0] for row in rows]) as alone:
+        assert padded.divisors == alone.divisors
+
+
+@pytest.mark.parametrize(("begin", "end"), [(b"", b"\n"), (b"\xef\xbb\xbf", b"\r\n")])
+@pytest.mark.parametrize("name", ["lm-layernorm", "lm-scaling_only"])
+def test_a_file_is_read_as_it_is(name: str, begin: bytes, end: bytes, tmp_path: Path) -> None:
+    text = "  And the ships came home,\n    and the lamp was lit;\n\tthe door stood open."
+    (tmp_path / "påge.txt").write_bytes(begin + (text + "\n").encode().replace(b"\n", end))
+    model = ln_probe.load_model(name, device="cpu")
+    ids = model.to_tokens(text)
+    expected = torch.nn.functional.cross_entropy(model(ids)[0, :-1].detach().double(), ids[0, 1:])
+    for prompts in (text, tmp_path / "påge.txt"):
+        assert intact_loss(model, prompts) == pytest.approx(float(expected), rel=1e-5)
+
+
+# ---------------------------------------------- norms that hooks do not show as they are (nano-vllm #170, StableLM 2)
+
+
+def test_a_norm_that_writes_over_its_input_is_refused() -> None:
+    """After it, its input has RMS 1, whatever it was."""
+    model = hugging_face("llama")
+    norm = model.model.norm
+
+    def forward(x: Tensor) -> Tensor:
+        scale = (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+        return x.div_(scale) * norm.weight
+
+    find_norms(model)
+    norm.forward = forward
+    with pytest.raises(NormError, match="in place"):
+        find_norms(model)
+
+
+@pytest.mark.parametrize(("correction", "eps"), [(1, 0.0), (0, 0.03)])
+def test_a_norm_that_divides_by_nearly_sigma_is_refused(correction: int, eps: float) -> None:
+    """An unbiased standard deviation (1.6 % more in 32 dimensions); an eps beside the root (7 % more at RMS 0.4)."""
+    model = make_hooked()
+    norm = model.ln_final
+
+    def forward(x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        normalized = centred / norm.hook_scale(centred.std(-1, correction=correction, keepdim=True) + eps)
+        return norm.hook_normalized(normalized) * norm.w + norm.b
+
+    norm.forward = forward
+    with pytest.raises(NormError, match="ln_final"):
+        find_norms(model)
+
+
+def test_norms_without_hook_points_are_named() -> None:
+    report = ln_probe.analyze(bridge_of(hugging_face("stablelm-parallel")), IDS, probes=["causal"], progress=False)
+    assert any("neither measured nor edited: blocks.0.self_attn.q_layernorm" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "cp437", "ascii"])
+def test_a_report_can_be_printed_on_any_console(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ln_probe.analyze(bridge_of(hugging_face("gpt2")), IDS, probes=["decomposition"], progress=False)
+    named = dataclasses.replace(report, provenance={**report.provenance, "model": {"name": "\u03c3 \u00d7 \u6587"}})
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    for value in (named, named.constants, ln_probe.attribute_logits(hugging_face("gpt2"), IDS)):
+        print(value, repr(value))
+
+
+@pytest.mark.parametrize("arch", ["falcon-40b", "gpt-bigcode-many-keys"])
+def test_errors_of_the_library_around_a_model_name_it(arch: str) -> None:
+    with pytest.raises(ValueError, match="bridge"):
+        ln_probe.attribute_logits(hugging_face(arch), IDS)
+
+
+def test_sigmas_of_heads_are_those_of_their_positions() -> None:
+    """Of four tokens and four heads: a model in memory gives its QK-norms [pos head], a bridge [head pos]."""
+    original = hugging_face("qwen3", num_key_value_heads=4)
+    sigmas = linearized.sigmas(original, IDS[:, :4].flip(1))
+    logits = []
+    for model in (original, bridge_of(hugging_face("qwen3", num_key_value_heads=4))):
+        with linearized(model, sigma=sigmas), torch.no_grad():
+            output = model(IDS[:, :4])
+        logits.append(getattr(output, "logits", output))
+    assert torch.allclose(*logits, atol=1e-6)
+    inputs: list[Tensor] = []
+    original.model.layers[0].self_attn.q_norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0].double()))
+    original(IDS[:, :4].flip(1))
+    expected = (inputs[0].square().mean(-1) + 1e-6).sqrt()
+    assert torch.allclose(sigmas["blocks.0.attn.q_norm"].double(), expected, rtol=1e-5)
