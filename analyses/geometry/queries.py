@@ -8,10 +8,9 @@ to 1 before gain and bias, so a query with gain * (W_K q) ∝ 1 scores all keys 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from einops import rearrange
@@ -47,14 +46,6 @@ class ReachableQueries:
             if bool((condition < _INVERTIBLE).all()):  # a tenth of the time
                 return cast(Tensor, inverse)
         return cast(Tensor, torch.linalg.pinv(self.axes))
-
-
-def _once(heads: Heads, norm: Norm, what: str, compute: Callable[[], _T]) -> _T:
-    """Return what depends on weights alone, computed once for each norm and layer (`Heads.known`)."""
-    if (norm.name, what) not in heads.known:
-        heads.known[norm.name, what] = compute()
-    value: _T = heads.known[norm.name, what]
-    return value
 
 
 def reachable_queries(heads: Heads, norm: Norm) -> ReachableQueries | None:
