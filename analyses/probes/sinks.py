@@ -147,7 +147,7 @@ class _Prompt:
         sizes, layers = self.sizes, list(self.layers.values())
         if not sizes.site:  # without a norm nothing says which tokens are long
             unknown = torch.full((len(tokens),), math.nan)
-            sizes = TokenSizes(unknown, [""] * len(tokens), outlier=unknown > 0, massive=unknown > 0)
+            sizes = TokenSizes(ratio=unknown, site=[""] * len(tokens), outlier=unknown > 0, massive=unknown > 0)
         longest = 1 + int(sizes.ratio[1:].argmax()) if len(tokens) > 1 and self.sizes.site else 0
         sink = torch.stack([layer.sink for layer in layers]).any(0) if layers else torch.zeros(len(tokens)).bool()
         kinds = {
