@@ -11,8 +11,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,25 +114,8 @@ class Table:
         whole = whole.reset_index() if self.key else whole
         return whole.reindex(columns=self.names)
 
-    def plain(self) -> dict[str, Any]:
-        """Return the declaration as JSON has it: a saved report keeps it."""
-        return asdict(self)
-
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Table:
-        """Return the declaration from the result of `plain`."""
+        """Return the declaration from the dictionary of its fields, as JSON has it."""
         columns = {str(name): (str(unit), str(meaning)) for name, (unit, meaning) in plain["columns"].items()}
         return cls(plain["name"], plain["title"], plain["about"], tuple(plain["key"]), columns)
-
-
-def reference(tables: Iterable[Table]) -> str:
-    """Return the column reference of these tables, as Markdown."""
-    lines = []
-    for table in tables:
-        keys = ", ".join(f"`{k}`" for k in table.key)
-        lines += [f"## `{table.name}`", f"{table.about} Rows are identified by {keys}.", ""]
-        lines += ["| column | unit | meaning |", "|---|---|---|"]
-        for name, (unit, meaning) in table.columns.items():
-            lines.append(f"| `{name}` | {unit} | {meaning.replace('|', chr(92) + '|')} |")
-        lines.append("")
-    return "\n".join(lines)

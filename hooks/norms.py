@@ -307,7 +307,7 @@ def _other_modules(
     parts = [r for r in (*roots, *norms.values()) if isinstance(r, nn.Module)]
     inside, known = {m for part in parts for m in modules_of(part)}, set(parts)
     outside = (m for m in paths if m not in inside and type(m).__name__ != "HookPoint")
-    return {plain_path(paths[m]): m for m in outside if known.isdisjoint(modules_of(m))}
+    return {plain_path(paths[m]): m for m in outside if known.isdisjoint(m.modules())}
 
 
 def _reads(name: str, readers: Sequence[Reader]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ _GLOBAL = ("global", "full_attention")
 TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
 
 
+@lru_cache(maxsize=16)
 def visible_keys(
     queries: int, keys: int, *, causal: bool = True, window: int | None = None, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
-    """Return what each of the last `queries` of `keys` positions sees.
+    """Return what each of the last `queries` of `keys` positions sees; not to be changed, since it is cached.
 
     Args:
         causal: only keys at or before the query.

@@ -38,43 +38,30 @@ Rows = Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def token_rows(tokens: object) -> list[Int[Tensor, " _"]]:
-    """Return token ids as one tensor per prompt, from a tensor [batch pos] or a list of rows of different lengths.
+def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
+    """Return token ids as one tensor per prompt, from [pos], [batch pos] or a list of rows of different lengths.
 
     Raises:
-        ValueError: something else than whole numbers, other axes, or an empty row.
         TypeError: neither a tensor nor a list of rows.
+        ValueError: something else than whole numbers, other axes, or an empty row; a row that is longer than the
+            context, or that holds an id outside the vocabulary.
     """
     if not isinstance(tokens, Tensor | list | tuple):
         raise TypeError(f"tokens must be a tensor of ids [batch pos] or a list of rows, got {type(tokens).__name__}")
     rows: list[Tensor] = []
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # what is no number is refused below
-        rows = [torch.as_tensor(row) for row in tokens]
+        every = tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens
+        rows = [torch.as_tensor(row) for row in every]
     if not rows or not all(r.ndim == 1 and len(r) > 0 and r.dtype in _WHOLE for r in rows):
         given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)[:60]
         raise ValueError(f"tokens must be whole numbers [batch pos] or a list of rows, none empty, got {given}")
-    return [row.long() for row in rows]
-
-
-def check_ids(model: HookedModel, row: Int[Tensor, " pos"]) -> None:
-    """Raise ValueError if a prompt is longer than the model's context or holds an id outside its vocabulary."""
     size, limit = vocabulary_size(model), context_length(model)
-    if len(row) > limit:
-        raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompt")
-    if len(wrong := row[(row < 0) | (row >= size)]):
-        raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
-
-
-def check_tokens(model: HookedModel, tokens: object) -> list[Int[Tensor, " _"]]:
-    """Return the rows of tokens to run: from [pos], [batch pos], or a list of rows.
-
-    Raises:
-        TypeError, ValueError: as `token_rows` and `check_ids`.
-    """
-    rows = token_rows(tokens[None] if isinstance(tokens, Tensor) and tokens.ndim == 1 else tokens)
     for row in rows:
-        check_ids(model, row)
-    return rows
+        if len(row) > limit:
+            raise ValueError(f"{len(row)} tokens are more than the context of {limit}: cut the prompt")
+        if len(wrong := row[(row < 0) | (row >= size)]):
+            raise ValueError(f"token id {int(wrong[0])} is outside the vocabulary of {size} (0 … {size - 1})")
+    return [row.long() for row in rows]
 
 
 def tokenizer_of(model: HookedModel) -> Any:

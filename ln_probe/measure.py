@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -133,7 +134,9 @@ def analyze(
         "optimal": bool(optimal),
     }
     was_training, default = cast(nn.Module, model).training, prompts is None
-    with ProgressLine(quiet=not progress), unchanged(hooked), one_blas_thread():
+    quiet = ProgressLine(quiet=not progress)
+    with quiet, unchanged(hooked), one_blas_thread(), ThreadPoolExecutor(1) as background:
+        source = background.submit(source_of, cast(nn.Module, hooked))  # hashing many weights takes seconds
         start = measure_norms(
             hooked,
             prompts,
@@ -151,7 +154,7 @@ def analyze(
         if start.maps is not None:
             recorder = AttentionRecorder(run.strings, run.layers, run.heads or range(shape["heads"]))
         results = second_pass(start, chosen_probes, recorder, default=default)
-        about_model = {**asdict(source_of(cast(nn.Module, hooked))), "norms": {n.name: n.kind for n in run.norms}}
+        about_model = {**asdict(source.result()), "norms": {n.name: n.kind for n in run.norms}}
         report = assemble(
             chosen_probes,
             results,

@@ -206,7 +206,7 @@ class Report:
             "format": FORMAT,
             "provenance": dict(self.provenance),
             "notes": list(self.notes),
-            "tables": {name: self.declared[name].plain() for name in self.tables},
+            "tables": {name: asdict(self.declared[name]) for name in self.tables},
             "failures": [asdict(f) for f in self.failures],
         }
         manifest = json.dumps(content, indent=1, allow_nan=False)

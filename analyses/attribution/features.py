@@ -251,7 +251,8 @@ def _factors(
         alone = torch.zeros_like(active).flatten(0, -2)
         alone[at, of] = size = active.flatten(0, -2)[:, of].abs().amax(0)
         wrote = (sae.decode(alone.view_as(active)) - bias).flatten(0, -2)[at].double()
-        return (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
+        factor: Tensor = (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
+        return factor
 
     used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
     count = active[..., 0].numel()

@@ -175,24 +175,33 @@ def scores_under(space: Space, query: Floats, out: Floats) -> None:
 
 
 @compiled_part
-def query_lead(space: Space, i: int, query: Floats, upwards: bool, scratch: Scratch) -> float:
+def lead_under(space: Space, i: int, query: Floats, scores: Floats, upwards: bool, absent: Bools) -> float:
     """Return how far a query of length one, along `query`, is proved to score key i above all that are not absent.
+
+    Args:
+        scores: of all points under `query`, sums of products in any order.
 
     Returns:
         the lead, minus infinity for a query that proves nothing.
     """
     dim, count = space.columns.shape
-    square, best, out, absent = 0.0, -np.inf, scratch.scores, scratch.absent
+    square, best = 0.0, -np.inf
     for t in range(dim):
         square += query[t] * query[t]
     if not (square > 0.0 and square < np.inf) or (upwards and query[dim - 1] < 0.0):
         return -np.inf
-    scores_under(space, query, out)
     length = np.sqrt(square)
     for j in range(count):
         if not absent[j] and j != i:
-            best = max(best, out[j] + length * space.error[j])
-    return float(((out[i] - length * space.error[i]) - best) / (length * (1.0 + (dim + 8) * EPS)))
+            best = max(best, scores[j] + length * space.error[j])
+    return float(((scores[i] - length * space.error[i]) - best) / (length * (1.0 + (dim + 8) * EPS)))
+
+
+@compiled_part
+def query_lead(space: Space, i: int, query: Floats, upwards: bool, scratch: Scratch) -> float:
+    """Return the lead of key i under a query whose scores are not known yet."""
+    scores_under(space, query, scratch.scores)
+    return lead_under(space, i, query, scratch.scores, upwards, scratch.absent)
 
 
 @compiled_part
@@ -253,10 +262,16 @@ def prove_query(space: Space, i: int, trial: Floats, biased: bool, verdicts: Ver
         elif attempt == 1:
             break
         lead = query_lead(space, i, trial, biased and attempt == 1, scratch)
+    keep_lead(i, lead, trial, verdicts)
+
+
+@compiled_part
+def keep_lead(i: int, lead: float, query: Floats, verdicts: Verdicts) -> None:
+    """Give key i a verdict if its lead under a query is enough."""
     if lead > TAU * (1.0 - SLACK):
         verdicts.code[i] = DUPLICATE if verdicts.copies[i] > 0 else SELECTABLE
-        for t in range(last + 1):
-            verdicts.query[i, t] = trial[t]
+        for t in range(query.shape[0]):
+            verdicts.query[i, t] = query[t]
 
 
 @compiled_part

@@ -111,11 +111,6 @@ class Compilation:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._thread is not None and not self._thread.is_alive()
-
     def start(self) -> None:
         """Begin to compile in a thread; returns at once."""
         with self._lock:
@@ -123,13 +118,13 @@ class Compilation:
                 self._thread = threading.Thread(target=self._run, name="compilation", daemon=True)
                 self._thread.start()
 
-    def wait(self) -> None:
-        """Return when everything is compiled; says what it waits for where that takes a while."""
+    def wait(self, quiet: bool = False) -> None:
+        """Return when everything is compiled; says what it waits for where that takes a while, if not `quiet`."""
         self.start()
         assert self._thread is not None
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(0.5)
+        self._thread.join(None if quiet else 0.5)
         if self._thread.is_alive():
             tell_delay("compiling kernels: about half a minute, only the first time")
             self._thread.join()
@@ -157,6 +152,11 @@ def available() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processors() -> int:
+    """How many threads this process works in."""
+    return available() if _share is None else _share
+
+
 def use_processors(count: int | None) -> None:
     """Use so many from now on (None: all there are). Results do not depend on it."""
     global _share
@@ -170,7 +170,7 @@ def in_threads(work: Callable[[_Item], _Result], items: Iterable[_Item], threads
         ValueError: `threads` below 1.
     """
     if threads is None:
-        threads = available() if _share is None else _share
+        threads = processors()
     else:
         from ln_probe.hooks.model import whole_number  # (with torch, which the kernels do without)
 

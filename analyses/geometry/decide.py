@@ -39,6 +39,8 @@ from ln_probe.analyses.geometry.check import (
     Space,
     Verdicts,
     find_copies,
+    keep_lead,
+    lead_under,
     make_scratch,
     make_space,
     prove_query,
@@ -67,17 +69,18 @@ WEIGHT_GAP = 0.01
 BUDGET = 1e9
 # Above this number of keys no matrix of all their products is made.
 MOST_PRODUCTS = 2048
+# Queries whose scores are computed together.
+TRIALS = 128
 # Above this number of keys, linear programs for undecided keys cost too much.
 LARGE = 4096
 
 
 class Answers(NamedTuple):
-    """What is proved of the keys of one set; `inner`: attention over the queries with |u| no more than asked."""
+    """What is proved of the keys of one set."""
 
     verdicts: Verdicts
     margins: Margins
     attention: Attention
-    inner: Attention
 
 
 def no_answers(count: int, wide: int, seen: int) -> Answers:
@@ -97,34 +100,49 @@ def no_answers(count: int, wide: int, seen: int) -> Answers:
         Verdicts(code, np.arange(count), np.zeros(count, np.int64), np.zeros((count, wide)), *weights(wide), repaired),
         Margins(numbers(), numbers(), points(), *weights(seen)),
         Attention(numbers(), numbers(), points(), points()),
-        Attention(numbers(), numbers(), points(), points()),
     )
 
 
-@compiled_in_place
 def try_queries(
-    space: Space, trials: Floats, scores: Floats, biased: bool, start: Ints, verdicts: Verdicts, scratch: Scratch
+    space: Space, trials: Floats, first: int, biased: bool, start: Ints, verdicts: Verdicts, scratch: Scratch
 ) -> None:
     """Give verdicts to keys without one that their queries prove.
 
     Args:
-        trials: a query for each key, where verdicts are given.
-        scores: "key key", about: of all keys under each query; those that lose are not tried. 0 × 0: not known.
-        start: is set to the rival that scores highest under each query, where scores are known.
+        trials: a query for each key from number `first` on, where verdicts are given.
+        start: is set to the rival that scores highest under each query.
     """
-    for i in range(trials.shape[0]):
+    for begin in range(0, len(trials), TRIALS):
+        some = np.ascontiguousarray(trials[begin : begin + TRIALS])
+        try_scores(space, some, some @ space.columns, first + begin, biased, start, verdicts, scratch)
+
+
+@compiled_in_place
+def try_scores(
+    space: Space,
+    trials: Floats,
+    scores: Floats,
+    first: int,
+    biased: bool,
+    start: Ints,
+    verdicts: Verdicts,
+    scratch: Scratch,
+) -> None:
+    """Give verdicts to keys without one that their queries prove, from the scores of all keys under these."""
+    for a in range(trials.shape[0]):
+        i, best = first + a, -np.inf
         if verdicts.code[i] != UNDECIDED:
             continue
         set_absent(space.rows, i, verdicts.copies, scratch.absent)
-        lead = 1.0
-        if scores.shape[0] > 0:
-            best = -np.inf
-            for j in range(scores.shape[0]):
-                if not scratch.absent[j] and scores[i, j] > best:
-                    best, start[i] = scores[i, j], j
-            lead = scores[i, i] - best
-        if lead > 0.0:
-            prove_query(space, i, trials[i], biased, verdicts, scratch)
+        for j in range(scores.shape[1]):
+            if not scratch.absent[j] and scores[a, j] > best:
+                best, start[i] = scores[a, j], j
+        if scores[a, i] > best:
+            if biased:
+                prove_query(space, i, trials[a], biased, verdicts, scratch)
+            else:
+                lead = lead_under(space, i, trials[a], scores[a], False, scratch.absent)
+                keep_lead(i, lead, trials[a], verdicts)
 
 
 @compiled_in_place
@@ -149,27 +167,26 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
     if code.all():
         return
     space, scratch = make_space(rows, np.zeros(count), judged.noise), make_scratch(count, dim)
-    start, nothing, identity = np.full(count, -1), np.empty((0, 0)), np.eye(dim)
+    start = np.full(count, -1)
     if own_queries and not biased:
-        try_queries(space, rows.copy(), nothing, biased, start, verdicts, scratch)
+        try_queries(space, rows, 0, biased, start, verdicts, scratch)
         if code.all():
             return
     white = whiten(rows, biased)
-    columns, queries = (np.ascontiguousarray(table.T) for table in (white.rows, white.to_query))
-    products = white.rows @ columns if count <= MOST_PRODUCTS else nothing
-    trials, scores = white.rows, products
+    queries, trials = np.ascontiguousarray(white.to_query.T), white.rows
     if white.lifted and (lowered := trials[:, -1] < 0.0).any():  # queries look upwards
         trials = trials.copy()
         trials[lowered, -1] = 0.0
-        scores = trials @ columns if len(products) else nothing
-    try_queries(space, trials @ queries, scores, biased, start, verdicts, scratch)
+    try_queries(space, trials @ queries, 0, biased, start, verdicts, scratch)
     if code.all():
         return
+    columns = np.ascontiguousarray(white.rows.T)
+    products = white.rows @ columns if count <= MOST_PRODUCTS else np.empty((0, 0))
     room, closest = search_room(count, max(white.rows.shape[1], 1), dim), np.full(count, -1)
     in_white = Keys(white.rows, columns, products, np.zeros(count))
     at_white = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
     in_plain = Keys(rows, space.columns, products, np.zeros(count))
-    at_plain = Verdict(rows, identity, 100.0 * TAU, biased)
+    at_plain = Verdict(rows, np.eye(dim), 100.0 * TAU, biased)
     # By products; carefully; then where verdicts are given, among differences as they are, and of length one.
     for attempt in range(0 if len(products) else 1, 4):
         left = code == UNDECIDED
@@ -186,15 +203,15 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
 
 
 def bound_margins(
-    seen: Seen, level: Floats | None, gap: float, budget: float, verdicts: Verdicts, margins: Margins
+    space: Space, level: Floats | None, gap: float, budget: float, verdicts: Verdicts, margins: Margins
 ) -> None:
     """Bracket the margins of a set.
 
     Args:
         level: a u under which all keys score alike.
     """
-    rows, (count, dim) = seen.rows, seen.rows.shape
-    space, scratch = make_space(*seen), make_scratch(count, dim)
+    rows, (count, dim) = space.rows, space.rows.shape
+    scratch = make_scratch(count, dim)
     centred = rows - rows.mean(axis=0)
     size = float(np.sqrt(np.einsum("kd,kd->", centred, centred) / count))
     known = np.zeros(dim) if level is None else level
@@ -202,7 +219,7 @@ def bound_margins(
     for careful in (False, True):
         if careful or count <= MOST_PRODUCTS:
             products = np.empty((0, 0)) if careful else rows @ space.columns
-            keys = Keys(rows, space.columns, products, seen.offset)
+            keys = Keys(rows, space.columns, products, space.offset)
             search = Search(False, careful, False, False, gap, ZERO * size, budget)
             inside = 1.01 * TAU * size
             find_margins(space, keys, search, room, known, level is not None, inside, verdicts, margins, scratch)
@@ -232,24 +249,24 @@ def solve_set(
     bias: Floats | None,
     queries: QuerySet | None,
     request: Request,
-    inner: float | None = None,
+    radius: float = 1.0,
 ) -> Solved:
-    """Solve one set of valid float64 keys.
-
-    Args:
-        inner: also bracket attention over the queries with |u| no more than this.
-    """
+    """Solve one set of valid float64 keys; attention is over the queries with |u| no more than `radius`."""
     if bias is not None and (bias == bias[0]).all():
         bias = None
     judged = judge(keys, bias, queries)
-    seen = None if queries is None else see(keys, bias, queries)
+    seen = None
+    if queries is not None and (request.gap is not None or request.attention):
+        seen = see(keys, bias, queries)
     (count, wide), dim = judged.rows.shape, judged.rows.shape[1] if seen is None else seen.rows.shape[1]
     answers = no_answers(count, wide, dim)
-    verdicts, margins, starts = answers.verdicts, answers.margins, answers.margins.at
+    verdicts, margins = answers.verdicts, answers.margins
     decide_set(judged, request.own_queries or wide >= count, request.budget, verdicts)
+    if request.gap is None and seen is None:
+        return Solved(judged, seen, answers)
+    space = make_space(*(seen or Seen(judged.rows, np.zeros(count), judged.noise)))
     if request.gap is not None and count > 1 and (seen is not None or not judged.biased):
         level = np.zeros(dim) if queries is None or seen is None else level_query(seen, queries, bias)
-        space = seen or Seen(judged.rows, np.zeros(count), judged.noise)
         bound_margins(space, level, request.gap, request.budget, verdicts, margins)
         if seen is None:  # margins are relative to a size that is itself rounded
             doubt = AMPLE * EPS * (count + wide)
@@ -257,25 +274,11 @@ def solve_set(
             margins.upper[:] *= 1.0 + doubt
         if not space.offset.any():  # the zero query gives no key less than 0
             np.maximum(margins.lower, 0.0, out=margins.lower)
-    if seen is not None and request.attention:
-        points, scratch, spread = make_space(*seen), make_scratch(count, dim), attention_room(count, dim)
-        for radius, attention in ((1.0, answers.attention), (inner, answers.inner)):
-            if radius is not None and radius > 0.0:
-                bound_attention(
-                    points,
-                    seen.rows * radius,
-                    points.columns * radius,
-                    float(radius),
-                    starts,
-                    WEIGHT_GAP,
-                    request.budget,
-                    spread,
-                    np.zeros((4, dim)),
-                    attention,
-                    scratch,
-                )
-            starts = answers.attention.at
-        np.fmax(answers.attention.lower, answers.inner.lower, out=answers.attention.lower)
+    if seen is not None and request.attention and radius > 0.0:
+        rows, columns, points = space.rows * radius, space.columns * radius, np.zeros((4, dim))
+        room, scratch = attention_room(count, dim), make_scratch(count, dim)
+        how = margins.at, WEIGHT_GAP, request.budget, room, points, answers.attention, scratch
+        bound_attention(space, rows, columns, radius, *how)
     return Solved(judged, seen, answers)
 
 
@@ -283,7 +286,7 @@ def solve_sets(
     keys: Float64[np.ndarray, "set key d"],
     bias: Float64[np.ndarray, "set key"] | None = None,
     queries: Sequence[QuerySet] | None = None,
-    inner: Float64[np.ndarray, " set"] | None = None,
+    radii: Float64[np.ndarray, " set"] | None = None,
     request: Request = Request(),
     threads: int | None = None,
 ) -> list[Solved]:
@@ -294,7 +297,7 @@ def solve_sets(
     Args:
         bias: added to the scores of each key.
         queries: a set of queries for each set of keys.
-        inner: also bracket attention over this share of each set of queries (of `u`, about the center).
+        radii: attention is over the queries of each set with |u| no more than this; None: 1.
     """
     compilation.wait()
 
@@ -304,7 +307,7 @@ def solve_sets(
             None if bias is None else bias[b],
             None if queries is None else queries[b],
             request,
-            None if inner is None else float(inner[b]),
+            1.0 if radii is None else float(radii[b]),
         )
 
     with one_blas_thread():  # products round alike for any number of threads
@@ -356,7 +359,9 @@ def solve_programs(judged: Judged, space: Space, verdicts: Verdicts, budget: flo
             verdicts.used[i] = used
             verdicts.member[i, :used], verdicts.value[i, :used] = others[support], weights[support]
     try_weights(space, judged.biased, verdicts, scratch)
-    try_queries(space, trials, np.empty((0, 0)), judged.biased, np.zeros(len(rows), np.int64), verdicts, scratch)
+    start = np.zeros(len(rows), np.int64)
+    for i in left:
+        try_queries(space, trials[i : i + 1], int(i), judged.biased, start, verdicts, scratch)
     verdicts.repaired[left] = code[left] != UNDECIDED
 
 

@@ -98,7 +98,7 @@ class SetGeometry:
         Raises:
             CertificateError: one is not proved; says of which key.
         """
-        judged, seen, (verdicts, margins, attention, _) = self.solved.judged, self.solved.seen, self.solved.answers
+        judged, seen, (verdicts, margins, attention) = self.solved.judged, self.solved.seen, self.solved.answers
         number, nothing = len(self.keys), np.zeros(len(self.keys))
         space = make_space(judged.rows, nothing, judged.noise)
         seen_space = space if seen is None else make_space(*seen)

@@ -33,6 +33,8 @@ SPAN_TOLERANCE = 1e-9
 CLEARLY = 1e-4
 # A direction in which the keys' RMS is no more than this (relative to that of all directions) is not part of the span.
 RANK_TOLERANCE = 1e-9
+# Where no key has more than this outside a subspace that the others clearly span, all of them lie in it.
+FLAT = 1e-12
 # Pivots of a Cholesky factorization above this share of the diagonal have at least six digits; with smaller ones the
 # factor is found from the keys instead of their Gram matrix.
 CHOLESKY_IS_ENOUGH = 1e-8
@@ -360,7 +362,20 @@ def whiten(rows: Floats, biased: bool) -> White:
         thinnest = invert_factor(upper, count, inverse)
         if thinnest > 0.0:
             return White(rows @ inverse, inverse, thinnest, biased)
+        if (flat := whiten_flat(rows, biased)) is not None:
+            return flat
     return whiten_carefully(rows, biased)
+
+
+def whiten_flat(rows: Floats, biased: bool) -> White | None:
+    """Return white coordinates of keys without a bias that clearly lie in a subspace; None where that is not clear."""
+    values, vectors = np.linalg.eigh(rows.T @ rows / len(rows))
+    spanned = values > CLEARLY * values[-1]
+    rest = rows @ vectors[:, ~spanned]
+    if biased or not values[-1] > 0.0 or (rest * rest).sum() > FLAT**2 * len(rows):
+        return None
+    to_query = vectors[:, spanned] / np.sqrt(values[spanned])
+    return White(rows @ to_query, to_query, float(np.sqrt(values[spanned].min())), False)
 
 
 @compiled_in_place

@@ -78,8 +78,8 @@ SQUARE_NOISE = 1e-13
 # keys that score highest at first stay.
 TOGETHER, FIRST_STEPS = 3, 4
 # Steps without a better bound after which the inverse has drifted, how often that is put right, and steps per dimension
-# at most.
-IDLE, REBUILT, STEPS = 3, 5, 40
+# at most: for a margin, and for a verdict, which a linear program finds sooner than more steps.
+IDLE, REBUILT, STEPS, VERDICT_STEPS = 3, 5, 40, 10
 
 
 # What is known of each point of the active set, a row of `Room.vectors` each:
@@ -512,7 +512,7 @@ def find_verdicts(
         bordering = max(factor * (factor * room.keyed[SQUARE, new]), 1e-300)
         largest, shortest, idle, spent = 0.0, np.inf, 0, 0.0
         fresh, careful, separated = True, search.careful, False
-        for step in range(STEPS * (dim + 10) + 1):
+        for step in range(VERDICT_STEPS * (dim + 10) + 1):
             size = -m
             if idle < IDLE and m < dim + 2:
                 size = let_in(keys, search, room, i, new, m, bordering, largest)

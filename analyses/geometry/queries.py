@@ -8,9 +8,10 @@ to 1 before gain and bias, so a query with gain * (W_K q) ∝ 1 scores all keys 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from einops import rearrange
@@ -21,6 +22,8 @@ from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.stream import visible_keys
 
+_T = TypeVar("_T")
+INVERTIBLE = 1e8  # axes with a condition number below this are inverted as they are
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
@@ -39,22 +42,36 @@ class ReachableQueries:
     @cached_property
     def inverse(self) -> Float[Tensor, "head axis d_head"]:
         """A⁺: of a query q, |A⁺(q - c)| is 1 on the edge."""
+        if self.axes.shape[-2] == self.axes.shape[-1]:
+            inverse, _ = torch.linalg.inv_ex(self.axes)
+            condition = self.axes.flatten(1).norm(dim=1) * inverse.flatten(1).norm(dim=1)
+            if bool((condition < INVERTIBLE).all()):  # a tenth of the time
+                return cast(Tensor, inverse)
         return cast(Tensor, torch.linalg.pinv(self.axes))
+
+
+def _once(heads: Heads, norm: Norm, what: str, compute: Callable[[], _T]) -> _T:
+    """Return what depends on weights alone, computed once for each norm and layer (`Heads.known`)."""
+    if (norm.name, what) not in heads.known:
+        heads.known[norm.name, what] = compute()
+    value: _T = heads.known[norm.name, what]
+    return value
 
 
 def reachable_queries(heads: Heads, norm: Norm) -> ReachableQueries | None:
     """Return what `norm` lets each head make: its outputs through W_Q and b_Q, or what a QK-norm can put out (an upper
-    bound); None for a norm that does not scale. Computed once for the weights (`Heads.known`)."""
-    if norm.name not in heads.known:
-        if heads.q_norm is None:
-            outputs = norm.reachable(heads.W_Q)
-            outputs = outputs and (outputs[0] + heads.b_Q.cpu(), outputs[1])
-        else:
-            outputs = heads.q_norm.reachable()
-            outputs = outputs and (_per_head(heads, outputs[0]), _per_head(heads, outputs[1]))
-        heads.known[norm.name] = outputs and ReachableQueries(outputs[0], _compact(outputs[1]))
-    reached: ReachableQueries | None = heads.known[norm.name]
-    return reached
+    bound); None for a norm that does not scale."""
+    return _once(heads, norm, "reachable", lambda: _reachable_queries(heads, norm))
+
+
+def _reachable_queries(heads: Heads, norm: Norm) -> ReachableQueries | None:
+    if heads.q_norm is None:
+        outputs = norm.reachable(heads.W_Q)
+        outputs = outputs and (outputs[0] + heads.b_Q.cpu(), outputs[1])
+    else:
+        outputs = heads.q_norm.reachable()
+        outputs = outputs and (_per_head(heads, outputs[0]), _per_head(heads, outputs[1]))
+    return outputs and ReachableQueries(outputs[0], _compact(outputs[1].to(heads.W_Q.device)).cpu())
 
 
 def query_ellipsoid(
@@ -107,26 +124,20 @@ def _turned(heads: Heads, center: Tensor, axes: Tensor, position: int) -> tuple[
 
 
 def _compact(axes: Float[Tensor, "head d_head wide"]) -> Float[Tensor, "head d_head axis"]:
-    """Return the same ellipsoids with at most d_head axes: A = U S Vᵀ, and V only turns the ball."""
+    """Return the same ellipsoids with at most d_head axes: Aᵀ = Q R, and Q only turns the ball."""
     if axes.shape[-1] <= axes.shape[-2]:
         return axes
-    left, values, _ = torch.linalg.svd(axes, full_matrices=False)
-    compact: Tensor = left * values[..., None, :]
-    return compact
+    factor: Tensor = torch.linalg.qr(axes.mT, mode="r").R.mT.contiguous()
+    return factor
 
 
-def angle_to_uniform(
-    heads: Heads, gain: Float[Tensor, " d_model"] | None, q: Float[Tensor, "query head d_head"]
-) -> Float[Tensor, "query head"]:
+def angle_to_uniform(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) -> Float[Tensor, "query head"]:
     """Angle in degrees (0–90) of gain * (W_K q) to the all-ones direction; q before rotary positions.
 
     A QK-norm's gain comes before W_K. With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot;
     their mean over visible keys is given.
     """
-    weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
-    along = weights.sum(1) / math.sqrt(weights.shape[1])  # [head d_head]: 1·(gain * W_K w) / |1| = along·w
-    # The rest of it has the length of R w (from a Gram matrix, or by the arc cosine, half the digits would be lost).
-    rest = torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
+    along, rest = _once(heads, site, "uniform", lambda: _key_maps(heads, site.gain))
 
     def angle(w: Tensor) -> Tensor:  # [… head d_head]
         w = _into_keys(heads.k_norm, w)
@@ -148,6 +159,18 @@ def angle_to_uniform(
     return torch.cat(found)
 
 
+def _key_maps(
+    heads: Heads, gain: Float[Tensor, " d_model"] | None
+) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head d_head"]]:
+    """Return what gives the part of gain * (W_K w) along the all-ones direction, and a factor as long as the rest.
+
+    (From a Gram matrix, or by the arc cosine, half the digits would be lost.)
+    """
+    weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
+    along = weights.sum(1) / math.sqrt(weights.shape[1])  # 1·(gain * W_K w) / |1| = along·w
+    return along, torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
+
+
 def _into_keys(norm: Norm | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:
     """What reads a key after its QK-norm, as what reads it before (but for the length that the norm divides by)."""
     if norm is None:
@@ -164,7 +187,7 @@ def mean_angle(heads: Heads, site: Norm, q: Float[Tensor, "query head d_head"]) 
     first = 1 if heads.causal else 0
     if not site.projects or len(q) < 2:
         return torch.full((heads.n_heads,), math.nan, dtype=torch.float64)
-    return angle_to_uniform(heads, site.gain, q)[first:].nanmean(0).cpu()
+    return angle_to_uniform(heads, site, q)[first:].nanmean(0).cpu()
 
 
 def random_angle(d: int, *, seed: int = 0) -> float:

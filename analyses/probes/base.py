@@ -253,15 +253,10 @@ class ProbeObserver:
 
 
 def find(name: str) -> Probe:
-    """Return the built-in probe of that name.
-
-    Raises:
-        ProbeError: there is none.
-    """
+    """Return the built-in probe of that name; ProbeError if there is none."""
     if name not in BUILT_IN:
         raise ProbeError(f"there is no probe {name!r}: give some of {', '.join(BUILT_IN)}, or a Probe object")
-    module = import_module(f"ln_probe.analyses.probes.{name}")
-    probe: Probe = getattr(module, BUILT_IN[name][0])()
+    probe: Probe = getattr(import_module(f"ln_probe.analyses.probes.{name}"), BUILT_IN[name][0])()
     return probe
 
 

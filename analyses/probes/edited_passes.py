@@ -50,6 +50,8 @@ from ln_probe.hooks.task import Objective
 # Tokens that go through the model at once on a CPU: on one core, matrix products of GPT-2 small's shape reach 70
 # billion operations a second at 110 tokens, 84 at 440, and no more at 1000. In bytes: 12 MB an MLP layer.
 TOKENS_AT_ONCE = 1024
+# On a GPU, edits that begin at different blocks go through together until there are so many tokens: fewer take as long.
+GPU_TOKENS = 2048
 # Single heads and norms are run one by one where that takes at most two minutes of two cores, in multiplications and
 # additions: a core does 3e10 a second, with all that lies between; a GPU a hundred times as many as two cores.
 EXACT_WORK, GPU_FACTOR = 8e12, 100.0
@@ -171,7 +173,8 @@ class EditedPasses:
             is_behind_attention = all(edit.norm.reads == "mlp" for edit in norms if edit.norm.layer == start)
             by_start.setdefault((start, is_behind_attention), []).append(number)
         losses, self.edited_by_token = [math.nan] * len(edits), {}
-        for (start, is_behind_attention), numbers in by_start.items():
+        least = GPU_TOKENS // self.tokens.shape[1] if self.tokens.is_cuda else 1
+        for (start, is_behind_attention), numbers in merged(by_start, least):
             for part in self._parts(numbers):
                 rows: dict[str, dict[int, NormEdit]] = {}
                 for row, number in enumerate(part):
@@ -237,6 +240,17 @@ class EditedPasses:
         if self._unembedding is not None:
             return self._unembedding.losses(final[0], self.tokens[0, 1:])
         return self.objective.by_token(output, tokens)
+
+
+def merged(by_start: Mapping[_Part, Sequence[int]], least: int) -> list[tuple[_Part, list[int]]]:
+    """Return the numbers by where they start, those of the next start with the last one's until that has `least`."""
+    parts: list[tuple[_Part, list[int]]] = []
+    for start in sorted(by_start):  # type: ignore[type-var]
+        if parts and len(parts[-1][1]) < least:
+            parts[-1][1].extend(by_start[start])
+        else:
+            parts.append((start, list(by_start[start])))
+    return parts
 
 
 def check_logits(logits: Float[Tensor, "pos vocab"]) -> None:
@@ -418,8 +432,8 @@ def _attention(
 
 # -------------------------------------------------------------------------------------------------------- unembedding
 
-# Logits that are processed together: 6 MB, which stay in the cache.
-_LOGITS = 1_500_000
+# Logits that are processed together: 6 MB, which stay in the cache; on a GPU, 800 MB.
+_LOGITS, _GPU_LOGITS = 1_500_000, 200_000_000
 _NARROWEST = 1024  # columns of the unembedding at a time: with fewer its product is slower
 
 
@@ -449,7 +463,7 @@ class Unembedding:
     def logits(self, y: Float[Tensor, "row pos d_model"]) -> Iterator[tuple[slice, Float[Tensor, "row pos columns"]]]:
         """Yield the logits of what the unembedding reads, a slice of the vocabulary at a time."""
         size, flat = self.weight.shape[1], y.reshape(-1, y.shape[-1])
-        step = min(size, max(_NARROWEST, _LOGITS // len(flat)))
+        step = min(size, max(_NARROWEST, (_GPU_LOGITS if y.is_cuda else _LOGITS) // len(flat)))
         for first in range(0, size, step):
             columns = slice(first, min(first + step, size))
             part = torch.mm(flat, self.weight[:, columns])

@@ -15,16 +15,21 @@ Theorem 1 of Brody, Alon & Yahav 2023: a key is unselectable iff it lies in the 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float64, Shaped
 
 from ln_probe.analyses.geometry.check import DUPLICATE, NAMES, UNDECIDED, UNSELECTABLE
-from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, compilation, solve_sets
+from ln_probe.analyses.geometry.compiled import processors
+from ln_probe.analyses.geometry.decide import RELATIVE_GAP, Request, Solved, compilation, solve_set
 from ln_probe.analyses.geometry.key_geometry import random_unselectable, reachable
 from ln_probe.analyses.geometry.keys import QuerySet
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
@@ -32,8 +37,7 @@ from ln_probe.analyses.probes.tables import HEADS, KEYS
 from ln_probe.analyses.probes.uniformity import GEOMETRY_PROMPTS, AttentionLayer, uniformity_of
 from ln_probe.hooks.norm import INTACT, SCALING_FROZEN
 
-# Layers that are kept until the kernels are compiled, so that passes and losses go on beside that: four prompts of
-# GPT-2 small.
+# Layers of prompts that wait for their turn at most: four prompts of GPT-2 small. Passes and losses go on beside that.
 MOST_WAITING = 48
 # Variants whose margins and attention are measured, and whose keys have a row each.
 COMPARED = (INTACT.name, SCALING_FROZEN.name)
@@ -54,67 +58,78 @@ class Selectability(Probe):
 
 
 class _KeyObserver(Observer):
-    """Takes in the measures of every key, layer by layer and prompt by prompt."""
+    """Measures the keys of every layer and prompt, a head at a time, in threads beside the passes."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        # By layer and variant: the number of each prompt, and its measures by name, a row per head.
-        self.measured: dict[tuple[int, str], list[tuple[int, Measures]]] = defaultdict(list)
-        self.waiting: list[tuple[int, AttentionLayer]] = []  # to be measured when the kernels are compiled
+        # By layer and variant: the number of each prompt, and the measures of each head to come.
+        self.pending: dict[tuple[int, str], list[tuple[int, list[Future[Measures]]]]] = defaultdict(list)
+        self.waiting: deque[Future[Measures]] = deque()  # the last one of each layer of a prompt
         self.heads: dict[int, list[int]] = {}
         self.d_head = 0
+        self.pool = ThreadPoolExecutor(processors())
+        finalize(self, self.pool.shutdown, wait=False, cancel_futures=True)  # where a report is interrupted
 
     def attention(self, prompt: int, attended: AttentionLayer) -> None:
-        if attended.heads is None:
+        if attended.heads is None or not attended.chosen:
             return
         self.heads[attended.layer] = attended.chosen
         self.d_head = int(attended.maps.W_K.shape[-1])
-        self.waiting.append((prompt, attended))
-        if compilation.is_done or len(self.waiting) > MOST_WAITING:
-            self._measure_waiting()
-
-    def _measure_waiting(self) -> None:
-        for prompt, attended in self.waiting:
-            for variant in attended.variants:
-                self.measured[attended.layer, variant].append((prompt, _measure(attended, variant)))
-        self.waiting.clear()
+        for variant in attended.variants:
+            measures = [self.pool.submit(of_head.measure) for of_head in _keys_of_heads(attended, variant)]
+            self.pending[attended.layer, variant].append((prompt, measures))
+        self.waiting.append(measures[-1])
+        if len(self.waiting) > MOST_WAITING:
+            compilation.wait()
+            self.waiting.popleft().result()
 
     def finish(self) -> ProbeResults:
-        self._measure_waiting()
-        if not self.measured:
+        if not self.pending:
             return ProbeResults()
+        compilation.wait()
         rows: list[dict[str, object]] = []
-        keys: list[pd.DataFrame] = []
-        for (layer, variant), of_prompts in sorted(self.measured.items(), key=lambda item: item[0][0]):
-            measures = concatenated([measured for _, measured in of_prompts])
+        keys: list[dict[str, np.ndarray]] = []
+        verdicts: list[np.ndarray] = []
+        for (layer, variant), of_prompts in sorted(self.pending.items(), key=lambda item: item[0][0]):
+            measured = [(prompt, [measures.result() for measures in of_heads]) for prompt, of_heads in of_prompts]
             for place, head in enumerate(self.heads[layer]):
-                about = {"layer": layer, "head": head, "variant": variant}
-                rows.append(about | summary({name: values[place] for name, values in measures.items()}))
+                measures = concatenated([of_heads[place] for _, of_heads in measured])
+                verdicts.append(measures["verdict"])
+                rows.append({"layer": layer, "head": head, "variant": variant} | summary(measures))
             if variant in COMPARED:
-                keys += self._key_rows(layer, variant, of_prompts)
-        table = pd.concat(keys, ignore_index=True)[KEYS.names]
+                keys += self._key_columns(layer, variant, measured)
+        self.pool.shutdown()
+        table = pd.DataFrame(concatenated(keys))[KEYS.names]
         known = table["reachable"].to_numpy()
         table["reachable"] = pd.arrays.BooleanArray(known == 1, known == UNKNOWN)
-        return ProbeResults({HEADS.name: HEADS.frame(rows), KEYS.name: table}, provenance=self._provenance())
+        frames = {HEADS.name: HEADS.frame(rows), KEYS.name: table}
+        return ProbeResults(frames, provenance=self._provenance(np.concatenate(verdicts)))
 
-    def _key_rows(self, layer: int, variant: str, of_prompts: Sequence[tuple[int, Measures]]) -> Iterator[pd.DataFrame]:
-        """Yield rows of the table `keys`, for one head and prompt after another."""
-        for prompt, measures in of_prompts:
-            tokens = np.array(self.run.strings[prompt], object)
-            for place, head in enumerate(self.heads[layer]):
-                of_head = {name: values[place] for name, values in measures.items()}
-                of_head |= {"token": tokens, "position": np.arange(len(tokens)), "verdict": NAMES[of_head["verdict"]]}
-                yield pd.DataFrame(of_head).assign(layer=layer, head=head, variant=variant, prompt=prompt)
+    def _key_columns(
+        self, layer: int, variant: str, measured: Sequence[tuple[int, Sequence[Measures]]]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yield columns of the table `keys`, for one prompt after another, heads one after the other."""
+        for prompt, of_heads in measured:
+            tokens, heads = np.array(self.run.strings[prompt], object), self.heads[layer]
+            columns = concatenated(of_heads)
+            size = len(columns["n"])
+            yield columns | {
+                "layer": np.full(size, layer),
+                "head": np.repeat(heads, len(tokens)),
+                "variant": np.full(size, variant, object),
+                "prompt": np.full(size, prompt),
+                "token": np.tile(tokens, len(heads)),
+                "position": np.tile(np.arange(len(tokens)), len(heads)),
+                "verdict": NAMES.astype(object)[columns["verdict"]],
+            }
 
-    def _provenance(self) -> dict[str, Any]:
+    def _provenance(self, verdicts: np.ndarray) -> dict[str, Any]:
         """Return how the keys were judged; `keys_per_prompt` (a mean over keys) compete."""
-        first = next(iter(self.measured.values()))
-        verdicts = np.concatenate([m["verdict"].ravel() for each in self.measured.values() for _, m in each])
-        per_prompt = round(float(np.mean(np.concatenate([measures["n"][0] for _, measures in first]))))
-        longest = max(int(measures["n"].max()) for _, measures in first)
+        competing = [of_heads[0].result()["n"] for _, of_heads in next(iter(self.pending.values()))]
+        per_prompt, longest = round(float(np.concatenate(competing).mean())), max(int(n.max()) for n in competing)
         selectable = not np.isin(verdicts, (UNSELECTABLE, UNDECIDED)).any()
         return {
-            "prompts": len(first),
+            "prompts": len(competing),
             "keys_per_prompt": per_prompt,
             "d_head": self.d_head,
             "undecided": int((verdicts == UNDECIDED).sum()),
@@ -124,39 +139,56 @@ class _KeyObserver(Observer):
         }
 
 
-def _measure(attended: AttentionLayer, variant: str) -> Measures:
-    """Measure keys as attention sees them, of the chosen heads; a row per head."""
-    keys = np.ascontiguousarray(attended.keys(variant).permute(1, 0, 2)[attended.chosen].cpu().numpy())
-    _, largest = uniformity_of(attended, variant)
-    biases = attended.key_bias
-    sets = [
-        _of_all_heads(attended, keys[:, seen], None if biases is None else biases[:, seen], seen, variant in COMPARED)
-        for seen in attended.key_sets
-    ]
-    measures = [concatenated([of_heads[place] for of_heads in sets]) for place in range(len(keys))]
-    return {name: np.stack([of_head[name] for of_head in measures]) for name in measures[0]} | {
-        "pattern_max": np.stack([largest[head] for head in attended.chosen])
-    }
+@dataclass(frozen=True)
+class _HeadKeys:
+    """The keys of one head on one prompt, as attention sees them.
 
-
-def _of_all_heads(
-    attended: AttentionLayer,
-    keys: Float64[np.ndarray, "head key d"],
-    bias: Float64[np.ndarray, "head key"] | None,
-    seen: slice,
-    bounds: bool,
-) -> list[Measures]:
-    """Measure one set of keys of each head over the queries that it can make at the last position, and the observed
-    ones there.
-
-    Where queries have no bound there are verdicts alone, over every direction that the head has.
+    Attributes:
+        keys: [key d_head].
+        bias: what is added to their scores.
+        sets: which keys compete, and the queries at the last position that sees them.
+        radius: how far the observed queries reach, as a share of what the norm allows.
+        bounds: whether margins and attention are measured.
+        largest: the largest weight that each key receives.
     """
-    queries, bounded = attended.once("query sets", seen.stop, lambda: _query_sets(attended, seen.stop - 1))
-    bounds, inner = bounds and bounded, None
-    if bounds and attended.radii is not None:
-        inner = np.array([attended.radii[head] for head in attended.chosen])
-    request = Request(gap=RELATIVE_GAP if bounds else None, attention=bounds)
-    return [_of_set(solved) for solved in solve_sets(keys, bias, queries, inner, request)]
+
+    keys: Float64[np.ndarray, "key d"]
+    bias: Float64[np.ndarray, " key"] | None
+    sets: Sequence[tuple[slice, QuerySet]]
+    radius: float
+    bounds: bool
+    largest: Float64[np.ndarray, " key"]
+
+    def measure(self) -> Measures:
+        """Return the measures of every key."""
+        compilation.wait(quiet=True)
+        request = Request(gap=RELATIVE_GAP if self.bounds else None, attention=self.bounds)
+        solved = [
+            solve_set(self.keys[seen], None if self.bias is None else self.bias[seen], queries, request, self.radius)
+            for seen, queries in self.sets
+        ]
+        return concatenated([_of_set(one) for one in solved]) | {"pattern_max": self.largest}
+
+
+def _keys_of_heads(attended: AttentionLayer, variant: str) -> list[_HeadKeys]:
+    """Return the keys of the chosen heads; where nothing bounds their queries, verdicts alone are measured."""
+    keys = attended.keys(variant).permute(1, 0, 2)[attended.chosen].contiguous().cpu().numpy()
+    _, largest = uniformity_of(attended, variant)
+    queries, bounded = [], False
+    for seen in attended.key_sets:
+        sets, bounded = attended.once("query sets", seen.stop, partial(_query_sets, attended, seen.stop - 1))
+        queries.append(sets)
+    return [
+        _HeadKeys(
+            keys[place],
+            None if attended.key_bias is None else attended.key_bias[place],
+            [(seen, sets[place]) for seen, sets in zip(attended.key_sets, queries, strict=True)],
+            1.0 if attended.radii is None else float(attended.radii[head]),
+            bounded and variant in COMPARED,
+            largest[head],
+        )
+        for place, head in enumerate(attended.chosen)
+    ]
 
 
 def _query_sets(attended: AttentionLayer, position: int) -> tuple[list[QuerySet], bool]:
@@ -176,8 +208,8 @@ def _of_set(solved: Solved) -> Measures:
         "margin_lower": answers.margins.lower,
         "margin_upper": answers.margins.upper,
         "reachable": reachable(solved).astype(np.int8) if known else np.full(count, UNKNOWN, np.int8),
-        "attainable": answers.inner.lower,
-        "attainable_upper": answers.inner.upper,
+        "attainable": answers.attention.lower,
+        "attainable_upper": answers.attention.upper,
         "n": np.full(count, count),
     }
 

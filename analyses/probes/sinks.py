@@ -28,7 +28,7 @@ from ln_probe.hooks.model import OneLine, at_least_float32, check_model, evaluat
 from ln_probe.hooks.norm import SCALING_FROZEN, Norm
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream, visible_keys
-from ln_probe.hooks.task import check_ids, token_rows
+from ln_probe.hooks.task import check_tokens
 
 MUCH = 0.3  # of a head's attention, averaged over queries: Gu et al.'s epsilon
 SINK_SHARE = 0.3  # of a layer's heads: a layer of heads that look elsewhere has under a tenth
@@ -147,7 +147,8 @@ class _Prompt:
         sizes, layers = self.sizes, list(self.layers.values())
         if not sizes.site:  # without a norm nothing says which tokens are long
             unknown = torch.full((len(tokens),), math.nan)
-            sizes = TokenSizes(ratio=unknown, site=[""] * len(tokens), outlier=unknown > 0, massive=unknown > 0)
+            none = unknown > 0
+            sizes = TokenSizes(ratio=unknown, site=[""] * len(tokens), outlier=none, massive=none)
         longest = 1 + int(sizes.ratio[1:].argmax()) if len(tokens) > 1 and self.sizes.site else 0
         sink = torch.stack([layer.sink for layer in layers]).any(0) if layers else torch.zeros(len(tokens)).bool()
         kinds = {
@@ -269,12 +270,12 @@ def outlier_tokens(
 
     Args:
         model: HookedTransformer, TransformerBridge or lab model.
-        tokens: [batch pos], or a list of rows of several lengths. Rows of fewer than LEAST_TOKENS tokens have no
+        tokens: [pos], [batch pos], or a list of rows of several lengths. Rows of fewer than LEAST_TOKENS tokens have no
             outliers. After the end of a shorter row masks are False and ratios NaN.
 
     Raises:
         TypeError: not a TransformerLens model, or tokens that are neither a tensor nor a list of rows.
-        ValueError: tokens that are not [batch pos], empty, longer than the context or outside the vocabulary; a model
+        ValueError: tokens that are not whole numbers, empty, longer than the context or outside the vocabulary; a model
             without norms.
         ActivationError: a norm's input or output is not finite.
 
@@ -282,11 +283,7 @@ def outlier_tokens(
         >>> ln_probe.outlier_tokens(model, tokens)
     """
     hooked = check_model(model)
-    if isinstance(tokens, Tensor) and not tokens.numel():
-        raise ValueError(f"tokens are empty: {list(tokens.shape)}")
-    prompts = token_rows(tokens)
-    for row in prompts:
-        check_ids(hooked, row)
+    prompts = check_tokens(hooked, tokens)
     sites = [s for s in find_norms(hooked) if s.reads not in ("query", "key")]
     if not sites:
         raise ValueError("the model has no normalization: no norm says which tokens are long")

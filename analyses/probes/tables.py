@@ -1,12 +1,11 @@
-"""The tables of a report: every column's unit and meaning, written here and nowhere else.
+"""The tables of a report: every column's unit and meaning, from which `bench/columns.py` writes `docs/columns.md`.
 
-`python -m ln_probe.analyses.probes.tables` prints them as Markdown (`docs/columns.md`). TABLES are those of a report;
-SUMMARY is computed from them (`compare`).
+TABLES are those of a report; SUMMARY is computed from them (`compare`).
 """
 
 from __future__ import annotations
 
-from ln_probe.analyses.schema import Table, reference
+from ln_probe.analyses.schema import Table
 
 _LAYER = ("index", "block whose attention it is")
 _HEAD = ("index", "head")
@@ -223,13 +222,3 @@ SUMMARY = Table(
         "first_attention": ("share", "mean over heads of sink_heads.first_attention"),
     },
 )
-
-
-def document() -> str:
-    """Return `docs/columns.md`."""
-    source = "Written by `python -m ln_probe.analyses.probes.tables > docs/columns.md`."
-    return f"# Columns\n\n{source}\n\n{reference((*TABLES, SUMMARY))}"
-
-
-if __name__ == "__main__":
-    print(document(), end="")

@@ -95,7 +95,7 @@ def test_what_cannot_change_is_not_run_and_says_so() -> None:
 
 def test_intervals_are_of_prompt_groups_and_include_the_constants() -> None:
     """Against plain numpy: the influence of a group's sigma on the constants of the others, to first order."""
-    model, prompts = make_bridge("gpt2", torch.float64), drawn(12)
+    model, prompts = make_bridge("gpt2", torch.float64), drawn(16)
     report = measured(model, prompts, probe=Causal(single_norms=False))
     constants, rows = report.constants, report.causal.set_index(["sites", "variant"])
     by_prompt = report.tables["causal_prompts"].set_index(["sites", "variant"])
@@ -128,7 +128,7 @@ def test_intervals_are_of_prompt_groups_and_include_the_constants() -> None:
 
 
 def test_primary_contrasts_and_exploratory_families_are_adjusted_apart() -> None:
-    report = measured(lab(), drawn(10))
+    report = measured(lab(), drawn(16))
     rows, by_prompt = report.causal, report.tables["causal_prompts"]
     assert rows["family"].value_counts().to_dict() == {
         "primary": 4, "exploratory: groups": 8, "exploratory: single norms, no_scaling": 5,

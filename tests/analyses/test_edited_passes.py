@@ -13,6 +13,7 @@ from small_models import lab
 
 from ln_probe.analyses.probes import edited_passes
 from ln_probe.analyses.probes.edited_passes import EditedPasses, PlainAttention, Unembedding, is_affordable, largest
+from ln_probe.analyses.probes.edited_passes import merged as merge
 from ln_probe.hooks.constants import Constant, mean_sigmas
 from ln_probe.hooks.edits import without
 from ln_probe.hooks.norm import EDITS
@@ -61,6 +62,16 @@ def test_rows_of_a_pass_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     together = losses(model)
     monkeypatch.setattr(edited_passes, "TOKENS_AT_ONCE", 1)
     np.testing.assert_allclose(losses(model), together, rtol=1e-9)
+
+
+def test_edits_that_begin_at_different_blocks_share_passes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_start = {(1, True): [4], (0, False): [0, 3], (1, False): [1, 2], (2, False): [5, 6]}
+    assert merge(by_start, 3) == [((0, False), [0, 3, 1, 2]), ((1, True), [4, 5, 6])]
+    assert merge(by_start, 1) == sorted(by_start.items())
+    model = make_bridge("gpt2", torch.float64)
+    apart = losses(model)
+    monkeypatch.setattr(edited_passes, "merged", lambda by_start, _: merge(by_start, 5))
+    np.testing.assert_allclose(losses(model), apart, rtol=1e-9)
 
 
 @pytest.mark.parametrize("world", ["bridge", *(["hooked"] if has_hooked_transformer() else [])])

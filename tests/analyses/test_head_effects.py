@@ -103,20 +103,20 @@ def test_an_estimate_is_the_slope_towards_the_edited_head(monkeypatch: pytest.Mo
 
 
 def test_intervals_and_p_are_over_all_prompts() -> None:
-    report = measured(lab(), drawn(12))
+    report = measured(lab(), drawn(16))
     table = report.head_effects
     assert set(table["variant"]) == {"no_scaling"}
-    assert (table["n"] == 12).all()
+    assert (table["n"] == 16).all()
     changes = {}
     model = lab()
     for layer, head in ((0, 1), (1, 3)):
-        for prompt, tokens in enumerate(drawn(12)):
+        for prompt, tokens in enumerate(drawn(16)):
             with without(model, "scaling", heads=[(layer, head)], scale=report.constants.of(prompt)):
                 changes.setdefault((layer, head), []).append(loss(model, tokens))
-    intact = np.array([loss(model, tokens) for tokens in drawn(12)])
+    intact = np.array([loss(model, tokens) for tokens in drawn(16)])
     rows = table.set_index(["layer", "head"])
     for place, losses in changes.items():
-        inference = infer_mean(np.array(losses) - intact, np.full(12, 8.0))
+        inference = infer_mean(np.array(losses) - intact, np.full(16, 8.0))
         row = rows.loc[place]
         assert (row["delta_loss_low"], row["delta_loss_high"]) == pytest.approx(
             (inference.low, inference.high), rel=1e-3

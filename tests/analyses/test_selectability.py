@@ -12,9 +12,10 @@ import torch
 from architectures import make_bridge, make_hooked
 
 import ln_probe
-from ln_probe.analyses.geometry.compiled import Compilation
+from ln_probe.analyses.geometry import compiled
 from ln_probe.analyses.geometry.key_geometry import random_unselectable
 from ln_probe.analyses.geometry.queries import query_radius
+from ln_probe.analyses.probes import selectability
 from ln_probe.analyses.probes.uniformity import LayerMaps
 from ln_probe.hooks.attention import read_heads
 from ln_probe.hooks.norms import find_norms
@@ -24,11 +25,12 @@ TOKENS = torch.arange(2, 26)
 GEOMETRY: dict[str, Any] = {"probes": ("selectability", "uniformity"), "progress": False}
 
 
-def test_keys_that_wait_for_their_kernels_give_the_same_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_depend_neither_on_threads_nor_on_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [TOKENS.tolist(), TOKENS[:9].tolist()]
     tables = []
-    for is_done in (True, False):
-        monkeypatch.setattr(Compilation, "is_done", is_done)
+    for threads, waiting in ((1, 100), (3, 0)):
+        monkeypatch.setattr(compiled, "_share", threads)
+        monkeypatch.setattr(selectability, "MOST_WAITING", waiting)
         tables.append(ln_probe.analyze(make_bridge("gpt2"), prompts, **GEOMETRY).tables)
     for name in ("heads", "keys"):
         pd.testing.assert_frame_equal(tables[0][name], tables[1][name])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 
 from ln_probe.analyses.probes import BUILT_IN, DEFAULT, tables
 from ln_probe.analyses.probes.base import chosen
-from ln_probe.analyses.schema import Table, TableError, reference
+from ln_probe.analyses.schema import Table, TableError
 
 TOP = Path(__file__).parents[2]
 EVERY = (*tables.TABLES, tables.SUMMARY)
@@ -45,8 +47,8 @@ READERS = {
     },
     "keys": {
         "layer": HOWTO, "head": HOWTO, "variant": REPORT, "prompt": REPORT, "position": REPORT, "token": HOWTO,
-        "verdict": REPORT, "margin_lower": REPORT, "margin_upper": REPORT, "reachable": HOWTO, "attainable": REPORT,
-        "attainable_upper": HOWTO, "pattern_max": REPORT, "n": HOWTO,
+        "verdict": HOWTO, "margin_lower": CONCEPTS, "margin_upper": CONCEPTS, "reachable": HOWTO,
+        "attainable": CONCEPTS, "attainable_upper": HOWTO, "pattern_max": CONCEPTS, "n": HOWTO,
     },
     "causal": {
         "sites": WORDING, "variant": WORDING, "family": FIGURES, "loss": WORDING, "delta_loss": WORDING,
@@ -89,14 +91,17 @@ def test_a_report_has_few_columns_and_somebody_reads_each() -> None:
 def test_every_column_has_a_unit_and_a_meaning(table: Table) -> None:
     assert all(unit and len(meaning) > 3 for unit, meaning in table.columns.values())
     assert table.check(table.empty()).empty
-    assert Table.of_plain(json.loads(json.dumps(table.plain()))) == table
+    assert Table.of_plain(json.loads(json.dumps(asdict(table)))) == table
 
 
 def test_the_column_reference_is_made_of_the_declarations() -> None:
     text = (TOP / "docs" / "columns.md").read_text()
-    assert text == tables.document(), "run: python -m ln_probe.analyses.probes.tables > docs/columns.md"
+    spec = importlib.util.spec_from_file_location("bench_columns", TOP / "bench" / "columns.py")
+    columns = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(columns)
+    assert text == columns.document(), "run: python bench/columns.py"
     assert len(text.splitlines()) <= 200
-    assert "Rows are identified by `a`, `b`." in reference([PAIRS])
+    assert "Rows are identified by `a`, `b`." in columns.document([PAIRS])
 
 
 def test_built_in_probes_fill_the_tables_and_are_what_the_list_says() -> None:

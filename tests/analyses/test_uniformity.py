@@ -43,7 +43,7 @@ def test_planted_query_attends_uniformly() -> None:
     ratio = uniformity.entropy_ratio(heads.pattern(q, k))
     assert float(ratio[0, 0]) == pytest.approx(1.0, abs=1e-12)
     # arccos resolves an angle of 0 to the square root of float64
-    assert float(queries.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-5
+    assert float(queries.angle_to_uniform(heads, site, q)[0, 0]) < 1e-5
 
 
 def test_unprojecting_changes_scores_by_exactly_the_predicted_amount() -> None:
@@ -74,7 +74,7 @@ def test_rotary_angle_is_the_mean_over_visible_keys() -> None:
     table = torch.cat([angles, angles], dim=-1).double()
     heads = replace(heads, rotary=Rotary(table.cos(), table.sin(), False))
     q = torch.randn(9, 1, D_HEAD, dtype=torch.float64)
-    found = queries.angle_to_uniform(heads, site.gain, q)[:, 0]
+    found = queries.angle_to_uniform(heads, site, q)[:, 0]
     turned = heads.rotary(q, torch.arange(9))
     for t in (0, 3, 8):
         by_key = []
@@ -113,7 +113,7 @@ def test_planted_angles_to_ten_digits(degrees: float) -> None:
     heads = replace(heads, W_K=reads[None] / (site.gain[:, None] if site.gain is not None else 1.0))
     q = torch.zeros(1, 1, D_HEAD, dtype=torch.float64)
     q[..., 0], q[..., 1] = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    assert float(queries.angle_to_uniform(heads, site.gain, q)) == pytest.approx(degrees, rel=1e-9)
+    assert float(queries.angle_to_uniform(heads, site, q)) == pytest.approx(degrees, rel=1e-9)
 
 
 def test_angle_through_a_qk_norm() -> None:
@@ -128,8 +128,8 @@ def test_angle_through_a_qk_norm() -> None:
     q = (w / site.gain)[None, None]
     k = heads.keys(site.affine(site.project(x) / site.sigma(x)))
     assert float((k[:, 0] @ q[0, 0]).std()) < 1e-10
-    assert float(queries.angle_to_uniform(heads, site.gain, q)[0, 0]) < 1e-4
-    assert float(queries.angle_to_uniform(replace(heads, k_norm=None), site.gain, q)[0, 0]) > 10
+    assert float(queries.angle_to_uniform(heads, site, q)[0, 0]) < 1e-4
+    assert float(queries.angle_to_uniform(replace(heads, k_norm=None), site, q)[0, 0]) > 10
 
 
 def test_entropy_is_that_of_the_models_own_attention_and_a_mean_over_queries() -> None:
