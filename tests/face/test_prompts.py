@@ -221,7 +221,8 @@ def test_end_tokens_are_those_of_the_configuration(model: Any) -> None:
 
 @pytest.mark.parametrize(("given", "error", "word"), [
     ([], ValueError, "empty"),
-    (["  "], ValueError, "empty"),
+    (["  "], ValueError, "^an empty"),  # (one prompt has no number)
+    (["abc", ""], ValueError, "^prompt 1"),
     ("\ud800", ValueError, "tokenizer"),
     (torch.tensor([[3, 99]]), ValueError, "99"),
     ([[1, 2], [60]], ValueError, "prompt 1"),
