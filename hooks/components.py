@@ -397,7 +397,14 @@ class CachedPrompts:
         """Return the first of these activations that there is, a row per position of one prompt after the other."""
         return flat(self._value(*names), self.length, self.batch)
 
-    def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
+    def record(
+        self,
+        positions: Sequence[int],
+        wiring: Wiring,
+        place: str,
+        points: Collection[str] = (),
+        block_inputs: Collection[int] = (),
+    ) -> Record:
         """Return what is needed to divide what is read at `place` among its parts, as the function `record` does."""
         rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
         wanted = {source for at in passed for source in wiring.at(at)}
@@ -407,7 +414,7 @@ class CachedPrompts:
                 of_mlp = (f"blocks.{source.layer}.{name}" for name in ("mlp.hook_out", "hook_mlp_out"))
                 names = (str(module.name),) if hasattr(module, "fwd_hooks") else of_mlp
                 seen[source] = self.rows(*names)[rows].cpu()
-        inputs = {name: self._input(name)[rows].cpu() for name in passed}
+        inputs = {name: self._input(name)[rows].cpu() for name in (*passed, *(f"blocks.{n}" for n in block_inputs))}
         shown = {name: self.rows(name)[rows].cpu() for name in points}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
 
