@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import Part, Record, dot, once
-from ln_probe.hooks.model import HookedModel, blocks, child_of, n_layers
+from ln_probe.hooks.model import HookedModel, child_of, n_layers
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
 CLOSES = 1e-4  # what rounding in float32 leaves over of a sum over thousands of features, relative to its largest
@@ -107,25 +107,14 @@ class Features:
     @property
     def layer(self) -> int:
         """The block of the hook point."""
-        return int(self._match()[1])
+        return int(self.hook_name.split(".")[1])
 
-    def _match(self) -> re.Match[str]:
-        if (match := _POINT.match(self.hook_name)) is None:
-            raise AttributionError(
-                f"features at {self.hook_name!r} are not known: there are blocks.L. with one of {', '.join(_POINTS)}"
-            )
-        return match
-
-    def point(self, model: HookedModel) -> nn.Module:
-        """Return the module of the hook point; an AttributionError if the model has none of this name."""
-        block = blocks(model)[self.layer] if self.layer < n_layers(model) else None
-        if block is None or (point := child_of(block, self._match()[2])) is None:
-            raise AttributionError(f"the model has {n_layers(model)} layers, and no hook point {self.hook_name}")
-        return point
+    @property
+    def _name(self) -> str:
+        return self.hook_name.split(".")[2]
 
     def check(self, d_model: int, batch: int, length: int) -> None:
         """Raise AttributionError unless shapes fit the model and the prompts, and all numbers are finite."""
-        self._match()
         size, at = len(self.directions), (length,) if batch == 1 and self.activations.ndim == 2 else (batch, length)
         shapes = {
             "directions": (size, d_model),
@@ -135,18 +124,16 @@ class Features:
         }
         for name, shape in shapes.items():
             values: Tensor | None = getattr(self, name)
-            if values is not None and values.shape != shape:
-                raise AttributionError(f"{self.hook_name}: {name} must be {list(shape)}, got {list(values.shape)}")
-            if values is not None and not values.isfinite().all():
-                raise AttributionError(f"{self.hook_name}: {name} must be finite")
+            if values is not None and (values.shape != shape or not values.isfinite().all()):
+                given = list(values.shape)
+                raise AttributionError(f"{self.hook_name}: {name} must be finite and {list(shape)}, got {given}")
         if self.names is not None and len(self.names) != size:
             raise AttributionError(f"{self.hook_name}: {len(self.names)} names for {size} features")
 
     def replaces(self, part: Part) -> bool:
         """Return whether a component is part of what the hook point shows."""
-        own = 4 * self.layer + _POINTS.index(self._match()[2])
-        when = _when(part)
-        return when == own if self.hook_name.endswith(("attn_out", "mlp_out")) else when < own
+        own, when = 4 * self.layer + _POINTS.index(self._name), _when(part)
+        return when == own if self._name in ("hook_attn_out", "hook_mlp_out") else when < own
 
     def chosen(self, rows: Sequence[int]) -> list[int]:
         """Return the features that are named one by one: the largest at these rows."""
@@ -167,8 +154,7 @@ class Features:
         """Return `values` with the components that the hook point shows replaced by features, bias and error.
 
         Args:
-            values: of each component, what is read from it.
-            f: what is read.
+            values: of each component, what `f` reads from it.
             record: of the same rows, with this hook point in it.
             rows: of `activations`.
             named: the features that get a row each.
@@ -189,32 +175,25 @@ class Features:
         if not missing <= bound:
             raise AttributionError(
                 f"what {self.hook_name} shows is not the sum of the components before it ({missing:.1e} of it is left "
-                f"over, rounding explains {bound:.0e}): a norm or a factor comes in between, so its features do not "
-                "add up to what is read here"
+                f"over, rounding explains {bound:.0e}): a norm or a factor comes in between"
             )
         active = self.activations.reshape(-1, len(self.directions))[list(rows)].double().cpu()
         directions = self.directions.double().cpu()
         pulled = (once(f) @ directions[list(named)].T).permute(2, 0, 1)  # [feature row reading]
         shown = pulled * active[:, list(named)].T[:, :, None]
         written = dot(active @ directions, f)
-        besides = {}
+        layer, at = self.layer, f"L{self.layer} {self._name.removeprefix('hook_')}"  # "L3 resid_pre"
+        names = [f"{at} {f'feature {i}' if self.names is None else self.names[i]}" for i in named]
+        new = {Part(name, "feature", layer, i): value for name, i, value in zip(names, named, shown, strict=True)}
+        new[Part(f"{at} other features", "feature", layer)] = written - shown.sum(0)
+        error = each.sum(0) - written
         for kind, vectors in (("decoder bias", self.bias), ("skip", self.skip)):
             if vectors is not None:
                 of_rows = vectors if vectors.ndim == 1 else vectors.flatten(0, -2)[list(rows)]
-                besides[kind] = dot(of_rows.double().cpu(), f)
-        error = each.sum(0) - written - sum(besides.values())
-        layer, at = self.layer, f"L{self.layer} {self._match()[2].removeprefix('hook_')}"  # "L3 resid_pre"
-        names = [f"{at} {f'feature {i}' if self.names is None else self.names[i]}" for i in named]
-        of_feature = {
-            Part(name, "feature", layer, i): value for name, i, value in zip(names, named, shown, strict=True)
-        }
-        return {
-            **of_feature,
-            Part(f"{at} other features", "feature", layer): written - shown.sum(0),
-            **{Part(f"{at} {kind}", kind, layer): value for kind, value in besides.items()},
-            Part(f"{at} reconstruction error", "error", layer): error,
-            **{part: value for part, value in values.items() if part not in replaced},
-        }
+                new[Part(f"{at} {kind}", kind, layer)] = value = dot(of_rows.double().cpu(), f)
+                error = error - value
+        new[Part(f"{at} reconstruction error", "error", layer)] = error
+        return new | {part: value for part, value in values.items() if part not in replaced}
 
 
 def _factors(
@@ -290,22 +269,31 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     return rest
 
 
-def dictionaries(features: object) -> list[Features]:
-    """Return the argument `features` as a list; an AttributionError for something else, or two of one hook point."""
+def dictionaries(
+    model: HookedModel, features: object, lengths: Sequence[int]
+) -> tuple[list[Features], dict[str, nn.Module]]:
+    """Return the argument `features` as a list, and the modules of their hook points by name.
+
+    Args:
+        lengths: tokens of each prompt.
+
+    Raises:
+        AttributionError: something else, two of one hook point, or one that does not fit the model or the prompts.
+    """
     given: list[Any] = list(features) if isinstance(features, list | tuple) else [] if features is None else [features]
-    if other := [one for one in given if not isinstance(one, Features)]:
-        raise AttributionError(f"features must be Features.of(sae, cache) or a list of them, got {type(other[0])}")
-    points = [one.hook_name for one in given]
-    if twice := [name for name in points if points.count(name) > 1]:
-        raise AttributionError(f"two dictionaries at {twice[0]}: give one of them")
-    return given
-
-
-def points_of(model: HookedModel, given: Sequence[Features], lengths: Sequence[int]) -> dict[str, nn.Module]:
-    """Return the hook points of dictionaries by name; AttributionError unless all fit the model and the prompts."""
+    points = dict[str, nn.Module]()
     for one in given:
+        if not isinstance(one, Features):
+            raise AttributionError(f"features must be Features.of(sae, cache) or a list of them, got {type(one)}")
+        if one.hook_name in points:
+            raise AttributionError(f"two dictionaries at {one.hook_name}: give one of them")
+        if _POINT.match(one.hook_name) is None:
+            raise AttributionError(f"features at {one.hook_name!r}: give blocks.L. with one of {', '.join(_POINTS)}")
+        if (point := child_of(model, *one.hook_name.split("."))) is None:
+            raise AttributionError(f"the model has {n_layers(model)} layers, and no hook point {one.hook_name}")
         one.check(int(model.cfg.d_model), len(lengths), max(lengths))
-    return {one.hook_name: one.point(model) for one in given}
+        points[one.hook_name] = point
+    return given, points
 
 
 def _when(part: Part) -> int:

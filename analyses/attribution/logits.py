@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ln_probe.analyses.attribution.features import Features, dictionaries, points_of
+from ln_probe.analyses.attribution.features import Features, dictionaries
 from ln_probe.analyses.attribution.shared import (
     MEAN,
     AttributionError,
@@ -170,11 +171,11 @@ def attribute_logits(
         raise AttributionError(f"components must be one of {', '.join(COMPONENTS)}, got {components!r}")
     if components == "neurons" and is_cache(tokens_or_cache):
         raise AttributionError("neurons are not read from a cache: pass tokens")
-    hooked, wanted = _checked(model), dictionaries(features)
+    hooked = _checked(model)
     with evaluating(hooked):
         end = _end_of(hooked)
         prompts = Prompts(hooked, tokens_or_cache, positions)
-        points = points_of(hooked, wanted, prompts.lengths)
+        wanted, points = dictionaries(hooked, features, prompts.lengths)
         if prompts.cache is not None and end.norm is not None:
             points[f"{end.norm.name}.hook_normalized"] = end.norm.module
         ids, valid = None, torch.ones(len(prompts.asked), dtype=torch.bool)
@@ -186,28 +187,33 @@ def attribute_logits(
         of_features = [number * max(prompts.lengths) + position for number, position in prompts.asked]
         chosen = [(one, one.chosen(of_features)) for one in wanted]
         neurons = range(n_layers(hooked)) if components == "neurons" else ()
-        order, readings = list[int](), list[_Reading]()
+        terms, numbers = dict[Part, Tensor](), torch.empty(3, len(prompts.asked), dtype=torch.float64)
         for rows, seen in prompts.records(end.wiring, end.place, points, neurons):
             tokens = None if ids is None else ids[rows]
             other = others[rows] if isinstance(others, Tensor) else others
-            order += rows
-            readings.append(_read(end, seen, tokens, other, chosen, [of_features[row] for row in rows]))
-    first, inverse = readings[0], torch.tensor(order).argsort()  # rows in the order of the prompts
-    each = [_in_layers(one.terms) if components == "layers" else one.terms for one in readings]
-    parts = tuple(each[0])
-    every = torch.cat([torch.stack([terms[part] for part in parts]) for terms in each], 1)[:, inverse]
-    every = every.permute(0, 2, 1).masked_fill(~valid, math.nan)
-    numbers = {name: torch.cat([getattr(one, name) for one in readings])[inverse] for name in ("scale", "sigma")}
-    numbers["own"] = torch.cat([one.own for one in readings])[inverse].masked_fill(~valid, math.nan)
-    numbers["total"] = every.sum((0, 1))
+            logits, cap, factor = _logits_of(end, seen)
+            tokens = logits.argmax(1, keepdim=True) if tokens is None else tokens
+            w, lift, own = _contrast(hooked, logits, tokens, other)
+            split = Split(end.wiring, seen)
+            split.check(end.place)
+            of_rows, sigma = _terms(end, split, factor * w, chosen, [of_features[row] for row in rows])
+            of_rows[Part("b_U", "unembedding bias")] = F.pad(factor * lift[:, None], (2, 0))
+            numbers[:, rows] = torch.stack([own, logits.abs().amax(1).clamp_min(1e-300), sigma])
+            for part, value in of_rows.items():
+                terms.setdefault(part, value.new_empty(len(prompts.asked), len(TERMS)))[rows] = value
+    terms = _in_layers(terms) if components == "layers" else terms
+    every = torch.stack(list(terms.values())).permute(0, 2, 1).masked_fill(~valid, math.nan)
+    numbers[0, ~valid] = math.nan
+    numbers = torch.cat([every.sum((0, 1))[None], numbers])
+    shaped = numbers[:, 0].tolist() if prompts.single else prompts.by_prompt(numbers)
     return LogitAttribution(
-        parts,
+        tuple(terms),
         prompts.by_prompt(every),
-        **{name: float(v[0]) if prompts.single else prompts.by_prompt(v) for name, v in numbers.items()},
+        *shaped,
         bound=end.wiring.bound,
         at=prompts.by_prompt(torch.tensor([position for _, position in prompts.asked]), -1),
-        label=label_of(hooked, first.ids if prompts.single else None if target is None else ids, others),
-        soft_cap=first.soft_cap,
+        label=label_of(hooked, tokens if prompts.single else None if target is None else ids, others),
+        soft_cap=cap,
     )
 
 
@@ -223,17 +229,6 @@ class _End(NamedTuple):
     wiring: Wiring
     norm: Norm | None
     place: str
-
-
-class _Reading(NamedTuple):
-    """Terms by component and the model's numbers at some rows; `ids`: the tokens whose logits these are."""
-
-    ids: Int[Tensor, "row token"]
-    terms: dict[Part, Float64[Tensor, "row term"]]
-    own: Float64[Tensor, " row"]
-    scale: Float64[Tensor, " row"]
-    sigma: Float64[Tensor, " row"]
-    soft_cap: float
 
 
 def _checked(model: object) -> HookedModel:
@@ -261,47 +256,34 @@ def _others(prompts: Prompts, against: Any) -> Int[Tensor, "row token"] | str | 
     return prompts.ids(against, "against")
 
 
-def _read(
-    end: _End,
-    seen: Record,
-    ids: Int[Tensor, "row token"] | None,
-    other: Int[Tensor, "row other"] | str | None,
-    chosen: Sequence[tuple[Features, Sequence[int]]],
-    of_features: Sequence[int],
-) -> _Reading:
-    """Return every component's share of the logits of `ids` minus those of `other`, row by row.
-
-    Args:
-        ids: None: the most likely token of the only row.
-        chosen: dictionaries, each with its features that get a row.
-        of_features: the rows in the features' activations.
-    """
-    model, norm = end.model, end.norm
-    split = Split(end.wiring, seen)
-    split.check(end.place)
-    cap, factor = soft_cap(model), logit_factor(model)
+def _logits_of(end: _End, seen: Record) -> tuple[Float64[Tensor, "row d_vocab"], float, float]:
+    """Return the model's logits before their soft cap, the cap (0: none) and the factor of W_U's logits."""
+    cap, factor = soft_cap(end.model), logit_factor(end.model)
     if seen.logits is None:  # of a cache: from the norm's output, another way than through its components
         read = seen.inputs[end.place].double()
-        if norm is not None:
-            read = norm.affine(seen.points[f"{norm.name}.hook_normalized"].double()).cpu()
-        own = _projected(model, read).double().cpu() * factor
-    else:
-        own = seen.logits[:, : outputs(model)].double()
-        if END in seen.inputs:
-            cap, factor = _form_of_head(model, own[:1], seen.inputs[END][:1])
-        own = cap * (own / cap).clamp(-1.0, 1.0).atanh() if cap else own
-    if ids is None:
-        ids = own.argmax(1, keepdim=True)
+        if end.norm is not None:
+            read = end.norm.affine(seen.points[f"{end.norm.name}.hook_normalized"].double()).cpu()
+        return _projected(end.model, read).double().cpu() * factor, cap, factor
+    logits = seen.logits[:, : outputs(end.model)].double()
+    if END in seen.inputs:
+        cap, factor = _form_of_head(end.model, logits[:1], seen.inputs[END][:1])
+    return cap * (logits / cap).clamp(-1.0, 1.0).atanh() if cap else logits, cap, factor
+
+
+def _contrast(
+    model: HookedModel,
+    logits: Float64[Tensor, "row d_vocab"],
+    ids: Int[Tensor, "row token"],
+    other: Int[Tensor, "row other"] | str | None,
+) -> tuple[Float64[Tensor, "row d_model"], Float64[Tensor, " row"], Float64[Tensor, " row"]]:
+    """Return the column of W_U, the bias and the logit of `ids`, minus those of `other`, row by row."""
     w, lift = _mean_columns(model, ids)
-    value = own.gather(1, ids).mean(1)
-    if other is not None:
-        columns, lifts = _mean_columns(model, other)
-        w, lift = w - columns, lift - lifts
-        value = value - (own.gather(1, other) if isinstance(other, Tensor) else own).mean(1)
-    terms, sigma = _terms(end, split, factor * w, chosen, of_features)
-    zeros = torch.zeros(len(w), dtype=torch.float64)
-    terms[Part("b_U", "unembedding bias")] = torch.stack([zeros, zeros, factor * lift], 1)
-    return _Reading(ids, terms, value, own.abs().amax(1).clamp_min(1e-300), sigma, cap)
+    own = logits.gather(1, ids).mean(1)
+    if other is None:
+        return w, lift, own
+    of_other = logits.gather(1, other) if isinstance(other, Tensor) else logits
+    columns, lifts = _mean_columns(model, other)
+    return w - columns, lift - lifts, own - of_other.mean(1)
 
 
 def _terms(
@@ -331,7 +313,7 @@ def _terms(
         return terms, nothing * math.nan
     if norm.bias is not None:
         added = torch.stack([row @ bias_of(norm) for row in w])
-        terms[Part(f"{norm.name} bias", "norm bias", norm.layer)] = torch.stack([nothing, nothing, added], 1)
+        terms[Part(f"{norm.name} bias", "norm bias", norm.layer)] = F.pad(added[:, None], (2, 0))
     return terms, sigma[:, 0]
 
 
@@ -501,7 +483,7 @@ def logit_lens(
     with evaluating(hooked):
         end, layers = _end_of(hooked), range(n_layers(hooked))
         prompts = Prompts(hooked, tokens_or_cache, positions)
-        order, pieces, errors = list[int](), list[Tensor](), list[float]()
+        by_row, errors = dict[int, Tensor](), list[float]()
         for rows, seen in prompts.records(end.wiring, end.place, {}, block_inputs=layers):
             stream = [seen.inputs[place] for place in (*(f"blocks.{i}" for i in layers), end.place)]
             at = torch.tensor([prompts.asked[row][1] for row in rows])
@@ -514,9 +496,8 @@ def logit_lens(
             logits = cap * (logits / cap).tanh() if cap else logits
             if own is not None:
                 errors.append(float((logits[-1] - own).abs().max() / own.abs().max().clamp_min(1e-300)))
-            order += rows
-            pieces.append(logits)
-    every = torch.cat(pieces, 1)[:, torch.tensor(order).argsort()]  # [layer row d_vocab]
+            by_row |= dict(zip(rows, logits.unbind(1), strict=True))
+    every = torch.stack([by_row[row] for row in range(len(by_row))], 1)  # [layer row d_vocab]
     ids = every[-1].argmax(-1, keepdim=True) if target is None else prompts.ids(target, "target")
     others = _others(prompts, against)
     label = "logit of the last layer's most likely token"

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ln_probe.analyses.attribution.features import Features, dictionaries, points_of
+from ln_probe.analyses.attribution.features import Features, dictionaries
 from ln_probe.analyses.attribution.shared import MEAN, AttributionError, Prompts, Sums, one_of, part_columns, place
 from ln_probe.hooks.attention import Heads, read_heads
 from ln_probe.hooks.components import Part, Split, find_wiring, record
@@ -160,7 +160,7 @@ def attribute_scores(
         >>> one = ln_probe.attribute_scores(model, "The ships came home.", 1, 0, -1, 0, against="mean").check()
         >>> every = ln_probe.attribute_scores(model, "The ships came home.", 1, 0, -1).check()
     """
-    hooked, wanted = check_model(model), dictionaries(features)
+    hooked = check_model(model)
     query = one_of(query=query, pos=pos, pos_slice=pos_slice)
     layer = place(layer, n_layers(hooked), "layer", "the model")
     if isinstance(against, str) and against != MEAN:
@@ -174,7 +174,7 @@ def attribute_scores(
         where = f"blocks.{layer}" if site.is_identity else site.name
         wiring.at(where)  # raises before the prompt runs
         prompts = Prompts(hooked, tokens_or_cache)
-        points = points_of(hooked, wanted, prompts.lengths)
+        wanted, points = dictionaries(hooked, features, prompts.lengths)
         each: dict[int, Head] = {}
         for members in prompts.of_equal_length():
             if prompts.cache is None:
