@@ -96,8 +96,6 @@ class Features:
         with torch.no_grad():
             x = cache[reads]
             active, directions = sae.encode(x).detach(), sae.W_dec.detach()
-            if active.shape[-1:] != directions.shape[:1] or directions.ndim != 2:
-                raise AttributionError(f"W_dec must be [feature d_model], got {list(directions.shape)}")
             decoded, bias = sae.decode(active), sae.decode(torch.zeros_like(active))
             by_token, by_feature = _factors(sae, active, directions, decoded - bias, bias)
             skip = _skip(sae, x, decoded)
@@ -203,11 +201,7 @@ def _factors(
     written: Float[Tensor, "*pos d_model"],
     bias: Float[Tensor, "*pos d_model"],
 ) -> tuple[Float64[Tensor, "*pos 1"], Float64[Tensor, "feature 1"]]:
-    """Return factors by token and by feature with which rows of W_dec add up to what a dictionary wrote.
-
-    Raises:
-        AttributionError: there are none.
-    """
+    """Return factors by token and by feature with which rows of W_dec add up to what a dictionary wrote."""
     whole, rows = written.double(), directions.double()
     limit = max(CLOSES, 4 * torch.finfo(written.dtype).eps)
     by_token, by_feature = torch.ones_like(whole[..., :1]), torch.ones_like(rows[:, :1])
@@ -216,11 +210,6 @@ def _factors(
         expected = (active.double() * by_token) @ (rows * by_feature)
         return float((whole - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
-    if left_over() <= limit:
-        return by_token, by_feature
-    expected = active.double() @ rows
-    square = expected.square().sum(-1, keepdim=True)
-    by_token = torch.where(square > 0, (whole * expected).sum(-1, keepdim=True) / square.clamp_min(1e-300), 1.0)
     if left_over() <= limit:
         return by_token, by_feature
 
@@ -236,9 +225,11 @@ def _factors(
     used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
     count = active[..., 0].numel()
     first = single(used[:1] * count)
+    by_token = first.view_as(by_token)
+    if left_over() <= limit:
+        return by_token, by_feature
     for some in (used[i : i + count] for i in range(0, len(used), count)):
         by_feature[some, 0] = single(some) / first[: len(some)]
-    by_token = first.view_as(by_token)
     if (left := left_over()) <= limit:
         return by_token, by_feature
     raise AttributionError(
@@ -248,11 +239,7 @@ def _factors(
 
 
 def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
-    """Return what a dictionary writes besides what it decodes (a skip connection); None for nothing.
-
-    Raises:
-        AttributionError: it writes something else, and has no skip connection.
-    """
+    """Return what a dictionary writes besides what it decodes (a skip connection); None for nothing."""
     weights: Tensor | None = getattr(sae, "W_skip", None)
     if not callable(sae) or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
         return None if weights is None else (x @ weights.T).detach()
@@ -273,9 +260,6 @@ def dictionaries(
     model: HookedModel, features: object, lengths: Sequence[int]
 ) -> tuple[list[Features], dict[str, nn.Module]]:
     """Return the argument `features` as a list, and the modules of their hook points by name.
-
-    Args:
-        lengths: tokens of each prompt.
 
     Raises:
         AttributionError: something else, two of one hook point, or one that does not fit the model or the prompts.

@@ -24,17 +24,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from ln_probe.analyses.attribution.features import Features, dictionaries
-from ln_probe.analyses.attribution.shared import (
-    MEAN,
-    AttributionError,
-    Positions,
-    Prompts,
-    Sums,
-    Tokens,
-    label_of,
-    one_of,
-    token_name,
-)
+from ln_probe.analyses.attribution.shared import AttributionError, Positions, Prompts, Sums, Tokens, one_of, token_name
 from ln_probe.hooks.components import END, Part, Record, Split, Wiring, closes_below, find_wiring, is_cache
 from ln_probe.hooks.model import (
     HookedModel,
@@ -96,7 +86,6 @@ class LogitAttribution(Sums):
     at: Int[Tensor, "batch pos"]
     label: str
     soft_cap: float = 0.0
-    _remedy = ". Does something after the final norm change its logits?"
 
     @property
     def values(self) -> Float64[Tensor, "component batch pos"]:
@@ -171,7 +160,7 @@ def attribute_logits(
         raise AttributionError(f"components must be one of {', '.join(COMPONENTS)}, got {components!r}")
     if components == "neurons" and is_cache(tokens_or_cache):
         raise AttributionError("neurons are not read from a cache: pass tokens")
-    hooked = _checked(model)
+    hooked = check_model(model)
     with evaluating(hooked):
         end = _end_of(hooked)
         prompts = Prompts(hooked, tokens_or_cache, positions)
@@ -183,20 +172,20 @@ def attribute_logits(
             ids = prompts.ids(target, "target")
         elif not prompts.single:
             ids, valid = prompts.next_ids()
-        others = _others(prompts, against)
+        others = prompts.others(against)
         of_features = [number * max(prompts.lengths) + position for number, position in prompts.asked]
         chosen = [(one, one.chosen(of_features)) for one in wanted]
-        neurons = range(n_layers(hooked)) if components == "neurons" else ()
+        options = {"neurons": range(n_layers(hooked))} if components == "neurons" else {}
         terms, numbers = dict[Part, Tensor](), torch.empty(3, len(prompts.asked), dtype=torch.float64)
-        for rows, seen in prompts.records(end.wiring, end.place, points, neurons):
+        for rows, seen in prompts.records(end.wiring, end.place, points, **options):
             tokens = None if ids is None else ids[rows]
             other = others[rows] if isinstance(others, Tensor) else others
-            logits, cap, factor = _logits_of(end, seen)
+            logits, cap, factor = end.logits(seen)
             tokens = logits.argmax(1, keepdim=True) if tokens is None else tokens
-            w, lift, own = _contrast(hooked, logits, tokens, other)
+            w, lift, own = (_contrast(v, tokens, other) for v in (end.W_U[:, None], end.b_U[None], logits))
             split = Split(end.wiring, seen)
             split.check(end.place)
-            of_rows, sigma = _terms(end, split, factor * w, chosen, [of_features[row] for row in rows])
+            of_rows, sigma = _terms(end, split, factor * w.T, chosen, [of_features[row] for row in rows])
             of_rows[Part("b_U", "unembedding bias")] = F.pad(factor * lift[:, None], (2, 0))
             numbers[:, rows] = torch.stack([own, logits.abs().amax(1).clamp_min(1e-300), sigma])
             for part, value in of_rows.items():
@@ -212,78 +201,94 @@ def attribute_logits(
         *shaped,
         bound=end.wiring.bound,
         at=prompts.by_prompt(torch.tensor([position for _, position in prompts.asked]), -1),
-        label=label_of(hooked, tokens if prompts.single else None if target is None else ids, others),
+        label=prompts.label(tokens if prompts.single else None if target is None else ids, others),
         soft_cap=cap,
     )
 
 
 class _End(NamedTuple):
-    """What the unembedding reads.
+    """What the unembedding reads, a norm or the stream itself, and W_U and b_U of the tokens that have a logit.
 
     Attributes:
-        norm: the final norm; None: the stream itself.
-        place: the name of what is read before it.
+        place: the name of what is read before the norm.
+        cap, factor: what the config says is done to logits: cap·tanh(logit / cap) (0: nothing), a factor.
     """
 
-    model: HookedModel
     wiring: Wiring
     norm: Norm | None
     place: str
+    W_U: Float[Tensor, "d_model d_vocab"]
+    b_U: Float[Tensor, " d_vocab"]
+    cap: float
+    factor: float
 
+    def project(self, read: Float[Tensor, "*row d_model"]) -> Float[Tensor, "*row d_vocab"]:
+        """Return logits before anything that the model does to them."""
+        W_U = at_least_float32(self.W_U)
+        return read.to(W_U) @ W_U + self.b_U
 
-def _checked(model: object) -> HookedModel:
-    """Return a model whose logits mean something."""
-    hooked = check_model(model)
-    if reason := missing_head(hooked):
-        raise AttributionError(f"logits of this model cannot be attributed: {reason}")
-    return hooked
+    def form(
+        self, logits: Float64[Tensor, "row d_vocab"] | None, read: Float[Tensor, "row d_model"]
+    ) -> tuple[float, float]:
+        """Return the cap of a model's logits and their factor: of those that its config says, what is seen."""
+        if logits is None or (not self.cap and self.factor == 1.0):
+            return self.cap, self.factor
+        plain = self.project(read).to(logits)
+
+        def distance(form: tuple[float, float]) -> float:
+            return float((logits - _capped(form[1] * plain, form[0])).abs().max())
+
+        return min(product((0.0, self.cap), (self.factor, 1.0)), key=distance)
+
+    def logits(self, seen: Record) -> tuple[Float64[Tensor, "row d_vocab"], float, float]:
+        """Return the model's logits before their soft cap, the cap and the factor of W_U's logits."""
+        if seen.logits is None:  # of a cache: from the norm's output, another way than through its components
+            read = seen.inputs[self.place].double()
+            if self.norm is not None:
+                read = self.norm.affine(seen.points[f"{self.norm.name}.hook_normalized"].double())
+            return self.project(read).double().cpu() * self.factor, self.cap, self.factor
+        logits = seen.logits[:, : len(self.b_U)].double()
+        cap, factor = self.form(logits[:1], seen.inputs[END][:1])
+        return cap * (logits / cap).clamp(-1.0, 1.0).atanh() if cap else logits, cap, factor
 
 
 def _end_of(model: HookedModel) -> _End:
     """Return what the unembedding reads; raises SplitError where it is not known to be a sum."""
-    norms = norms_of(model)
+    if reason := missing_head(model):
+        raise AttributionError(f"logits of this model cannot be attributed: {reason}")
+    W_U, b_U, size = weight_of(model, "W_U"), weight_of(model, "b_U"), outputs(model)
+    if W_U is None or W_U.ndim != 2:
+        raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
+    W_U = before_projection(model, W_U[:, :size].T).T
+    b_U = W_U.new_zeros(size) if b_U is None else b_U[:size]
+    norms, cap = norms_of(model), getattr(model.cfg, "output_logits_soft_cap", None)
     wiring = find_wiring(model, norms)
     norm = next((norm for norm in reversed(norms) if "unembed" in norm.reads.split("+")), None)
-    end = _End(model, wiring, norm, END if norm is None else norm.name)
-    wiring.at(end.place)
-    return end
+    place = END if norm is None else norm.name
+    wiring.at(place)
+    cap = float(cap) if isinstance(cap, int | float) and cap > 0 else 0.0
+    return _End(wiring, norm, place, W_U, b_U, cap, logit_factor(model))
 
 
-def _others(prompts: Prompts, against: Any) -> Int[Tensor, "row token"] | str | None:
-    """Return the tokens whose logits are subtracted at every position, or the word for the mean."""
-    if against is None or (isinstance(against, str) and against == MEAN):
-        return against
-    return prompts.ids(against, "against")
-
-
-def _logits_of(end: _End, seen: Record) -> tuple[Float64[Tensor, "row d_vocab"], float, float]:
-    """Return the model's logits before their soft cap, the cap (0: none) and the factor of W_U's logits."""
-    cap, factor = soft_cap(end.model), logit_factor(end.model)
-    if seen.logits is None:  # of a cache: from the norm's output, another way than through its components
-        read = seen.inputs[end.place].double()
-        if end.norm is not None:
-            read = end.norm.affine(seen.points[f"{end.norm.name}.hook_normalized"].double()).cpu()
-        return _projected(end.model, read).double().cpu() * factor, cap, factor
-    logits = seen.logits[:, : outputs(end.model)].double()
-    if END in seen.inputs:
-        cap, factor = _form_of_head(end.model, logits[:1], seen.inputs[END][:1])
-    return cap * (logits / cap).clamp(-1.0, 1.0).atanh() if cap else logits, cap, factor
+def _capped(logits: Float[Tensor, "*row d_vocab"], cap: float) -> Float[Tensor, "*row d_vocab"]:
+    return cap * (logits / cap).tanh() if cap else logits
 
 
 def _contrast(
-    model: HookedModel,
-    logits: Float64[Tensor, "row d_vocab"],
+    values: Float[Tensor, "*layer row d_vocab"],
     ids: Int[Tensor, "row token"],
     other: Int[Tensor, "row other"] | str | None,
-) -> tuple[Float64[Tensor, "row d_model"], Float64[Tensor, " row"], Float64[Tensor, " row"]]:
-    """Return the column of W_U, the bias and the logit of `ids`, minus those of `other`, row by row."""
-    w, lift = _mean_columns(model, ids)
-    own = logits.gather(1, ids).mean(1)
-    if other is None:
-        return w, lift, own
-    of_other = logits.gather(1, other) if isinstance(other, Tensor) else logits
-    columns, lifts = _mean_columns(model, other)
-    return w - columns, lift - lifts, own - of_other.mean(1)
+) -> Float64[Tensor, "*layer row"]:
+    """Return the mean of values over each row's tokens, minus that over the others ("mean": over the vocabulary)."""
+
+    def mean(tokens: Tensor | str) -> Tensor:
+        if isinstance(tokens, str):
+            return values.mean(-1, dtype=torch.float64).cpu()
+        every = values.expand(*values.shape[:-2], len(tokens), -1)
+        at = tokens.to(values.device).expand(*every.shape[:-1], -1)
+        return every.gather(-1, at).double().mean(-1).cpu()
+
+    return mean(ids) if other is None else mean(ids) - mean(other)
 
 
 def _terms(
@@ -322,70 +327,13 @@ def _in_layers(terms: dict[Part, Float64[Tensor, "row term"]]) -> dict[Part, Flo
     summed: dict[Part, Tensor] = {}
     for part, value in terms.items():
         written = part.name.rsplit(" ", 1)[-1] if part.kind == "bias" else part.kind  # (a feature can be called so)
-        whole = part
+        layer, whole = part.layer, part
         if written in ("head", "b_O"):
-            whole = Part(f"L{part.layer} attn", "attention", part.layer)
+            whole = Part(f"L{layer} attn", "attention", layer)
         elif written in ("mlp", "neuron", "b_out"):
-            whole = Part(f"L{part.layer} mlp", "mlp", part.layer)
+            whole = Part(f"L{layer} mlp", "mlp", layer)
         summed[whole] = summed[whole] + value if whole in summed else value
     return summed
-
-
-def soft_cap(model: HookedModel) -> float:
-    """Return what the model squashes its logits to, cap·tanh(logit / cap); 0 if it does not."""
-    cap = getattr(model.cfg, "output_logits_soft_cap", None)
-    return float(cap) if isinstance(cap, int | float) and cap > 0 else 0.0
-
-
-def _head_of(model: HookedModel) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, " d_vocab"] | None]:
-    """Return W_U and b_U, of the tokens that have a logit.
-
-    Raises:
-        AttributionError: the model shows no W_U.
-    """
-    W_U, b_U, size = weight_of(model, "W_U"), weight_of(model, "b_U"), outputs(model)
-    if W_U is None or W_U.ndim != 2:
-        raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
-    return W_U[:, :size], None if b_U is None else b_U[:size]
-
-
-def _mean_columns(
-    model: HookedModel, ids: Int[Tensor, "row token"] | str
-) -> tuple[Float64[Tensor, "row d_model"], Float64[Tensor, " row"]]:
-    """Return the means of columns of W_U and of b_U over each row's tokens ("mean": one row, over all tokens)."""
-    W_U, b_U = _head_of(model)
-    b_U = torch.zeros_like(W_U[0]) if b_U is None else b_U
-    if isinstance(ids, str):
-        vectors, lifts = W_U.mean(1, dtype=torch.float64)[None], b_U.double().mean()[None]
-    else:
-        at = ids.to(W_U.device)
-        vectors, lifts = W_U[:, at].double().mean(2).T, b_U[at].double().mean(1)
-    return before_projection(model, vectors.cpu()), lifts.cpu()
-
-
-def _projected(model: HookedModel, read: Float[Tensor, "*row d_model"]) -> Float[Tensor, "*row d_vocab"]:
-    """Return W_U's logits of what the unembedding reads, before anything that the model does to them."""
-    W_U, b_U = _head_of(model)
-    W_U = at_least_float32(before_projection(model, W_U.T).T)
-    logits = read.to(W_U) @ W_U
-    return logits if b_U is None else logits + b_U
-
-
-def _form_of_head(
-    model: HookedModel, logits: Float64[Tensor, "row d_vocab"], read: Float[Tensor, "row d_model"]
-) -> tuple[float, float]:
-    """Return the cap of a model's logits (0: none) and their factor: of those that its config says, what is seen."""
-    cap, factor = soft_cap(model), logit_factor(model)
-    if not cap and factor == 1.0:
-        return cap, factor
-    plain = _projected(model, read).double().to(logits)
-
-    def distance(form: tuple[float, float]) -> float:
-        expected = form[1] * plain
-        expected = form[0] * (expected / form[0]).tanh() if form[0] else expected
-        return float((logits - expected).abs().max())
-
-    return min(product((0.0, cap), (factor, 1.0)), key=distance)
 
 
 # ---------------------------------------------------------------------------------------- the logit lens
@@ -479,7 +427,7 @@ def logit_lens(
     against = one_of(against=against, incorrect_tokens=incorrect_tokens)
     if scale not in SCALES:
         raise AttributionError(f"scale must be {' or '.join(map(repr, SCALES))}, got {scale!r}")
-    hooked = _checked(model)
+    hooked = check_model(model)
     with evaluating(hooked):
         end, layers = _end_of(hooked), range(n_layers(hooked))
         prompts = Prompts(hooked, tokens_or_cache, positions)
@@ -488,21 +436,18 @@ def logit_lens(
             stream = [seen.inputs[place] for place in (*(f"blocks.{i}" for i in layers), end.place)]
             at = torch.tensor([prompts.asked[row][1] for row in rows])
             read = _through(end.norm, at_least_float32(torch.stack(stream)), at, scale)
-            cap, factor = soft_cap(hooked), logit_factor(hooked)
-            own = None if seen.logits is None else seen.logits[:, : outputs(hooked)].double()
-            if own is not None:
-                cap, factor = _form_of_head(hooked, own, read[-1])
-            logits = (factor * _projected(hooked, read)).cpu()
-            logits = cap * (logits / cap).tanh() if cap else logits
+            own = None if seen.logits is None else seen.logits[:, : len(end.b_U)].double()
+            cap, factor = end.form(own, read[-1])
+            logits = _capped(factor * end.project(read), cap).cpu()
             if own is not None:
                 errors.append(float((logits[-1] - own).abs().max() / own.abs().max().clamp_min(1e-300)))
             by_row |= dict(zip(rows, logits.unbind(1), strict=True))
     every = torch.stack([by_row[row] for row in range(len(by_row))], 1)  # [layer row d_vocab]
     ids = every[-1].argmax(-1, keepdim=True) if target is None else prompts.ids(target, "target")
-    others = _others(prompts, against)
+    others = prompts.others(against)
     label = "logit of the last layer's most likely token"
     if target is not None or prompts.single:
-        label = label_of(hooked, ids, others)
+        label = prompts.label(ids, others)
     return LogitLens(
         _lens_table(prompts, every, ids, others),
         prompts.by_prompt(every.movedim(1, -1)).movedim(1, -1),
@@ -539,13 +484,13 @@ def _lens_table(
     """Return `LogitLens.table`."""
     logs = logits.log_softmax(-1)
     best, top = logs.max(-1)
-    value = logits.gather(-1, ids.expand(len(logits), -1, -1)).mean(-1)
-    if others is not None:
-        other = logits if isinstance(others, str) else logits.gather(-1, others.expand(len(logits), -1, -1))
-        value = value - other.mean(-1)
     rows = [(layer, *one) for layer in range(len(logits)) for one in prompts.asked]
     table = pd.DataFrame(rows, columns=["layer", "batch", "position"])
     table["top"] = top.flatten().numpy()
     table["token"] = table["top"].map({token: token_name(prompts.model, token) for token in table["top"].unique()})
-    columns = {"probability": best.exp(), "entropy": -(logs.exp() * logs).sum(-1), "logit": value}
+    columns = {
+        "probability": best.exp(),
+        "entropy": -(logs.exp() * logs).sum(-1),
+        "logit": _contrast(logits, ids, others),
+    }
     return table.assign(**{name: column.flatten().numpy() for name, column in columns.items()})

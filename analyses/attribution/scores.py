@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -79,7 +79,6 @@ class ScoreAttribution(Sums):
     pairs: pd.DataFrame | None = None
     terms: pd.DataFrame | None = None
     query_components: tuple[Part, ...] = ()
-    _number, _entries = "score", "scores"
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -88,18 +87,12 @@ class ScoreAttribution(Sums):
         if self.pairs is None:
             values = self.values[:, self.total.isfinite()].T.reshape(-1).numpy()
             return self._rows(query=self.queries, key=self.keys).assign(contribution=values)
-        sides = {"query": (self.query_components, 1), "key": (self.components, 0)}
-        tables = [
-            part_columns(parts).assign(contribution=self.pairs.sum(axis=axis).to_numpy(), side=side)
-            for side, (parts, axis) in sides.items()
-        ]
-        table = pd.concat(tables, ignore_index=True)
-        return table[["side", *table.columns.drop("side")]]
+        sides = [part_columns(self.query_components, side="query"), self._components()]
+        sums = [self.pairs.sum(axis=1), self.pairs.sum(axis=0)]
+        return pd.concat(sides, ignore_index=True).assign(contribution=pd.concat(sums).to_numpy())
 
     def _components(self) -> pd.DataFrame:
-        table = part_columns(self.components)
-        table.insert(0, "side", self.side)
-        return table
+        return part_columns(self.components, side=self.side)
 
     def _summands(self) -> pd.DataFrame:
         assert self.pairs is not None
@@ -186,9 +179,7 @@ def attribute_scores(
                 seen = prompts.cache.record(range(sum(prompts.lengths)), wiring, where, points)
                 looks = prompts.cache.attention(site, layer, where)
             if not looks:
-                raise AttributionError(
-                    f"attention that reads {where} shows no pattern, so its scores cannot be checked"
-                )
+                raise AttributionError(f"attention that reads {where} shows no pattern: its scores cannot be checked")
             for k, (number, look) in enumerate(zip(members, looks, strict=True)):
                 heads, length = read_heads(look, wiring.norms, bent=True), len(look.x)
                 split = Split(wiring, seen).rows(range(k * length, (k + 1) * length))
@@ -202,23 +193,6 @@ def attribute_scores(
     return _attribution(ordered, query, key, against, single=single)
 
 
-# ---------------------------------------------------------------------------------------- queries and keys
-
-
-class Side(NamedTuple):
-    """The queries, or the keys, of some positions as sums over parts; a mean over keys is one row.
-
-    Attributes:
-        parts: what the rows are.
-        whole: each part's vector in head space [row part d_head], after QK-norm and rotary.
-        terms: for each LN term, what it adds to the vector: the vector minus what it would be without it [row d_head].
-    """
-
-    parts: list[Part]
-    whole: Float[Tensor, "row part d_head"]
-    terms: dict[str, Float[Tensor, "row d_head"]]
-
-
 @dataclass(frozen=True, eq=False)
 class Head:
     """One head on one prompt, and which of its scores are asked for.
@@ -226,10 +200,7 @@ class Head:
     Attributes:
         heads: the layer's maps; head: which one.
         site, where: the norm that attention reads (or what replaces it), and the name of that place.
-        split: of every position of the prompt.
-        seen: what attention did.
         first: the row of position 0 among the features' activations.
-        queries, keys: positions.
         against: the position, or "mean", whose score is subtracted.
         chosen: dictionaries, each with its features that get a row.
     """
@@ -256,9 +227,7 @@ class Head:
         one = replace(self, queries=queries, keys=keys, against=against)
         needed = [*([] if key is None else keys), *([against] if isinstance(against, int) else [])]
         if query is not None and (hidden := [k for k in needed if not one.mask[0, k]]):
-            visible = torch.nonzero(one.mask[0])[:, 0].tolist()
-            ends = dict.fromkeys(map(str, (visible[0], visible[-1])))
-            raise AttributionError(f"query {queries[0]} does not see key {hidden[0]}: it sees {' … '.join(ends)}")
+            raise AttributionError(f"query {queries[0]} does not see key {hidden[0]}")
         return one
 
     @property
@@ -315,15 +284,19 @@ class Head:
         scores = scores if self.position_bias is None else scores + self.position_bias
         return torch.where(self.mask, scores, 0.0)
 
-    def side(self, name: str, positions: Sequence[int], typical: float | None = None) -> Side:
-        """The queries (name Q) or keys (K) at some positions; LN terms where a `typical` sigma is given."""
+    def side(self, name: str, positions: Sequence[int]) -> tuple[list[Part], Float64[Tensor, "row part d_head"]]:
+        """Return the parts of queries (name Q) or keys (K), and each one's vector after QK-norm and rotary.
+
+        Before the parts' vectors come those of the terms: the vector minus what it would be without each of them.
+        """
         maps = self.heads
         W, b, norm = (maps.W_Q, maps.b_Q, maps.q_norm) if name == "Q" else (maps.W_K, maps.b_K, maps.k_norm)
         W, b = W[self.head].cpu(), b[self.head].cpu()
         site, at, split = self.site, torch.tensor(positions), self.split.rows(positions)
-        gain, lift = gain_of(site), bias_of(site)
-        x = split.input(self.where)
+        gain, lift, x = gain_of(site), bias_of(site), split.input(self.where)
         sigma = site.sigma(x)  # [row 1]
+        visible = self.seen.x[self.mask[0].to(self.seen.x.device)]
+        typical = float(site.sigma(visible.double()).median())
         readings = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d, dtype=torch.float64)])
         f = readings.expand(len(at), -1, -1)
         values = split.read(self.where, f)
@@ -337,38 +310,35 @@ class Head:
         parts = [*values, *fixed]
         of_mean = read[..., -1:] * (gain @ W) if site.projects else torch.zeros_like(read[..., :-1])
         of_stream = (read[..., :-1] - of_mean) / sigma[:, None]
-        plain = torch.cat([of_stream, torch.stack(list(fixed.values())).expand(len(at), -1, -1)], 1)
-        terms: dict[str, Tensor] = {}
-        if typical is not None:
-            terms = {
-                "projection": 0.0 - of_mean.sum(1) / sigma,
-                "gain": of_stream.sum(1) - site.project(x) / sigma @ W,
-                "bias": (lift @ W).expand(len(at), -1),
-                "sigma": of_stream.sum(1) * (1.0 - sigma / typical),
-            }
+        terms = [  # in the order of _TERMS
+            0.0 - of_mean.sum(1) / sigma,
+            of_stream.sum(1) - site.project(x) / sigma @ W,
+            (lift @ W).expand(len(at), -1),
+            of_stream.sum(1) * (1.0 - sigma / typical),
+        ]
+        same = torch.stack(list(fixed.values())).expand(len(at), -1, -1)
+        plain = torch.cat([torch.stack(terms, 1), of_stream, same], 1)
         if norm is not None:
-            own, inner, shift = self.inner(norm, name, plain, positions)
-            plain = projected(norm, plain) / own[:, None] * inner
-            terms = {t: projected(norm, v) / own * inner for t, v in terms.items()}
+            own, inner, shift = self.inner(norm, name, plain[:, len(_TERMS) :].sum(1), positions)
+            # (Heads are a piece of what OLMo 2's norms normalize, which do not project.)
+            plain = (norm.project(plain) if norm.projects else plain) / own[:, None] * inner
             if shift is not None:
                 parts.append(Part(f"{norm.name} bias", "norm bias", site.layer))
                 plain = torch.cat([plain, shift.expand(len(plain), 1, -1)], 1)
-        if self.heads.rotary is not None:
-            plain = self.heads.rotary(plain, at)  # (parts stand where heads do: all of a row at one position)
-            terms = {t: self.heads.rotary(v[:, None], at)[:, 0] for t, v in terms.items()}
-        return Side(parts, plain, terms)
+        # (Parts stand where heads do: all of a row at one position.)
+        return parts, plain if maps.rotary is None else maps.rotary(plain, at)
 
     def inner(
-        self, norm: Norm, name: str, plain: Float[Tensor, "row part d_head"], positions: Sequence[int]
+        self, norm: Norm, name: str, whole: Float[Tensor, "row d_head"], positions: Sequence[int]
     ) -> tuple[Float64[Tensor, "row 1"], Float64[Tensor, " d_head"], Float64[Tensor, " d_head"] | None]:
         """Sigma of a norm of queries or keys, and its gain and bias for this head.
 
         OLMo 2 normalizes all heads together: its sigma is that of all of them, and each head has its piece of the gain.
         """
-        d_head = plain.shape[-1]
+        d_head = whole.shape[-1]
         gain, bias = gain_of(norm), None if norm.bias is None else bias_of(norm)
         if norm.d == d_head:
-            return norm.sigma(plain.sum(1)), gain, bias
+            return norm.sigma(whole), gain, bias
         W, b = (self.heads.W_Q, self.heads.b_Q) if name == "Q" else (self.heads.W_K, self.heads.b_K)
         repeats = len(W) // (norm.d // d_head)  # of a grouped-query key
         y = self.seen.y[list(positions)].to(W)
@@ -384,8 +354,9 @@ class Head:
             needed = self.needed_keys
             self.split.rows(needed).check(self.where)
             for some in in_chunks(needed):
-                parts, whole, _ = self.side("K", some)
-                pieces.append(torch.einsum("kpd,qd->pqk", whole, q[list(self.queries)] / self.heads.divisor))
+                parts, vectors = self.side("K", some)
+                of_parts = vectors[:, len(_TERMS) :]
+                pieces.append(torch.einsum("kpd,qd->pqk", of_parts, q[list(self.queries)] / self.heads.divisor))
             every = torch.zeros(len(parts), len(self.queries), self.length, dtype=torch.float64)
             every[:, :, needed] = torch.cat(pieces, 2)
             values = self.minus_others(every)
@@ -393,8 +364,8 @@ class Head:
             self.split.rows(self.queries).check(self.where)
             differences = (k[list(self.keys)] - self.share @ k) / self.heads.divisor  # [query d_head]
             for some, of_keys in zip(in_chunks(self.queries), differences.split(AT_ONCE), strict=True):
-                parts, whole, _ = self.side("Q", some)
-                pieces.append(torch.einsum("qpd,qd->pq", whole, of_keys)[:, :, None])
+                parts, vectors = self.side("Q", some)
+                pieces.append(torch.einsum("qpd,qd->pq", vectors[:, len(_TERMS) :], of_keys)[:, :, None])
             values = torch.cat(pieces, 1)
         if self.position_bias is not None:
             parts = [*parts, Part("position bias", "bias", self.seen.layer)]
@@ -404,29 +375,29 @@ class Head:
     def pairs(self) -> dict[str, Any]:
         """Return `pairs`, `terms` and both sides' parts of one score, as `ScoreAttribution` holds them."""
         self.split.rows(self.needed).check(self.where)
-        visible = torch.nonzero(self.mask[0])[:, 0]
-        typical = float(self.site.sigma(self.seen.x[visible.to(self.seen.x.device)].double()).median())
-        queries, k_parts = self.side("Q", self.queries, typical), list[Part]()
+        q_parts, queries = self.side("Q", self.queries)
         weights = -self.share[0]  # of each key in the difference
         weights[self.keys[0]] += 1.0
-        keys: dict[str, Tensor] = {}
+        k_parts, keys = list[Part](), torch.zeros(())
         for some in in_chunks(self.needed_keys):
-            k_parts, whole, of_terms = self.side("K", some, typical)
-            for name, vectors in {"whole": whole, **of_terms}.items():
-                keys[name] = keys.get(name, 0.0) + torch.tensordot(weights[some], vectors, 1)
-        matrix, q_parts = queries.whole[0] @ keys["whole"].T / self.heads.divisor, queries.parts
+            k_parts, vectors = self.side("K", some)
+            keys = keys + torch.tensordot(weights[some], vectors, 1)
+        (q_terms, q), (k_terms, k) = (v.tensor_split([len(_TERMS)]) for v in (queries[0] / self.heads.divisor, keys))
+        matrix = q @ k.T
         if self.position_bias is not None:  # a separate pair: what ALiBi adds is of no other part
-            lift = self.minus_others(self.position_bias)
-            matrix, alone = torch.block_diag(matrix, lift), Part("position bias", "bias", self.seen.layer)
+            matrix = torch.block_diag(matrix, self.minus_others(self.position_bias))
+            alone = Part("position bias", "bias", self.seen.layer)
             q_parts, k_parts = [*q_parts, alone], [*k_parts, alone]
-        q, k = queries.whole.sum(1)[0] / self.heads.divisor, keys["whole"].sum(0)
-        terms = [("query", term, float(queries.terms[term][0] @ k) / self.heads.divisor) for term in _TERMS]
-        terms += [("key", term, float(q @ keys[term])) for term in _TERMS]
-        table = pd.DataFrame(terms, columns=["side", "term", "contribution"])
         rows, columns = ([part.name for part in parts] for parts in (q_parts, k_parts))
+        terms = {
+            "side": ["query"] * len(_TERMS) + ["key"] * len(_TERMS),
+            "term": [*_TERMS, *_TERMS],
+            "contribution": torch.cat([q_terms @ k.sum(0), k_terms @ q.sum(0)]).tolist(),
+            "meaning": [*_TERMS.values(), *_TERMS.values()],
+        }
         return {
             "pairs": pd.DataFrame(matrix.numpy(), rows, columns),
-            "terms": table.assign(meaning=table["term"].map(_TERMS)),
+            "terms": pd.DataFrame(terms),
             "components": tuple(k_parts),
             "query_components": tuple(q_parts),
         }
@@ -447,22 +418,8 @@ class Head:
         }
 
 
-def projected(norm: Norm, vectors: Float[Tensor, "*row d_head"]) -> Float[Tensor, "*row d_head"]:
-    """Px of a head's queries or keys; they are a piece of what OLMo 2's norms normalize, which do not project."""
-    return norm.project(vectors) if norm.projects else vectors
-
-
 def in_chunks(positions: Sequence[int]) -> list[list[int]]:
     return [list(positions[i : i + AT_ONCE]) for i in range(0, len(positions), AT_ONCE)]
-
-
-def _label(one: Head, query: int | None, key: int | None, against: int | str | None) -> str:
-    label = f"score{'s' if query is None or key is None else ''} of L{one.seen.layer}H{one.head}"
-    label += "" if query is None else f" from {query}"
-    label += "" if key is None else f" to {key}"
-    if against is None:
-        return label
-    return f"{label} minus {'the mean of those it sees' if against == MEAN else f'to {against}'}"
 
 
 def _attribution(
@@ -470,9 +427,17 @@ def _attribution(
 ) -> ScoreAttribution:
     """Return the attribution of each prompt's scores, filled up behind the end of a prompt."""
     side, first = "query" if query is None and key is not None else "key", ordered[0]
-    fields: dict[str, Any] = {"side": side, "label": _label(first, query, key, against)}
+    at_query, at_key, other = query, key, against
     if single:
-        fields |= {**first.pairs(), "label": _label(first, first.queries[0], first.keys[0], first.against)}
+        at_query, at_key, other = first.queries[0], first.keys[0], first.against
+    label = f"score{'' if at_query is not None and at_key is not None else 's'} of L{first.seen.layer}H{first.head}"
+    label += "" if at_query is None else f" from {at_query}"
+    label += "" if at_key is None else f" to {at_key}"
+    if other is not None:
+        label += " minus the mean of those it sees" if isinstance(other, str) else f" minus to {other}"
+    fields: dict[str, Any] = {"side": side, "label": label}
+    if single:
+        fields |= first.pairs()
         values = torch.tensor(fields["pairs"].sum(axis=0).to_numpy())[:, None, None]
         by_prompt = [first.numbers(values)]
     else:

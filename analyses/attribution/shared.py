@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from typing import Any, Self, SupportsIndex
 
@@ -49,10 +50,7 @@ class Prompts:
 
     Attributes:
         rows: token ids of each prompt; empty for a cache.
-        cache: the cached activations; None for token ids.
-        lengths: tokens of each prompt.
-        places: the positions that are asked for in each prompt, from 0.
-        asked: prompt and position, prompt after prompt.
+        places: the positions that are asked for in each prompt, from 0; asked: prompt and position of each.
         single: whether this is one index of one prompt.
 
     Raises:
@@ -68,8 +66,7 @@ class Prompts:
         self.lengths = [self.cache.length] * self.cache.batch if self.cache else [len(row) for row in self.rows]
         self.places = [_places(positions, length) for length in self.lengths]
         self.asked = [(number, position) for number, at in enumerate(self.places) for position in at]
-        several = positions is None or isinstance(positions, slice | Sequence)
-        is_index = not several and (not isinstance(positions, Tensor | np.ndarray) or positions.ndim == 0)
+        is_index = not isinstance(positions, slice | None) and np.ndim(positions) == 0
         self.single = len(self.places) == 1 and is_index
 
     def of_equal_length(self) -> list[list[int]]:
@@ -81,28 +78,23 @@ class Prompts:
         return torch.stack([self.rows[i] for i in members])
 
     def records(
-        self,
-        wiring: Wiring,
-        place: str,
-        points: Mapping[str, nn.Module],
-        neurons: Collection[int] = (),
-        block_inputs: Collection[int] = (),
+        self, wiring: Wiring, place: str, points: Mapping[str, nn.Module], **options: Any
     ) -> Iterator[tuple[list[int], Record]]:
         """Yield what the model shows at rows of `asked`, with their numbers: prompts of one length at a time.
 
         Args:
             place: what is read, of a cache.
-            points, neurons, block_inputs: as for `record`.
+            points, options: as for `record`.
         """
         for members in self.of_equal_length():
             start = {number: k * self.lengths[number] for k, number in enumerate(members)}
             rows = [row for row, (number, _) in enumerate(self.asked) if number in start]
             at = [start[number] + position for number, position in (self.asked[row] for row in rows)]
             if self.cache is not None:
-                yield rows, self.cache.record(at, wiring, place, points, block_inputs)
-                continue
-            options: dict[str, Any] = {"neurons": neurons, "points": points, "block_inputs": block_inputs}
-            yield rows, record(self.model, self.tokens(members), at, wiring.norms, **options)
+                yield rows, self.cache.record(at, wiring, place, points, **options)
+            else:
+                tokens = self.tokens(members)
+                yield rows, record(self.model, tokens, at, wiring.norms, points=points, **options)
 
     def by_prompt(self, values: Tensor, fill: float = math.nan) -> Tensor:
         """Return [… row] as [… batch pos], filled up behind a prompt's last position."""
@@ -133,12 +125,11 @@ class Prompts:
         if any(isinstance(one, str) for one in texts):
             given = [_id_of(self.model, one) if isinstance(one, str) else one for one in texts]
             given = given if len(given) > 1 else given[0]
-        try:
+        ids = torch.empty(0)
+        with suppress(TypeError, ValueError, RuntimeError):
             ids = torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise AttributionError(f"{what} must be a token, or an id for each position, got {given!r}") from error
         if not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise AttributionError(f"{what} must hold token ids, whole numbers, got {given!r}")
+            raise AttributionError(f"{what} must be a token, or an id for each position, got {given!r}")
         _check_ids(self.model, ids)
         if ids.ndim == 0 or (self.single and ids.ndim == 1):
             return ids.reshape(1, -1).expand(len(self.asked), -1).long()
@@ -149,6 +140,24 @@ class Prompts:
         if is_ragged or ids.ndim not in (2, 3) or ids.shape[:2] != shape:
             raise AttributionError(f"{what} must have an id for each position, {list(shape)}, got {list(ids.shape)}")
         return ids.reshape(len(self.asked), -1).long()
+
+    def label(self, target: Int[Tensor, "row token"] | None, against: Int[Tensor, "row token"] | str | None) -> str:
+        """Return what is attributed, as text; `target` None: the next token."""
+
+        def words(ids: Tensor | str | None) -> str:
+            if not isinstance(ids, Tensor):
+                return "the next token" if ids is None else "the mean logit"
+            if bool((ids != ids[:1]).any()):
+                return "the tokens given"
+            names = ", ".join(token_name(self.model, token) for token in ids[0, :4].tolist())
+            return names + (f", … ({ids.shape[1]} tokens, their mean)" if ids.shape[1] > 4 else "")
+
+        return f"logit of {words(target)}" + ("" if against is None else f" minus {words(against)}")
+
+    def others(self, against: Any) -> Int[Tensor, "row token"] | str | None:
+        """Return the tokens whose logits are subtracted at every position, or the word for the mean."""
+        is_word = against is None or (isinstance(against, str) and against == MEAN)
+        return against if is_word else self.ids(against, "against")
 
 
 def _token_rows(model: HookedModel, given: Any) -> list[Int[Tensor, " _"]]:
@@ -164,15 +173,12 @@ def _token_rows(model: HookedModel, given: Any) -> list[Int[Tensor, " _"]]:
 
 
 def _places(positions: Any, length: int) -> list[int]:
-    try:
-        at = torch.arange(length)[slice(None) if positions is None else positions]
-    except (IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise AttributionError(
-            f"positions {positions!r}: give None, indices or a slice of {length} tokens (0 … {length - 1})"
-        ) from error
-    if not at.numel():
-        raise AttributionError(f"positions {positions!r} are none of the prompt's {length}: give at least one")
-    return list(at.reshape(-1).tolist())
+    at: list[int] = []
+    with suppress(IndexError, TypeError, ValueError, RuntimeError):
+        at = torch.arange(length)[slice(None) if positions is None else positions].reshape(-1).tolist()
+    if not at:
+        raise AttributionError(f"positions {positions!r}: give indices or a slice of {length} tokens, at least one")
+    return at
 
 
 def _check_ids(model: HookedModel, ids: Tensor) -> None:
@@ -209,26 +215,10 @@ def token_name(model: HookedModel, token: int, *, quoted: bool = True) -> str:
     return repr(text) if quoted and decode is not None else text
 
 
-def label_of(
-    model: HookedModel, target: Int[Tensor, "row token"] | None, against: Int[Tensor, "row token"] | str | None
-) -> str:
-    """Return what is attributed, as text; `target` None: the next token."""
-
-    def words(ids: Tensor | str | None) -> str:
-        if not isinstance(ids, Tensor):
-            return "the next token" if ids is None else "the mean logit"
-        if bool((ids != ids[:1]).any()):
-            return "the tokens given"
-        names = ", ".join(token_name(model, token) for token in ids[0, :4].tolist())
-        return names + (f", … ({ids.shape[1]} tokens, their mean)" if ids.shape[1] > 4 else "")
-
-    return f"logit of {words(target)}" + ("" if against is None else f" minus {words(against)}")
-
-
-def part_columns(parts: Sequence[Part]) -> pd.DataFrame:
+def part_columns(parts: Sequence[Part], **same: str) -> pd.DataFrame:
     """Return the columns of a table that say which component a row is about."""
     columns = {"part": "name", "kind": "kind", "layer": "layer", "index": "index"}
-    return pd.DataFrame({column: [getattr(part, name) for part in parts] for column, name in columns.items()})
+    return pd.DataFrame(same | {column: [getattr(part, name) for part in parts] for column, name in columns.items()})
 
 
 class Sums:
@@ -246,9 +236,6 @@ class Sums:
     scale: Any
     bound: float
     label: str
-    _number = "logit"
-    _remedy = ""
-    _entries = "positions"
 
     def _errors(self) -> Float64[Tensor, " *pos"]:
         total, own, scale = (torch.as_tensor(v, dtype=torch.float64) for v in (self.total, self.own, self.scale))
@@ -272,8 +259,7 @@ class Sums:
             total, own = (float(torch.as_tensor(v).flatten()[at]) for v in (self.total, self.own))
             raise AttributionError(
                 f"the parts add up to {total:.6g}, and the model's own {self.label}{self._place(at)} is {own:.6g}: "
-                f"{float(errors[at]):.1e} of the largest {self._number} apart (rounding explains {self.bound:.0e})"
-                f"{self._remedy}"
+                f"{float(errors[at]):.1e} of the largest apart (rounding explains {self.bound:.0e})"
             )
         return self
 
@@ -309,7 +295,7 @@ class Sums:
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self.values.shape[1:]))
-        return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} {self._entries})"
+        return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} positions)"
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>{self.top().to_html(index=False, float_format='{:+.4g}'.format)}"
