@@ -152,28 +152,21 @@ class Features:
         """Return `values` with the components that the hook point shows replaced by features, bias and error.
 
         Args:
-            values: of each component, what `f` reads from it.
-            record: of the same rows, with this hook point in it.
-            rows: of `activations`.
+            values: of each component, what `f` reads from it at the rows of `record`.
+            rows: the same rows of `activations`.
             named: the features that get a row each.
             bound: relative error that rounding explains.
-
-        Raises:
-            AttributionError: the components do not add up to what the hook point shows.
         """
         replaced = [part for part in values if self.replaces(part)]
         if not replaced:
-            raise AttributionError(
-                f"{self.hook_name} shows no component of what is read here: it comes later, or other features replace "
-                "its components already"
-            )
+            raise AttributionError(f"{self.hook_name} comes later, or other features replace all of its components")
         each = torch.stack([values[part] for part in replaced])
         whole = dot(record.points[self.hook_name].double(), f)
         missing = float((each.sum(0) - whole).abs().max()) / max(float(each.abs().sum(0).max()), 1e-300)
         if not missing <= bound:
             raise AttributionError(
-                f"what {self.hook_name} shows is not the sum of the components before it ({missing:.1e} of it is left "
-                f"over, rounding explains {bound:.0e}): a norm or a factor comes in between"
+                f"{self.hook_name} is not the sum of the components before it: {missing:.1e} of it is left over "
+                f"(rounding explains {bound:.0e})"
             )
         active = self.activations.reshape(-1, len(self.directions))[list(rows)].double().cpu()
         directions = self.directions.double().cpu()
@@ -210,9 +203,6 @@ def _factors(
         expected = (active.double() * by_token) @ (rows * by_feature)
         return float((whole - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
-    if left_over() <= limit:
-        return by_token, by_feature
-
     def single(features: Sequence[int]) -> Float64[Tensor, " pos"]:
         """Return the factor of one feature at each of the first tokens, while no other feature is active."""
         at, of = torch.arange(len(features)), torch.tensor(features)
@@ -222,20 +212,20 @@ def _factors(
         factor: Tensor = (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
         return factor
 
-    used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
-    count = active[..., 0].numel()
-    first = single(used[:1] * count)
-    by_token = first.view_as(by_token)
-    if left_over() <= limit:
-        return by_token, by_feature
-    for some in (used[i : i + count] for i in range(0, len(used), count)):
-        by_feature[some, 0] = single(some) / first[: len(some)]
-    if (left := left_over()) <= limit:
-        return by_token, by_feature
-    raise AttributionError(
-        f"{type(sae).__name__}.decode is no sum of its activations times rows of W_dec, also with a factor for each "
-        f"token and feature ({left:.1e} is left over): give Features(…) the directions that it writes"
-    )
+    if not left_over() <= limit:
+        used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
+        count = active[..., 0].numel()
+        first = single(used[:1] * count)
+        by_token = first.view_as(by_token)
+        if not left_over() <= limit:
+            for some in (used[i : i + count] for i in range(0, len(used), count)):
+                by_feature[some, 0] = single(some) / first[: len(some)]
+    if not (left := left_over()) <= limit:
+        raise AttributionError(
+            f"{type(sae).__name__}.decode is no sum of its activations times rows of W_dec, also with a factor for "
+            f"each token and feature ({left:.1e} is left over): give Features(…) the directions that it writes"
+        )
+    return by_token, by_feature
 
 
 def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
@@ -249,21 +239,15 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     if float(rest.abs().max()) <= max(CLOSES, 4 * torch.finfo(rest.dtype).eps) * float(decoded.abs().max()):
         return None
     if not any("skip" in name.lower() and getattr(sae, name, None) is not None for name in dir(sae)):
-        raise AttributionError(
-            f"calling {type(sae).__name__} does not give decode(encode(x)), and it has no skip connection: give "
-            "Features(…) what it writes"
-        )
+        raise AttributionError(f"{type(sae).__name__} gives another output than it decodes, and has no skip connection")
     return rest
 
 
 def dictionaries(
     model: HookedModel, features: object, lengths: Sequence[int]
 ) -> tuple[list[Features], dict[str, nn.Module]]:
-    """Return the argument `features` as a list, and the modules of their hook points by name.
-
-    Raises:
-        AttributionError: something else, two of one hook point, or one that does not fit the model or the prompts.
-    """
+    """Return the argument `features` as a list, and the modules of their hook points by name; raises AttributionError
+    for something else, two of one hook point, or one that does not fit the model or the prompts."""
     given: list[Any] = list(features) if isinstance(features, list | tuple) else [] if features is None else [features]
     points = dict[str, nn.Module]()
     for one in given:

@@ -61,8 +61,7 @@ class LogitAttribution(Sums):
             norm's output that it holds); scale: the largest |logit| at that position, which errors are relative to;
             sigma: what the final norm divided by, NaN if there is none. Floats for one index of one prompt, else
             [batch pos].
-        bound: relative error that rounding explains in the model's format: 1e-5 in float32, 1e-11 in float64, four
-            units of relative precision in half precision (0.03 in bfloat16, 0.004 in float16).
+        bound: relative error that rounding explains in the model's format: 1e-5 in float32, 0.03 in bfloat16.
         at: the position of every entry, counted from the beginning of its prompt; -1 where there is none.
         label: what was asked for, as text.
         soft_cap: cap of the model's logits: sums are of the logits before it; 0 if there is none.
@@ -195,15 +194,9 @@ def attribute_logits(
     numbers[0, ~valid] = math.nan
     numbers = torch.cat([every.sum((0, 1))[None], numbers])
     shaped = numbers[:, 0].tolist() if prompts.single else prompts.by_prompt(numbers)
-    return LogitAttribution(
-        tuple(terms),
-        prompts.by_prompt(every),
-        *shaped,
-        bound=end.wiring.bound,
-        at=prompts.by_prompt(torch.tensor([position for _, position in prompts.asked]), -1),
-        label=prompts.label(tokens if prompts.single else None if target is None else ids, others),
-        soft_cap=cap,
-    )
+    at = prompts.by_prompt(torch.tensor([position for _, position in prompts.asked]), -1)
+    label = prompts.label(tokens if prompts.single else None if target is None else ids, others)
+    return LogitAttribution(tuple(terms), prompts.by_prompt(every), *shaped, end.wiring.bound, at, label, cap)
 
 
 class _End(NamedTuple):
@@ -227,9 +220,7 @@ class _End(NamedTuple):
         W_U = at_least_float32(self.W_U)
         return read.to(W_U) @ W_U + self.b_U
 
-    def form(
-        self, logits: Float64[Tensor, "row d_vocab"] | None, read: Float[Tensor, "row d_model"]
-    ) -> tuple[float, float]:
+    def form(self, logits: Float64[Tensor, "row _"] | None, read: Float[Tensor, "row _"]) -> tuple[float, float]:
         """Return the cap of a model's logits and their factor: of those that its config says, what is seen."""
         if logits is None or (not self.cap and self.factor == 1.0):
             return self.cap, self.factor
@@ -368,10 +359,8 @@ class LogitLens:
     def check(self) -> LogitLens:
         """Return this lens if its last layer is the model's own output; an AttributionError if not."""
         if self.error > self.bound:
-            raise AttributionError(
-                f"the last layer's logits are {self.error:.1e} from the model's own (rounding explains {self.bound:.0e}"
-                "): something comes after the final norm"
-            )
+            largest = f"{self.error:.1e} of the largest, and rounding explains {self.bound:.0e}"
+            raise AttributionError(f"the last layer's logits are not the model's own: {largest}")
         return self
 
     def __repr__(self) -> str:
@@ -448,14 +437,11 @@ def logit_lens(
     label = "logit of the last layer's most likely token"
     if target is not None or prompts.single:
         label = prompts.label(ids, others)
-    return LogitLens(
-        _lens_table(prompts, every, ids, others),
-        prompts.by_prompt(every.movedim(1, -1)).movedim(1, -1),
-        prompts.by_prompt(torch.tensor([position for _, position in prompts.asked]), -1),
-        max(errors, default=math.nan),
-        max(closes_below(seen.dtype), closes_below(torch.float32)),
-        label,
-    )
+    values = prompts.by_prompt(every.movedim(1, -1)).movedim(1, -1)
+    at = prompts.by_prompt(torch.tensor([position for _, position in prompts.asked]), -1)
+    bound = max(closes_below(seen.dtype), closes_below(torch.float32))
+    table = _lens_table(prompts, every, ids, others)
+    return LogitLens(table, values, at, max(errors, default=math.nan), bound, label)
 
 
 def _through(

@@ -185,7 +185,7 @@ def attribute_scores(
                 split = Split(wiring, seen).rows(range(k * length, (k + 1) * length))
                 first = number * max(prompts.lengths)
                 head = place(head, heads.n_heads, "head", f"layer {layer}")
-                each[number] = Head(heads, head, site, where, split, look, first).asked(query, key, against)
+                each[number] = Head(heads, head, site, where, split, look, first, length).asked(query, key, against)
     ordered = [each[number] for number in range(len(each))]
     single = len(ordered) == 1 and query is not None and key is not None
     rows = [one.first + p for one in ordered for p in (one.needed if single else range(one.length))]
@@ -212,6 +212,7 @@ class Head:
     split: Split
     seen: AttentionInput
     first: int
+    length: int
     queries: Sequence[int] = ()
     keys: Sequence[int] = ()
     against: int | str | None = None
@@ -225,14 +226,11 @@ class Head:
         if against is not None and not isinstance(against, str):
             against = place(against, self.length, "against")
         one = replace(self, queries=queries, keys=keys, against=against)
-        needed = [*([] if key is None else keys), *([against] if isinstance(against, int) else [])]
-        if query is not None and (hidden := [k for k in needed if not one.mask[0, k]]):
+        others = [against] if isinstance(against, int) else []
+        hidden = [k for k in others + (keys if key is not None else []) if not one.mask[0, k]]
+        if query is not None and hidden:
             raise AttributionError(f"query {queries[0]} does not see key {hidden[0]}")
         return one
-
-    @property
-    def length(self) -> int:
-        return len(self.seen.x)
 
     @cached_property
     def mask(self) -> Bool[Tensor, "query key"]:
@@ -276,19 +274,9 @@ class Head:
         distance = torch.arange(self.length, dtype=torch.float64) - torch.tensor(self.queries).double()[:, None]
         return self.heads.slopes[self.head].cpu() * distance
 
-    @cached_property
-    def scores(self) -> Float64[Tensor, "query key"]:
-        """Of all keys, 0 where a query does not see the key."""
-        q, k = self.vectors
-        scores = q[list(self.queries)] @ k.T / self.heads.divisor
-        scores = scores if self.position_bias is None else scores + self.position_bias
-        return torch.where(self.mask, scores, 0.0)
-
     def side(self, name: str, positions: Sequence[int]) -> tuple[list[Part], Float64[Tensor, "row part d_head"]]:
-        """Return the parts of queries (name Q) or keys (K), and each one's vector after QK-norm and rotary.
-
-        Before the parts' vectors come those of the terms: the vector minus what it would be without each of them.
-        """
+        """Return the parts of queries (name Q) or keys (K), and each one's vector after QK-norm and rotary; before them
+        come vectors of the terms: the whole minus what it would be without each."""
         maps = self.heads
         W, b, norm = (maps.W_Q, maps.b_Q, maps.q_norm) if name == "Q" else (maps.W_K, maps.b_K, maps.k_norm)
         W, b = W[self.head].cpu(), b[self.head].cpu()
@@ -389,15 +377,11 @@ class Head:
             alone = Part("position bias", "bias", self.seen.layer)
             q_parts, k_parts = [*q_parts, alone], [*k_parts, alone]
         rows, columns = ([part.name for part in parts] for parts in (q_parts, k_parts))
-        terms = {
-            "side": ["query"] * len(_TERMS) + ["key"] * len(_TERMS),
-            "term": [*_TERMS, *_TERMS],
-            "contribution": torch.cat([q_terms @ k.sum(0), k_terms @ q.sum(0)]).tolist(),
-            "meaning": [*_TERMS.values(), *_TERMS.values()],
-        }
+        terms = pd.MultiIndex.from_product([["query", "key"], _TERMS], names=["side", "term"]).to_frame(index=False)
+        terms["contribution"] = torch.cat([q_terms @ k.sum(0), k_terms @ q.sum(0)]).numpy()
         return {
             "pairs": pd.DataFrame(matrix.numpy(), rows, columns),
-            "terms": pd.DataFrame(terms),
+            "terms": terms.assign(meaning=terms["term"].map(_TERMS)),
             "components": tuple(k_parts),
             "query_components": tuple(q_parts),
         }
@@ -408,10 +392,14 @@ class Head:
         if isinstance(self.against, int):
             seen = seen & self.mask[:, [self.against]]
         pattern = self.seen.pattern[self.head][list(self.queries)][:, self.keys]
+        q, k = self.vectors
+        scores = q[list(self.queries)] @ k.T / self.heads.divisor
+        scores = scores if self.position_bias is None else scores + self.position_bias
+        scores = torch.where(self.mask, scores, 0.0)
         return {
             "values": values.masked_fill(~seen, math.nan),
-            "own": self.minus_others(self.scores).masked_fill(~seen, math.nan),
-            "scale": self.scores.abs().amax(1, keepdim=True).clamp_min(1e-300).expand(seen.shape),
+            "own": self.minus_others(scores).masked_fill(~seen, math.nan),
+            "scale": scores.abs().amax(1, keepdim=True).clamp_min(1e-300).expand(seen.shape),
             "weight": pattern.double().cpu(),
             "queries": torch.tensor(self.queries)[:, None].expand(seen.shape),
             "keys": torch.tensor(self.keys).expand(seen.shape),
@@ -427,14 +415,13 @@ def _attribution(
 ) -> ScoreAttribution:
     """Return the attribution of each prompt's scores, filled up behind the end of a prompt."""
     side, first = "query" if query is None and key is not None else "key", ordered[0]
-    at_query, at_key, other = query, key, against
     if single:
-        at_query, at_key, other = first.queries[0], first.keys[0], first.against
-    label = f"score{'' if at_query is not None and at_key is not None else 's'} of L{first.seen.layer}H{first.head}"
-    label += "" if at_query is None else f" from {at_query}"
-    label += "" if at_key is None else f" to {at_key}"
-    if other is not None:
-        label += " minus the mean of those it sees" if isinstance(other, str) else f" minus to {other}"
+        query, key, against = first.queries[0], first.keys[0], first.against
+    label = f"score{'s' if query is None or key is None else ''} of L{first.seen.layer}H{first.head}"
+    label += "" if query is None else f" from {query}"
+    label += "" if key is None else f" to {key}"
+    if against is not None:
+        label += " minus the mean of those it sees" if isinstance(against, str) else f" minus to {against}"
     fields: dict[str, Any] = {"side": side, "label": label}
     if single:
         fields |= first.pairs()

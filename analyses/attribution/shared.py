@@ -30,11 +30,7 @@ class AttributionError(ValueError):
 
 
 def one_of(**names: Any) -> Any:
-    """Return the value of an argument that has several names; None if it is not given.
-
-    Raises:
-        AttributionError: two of the names are given.
-    """
+    """Return the value of an argument that has several names, one of which may be given; None if none is."""
     values = {name: value for name, value in names.items() if value is not None}
     if len(values) > 1:
         raise AttributionError(f"{' and '.join(values)} are two names of one argument: give one")
@@ -80,12 +76,7 @@ class Prompts:
     def records(
         self, wiring: Wiring, place: str, points: Mapping[str, nn.Module], **options: Any
     ) -> Iterator[tuple[list[int], Record]]:
-        """Yield what the model shows at rows of `asked`, with their numbers: prompts of one length at a time.
-
-        Args:
-            place: what is read, of a cache.
-            points, options: as for `record`.
-        """
+        """Yield what the model shows at rows of `asked`, with their numbers: prompts of one length at a time."""
         for members in self.of_equal_length():
             start = {number: k * self.lengths[number] for k, number in enumerate(members)}
             rows = [row for row, (number, _) in enumerate(self.asked) if number in start]
@@ -116,11 +107,7 @@ class Prompts:
     def ids(self, given: Any, what: str) -> Int[Tensor, "row token"]:
         """Return token ids of every position: one token for all, or an id or ids for each.
 
-        Of one index of one prompt, several tokens are those whose logits are averaged.
-
-        Raises:
-            AttributionError: an id outside the vocabulary, a text that is not one token, another shape.
-        """
+        Of one index of one prompt, several tokens are those whose logits are averaged."""
         texts = given if isinstance(given, list | tuple) else [given]
         if any(isinstance(one, str) for one in texts):
             given = [_id_of(self.model, one) if isinstance(one, str) else one for one in texts]
@@ -197,11 +184,7 @@ def _id_of(model: HookedModel, text: str) -> int:
 
 
 def place(position: SupportsIndex, length: int, what: str, whole: str = "the prompt") -> int:
-    """Return a position (a layer, a head) from 0; negative ones are counted from the end.
-
-    Raises:
-        AttributionError: there is none.
-    """
+    """Return a position (a layer, a head) from 0, counted from the end if negative; AttributionError for no such."""
     index = whole_number(position, what, error=AttributionError)
     if not -length <= index < length:
         raise AttributionError(f"{what} {index} is out of range: {whole} has {length} (0 … {length - 1})")
@@ -248,11 +231,8 @@ class Sums:
         return float(self._errors().max())
 
     def check(self) -> Self:
-        """Return this result if its components add up to the model's own number everywhere.
-
-        Raises:
-            AttributionError: they do not; says where and by how much.
-        """
+        """Return this result if its components add up to the model's own number everywhere; an AttributionError says
+        where they do not, and by how much."""
         errors = self._errors().flatten()
         if not float(errors.max()) <= self.bound:
             at = int(errors.nan_to_num(math.inf).argmax())
