@@ -1,9 +1,7 @@
 """Features of sparse autoencoders and transcoders as components of the residual stream.
 
-A dictionary at a hook point writes Σ_f a_f v_f + bias + error, with activations a, decoder directions v and the
-reconstruction error that is left. In an attribution these rows replace the components whose sum that hook point shows:
-everything earlier at `hook_resid_*`, one MLP at `hook_mlp_out`, one attention layer at `hook_attn_out`. A feature goes
-through the norm as any other component does, with the token's own sigma held.
+A dictionary at a hook point writes Σ_f a_f v_f + bias + error, with activations a and decoder directions v. These rows
+replace the components whose sum that hook point shows, and go through the norm as those do (`docs/attribution.md`).
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ class Features:
             input_name: what is encoded, where it is another hook point (a transcoder); None: as `cfg` says.
 
         Raises:
-            AttributionError: the object or the cache lacks something, by name; `decode` is no sum over rows of `W_dec`,
-                even with such factors; calling the object gives something else without a skip connection.
+            AttributionError: the object or the cache lacks something, or the object writes something else.
         """
         for name in ("encode", "decode", "W_dec"):
             if not hasattr(sae, name):
@@ -113,7 +110,8 @@ class Features:
 
     def check(self, d_model: int, batch: int, length: int) -> None:
         """Raise AttributionError unless shapes fit the model and the prompts, and all numbers are finite."""
-        size, at = len(self.directions), (length,) if batch == 1 and self.activations.ndim == 2 else (batch, length)
+        at = [batch, length][batch == 1 and self.activations.ndim == 2 :]
+        size = len(self.directions)
         shapes = {
             "directions": (size, d_model),
             "activations": (*at, size),
@@ -151,11 +149,7 @@ class Features:
     ) -> dict[Part, Float64[Tensor, "row reading"]]:
         """Return `values` with the components that the hook point shows replaced by features, bias and error.
 
-        Args:
-            values: of each component, what `f` reads from it at the rows of `record`.
-            rows: the same rows of `activations`.
-            named: the features that get a row each.
-            bound: relative error that rounding explains.
+        `rows` of the activations are those of `record`; the features that are `named` get a row each.
         """
         replaced = [part for part in values if self.replaces(part)]
         if not replaced:
@@ -222,8 +216,8 @@ def _factors(
                 by_feature[some, 0] = single(some) / first[: len(some)]
     if not (left := left_over()) <= limit:
         raise AttributionError(
-            f"{type(sae).__name__}.decode is no sum of its activations times rows of W_dec, also with a factor for "
-            f"each token and feature ({left:.1e} is left over): give Features(…) the directions that it writes"
+            f"{type(sae).__name__}.decode is no sum of activations times factors times rows of W_dec "
+            f"({left:.1e} is left over): give Features(…) the directions that it writes"
         )
     return by_token, by_feature
 
@@ -246,9 +240,9 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
 def dictionaries(
     model: HookedModel, features: object, lengths: Sequence[int]
 ) -> tuple[list[Features], dict[str, nn.Module]]:
-    """Return the argument `features` as a list, and the modules of their hook points by name; raises AttributionError
-    for something else, two of one hook point, or one that does not fit the model or the prompts."""
-    given: list[Any] = list(features) if isinstance(features, list | tuple) else [] if features is None else [features]
+    """Return the argument `features` as a list, and their hook points by name; AttributionError if it does not fit."""
+    given: Any = [] if features is None else features
+    given = list(given) if isinstance(given, list | tuple) else [given]
     points = dict[str, nn.Module]()
     for one in given:
         if not isinstance(one, Features):
@@ -265,7 +259,7 @@ def dictionaries(
 
 
 def _when(part: Part) -> int:
-    """Return a component's place in the order of the pass: four steps per block, as in _POINTS; embeddings: -1."""
+    """Return a component's place in the pass: four steps per block, as in _POINTS; -1 for embeddings."""
     if part.layer < 0 or part.kind in ("embedding", "position"):
         return -1
     point = part.name.removeprefix(f"L{part.layer} ").split(" ")[0]

@@ -2,9 +2,7 @@
 
     logit = Σ_p w·gain·P x_p / sigma + w·bias + b_U            at the token's own sigma
 
-(`docs/attribution.md`; in folded models direct logit attribution: Elhage et al. 2021, Wang et al. 2023.) Each
-component's share is split into what it would give without projection, w·gain·x_p / sigma, and what projection takes
-off, -w·gain·1·mean(x_p) / sigma.
+See `docs/attribution.md`. In folded models this is direct logit attribution (Elhage et al. 2021, Wang et al. 2023).
 """
 
 from __future__ import annotations
@@ -24,7 +22,16 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from ln_probe.analyses.attribution.features import Features, dictionaries
-from ln_probe.analyses.attribution.shared import AttributionError, Positions, Prompts, Sums, Tokens, one_of, token_name
+from ln_probe.analyses.attribution.shared import (
+    AttributionError,
+    Ids,
+    Positions,
+    Prompts,
+    Sums,
+    Tokens,
+    one_of,
+    token_name,
+)
 from ln_probe.hooks.components import END, Part, Record, Split, Wiring, closes_below, find_wiring, is_cache
 from ln_probe.hooks.model import (
     HookedModel,
@@ -45,6 +52,7 @@ from ln_probe.hooks.norms import norms_of
 
 TERMS = ("without_projection", "projection", "bias")
 COMPONENTS = ("heads", "layers", "neurons")
+Terms = dict[Part, Float64[Tensor, "row term"]]
 SCALES = ("own", "final")  # of the logit lens
 SHOWN = 24  # positions in the picture of a lens
 
@@ -127,10 +135,9 @@ def attribute_logits(
             this model.
         positions: positions whose logits are attributed: None (all), an index, a slice or a list; negative from the
             end of each prompt.
-        target: the token whose logit is attributed: an id or text, the same at every position; ids [batch pos], one for
-            each position (for one prompt also [pos], for one position of several [batch]); None: the next token of the
-            prompt, NaN at the last position. For one position of one prompt: a token, or several, whose logits are
-            averaged; None: the model's most likely token.
+        target: the token whose logit is attributed: an id or text; ids [batch pos], one for each position (also [pos]
+            or [batch]); None: the next token of the prompt, NaN at the last position. For one position of one prompt:
+            a token, or several, whose logits are averaged; None: the model's most likely token.
         against: the logit to subtract: given like `target`, "mean" (the mean logit of the vocabulary), or None.
         components: "heads" (heads, MLPs, embeddings, biases), "layers" (attention layers and MLPs with their biases) or
             "neurons" (heads, and MLPs neuron by neuron; not from a cache).
@@ -142,10 +149,9 @@ def attribute_logits(
 
     Raises:
         TypeError: not a TransformerLens model.
-        AttributionError: an unknown token, a position out of range, a prompt that cannot be run, features that do not
-            fit, a head that was not in the checkpoint.
-        SplitError: the components do not add up to what the final norm reads (a writer that is not known, a cache of
-            another, folded or centred model): names the place and how much is missing.
+        AttributionError: a token, position, prompt or features that do not fit; a head that was not in the checkpoint.
+        SplitError: the components do not add up to what the final norm reads (an unknown writer, a cache of another,
+            folded or centred model): names the place and how much is missing.
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")
@@ -193,10 +199,11 @@ def attribute_logits(
     every = torch.stack(list(terms.values())).permute(0, 2, 1).masked_fill(~valid, math.nan)
     numbers[0, ~valid] = math.nan
     numbers = torch.cat([every.sum((0, 1))[None], numbers])
-    shaped = numbers[:, 0].tolist() if prompts.single else prompts.by_prompt(numbers)
+    total, own, scale, sigma = numbers[:, 0].tolist() if prompts.single else prompts.by_prompt(numbers)
     at = prompts.by_prompt(torch.tensor([position for _, position in prompts.asked]), -1)
     label = prompts.label(tokens if prompts.single else None if target is None else ids, others)
-    return LogitAttribution(tuple(terms), prompts.by_prompt(every), *shaped, end.wiring.bound, at, label, cap)
+    every, bound = prompts.by_prompt(every), end.wiring.bound
+    return LogitAttribution(tuple(terms), every, total, own, scale, sigma, bound, at, label, cap)
 
 
 class _End(NamedTuple):
@@ -221,7 +228,7 @@ class _End(NamedTuple):
         return read.to(W_U) @ W_U + self.b_U
 
     def form(self, logits: Float64[Tensor, "row _"] | None, read: Float[Tensor, "row _"]) -> tuple[float, float]:
-        """Return the cap of a model's logits and their factor: of those that its config says, what is seen."""
+        """Return the cap and the factor of logits: of those that the config says, what is seen."""
         if logits is None or (not self.cap and self.factor == 1.0):
             return self.cap, self.factor
         plain = self.project(read).to(logits)
@@ -233,7 +240,7 @@ class _End(NamedTuple):
 
     def logits(self, seen: Record) -> tuple[Float64[Tensor, "row d_vocab"], float, float]:
         """Return the model's logits before their soft cap, the cap and the factor of W_U's logits."""
-        if seen.logits is None:  # of a cache: from the norm's output, another way than through its components
+        if seen.logits is None:  # of a cache: from the norm's output, not through its components
             read = seen.inputs[self.place].double()
             if self.norm is not None:
                 read = self.norm.affine(seen.points[f"{self.norm.name}.hook_normalized"].double())
@@ -249,7 +256,7 @@ def _end_of(model: HookedModel) -> _End:
         raise AttributionError(f"logits of this model cannot be attributed: {reason}")
     W_U, b_U, size = weight_of(model, "W_U"), weight_of(model, "b_U"), outputs(model)
     if W_U is None or W_U.ndim != 2:
-        raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab] to read logits from")
+        raise AttributionError(f"{type(model).__name__} shows no unembedding W_U [d_model d_vocab]")
     W_U = before_projection(model, W_U[:, :size].T).T
     b_U = W_U.new_zeros(size) if b_U is None else b_U[:size]
     norms, cap = norms_of(model), getattr(model.cfg, "output_logits_soft_cap", None)
@@ -267,10 +274,10 @@ def _capped(logits: Float[Tensor, "*row d_vocab"], cap: float) -> Float[Tensor, 
 
 def _contrast(
     values: Float[Tensor, "*layer row d_vocab"],
-    ids: Int[Tensor, "row token"],
-    other: Int[Tensor, "row other"] | str | None,
+    ids: Ids,
+    other: Ids | str | None,
 ) -> Float64[Tensor, "*layer row"]:
-    """Return the mean of values over each row's tokens, minus that over the others ("mean": over the vocabulary)."""
+    """Return the mean of values over each row's tokens minus that over the others ("mean": all tokens)."""
 
     def mean(tokens: Tensor | str) -> Tensor:
         if isinstance(tokens, str):
@@ -288,7 +295,7 @@ def _terms(
     w: Float64[Tensor, "row d_model"],
     chosen: Sequence[tuple[Features, Sequence[int]]],
     of_features: Sequence[int],
-) -> tuple[dict[Part, Float64[Tensor, "row term"]], Float64[Tensor, " row"]]:
+) -> tuple[Terms, Float64[Tensor, " row"]]:
     """Return what each component gives along `w`, and the norm's sigma (NaN without a norm)."""
     norm, nothing = end.norm, torch.zeros(len(w), dtype=torch.float64)
     gain = w if norm is None else w * gain_of(norm)
@@ -313,11 +320,13 @@ def _terms(
     return terms, sigma[:, 0]
 
 
-def _in_layers(terms: dict[Part, Float64[Tensor, "row term"]]) -> dict[Part, Float64[Tensor, "row term"]]:
-    """Return heads, neurons and output biases summed into the attention layer or MLP that they belong to."""
+def _in_layers(terms: Terms) -> Terms:
+    """Return heads, neurons and output biases summed by attention layer or MLP."""
     summed: dict[Part, Tensor] = {}
     for part, value in terms.items():
-        written = part.name.rsplit(" ", 1)[-1] if part.kind == "bias" else part.kind  # (a feature can be called so)
+        written = part.kind
+        if part.kind == "bias":  # (a feature can be called as a bias is)
+            written = part.name.rsplit(" ", 1)[-1]
         layer, whole = part.layer, part
         if written in ("head", "b_O"):
             whole = Part(f"L{layer} attn", "attention", layer)
@@ -325,9 +334,6 @@ def _in_layers(terms: dict[Part, Float64[Tensor, "row term"]]) -> dict[Part, Flo
             whole = Part(f"L{layer} mlp", "mlp", layer)
         summed[whole] = summed[whole] + value if whole in summed else value
     return summed
-
-
-# ---------------------------------------------------------------------------------------- the logit lens
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +374,7 @@ class LogitLens:
         return f"LogitLens({layers} layers, {batch} x {positions} positions; {self.label})"
 
     def _repr_html_(self) -> str:
-        """Return the most likely tokens of the first prompt's last positions, shaded by their probability."""
+        """Return the first prompt's most likely tokens, shaded by their probability."""
         first = self.table[self.table["batch"] == 0]
         shown = first[first["position"].isin(first["position"].unique()[-SHOWN:])]
         cells = [
@@ -447,7 +453,7 @@ def logit_lens(
 def _through(
     norm: Norm | None, x: Float[Tensor, "layer row d_model"], at: Int[Tensor, " row"], scale: str
 ) -> Float[Tensor, "layer row d_model"]:
-    """Return the final norm's output on the stream at these positions, as the norm is now: intact or edited."""
+    """Return the output of the final norm, intact or edited, on the stream at these positions."""
     if norm is None:
         return x
     edit = next((edit for edit in edits_on(norm.module) if isinstance(edit, NormEdit)), None)
@@ -464,8 +470,8 @@ def _through(
 def _lens_table(
     prompts: Prompts,
     logits: Float[Tensor, "layer row d_vocab"],
-    ids: Int[Tensor, "row token"],
-    others: Int[Tensor, "row token"] | str | None,
+    ids: Ids,
+    others: Ids | str | None,
 ) -> pd.DataFrame:
     """Return `LogitLens.table`."""
     logs = logits.log_softmax(-1)

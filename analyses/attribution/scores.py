@@ -2,11 +2,8 @@
 
     score = (W_Q LN(x_q) + b_Q)ᵀ R (W_K LN(x_k) + b_K) / divisor
 
-is bilinear in the parts of both sides once both sigmas are held (Elhage et al. 2021, section on QK circuits, has it
-without norms; `docs/attribution.md`). A QK-norm holds its own sigma too; what ALiBi adds is a separate pair,
-"position bias". Against another key, or the mean over the keys that the query sees, it is the difference of two such
-sums: what softmax depends on. Scores are meant before a soft cap; a sink in the softmax is of no key, so it is no part
-of a score.
+is bilinear in the parts of both sides once both sigmas are held, a QK-norm's too (`docs/attribution.md`; Elhage et al.
+2021 have it without norms). Scores are meant before a soft cap; a sink in the softmax is of no key, so of no score.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pandas as pd
@@ -79,6 +76,7 @@ class ScoreAttribution(Sums):
     pairs: pd.DataFrame | None = None
     terms: pd.DataFrame | None = None
     query_components: tuple[Part, ...] = ()
+    _entries = "scores"
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -128,9 +126,7 @@ def attribute_scores(
     """Write a head's attention scores as exact sums over components of the query and components of the key.
 
     Args:
-        model: HookedTransformer, TransformerBridge or lab model.
-        tokens_or_cache: prompts (text, ids [pos] or [batch pos], lists of unequal length), or an `ActivationCache` of
-            this model.
+        model, tokens_or_cache: as for `attribute_logits`.
         layer, head: which head; negative from the end.
         query, key: positions; negative from the end of each prompt. With both, for one prompt, the result has a sum
             over pairs of components, too. `key=None` gives all keys by components of the key; `query=None` with a key
@@ -141,12 +137,10 @@ def attribute_scores(
         pos, pos_slice: TransformerLens's names of `query`.
 
     Raises:
-        TypeError: not a TransformerLens model.
-        AttributionError: a layer, head or position out of range; a key that the query does not see; attention behind a
-            module that is no norm that ln_probe knows; features that do not fit.
+        TypeError, SplitError: as for `attribute_logits`.
+        AttributionError: a layer, head or position out of range; a key that the query does not see; attention behind
+            an unknown module; features that do not fit.
         UnsupportedAttentionError: scores that are not a scaled dot product.
-        SplitError: the parts do not add up to what the norm reads (a cache of another, folded or centred model): names
-            the place and how much is missing.
 
     Example:
         >>> model = ln_probe.load_model("lm-layernorm")
@@ -172,8 +166,8 @@ def attribute_scores(
         for members in prompts.of_equal_length():
             if prompts.cache is None:
                 tokens, looks = prompts.tokens(members), list[AttentionInput]()
-                watch = {"on_attention": lambda _, look, looks=looks: looks.append(look), "layers": [layer]}
-                with streaming(hooked, tokens, [site], **watch):
+                watch = partial(_append, looks)
+                with streaming(hooked, tokens, [site], on_attention=watch, layers=[layer]):
                     seen = record(hooked, tokens, range(tokens.numel()), norms, points=points, logits=False)
             else:
                 seen = prompts.cache.record(range(sum(prompts.lengths)), wiring, where, points)
@@ -219,7 +213,7 @@ class Head:
     chosen: Sequence[tuple[Features, Sequence[int]]] = ()
 
     def asked(self, query: int | None, key: int | None, against: int | str | None) -> Head:
-        """Return the same for these positions (None: all); raises AttributionError if a query does not see a key."""
+        """Return the same for these positions (None: all); AttributionError for a key that is not seen."""
         every = list(range(self.length))
         queries = every if query is None else [place(query, self.length, "query")]
         keys = every if key is None else [place(key, self.length, "key")]
@@ -404,6 +398,10 @@ class Head:
             "queries": torch.tensor(self.queries)[:, None].expand(seen.shape),
             "keys": torch.tensor(self.keys).expand(seen.shape),
         }
+
+
+def _append(looks: list[AttentionInput], _: int, look: AttentionInput) -> None:
+    looks.append(look)
 
 
 def in_chunks(positions: Sequence[int]) -> list[list[int]]:

@@ -22,6 +22,7 @@ MEAN = "mean"
 TOP = 12  # rows of `top`: what fits a notebook cell
 # A token by id or text, or several: their mean logit.
 Tokens = SupportsIndex | str | Sequence[SupportsIndex | str] | Tensor | np.ndarray
+Ids = Int[Tensor, "row token"]  # of those tokens, at each position that is asked for
 Positions = SupportsIndex | slice | Sequence[SupportsIndex] | Tensor
 
 
@@ -104,7 +105,7 @@ class Prompts:
         _check_ids(self.model, ids)
         return ids, torch.tensor([bool(tokens) for tokens in following])
 
-    def ids(self, given: Any, what: str) -> Int[Tensor, "row token"]:
+    def ids(self, given: Any, what: str) -> Ids:
         """Return token ids of every position: one token for all, or an id or ids for each.
 
         Of one index of one prompt, several tokens are those whose logits are averaged."""
@@ -128,7 +129,7 @@ class Prompts:
             raise AttributionError(f"{what} must have an id for each position, {list(shape)}, got {list(ids.shape)}")
         return ids.reshape(len(self.asked), -1).long()
 
-    def label(self, target: Int[Tensor, "row token"] | None, against: Int[Tensor, "row token"] | str | None) -> str:
+    def label(self, target: Ids | None, against: Ids | str | None) -> str:
         """Return what is attributed, as text; `target` None: the next token."""
 
         def words(ids: Tensor | str | None) -> str:
@@ -141,7 +142,7 @@ class Prompts:
 
         return f"logit of {words(target)}" + ("" if against is None else f" minus {words(against)}")
 
-    def others(self, against: Any) -> Int[Tensor, "row token"] | str | None:
+    def others(self, against: Any) -> Ids | str | None:
         """Return the tokens whose logits are subtracted at every position, or the word for the mean."""
         is_word = against is None or (isinstance(against, str) and against == MEAN)
         return against if is_word else self.ids(against, "against")
@@ -219,6 +220,7 @@ class Sums:
     scale: Any
     bound: float
     label: str
+    _entries = "positions"
 
     def _errors(self) -> Float64[Tensor, " *pos"]:
         total, own, scale = (torch.as_tensor(v, dtype=torch.float64) for v in (self.total, self.own, self.scale))
@@ -239,7 +241,8 @@ class Sums:
             total, own = (float(torch.as_tensor(v).flatten()[at]) for v in (self.total, self.own))
             raise AttributionError(
                 f"the parts add up to {total:.6g}, and the model's own {self.label}{self._place(at)} is {own:.6g}: "
-                f"{float(errors[at]):.1e} of the largest apart (rounding explains {self.bound:.0e})"
+                f"{float(errors[at]):.1e} of the largest apart (rounding explains {self.bound:.0e}). "
+                "Does something change it after what is read?"
             )
         return self
 
@@ -259,7 +262,7 @@ class Sums:
         return part_columns(self.components)
 
     def _summands(self) -> pd.DataFrame:
-        return self.table
+        return pd.DataFrame(self.table)
 
     def top(self, k: int = TOP) -> pd.DataFrame:
         """Return the k largest summands, either way, of one number (of a score: `query_part`, `key_part`); of several
@@ -275,7 +278,7 @@ class Sums:
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self.values.shape[1:]))
-        return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} positions)"
+        return f"{type(self).__name__}({self.label}: {len(self.components)} components, {shape} {self._entries})"
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>{self.top().to_html(index=False, float_format='{:+.4g}'.format)}"
