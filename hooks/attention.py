@@ -79,7 +79,7 @@ class Heads:
             −slope·distance by nothing that a softmax sees. None without ALiBi.
         soft_cap: what scores are squashed to before the softmax, cap·tanh(score / cap); 0: they are not.
         sinks: a score of each head that takes its share of the softmax and is of no key; None without.
-        known: what was computed of these weights, by norm and what it is, for prompts to share.
+        known: what was computed of these weights, by name, for prompts to share.
     """
 
     layer: int
@@ -96,7 +96,7 @@ class Heads:
     slopes: Float[Tensor, " head"] | None = None
     soft_cap: float = 0.0
     sinks: Float[Tensor, " head"] | None = None
-    known: dict[tuple[str, str], Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)
 
     @property
     def n_heads(self) -> int:

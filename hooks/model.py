@@ -485,7 +485,8 @@ class OneLine:
 
 def _brief(value: Any) -> str:
     if len(getattr(value, "shape", ())):
-        return f"<{str(value.dtype).removeprefix('torch.')} {' x '.join(map(str, value.shape))}>"
+        kind = str(getattr(value, "dtype", "table")).removeprefix("torch.")  # of a data frame: none
+        return f"<{kind} {' x '.join(map(str, value.shape))}>"
     if isinstance(value, Mapping | tuple | list) and len(value) > 4:
         return f"<{len(value)} of them>"
     text = " ".join(repr(value).split())

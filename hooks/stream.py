@@ -31,7 +31,7 @@ TABLES = ("hook_cos", "hook_sin")  # hook points that show rotary tables
 def visible_keys(
     queries: int, keys: int, *, causal: bool = True, window: int | None = None, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
-    """Return what each of the last `queries` of `keys` positions sees; not to be changed, since it is cached.
+    """Return what each of the last `queries` of `keys` positions sees; it is kept, so it must not be changed.
 
     Args:
         causal: only keys at or before the query.

@@ -186,7 +186,7 @@ def default_tokens(model: HookedModel, split: str = MEASURED) -> list[Int[Tensor
     if (own := bundled_prompts(model)) is not None:
         return [row[:limit] for row in (own.measured if split == MEASURED else own.calibration)]
     if tokenizer_of(model) is None:
-        raise ValueError("this model has no tokenizer and no prompts of its own: pass token ids")
+        raise ValueError("this model has no tokenizer and no prompts of its own: pass token ids (tokens= or prompts=)")
     return [encode(model, text)[:limit] for text in bundled_texts(split)]
 
 

@@ -360,8 +360,8 @@ def solve_programs(judged: Judged, space: Space, verdicts: Verdicts, budget: flo
             verdicts.member[i, :used], verdicts.value[i, :used] = others[support], weights[support]
     try_weights(space, judged.biased, verdicts, scratch)
     start = np.zeros(len(rows), np.int64)
-    for i in left:
-        try_queries(space, trials[i : i + 1], int(i), judged.biased, start, verdicts, scratch)
+    for row in map(int, left):
+        try_queries(space, trials[row : row + 1], row, judged.biased, start, verdicts, scratch)
     verdicts.repaired[left] = code[left] != UNDECIDED
 
 

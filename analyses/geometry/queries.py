@@ -8,10 +8,9 @@ to 1 before gain and bias, so a query with gain * (W_K q) ∝ 1 scores all keys 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from einops import rearrange
@@ -22,8 +21,7 @@ from ln_probe.hooks.attention import Heads
 from ln_probe.hooks.norm import Norm
 from ln_probe.hooks.stream import visible_keys
 
-_T = TypeVar("_T")
-INVERTIBLE = 1e8  # axes with a condition number below this are inverted as they are
+_INVERTIBLE = 1e8  # axes with a condition number below this are inverted as they are
 _ROWS = 64  # queries handled at once where each sees its own rotated keys: bounds memory at 64·pos·head·d_head
 
 
@@ -45,33 +43,26 @@ class ReachableQueries:
         if self.axes.shape[-2] == self.axes.shape[-1]:
             inverse, _ = torch.linalg.inv_ex(self.axes)
             condition = self.axes.flatten(1).norm(dim=1) * inverse.flatten(1).norm(dim=1)
-            if bool((condition < INVERTIBLE).all()):  # a tenth of the time
+            if bool((condition < _INVERTIBLE).all()):  # a tenth of the time
                 return cast(Tensor, inverse)
         return cast(Tensor, torch.linalg.pinv(self.axes))
 
 
-def _once(heads: Heads, norm: Norm, what: str, compute: Callable[[], _T]) -> _T:
-    """Return what depends on weights alone, computed once for each norm and layer (`Heads.known`)."""
-    if (norm.name, what) not in heads.known:
-        heads.known[norm.name, what] = compute()
-    value: _T = heads.known[norm.name, what]
-    return value
-
-
 def reachable_queries(heads: Heads, norm: Norm) -> ReachableQueries | None:
     """Return what `norm` lets each head make: its outputs through W_Q and b_Q, or what a QK-norm can put out (an upper
-    bound); None for a norm that does not scale."""
-    return _once(heads, norm, "reachable", lambda: _reachable_queries(heads, norm))
-
-
-def _reachable_queries(heads: Heads, norm: Norm) -> ReachableQueries | None:
-    if heads.q_norm is None:
-        outputs = norm.reachable(heads.W_Q)
-        outputs = outputs and (outputs[0] + heads.b_Q.cpu(), outputs[1])
-    else:
-        outputs = heads.q_norm.reachable()
-        outputs = outputs and (_per_head(heads, outputs[0]), _per_head(heads, outputs[1]))
-    return outputs and ReachableQueries(outputs[0], _compact(outputs[1].to(heads.W_Q.device)).cpu())
+    bound); None for a norm that does not scale. Computed once for the weights (`Heads.known`)."""
+    if norm.name not in heads.known:
+        if heads.q_norm is None:
+            outputs = norm.reachable(heads.W_Q)
+            outputs = outputs and (outputs[0] + heads.b_Q.cpu(), outputs[1])
+        else:
+            outputs = heads.q_norm.reachable()
+            outputs = outputs and (_per_head(heads, outputs[0]), _per_head(heads, outputs[1]))
+        heads.known[norm.name] = outputs and ReachableQueries(
+            outputs[0], _compact(outputs[1].to(heads.W_Q.device)).cpu()
+        )
+    reached: ReachableQueries | None = heads.known[norm.name]
+    return reached
 
 
 def query_ellipsoid(
@@ -137,7 +128,7 @@ def angle_to_uniform(heads: Heads, site: Norm, q: Float[Tensor, "query head d_he
     A QK-norm's gain comes before W_K. With rotary positions a query has one such direction per key, W_K R_jᵀ q_rot;
     their mean over visible keys is given.
     """
-    along, rest = _once(heads, site, "uniform", lambda: _key_maps(heads, site.gain))
+    along, rest = _key_maps(heads, site)
 
     def angle(w: Tensor) -> Tensor:  # [… head d_head]
         w = _into_keys(heads.k_norm, w)
@@ -159,16 +150,16 @@ def angle_to_uniform(heads: Heads, site: Norm, q: Float[Tensor, "query head d_he
     return torch.cat(found)
 
 
-def _key_maps(
-    heads: Heads, gain: Float[Tensor, " d_model"] | None
-) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head d_head"]]:
-    """Return what gives the part of gain * (W_K w) along the all-ones direction, and a factor as long as the rest.
-
-    (From a Gram matrix, or by the arc cosine, half the digits would be lost.)
-    """
-    weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
-    along = weights.sum(1) / math.sqrt(weights.shape[1])  # 1·(gain * W_K w) / |1| = along·w
-    return along, torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
+def _key_maps(heads: Heads, site: Norm) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head d_head"]]:
+    """Return what gives the part of gain * (W_K w) along the all-ones direction, and a factor R with R w as long as the
+    rest (from a Gram matrix, or by the arc cosine, half the digits would be lost). Computed once for the weights."""
+    if (name := f"{site.name}, keys") not in heads.known:
+        gain = site.gain
+        weights = heads.W_K if gain is None else heads.W_K * gain.double()[:, None].to(heads.W_K.device)
+        along = weights.sum(1) / math.sqrt(weights.shape[1])  # 1·(gain * W_K w) / |1| = along·w
+        heads.known[name] = along, torch.linalg.qr(weights - weights.mean(1, keepdim=True), mode="r").R
+    maps: tuple[Tensor, Tensor] = heads.known[name]
+    return maps
 
 
 def _into_keys(norm: Norm | None, w: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch head d_head"]:

@@ -103,7 +103,7 @@ class LayerMaps:
         self.unbounded: set[int] = set()
         self.bidirectional = False
         self._forms: dict[int, tuple[int, Form]] = {}  # by layer: length of the longest prompt, form of its scores
-        self._known: dict[int, dict[tuple[str, str], Any]] = defaultdict(dict)  # of each layer (`Heads.known`)
+        self._known: dict[int, dict[str, Any]] = defaultdict(dict)  # of the weights of each layer (`Heads.known`)
         self._distances: dict[int, list[np.ndarray]] = defaultdict(list)  # of queries from the center, by layer
 
     def observe(self, seen: AttentionInput) -> None:

@@ -44,7 +44,7 @@ HEADS = (
     "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}): {which}."
 )
 NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
-KEYS = "No possible query selects {share} of keys ({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
+KEYS = "{share} of keys can be selected by no query ({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
 SINKS = (
     "Position 0 is a sink of {heads}, with {received} of attention ({uniform} if uniform; {frozen}{prompts}); "
     "most: {most}."
