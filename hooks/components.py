@@ -36,6 +36,7 @@ from ln_probe.hooks.model import (
     evaluating,
     flat,
     hooks_on,
+    modules_of,
     n_layers,
     probe_tokens,
     run,
@@ -45,6 +46,7 @@ from ln_probe.hooks.model import (
     weight_of,
 )
 from ln_probe.hooks.norm import Norm, bias_of, gain_of
+from ln_probe.hooks.norms import structure_of
 from ln_probe.hooks.stream import TABLES, AttentionInput, rotary_tables
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
@@ -239,12 +241,17 @@ def _nearest_sum(
 
 
 def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
-    """Return of what the input of every norm and block is a sum; costs one forward pass over eight tokens.
+    """Return of what the input of every norm and block is a sum; the first time by a forward pass over eight tokens.
 
     Args:
         model: any hooked model.
         norms: its norms; identities among them do not count.
     """
+    structure, modules = structure_of(model), modules_of(model)
+    weights = [(p.data_ptr(), p._version) for m in modules for p in m._parameters.values() if p is not None]
+    origin = weights, [(*m._forward_hooks, *m._forward_pre_hooks) for m in modules]
+    if structure.wiring is not None and structure.wiring[0] == origin:
+        return Wiring(model, norms, *structure.wiring[1:])
     width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
     with evaluating(model), unedited(model):
         shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(n_layers(model)))
@@ -281,6 +288,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
             source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
             outputs.append((source, output))
             states.append(_State({source: 1.0}, output, len(outputs)))
+    structure.wiring = origin, reads, open_places, bound
     return Wiring(model, norms, reads, open_places, bound)
 
 
@@ -397,7 +405,14 @@ class CachedPrompts:
         """Return the first of these activations that there is, a row per position of one prompt after the other."""
         return flat(self._value(*names), self.length, self.batch)
 
-    def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
+    def record(
+        self,
+        positions: Sequence[int],
+        wiring: Wiring,
+        place: str,
+        points: Collection[str] = (),
+        block_inputs: Collection[int] = (),
+    ) -> Record:
         """Return what is needed to divide what is read at `place` among its parts, as the function `record` does."""
         rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
         wanted = {source for at in passed for source in wiring.at(at)}
@@ -407,7 +422,7 @@ class CachedPrompts:
                 of_mlp = (f"blocks.{source.layer}.{name}" for name in ("mlp.hook_out", "hook_mlp_out"))
                 names = (str(module.name),) if hasattr(module, "fwd_hooks") else of_mlp
                 seen[source] = self.rows(*names)[rows].cpu()
-        inputs = {name: self._input(name)[rows].cpu() for name in passed}
+        inputs = {name: self._input(name)[rows].cpu() for name in (*passed, *(f"blocks.{n}" for n in block_inputs))}
         shown = {name: self.rows(name)[rows].cpu() for name in points}
         return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
 

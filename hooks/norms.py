@@ -109,6 +109,7 @@ class Structure:
     identities: list[Norm]  # of blocks whose attention reads the stream
     lost: dict[str, str]  # norms of which a change does not reach the output, and why
     constants: Any = None  # mean sigmas of the default prompts, with what they depend on
+    wiring: Any = None  # of what the norms' inputs are sums, likewise
 
 
 _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()

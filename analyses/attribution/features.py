@@ -1,9 +1,7 @@
 """Features of sparse autoencoders and transcoders as components of the residual stream.
 
-A dictionary at a hook point writes Σ_f a_f v_f + bias + error, with activations a, decoder directions v and the
-reconstruction error that is left. In an attribution these rows replace the components whose sum that hook point shows:
-everything earlier at `hook_resid_*`, one MLP at `hook_mlp_out`, one attention layer at `hook_attn_out`. A feature goes
-through the norm as any other component does, with the token's own sigma held.
+A dictionary at a hook point writes Σ_f a_f v_f + bias + error, with activations a and decoder directions v. These rows
+replace the components whose sum that hook point shows, and go through the norm as those do (`docs/attribution.md`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import Part, Record, dot, once
-from ln_probe.hooks.model import HookedModel, blocks, child_of, n_layers
+from ln_probe.hooks.model import HookedModel, child_of, n_layers
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
 CLOSES = 1e-4  # what rounding in float32 leaves over of a sum over thousands of features, relative to its largest
@@ -76,8 +74,7 @@ class Features:
             input_name: what is encoded, where it is another hook point (a transcoder); None: as `cfg` says.
 
         Raises:
-            AttributionError: the object or the cache lacks something, by name; `decode` is no sum over rows of `W_dec`,
-                even with such factors; calling the object gives something else without a skip connection.
+            AttributionError: the object or the cache lacks something, or the object writes something else.
         """
         for name in ("encode", "decode", "W_dec"):
             if not hasattr(sae, name):
@@ -96,8 +93,6 @@ class Features:
         with torch.no_grad():
             x = cache[reads]
             active, directions = sae.encode(x).detach(), sae.W_dec.detach()
-            if active.shape[-1:] != directions.shape[:1] or directions.ndim != 2:
-                raise AttributionError(f"W_dec must be [feature d_model], got {list(directions.shape)}")
             decoded, bias = sae.decode(active), sae.decode(torch.zeros_like(active))
             by_token, by_feature = _factors(sae, active, directions, decoded - bias, bias)
             skip = _skip(sae, x, decoded)
@@ -107,26 +102,16 @@ class Features:
     @property
     def layer(self) -> int:
         """The block of the hook point."""
-        return int(self._match()[1])
+        return int(self.hook_name.split(".")[1])
 
-    def _match(self) -> re.Match[str]:
-        if (match := _POINT.match(self.hook_name)) is None:
-            raise AttributionError(
-                f"features at {self.hook_name!r} are not known: there are blocks.L. with one of {', '.join(_POINTS)}"
-            )
-        return match
-
-    def point(self, model: HookedModel) -> nn.Module:
-        """Return the module of the hook point; an AttributionError if the model has none of this name."""
-        block = blocks(model)[self.layer] if self.layer < n_layers(model) else None
-        if block is None or (point := child_of(block, self._match()[2])) is None:
-            raise AttributionError(f"the model has {n_layers(model)} layers, and no hook point {self.hook_name}")
-        return point
+    @property
+    def _name(self) -> str:
+        return self.hook_name.split(".")[2]
 
     def check(self, d_model: int, batch: int, length: int) -> None:
         """Raise AttributionError unless shapes fit the model and the prompts, and all numbers are finite."""
-        self._match()
-        size, at = len(self.directions), (length,) if batch == 1 and self.activations.ndim == 2 else (batch, length)
+        at = [batch, length][batch == 1 and self.activations.ndim == 2 :]
+        size = len(self.directions)
         shapes = {
             "directions": (size, d_model),
             "activations": (*at, size),
@@ -135,18 +120,16 @@ class Features:
         }
         for name, shape in shapes.items():
             values: Tensor | None = getattr(self, name)
-            if values is not None and values.shape != shape:
-                raise AttributionError(f"{self.hook_name}: {name} must be {list(shape)}, got {list(values.shape)}")
-            if values is not None and not values.isfinite().all():
-                raise AttributionError(f"{self.hook_name}: {name} must be finite")
+            if values is not None and (values.shape != shape or not values.isfinite().all()):
+                given = list(values.shape)
+                raise AttributionError(f"{self.hook_name}: {name} must be finite and {list(shape)}, got {given}")
         if self.names is not None and len(self.names) != size:
             raise AttributionError(f"{self.hook_name}: {len(self.names)} names for {size} features")
 
     def replaces(self, part: Part) -> bool:
         """Return whether a component is part of what the hook point shows."""
-        own = 4 * self.layer + _POINTS.index(self._match()[2])
-        when = _when(part)
-        return when == own if self.hook_name.endswith(("attn_out", "mlp_out")) else when < own
+        own, when = 4 * self.layer + _POINTS.index(self._name), _when(part)
+        return when == own if self._name in ("hook_attn_out", "hook_mlp_out") else when < own
 
     def chosen(self, rows: Sequence[int]) -> list[int]:
         """Return the features that are named one by one: the largest at these rows."""
@@ -166,55 +149,36 @@ class Features:
     ) -> dict[Part, Float64[Tensor, "row reading"]]:
         """Return `values` with the components that the hook point shows replaced by features, bias and error.
 
-        Args:
-            values: of each component, what is read from it.
-            f: what is read.
-            record: of the same rows, with this hook point in it.
-            rows: of `activations`.
-            named: the features that get a row each.
-            bound: relative error that rounding explains.
-
-        Raises:
-            AttributionError: the components do not add up to what the hook point shows.
+        `rows` of the activations are those of `record`; the features that are `named` get a row each.
         """
         replaced = [part for part in values if self.replaces(part)]
         if not replaced:
-            raise AttributionError(
-                f"{self.hook_name} shows no component of what is read here: it comes later, or other features replace "
-                "its components already"
-            )
+            raise AttributionError(f"{self.hook_name} comes later, or other features replace all of its components")
         each = torch.stack([values[part] for part in replaced])
         whole = dot(record.points[self.hook_name].double(), f)
         missing = float((each.sum(0) - whole).abs().max()) / max(float(each.abs().sum(0).max()), 1e-300)
         if not missing <= bound:
             raise AttributionError(
-                f"what {self.hook_name} shows is not the sum of the components before it ({missing:.1e} of it is left "
-                f"over, rounding explains {bound:.0e}): a norm or a factor comes in between, so its features do not "
-                "add up to what is read here"
+                f"{self.hook_name} is not the sum of the components before it: {missing:.1e} of it is left over "
+                f"(rounding explains {bound:.0e})"
             )
         active = self.activations.reshape(-1, len(self.directions))[list(rows)].double().cpu()
         directions = self.directions.double().cpu()
         pulled = (once(f) @ directions[list(named)].T).permute(2, 0, 1)  # [feature row reading]
         shown = pulled * active[:, list(named)].T[:, :, None]
         written = dot(active @ directions, f)
-        besides = {}
+        layer, at = self.layer, f"L{self.layer} {self._name.removeprefix('hook_')}"  # "L3 resid_pre"
+        names = [f"{at} {f'feature {i}' if self.names is None else self.names[i]}" for i in named]
+        new = {Part(name, "feature", layer, i): value for name, i, value in zip(names, named, shown, strict=True)}
+        new[Part(f"{at} other features", "feature", layer)] = written - shown.sum(0)
+        error = each.sum(0) - written
         for kind, vectors in (("decoder bias", self.bias), ("skip", self.skip)):
             if vectors is not None:
                 of_rows = vectors if vectors.ndim == 1 else vectors.flatten(0, -2)[list(rows)]
-                besides[kind] = dot(of_rows.double().cpu(), f)
-        error = each.sum(0) - written - sum(besides.values())
-        layer, at = self.layer, f"L{self.layer} {self._match()[2].removeprefix('hook_')}"  # "L3 resid_pre"
-        names = [f"{at} {f'feature {i}' if self.names is None else self.names[i]}" for i in named]
-        of_feature = {
-            Part(name, "feature", layer, i): value for name, i, value in zip(names, named, shown, strict=True)
-        }
-        return {
-            **of_feature,
-            Part(f"{at} other features", "feature", layer): written - shown.sum(0),
-            **{Part(f"{at} {kind}", kind, layer): value for kind, value in besides.items()},
-            Part(f"{at} reconstruction error", "error", layer): error,
-            **{part: value for part, value in values.items() if part not in replaced},
-        }
+                new[Part(f"{at} {kind}", kind, layer)] = value = dot(of_rows.double().cpu(), f)
+                error = error - value
+        new[Part(f"{at} reconstruction error", "error", layer)] = error
+        return new | {part: value for part, value in values.items() if part not in replaced}
 
 
 def _factors(
@@ -224,11 +188,7 @@ def _factors(
     written: Float[Tensor, "*pos d_model"],
     bias: Float[Tensor, "*pos d_model"],
 ) -> tuple[Float64[Tensor, "*pos 1"], Float64[Tensor, "feature 1"]]:
-    """Return factors by token and by feature with which rows of W_dec add up to what a dictionary wrote.
-
-    Raises:
-        AttributionError: there are none.
-    """
+    """Return factors by token and by feature with which rows of W_dec add up to what a dictionary wrote."""
     whole, rows = written.double(), directions.double()
     limit = max(CLOSES, 4 * torch.finfo(written.dtype).eps)
     by_token, by_feature = torch.ones_like(whole[..., :1]), torch.ones_like(rows[:, :1])
@@ -236,14 +196,6 @@ def _factors(
     def left_over() -> float:
         expected = (active.double() * by_token) @ (rows * by_feature)
         return float((whole - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
-
-    if left_over() <= limit:
-        return by_token, by_feature
-    expected = active.double() @ rows
-    square = expected.square().sum(-1, keepdim=True)
-    by_token = torch.where(square > 0, (whole * expected).sum(-1, keepdim=True) / square.clamp_min(1e-300), 1.0)
-    if left_over() <= limit:
-        return by_token, by_feature
 
     def single(features: Sequence[int]) -> Float64[Tensor, " pos"]:
         """Return the factor of one feature at each of the first tokens, while no other feature is active."""
@@ -254,26 +206,24 @@ def _factors(
         factor: Tensor = (wrote * rows[of]).sum(-1) / rows[of].square().sum(-1) / size.double()
         return factor
 
-    used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
-    count = active[..., 0].numel()
-    first = single(used[:1] * count)
-    for some in (used[i : i + count] for i in range(0, len(used), count)):
-        by_feature[some, 0] = single(some) / first[: len(some)]
-    by_token = first.view_as(by_token)
-    if (left := left_over()) <= limit:
-        return by_token, by_feature
-    raise AttributionError(
-        f"{type(sae).__name__}.decode is no sum of its activations times rows of W_dec, also with a factor for each "
-        f"token and feature ({left:.1e} is left over): give Features(…) the directions that it writes"
-    )
+    if not left_over() <= limit:
+        used = [int(f) for f in active.flatten(0, -2).abs().amax(0).nonzero()[:, 0]]
+        count = active[..., 0].numel()
+        first = single(used[:1] * count)
+        by_token = first.view_as(by_token)
+        if not left_over() <= limit:
+            for some in (used[i : i + count] for i in range(0, len(used), count)):
+                by_feature[some, 0] = single(some) / first[: len(some)]
+    if not (left := left_over()) <= limit:
+        raise AttributionError(
+            f"{type(sae).__name__}.decode is no sum of activations times factors times rows of W_dec "
+            f"({left:.1e} is left over): give Features(…) the directions that it writes"
+        )
+    return by_token, by_feature
 
 
 def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
-    """Return what a dictionary writes besides what it decodes (a skip connection); None for nothing.
-
-    Raises:
-        AttributionError: it writes something else, and has no skip connection.
-    """
+    """Return what a dictionary writes besides what it decodes (a skip connection); None for nothing."""
     weights: Tensor | None = getattr(sae, "W_skip", None)
     if not callable(sae) or getattr(sae, "use_error_term", False):  # (an error term makes the output the input)
         return None if weights is None else (x @ weights.T).detach()
@@ -283,33 +233,33 @@ def _skip(sae: Any, x: Tensor, decoded: Tensor) -> Tensor | None:
     if float(rest.abs().max()) <= max(CLOSES, 4 * torch.finfo(rest.dtype).eps) * float(decoded.abs().max()):
         return None
     if not any("skip" in name.lower() and getattr(sae, name, None) is not None for name in dir(sae)):
-        raise AttributionError(
-            f"calling {type(sae).__name__} does not give decode(encode(x)), and it has no skip connection: give "
-            "Features(…) what it writes"
-        )
+        raise AttributionError(f"{type(sae).__name__} gives another output than it decodes, and has no skip connection")
     return rest
 
 
-def dictionaries(features: object) -> list[Features]:
-    """Return the argument `features` as a list; an AttributionError for something else, or two of one hook point."""
-    given: list[Any] = list(features) if isinstance(features, list | tuple) else [] if features is None else [features]
-    if other := [one for one in given if not isinstance(one, Features)]:
-        raise AttributionError(f"features must be Features.of(sae, cache) or a list of them, got {type(other[0])}")
-    points = [one.hook_name for one in given]
-    if twice := [name for name in points if points.count(name) > 1]:
-        raise AttributionError(f"two dictionaries at {twice[0]}: give one of them")
-    return given
-
-
-def points_of(model: HookedModel, given: Sequence[Features], lengths: Sequence[int]) -> dict[str, nn.Module]:
-    """Return the hook points of dictionaries by name; AttributionError unless all fit the model and the prompts."""
+def dictionaries(
+    model: HookedModel, features: object, lengths: Sequence[int]
+) -> tuple[list[Features], dict[str, nn.Module]]:
+    """Return the argument `features` as a list, and their hook points by name; AttributionError if it does not fit."""
+    given: Any = [] if features is None else features
+    given = list(given) if isinstance(given, list | tuple) else [given]
+    points = dict[str, nn.Module]()
     for one in given:
+        if not isinstance(one, Features):
+            raise AttributionError(f"features must be Features.of(sae, cache) or a list of them, got {type(one)}")
+        if one.hook_name in points:
+            raise AttributionError(f"two dictionaries at {one.hook_name}: give one of them")
+        if _POINT.match(one.hook_name) is None:
+            raise AttributionError(f"features at {one.hook_name!r}: give blocks.L. with one of {', '.join(_POINTS)}")
+        if (point := child_of(model, *one.hook_name.split("."))) is None:
+            raise AttributionError(f"the model has {n_layers(model)} layers, and no hook point {one.hook_name}")
         one.check(int(model.cfg.d_model), len(lengths), max(lengths))
-    return {one.hook_name: one.point(model) for one in given}
+        points[one.hook_name] = point
+    return given, points
 
 
 def _when(part: Part) -> int:
-    """Return a component's place in the order of the pass: four steps per block, as in _POINTS; embeddings: -1."""
+    """Return a component's place in the pass: four steps per block, as in _POINTS; -1 for embeddings."""
     if part.layer < 0 or part.kind in ("embedding", "position"):
         return -1
     point = part.name.removeprefix(f"L{part.layer} ").split(" ")[0]

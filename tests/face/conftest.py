@@ -122,7 +122,7 @@ class Visit:
 
     def until(self, expression: str) -> None:
         """Wait until it is true (Playwright's own waiting evaluates strings, which the page's policy forbids)."""
-        for _ in range(6000):
+        for _ in range(1200):
             if self.page.evaluate(expression):
                 return
             self.page.wait_for_timeout(50)

@@ -57,7 +57,7 @@ def test_a_page_is_drawn_and_used(report: Report, visit: Any) -> None:
     shown = report.exhibits.attention
     view.page.evaluate(WATCH)
     view.page.locator('button[data-name="L1H2"]').click()
-    view.until("drawn.length === 2")
+    view.until("drawn.length === 3")  # intact, frozen, difference
     charts(view)
     intact = view.page.evaluate("drawn[0]")
     names = [shortened(visible(t), 14).replace("<", "‹").replace(">", "›") for t in shown.tokens]

@@ -278,7 +278,7 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["majorty"], "did you mean majority?"),
+    (["majorty"], "did you mean majority"),
     (["text_toy"], "--text"),
     (["language_model"], "--text"),
     (["language_model", "--text", "missing.txt"], "'missing.txt'"),
