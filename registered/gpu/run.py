@@ -1,4 +1,4 @@
-"""Train items 5 and 4 side by side on one machine; values, finished runs and unfinished states go to --out.
+"""Train items 5 and 4 side by side on a GPU, then item 2 on its processors; what is done goes to --out.
 
     python3 run.py --out $OUT --work /tmp/runs --seconds 430
 """
@@ -21,8 +21,47 @@ PACKS = {  # each at most 16 MiB, also where nothing is finished
 LEFT_OUT = {"checkpoints", ".lock", "tokenizer.json"}  # the tokenizer is written again when the runs are unpacked
 
 
+RATES, SIZES = (1e-3, 3e-3, 8e-3), {"published": 8**-0.5, "equal": None}  # as in drive.py
+PROJECTION = {"projection": "layernorm", "none": "scaling_only"}
+LEVEL, CAP, CHUNK = 0.4, 12_000, 500
+MAJORITY = [(rate, seed) for seed in range(19, 9, -1) for rate in RATES]  # from the last: another machine begins at 10
+MEASURES = {2: ("train_loss", "test_accuracy", "angle_deg"), 4: ("train_loss", "valid_loss")}
+
+
 def plan():
     return json.loads((HERE / "data" / "plan.json").read_text())
+
+
+def majority(rate, seed, work):
+    """The four cells of a rate and seed, as drive.py trains them."""
+    sys.path.insert(0, str(HERE / "package"))
+    import torch
+    from ln_probe.analyses.lab.majority.majority_task import EPOCH, MajorityTask, majority_model, published_training
+    from ln_probe.analyses.lab.run_folder import read_metrics
+    from ln_probe.analyses.lab.train import DivergedError, train
+
+    torch.set_num_threads(1)
+    task = MajorityTask(seed)
+    digest = hashlib.sha256(task.data[0].counts.tobytes() + task.data[0].chosen.tobytes()).hexdigest()[:16]
+    print(f"rate {rate:g}, seed {seed}: data {digest}", flush=True)
+    for size in SIZES:
+        for projection in PROJECTION:
+            cell, began = f"rate {rate:g}, {size} size, {projection}", time.time()
+            out = work / "runs" / "item-2" / f"{cell.replace(', ', '-').replace(' ', '_')}-seed{seed}"
+            training = published_training(CAP, seed, lr=rate, evaluate_every=100, decay_steps=EPOCH * 10_000)
+            spec, lines = majority_model(PROJECTION[projection], SIZES[size]), []
+            try:
+                for until in range(CHUNK, CAP + 1, CHUNK):
+                    train(task, spec, training, out, until=until, progress=False)
+                    metrics = read_metrics(out)
+                    if (metrics["train_loss"] <= LEVEL).any():
+                        break
+                lines = [f'"{cell}",{seed},{row["step"]:.0f},{name},{row[name]:.7g}'
+                         for row in metrics.to_dict("records") for name in MEASURES[2]]
+            except DivergedError:
+                lines = [f'"{cell}",{seed},-1,diverged,1']
+            (out / "rows.csv").write_text("\n".join(lines) + "\n")
+            print(f"{out.name}: {time.time() - began:.0f} s", flush=True)
 
 
 def train_one(index, work, device, steps):
@@ -85,8 +124,9 @@ def train_one(index, work, device, steps):
 
 
 def write_values(out, work):
-    """item-5.csv and item-4.csv of all evaluations so far; returns the steps done, run by run."""
-    rows, reached = {5: [], 4: []}, []
+    """item-5.csv and item-4.csv of all evaluations so far, item-2.csv of ended runs; returns steps and ended runs."""
+    ended = sorted((work / "runs" / "item-2").glob("*/rows.csv"))
+    rows, reached = {5: [], 4: [], 2: [path.read_text().strip() for path in ended]}, []
     for each in plan():
         path = work / each["folder"] / "metrics.jsonl"
         last = 0
@@ -96,13 +136,13 @@ def write_values(out, work):
                 last = row["step"]
                 cell = f'"{each["cell"]}"' if "," in each["cell"] else each["cell"]
                 rows[each["item"]] += [f"{cell},{each['seed']},{last},{name},{row[name]:.7g}"
-                                       for name in ("train_loss", "valid_loss")]
+                                       for name in MEASURES[4]]
         reached.append(last)
     for item, lines in rows.items():
         part = out / f".item-{item}.csv"
         part.write_text("\n".join(["cell,seed,step,measure,value", *lines]) + "\n")
         part.replace(out / f"item-{item}.csv")
-    return reached
+    return reached, len(ended)
 
 
 def pack(out, work):
@@ -121,21 +161,26 @@ def main():
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=430, help="then stop, and pack what there is")
-    parser.add_argument("--items", type=int, nargs="+", default=[5, 4])
+    parser.add_argument("--items", type=int, nargs="+", default=[5, 4, 2])
     parser.add_argument("--steps", type=int, help="stop after so many: to rehearse")
-    parser.add_argument("--jobs", type=int, default=16)
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=18)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
-        train_one(args.one, args.work, args.device, args.steps)
+        if args.one.startswith("majority"):
+            majority(*MAJORITY[int(args.one.removeprefix("majority"))], args.work)
+        else:
+            train_one(int(args.one), args.work, args.device, args.steps)
         return
     began, out = time.time(), args.out
     out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     waiting = [i for i, each in enumerate(plan()) if each["item"] in args.items]
     waiting.sort(key=lambda i: plan()[i]["item"])  # the longer runs first
+    waiting += [f"majority{i}" for i in range(len(MAJORITY))] if 2 in args.items else []
     running, failed = {}, 0
-    with (out / "log.txt").open("a") as log:
+    args.work.mkdir(parents=True, exist_ok=True)
+    with (args.work / "log.txt").open("a") as log:
         last = 0.0
         while waiting or running:
             while waiting and len(running) < args.jobs:
@@ -159,7 +204,7 @@ def main():
     print(f"{time.time() - began:.0f} s: steps {write_values(out, args.work)}", flush=True)
     pack(out, args.work)
     print(f"{time.time() - began:.0f} s: packed; {failed} failed", flush=True)
-    print((out / "log.txt").read_text()[-6000:], flush=True)
+    print((args.work / "log.txt").read_text()[-8000:], flush=True)
     sys.exit(failed > 0)
 
 
