@@ -135,7 +135,7 @@ def main() -> None:
         *item_3_or_4(4, "projection, divisor 1", 3000, 0.01),
     ]
     table = pd.DataFrame(rows)
-    table.to_csv(RESULTS / "analysis.csv", index=False, float_format="%.6g")
+    table.to_csv(RESULTS / "analysis.csv", index=False, float_format="%.9g")
     print(table.to_string(index=False))
 
 
