@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ln_probe.analyses.attribution.logits import attribute_logits, logit_lens
     from ln_probe.analyses.attribution.scores import attribute_scores
     from ln_probe.analyses.geometry.key_geometry import key_geometry
-    from ln_probe.analyses.probes.sinks import outlier_tokens
     from ln_probe.comparison import Comparison, compare
     from ln_probe.headline import freezing_cost, norm_constants
     from ln_probe.measure import analyze
     from ln_probe.models import bundled_models, load_model
+    from ln_probe.outliers import outlier_tokens
     from ln_probe.page.attention import attention
     from ln_probe.report import Report, load_report
 
@@ -41,7 +41,7 @@ _HOME = {
     "load_report": "ln_probe.report",
     "logit_lens": "ln_probe.analyses.attribution.logits",
     "norm_constants": "ln_probe.headline",
-    "outlier_tokens": "ln_probe.analyses.probes.sinks",
+    "outlier_tokens": "ln_probe.outliers",
 }
 _SUBPACKAGES = ("analyses", "hooks")
 

@@ -10,25 +10,22 @@ are the intact model's, and every key is made without scaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeResults, Run
 from ln_probe.analyses.probes.tables import SINK_HEADS, SINKS
 from ln_probe.analyses.probes.uniformity import AttentionLayer
 from ln_probe.analyses.text import counted
-from ln_probe.hooks.model import OneLine, at_least_float32, check_model, evaluating
+from ln_probe.hooks.model import at_least_float32
 from ln_probe.hooks.norm import SCALING_FROZEN, Norm
-from ln_probe.hooks.norms import find_norms
-from ln_probe.hooks.stream import stream, visible_keys
-from ln_probe.hooks.task import check_tokens
+from ln_probe.hooks.stream import visible_keys
 
 MUCH = 0.3  # of a head's attention, averaged over queries: Gu et al.'s epsilon
 SINK_SHARE = 0.3  # of a layer's heads: a layer of heads that look elsewhere has under a tenth
@@ -246,54 +243,3 @@ def _by_head(rows: pd.DataFrame) -> pd.DataFrame:
     for column in ("first_attention", "first_attention_no_scaling"):
         table[column] /= queries
     return table.reset_index()[SINK_HEADS.names]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class OutlierTokens(OneLine):
-    """Which tokens are outliers.
-
-    Attributes:
-        mask: True where a token is an outlier at some norm.
-        massive: True where it has massive activations.
-        ratio: |Px| over the median of the prompt's vectors that are not zero, [batch pos] by the norm's name.
-    """
-
-    mask: Bool[Tensor, "batch pos"]
-    massive: Bool[Tensor, "batch pos"]
-    ratio: Mapping[str, Float[Tensor, "batch pos"]]
-
-
-def outlier_tokens(
-    model: object, tokens: Int[Tensor, "batch pos"] | Sequence[Sequence[int] | Int[Tensor, " _"]]
-) -> OutlierTokens:
-    """Find the tokens that are outliers at some norm of the model: a mask for other tools, with their lengths.
-
-    Args:
-        model: HookedTransformer, TransformerBridge or lab model.
-        tokens: [pos], [batch pos], or a list of rows of several lengths. Rows of fewer than LEAST_TOKENS tokens have no
-            outliers. After the end of a shorter row masks are False and ratios NaN.
-
-    Raises:
-        TypeError: not a TransformerLens model, or tokens that are neither a tensor nor a list of rows.
-        ValueError: tokens that are not whole numbers, empty, longer than the context or outside the vocabulary; a model
-            without norms.
-        ActivationError: a norm's input or output is not finite.
-
-    Example:
-        >>> ln_probe.outlier_tokens(model, tokens)
-    """
-    hooked = check_model(model)
-    prompts = check_tokens(hooked, tokens)
-    sites = [s for s in find_norms(hooked) if s.reads not in ("query", "key")]
-    if not sites:
-        raise ValueError("the model has no normalization: no norm says which tokens are long")
-    sizes = [TokenSizes() for _ in prompts]
-    with evaluating(hooked):
-        for row, of_row in zip(prompts, sizes, strict=True):
-            stream(hooked, row, sites, on_norm=of_row.add)
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    return OutlierTokens(
-        pad([one.outlier.cpu() for one in sizes]),
-        pad([one.massive.cpu() for one in sizes]),
-        {name: pad([one.ratios[name].cpu() for one in sizes], padding_value=math.nan) for name in sizes[0].ratios},
-    )

@@ -13,9 +13,10 @@ from torch import Tensor
 import ln_probe
 from ln_probe.analyses.lab.norms import calibrate
 from ln_probe.analyses.lab.transformer import LabConfig, LabTransformer
-from ln_probe.analyses.probes.sinks import LEAST_TOKENS, MUCH, TokenSizes, outlier_tokens
+from ln_probe.analyses.probes.sinks import LEAST_TOKENS, MUCH, TokenSizes
 from ln_probe.hooks.norms import find_norms
 from ln_probe.hooks.stream import stream
+from ln_probe.outliers import outlier_tokens
 
 LENGTH = 16
 TOKENS = torch.arange(1, LENGTH + 1)
