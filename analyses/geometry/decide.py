@@ -141,7 +141,7 @@ def try_scores(
             if biased:
                 prove_query(space, i, trials[a], biased, verdicts, scratch)
             else:
-                lead = lead_under(space, i, trials[a], scores[a], False, scratch.absent)
+                lead = lead_under(space, i, trials[a], scores[a], biased, scratch.absent)
                 keep_lead(i, lead, trials[a], verdicts)
 
 
