@@ -50,7 +50,7 @@ def test_no_column_of_a_default_report_is_constant_or_empty(whole: Report) -> No
 
 def test_readme_quotes_the_report(whole: Report) -> None:
     """The loss increase of both terms with their CIs, and the means of the three books."""
-    text = README.read_text()
+    text = " ".join(README.read_text().split())
     rows = primary(whole.causal)
     quoted = [tuple(map(float, match)) for match in re.findall(r"\+(0\.\d+) \[(0\.\d+), (0\.\d+)\]", text)]
     for variant in ("no_scaling", "no_projection"):
