@@ -67,6 +67,12 @@ def test_rows_are_those_of_without() -> None:
     assert (rows["n"] == 3).all()
 
 
+def test_the_constants_that_a_bundled_model_brings_are_for_its_default_prompts() -> None:
+    model = ln_probe.load_model("lm-layernorm")
+    report = ln_probe.analyze(model, max_prompts=2, max_tokens=16, probes=["causal"], progress=False)
+    assert report.causal["delta_loss_optimal"].isna().all()
+
+
 def test_primary_contrasts_are_run_with_one_constant_and_with_loss_optimal_ones_too() -> None:
     model = make_bridge("gpt2", torch.float64)
     report = measured(model, optimal=True)

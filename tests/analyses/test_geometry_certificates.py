@@ -55,6 +55,12 @@ def test_tens_of_thousands_of_keys(n: int, d: int, least: int) -> None:
     assert report.undecided <= 0.01 * report.keys, str(report)
 
 
+def test_keys_of_several_searches_are_counted() -> None:
+    normal, ties = (FAMILIES[name](np.random.default_rng(1), 24, 4) for name in ("normal", "chains of near-equal keys"))
+    assert ln_probe.key_geometry(**normal.arguments(), margins=False).repaired == 0
+    assert ln_probe.key_geometry(**ties.arguments(), margins=False).repaired > 0
+
+
 def test_the_checker_sees_what_is_wrong() -> None:
     keys = np.array([[0.0, 0.0], [1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
     geometry = ln_probe.key_geometry(keys)

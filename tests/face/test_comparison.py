@@ -12,7 +12,7 @@ import pytest
 import ln_probe
 from ln_probe.analyses.constants import Constants
 from ln_probe.analyses.probes.tables import CAUSAL_PROMPTS
-from ln_probe.comparison import labels, paired, run_of, step_of
+from ln_probe.comparison import labels, paired, run_of, setup_differences, step_of
 from ln_probe.report import Report
 
 
@@ -130,6 +130,16 @@ def test_differences_are_paired_by_prompt(models: list[Report]) -> None:
     assert 0.09 < row["low"] < row["difference"] < row["high"] < 0.11  # unpaired, it would be ten times wider than that
     assert (row["model"], row["against"], row["n"], row["prompts_more"]) == ("run", "one", 40, 40)
     assert row["p"] < 0.001
+
+
+def test_losses_of_other_prompts_are_not_paired(models: list[Report]) -> None:
+    about = models[1].provenance
+    prompts = replace(models[1], provenance={**about, "prompts": {**about.get("prompts", {}), "sha256": "other"}})
+    version = replace(models[1], provenance={**about, "ln_probe": "0.0.1"})
+    (note,) = setup_differences(["a", "b"], [models[0], prompts])
+    assert "not paired" in note
+    (note,) = setup_differences(["a", "b"], [models[0], version])
+    assert "not paired" not in note
 
 
 @pytest.mark.parametrize(("change", "same_loss"), [

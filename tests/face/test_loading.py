@@ -226,6 +226,7 @@ def test_a_broken_folder_is_one_clear_error(folder: Path, change: Change, error:
     with pytest.raises(error, match=word) as raised:
         load_model(folder, device="cpu")
     assert str(raised.value).count("\n") <= 1
+    assert not str(raised.value).endswith("None")
 
 
 def test_a_format_that_overflows_is_refused(folder: Path) -> None:

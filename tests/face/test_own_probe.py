@@ -120,3 +120,7 @@ def test_two_probes_of_one_name() -> None:
     other = type("Other", (Lengths,), {})()
     with pytest.raises(ProbeError, match="lengths"):
         ln_probe.analyze(lab(), TOKENS, probes=[Lengths(), other], progress=False)
+
+
+def test_a_probe_says_and_draws_nothing_unless_it_is_written() -> None:
+    assert (Probe().findings({}, {}), Probe().pictures()) == ((), ())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from made_up import HOSTILE, UNSEEN, Page, lab_page
@@ -24,7 +25,7 @@ from ln_probe.models import BUNDLED
 from ln_probe.page import attention, figures
 from ln_probe.page.index import IndexEntry, index_page, write_index
 from ln_probe.page.page import notebook_cell, report_page
-from ln_probe.page.tables import in_order
+from ln_probe.page.tables import in_order, table
 from ln_probe.report import Report
 
 
@@ -33,6 +34,9 @@ def effects(report: Report, rows: list[dict[str, Any]]) -> Report:
     defaults = {"variant": "no_scaling", "p": math.nan, "n": 6}
     frame = report.declared["head_effects"].frame([defaults | row for row in rows])
     return replace(report, tables={**report.tables, "head_effects": frame})
+
+
+PRIMARY = [(sites, variant) for variant in ("no_scaling", "no_projection") for sites in ("all", "attention")]
 
 
 def unpacked(text: str) -> Any:
@@ -86,6 +90,7 @@ def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report)
     assert not page.acts()
     assert "<script" not in cell
     assert "What this page does not show" in page.text
+    assert " 0 books" not in page.text
     expected = {"512 tokens": "the first 128 of 512 tokens", "another loss": "points", "no loss": "not measured"}
     assert expected.get(form, "") in page.text
 
@@ -110,6 +115,8 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     assert cells["L1H0"].classes == "more5 pale estimate"
     assert "first-order estimate" in cells["L1H0"].what
     assert "not tested, 6 prompts" in cells["L1H1"].what
+    assert "p = 0.001" in cells["L0H0"].what
+    assert "p = 0.5" in cells["L0H1"].what
     assert cells["L1H2"].classes == "unknown"
     assert [cell.name for cell in heads.top] == ["L0H0", "L1H0", "L0H1", "L1H1"]
     legend = " ".join(text for _, text in heads.legend)
@@ -120,6 +127,25 @@ def test_the_first_keys_are_those_that_nothing_selects_and_then_those_of_little_
     keys = report.keys[report.keys["variant"] == "intact"]
     ranked = keys.assign(selectable=keys["verdict"] != "unselectable").sort_values(["selectable", "attainable"])
     assert in_order(report.keys)["attainable"][:8].tolist() == ranked["attainable"][:8].tolist()
+
+
+def test_tables_of_a_page_hold_text_and_six_digits(report: Report) -> None:
+    data = unpacked(table(report.declared["keys"], report.keys).data)["data"]
+    assert data["verdict"] == report.keys["verdict"].tolist()
+    margins = report.keys["margin_upper"]
+    assert data["margin_upper"] == [float(f"{value:.6g}") for value in margins]
+
+
+def test_changes_are_drawn_with_their_intervals(report: Report, causal: pd.DataFrame) -> None:
+    causal["delta_loss_optimal"] = causal["delta_loss"] / 2
+    one = Report({**report.tables, "causal": causal}, report.provenance, (), report.exhibits)
+    (axes,) = figures.loss_changes(one).axes
+    _, *intervals = [lines.get_segments() for lines in axes.collections]
+    rows = causal[causal["family"] == "primary"].set_index(["sites", "variant"])
+    ends = [rows.loc[place, ["delta_loss_low", "delta_loss_high"]].tolist() for place in PRIMARY]
+    assert [segments[0][:, 0].tolist() for segments in intervals] == ends
+    heights = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
+    assert np.diff(heights)[::2] == pytest.approx([0.16] * len(PRIMARY)), "loss-optimal constants are below"
 
 
 def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) -> None:
