@@ -95,16 +95,20 @@ def test_margins_do_not_depend_on_the_basis_of_the_head() -> None:
         np.testing.assert_allclose(first.heads[column], second.heads[column], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ["neox", "qwen3"])
+@pytest.mark.parametrize("arch", ["gpt2", "neox", "qwen3"])
 def test_observed_queries_are_within_reach(arch: str) -> None:
     model, seen = make_bridge(arch), list[AttentionInput]()
+    with torch.no_grad():  # gains that are not 1, and biases that move the center away from 0
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.linspace(-0.5, 1.0, len(parameter)))
     sites = find_norms(model)
     stream(model, TOKENS, sites, on_attention=seen.append)
     maps = LayerMaps(sites)
     for attended in seen:
         radius = query_radius(read_heads(attended, sites), attended.norm, attended.y)
         assert radius.shape == (24, 4)
-        assert 0 < float(radius.max()) <= 1 + 1e-5  # float32 rounding of the norm's output
+        assert 0 < float(radius.max()) <= 1 + 1e-4  # float32 rounding of the norm's output
         maps.observe(attended)
         assert maps.radii()[attended.layer] == pytest.approx(np.quantile(radius.numpy(), 0.95, axis=0))
 
