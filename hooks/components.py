@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -51,6 +50,7 @@ from ln_probe.hooks.stream import TABLES, AttentionInput, rotary_tables
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
 _BIASES = {"attn": "b_O", "mlp": "b_out"}
+NEURONS = "neurons"
 END = "the end of the stream"
 TOKENS = 8  # of the short pass
 # Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
@@ -69,7 +69,8 @@ class Source:
     """What is written at one place.
 
     Attributes:
-        kind: one of EMBEDDINGS, "attn", "mlp", or "norm" (what a norm in the stream puts in its place).
+        kind: one of EMBEDDINGS, "attn", "mlp", "norm" (what a norm in the stream puts in its place), or NEURONS (of an
+            MLP: what `record` shows of them).
         layer: its block; -1 for embeddings.
         norm: name of the norm, for "norm".
     """
@@ -201,13 +202,12 @@ class Wiring:
         return list(dict.fromkeys(n for name in names for n in (*self.norms_within(name), name)))
 
 
-@dataclass(frozen=True, eq=False)
-class _State:
+class _State(NamedTuple):
     """The stream at one place of the pass, or where a norm's output takes its place, after so many outputs."""
 
     expression: Expression
     value: Tensor
-    outputs: int = 0
+    outputs: int
 
 
 def _nearest_sum(
@@ -216,32 +216,31 @@ def _nearest_sum(
     """Return the sum that is nearest to the stream at a place, after its remainder relative to the largest summand.
 
     Args:
-        states: of the stream earlier in the pass.
+        states: of the stream earlier in the pass; before anything is written first.
         outputs: what was written to it so far, by norms too.
         scaled: whether what was written since an earlier state may have a factor other than 1.
     """
-    nothing = _State({}, torch.zeros_like(value))
     nearest, expression = math.inf, dict[Source, float]()
-    for start in (*states[: -_STARTS - 1 : -1], nothing):
-        since = outputs[start.outputs :]
+    for start in (*states[:-_STARTS:-1], states[0]):
+        difference, since = value - start.value, outputs[start.outputs :]
         writes = [output for output in since if output[0].kind != "norm"]
         norms = [output for output in since if output[0].kind == "norm"]
-        for added in ([], writes, norms, writes[-1:], norms[-1:]):
-            total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
-            factor = 1.0
-            if scaled:
-                factor = float(((value - start.value) * total).sum()) / max(float((total * total).sum()), 1e-300)
+        # What writes zeros counts as written: its weights may be others at the next call.
+        for added in (writes, norms, writes[-1:], norms[-1:], []):
+            total = sum((v for _, v in added), torch.zeros_like(value))
+            factor = float((difference * total).sum() / total.square().sum().clamp_min(1e-300)) if scaled else 1.0
             largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
-            left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
+            left = float((difference - factor * total).abs().max()) / max(largest, 1e-300)
             if left < nearest:
-                nearest, expression = left, dict(start.expression)
-                for source, _ in added:
-                    expression[source] = expression.get(source, 0.0) + factor
+                nearest, expression = left, {**start.expression, **{source: factor for source, _ in added}}
     return nearest, expression
 
 
 def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
     """Return of what the input of every norm and block is a sum; the first time by a forward pass over eight tokens.
+
+    It depends on the weights only where a factor is one of them, so a weight that is changed through `.data`, which
+    leaves no trace, is noticed by `Split.check` alone.
 
     Args:
         model: any hooked model.
@@ -254,27 +253,29 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
         return Wiring(model, norms, *structure.wiring[1:])
     width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
     with evaluating(model), unedited(model):
-        shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(n_layers(model)))
+        shown = record(model, tokens, range(len(tokens)), norms)
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
     single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
     bound = closes_below(torch.float32 if single else dtype)
     by_name = {norm.name: norm for norm in outside_attention(norms)}
-    states, outputs, last = list[_State](), list[tuple[Source, Tensor]](), "the embeddings"
+    states = [_State({}, torch.zeros(len(tokens), width, dtype=torch.float64), 0)]
+    outputs, last = list[tuple[Source, Tensor]](), "the embeddings"
     reads, open_places = dict[str, Expression](), dict[str, str]()
-    for what in shown.order:
+    for what, activation in shown.values.items():
+        value = activation.double()
         if isinstance(what, Source):
-            written = _written(model, what, shown.seen[what].double())
+            written = _written(model, what, value)
             if written is not None and written.shape[-1] == width:
                 outputs.append((what, written))
             continue
-        value = shown.inputs[what].double()
         if value.shape[-1] != width:
             open_places[what] = f"{what} reads vectors of length {value.shape[-1]}, and the residual stream has {width}"
             continue
         left, expression = _nearest_sum(value, states, outputs, scaled=False)
         if not left <= bound:
-            scaled = _nearest_sum(value, states, outputs, scaled=True)
-            left, expression = min((left, expression), scaled, key=itemgetter(0))
+            left, expression = min(
+                (left, expression), _nearest_sum(value, states, outputs, scaled=True), key=itemgetter(0)
+            )
         if left <= bound:
             last, reads[what] = what, expression
             states.append(_State(expression, value, len(outputs)))
@@ -283,8 +284,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
                 f"what is read at {what} is not the sum of what known modules wrote: {left:.1e} of its size is left "
                 f"over (rounding explains {bound:.0e}), written after {last}, the last place where the sum closes"
             )
-        if what in by_name:
-            norm = by_name[what]
+        if (norm := by_name.get(what)) is not None:
             source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
             outputs.append((source, output))
             states.append(_State({source: 1.0}, output, len(outputs)))
@@ -305,22 +305,19 @@ class Record:
     """Activations at some positions of prompts of equal length.
 
     Attributes:
-        seen: what each source's module showed (z of attention layers), a row per position.
-        inputs: of every norm outside attention, and of the unembedding (END).
-        neurons: activations of an MLP's neurons, by layer, where they were asked for.
+        values: a row per position, in the order of the pass. By source what its module showed (z of attention layers);
+            by name the input of every norm outside attention, of every block ("blocks.L") and of the unembedding
+            (END), and what other hook points showed.
         logits: of those positions; None if they are not known (a cache).
-        dtype: the format the model computes in.
-        points: what other hook points showed, by name, where they were asked for.
-        order: the keys of `seen` and `inputs`, in the order of the pass; empty of a cache.
     """
 
-    seen: Mapping[Source, Float[Tensor, "row _"]]
-    inputs: Mapping[str, Float[Tensor, "row _"]]
-    neurons: Mapping[int, Float[Tensor, "row _"]]
-    logits: Float[Tensor, "row d_vocab"] | None
-    dtype: torch.dtype
-    points: Mapping[str, Float[Tensor, "row _"]] = field(default_factory=dict)
-    order: Sequence[Source | str] = ()
+    values: Mapping[Source | str, Float[Tensor, "row _"]]
+    logits: Float[Tensor, "row d_vocab"] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format that the model computes in."""
+        return next(iter(self.values.values())).dtype
 
 
 def record(
@@ -328,10 +325,9 @@ def record(
     tokens: Int[Tensor, "*batch pos"],
     positions: Sequence[int],
     norms: Sequence[Norm],
-    *,
-    neurons: Collection[int] = (),
     points: Mapping[str, nn.Module] | None = None,
-    block_inputs: Collection[int] = (),
+    *,
+    neurons: bool = False,
     logits: bool = True,
 ) -> Record:
     """Return what one forward pass shows at some positions.
@@ -341,9 +337,8 @@ def record(
         tokens: one prompt, or several of equal length.
         positions: the rows of the record, counted through all prompts: prompt · length + position.
         norms: the model's norms.
-        neurons: layers whose neurons are recorded.
         points: other modules whose output is recorded, by name.
-        block_inputs: blocks whose input is recorded, as "blocks.L"; those of identities among the norms always are.
+        neurons: whether those of every MLP are recorded.
         logits: whether those of the positions are recorded.
 
     Raises:
@@ -351,29 +346,25 @@ def record(
     """
     prompts = tokens if tokens.ndim == 2 else tokens[None]
     rows, (batch, length) = torch.tensor(positions), prompts.shape
-    shown, active, at_points = (dict[Any, Tensor]() for _ in range(3))
+    shown = dict[Source | str, Tensor]()
 
-    def store(into: dict[Any, Tensor], key: Any, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        if key not in into:
+    def store(key: Source | str, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        if key not in shown:
             value = output[0] if output else tensors_in(args, kwargs)[0]
             width = None if output else value.shape[-1]  # (of the first head)
-            into[key] = flat(value, length, batch)[rows, :width].cpu()
+            shown[key] = flat(value, length, batch)[rows, :width].cpu()
 
-    after = [(module, partial(store, shown, source)) for source, module in watched(model)]
-    after += [(module, partial(store, at_points, name)) for name, module in (points or {}).items()]
-    after += [(_neurons(model, layer)[0], partial(store, active, layer)) for layer in neurons]
-    before = [(norm.module, partial(store, shown, norm.name)) for norm in outside_attention(norms)]
-    bare = {norm.layer for norm in norms if norm.is_identity}
-    before += [(blocks(model)[n], partial(store, shown, f"blocks.{n}")) for n in sorted(bare.union(block_inputs))]
+    outputs: dict[Source | str, nn.Module] = {**dict(watched(model)), **(points or {})}
+    if neurons:
+        outputs |= {Source(NEURONS, layer): _neurons(model, layer)[0] for layer in range(n_layers(model))}
+    inputs = {norm.name: norm.module for norm in outside_attention(norms)}
+    inputs |= {f"blocks.{layer}": block for layer, block in enumerate(blocks(model))}
     if (reader := unembedding(model)) is not None:
-        before.append((reader, partial(store, shown, END)))
-    with hooks_on(after, before):
+        inputs[END] = reader
+    after = [(module, partial(store, key)) for key, module in outputs.items()]
+    with hooks_on(after, [(module, partial(store, name)) for name, module in inputs.items()]):
         output = run(model, prompts, return_type="logits" if logits else None)
-    of_positions = output.flatten(0, 1)[rows].cpu() if logits else None
-    seen = {source: value for source, value in shown.items() if isinstance(source, Source)}
-    inputs = {place: value for place, value in shown.items() if isinstance(place, str)}
-    dtype = next(iter((inputs or seen).values())).dtype
-    return Record(seen, inputs, active, of_positions, dtype, at_points, tuple(shown))
+    return Record(shown, output.flatten(0, 1)[rows].cpu() if logits else None)
 
 
 def is_cache(given: object) -> bool:
@@ -397,6 +388,7 @@ class CachedPrompts:
         self.batch, self.length = map(int, self._value("embed.hook_out", "hook_embed").shape[:2])
 
     def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
+        """Return the first of these activations that the cache holds."""
         if (name := next((n for n in names if n in self._values), None)) is None:
             raise SplitError(f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens")
         return self._values[name]
@@ -405,26 +397,18 @@ class CachedPrompts:
         """Return the first of these activations that there is, a row per position of one prompt after the other."""
         return flat(self._value(*names), self.length, self.batch)
 
-    def record(
-        self,
-        positions: Sequence[int],
-        wiring: Wiring,
-        place: str,
-        points: Collection[str] = (),
-        block_inputs: Collection[int] = (),
-    ) -> Record:
+    def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
         """Return what is needed to divide what is read at `place` among its parts, as the function `record` does."""
-        rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
-        wanted = {source for at in passed for source in wiring.at(at)}
-        seen = {}
+        values = dict[Source | str, Tensor]()
         for source, module in watched(self.model):
-            if source in wanted:  # (an MLP without an output map is no hook point itself)
-                of_mlp = (f"blocks.{source.layer}.{name}" for name in ("mlp.hook_out", "hook_mlp_out"))
-                names = (str(module.name),) if hasattr(module, "fwd_hooks") else of_mlp
-                seen[source] = self.rows(*names)[rows].cpu()
-        inputs = {name: self._input(name)[rows].cpu() for name in (*passed, *(f"blocks.{n}" for n in block_inputs))}
-        shown = {name: self.rows(name)[rows].cpu() for name in points}
-        return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
+            # An MLP without an output map is no hook point itself.
+            mlp = f"blocks.{source.layer}."
+            names = [module.name] if hasattr(module, "fwd_hooks") else [f"{mlp}mlp.hook_out", f"{mlp}hook_mlp_out"]
+            values[source] = self.rows(*map(str, names))
+        layers = range(n_layers(self.model))
+        inputs = (*wiring.norms_within(place), place, *(f"blocks.{layer}" for layer in layers))
+        values |= {name: self._input(name) for name in inputs} | {name: self.rows(name) for name in points}
+        return Record({key: value[list(positions)].cpu() for key, value in values.items()})
 
     def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
         """Return what the attention of a layer did in each prompt; `place`: what `norm` reads."""
@@ -447,22 +431,9 @@ class CachedPrompts:
         return self.rows(f"{place}.hook_in", residual.get(leaf, f"{place}.hook_resid_pre"))  # of a HookedTransformer
 
 
-def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
-    """Return whether the same is read at every row (`f` is one row, expanded): then weights are pulled back once."""
-    return len(f) > 1 and f.stride(0) == 0
-
-
-def once(f: Float[Tensor, "row reading d"]) -> Float[Tensor, "some reading d"]:
-    """Return `f` without repeated rows."""
-    return f[:1] if is_shared(f) else f
-
-
-def dot(x: Float[Tensor, "*row d"], f: Float[Tensor, "row reading d"]) -> Float[Tensor, "row reading"]:
-    """Return x · f at every row; `x` has a row for each, or is the same everywhere."""
-    if x.ndim == 1:
-        return (once(f) @ x).expand(len(f), -1)
-    product: Tensor = x @ f[0].T if is_shared(f) else einsum(x, f, "row d, row reading d -> row reading")
-    return product
+def dot(x: Float[Tensor, "row d"], f: Float[Tensor, "row reading d"]) -> Float[Tensor, "row reading"]:
+    """Return x · f at every row; either has one row where it is the same at all."""
+    return torch.einsum("rd,rnd->rn", x, f)
 
 
 @dataclass(frozen=True, eq=False)
@@ -474,12 +445,9 @@ class Split:
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, chosen: Sequence[int]) -> Split:
-        """Return the same at some of the recorded positions."""
-        at, every = list(chosen), self.record
-        maps = {name: getattr(every, name).items() for name in ("seen", "inputs", "neurons", "points")}
-        few: dict[str, Any] = {name: {key: value[at] for key, value in items} for name, items in maps.items()}
-        logits = None if every.logits is None else every.logits[at]
-        return Split(self.wiring, replace(every, **few, logits=logits), self._weights)
+        """Return the same at some of the recorded positions, without logits."""
+        values = {key: value[list(chosen)] for key, value in self.record.values.items()}
+        return Split(self.wiring, Record(values), self._weights)
 
     def norm(self, name: str) -> Norm:
         """Return a norm by its name."""
@@ -487,7 +455,7 @@ class Split:
 
     def input(self, place: str) -> Float[Tensor, "row d_model"]:
         """Return the vectors that are read at a place."""
-        return self.record.inputs[place].double()
+        return self.record.values[place].double()
 
     def sigma(self, place: str) -> Float[Tensor, "row 1"]:
         """Return what the norm at a place divides by, on what it read."""
@@ -519,7 +487,7 @@ class Split:
 
     def _written(self, source: Source) -> Float[Tensor, "row d_model"]:
         if source.kind != "norm":
-            written = _written(self.wiring.model, source, self.record.seen[source].double())
+            written = _written(self.wiring.model, source, self.record.values[source].double())
             assert written is not None  # (its place would be open)
             return written
         norm, x = self.norm(source.norm), self.input(source.norm)
@@ -530,13 +498,12 @@ class Split:
 
         Args:
             place: a norm's name, or END.
-            f: what is read, at every recorded position; one row, expanded, where it is the same at all of them.
+            f: what is read, at every recorded position; one row where it is the same at all of them.
         """
-        values: dict[Part, Tensor] = {}
+        values, rows = dict[Part, Tensor](), len(self.input(place))
         for source, factor in self.wiring.at(place).items():
-            scaled = f if factor == 1.0 else (factor * once(f)).expand_as(f)
-            for part, value in self._read(source, scaled).items():
-                values[part] = values[part] + value if part in values else value
+            for part, value in self._read(source, factor * f).items():
+                values[part] = values.get(part, 0.0) + value.expand(rows, -1)
         return values
 
     def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
@@ -544,11 +511,11 @@ class Split:
             norm = self.norm(source.norm)
             values = self.read(source.norm, norm.project(f * gain_of(norm)) / self.sigma(source.norm)[:, None])
             if norm.bias is not None:
-                values[Part(f"{norm.name} bias", "norm bias", norm.layer)] = dot(bias_of(norm), f)
+                values[Part(f"{norm.name} bias", "norm bias", norm.layer)] = f @ bias_of(norm)
             return values
-        shown, layer = self.record.seen[source].double(), source.layer
+        shown, layer = self.record.values[source].double(), source.layer
         bias = _output_bias(self.wiring.model, source, shown)
-        values = {} if bias is None else {Part(f"L{layer} {_BIASES[source.kind]}", "bias", layer): dot(bias, f)}
+        values = {} if bias is None else {Part(f"L{layer} {_BIASES[source.kind]}", "bias", layer): f @ bias}
         if source.kind == "attn":
             return self._heads(layer, shown, f) | values
         if source.kind == "mlp":
@@ -561,23 +528,18 @@ class Split:
             W_O = _output_maps(self.wiring.model, layer, z)
             assert W_O is not None  # (its place would be open)
             self._weights[layer] = W_O
-        weights = self._weights[layer]
-        pulled = einsum(once(f), weights, "row reading d, head k d -> head row reading k")
-        by_head = rearrange(z, "row (head k) -> row head k", head=len(weights))
-        if is_shared(f):
-            values = einsum(by_head, pulled[:, 0], "row head k, head reading k -> head row reading")
-        else:
-            values = einsum(by_head, pulled, "row head k, head row reading k -> head row reading")
+        pulled = torch.einsum("rnd,hkd->hrnk", f, self._weights[layer])
+        by_head = z.unflatten(-1, (len(pulled), -1))
+        values = torch.einsum("rhk,hrnk->hrn", by_head, pulled)
         return {Part(f"L{layer}H{h}", "head", layer, h): v for h, v in enumerate(values)}
 
     def _mlp(self, layer: int, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
-        whole = dot(out, f)
-        if layer not in self.record.neurons:
+        whole, active = dot(out, f), self.record.values.get(Source(NEURONS, layer))
+        if active is None:
             return {Part(f"L{layer} mlp", "mlp", layer): whole}
         W_out = _neurons(self.wiring.model, layer)[1].cpu().double()
-        active = self.record.neurons[layer].double()
-        pulled = einsum(f, W_out, "row reading d, neuron d -> neuron row reading")
-        values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
+        pulled = torch.einsum("rnd,md->mrn", f, W_out)
+        values = torch.einsum("rm,mrn->mrn", active.double(), pulled)
         missing = float((whole - values.sum(0)).abs().max())
         if missing > closes_below(self.record.dtype) * float(values.abs().sum(0).max().clamp_min(1e-300)):
             raise SplitError(f"the neurons of layer {layer} do not add up to what its MLP writes: ask for whole MLPs")

@@ -180,9 +180,8 @@ def attribute_logits(
         others = prompts.others(against)
         of_features = [number * max(prompts.lengths) + position for number, position in prompts.asked]
         chosen = [(one, one.chosen(of_features)) for one in wanted]
-        options = {"neurons": range(n_layers(hooked))} if components == "neurons" else {}
         terms, numbers = dict[Part, Tensor](), torch.empty(3, len(prompts.asked), dtype=torch.float64)
-        for rows, seen in prompts.records(end.wiring, end.place, points, **options):
+        for rows, seen in prompts.records(end.wiring, end.place, points, neurons=components == "neurons"):
             tokens = None if ids is None else ids[rows]
             other = others[rows] if isinstance(others, Tensor) else others
             logits, cap, factor = end.logits(seen)
@@ -241,12 +240,12 @@ class _End(NamedTuple):
     def logits(self, seen: Record) -> tuple[Float64[Tensor, "row d_vocab"], float, float]:
         """Return the model's logits before their soft cap, the cap and the factor of W_U's logits."""
         if seen.logits is None:  # of a cache: from the norm's output, not through its components
-            read = seen.inputs[self.place].double()
+            read = seen.values[self.place].double()
             if self.norm is not None:
-                read = self.norm.affine(seen.points[f"{self.norm.name}.hook_normalized"].double())
+                read = self.norm.affine(seen.values[f"{self.norm.name}.hook_normalized"].double())
             return self.project(read).double().cpu() * self.factor, self.cap, self.factor
         logits = seen.logits[:, : len(self.b_U)].double()
-        cap, factor = self.form(logits[:1], seen.inputs[END][:1])
+        cap, factor = self.form(logits[:1], seen.values[END][:1])
         return cap * (logits / cap).clamp(-1.0, 1.0).atanh() if cap else logits, cap, factor
 
 
@@ -427,8 +426,8 @@ def logit_lens(
         end, layers = _end_of(hooked), range(n_layers(hooked))
         prompts = Prompts(hooked, tokens_or_cache, positions)
         by_row, errors = dict[int, Tensor](), list[float]()
-        for rows, seen in prompts.records(end.wiring, end.place, {}, block_inputs=layers):
-            stream = [seen.inputs[place] for place in (*(f"blocks.{i}" for i in layers), end.place)]
+        for rows, seen in prompts.records(end.wiring, end.place):
+            stream = [seen.values[place] for place in (*(f"blocks.{i}" for i in layers), end.place)]
             at = torch.tensor([prompts.asked[row][1] for row in rows])
             read = _through(end.norm, at_least_float32(torch.stack(stream)), at, scale)
             own = None if seen.logits is None else seen.logits[:, : len(end.b_U)].double()

@@ -75,7 +75,7 @@ class Prompts:
         return torch.stack([self.rows[i] for i in members])
 
     def records(
-        self, wiring: Wiring, place: str, points: Mapping[str, nn.Module], **options: Any
+        self, wiring: Wiring, place: str, points: Mapping[str, nn.Module] | None = None, *, neurons: bool = False
     ) -> Iterator[tuple[list[int], Record]]:
         """Yield what the model shows at rows of `asked`, with their numbers: prompts of one length at a time."""
         for members in self.of_equal_length():
@@ -83,10 +83,10 @@ class Prompts:
             rows = [row for row, (number, _) in enumerate(self.asked) if number in start]
             at = [start[number] + position for number, position in (self.asked[row] for row in rows)]
             if self.cache is not None:
-                yield rows, self.cache.record(at, wiring, place, points, **options)
+                yield rows, self.cache.record(at, wiring, place, points or ())
             else:
                 tokens = self.tokens(members)
-                yield rows, record(self.model, tokens, at, wiring.norms, points=points, **options)
+                yield rows, record(self.model, tokens, at, wiring.norms, points, neurons=neurons)
 
     def by_prompt(self, values: Tensor, fill: float = math.nan) -> Tensor:
         """Return [… row] as [… batch pos], filled up behind a prompt's last position."""
