@@ -1,7 +1,7 @@
-"""The residual stream as a sum: embeddings, positions, heads, MLPs, neurons and biases.
+"""The residual stream as a sum: embeddings, positions, heads, MLPs and biases.
 
 A *source* is what one module writes (embeddings, positions, an attention layer, an MLP), or the output of a norm inside
-the stream (post-norm blocks). A *part* is the finest piece of a source: a head, a neuron, a bias. Head h writes
+the stream (post-norm blocks). A *part* is the finest piece of a source: a head, an MLP, a bias. Head h writes
 z_h W_O_h, with `z` the heads' outputs before the output map.
 
 `find_wiring` finds of which sources every norm's input is the sum, from one short pass and without the config, such as
@@ -19,7 +19,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +49,11 @@ from ln_probe.hooks.stream import TABLES, AttentionInput, rotary_tables
 
 EMBEDDINGS = ("embed", "pos_embed", "token_type_embed")
 _BIASES = {"attn": "b_O", "mlp": "b_out"}
-NEURONS = "neurons"
 END = "the end of the stream"
 TOKENS = 8  # of the short pass
 # Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
 # missing summand left 1e-2 to 3e-1. 16-bit formats round at every write; the errors of deep models partly cancel.
-CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
-HALF_ROUNDINGS = 4
+CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _STARTS = 8  # earlier states that a stream can be continued from
 
 
@@ -69,18 +66,14 @@ class Source:
     """What is written at one place.
 
     Attributes:
-        kind: one of EMBEDDINGS, "attn", "mlp", "norm" (what a norm in the stream puts in its place), or NEURONS (of an
-            MLP: what `record` shows of them).
+        kind: one of EMBEDDINGS, "attn", "mlp", or "norm" (what a norm in the stream puts in its place).
         layer: its block; -1 for embeddings.
-        norm: name of the norm, for "norm".
+        norm: the norm, for "norm".
     """
 
     kind: str
     layer: int = -1
-    norm: str = ""
-
-    def __str__(self) -> str:
-        return self.norm or (self.kind if self.layer < 0 else f"blocks.{self.layer}.{self.kind}")
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -88,10 +81,10 @@ class Part:
     """A piece of the residual stream that has one writer.
 
     Attributes:
-        name: "embed", "L3H5", "L3 mlp", "L3N17" (a neuron), "L3 b_O", "blocks.3.ln1_post bias", …
-        kind: "embedding", "position", "head", "mlp", "neuron", "bias", "norm bias" or "unembedding bias".
+        name: "embed", "L3H5", "L3 mlp", "L3 b_O", "blocks.3.ln1_post bias", …
+        kind: "embedding", "position", "head", "mlp", "bias", "norm bias" or "unembedding bias".
         layer: its block; -1 for embeddings.
-        index: head or neuron; -1 for others.
+        index: of a head; -1 for others.
     """
 
     name: str
@@ -119,15 +112,6 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
         # A bridge's MLP can hold the whole block (OPT) or add the stream itself (BLOOM): its output map does not.
         if (out := child_of(mlp, "out", "hook_out") or mlp) is not None:
             yield Source("mlp", layer), out
-
-
-def _neurons(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]]:
-    """Return the hook point of an MLP's neurons, and what each writes per unit; SplitError where it has none."""
-    mlp = child_of(blocks(model)[layer], "mlp")
-    point, out = child_of(mlp, "hook_post"), weight_of(mlp, "W_out")
-    if point is None or out is None or out.ndim != 2:
-        raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
-    return point, out
 
 
 def _output_maps(model: HookedModel, layer: int, z: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
@@ -159,11 +143,6 @@ def _written(model: HookedModel, source: Source, shown: Tensor) -> Float[Tensor,
 # ---------------------------------------------------------------------------------------- of what the stream is a sum
 
 Expression = Mapping[Source, float]
-
-
-def closes_below(dtype: torch.dtype) -> float:
-    """Return the relative remainder of a sum that rounding in this format explains."""
-    return CLOSES.get(dtype, HALF_ROUNDINGS * torch.finfo(dtype).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +177,7 @@ class Wiring:
 
     def norms_within(self, place: str) -> list[str]:
         """Return the norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
-        names = [source.norm for source in self.at(place) if source.kind == "norm"]
+        names = [source.norm.name for source in self.at(place) if source.norm is not None]
         return list(dict.fromkeys(n for name in names for n in (*self.norms_within(name), name)))
 
 
@@ -223,8 +202,8 @@ def _nearest_sum(
     nearest, expression = math.inf, dict[Source, float]()
     for start in (*states[:-_STARTS:-1], states[0]):
         difference, since = value - start.value, outputs[start.outputs :]
-        writes = [output for output in since if output[0].kind != "norm"]
-        norms = [output for output in since if output[0].kind == "norm"]
+        writes = [output for output in since if output[0].norm is None]
+        norms = [output for output in since if output[0].norm is not None]
         # What writes zeros counts as written: its weights may be others at the next call.
         for added in (writes, norms, writes[-1:], norms[-1:], []):
             total = sum((v for _, v in added), torch.zeros_like(value))
@@ -256,7 +235,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
         shown = record(model, tokens, range(len(tokens)), norms)
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
     single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
-    bound = closes_below(torch.float32 if single else dtype)
+    bound = CLOSES[torch.float32 if single else dtype]
     by_name = {norm.name: norm for norm in outside_attention(norms)}
     states = [_State({}, torch.zeros(len(tokens), width, dtype=torch.float64), 0)]
     outputs, last = list[tuple[Source, Tensor]](), "the embeddings"
@@ -273,9 +252,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
             continue
         left, expression = _nearest_sum(value, states, outputs, scaled=False)
         if not left <= bound:
-            left, expression = min(
-                (left, expression), _nearest_sum(value, states, outputs, scaled=True), key=itemgetter(0)
-            )
+            left, expression = _nearest_sum(value, states, outputs, scaled=True)
         if left <= bound:
             last, reads[what] = what, expression
             states.append(_State(expression, value, len(outputs)))
@@ -285,7 +262,7 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
                 f"over (rounding explains {bound:.0e}), written after {last}, the last place where the sum closes"
             )
         if (norm := by_name.get(what)) is not None:
-            source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
+            source, output = Source("norm", norm.layer, norm), norm.affine(norm.normalize(value))
             outputs.append((source, output))
             states.append(_State({source: 1.0}, output, len(outputs)))
     structure.wiring = origin, reads, open_places, bound
@@ -327,7 +304,6 @@ def record(
     norms: Sequence[Norm],
     points: Mapping[str, nn.Module] | None = None,
     *,
-    neurons: bool = False,
     logits: bool = True,
 ) -> Record:
     """Return what one forward pass shows at some positions.
@@ -338,11 +314,7 @@ def record(
         positions: the rows of the record, counted through all prompts: prompt · length + position.
         norms: the model's norms.
         points: other modules whose output is recorded, by name.
-        neurons: whether those of every MLP are recorded.
         logits: whether those of the positions are recorded.
-
-    Raises:
-        SplitError: a layer's MLP shows no neurons.
     """
     prompts = tokens if tokens.ndim == 2 else tokens[None]
     rows, (batch, length) = torch.tensor(positions), prompts.shape
@@ -355,8 +327,6 @@ def record(
             shown[key] = flat(value, length, batch)[rows, :width].cpu()
 
     outputs: dict[Source | str, nn.Module] = {**dict(watched(model)), **(points or {})}
-    if neurons:
-        outputs |= {Source(NEURONS, layer): _neurons(model, layer)[0] for layer in range(n_layers(model))}
     inputs = {norm.name: norm.module for norm in outside_attention(norms)}
     inputs |= {f"blocks.{layer}": block for layer, block in enumerate(blocks(model))}
     if (reader := unembedding(model)) is not None:
@@ -365,11 +335,6 @@ def record(
     with hooks_on(after, [(module, partial(store, name)) for name, module in inputs.items()]):
         output = run(model, prompts, return_type="logits" if logits else None)
     return Record(shown, output.flatten(0, 1)[rows].cpu() if logits else None)
-
-
-def is_cache(given: object) -> bool:
-    """Return whether something is a cache of activations by name (an ActivationCache or a dict)."""
-    return isinstance(given, Mapping) or (hasattr(given, "cache_dict") and hasattr(given, "keys"))
 
 
 class CachedPrompts:
@@ -449,17 +414,9 @@ class Split:
         values = {key: value[list(chosen)] for key, value in self.record.values.items()}
         return Split(self.wiring, Record(values), self._weights)
 
-    def norm(self, name: str) -> Norm:
-        """Return a norm by its name."""
-        return next(n for n in self.wiring.norms if n.name == name)
-
     def input(self, place: str) -> Float[Tensor, "row d_model"]:
         """Return the vectors that are read at a place."""
         return self.record.values[place].double()
-
-    def sigma(self, place: str) -> Float[Tensor, "row 1"]:
-        """Return what the norm at a place divides by, on what it read."""
-        return self.norm(place).sigma(self.input(place))
 
     def check(self, place: str) -> float:
         """Return how much of what is read at a place no part explains, relative to the largest summand.
@@ -486,12 +443,11 @@ class Split:
         return worst
 
     def _written(self, source: Source) -> Float[Tensor, "row d_model"]:
-        if source.kind != "norm":
-            written = _written(self.wiring.model, source, self.record.values[source].double())
-            assert written is not None  # (its place would be open)
-            return written
-        norm, x = self.norm(source.norm), self.input(source.norm)
-        return norm.affine(norm.project(x) / self.sigma(source.norm))
+        if (norm := source.norm) is not None:
+            return norm.affine(norm.normalize(self.input(norm.name)))
+        written = _written(self.wiring.model, source, self.record.values[source].double())
+        assert written is not None  # (its place would be open)
+        return written
 
     def read(self, place: str, f: Float[Tensor, "row reading d_model"]) -> dict[Part, Float[Tensor, "row reading"]]:
         """Return f · x_p for every part p of what is read at `place`; they add up to f · x.
@@ -507,9 +463,9 @@ class Split:
         return values
 
     def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
-        if source.kind == "norm":
-            norm = self.norm(source.norm)
-            values = self.read(source.norm, norm.project(f * gain_of(norm)) / self.sigma(source.norm)[:, None])
+        if (norm := source.norm) is not None:
+            sigma = norm.sigma(self.input(norm.name))[:, None]
+            values = self.read(norm.name, norm.project(f * gain_of(norm)) / sigma)
             if norm.bias is not None:
                 values[Part(f"{norm.name} bias", "norm bias", norm.layer)] = f @ bias_of(norm)
             return values
@@ -519,7 +475,7 @@ class Split:
         if source.kind == "attn":
             return self._heads(layer, shown, f) | values
         if source.kind == "mlp":
-            return self._mlp(layer, shown if bias is None else shown - bias, f) | values
+            return {Part(f"L{layer} mlp", "mlp", layer): dot(shown if bias is None else shown - bias, f)} | values
         kind = "position" if source.kind == "pos_embed" else "embedding"
         return {Part(source.kind, kind): dot(shown, f)}
 
@@ -532,15 +488,3 @@ class Split:
         by_head = z.unflatten(-1, (len(pulled), -1))
         values = torch.einsum("rhk,hrnk->hrn", by_head, pulled)
         return {Part(f"L{layer}H{h}", "head", layer, h): v for h, v in enumerate(values)}
-
-    def _mlp(self, layer: int, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
-        whole, active = dot(out, f), self.record.values.get(Source(NEURONS, layer))
-        if active is None:
-            return {Part(f"L{layer} mlp", "mlp", layer): whole}
-        W_out = _neurons(self.wiring.model, layer)[1].cpu().double()
-        pulled = torch.einsum("rnd,md->mrn", f, W_out)
-        values = torch.einsum("rm,mrn->mrn", active.double(), pulled)
-        missing = float((whole - values.sum(0)).abs().max())
-        if missing > closes_below(self.record.dtype) * float(values.abs().sum(0).max().clamp_min(1e-300)):
-            raise SplitError(f"the neurons of layer {layer} do not add up to what its MLP writes: ask for whole MLPs")
-        return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)}
