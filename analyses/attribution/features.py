@@ -162,8 +162,8 @@ class Features:
                 f"{self.hook_name} is not the sum of the components before it: {missing:.1e} of it is left over "
                 f"(rounding explains {bound:.0e})"
             )
-        active = self.activations.reshape(-1, len(self.directions))[list(rows)].double().cpu()
-        directions = self.directions.double().cpu()
+        active = self.activations.detach().reshape(-1, len(self.directions))[list(rows)].double().cpu()
+        directions = self.directions.detach().double().cpu()
         pulled = (f @ directions[list(named)].T).permute(2, 0, 1)  # [feature row reading]
         shown = pulled * active[:, list(named)].T[:, :, None]
         written = dot(active @ directions, f)
@@ -175,7 +175,7 @@ class Features:
         for kind, vectors in (("decoder bias", self.bias), ("skip", self.skip)):
             if vectors is not None:
                 of_rows = vectors[None] if vectors.ndim == 1 else vectors.flatten(0, -2)[list(rows)]
-                value = dot(of_rows.double().cpu(), f).expand_as(error)
+                value = dot(of_rows.detach().double().cpu(), f).expand_as(error)
                 new[Part(f"{at} {kind}", kind, layer)] = value
                 error = error - value
         new[Part(f"{at} reconstruction error", "error", layer)] = error
