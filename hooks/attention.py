@@ -77,8 +77,7 @@ class Heads:
         q_norm, k_norm: norms of queries and keys inside attention, where there are any.
         causal: whether a query sees only the keys at or before it.
         window: how many keys a query sees at most, its own included; None: all (of those that `causal` leaves).
-        slopes: ALiBi's, in nats a position: added to a score is slope·(key's position), which differs from
-            −slope·distance by nothing that a softmax sees. None without ALiBi.
+        slopes: ALiBi's, in nats a position: slope·(key's position) is added to a score. None without ALiBi.
         soft_cap: what scores are squashed to before the softmax, cap·tanh(score / cap); 0: they are not.
         sinks: a score of each head that takes its share of the softmax and is of no key; None without.
         known: what was computed of these weights, by name, for prompts to share.

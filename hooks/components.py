@@ -1,16 +1,13 @@
 """The residual stream as a sum: embeddings, positions, heads, MLPs and biases.
 
-A *source* is what one module writes (embeddings, positions, an attention layer, an MLP), or the output of a norm inside
-the stream (post-norm blocks). A *part* is the finest piece of a source: a head, an MLP, a bias. Head h writes
-z_h W_O_h, with `z` the heads' outputs before the output map.
+A *source* is what one module writes, or the output of a norm in the stream (post-norm blocks). A *part* is the finest
+piece of a source: a head (z_h W_O_h, with `z` the heads' outputs before the output map), an MLP, a bias.
 
-`find_wiring` finds of which sources every norm's input is the sum, from one short pass and without the config, such as
-`embed + pos_embed + blocks.0.attn` (pre-norm), `embed + blocks.0.ln1_post` (a norm of attention's output) or
-`blocks.0.ln1 + blocks.0.mlp` (post-norm). At each place the stream is the one at an earlier place plus what was written
-since, perhaps times one factor (scaled embeddings, scaled residual branches); a sum that does not close is rejected.
+`find_wiring` finds the sources of every norm's input from one short pass, without the config: `embed + pos_embed +
+blocks.0.attn` (pre-norm), `blocks.0.ln1 + blocks.0.mlp` (post-norm). A sum that does not close is rejected.
 
-`Split` divides any linear reading f · x of the stream among its parts. Parts are never built as vectors: f is pulled
-back through what they passed (a norm at its own sigma, a head's W_O), which costs d_head numbers per head, not d_model.
+`Split` divides any linear reading f · x of the stream among its parts. f is pulled back through what they passed (a
+norm at its own sigma, W_O), which costs d_head numbers per head, not d_model.
 """
 
 from __future__ import annotations
@@ -96,8 +93,8 @@ class Part:
 def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
     """Yield every source but norms, with the module whose output shows it (an attention layer's is `z`)."""
     for name in EMBEDDINGS:
-        # A bridge's `hook_embed` stands behind a norm of the embeddings (BLOOM), `embed.hook_out` before it; where the
-        # embeddings are scaled (Granite), 4.3 calls that for hooks of TransformerLens only: there the module is asked.
+        # `embed.hook_out` stands before a norm of the embeddings (BLOOM), `hook_embed` behind it. Where embeddings are
+        # scaled (Granite), 4.3 calls both for hooks of TransformerLens only.
         own = (child_of(model, "project_in") if name == "embed" else None) or child_of(model, name)
         scaled = getattr(own, "_output_contribution_scale", 1.0) != 1.0
         module = own if scaled else child_of(own, "hook_out") or child_of(model, f"hook_{name}")
@@ -211,15 +208,16 @@ def _nearest_sum(
             largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
             left = float((difference - factor * total).abs().max()) / max(largest, 1e-300)
             if left < nearest:
-                nearest, expression = left, {**start.expression, **{source: factor for source, _ in added}}
+                nearest = left
+                expression = {**start.expression, **{source: factor for source, _ in added}}
     return nearest, expression
 
 
 def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
     """Return of what the input of every norm and block is a sum; the first time by a forward pass over eight tokens.
 
-    It depends on the weights only where a factor is one of them, so a weight that is changed through `.data`, which
-    leaves no trace, is noticed by `Split.check` alone.
+    The result is cached, for these weights. Only a factor depends on them: where one is changed through `.data`, which
+    leaves no trace, `Split.check` raises an error.
 
     Args:
         model: any hooked model.
@@ -326,12 +324,11 @@ def record(
             width = None if output else value.shape[-1]  # (of the first head)
             shown[key] = flat(value, length, batch)[rows, :width].cpu()
 
-    outputs: dict[Source | str, nn.Module] = {**dict(watched(model)), **(points or {})}
     inputs = {norm.name: norm.module for norm in outside_attention(norms)}
     inputs |= {f"blocks.{layer}": block for layer, block in enumerate(blocks(model))}
     if (reader := unembedding(model)) is not None:
         inputs[END] = reader
-    after = [(module, partial(store, key)) for key, module in outputs.items()]
+    after = [(module, partial(store, key)) for key, module in (*watched(model), *(points or {}).items())]
     with hooks_on(after, [(module, partial(store, name)) for name, module in inputs.items()]):
         output = run(model, prompts, return_type="logits" if logits else None)
     return Record(shown, output.flatten(0, 1)[rows].cpu() if logits else None)
@@ -372,7 +369,8 @@ class CachedPrompts:
             values[source] = self.rows(*map(str, names))
         layers = range(n_layers(self.model))
         inputs = (*wiring.norms_within(place), place, *(f"blocks.{layer}" for layer in layers))
-        values |= {name: self._input(name) for name in inputs} | {name: self.rows(name) for name in points}
+        values.update((name, self._input(name)) for name in inputs)
+        values.update((name, self.rows(name)) for name in points)
         return Record({key: value[list(positions)].cpu() for key, value in values.items()})
 
     def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
