@@ -328,7 +328,8 @@ def record(
     inputs |= {f"blocks.{layer}": block for layer, block in enumerate(blocks(model))}
     if (reader := unembedding(model)) is not None:
         inputs[END] = reader
-    after = [(module, partial(store, key)) for key, module in (*watched(model), *(points or {}).items())]
+    outputs: list[tuple[Source | str, nn.Module]] = [*watched(model), *(points or {}).items()]
+    after = [(module, partial(store, key)) for key, module in outputs]
     with hooks_on(after, [(module, partial(store, name)) for name, module in inputs.items()]):
         output = run(model, prompts, return_type="logits" if logits else None)
     return Record(shown, output.flatten(0, 1)[rows].cpu() if logits else None)
