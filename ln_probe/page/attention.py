@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 from ln_probe.analyses.attribution.shared import Prompts, place, token_name
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
-from ln_probe.analyses.probes.wording import NATS, unit_of
+from ln_probe.analyses.probes.wording import NATS, heads_unchanged, unit_of
 from ln_probe.analyses.text import disarmed, shortened, visible, write_text
 from ln_probe.exhibits import TOKENS_SHOWN, PromptAttention, to_bytes
 from ln_probe.hooks.attention import UnsupportedAttentionError, read_heads
@@ -103,26 +103,29 @@ class HeadMap:
         rows: of cells, the last layer first, so that layer 0 is at the bottom.
         legend: (class, text) of each colour and mark that occurs.
         unit: of the loss.
+        unchanged: why freezing scaling changes no head; empty if it may.
     """
 
     rows: tuple[tuple[HeadCell, ...], ...] = ()
     legend: tuple[tuple[str, str], ...] = ()
     unit: str = ""
+    unchanged: str = ""
 
     @property
     def cells(self) -> list[HeadCell]:
         return [cell for row in self.rows for cell in row]
 
     @property
-    def top(self) -> list[HeadCell]:
-        """The heads with the largest changes, those that are significant before others."""
+    def candidates(self) -> list[HeadCell]:
+        """The heads with a significant change, the largest first; without any, all that were measured."""
         measured = [cell for cell in self.cells if not math.isnan(cell.value)]
-        return sorted(measured, key=lambda cell: (not cell.significant, -abs(cell.value)))[:TOP]
+        significant = [cell for cell in measured if cell.significant]
+        return sorted(significant or measured, key=lambda cell: -abs(cell.value))
 
     @property
-    def listed(self) -> list[HeadCell]:
-        """The same heads by layer, because their order of size is not tested."""
-        return sorted(self.top, key=lambda cell: (cell.layer, cell.head))
+    def top(self) -> list[HeadCell]:
+        """Those of them that are listed beside the map."""
+        return self.candidates[:TOP]
 
     @property
     def first(self) -> HeadCell | None:
@@ -145,11 +148,13 @@ def head_map(report: Report) -> HeadMap:
     if unit != NATS:
         largest = max((abs(v) for row in rows.values() if math.isfinite(v := _value(row))), default=1.0)
         steps = tuple(step * largest / STEPS[-1] for step in STEPS)
+    unchanged = heads_unchanged(report.provenance)
+    unmeasured = "no change" if unchanged else "not measured"
     grid = tuple(
-        tuple(_cell((layer, head), rows.get((layer, head)), shown, steps, unit) for head in heads)
+        tuple(_cell((layer, head), rows.get((layer, head)), shown, steps, unit, unmeasured) for head in heads)
         for layer in reversed(layers)
     )
-    return HeadMap(grid, tuple(_legend(grid, steps, unit)), unit)
+    return HeadMap(grid, tuple(_legend(grid, steps, unit)), unit, unchanged)
 
 
 def _shown(attention: PromptAttention | None) -> set[tuple[int, int]]:
@@ -167,9 +172,10 @@ def _cell(
     shown: set[tuple[int, int]],
     steps: tuple[float, ...],
     unit: str,
+    unmeasured: str,
 ) -> HeadCell:
     if row is None or math.isnan(value := _value(row)):
-        return HeadCell(*pair, "not measured", shown=pair in shown)
+        return HeadCell(*pair, unmeasured, shown=pair in shown)
     estimate, tested = math.isnan(row["delta_loss"]), math.isfinite(row["p"])
     ends = (math.nan, math.nan) if estimate else (row["delta_loss_low"], row["delta_loss_high"])
     if tested:
@@ -186,7 +192,7 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     cells = [cell for row in rows for cell in row]
     known = [cell for cell in cells if not math.isnan(cell.value)]
     if not known:
-        yield "unknown", "not measured"
+        yield "unknown", cells[0].change if cells else "not measured"
         return
     yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
     yield "more0", "0"
