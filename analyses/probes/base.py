@@ -150,26 +150,19 @@ class Finding:
     Attributes:
         question: "loss", "heads", "keys", "sinks" or "uniform"; of a user's probe, any name.
         text: a sentence or two.
-        picture: id of the part of the page that shows it.
     """
 
     question: str
     text: str
-    picture: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page: drawn if `column` of `table` has a value; `draw` gets the report.
-
-    The first line of `draw`'s docstring is the caption.
-    """
+    """A picture of the page: `draw` gets the report, and the first line of its docstring is the caption."""
 
     id: str
     title: str
     draw: Callable[[Any], Any]
-    table: str
-    column: str
 
 
 class Probe:

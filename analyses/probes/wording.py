@@ -26,13 +26,13 @@ PLACES = {"all": "every norm", "attention": "the norms that attention reads"}
 _MOST_STRATA, _COUNTS = 6, {2: "two", 3: "three"}  # books whose means a sentence lists
 _HEADS_NAMED, _OUTLIERS_NAMED = 3, 2  # in a sentence
 
-# By question: what was not measured, and the part of the page that shows it.
+# By question: what was not measured.
 QUESTIONS = {
-    "loss": ("how the loss changes without scaling or projection", "loss"),
-    "heads": ("which heads depend on scaling", "heads-map"),
-    "keys": ("which keys no query selects", "keys"),
-    "sinks": ("how much attention position 0 receives", "sinks"),
-    "uniform": ("how uniformly heads attend", "uniform"),
+    "loss": "how the loss changes without scaling or projection",
+    "heads": "which heads depend on scaling",
+    "keys": "which keys no query selects",
+    "sinks": "how much attention position 0 receives",
+    "uniform": "how uniformly heads attend",
 }
 
 CHANGE = "{edit} {moves} the loss by {size} {unit}{share} ({interval}){small}{optimal}."
@@ -68,8 +68,8 @@ def findings(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) 
         "uniform": _uniform(tables["heads"], provenance.get("uniformity", {}).get("prompts", 0)),
     }
     return [
-        Finding(question, text, picture)
-        for question, (what, picture) in QUESTIONS.items()
+        Finding(question, text)
+        for question, what in QUESTIONS.items()
         for text in list(answers[question]) or [NOT_MEASURED.format(what=what)]
     ]
 
@@ -182,7 +182,7 @@ def significant_heads(effects: pd.DataFrame, unit: str = NATS) -> pd.DataFrame:
 
 
 def heads_unchanged(provenance: Mapping[str, Any]) -> str:
-    """Return why freezing scaling changes no head of the model; empty if it may, or was not measured."""
+    """Return why freezing scaling changes no head of the model; empty if it may."""
     if provenance.get("model", {}).get("norms") == {}:
         return NO_NORM
     is_no_op = SCALING_FROZEN.name in provenance.get("head_effects", {}).get("no_op", {})

@@ -38,8 +38,7 @@ from ln_probe.page.figures import interval
 if TYPE_CHECKING:
     from ln_probe.report import Report
 
-# Where a colour of the map begins, in nats per token: every map of every page has this scale. Of a loss in another unit
-# the last step begins at the largest change.
+# Where a colour of every map begins, in nats/token. Of a loss in another unit the last begins at the largest change.
 STEPS: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
 TOP = 6  # heads in the list beside the map
 TOKEN_LENGTH = 14  # characters of a token on an axis
@@ -139,11 +138,9 @@ def head_map(report: Report) -> HeadMap:
     effects = report.tables["head_effects"]
     effects = effects[effects["variant"] == SCALING_FROZEN.name]
     shown = _shown(report.exhibits.attention)
-    pairs = {(int(la), int(h)) for la, h in effects[["layer", "head"]].to_numpy()} | shown
+    rows = {(int(row["layer"]), int(row["head"])): row for row in effects.to_dict("records")}
+    pairs = rows.keys() | shown
     layers, heads = (range(1 + max((pair[axis] for pair in pairs), default=-1)) for axis in (0, 1))
-    rows: dict[tuple[int, int], Mapping[Any, Any]] = {
-        (int(row["layer"]), int(row["head"])): row for row in effects.to_dict("records")
-    }
     unit, steps = unit_of(report.provenance), STEPS
     if unit != NATS:
         largest = max((abs(v) for row in rows.values() if math.isfinite(v := _value(row))), default=1.0)
@@ -192,7 +189,7 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     cells = [cell for row in rows for cell in row]
     known = [cell for cell in cells if not math.isnan(cell.value)]
     if not known:
-        yield "unknown", cells[0].change if cells else "not measured"
+        yield from {("unknown", cell.change) for cell in cells}
         return
     yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
     yield "more0", "0"

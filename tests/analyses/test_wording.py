@@ -100,7 +100,7 @@ def test_the_five_questions_in_their_order() -> None:
 
 def test_what_was_not_measured_is_named_once_for_each_question() -> None:
     found = findings(report_tables(), {})
-    assert [finding.text for finding in found] == [f"Not measured: {what}." for what, _ in QUESTIONS.values()]
+    assert [finding.text for finding in found] == [f"Not measured: {what}." for what in QUESTIONS.values()]
     without = findings(report_tables(), {"model": {"norms": {}}})
     assert all("it has no normalization" in finding.text for finding in without[:2])
     unscaled = findings(report_tables(), {"head_effects": {"no_op": {"no_scaling": "none: it does not scale"}}})
