@@ -214,8 +214,7 @@ def test_features_of_several_hook_points() -> None:
     last = Features.of(Dictionary("blocks.1.hook_resid_post"), cache)
     alone, after = (attribute_logits(model, TOKENS, -1, 3, features=f).check() for f in (last, [*three, last]))
     assert list(after.table["part"]) == list(alone.table["part"])
-    called = replace(last, names=[f"{i} b_O" for i in range(len(last.directions))])  # as a bias's part is
-    layers = attribute_logits(model, TOKENS, -1, 3, features=called, components="layers").check().table
+    layers = attribute_logits(model, TOKENS, -1, 3, features=last, components="layers").check().table
     assert list(layers["kind"]) == list(alone.table["kind"])
 
 
@@ -230,7 +229,6 @@ def test_features_that_do_not_fit() -> None:
     for given, word in (
         (Features(name, vectors[:, :8], active), "directions"),
         (Features(name, vectors, active[:, :4]), "activations"),
-        (Features(name, vectors, active, names=["one"]), "names"),
         (Features("blocks.1.attn.hook_z", vectors, active), "hook_z"),
         (Features("blocks.7.hook_resid_pre", vectors, active), "2 layers"),
         (narrow, "bias"),

@@ -12,7 +12,7 @@ from attribution_checks import TOKENS
 from small_models import lab
 
 from ln_probe.analyses.attribution.features import Features
-from ln_probe.analyses.attribution.logits import attribute_logits
+from ln_probe.analyses.attribution.logits import attribute_logits, logit_lens
 from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
 from ln_probe.hooks.components import SplitError
@@ -36,6 +36,22 @@ def test_targets() -> None:
     assert mean.total == pytest.approx(float(logits[3] - logits.mean()), abs=1e-5)
     three, four = (attribute_logits(model, TOKENS, -1, target=t).terms for t in (3, 4))
     assert torch.allclose(two.terms, three - four, atol=1e-9)
+
+
+def test_pairs_of_answers() -> None:
+    """TransformerLens's convention: a column of correct tokens, and one of incorrect ones."""
+    model, prompts = make_bridge("gpt2"), TOKENS.view(2, 5)
+    answers = torch.tensor([[3, 4], [5, 6]])
+    for given, some in ((answers, prompts), (answers.tolist(), prompts), (answers[:1], prompts[:1])):
+        pairs = torch.as_tensor(given)
+        expected = attribute_logits(model, some, -1, target=pairs[:, :1], against=pairs[:, 1:]).check()
+        result = attribute_logits(model, some, pos=-1, answer_tokens=given).check()
+        assert torch.equal(result.terms, expected.terms)
+        lens = logit_lens(model, some, pos=-1, answer_tokens=given).table
+        last = lens[lens["layer"] == 2]["logit"].to_numpy()
+        assert last == pytest.approx(torch.as_tensor(expected.own).reshape(-1).numpy(), abs=1e-5)
+    with pytest.raises(AttributionError, match="pos=-1"):
+        attribute_logits(model, prompts, answer_tokens=answers)
 
 
 def test_neurons_are_features_of_their_mlp() -> None:
