@@ -56,9 +56,7 @@ class ProgressLine:
         self._outer, _line = _line, _line or self
         if self._moves and self._outer is None:
             if self._console.is_jupyter:
-                from IPython.display import DisplayHandle
-
-                self._cell = DisplayHandle()
+                self._cell = import_module("IPython.display").DisplayHandle()
                 self._cell.display({"text/plain": str(self)}, raw=True)
             else:
                 self._live.start()

@@ -82,7 +82,7 @@ def packages_of(path: Path) -> set[str]:
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module).partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"ln_probe", "IPython"}  # (a notebook has IPython)
+    return found - set(sys.stdlib_module_names) - {"ln_probe"}
 
 
 def test_each_dependency_is_declared_and_used() -> None:
