@@ -169,8 +169,8 @@ def figures_of_findings() -> list[str]:
         percents(paper[paper["step"] == paper["step"].max()]["mean"]),
         percents(keys.query("model == 'lm-layernorm' and n == 256 and variant == 'intact'")["share"]),
         *(with_interval(one_row(**majority, contrast=contrast), seeds, 2) for contrast in contrasts),
-        with_interval(shape, ("estimate", "low", "high"), 3),
         "+0.05",  # read off figure 4b
+        with_interval(shape, ("estimate", "low", "high"), 3),
         with_interval(one_row(**causal, variant="no_scaling"), prompts, 3),
         *(f"{increase:+.3f}" for increase in books["delta_loss"]),
         with_interval(one_row(**causal, variant="no_projection"), prompts, 3),
