@@ -77,8 +77,7 @@ class Hub:
 
 
 def _refusal(code: str) -> tuple[int, bytes, dict[str, str]]:
-    headers = {"X-Error-Code": code, "X-Error-Message": code}
-    return 403 if code == "GatedRepo" else 404, json.dumps({"error": code}).encode(), headers
+    return 403 if code == "GatedRepo" else 404, b"{}", {"X-Error-Code": code, "X-Error-Message": code}
 
 
 class _Handler(BaseHTTPRequestHandler):
