@@ -180,8 +180,9 @@ def test_contrasts_are_those_of_the_table(report: Report) -> None:
         assert contrast.loss == pytest.approx(row["loss"] - row["delta_loss"])
 
 
-def test_attention_of_a_head(report: Report) -> None:
+def test_attention_of_a_head(report: Report, tmp_path: Path) -> None:
     view = report.attention(1, 2)
+    assert view.to_html(tmp_path / "head.html").read_text(encoding="utf-8") == view.document()
     assert 'data-first="L1H2"' in view.document()
     assert view._repr_html_().startswith('<iframe title="Attention" sandbox="allow-scripts"')
     with pytest.raises(ValueError, match="head"):
