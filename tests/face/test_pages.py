@@ -252,11 +252,15 @@ def test_an_index_of_checkpoints_is_drawn_over_training(report: Report) -> None:
     assert 'id="training"' not in index_page(runs[:1])
 
 
-def test_the_forest_plot_shows_the_tables_numbers(report: Report) -> None:
+@pytest.mark.parametrize("most", [1, 2])
+def test_the_forest_plot_shows_the_numbers_of_its_first_models(
+    most: int, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "ROWS", most)
     figure = figures.forest(["a", "b"], [report, report])
     (row,) = report.causal.query("sites == 'all' and variant == 'no_scaling'").to_dict("records")
     drawn = [line.get_xdata()[0] for line in figure.axes[0].lines]
-    assert drawn.count(row["delta_loss"]) == 2
+    assert drawn.count(row["delta_loss"]) == most
 
 
 def test_hostile_names_in_pages_without_scripts(report: Report, tmp_path: Path) -> None:
