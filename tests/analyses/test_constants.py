@@ -115,6 +115,8 @@ def test_constants_far_from_what_is_observed_are_noted() -> None:
     (note,) = Constants(constants.sites, constants.groups, constants.sums, constants.counts, "", far).notes()
     assert "5 of 5 norms" in note
     assert "by 100%" in note
+    near = {name: Constant(c.first, 1.04 * c.rest) for name, c in constants.pooled.items()}
+    assert not Constants(constants.sites, constants.groups, constants.sums, constants.counts, "", near).notes()
 
 
 def test_unusable_calibration_text_is_refused() -> None:
