@@ -211,6 +211,8 @@ def test_the_headline_is_the_number_of_the_report(gpt2: Any) -> None:
     assert repr(cost) == report.findings()[0]
     assert cost.constants.of(2) == report.constants.of(2) == ln_probe.norm_constants(gpt2, TOKENS).of(2)
     assert set(cost.table["family"]) == {"primary"}
+    with pytest.raises(ValueError, match="max_tokens"):
+        ln_probe.norm_constants(gpt2, TOKENS, max_tokens=1)
 
 
 def test_a_model_without_a_next_token_loss_is_told_so() -> None:

@@ -232,7 +232,9 @@ def test_freezing_cost() -> None:
     expected = ln_probe.freezing_cost(ln_probe.load_model("m"), rows[:2], progress=False)
     assert found["estimate"] == pytest.approx(expected.estimate, rel=1e-5)
     assert (found["model"], found["prompts"]["count"], len(found["contrasts"])) == ("m", 2, 4)
-    printed, _ = ends(0, *line)
+    printed, progress = ends(0, *line[:-1])
+    assert ("PyTorch" in progress, "PyTorch" in printed) == (True, False)
+    assert "cuda:99" in "".join(ends(1, *line, "--device", "cuda:99"))
     assert "27 tokens" in printed
 
 

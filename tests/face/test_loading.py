@@ -261,7 +261,7 @@ def test_a_damaged_gguf_file(content: bytes, tmp_path: Path) -> None:
     *((path, {}, FileNotFoundError, "exist") for path in ("./nowhere", "/nowhere/at/all", "~/no", "a/b/c", "m.gguf")),
     *((name, {}, ValueError, "no model") for name in ("nul\0byte", "né", "-rf", "a b", "x" * 5000)),
     ("", {}, ValueError, "empty"),
-    (None, {}, TypeError, "None"),
+    (None, {}, TypeError, "got None"),
     (torch.nn.Linear(1, 1), {}, TypeError, "Linear"),
     (Path(__file__), {}, ValueError, "gguf"),
     ("lm-layernorm@1000", {"revision": 500}, ValueError, "another"),

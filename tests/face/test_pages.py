@@ -22,7 +22,7 @@ import ln_probe
 from ln_probe.exhibits import Exhibits, to_bytes
 from ln_probe.hooks import without
 from ln_probe.models import BUNDLED
-from ln_probe.page import attention, figures
+from ln_probe.page import attention, figures, own_script
 from ln_probe.page.index import IndexEntry, index_page, write_index
 from ln_probe.page.page import notebook_cell, report_page
 from ln_probe.page.tables import in_order, table
@@ -82,6 +82,8 @@ FORMS = {
 def test_every_form_of_a_report_has_a_page_and_a_cell(form: str, report: Report) -> None:
     one = FORMS[form](report)
     html = report_page(one)
+    assert own_script("page.js", "heads.js") in html
+    assert html.count("sha256-") == (2 if one.exhibits.attention else 1), "circuitsvis is added"
     page, cell = Page(html), notebook_cell(one)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -145,6 +147,8 @@ def test_changes_are_drawn_with_their_intervals(report: Report, causal: pd.DataF
     assert [segments[0][:, 0].tolist() for segments in intervals] == ends
     heights = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
     assert np.diff(heights)[::2] == pytest.approx([0.16] * len(PRIMARY)), "loss-optimal constants are below"
+    faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "o"][: 2 * len(PRIMARY)]
+    assert [face == "none" for face in faces] == [False, True] * len(PRIMARY), "and hollow"
 
 
 def test_each_panel_over_training_shows_the_changes_of_its_edit(report: Report) -> None:
@@ -236,6 +240,7 @@ def test_a_folder_of_reports_has_an_index(report: Report, tmp_path: Path) -> Non
     (tmp_path / "old" / "report.json").write_text('{"format": 4}')
     html = write_index(tmp_path, {"bad": "ValueError: broken"}).read_text()
     assert 'href="org/b/report.html"' in html
+    assert 'id="table-comparison"' in html
     assert "bad failed: ValueError: broken" in Page(html).text
     assert "old failed" in Page(html).text
 

@@ -121,7 +121,5 @@ def test_a_stream_without_norms_ends_somewhere_too() -> None:
     split = split_of(lab(norm=None, norm_mlp=None, norm_final=None))
     assert split.wiring.norms == []
     assert split.check(END) <= 5e-7
-    with pytest.raises(
-        SplitError, match=r"ln_final"
-    ):
+    with pytest.raises(SplitError, match=r"ln_final"):
         split.check("ln_final")
