@@ -272,8 +272,9 @@ def test_an_experiment_is_run(requests: list[Request]) -> None:
     ends(0, *line)
     assert requests[-1].seeds == (0, 1)
     assert json.loads(Path("runs/results.json").read_text())["experiment"] == "toy"
-    ends(0, *line, "--seeds", "5")
+    ends(0, *line, "--seeds", "5", "--quiet")
     assert requests[-1].seeds == (0, 1, 2, 3, 4)
+    assert [request.progress for request in requests] == [True, False]
     _, said = ends(1, *line, "--seeds", "6")
     assert "diverged: seed 9" in said
 
