@@ -325,7 +325,7 @@ class NormEdit(Edit):
         norm, wide, self.x = self.norm, at_least_float32(x), x
         constant = None if self.constants is None else self._divisor(wide)
         normalized = norm.without(self.variants[0], wide, constant, sigma)
-        return affine(normalized, norm.live_gain(), norm.live_bias()).to(x.dtype)
+        return affine(normalized, *norm.gain_and_bias()).to(x.dtype)
 
 
 def _by_row(values: Float[Tensor, "row n"], like: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ class LinearEdit(Edit):
     def output(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the norm's output, linear in its input x; `y`: the norm's own output."""
         normalized = self.norm.project(at_least_float32(x)) / self.sigma(x)
-        linear = affine(normalized, self.norm.live_gain(), self.norm.live_bias()).to(y.dtype)
+        linear = affine(normalized, *self.norm.gain_and_bias()).to(y.dtype)
         # 0 + y is y, bit for bit, and its gradient is that of `linear`
         return linear if self.given is not None else (linear - linear.detach()) + y.detach()
 

@@ -37,7 +37,7 @@ from ln_probe.hooks.model import (
     tensors_in,
     unedited,
 )
-from ln_probe.hooks.norm import READERS, Norm, NormError, UnknownNormError, check_finite, eps_owners, formula_of
+from ln_probe.hooks.norm import READERS, Norm, NormError, UnknownNormError, formula_of
 
 # Tokens of the short pass: two are enough for all inputs and outputs of norms to differ.
 TOKENS = 2
@@ -45,7 +45,7 @@ TOKENS = 2
 _SETTINGS = {"eps", "variance_epsilon", "act_fn", "act", "activation_fn"}
 _SETTINGS |= {"scaling", "attn_scale", "kind", "radius", "forward"}
 
-Reader = tuple[str, int]  # "attention", "mlp" or "unembed", and the block
+Reader = tuple[str, int]  # "attention", "mlp", "unembed" or "block", and the block's number
 
 
 def find_norms(model: object) -> list[Norm]:
@@ -124,8 +124,6 @@ def structure_of(model: HookedModel) -> Structure:
         norms, identities, lost = _survey(model)
         modules = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
         known = _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, identities, lost)
-    for norm in known.norms:
-        check_finite(norm.name, norm.gain, norm.bias)
     return known
 
 
@@ -144,9 +142,8 @@ def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object,
 def _survey(model: HookedModel) -> tuple[list[Norm], list[Norm], dict[str, str]]:
     """Return every norm; an identity for every block whose attention reads the stream; and the norms of which a change
     does not reach the output, with the reason."""
-    paths = {module: path for path, module in model.named_modules()}
     modules: dict[str, nn.Module] = {}
-    for module in paths:
+    for module in modules_of(model):
         name = getattr(module._modules.get("hook_scale"), "name", None)
         if name and "hook_normalized" in module._modules:
             modules.setdefault(str(name).rsplit(".", 1)[0], module)
@@ -155,45 +152,39 @@ def _survey(model: HookedModel) -> tuple[list[Norm], list[Norm], dict[str, str]]
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model), unedited(model):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
-            short = _ShortPass(model, modules, _other_modules(model, modules, paths))
-            for name in dict.fromkeys([*(n for n in short.outputs if n in modules), *modules]):
+            short = _ShortPass(model, modules)
+            for name in dict.fromkeys([*short.outputs, *modules]):
                 module, in_block = modules[name], re.match(r"blocks\.(\d+)\.", name)
                 # One after the embedding is in block 0, one at the end has the number of blocks.
                 is_first = not any(norm.name.startswith("blocks.") for norm in norms)
                 layer = int(in_block[1]) if in_block else 0 if is_first else n_layers(model)
+                if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
+                    raise NormError(f"{name}: its weights hold NaN or infinite values; the checkpoint is damaged")
                 d = int(short.inputs[name].shape[-1]) if name in short.inputs else int(model.cfg.d_model)
                 alike = d, _likeness(module)
                 if alike not in formulas:
                     formulas[alike] = formula_of(name, module, model, d)
-                readers = short.readers.get(name, [])
-                layers = tuple(sorted(layer for reader, layer in readers if reader == "attention"))
-                fields: dict[str, Any] = {"reads": _reads(name, readers), "attention_layers": layers, "module": module}
-                fields |= formulas[alike]
-                owner, label = fields.pop("eps_owner", (None, ""))
-                if owner is not None:
-                    fields["eps_owner"] = eps_owners(module, model)[owner], label
-                norms.append(Norm(name=name, layer=layer, **fields))
+                readers = short.readers[name]
+                layers = tuple(layer for reader, layer in readers if reader == "attention")
+                about = {"reads": _reads(name, readers), "module": module, "attention_layers": layers}
+                norms.append(Norm(name, layer, **about, **formulas[alike]))
         for attn in attentions(model).values():  # a pass with gradients leaves tensors: a bridge would have no copy
             graph = {k: v for k, v in vars(attn).items() if isinstance(v, Tensor) and v.grad_fn is not None}
             vars(attn).update({name: value.detach() for name, value in graph.items()})
-    for name in (n for n in short.outputs if n not in modules and any(r != "unembed" for r, _ in short.readers[n])):
-        raise UnknownNormError(
-            f"{name} stands where a norm would and has no hook points of a norm: ln_probe cannot measure this model"
-        )
-    return norms, list(_identities(model, short)), short.lost
+    return norms, list(_identities(model, short, norms)), short.lost
 
 
-def _identities(model: HookedModel, short: _ShortPass) -> Iterator[Norm]:
+def _identities(model: HookedModel, short: _ShortPass, norms: Sequence[Norm]) -> Iterator[Norm]:
     """Yield an identity for every block whose attention reads the stream."""
-    d = int(model.cfg.d_model)
+    normalized = {layer for norm in norms for layer in norm.attention_layers}
     for layer, attn in attentions(model).items():
-        reading = short.read.get(("attention", layer), [])
-        if reading and not any(("attention", layer) in readers for readers in short.readers.values()):
-            stream = [t.flatten() for t in short.blocks.get(layer, [])]
-            if not any(torch.equal(t.flatten(), s) for t in reading for s in stream if t.shape[-1:] == (d,)):
+        inputs, stream = short.read.get(("attention", layer), []), short.read.get(("block", layer), [])
+        if inputs and layer not in normalized:
+            if not any(torch.equal(t.flatten(), s.flatten()) for t in inputs for s in stream):
                 raise UnknownNormError(
-                    f"blocks.{layer}.attn reads neither a norm nor the residual stream: this model is not supported"
+                    f"blocks.{layer}.attn reads neither a known norm nor the residual stream: it is not supported"
                 )
+            d = int(model.cfg.d_model)
             yield Norm(f"blocks.{layer}.attn", layer, "none", "attention", attn, d, (layer,), is_identity=True)
 
 
@@ -208,19 +199,16 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
 
 
 class _ShortPass:
-    """One pass over two tokens, watching norms, other modules that may stand where a norm would, and all readers."""
+    """One pass over two tokens: what norms and their readers were given, and at which norms a change is lost."""
 
-    def __init__(self, model: HookedModel, norms: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> None:
-        self.norms = norms
-        self.inputs: dict[str, Tensor] = {}  # of every module watched
-        # Likewise, in the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
+    def __init__(self, model: HookedModel, norms: Mapping[str, nn.Module]) -> None:
+        self.inputs: dict[str, Tensor] = {}
+        # In the order in which they ran; HookedTransformer calls `ln1` once each for q, k and v.
         self.outputs: dict[str, list[Tensor]] = {}
-        self.read: dict[Reader, list[Tensor]] = {}  # of everything inside attention, MLPs and the unembedding
-        self.blocks: dict[int, list[Tensor]] = {}  # inputs of each block
-        after = [(module, partial(self._record, name)) for name, module in {**norms, **others}.items()]
-        before = [(block, partial(self._given, self.blocks, layer)) for layer, block in enumerate(blocks(model))]
-        before += [(module, partial(self._given, self.read, reader)) for reader, module in _reading(model, norms)]
+        self.read: dict[Reader, list[Tensor]] = {}
         leaves: dict[str, list[Tensor]] = {name: [] for name in norms}
+        after = [(module, partial(self._on_norm, name)) for name, module in norms.items()]
+        before = [(module, partial(self._on_reader, reader)) for reader, module in _reading(model, norms)]
         tokens = probe_tokens(model, TOKENS)[None].to(device_of(model))
         with hooks_on(after, before), ExitStack() as stack:
             for name, module in norms.items():
@@ -232,29 +220,23 @@ class _ShortPass:
             except AttributeError as error:  # (a bridge's norm without weights, which it computes where hooks edit it)
                 raise UnknownNormError(f"TransformerLens cannot run this model with hooks at norms: {error}") from error
         self.lost = _lost_leaves(logits, leaves)
-        for name in [n for n in others if n in self.outputs]:
-            x, y = self.inputs[name], self.outputs[name][0]
-            if x.shape != y.shape or x.shape[-1:] != (int(model.cfg.d_model),) or torch.equal(x, y):
-                del self.inputs[name], self.outputs[name]  # it leaves its input as it is (dropout, Identity)
-        self.readers: dict[str, list[Reader]] = {name: [] for name in self.outputs}
+        self.readers: dict[str, list[Reader]] = {name: [] for name in norms}
         for reader, inputs in self.read.items():
-            if makers := self._makers(inputs):
+            if reader[0] != "block" and (makers := self._makers(inputs)):
                 self.readers[makers[-1]].append(reader)
 
-    def _record(self, name: str, _m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = tensors_in(args, kwargs)
-        if not given or not isinstance(output, Tensor):
-            return
-        first = self.inputs.setdefault(name, given[0].detach())
-        if name in self.norms and first is not given[0] and not torch.equal(first.nan_to_num(), given[0].nan_to_num()):
+    def _on_norm(self, name: str, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        x = tensors_in(args, kwargs)[0].detach()
+        first = self.inputs.setdefault(name, x)
+        if not torch.equal(first.nan_to_num(), x.nan_to_num()):
             raise NormError(f"{name} runs more than once in a pass, on different vectors: ln_probe cannot measure it")
         self.outputs.setdefault(name, []).append(output.detach())
 
-    def _given(self, into: dict[Any, list[Tensor]], key: Any, _m: nn.Module, args: Any, kwargs: Any) -> None:
-        into.setdefault(key, []).extend(t.detach() for t in tensors_in(args, kwargs))
+    def _on_reader(self, reader: Reader, _m: nn.Module, args: Any, kwargs: Any) -> None:
+        self.read.setdefault(reader, []).extend(t.detach() for t in tensors_in(args, kwargs))
 
     def _makers(self, inputs: Sequence[Tensor]) -> list[str]:
-        """Return the modules whose outputs are among a reader's inputs. The last one that ran counts: a block's input
+        """Return the norms whose outputs are among a reader's inputs. The last one that ran counts: a block's input
         often comes along for the residual sum (BLOOM, BERT)."""
         outside = {name: outputs for name, outputs in self.outputs.items() if ".attn." not in name}
         # The same memory first: two parallel norms with equal parameters have equal outputs (a fresh Pythia).
@@ -287,7 +269,7 @@ def _lost_leaves(logits: Any, leaves: Mapping[str, Sequence[Tensor]]) -> dict[st
 
 
 def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tuple[Reader, nn.Module]]:
-    """Yield attention, MLPs, the unembedding and what inside them has weights but norms, with the reader of each."""
+    """Yield blocks, attention, MLPs, the unembedding, and what inside the last three has weights but norms."""
     roots: list[tuple[Reader, Any]] = [(("attention", layer), attn) for layer, attn in attentions(model).items()]
     roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks(model))]
     roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
@@ -297,18 +279,7 @@ def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tup
             if module not in done and (module is root or module._parameters):
                 done.add(module)
                 yield reader, module
-
-
-def _other_modules(
-    model: HookedModel, norms: Mapping[str, nn.Module], paths: Mapping[nn.Module, str]
-) -> dict[str, nn.Module]:
-    """Return modules that may stand where a norm would: outside attention, MLPs and known norms, and around none."""
-    roots = [getattr(b, part, None) for b in blocks(model) for part in ("attn", "mlp")]
-    roots += [getattr(model, name, None) for name in ("embed", "pos_embed", "unembed")]
-    parts = [r for r in (*roots, *norms.values()) if isinstance(r, nn.Module)]
-    inside, known = {m for part in parts for m in modules_of(part)}, set(parts)
-    outside = (m for m in paths if m not in inside and type(m).__name__ != "HookPoint")
-    return {plain_path(paths[m]): m for m in outside if known.isdisjoint(m.modules())}
+    yield from ((("block", layer), block) for layer, block in enumerate(blocks(model)))
 
 
 def _reads(name: str, readers: Sequence[Reader]) -> str:
