@@ -11,7 +11,6 @@ model is unchanged, bit for bit. The hooks are in `norm_edits`.
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,7 +81,7 @@ class Intervention(OneLine):
         variant: "no_scaling", "no_projection" or "both_removed".
         sites: names of the norms that are edited.
         divisors: the constants at position 0 and elsewhere, by norm; empty where scaling stays.
-        no_ops: norms at which the edit changes nothing, because they do not have the term, and why.
+        no_ops: names of the norms at which the edit changes nothing, because they do not have the term.
 
     Example:
         >>> with ln_probe.hooks.without(model, "projection", sites="all") as edit:
@@ -92,7 +91,7 @@ class Intervention(OneLine):
     variant: str
     sites: tuple[str, ...]
     divisors: Mapping[str, Constant]
-    no_ops: Mapping[str, str]
+    no_ops: tuple[str, ...]
 
 
 @contextmanager
@@ -161,10 +160,16 @@ def without(
         raise InterventionError("only and heads are not for a Hugging Face model in memory: ln_probe.load_model it")
     _refuse_twice(norms, linear=False)
     constants = _constants(choice, scale, tokens)
-    no_ops = {norm.name: reason for norm in norms if (reason := no_op(norm, choice.variant))}
-    _warn(what, choice, no_ops)
+    edited = [norm for norm in norms if VARIANTS[choice.variant].effect(norm)]
+    no_ops = tuple(norm.name for norm in norms if norm not in edited)
+    if no_ops:
+        where = some(no_ops) if edited else "every norm"
+        warnings.warn(f"without {what!r} changes nothing at {where}: there is no such term", NoOpWarning, stacklevel=3)
+    dropouts = (module for module in choice.structure.modules if isinstance(module, nn.Dropout))
+    if any(module.training and module.p > 0 for module in dropouts):
+        warnings.warn("dropout is on, so every pass differs: model.eval()", stacklevel=3)
     edits: list[Edit] = []
-    for norm in (norm for norm in norms if norm.name not in no_ops):
+    for norm in edited:
         pair = constants[norm.name].pair if norm.name in constants else None
         edit = NormEdit.of(norm, choice.variant, pair, f"without {what!r}")
         edits.append(edit if choice.heads is None else HeadEdit(edit, choice.letters, choice.heads[norm.name]))
@@ -218,15 +223,6 @@ def _own_norms(given: Any, choice: _Choice) -> Sequence[Norm]:
     return [replace(norm, module=own[norm.name]) for norm in choice.norms]
 
 
-def no_op(norm: Norm, variant: str) -> str:
-    """Return why a variant changes nothing at a norm, which does not have the terms; empty if it may."""
-    removes = VARIANTS[variant].removes
-    if not removes or VARIANTS[variant].effect(norm):
-        return ""
-    reasons = {"projection": "it has no projection", "scaling": "it does not scale"}
-    return f"{norm.kind}: " + " and ".join(reason for term, reason in reasons.items() if term in removes)
-
-
 def members(norms: Sequence[Norm], group: str) -> list[Norm]:
     """Return the norms of a group (one of GROUPS)."""
     return [n for n in norms if group == "all" or _READER_OF_GROUP[group] in n.reads.split("+")]
@@ -236,26 +232,25 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
     """Return the norms that a user asked for, in the order of the forward pass.
 
     Raises:
-        InterventionError: no norms, an empty group, or an unknown name (the nearest are suggested).
+        InterventionError: no norms, an empty group, or an unknown name.
     """
     if not norms:
         raise InterventionError("the model has no normalization: there is no projection or scaling to remove")
+    groups, names = ", ".join(GROUPS), some([norm.name for norm in norms])
     if isinstance(sites, str) and sites in GROUPS:
         if not (chosen := members(norms, sites)):
-            raise InterventionError(f"no norm belongs to sites={sites!r}; give names: {some([n.name for n in norms])}")
+            raise InterventionError(f"no norm belongs to sites={sites!r}; give names: {names}")
         return chosen
     if not isinstance(sites, str | Sequence) or not len(sites):
-        raise InterventionError(f"sites must be one of {', '.join(GROUPS)} or names of norms, got {sites!r}")
-    names = set[str]()
+        raise InterventionError(f"sites must be one of {groups} or names of norms, got {sites!r}")
+    chosen = []
     for given in [sites] if isinstance(sites, str) else sites:
         own = (given, str(given).rpartition(".hook_")[0])
-        named = [n.name for n in norms if n.name in own or n.name.endswith(f".{given}")]
+        named = [n for n in norms if n.name in own or n.name.endswith(f".{given}")]
         if not named:
-            near = difflib.get_close_matches(str(given), [*(n.name for n in norms), *GROUPS], n=3, cutoff=0.3)
-            options = some(near or [n.name for n in norms])
-            raise InterventionError(f"no norm called {given!r}; choose from {options} (a group stands alone)")
-        names.update(named)
-    return [n for n in norms if n.name in names]
+            raise InterventionError(f"no norm called {given!r}: give one group ({groups}) or names ({names})")
+        chosen += named
+    return [n for n in norms if n in chosen]
 
 
 def _refuse_lost(structure: Structure, norms: Sequence[Norm]) -> None:
@@ -299,16 +294,6 @@ def _constants(
     return {n.name: means[n.name] if scale == FROZEN else means[n.name].uniform for n in frozen}
 
 
-def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
-    if no_ops:
-        where = "every norm" if len(no_ops) == len(choice.norms) else some(list(no_ops))
-        reasons = "; ".join(sorted(set(no_ops.values())))
-        warnings.warn(f"without {what!r} changes nothing at {where} ({reasons})", NoOpWarning, stacklevel=4)
-    dropouts = (module for module in choice.structure.modules if isinstance(module, nn.Dropout))
-    if any(module.training and module.p > 0 for module in dropouts):
-        warnings.warn("dropout is on, so every pass differs: model.eval()", stacklevel=4)
-
-
 def _readers(
     model: HookedModel,
     norms: Sequence[Norm],
@@ -335,24 +320,22 @@ def _by_norm(
     model: HookedModel, norms: Sequence[Norm], heads: Sequence[tuple[int, int]]
 ) -> dict[str, dict[int, list[int]]]:
     """Return those heads by the norm that their attention reads, and by block."""
-    by_layer: dict[int, set[int]] = {}
-    for layer, head in heads:
-        if not (0 <= layer < n_layers(model) and 0 <= head < head_count(model, layer)):
-            raise InterventionError(f"heads: there is no head {head} in a layer {layer} of this model")
-        by_layer.setdefault(int(layer), set()).add(int(head))
-    if not by_layer:
-        raise InterventionError("heads is empty: give (layer, head) pairs")
     by_norm: dict[str, dict[int, list[int]]] = {}
-    for layer, chosen in by_layer.items():
-        count = head_count(model, layer)
+    for layer in sorted({layer for layer, _ in heads}):
+        chosen = sorted({head for each, head in heads if each == layer})
+        count = head_count(model, layer) if 0 <= layer < n_layers(model) else 0
+        if wrong := [head for head in chosen if not 0 <= head < count]:
+            raise InterventionError(f"heads: there is no head {wrong[0]} in a layer {layer} of this model")
         norm = next((n for n in norms if layer in n.attention_layers), None)
         if norm is None:
             raise InterventionError(f"heads: the attention of layer {layer} reads no norm")
         group = count // int(getattr(model.cfg, "n_key_value_heads", None) or count)  # query heads that share a key
         for first in range(0, count, group):
-            if 0 < len(chosen & set(range(first, first + group))) < group:
+            if 0 < len({*chosen} & {*range(first, first + group)}) < group:
                 raise InterventionError(f"heads {first} to {first + group - 1} of layer {layer} share a key: give all")
-        by_norm.setdefault(norm.name, {})[layer] = sorted(chosen)
+        by_norm.setdefault(norm.name, {})[layer] = chosen
+    if not by_norm:
+        raise InterventionError("heads is empty: give (layer, head) pairs")
     return by_norm
 
 
@@ -426,23 +409,21 @@ class _Linearized:
 linearized = _Linearized()
 
 
-def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tensor]]:
+def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Tensor]]:
     """Return the norms whose sigma is held, and the sigmas of another run by name."""
     hooked = check_model(model)
     structure = structure_of(hooked)
-    every, given = list(structure.norms), dict[str, Tensor]()
+    every, names = list(structure.norms), [norm.name for norm in structure.norms]
     if not every:
         raise InterventionError("the model has no normalization: it is linear there already")
-    if not (isinstance(sigma, str) and sigma == OWN):
-        if not isinstance(sigma, Mapping):
-            raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
-        names = [norm.name for norm in every]
-        for name, value in sigma.items():
-            if name not in names:
-                raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
-            if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
-                raise InterventionError(f"sigma of {name} must be a tensor of positive finite numbers, one per token")
-            given[name] = value.detach()
+    given = {} if isinstance(sigma, str) and sigma == OWN else sigma
+    if not isinstance(given, Mapping):
+        raise InterventionError(f"sigma must be {OWN!r} or a mapping from names of norms, got {sigma!r}")
+    for name, value in given.items():
+        if name not in names:
+            raise InterventionError(f"sigma is given for {name!r}, which is no norm of this model: {some(names)}")
+        if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
+            raise InterventionError(f"sigma of {name} must be a tensor of positive finite numbers, one per token")
     linear = [norm for norm in every if norm.scales or norm.name in given]
     _refuse_lost(structure, linear)
     return _Choice(hooked, structure, "", every, linear), given
@@ -486,7 +467,7 @@ def edit_hooks(
     choice = _choice(model, what, sites)
     constants = _constants(choice, scale, tokens)
     hooks: FwdHooks = []
-    for norm in (norm for norm in choice.norms if not no_op(norm, choice.variant)):
+    for norm in (norm for norm in choice.norms if VARIANTS[choice.variant].effect(norm)):
         edit = NormEdit.of(norm, choice.variant, constants[norm.name].pair if norm.name in constants else None)
         record_at = "hook_scale" if edit.adds_mean is None else "hook_in"
         if record_at not in norm.module._modules:

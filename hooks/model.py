@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +24,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
-@runtime_checkable
 class HookedModel(Protocol):
     """A TransformerLens model: hook points by name, a config, blocks in a row."""
 
@@ -99,16 +99,9 @@ def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
     return {layer: attn for layer, attn in each if isinstance(attn, nn.Module)}
 
 
-def attention_of(model: HookedModel, layer: int) -> nn.Module:
-    """Return the attention module of a block; ValueError if it has none."""
-    if (attn := attentions(model).get(layer)) is None:
-        raise ValueError(f"block {layer} has no attention whose heads could be edited")
-    return attn
-
-
 def z_point(model: HookedModel, layer: int) -> nn.Module:
     """Return the hook point of the heads' outputs in a block, [batch pos head d_head] or flat; ValueError if none."""
-    if (point := child_of(attention_of(model, layer), "hook_z")) is None:
+    if (point := child_of(attentions(model)[layer], "hook_z")) is None:
         raise ValueError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
     return point
 
@@ -280,11 +273,9 @@ def vocabulary_size(model: HookedModel) -> int:
 
 
 def outputs(model: HookedModel) -> int:
-    """Return how many tokens have a logit: `d_vocab_out` where a model has other outputs than inputs."""
-    declared = getattr(model.cfg, "d_vocab_out", None)
-    size = declared if isinstance(declared, int) and declared > 0 else vocabulary_size(model)
+    """Return how many tokens have a logit."""
     W_U = weight_of(model, "W_U")
-    return size if W_U is None else min(size, int(W_U.shape[1]))
+    return vocabulary_size(model) if W_U is None else int(W_U.shape[1])
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, " pos"]:
@@ -301,18 +292,16 @@ def run(model: HookedModel, tokens: Int[Tensor, "batch pos"], return_type: str |
 @contextmanager
 def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
     """Turn dropout off while it lasts; every module has its own mode afterwards."""
-    module = cast(nn.Module, model)
-    training, modes = module.training, [(m, m.training) for m in modules_of(model)]
-    if not any(mode for _, mode in modes):
-        yield
-        return
-    module.eval()
+    parts = (model, getattr(model, "original_model", None))  # (of which a bridge is no parent)
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    training = [module for module in modules if module.training]
     try:
+        for module in training:
+            module.training = False
         yield
     finally:
-        module.train(training)
-        for part, mode in modes:
-            part.training = mode
+        for module in training:
+            module.training = True
 
 
 def logit_factor(model: HookedModel) -> float:
@@ -368,15 +357,18 @@ def wrapped(model: Any) -> nn.Module:
     options: dict[str, Any] = {"dtype": dtype_of(model), "device": device_of(model), "model_name": "local"}
     try:
         bridge = build_bridge_from_module(copied, name, hf_config=copied.config, **options)
-        difference, place = _logit_difference(model, bridge)
+        own, others = _outputs(model, model), _outputs(bridge, copied)
     except Exception as error:
         raise ValueError(f"TransformerLens has no bridge for {name} that runs ({error})") from error
-    if not difference <= SAME_LOGITS[dtype_of(model)]:
+    differences = {path: relative_difference(others[path], own[path]) for path in own if path in others}
+    largest = differences[""]
+    if not largest <= SAME_LOGITS[dtype_of(model)]:
+        place = next(path for path, difference in differences.items() if not difference <= SAME_LOGITS[dtype_of(model)])
         raise ValueError(
-            f"TransformerLens's bridge computes other logits than this {name} (by {difference:.1e} of the largest), "
-            f"first in {place}: pass a TransformerLens model that computes yours"
+            f"TransformerLens's bridge computes other logits than this {name} (by {largest:.1e} of the largest), first "
+            f"in {place}: pass a TransformerLens model that computes yours"
         )
-    bridge.__dict__["logits_difference"] = difference
+    bridge.__dict__["logits_difference"] = largest
     _WRAPPED[model] = bridge.train(model.training)
     return _WRAPPED[model]
 
@@ -412,26 +404,20 @@ def complete_token_ids(config: Any) -> None:
             setattr(config, name, None)
 
 
-def _logit_difference(model: Any, bridge: Any) -> tuple[float, str]:
-    """Return how far a bridge's logits are from the model's own, and the first module whose output is another one."""
-    tokens, bound = ordinary_tokens(model.config, device_of(model)), SAME_LOGITS[dtype_of(model)]
-    outputs: list[dict[str, Tensor]] = []
-    for whole, modules in ((model, model), (bridge, bridge.original_model)):
-        by_path: dict[str, Tensor] = {}
+def _outputs(model: Any, inner: nn.Module) -> dict[str, Tensor]:
+    """Return the outputs of the modules of `inner` in a pass of a model, by path; its logits as ""."""
+    outputs: dict[str, Tensor] = {}
 
-        def record(path: str, *seen: Any, by_path: dict[str, Tensor] = by_path) -> None:
-            output = getattr(seen[-1], "logits", seen[-1])
-            output = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(output, Tensor):
-                by_path.setdefault(plain_path(path), output.detach())
+    def record(path: str, *seen: Any) -> None:
+        output = getattr(seen[-1], "logits", seen[-1])
+        output = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(output, Tensor):
+            outputs.setdefault(plain_path(path), output.detach())
 
-        named = ((path, m) for path, m in modules.named_modules() if path and not path.endswith("_original_component"))
-        with torch.no_grad(), evaluating(whole), hooks_on(after=[(m, partial(record, path)) for path, m in named]):
-            record("", whole(tokens))
-        outputs.append(by_path)
-    own, others = outputs
-    is_other = {path: not relative_difference(others[path], own[path]) <= bound for path in own if path in others}
-    return relative_difference(others[""], own[""]), next((path for path, other in is_other.items() if other), "")
+    named = ((path, m) for path, m in inner.named_modules() if path and not path.endswith("_original_component"))
+    with torch.no_grad(), evaluating(model), hooks_on(after=[(m, partial(record, path)) for path, m in named]):
+        record("", model(ordinary_tokens(inner.config, device_of(inner))))
+    return outputs
 
 
 def ordinary_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
@@ -475,19 +461,15 @@ def whole_number(value: object, what: str, least: int | None = None, error: type
 
 
 class OneLine:
-    """A dataclass (made with `repr=False`) that shows its fields in a line: shapes of tensors, sizes of long lists."""
+    """A dataclass (made with `repr=False`) that shows its fields in one line, arrays by their shapes."""
 
     def __repr__(self) -> str:
-        shown = [f.name for f in fields(self) if f.repr and not f.name.startswith("_")]  # type: ignore[arg-type]
-        text = f"{type(self).__name__}({', '.join(f'{name}={_brief(getattr(self, name))}' for name in shown)})"
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        shown = ", ".join(f"{name}={_brief(value)}" for name, value in values.items() if not name.startswith("_"))
+        text = " ".join(f"{type(self).__name__}({shown})".split())
         return text if len(text) <= 160 else text[:156] + "...)"
 
 
 def _brief(value: Any) -> str:
-    if len(getattr(value, "shape", ())):
-        kind = str(getattr(value, "dtype", "table")).removeprefix("torch.")  # of a data frame: none
-        return f"<{kind} {' x '.join(map(str, value.shape))}>"
-    if isinstance(value, Mapping | tuple | list) and len(value) > 4:
-        return f"<{len(value)} of them>"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    shape = getattr(value, "shape", ())
+    return f"<{' x '.join(map(str, shape))}>" if len(shape) else reprlib.repr(value)

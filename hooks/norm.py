@@ -274,16 +274,13 @@ class Norm(OneLine):
         Args:
             W: what reads the output; None: the output itself.
         """
-        return self._outputs(self.radius, W) if self.scales else None
+        return self.directions(W, self.radius) if self.scales else None
 
     def directions(
-        self, W: Float[Tensor, "*head d out"] | None = None
+        self, W: Float[Tensor, "*head d out"] | None = None, radius: float = 1.0
     ) -> tuple[Float64[Tensor, "*head out"], Float64[Tensor, "*head out d"]]:
-        """Return the same set for inputs that are normalized to length 1: in which directions outputs can differ,
+        """Return the same set for inputs that are normalized to a length: in which directions outputs can differ,
         bounded or not. A norm that does not scale can put out c + A u with u of any length."""
-        return self._outputs(1.0, W)
-
-    def _outputs(self, radius: float, W: Tensor | None) -> tuple[Tensor, Tensor]:
         gain, bias = gain_of(self), bias_of(self)
         if W is None:
             center, axes = bias, radius * torch.diag(gain)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ln_probe.hooks.model import (
     HookedModel,
     at_least_float32,
-    attention_of,
+    attentions,
     blocks,
     child_of,
     edits_on,
@@ -61,23 +61,21 @@ class LostEditError(InterventionError):
 class Positions:
     """Which vectors of a norm belong to position 0, which has a constant of its own.
 
-    A norm is given tensors, not positions. While `watch` lasts, hooks on the model and its blocks note where each
+    A norm is given tensors, not positions. While `watch` lasts, hooks on the model and its first block note where each
     forward pass begins: at position 0, behind a cache of earlier tokens (`generate`), or behind padding on the left. A
     norm that is called outside a pass, or in a pass that starts at a later layer, has no vector of position 0.
     """
 
     def __init__(self) -> None:
         self.depth = 0  # calls of the model that are running, one inside the other
-        self.is_running = False
-        self.is_rerun = self.has_warned = False  # of gradient checkpointing: `backward()` runs a part of the pass again
-        self.is_known = self.is_whole = False  # whether the pass says where its vectors are; goes through all layers
+        self.is_running = self.is_whole = False  # whether a pass runs; whether it goes through all layers
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, ...] = ()  # batch and positions of the pass
         self.padding: Tensor | None = None  # in front of each row of the batch
 
-    def begin(self, shape: tuple[int, ...] = (), *, is_known: bool = True, is_whole: bool = False) -> None:
+    def begin(self, shape: tuple[int, ...] = ()) -> None:
         """Note that a pass begins, at position 0 if nothing else is said."""
-        self.is_running, self.is_known, self.is_whole = True, is_known, is_whole
+        self.is_running, self.is_whole = True, False
         self.shape, self.offset, self.padding = shape, 0, None
 
     def first(self, norm: Norm, x: Float[Tensor, "*batch d"]) -> Bool[Tensor, "*batch 1"]:
@@ -86,7 +84,7 @@ class Positions:
         Inputs are [batch pos d], [batch pos head d], [batch head pos d] (a norm of queries or keys inside a bridge's
         attention) or flattened from those.
         """
-        is_inside = (self.is_running or self.is_rerun) and self.is_known
+        is_inside = self.is_running or _is_checkpointed()
         if not is_inside or not (self.shape or x.ndim == 3):
             return torch.zeros((*x.shape[:-1], 1), dtype=torch.bool, device=x.device)
         batch, length = x.shape[:2] if x.ndim == 3 else self.shape
@@ -100,14 +98,6 @@ class Positions:
             first = first.flatten().repeat_interleave(max(1, x.shape[0] // max(1, first.numel())))[:, None]
         return first.expand(*x.shape[:-1], 1)
 
-    def note_checkpoint(self) -> None:
-        """Note whether `backward()` runs a part of the last pass again; warn once that it may."""
-        is_checkpointed = not (self.depth and self.has_warned) and _is_checkpointed()
-        self.is_rerun = is_checkpointed and not self.depth
-        if is_checkpointed and not self.has_warned:
-            self.has_warned = True
-            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
-
     @contextmanager
     def watch(
         self, model: HookedModel | nn.Module, begin: Callable[[], None], end: Callable[[], None]
@@ -116,8 +106,8 @@ class Positions:
         of the model."""
         inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
         calls = [m for m in dict.fromkeys((model, inner)) if isinstance(m, nn.Module)]
-        places = [*((module, None) for module in calls), *((block, i) for i, block in enumerate(blocks(model)))]
-        before = [(module, partial(self._enter, begin, layer)) for module, layer in places]
+        before = [(module, partial(self._enter, begin, False)) for module in calls]
+        before += [(block, partial(self._enter, begin, True)) for block in blocks(model)[:1]]
         with hooks_on([(cast(nn.Module, model), lambda *_: end())], before), ExitStack() as stack:
             for module in calls:
                 stack.callback(module.register_forward_hook(partial(self._leave, 1), always_call=True).remove)
@@ -125,26 +115,28 @@ class Positions:
                 stack.callback(reader.register_forward_hook(partial(self._leave, 0)).remove)
             yield
 
-    def _enter(self, begin: Callable[[], None], layer: int | None, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what a call of the model, or of a block, says of the pass."""
-        if layer is not None and not self.depth and _is_checkpointed():
+    def _enter(self, begin: Callable[[], None], is_block: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a call of the model, or of its first block, says of the pass."""
+        if is_block and not self.depth and _is_checkpointed():
             return  # (the positions are those of the pass that runs again)
-        if layer is None:
+        if not is_block:
             kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
             self.depth += 1
         # HookedTransformer.generate does not call the model, but its `forward`: then a pass begins at block 0.
-        if layer in (None, 0) and self.depth == (layer is None):
-            is_later = kwargs.get("start_at_layer") is not None
-            is_whole = layer is None and not is_later and kwargs.get("stop_at_layer") is None
-            self.begin(is_known=not is_later, is_whole=is_whole)
+        if self.depth == (not is_block):
+            self.begin()
+            self.is_running = kwargs.get("start_at_layer") is None
+            self.is_whole = not is_block and self.is_running and kwargs.get("stop_at_layer") is None
             begin()
+        if module.training and getattr(module, "is_gradient_checkpointing", False):
+            warnings.warn("gradient checkpointing is on: call backward() inside the block", stacklevel=2)
         inputs = (*args[:1], *(kwargs.get(name) for name in _INPUTS))
         if (x := next((v for v in inputs if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
             self.shape = tuple(x.shape[:2])
         mask, cache, entry = (kwargs.get(n) for n in ("attention_mask", "past_key_values", "past_kv_cache_entry"))
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.padding = (mask != 0).long().argmax(-1)
-        if layer is None and cache is not None:
+        if not is_block and cache is not None:
             self.offset = int(cache.get_seq_length())
         elif entry is not None:
             self.offset = int(entry.past_keys.shape[1])
@@ -174,11 +166,10 @@ class Edit:
         self.x = torch.zeros(0)  # the input of the norm's running call
         self.calls, self.least_calls = 0, 1  # in this pass, and in a whole one that applies it
         self.suspended = False  # whether the model runs without it (`unedited`)
-        self._is_applied = False
         self._order: list[tuple[nn.Module, int, bool]] = []
 
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
-        """Yield hook points of the norm, what to call there, and whether it is called before hooks of users."""
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """Yield hook points of the norm, and what to call there before hooks of users."""
         raise NotImplementedError
 
     def plain_hooks(self, record_at: str = "hook_scale") -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -189,24 +180,23 @@ class Edit:
             self.positions.begin(tuple(x.shape[:2]))
 
         yield record_at, record
-        for point, hook, _ in self.hooks():
-            yield point, hook
+        yield from self.hooks()
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         """Put the hooks on; `stack` takes them off, whatever else has happened to the hook points."""
         module, points = self.norm.module, self.norm.module._modules
         if "hook_scale" in points:
             stack.callback(module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(self._end).remove)
-            for name, hook, is_first in (("hook_in", self._record_input, False), *self.hooks()):
-                if name in points:
-                    self._add(points[name], hook, stack, is_first=is_first)
+            if "hook_in" in points:
+                self._add(points["hook_in"], self._record_input, stack, is_first=False)
+            for name, hook in self.hooks():
+                self._add(points[name], hook, stack)
         else:
             stack.callback(module.register_forward_hook(self._replace_output, with_kwargs=True).remove)
         register_edit(module, self, stack)
 
-    def _add(self, point: Any, hook: Callable[..., Any], stack: ExitStack, *, is_first: bool) -> None:
-        """Add a permanent hook to a hook point; `stack` removes it."""
+    def _add(self, point: Any, hook: Callable[..., Any], stack: ExitStack, *, is_first: bool = True) -> None:
+        """Add a permanent hook to a hook point, before or after those of users; `stack` removes it."""
         point.add_hook(hook, is_permanent=True, prepend=is_first)
         handle = point.fwd_hooks[0 if is_first else -1]
         self._order.append((point, handle.hook.id, is_first))
@@ -221,8 +211,7 @@ class Edit:
         """Note the norm's input, and bring the hooks into their order: hooks of users were added since."""
         if self.suspended:
             return
-        self.positions.note_checkpoint()
-        self.x, self._is_applied = tensors_in(args, kwargs)[0], False
+        self.x = tensors_in(args, kwargs)[0]
         for point, key, is_first in self._order:
             if key not in point._forward_hooks:
                 raise self.lost("its hook was removed inside the block")
@@ -231,15 +220,9 @@ class Edit:
     def _record_input(self, x: Tensor, hook: Any) -> None:
         self.x = x.reshape(self.x.shape)  # (hook points of some bridges show it in another shape)
 
-    def _end(self, *_: Any) -> None:
-        if not self._is_applied and not self.suspended:
-            raise self.lost("the norm ran without its hook points")
-        self.calls += 1
-
     def _replace_output(self, module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> Tensor:
         if self.suspended:
             return y
-        self.positions.note_checkpoint()
         self.x, self.calls = tensors_in(args, kwargs)[0], self.calls + 1
         removal, linear = edit_on(module, NormEdit), edit_on(module, LinearEdit)
         if removal is None:
@@ -287,13 +270,13 @@ class NormEdit(Edit):
         takes_scaling = VARIANTS[variant].takes_scaling(norm)
         return cls(norm, [variant], None if pair is None or not takes_scaling else pair[None], label)
 
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
-        yield "hook_scale", self._divide, True
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        yield "hook_scale", self._divide
         if self.adds_mean is not None:
-            yield "hook_normalized", self._add_mean, True
+            yield "hook_normalized", self._add_mean
 
     def _divide(self, scale: Tensor, hook: Any) -> Tensor:
-        self._is_applied = True
+        self.calls += 1
         if self.constants is None:
             return scale.clone()  # (a bridge uses what hooks write to in place only where another tensor is returned)
         divisor = self._divisor(scale)
@@ -341,10 +324,10 @@ class LinearEdit(Edit):
 
     def __init__(self, norm: Norm, given: Float[Tensor, "*_"] | None = None) -> None:
         super().__init__(norm, "linearized")
-        self.given = given
+        self.given = None if given is None else given.detach()
 
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
-        yield "hook_scale", self._hold, True
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        yield "hook_scale", self._hold
 
     def sigma(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 1"]:
         """Return the sigma that is held on these inputs of the norm."""
@@ -362,7 +345,7 @@ class LinearEdit(Edit):
         )
 
     def _hold(self, scale: Tensor, hook: Any) -> Tensor:
-        self._is_applied = True
+        self.calls += 1
         removal = edit_on(self.norm.module, NormEdit)
         if self.given is None or (removal is not None and removal.constants is not None):
             return scale.detach().clone()
@@ -394,24 +377,25 @@ class HeadEdit(NormEdit):
         self.least_calls = len(self.letters) * len(self.heads)
         self.edited = torch.zeros(0)  # the output of the edited norm
 
-    def hooks(self) -> Iterator[tuple[str, Callable[..., Any], bool]]:
+    def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         return iter(())
 
     def install(self, model: HookedModel, stack: ExitStack) -> None:
         super().install(model, stack)
+        stack.callback(self.norm.module.register_forward_hook(self._compute).remove)
         shortformer = getattr(model.cfg, "positional_embedding_type", "") == "shortformer"
         for layer, heads in self.heads.items():
             for letter in self.letters:
-                attn = attention_of(model, layer)
+                attn = attentions(model)[layer]
                 point, weights = child_of(attn, f"hook_{letter}"), live_weight(attn, f"W_{letter.upper()}")
                 if point is None or weights is None or weights.ndim < 3 or (shortformer and letter != "v"):
                     raise InterventionError(
                         f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
                     )
                 hook = partial(self._replace, attn, letter, heads, head_count(model, layer))
-                self._add(point, hook, stack, is_first=True)
+                self._add(point, hook, stack)
 
-    def _end(self, *hook: Any) -> None:
+    def _compute(self, *hook: Any) -> None:
         if not self.suspended:
             linear = edit_on(self.norm.module, LinearEdit)
             sigma = None if linear is None else linear.sigma(self.x)
@@ -464,7 +448,7 @@ def z_of(
         return None
     outputs: list[Tensor] = []
     with hooks_on([(z_point(model, layer), lambda *seen: outputs.append(seen[-1]))]):
-        attention_of(model, layer).forward(*args, **kwargs)
+        attentions(model)[layer].forward(*args, **kwargs)
     return outputs[0] if outputs else None
 
 

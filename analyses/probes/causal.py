@@ -45,7 +45,7 @@ from ln_probe.analyses.probes.tables import CAUSAL, CAUSAL_PROMPTS
 from ln_probe.analyses.probes.wording import PRIMARY
 from ln_probe.analyses.text import counted
 from ln_probe.hooks.constants import FROZEN, OPTIMAL, UNIFORM, Constant, GradientError, edited_loss, loss_and_gradients
-from ln_probe.hooks.edits import GROUPS, members, no_op
+from ln_probe.hooks.edits import GROUPS, members
 from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, evaluating, hooks_on, tensors_in
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm, Variant
 from ln_probe.hooks.norm_edits import NormEdit, lost_edits
@@ -138,8 +138,8 @@ class _Watching(Observer):
         if probe.primary_only:
             rows = [row for row in rows if row.family == PRIMARY]
         self.rows = [row for row in rows if row.norms and not any(norm.name in self.lost for norm in row.norms)]
-        reasons = {v.name: {no_op(norm, v.name) for norm in norms} for v in EDITS}
-        self.no_op = {name: "; ".join(sorted(each)) for name, each in reasons.items() if all(each)}
+        kinds, idle = sorted({norm.kind for norm in norms}), [v for v in EDITS if not any(map(v.effect, norms))]
+        self.no_op = {v.name: f"{' and '.join(kinds)} has no {' or '.join(sorted(v.removes))}" for v in idle}
         self.singles = [row for row in self.rows if not row.is_group]
         self.is_exact = probe.every_norm or is_affordable(self.model, len(self.singles), run.prompts)
         self.choosing = set() if self.is_exact else choosing_prompts(run.constants.groups)

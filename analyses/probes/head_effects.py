@@ -41,7 +41,7 @@ from ln_probe.analyses.probes.statistics import holm
 from ln_probe.analyses.probes.tables import HEAD_EFFECTS
 from ln_probe.hooks.model import (
     Hook,
-    attention_of,
+    attentions,
     by_head,
     evaluating,
     head_count,
@@ -120,7 +120,7 @@ class _IntactHeads:
         """Return the hooks and pre-hooks of the intact pass."""
         after: list[Hook] = [(norm.module, partial(self._on_norm, norm)) for norm in self._norms.values()]
         after += [(z_point(self._model, layer), partial(self._on_z, layer)) for layer in self._norms]
-        before: list[Hook] = [(attention_of(self._model, i), partial(self._on_attention, i)) for i in self._norms]
+        before: list[Hook] = [(attentions(self._model)[i], partial(self._on_attention, i)) for i in self._norms]
         return after, before
 
     def _on_norm(self, norm: Norm, _m: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
