@@ -50,15 +50,7 @@ from ln_probe.hooks.model import (
     unedited,
 )
 from ln_probe.hooks.norm import SCALING_FROZEN, VARIANT_WITHOUT, VARIANTS, Norm, is_heads_first
-from ln_probe.hooks.norm_edits import (
-    Edit,
-    HeadEdit,
-    InterventionError,
-    LinearEdit,
-    LostEditError,
-    NormEdit,
-    installed,
-)
+from ln_probe.hooks.norm_edits import Edit, HeadEdit, InterventionError, LinearEdit, LostEditError, NormEdit, installed
 from ln_probe.hooks.norms import Structure, norms_of, structure_of
 from ln_probe.hooks.task import Rows, check_tokens, default_tokens, unpadded
 
@@ -205,8 +197,8 @@ def _choice(
     every = list(structure.norms)
     readers = _readers(hooked, every, sites, only, heads)
     norms = choose(every, sites if readers is None else list(readers))
-    if readers is None:
-        _refuse_lost(structure, [norm for norm in norms if VARIANTS[variant].effect(norm)])
+    if readers is None and (lost := structure.lost_at([n for n in norms if VARIANTS[variant].effect(n)])):
+        raise LostEditError(next(iter(lost.values())))
     return _Choice(hooked, structure, variant, every, norms, PARTS.get(only or "", "qkv"), readers)
 
 
@@ -253,12 +245,6 @@ def choose(norms: Sequence[Norm], sites: str | Sequence[str]) -> list[Norm]:
     return [n for n in norms if n in chosen]
 
 
-def _refuse_lost(structure: Structure, norms: Sequence[Norm]) -> None:
-    """Raise LostEditError if an edit of one of these norms does not reach the model's output."""
-    if lost := [structure.lost[norm.name] for norm in norms if norm.name in structure.lost]:
-        raise LostEditError(lost[0])
-
-
 def _refuse_twice(norms: Sequence[Norm], *, linear: bool) -> None:
     """Raise InterventionError if a norm is under an edit of this kind already."""
     for norm in norms:
@@ -271,7 +257,7 @@ def _constants(
 ) -> Mapping[str, Constant]:
     """Return what each of these norms that scales divides by instead of its sigma."""
     model, names = choice.model, [norm.name for norm in choice.every]
-    frozen = [norm for norm in choice.norms if VARIANTS[choice.variant].takes_scaling(norm)]
+    frozen = [norm for norm in choice.norms if "scaling" in VARIANTS[choice.variant].effect(norm)]
     if isinstance(scale, Mapping) and (unknown := [name for name in scale if name not in names]):
         raise InterventionError(f"scale is given for {unknown[0]!r}, which is no norm of this model: {some(names)}")
     rows, notes = ([], ()) if tokens is None else unpadded(model, check_tokens(model, tokens))
@@ -425,7 +411,8 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, Mapping[str, Te
         if not isinstance(value, Tensor) or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise InterventionError(f"sigma of {name} must be a tensor of positive finite numbers, one per token")
     linear = [norm for norm in every if norm.scales or norm.name in given]
-    _refuse_lost(structure, linear)
+    if lost := structure.lost_at(linear):
+        raise LostEditError(next(iter(lost.values())))
     return _Choice(hooked, structure, "", every, linear), given
 
 

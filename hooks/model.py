@@ -36,6 +36,9 @@ class HookedModel(Protocol):
     def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any: ...
 
 
+_MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def check_model(model: object) -> HookedModel:
     """Return a model that hooks can be put on and whose weights can be measured.
 
@@ -44,12 +47,15 @@ def check_model(model: object) -> HookedModel:
 
     Raises:
         TypeError: it is something else (says what, and what to pass).
-        ValueError: its weights are quantized, or have no values (meta device) or gradients (inference mode).
+        ValueError: its weights are quantized, or have no values (meta device).
     """
     if isinstance(model, str):
         raise TypeError(f"{model!r} is a string, not a model: load it first, ln_probe.load_model({model!r})")
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if parameter.dtype not in _MEASURABLE or parameter.is_meta:
+            where = "on the meta device" if parameter.is_meta else f"quantized ({parameter.dtype})"
+            raise ValueError(f"{plain_path(name)} is {where}: load the weights in float32, bfloat16 or float16")
     if is_hugging_face(model):
-        check_weights(cast(nn.Module, model))
         return cast(HookedModel, wrapped(model))
     # (A bridge gathers its `hook_dict` anew each time: it is asked for the attribute, not for its value.)
     hookable = hasattr(type(model), "hook_dict") or "hook_dict" in getattr(model, "__dict__", ())
@@ -58,21 +64,7 @@ def check_model(model: object) -> HookedModel:
             f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge, a "
             "lab model or a Hugging Face model (ln_probe.load_model loads a name or folder)"
         )
-    check_weights(model)
     return cast(HookedModel, model)
-
-
-_MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_weights(model: nn.Module) -> None:
-    """Raise ValueError if a parameter of a model cannot be measured: quantized, without values or gradients."""
-    for name, parameter in model.named_parameters():
-        if parameter.dtype not in _MEASURABLE or parameter.is_meta:
-            where = "on the meta device" if parameter.is_meta else f"quantized ({parameter.dtype})"
-            raise ValueError(f"{plain_path(name)} is {where}: load the weights in float32, bfloat16 or float16")
-        if parameter.is_inference():
-            raise ValueError(f"{plain_path(name)} was made in torch.inference_mode: load the model outside it")
 
 
 def modules_of(model: object) -> list[nn.Module]:
@@ -351,7 +343,6 @@ def wrapped(model: Any) -> nn.Module:
         return _WRAPPED[model]
     copied = same_weights(model).eval()
     complete_token_ids(copied.config)
-    complete_biases(copied)
     copied.set_attn_implementation("eager")  # the other kernels give no attention pattern to hook
     name = type(model).__name__
     options: dict[str, Any] = {"dtype": dtype_of(model), "device": device_of(model), "model_name": "local"}
@@ -383,18 +374,6 @@ def same_weights(model: nn.Module) -> Any:
     left = (value for module in model.modules() for value in vars(module).values())
     shared |= {id(t): t.detach() for t in left if isinstance(t, Tensor) and not t.is_leaf}
     return copy.deepcopy(model, dict(shared))
-
-
-def complete_biases(model: nn.Module) -> tuple[str, ...]:
-    """Give a GPT-NeoX without attention biases zero ones: TransformerLens fails without them."""
-    config: Any = model.config
-    if config.model_type != "gpt_neox" or config.attention_bias:
-        return ()
-    for name, module in model.named_modules():
-        if name.endswith((".query_key_value", ".attention.dense")) and isinstance(module, nn.Linear):
-            module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=module.weight.dtype))
-    config.attention_bias = True
-    return ("the model has no attention biases: zeros were put in their place",)
 
 
 def complete_token_ids(config: Any) -> None:

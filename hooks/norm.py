@@ -56,10 +56,6 @@ class Variant:
         has = {"scaling": norm.scales, "projection": norm.projects}
         return frozenset(term for term in self.removes if has[term])
 
-    def takes_scaling(self, norm: Norm) -> bool:
-        """Return whether it replaces this norm's sigma by a constant."""
-        return "scaling" in self.effect(norm)
-
 
 INTACT, SCALING_FROZEN, PROJECTION_REMOVED, BOTH_REMOVED = _TABLE = (
     Variant("intact", frozenset(), "intact", ""),

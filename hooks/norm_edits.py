@@ -36,7 +36,6 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import VARIANTS, Norm, affine, is_heads_first
-from ln_probe.hooks.norms import structure_of
 
 # Settings of a model that change how attention reads its norm.
 _FLAGS = ("use_split_qkv_input", "use_attn_in")
@@ -267,8 +266,8 @@ class NormEdit(Edit):
     @classmethod
     def of(cls, norm: Norm, variant: str, pair: Float[Tensor, " 2"] | None, label: str = "") -> NormEdit:
         """Return the edit that gives a norm a variant; `pair`: the constants at position 0 and elsewhere."""
-        takes_scaling = VARIANTS[variant].takes_scaling(norm)
-        return cls(norm, [variant], None if pair is None or not takes_scaling else pair[None], label)
+        is_frozen = "scaling" in VARIANTS[variant].effect(norm)
+        return cls(norm, [variant], pair[None] if is_frozen and pair is not None else None, label)
 
     def hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield "hook_scale", self._divide
@@ -432,10 +431,11 @@ def z_of(
     kwargs: Mapping[str, Any],
     read: Float[Tensor, "batch pos d"],
     instead: Float[Tensor, "batch pos d"],
-) -> Float[Tensor, "batch pos *heads"] | None:
+) -> Float[Tensor, "batch pos *heads"]:
     """Return the heads' outputs z of a block if its attention, called with these arguments, read another tensor.
 
-    None if it does not read the tensor that is to be replaced.
+    Raises:
+        ValueError: it does not read the tensor that is to be replaced, or shows no z.
     """
 
     def replaced(value: Any) -> Any:
@@ -445,11 +445,11 @@ def z_of(
     args = [replaced(value) for value in args]
     kwargs = {name: None if name in _CACHES else replaced(value) for name, value in kwargs.items()}
     if not any(value is instead for value in (*args, *kwargs.values())):
-        return None
+        raise ValueError(f"the attention of block {layer} does not read the output of its norm")
     outputs: list[Tensor] = []
     with hooks_on([(z_point(model, layer), lambda *seen: outputs.append(seen[-1]))]):
         attentions(model)[layer].forward(*args, **kwargs)
-    return outputs[0] if outputs else None
+    return outputs[0]
 
 
 # ---------------------------------------------------------------------------------------- on a model
@@ -486,9 +486,3 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
 def _flags(model: object) -> set[str]:
     cfg = getattr(model, "cfg", None)
     return {name for name in _FLAGS if getattr(cfg, name, False)}
-
-
-def lost_edits(model: HookedModel, norms: Sequence[Norm]) -> dict[str, str]:
-    """Return the norms at which an edit does not reach the model's output, each with the probable cause."""
-    lost = structure_of(model).lost
-    return {norm.name: lost[norm.name] for norm in norms if norm.name in lost}

@@ -111,6 +111,10 @@ class Structure:
     constants: Any = None  # mean sigmas of the default prompts, with what they depend on
     wiring: Any = None  # of what the norms' inputs are sums, likewise
 
+    def lost_at(self, norms: Sequence[Norm]) -> dict[str, str]:
+        """Return those of these norms at which an edit does not reach the model's output, each with the reason."""
+        return {norm.name: self.lost[norm.name] for norm in norms if norm.name in self.lost}
+
 
 _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 

@@ -48,7 +48,8 @@ from ln_probe.hooks.constants import FROZEN, OPTIMAL, UNIFORM, Constant, Gradien
 from ln_probe.hooks.edits import GROUPS, members
 from ln_probe.hooks.model import HookedModel, at_least_float32, device_of, evaluating, hooks_on, tensors_in
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, Norm, Variant
-from ln_probe.hooks.norm_edits import NormEdit, lost_edits
+from ln_probe.hooks.norm_edits import NormEdit
+from ln_probe.hooks.norms import structure_of
 
 # The contrasts that are fixed before the data are those of primary variants ({scaling frozen, projection removed}) at
 # these groups of norms. All others are exploratory.
@@ -131,7 +132,7 @@ class _Watching(Observer):
 
     def __init__(self, run: Run, probe: Causal) -> None:
         self.run, self.model, norms = run, run.model, run.measured_norms
-        self.lost = lost_edits(self.model, norms)
+        self.lost = structure_of(self.model).lost_at(norms)
         groups = [(group, tuple(members(norms, group))) for group in GROUPS]
         rows = [Contrast(g, v, tuple(n for n in some if v.effect(n))) for g, some in groups for v in EDITS]
         rows += [Contrast(norm.name, SCALING_FROZEN, (norm,)) for norm in norms if norm.scales and probe.single_norms]

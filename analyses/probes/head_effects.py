@@ -49,7 +49,8 @@ from ln_probe.hooks.model import (
     z_point,
 )
 from ln_probe.hooks.norm import EDITS, SCALING_FROZEN, VARIANTS, Norm
-from ln_probe.hooks.norm_edits import NormEdit, lost_edits, z_of
+from ln_probe.hooks.norm_edits import NormEdit, z_of
+from ln_probe.hooks.norms import structure_of
 
 Place = tuple[int, int, str]  # layer, head, variant
 
@@ -87,7 +88,7 @@ class HeadEffects(Probe):
             layer: [head for head in range(head_count(run.model, layer)) if run.heads is None or head in run.heads]
             for layer in norms
         }
-        lost = lost_edits(run.model, list(dict.fromkeys(norms.values())))
+        lost = structure_of(run.model).lost_at(list(dict.fromkeys(norms.values())))
         norms = {layer: norm for layer, norm in norms.items() if norm.name not in lost}
         watching = _Watching(run, self, norms, heads, [f"head_effects: {reason}" for reason in lost.values()])
         try:
@@ -143,8 +144,6 @@ class _IntactHeads:
                     z = z_of(self._model, layer, args, kwargs, y, edit.output(x).to(y.dtype))
             finally:
                 self._inside = False
-            if z is None:
-                raise ValueError(f"{norm.name}: the attention of block {layer} does not read this norm's output")
             self.edited[layer, variant] = by_head(z, head_count(self._model, layer))[0]
 
     def _on_z(self, layer: int, _m: nn.Module, _args: Any, _kwargs: Any, z: Tensor) -> Tensor | None:

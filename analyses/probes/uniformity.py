@@ -228,7 +228,7 @@ class AttentionLayer:
     @cached_property
     def outputs(self) -> dict[str, Float[Tensor, "pos d_model"]]:
         """The norm's output before gain and bias, by variant, float64."""
-        rows = self.constant.rows(self.length).to(self.seen.x.device)
+        rows = self.constant.pair[torch.arange(self.length).clamp(max=1), None].to(self.seen.x.device)
         return {variant: self.site.without(variant, self.seen.x.double(), rows) for variant in VARIANTS}
 
     @cached_property
