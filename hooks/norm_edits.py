@@ -1,9 +1,9 @@
 """The hooks behind `without` and `linearized`: permanent TransformerLens hooks at a norm's hook points.
 
 `NormEdit` removes terms of a norm at `hook_scale` and `hook_normalized`, `LinearEdit` holds its sigma. `HeadEdit`
-replaces columns of `hook_q`, `hook_k` and `hook_v`, for an edit that some readers alone see. `installed` puts edits on
-a model: hooks of users see the edited values, what they return is used, and every pass checks that our hooks were
-called. The modules of a Hugging Face model in memory have no hook points: their outputs are replaced.
+replaces columns of `hook_q`, `hook_k` and `hook_v`, for an edit that only some readers see. `installed` puts edits on
+a model. Hooks of users see the edited values, and what they return is used. Every pass checks that the hooks of the
+edits were called. Modules of a Hugging Face model in memory have no hook points: their outputs are replaced.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ class Positions:
     def watch(
         self, model: HookedModel | nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> Iterator[None]:
-        """While it lasts, note where every forward pass begins; `begin` is called then, and `end` at the end of a call
-        of the model."""
+        """Note where every forward pass begins; call `begin` then, and `end` after each call of the model."""
         inner = getattr(model, "base_model" if is_hugging_face(model) else "original_model", None)
         calls = [m for m in dict.fromkeys((model, inner)) if isinstance(m, nn.Module)]
         before = [(module, partial(self._enter, begin, False)) for module in calls]
@@ -207,7 +206,7 @@ class Edit:
         stack.callback(remove)
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the norm's input, and bring the hooks into their order: hooks of users were added since."""
+        """Note the norm's input, and put the hooks before or after those that users have added since."""
         if self.suspended:
             return
         self.x = tensors_in(args, kwargs)[0]
@@ -224,17 +223,19 @@ class Edit:
             return y
         self.x, self.calls = tensors_in(args, kwargs)[0], self.calls + 1
         removal, linear = edit_on(module, NormEdit), edit_on(module, LinearEdit)
-        if removal is None:
-            return y if linear is None else linear.output(self.x, y)
-        return removal.output(self.x, None if linear is None else linear.sigma(self.x)) if removal is self else y
+        if linear is not None and removal is None:
+            return linear.output(self.x, y)
+        if removal is not self:
+            return y
+        return removal.output(self.x, None if linear is None else linear.sigma(self.x))
 
     def lost(self, reason: str) -> LostEditError:
         """Return the error of a pass in which this edit does not arrive."""
         return LostEditError(f"{self.norm.name}: {self.label} was lost: {reason}")
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Refuse a copy of the model (copy.deepcopy, pickle, torch.save): nothing would end the edit in it."""
-        raise InterventionError(f"{self.norm.name} is under {self.label}: copy the model outside the `with` block")
+        """Refuse a copy of the model (copy.deepcopy, torch.save), in which nothing would end the edit."""
+        raise InterventionError(f"{self.norm.name} is under {self.label}: copy the model outside the block")
 
 
 _Edit = TypeVar("_Edit", bound=Edit)
@@ -265,7 +266,7 @@ class NormEdit(Edit):
 
     @classmethod
     def of(cls, norm: Norm, variant: str, pair: Float[Tensor, " 2"] | None, label: str = "") -> NormEdit:
-        """Return the edit that gives a norm a variant; `pair`: the constants at position 0 and elsewhere."""
+        """Return the edit that makes a norm a variant, with constants for position 0 and elsewhere."""
         is_frozen = "scaling" in VARIANTS[variant].effect(norm)
         return cls(norm, [variant], pair[None] if is_frozen and pair is not None else None, label)
 
@@ -277,7 +278,7 @@ class NormEdit(Edit):
     def _divide(self, scale: Tensor, hook: Any) -> Tensor:
         self.calls += 1
         if self.constants is None:
-            return scale.clone()  # (a bridge uses what hooks write to in place only where another tensor is returned)
+            return scale.clone()  # (a bridge uses what users write into it only if another tensor is returned)
         divisor = self._divisor(scale)
         return torch.where(divisor.isnan(), scale, divisor) if len(self.variants) > 1 else divisor
 
@@ -287,7 +288,7 @@ class NormEdit(Edit):
         return torch.where(self.positions.first(self.norm, self.x), pairs[..., :1], pairs[..., 1:])
 
     def _add_mean(self, normalized: Tensor, hook: Any) -> Tensor:
-        """Add the mean, divided by what Px was divided by, as hooks of users at `hook_scale` have left it."""
+        """Add the mean, divided by what Px was divided by (hooks of users may have changed it)."""
         assert self.adds_mean is not None
         x = at_least_float32(self.x)
         projected = self.norm.project(x)
@@ -298,11 +299,11 @@ class NormEdit(Edit):
         return normalized + back.to(normalized.dtype)
 
     def output(self, x: Float[Tensor, "*batch d"], sigma: Tensor | None = None) -> Float[Tensor, "*batch d"]:
-        """Return the norm's output if all rows are edited alike; 16-bit formats are computed in float32.
+        """Return the norm's output for an input x, all rows edited alike; 16-bit formats are computed in float32.
 
         Args:
             x: its input.
-            sigma: what is divided by where scaling stays, if it is held (`linearized`); None: that of x.
+            sigma: the divisor where scaling stays; None: the sigma of x.
         """
         norm, wide, self.x = self.norm, at_least_float32(x), x
         constant = None if self.constants is None else self._divisor(wide)
@@ -311,15 +312,14 @@ class NormEdit(Edit):
 
 
 def _by_row(values: Float[Tensor, "row n"], like: Tensor) -> Tensor:
-    """Return values of each row of the batch so that they broadcast to a norm's input, whose first axis is the batch's,
-    or flattened from it."""
+    """Return values of each row in a shape that broadcasts to a norm's input, whose first axis begins with rows."""
     if len(values) > 1:
         values = values.repeat_interleave(like.shape[0] // len(values), dim=0)
     return values.view(len(values), *[1] * (like.ndim - 2), values.shape[-1])
 
 
 class LinearEdit(Edit):
-    """Hold what one norm divides by, its own sigma or that of another run, so that it is linear in its input."""
+    """Hold the sigma of one norm, its own or that of another run, so that it is linear in its input."""
 
     def __init__(self, norm: Norm, given: Float[Tensor, "*_"] | None = None) -> None:
         super().__init__(norm, "linearized")
@@ -336,12 +336,10 @@ class LinearEdit(Edit):
         given = given[None] if given.ndim == x.ndim - 2 else given
         if x.ndim == given.ndim + 1 == 4 and is_heads_first(self.norm, x, given.shape[1]):
             given = given.transpose(1, 2)
-        if given.ndim == x.ndim - 1 and given.shape[0] in (1, x.shape[0]) and given.shape[1:] == x.shape[1:-1]:
+        if given.shape in (x.shape[:-1], (1, *x.shape[1:-1])):
             return given.expand(x.shape[:-1])[..., None]
-        raise InterventionError(
-            f"{self.norm.name}: sigma was given for tokens {list(self.given.shape)}, and the norm's input is "
-            f"{list(x.shape)}: record it on as many tokens (linearized.sigmas)"
-        )
+        shapes = f"{list(self.given.shape)}, and the norm's input is {list(x.shape)}"
+        raise InterventionError(f"{self.norm.name}: sigma was given for tokens {shapes}")
 
     def _hold(self, scale: Tensor, hook: Any) -> Tensor:
         self.calls += 1
@@ -362,7 +360,7 @@ class LinearEdit(Edit):
 
 
 class HeadEdit(NormEdit):
-    """An edit of one norm that some readers see: columns of their queries, keys and values are replaced.
+    """Replace columns of queries, keys and values, for an edit of one norm that only some readers see.
 
     Args:
         edit: what the readers see of the norm.
@@ -388,9 +386,7 @@ class HeadEdit(NormEdit):
                 attn = attentions(model)[layer]
                 point, weights = child_of(attn, f"hook_{letter}"), live_weight(attn, f"W_{letter.upper()}")
                 if point is None or weights is None or weights.ndim < 3 or (shortformer and letter != "v"):
-                    raise InterventionError(
-                        f"block {layer} makes its {letter} of more than one norm's output: edit the whole norm"
-                    )
+                    raise InterventionError(f"block {layer} makes its {letter} of more than one norm's output")
                 hook = partial(self._replace, attn, letter, heads, head_count(model, layer))
                 self._add(point, hook, stack)
 
@@ -466,14 +462,14 @@ def installed(model: HookedModel | nn.Module, edits: Sequence[Edit]) -> Iterator
     def begin() -> None:
         active = [edit for edit in edits if not edit.suspended]
         if active and (changed := flags ^ _flags(model)):
-            raise active[0].lost(f"cfg.{min(changed)} was changed inside the block: set it before entering")
+            raise active[0].lost(f"cfg.{min(changed)} was changed inside the block")
         for edit in active:
             edit.calls = 0
 
     def end() -> None:
         idle = next((edit for edit in edits if edit.calls < edit.least_calls and not edit.suspended), None)
         if positions.depth == 1 and positions.is_whole and idle is not None:
-            raise idle.lost("a pass does not run this norm, or its attention without its hook points")
+            raise idle.lost("a pass does not run this norm, or not through its hook points")
 
     with warnings.catch_warnings(), positions.watch(model, begin, end), ExitStack() as stack:
         warnings.filterwarnings("ignore", _BRIDGE_RECOMPUTES)

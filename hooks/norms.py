@@ -51,8 +51,7 @@ Reader = tuple[str, int]  # "attention", "mlp", "unembed" or "block", and the bl
 def find_norms(model: object) -> list[Norm]:
     """Return every norm of `model`, in the order of the forward pass.
 
-    Costs a forward and a backward pass over two tokens and two calls of each norm, the first time. An empty list means
-    that the model has none.
+    The first call costs a forward and a backward pass over two tokens. An empty list means that the model has none.
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -72,13 +71,13 @@ def norms_of(model: HookedModel) -> list[Norm]:
 
 
 def attention_inputs(model: HookedModel) -> list[Norm]:
-    """Return the norms of a model, and for every block whose attention reads the stream itself an identity."""
+    """Return the norms, and an identity for every block whose attention reads the stream itself."""
     structure = structure_of(model)
     return [*structure.norms, *structure.identities]
 
 
 def unhooked_norms(model: HookedModel, norms: Sequence[Norm]) -> list[str]:
-    """Return the paths of modules that are norms by their class and that no hook points show: no edit reaches them."""
+    """Return the paths of norms, by the names of their classes, that have no hook points."""
     known = {module for norm in norms for module in modules_of(norm.module)}
     paths = []
     for path, module in cast(nn.Module, model).named_modules():
@@ -112,7 +111,7 @@ class Structure:
     wiring: Any = None  # of what the norms' inputs are sums, likewise
 
     def lost_at(self, norms: Sequence[Norm]) -> dict[str, str]:
-        """Return those of these norms at which an edit does not reach the model's output, each with the reason."""
+        """Return the reason for each of these norms at which an edit does not reach the output."""
         return {norm.name: self.lost[norm.name] for norm in norms if norm.name in self.lost}
 
 
@@ -120,14 +119,14 @@ _STRUCTURES: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 
 def structure_of(model: HookedModel) -> Structure:
-    """Return the structure of a model, by a short pass where it is not known or has changed; raises NormError."""
+    """Return the structure of a model, by a short pass where it is not known or has changed.
+
+    Edits that were lost are tried again: weights that were zero may have been trained.
+    """
     module, modules = cast(nn.Module, model), modules_of(model)[1:]
     known = _STRUCTURES.get(module)
-    is_current = known is not None and known.modules == modules and known.settings == _settings(model, modules)
-    if known is None or not is_current or known.lost:  # (what is lost may be so for weights that are zero now)
-        norms, identities, lost = _survey(model)
-        modules = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
-        known = _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, identities, lost)
+    if known is None or known.lost or (known.modules, known.settings) != (modules, _settings(model, modules)):
+        known = _STRUCTURES[module] = _survey(model)
     return known
 
 
@@ -143,9 +142,8 @@ def _settings(model: HookedModel, modules: Sequence[nn.Module]) -> tuple[object,
 # ---------------------------------------------------------------------------------------- the short pass
 
 
-def _survey(model: HookedModel) -> tuple[list[Norm], list[Norm], dict[str, str]]:
-    """Return every norm; an identity for every block whose attention reads the stream; and the norms of which a change
-    does not reach the output, with the reason."""
+def _survey(model: HookedModel) -> Structure:
+    """Run the short pass and return the structure that it shows."""
     modules: dict[str, nn.Module] = {}
     for module in modules_of(model):
         name = getattr(module._modules.get("hook_scale"), "name", None)
@@ -153,53 +151,59 @@ def _survey(model: HookedModel) -> tuple[list[Norm], list[Norm], dict[str, str]]
             modules.setdefault(str(name).rsplit(".", 1)[0], module)
     norms: list[Norm] = []
     formulas: dict[object, dict[str, Any]] = {}  # of norms that are alike
-    with torch.inference_mode(False), torch.enable_grad(), evaluating(model), unedited(model):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a bridge warns that it computes the norm itself where hooks edit it
-            short = _ShortPass(model, modules)
-            for name in dict.fromkeys([*short.outputs, *modules]):
-                module, in_block = modules[name], re.match(r"blocks\.(\d+)\.", name)
-                # One after the embedding is in block 0, one at the end has the number of blocks.
-                is_first = not any(norm.name.startswith("blocks.") for norm in norms)
-                layer = int(in_block[1]) if in_block else 0 if is_first else n_layers(model)
-                if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
-                    raise NormError(f"{name}: its weights hold NaN or infinite values; the checkpoint is damaged")
-                d = int(short.inputs[name].shape[-1]) if name in short.inputs else int(model.cfg.d_model)
-                alike = d, _likeness(module)
-                if alike not in formulas:
-                    formulas[alike] = formula_of(name, module, model, d)
-                readers = short.readers[name]
-                layers = tuple(layer for reader, layer in readers if reader == "attention")
-                about = {"reads": _reads(name, readers), "module": module, "attention_layers": layers}
-                norms.append(Norm(name, layer, **about, **formulas[alike]))
-        for attn in attentions(model).values():  # a pass with gradients leaves tensors: a bridge would have no copy
-            graph = {k: v for k, v in vars(attn).items() if isinstance(v, Tensor) and v.grad_fn is not None}
-            vars(attn).update({name: value.detach() for name, value in graph.items()})
-    return norms, list(_identities(model, short, norms)), short.lost
+    # (Leaving inference mode turns gradients on. A bridge warns that it computes the norm itself where hooks edit it.)
+    with torch.inference_mode(False), evaluating(model), unedited(model), warnings.catch_warnings(action="ignore"):
+        short = _ShortPass(model, modules)
+        for name in dict.fromkeys([*short.outputs, *modules]):
+            module = modules[name]
+            if not all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters()):
+                raise NormError(f"{name}: its weights hold NaN or infinite values; the checkpoint is damaged")
+            d = int(short.inputs[name].shape[-1]) if name in short.inputs else int(model.cfg.d_model)
+            alike = d, _likeness(module)
+            if alike not in formulas:
+                formulas[alike] = formula_of(name, module, model, d)
+            layer, readers = _layer_of(name, norms, model), short.readers[name]
+            layers = tuple(block for reader, block in readers if reader == "attention")
+            about = {"reads": _reads(name, readers), "module": module, "attention_layers": layers}
+            norms.append(Norm(name, layer, **about, **formulas[alike]))
+    for attn in attentions(model).values():
+        # A bridge keeps tensors of a pass; with their graph they could not be copied with the model.
+        tensors = {name: value for name, value in vars(attn).items() if isinstance(value, Tensor) and value.grad_fn}
+        vars(attn).update({name: value.detach() for name, value in tensors.items()})
+    below = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
+    return Structure(below, _settings(model, below), norms, list(_identities(model, short, norms)), short.lost)
+
+
+def _layer_of(name: str, before: Sequence[Norm], model: HookedModel) -> int:
+    """Return the block of a norm: 0 for one after the embedding, the number of blocks for one at the end."""
+    if in_block := re.match(r"blocks\.(\d+)\.", name):
+        return int(in_block[1])
+    return n_layers(model) if any(norm.name.startswith("blocks.") for norm in before) else 0
 
 
 def _identities(model: HookedModel, short: _ShortPass, norms: Sequence[Norm]) -> Iterator[Norm]:
     """Yield an identity for every block whose attention reads the stream."""
-    normalized = {layer for norm in norms for layer in norm.attention_layers}
+    d, normalized = int(model.cfg.d_model), {layer for norm in norms for layer in norm.attention_layers}
     for layer, attn in attentions(model).items():
-        inputs, stream = short.read.get(("attention", layer), []), short.read.get(("block", layer), [])
-        if inputs and layer not in normalized:
-            if not any(torch.equal(t.flatten(), s.flatten()) for t in inputs for s in stream):
-                raise UnknownNormError(
-                    f"blocks.{layer}.attn reads neither a known norm nor the residual stream: it is not supported"
-                )
-            d = int(model.cfg.d_model)
-            yield Norm(f"blocks.{layer}.attn", layer, "none", "attention", attn, d, (layer,), is_identity=True)
+        inputs = short.read.get(("attention", layer), [])
+        stream = [t.flatten() for t in short.read.get(("block", layer), [])]
+        if not inputs or layer in normalized:
+            continue
+        if not any(torch.equal(t.flatten(), s) for t in inputs for s in stream):
+            raise UnknownNormError(f"blocks.{layer}.attn reads neither a known norm nor the residual stream")
+        yield Norm(f"blocks.{layer}.attn", layer, "none", "attention", attn, d, (layer,), is_identity=True)
 
 
 def _likeness(module: nn.Module) -> tuple[object, ...]:
     """Return what tells norms with different formulas apart: their classes, parameters and settings."""
-    inner = getattr(module, "original_component", None)
-    owners = [module] if inner is None else [module, inner]
-    parameters = [(k, p is None) for owner in owners for k, p in owner._parameters.items()]
-    settings = [(k, v) for owner in owners for k, v in vars(owner).items() if isinstance(v, bool | int | float)]
-    forwards = (id(vars(owner).get("forward")) for owner in owners)  # (of an instance whose forward is replaced)
-    return getattr(module, "kind", None), *map(type, owners), *forwards, *parameters, *settings
+    known: list[object] = [getattr(module, "kind", None)]
+    for owner in (module, getattr(module, "original_component", None)):
+        if owner is not None:
+            own = vars(owner)
+            known += [type(owner), id(own.get("forward"))]  # (of an instance whose forward is replaced)
+            known += [(name, parameter is None) for name, parameter in owner._parameters.items()]
+            known += [(name, value) for name, value in own.items() if isinstance(value, int | float)]
+    return tuple(known)
 
 
 class _ShortPass:
