@@ -42,8 +42,8 @@ _MEASURABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def check_model(model: object) -> HookedModel:
     """Return a model that hooks can be put on and whose weights can be measured.
 
-    Of a Hugging Face model in memory it is a bridge that shares the weights (`wrapped`): what is measured on it is true
-    of the model, and edits of it do not reach the model.
+    For a Hugging Face model in memory it is a bridge that shares the weights (`wrapped`). Edits of the bridge do not
+    reach the model.
 
     Raises:
         TypeError: it is something else (says what, and what to pass).
@@ -61,8 +61,8 @@ def check_model(model: object) -> HookedModel:
     hookable = hasattr(type(model), "hook_dict") or "hook_dict" in getattr(model, "__dict__", ())
     if not (isinstance(model, nn.Module) and hookable and hasattr(model, "cfg")):
         raise TypeError(
-            f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge, a "
-            "lab model or a Hugging Face model (ln_probe.load_model loads a name or folder)"
+            f"{type(model).__name__} is not a TransformerLens model: pass a HookedTransformer, a TransformerBridge, "
+            "a lab model or a Hugging Face model"
         )
     return cast(HookedModel, model)
 
@@ -92,7 +92,7 @@ def attentions(model: HookedModel | nn.Module) -> dict[int, nn.Module]:
 
 
 def z_point(model: HookedModel, layer: int) -> nn.Module:
-    """Return the hook point of the heads' outputs in a block, [batch pos head d_head] or flat; ValueError if none."""
+    """Return the hook point of the heads' outputs in a block; ValueError if it has none."""
     if (point := child_of(attentions(model)[layer], "hook_z")) is None:
         raise ValueError(f"block {layer} has no hook_z, so its heads cannot be edited one by one")
     return point
@@ -152,18 +152,18 @@ def child_of(owner: object, *path: str) -> nn.Module | None:
 
 
 def before_projection(model: object, w: Float[Tensor, "row d_embed"]) -> Float[Tensor, "row d_model"]:
-    """Return columns of W_U as readings of the residual stream: others where a `project_out` is between (OPT-350m)."""
+    """Return columns of W_U as readings of the stream, through OPT-350m's `project_out` between them."""
     projection = weight_of(child_of(model, "project_out"), "weight")
     return w if projection is None else w @ projection.to(w)
 
 
 def unembedding(model: HookedModel) -> nn.Module | None:
-    """Return the module that reads the end of the stream (of OPT-350m, the projection before the unembedding)."""
+    """Return the module that reads the end of the stream: the unembedding, or OPT-350m's `project_out`."""
     return child_of(model, "project_out") or child_of(model, "unembed")
 
 
 def flat(output: Any, length: int, batch: int = 1) -> Float[Tensor, "row wide"]:
-    """Return a module's output, a row per position of one prompt after the other, however it is laid out."""
+    """Return a module's output as rows: the positions of one prompt after the other."""
     value: Tensor = output[0] if isinstance(output, tuple) else output
     value = value.detach()
     if batch > 1 and (value.shape[:2] == (1, length) or (value.ndim == 2 and len(value) == length)):
@@ -183,7 +183,7 @@ Hook = tuple[nn.Module, Callable[..., Any]]
 def hooks_on(after: Iterable[Hook] = (), before: Iterable[Hook] = ()) -> Iterator[None]:
     """Put forward hooks (`after`) and forward pre-hooks (`before`) on modules while the `with` block lasts.
 
-    Hooks get (module, args, kwargs, output), pre-hooks (module, args, kwargs), as PyTorch calls them `with_kwargs`.
+    Hooks get (module, args, kwargs, output), pre-hooks (module, args, kwargs).
     """
     with ExitStack() as stack:
         for module, hook in before:
@@ -231,26 +231,20 @@ def unedited(model: HookedModel | nn.Module) -> Iterator[None]:
 
 
 def context_of_config(config: object) -> int | None:
-    """Return the largest number of positions that a Hugging Face config names; None if it names none (BLOOM)."""
+    """Return the number of positions that a Hugging Face config names; None if it names none (BLOOM)."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     values = (getattr(config, name, None) for name in names)
     return next((int(v) for v in values if isinstance(v, int) and v > 0), None)
 
 
 def context_length(model: HookedModel) -> int:
-    """Return the largest number of positions that a model takes.
-
-    A bridge is asked through its original's config, because TransformerLens does not read every name there is (MPT's).
-    """
+    """Return the largest number of positions that a model takes (a bridge has that of its original's config)."""
     own = context_of_config(getattr(getattr(model, "original_model", None), "config", None))
     return int(model.cfg.n_ctx) if own is None else own
 
 
 def missing_head(model: object) -> str:
-    """Return why a model's logits mean nothing: its head was not in the checkpoint; empty if it was.
-
-    `load_model` leaves the reason on models that it made of such a checkpoint. Of other models it cannot be known.
-    """
+    """Return why a model's logits mean nothing, as `load_model` notes it: its head was not in the checkpoint."""
     return str(getattr(model, "__dict__", {}).get("missing_head", ""))
 
 
@@ -271,7 +265,7 @@ def outputs(model: HookedModel) -> int:
 
 
 def probe_tokens(model: HookedModel, length: int) -> Int[Tensor, " pos"]:
-    """Return token ids spread evenly over the vocabulary, for a short pass; at most the context."""
+    """Return token ids spread evenly over the vocabulary, at most as many as the context."""
     return torch.linspace(1, vocabulary_size(model) - 1, min(length, context_length(model))).long()
 
 
@@ -297,7 +291,7 @@ def evaluating(model: HookedModel | nn.Module) -> Iterator[None]:
 
 
 def logit_factor(model: HookedModel) -> float:
-    """Return what W_U's logits are multiplied by, as the config says (Granite divides by `logits_scaling`)."""
+    """Return the factor of a model's logits in its config (Granite divides by `logits_scaling`)."""
     original = getattr(model, "original_model", None)
     configs = [getattr(model, "config", None), getattr(original, "config", None), getattr(model, "cfg", None)]
     factor = 1.0
@@ -310,9 +304,9 @@ def logit_factor(model: HookedModel) -> float:
 
 # ---------------------------------------------------------------------------------------- Hugging Face models in memory
 
-# Largest difference of logits, relative to the largest, between an original and its TransformerLens model. Ports of the
-# same arithmetic in another order differ by 1e-6 (1e-5 where scores are large), a wrong rotary base or mask by 1e-3 and
-# more. In half precision only gross errors are seen.
+# Largest difference of logits between an original and its TransformerLens model, relative to the largest logit.
+# Rounding makes 1e-6 (1e-5 where scores are large), a wrong rotary base or mask 1e-3 and more. In half precision only
+# gross errors are seen.
 SAME_LOGITS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _COMPARED = 48  # tokens: enough for a wrong rotary base, mask or position table to show
 _LONGEST_WINDOW = 304  # of local attention that is exercised beyond its window
@@ -331,11 +325,10 @@ _WRAPPED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 def wrapped(model: Any) -> nn.Module:
     """Return a bridge around a copy of a Hugging Face model that shares its parameters, with the model's own logits.
 
-    It is made anew at each call, unless the model is under an edit.
+    It is built at each call, unless the model is under an edit.
 
     Raises:
-        ValueError: TransformerLens has no bridge for the architecture, or the bridge computes other logits (names the
-            first module that does).
+        ValueError: TransformerLens has no bridge for it, or a bridge with other logits (names the first module).
     """
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -351,24 +344,21 @@ def wrapped(model: Any) -> nn.Module:
         own, others = _outputs(model, model), _outputs(bridge, copied)
     except Exception as error:
         raise ValueError(f"TransformerLens has no bridge for {name} that runs ({error})") from error
-    differences = {path: relative_difference(others[path], own[path]) for path in own if path in others}
-    largest = differences[""]
-    if not largest <= SAME_LOGITS[dtype_of(model)]:
-        place = next(path for path, difference in differences.items() if not difference <= SAME_LOGITS[dtype_of(model)])
+    difference, bound = relative_difference(others[""], own[""]), SAME_LOGITS[dtype_of(model)]
+    if not difference <= bound:
+        common = [path for path in own if path in others]
+        place = next(path for path in common if not relative_difference(others[path], own[path]) <= bound)
         raise ValueError(
-            f"TransformerLens's bridge computes other logits than this {name} (by {largest:.1e} of the largest), first "
-            f"in {place}: pass a TransformerLens model that computes yours"
+            f"TransformerLens's bridge computes other logits than this {name} (by {difference:.1e} of the largest), "
+            f"first in {place}: pass a TransformerLens model that computes yours"
         )
-    bridge.__dict__["logits_difference"] = largest
+    bridge.__dict__["logits_difference"] = difference
     _WRAPPED[model] = bridge.train(model.training)
     return _WRAPPED[model]
 
 
 def same_weights(model: nn.Module) -> Any:
-    """Return a copy of a model's structure around the very same parameters and buffers: it costs next to no memory.
-
-    Changes to the copy's modules (wrapping, hooks, attention kernels) leave the model as it is.
-    """
+    """Return a copy of a model's modules around the very same parameters and buffers."""
     shared = {id(t): t for t in chain(model.parameters(), model.buffers())}
     # What a pass has left on a module with its graph (a bridge's attention pattern) has no copy.
     left = (value for module in model.modules() for value in vars(module).values())
@@ -377,7 +367,7 @@ def same_weights(model: nn.Module) -> Any:
 
 
 def complete_token_ids(config: Any) -> None:
-    """Give a config the ids of special tokens that it lacks, as None: TransformerLens reads them without a default."""
+    """Set the ids of special tokens that a config lacks to None: TransformerLens reads them all."""
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if not hasattr(config, name):
             setattr(config, name, None)
@@ -400,8 +390,8 @@ def _outputs(model: Any, inner: nn.Module) -> dict[str, Tensor]:
 
 
 def ordinary_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos"]:
-    """Return seeded random token ids [1, pos] that fit a Hugging Face config; no mark of a beginning, end or padding,
-    which can change the attention mask."""
+    """Return seeded random token ids [1, pos] that fit a Hugging Face config, without special tokens, which can change
+    the attention mask."""
     windows = (getattr(config, name, None) for name in ("window_size", "sliding_window"))
     window = next((w for w in windows if isinstance(w, int) and 0 < w < _LONGEST_WINDOW), 0)
     length = min(max(_COMPARED, window + 16), context_of_config(config) or _COMPARED)
@@ -413,7 +403,7 @@ def ordinary_tokens(config: Any, device: torch.device) -> Int[Tensor, "batch pos
 
 
 def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor, "*shape"]) -> float:
-    """Return the largest absolute difference over the largest absolute reference; infinite if shapes differ or NaN."""
+    """Return the largest difference over the largest reference; infinite if shapes differ or values are NaN."""
     if values.shape != reference.shape:
         return math.inf
     difference, scale = float((values - reference).abs().max()), float(reference.abs().max())
@@ -424,7 +414,7 @@ def relative_difference(values: Float[Tensor, "*shape"], reference: Float[Tensor
 
 
 def whole_number(value: object, what: str, least: int | None = None, error: type[Exception] = ValueError) -> int:
-    """Return a whole number of any kind (a tensor's or an array's entry too); a truth value is none.
+    """Return a whole number of any kind (also an entry of a tensor or an array), but no truth value.
 
     Raises:
         ValueError (or `error`): something else, or less than `least`.
