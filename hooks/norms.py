@@ -164,7 +164,7 @@ def _survey(model: HookedModel) -> Structure:
                 formulas[alike] = formula_of(name, module, model, d)
             layer, readers = _layer_of(name, norms, model), short.readers[name]
             layers = tuple(block for reader, block in readers if reader == "attention")
-            about = {"reads": _reads(name, readers), "module": module, "attention_layers": layers}
+            about: dict[str, Any] = {"reads": _reads(name, readers), "module": module, "attention_layers": layers}
             norms.append(Norm(name, layer, **about, **formulas[alike]))
     for attn in attentions(model).values():
         # A bridge keeps tensors of a pass; with their graph they could not be copied with the model.
@@ -225,27 +225,27 @@ class _ShortPass:
                 stack.callback(point.remove_hooks)
             try:
                 logits = model(tokens, return_type="logits")
-            except AttributeError as error:  # (a bridge's norm without weights, which it computes where hooks edit it)
-                raise UnknownNormError(f"TransformerLens cannot run this model with hooks at norms: {error}") from error
+            except AttributeError as error:  # (of a bridge's norm without weights)
+                raise UnknownNormError(f"this model does not run with hooks at its norms: {error}") from error
         self.lost = _lost_leaves(logits, leaves)
         self.readers: dict[str, list[Reader]] = {name: [] for name in norms}
         for reader, inputs in self.read.items():
+            # The last maker counts: a block's input often comes along for the residual sum (BLOOM, BERT).
             if reader[0] != "block" and (makers := self._makers(inputs)):
                 self.readers[makers[-1]].append(reader)
 
     def _on_norm(self, name: str, _m: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         x = tensors_in(args, kwargs)[0].detach()
         first = self.inputs.setdefault(name, x)
-        if not torch.equal(first.nan_to_num(), x.nan_to_num()):
-            raise NormError(f"{name} runs more than once in a pass, on different vectors: ln_probe cannot measure it")
+        if first is not x and not torch.equal(first.nan_to_num(), x.nan_to_num()):
+            raise NormError(f"{name} runs more than once in a pass, on different vectors")
         self.outputs.setdefault(name, []).append(output.detach())
 
     def _on_reader(self, reader: Reader, _m: nn.Module, args: Any, kwargs: Any) -> None:
         self.read.setdefault(reader, []).extend(t.detach() for t in tensors_in(args, kwargs))
 
     def _makers(self, inputs: Sequence[Tensor]) -> list[str]:
-        """Return the norms whose outputs are among a reader's inputs. The last one that ran counts: a block's input
-        often comes along for the residual sum (BLOOM, BERT)."""
+        """Return the norms whose outputs are among a reader's inputs, in the order in which they ran."""
         outside = {name: outputs for name, outputs in self.outputs.items() if ".attn." not in name}
         # The same memory first: two parallel norms with equal parameters have equal outputs (a fresh Pythia).
         places = {t.data_ptr() for t in inputs}
@@ -261,19 +261,24 @@ def _add_leaf(leaves: list[Tensor], value: Tensor, hook: Any) -> Tensor:
 
 
 def _lost_leaves(logits: Any, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
-    """Return the norms whose leaves, zeros that were added there, have no gradient, and why."""
-    reason = "what comes after it does not read its output, or ignores it (weights that are zero)"
-    inputs = [leaf for tensors in leaves.values() for leaf in tensors]
+    """Return the reason for each norm whose leaves, zeros that were added there, have no gradient."""
+    every = [leaf for tensors in leaves.values() for leaf in tensors]
+    unread = "what comes after it does not read its output, or ignores it (weights that are zero)"
+    reached: set[int] = set()
     try:
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
         # (Weights as grad_outputs make torch import sympy, which takes longer than all passes of a small model.)
-        gradients = torch.autograd.grad((logits * weights).sum(), inputs, allow_unused=True)
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+        gradients = torch.autograd.grad((logits * weights).sum(), every, allow_unused=True)
+        reached = {id(x) for x, g in zip(every, gradients, strict=True) if g is not None and bool(g.any())}
     except (RuntimeError, AttributeError) as error:
-        gradients, reason = tuple(map(torch.zeros_like, inputs)), f"no gradient goes through the model ({error})"
-    reached = {id(x) for x, g in zip(inputs, gradients, strict=True) if g is not None and bool(g.any())}
-    lost = {name for name, tensors in leaves.items() if reached.isdisjoint(map(id, tensors))}
-    no_calls = "a pass does not run this norm, or not through its hook points"
-    return {name: f"{name}: the edit was lost: {reason if leaves[name] else no_calls}" for name in lost}
+        unread = f"no gradient goes through the model ({error})"
+    reasons = {}
+    for name, tensors in leaves.items():
+        if not tensors:
+            reasons[name] = "a pass does not run this norm, or not through its hook points"
+        elif reached.isdisjoint(map(id, tensors)):
+            reasons[name] = unread
+    return {name: f"{name}: the edit was lost: {reason}" for name, reason in reasons.items()}
 
 
 def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tuple[Reader, nn.Module]]:
@@ -282,7 +287,7 @@ def _reading(model: HookedModel, norms: Mapping[str, nn.Module]) -> Iterator[tup
     roots += [(("mlp", layer), getattr(block, "mlp", None)) for layer, block in enumerate(blocks(model))]
     roots.append((("unembed", n_layers(model)), getattr(model, "unembed", None)))
     done = set(norms.values())
-    for reader, root in roots:  # a bridge's MLP may wrap the whole block (OPT): attention comes first and keeps its own
+    for reader, root in roots:  # (attention comes first: a bridge's MLP may wrap the whole block, as in OPT)
         for module in modules_of(root) if isinstance(root, nn.Module) else ():
             if module not in done and (module is root or module._parameters):
                 done.add(module)
