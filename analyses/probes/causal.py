@@ -127,6 +127,14 @@ class Causal(Probe):
         return _Watching(run, self)
 
 
+def unchanging(norms: Iterable[Norm]) -> dict[str, str]:
+    """Return the variants that change nothing at any of these norms, and why."""
+    norms = list(norms)
+    kinds = " and ".join(sorted({norm.kind for norm in norms}))
+    idle = [variant for variant in EDITS if not any(map(variant.effect, norms))]
+    return {variant.name: f"{kinds} has no {' or '.join(sorted(variant.removes))}" for variant in idle}
+
+
 class _Watching(Observer):
     """Measures the summed losses of each prompt."""
 
@@ -139,8 +147,7 @@ class _Watching(Observer):
         if probe.primary_only:
             rows = [row for row in rows if row.family == PRIMARY]
         self.rows = [row for row in rows if row.norms and not any(norm.name in self.lost for norm in row.norms)]
-        kinds, idle = sorted({norm.kind for norm in norms}), [v for v in EDITS if not any(map(v.effect, norms))]
-        self.no_op = {v.name: f"{' and '.join(kinds)} has no {' or '.join(sorted(v.removes))}" for v in idle}
+        self.no_op = unchanging(norms)
         self.singles = [row for row in self.rows if not row.is_group]
         self.is_exact = probe.every_norm or is_affordable(self.model, len(self.singles), run.prompts)
         self.choosing = set() if self.is_exact else choosing_prompts(run.constants.groups)
