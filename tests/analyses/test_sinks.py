@@ -56,7 +56,8 @@ def test_attention_with_scaling_frozen_is_that_of_frozen_keys() -> None:
     _, cache = model.run_with_cache(TOKENS[None])
     site = next(s for s in find_norms(model) if s.name == "blocks.0.ln1")
     x = cache["blocks.0.hook_resid_pre"][0].double()
-    constants = report.constants.of(0)["blocks.0.ln1"].rows(LENGTH)
+    constant = report.constants.of(0)["blocks.0.ln1"]
+    constants = torch.tensor([constant.first] + [constant.rest] * (LENGTH - 1)).double()[:, None]
     keys = torch.einsum("pd,hdk->phk", site.affine(site.project(x) / constants), model.blocks[0].attn.W_K.double())
     q = cache["blocks.0.attn.hook_q"][0].double()
     scores = torch.einsum("qhd,khd->hqk", q, keys + model.blocks[0].attn.b_K.double()) / 8**0.5
