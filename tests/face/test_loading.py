@@ -56,7 +56,7 @@ def assert_faithful(model: Any) -> None:
     ("gemma2", WIDE | {"num_key_value_heads": 2, "sliding_window": 8}, BRIDGE),
     ("bert", {}, BRIDGE),
     slow=[
-        *((name, {}, WORLDS) for name in ("neox-sequential", "neox-no-bias", "opt", "qwen2")),
+        *((name, {}, WORLDS) for name in ("neox-sequential", "opt", "qwen2")),
         *((name, {}, BRIDGE) for name in ("llama-wide-heads", "llama-biases", "olmo2")),
         ("gemma", WIDE, BRIDGE),
     ],
