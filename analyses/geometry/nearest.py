@@ -149,7 +149,7 @@ def combine(table: Floats, weight: Floats, rows: int, count: int, out: Floats) -
         t += 1
 
 
-@compiled_inline
+@compiled_part
 def append(room: Room, m: int, dim: int) -> bool:
     """Border the inverse by point `m`, whose column of G is BORDER. False if it is affinely dependent, as every point
     is on more than `dim` others, whatever rounding leaves of its pivot."""
@@ -232,7 +232,7 @@ def refine(room: Room, right: Floats, values: Floats, m: int, bordering: float) 
         values[a] += work[a]
 
 
-@compiled_inline
+@compiled_part
 def squared_norm(room: Room, weight: Floats, m: int) -> float:
     """Return the squared length of the combination of the active points with some weights."""
     work, square = room.vectors[WORK], 0.0
@@ -335,7 +335,7 @@ class Search(NamedTuple):
     budget: float  # multiplications and additions, after which the search ends
 
 
-@compiled_inline
+@compiled_part
 def measure_differences(keys: Keys, search: Search, i: int, room: Room) -> None:
     """Set squared distances of all keys from key i, and the factors of their differences."""
     count, dim = keys.rows.shape
@@ -466,7 +466,7 @@ def make_query(keys: Keys, verdict: Verdict, room: Room, i: int, m: int, ray: bo
     return float(np.sqrt(square))
 
 
-@compiled_inline
+@compiled_part
 def keep_weights(room: Room, m: int) -> int:
     """Copy the active weights as weights of keys, which sum to one; return how many there are."""
     vectors, kept, total = room.vectors, 0, 0.0
