@@ -14,9 +14,10 @@ are too coarse; attention by Newton's method. What is given out is what `check` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from jaxtyping import Float64
@@ -59,6 +60,8 @@ from ln_probe.analyses.geometry.nearest import (
 )
 from ln_probe.analyses.progress import one_blas_thread
 
+_Room = TypeVar("_Room")
+
 # Width of a margin's bracket, as a share of the margin: it is read to two digits. "exact": six digits.
 RELATIVE_GAP, EXACT_GAP = 0.01, 1e-6
 # A bracket narrower than this (relative to the RMS norm of the keys as queries see them) is not narrowed further.
@@ -72,9 +75,29 @@ MOST_PRODUCTS = 2048
 # Own queries are tried if the first keys win under theirs.
 PILOT = 32
 # Queries whose scores are computed together.
-TRIALS = 128
+TRIALS = 64
 # The nearest point is found where no key scores less than it by more than this share of its square.
 CONVERGED = 1e-10
+
+
+_rooms = threading.local()
+
+
+def own_room(make: Callable[..., _Room], *sizes: int) -> _Room:
+    """Return `make(*sizes)`, the same one for the next set of these sizes that the thread solves.
+
+    To ask the system for memory anew for every set took a tenth of the time, and threads wait for each other there.
+    """
+    known = vars(_rooms).get(make.__name__)
+    if known is None or known[0] != sizes:
+        known = sizes, make(*sizes)
+        setattr(_rooms, make.__name__, known)
+    return cast("_Room", known[1])
+
+
+def product_table(count: int) -> Floats:
+    """Return room for the products of all keys with each other."""
+    return np.empty((count, count))
 
 
 class Answers(NamedTuple):
@@ -168,7 +191,7 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
     code[copies == count - 1] = DUPLICATE if count > 1 else SELECTABLE  # nothing to compete with
     if code.all():
         return
-    space, scratch = make_space(rows, np.zeros(count), judged.noise), make_scratch(count, dim)
+    space, scratch = make_space(rows, np.zeros(count), judged.noise), own_room(make_scratch, count, dim)
     start = np.full(count, -1)
     leaders = [] if biased else (rows[:PILOT] @ space.columns).argmax(axis=1).tolist()
     if not biased and (own_queries or leaders == list(range(PILOT))):
@@ -184,11 +207,13 @@ def decide_set(judged: Judged, own_queries: bool, budget: float, verdicts: Verdi
     if code.all():
         return
     columns = np.ascontiguousarray(white.rows.T)
-    products = white.rows @ columns if count <= MOST_PRODUCTS else np.empty((0, 0))
+    products = np.empty((0, 0))
+    if count <= MOST_PRODUCTS:
+        products = np.matmul(white.rows, columns, out=own_room(product_table, count))
     search = Search(True, len(products) == 0, white.lifted, 0.0, 0.0, budget)
     in_white = Keys(white.rows, columns, products, np.zeros(count))
     here = Verdict(rows, queries, 100.0 * TAU / white.thinnest, biased)
-    room = search_room(count, max(white.rows.shape[1], 1), dim)
+    room = own_room(search_room, count, max(white.rows.shape[1], 1), dim)
     find_verdicts(space, in_white, here, search, room, start, verdicts, scratch)
     if not code.all():
         finish_search(judged, space, verdicts, budget, scratch)
@@ -203,14 +228,16 @@ def bound_margins(
         level: a u under which all keys score alike.
     """
     rows, (count, dim) = space.rows, space.rows.shape
-    scratch = make_scratch(count, dim)
+    scratch = own_room(make_scratch, count, dim)
     centred = rows - rows.mean(axis=0)
     size = float(np.sqrt(np.einsum("kd,kd->", centred, centred) / count))
     known = np.zeros(dim) if level is None else level
-    room = search_room(count, dim, dim)
+    room = own_room(search_room, count, dim, dim)
     for careful in (False, True):
         if careful or count <= MOST_PRODUCTS:
-            products = np.empty((0, 0)) if careful else rows @ space.columns
+            products = np.empty((0, 0))
+            if not careful:
+                products = np.matmul(rows, space.columns, out=own_room(product_table, count))
             keys = Keys(rows, space.columns, products, space.offset)
             search = Search(False, careful, False, gap, ZERO * size, budget)
             inside = 1.01 * TAU * size
@@ -268,7 +295,7 @@ def solve_set(
             np.maximum(margins.lower, 0.0, out=margins.lower)
     if seen is not None and request.attention and radius > 0.0:
         rows, columns, points = space.rows * radius, space.columns * radius, np.zeros((4, dim))
-        room, scratch = attention_room(count, dim), make_scratch(count, dim)
+        room, scratch = own_room(attention_room, count, dim), own_room(make_scratch, count, dim)
         how = margins.at, WEIGHT_GAP, request.budget, room, points, answers.attention, scratch
         bound_attention(space, rows, columns, radius, *how)
     return Solved(judged, seen, answers)
