@@ -127,7 +127,7 @@ class Compilation:
             return
         self._thread.join(None if quiet else 0.5)
         if self._thread.is_alive():
-            tell_delay("compiling kernels: about half a minute, only the first time")
+            tell_delay("compiling kernels: about 15 seconds, only the first time")
             self._thread.join()
             tell_delay("")
         if self._error is not None:
