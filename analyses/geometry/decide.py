@@ -365,7 +365,7 @@ def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: 
     length = np.sqrt(np.einsum("kd,kd->k", points, points))
     length[length <= TAU * (1.0 + SLACK)] = np.inf
     if len(active) == 0:
-        active, weight = length.argmin(keepdims=True), np.ones(1)
+        active, weight = length[:count].argmin(keepdims=True), np.ones(1)
     table = np.column_stack([points, counts * length[active].min()])
     query, shortest, spent = np.zeros(dim), np.inf, 0.0
     while spent <= budget:
@@ -376,7 +376,7 @@ def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: 
             active, weight = np.delete(active, share.argmin()), np.delete(weight, share.argmin())
             goal = affine_weights(table[active], counts[active])
         x = goal @ points[active]
-        if judged.biased:
+        if active.max() == count:  # what the ray leaves of the last coordinate is rounding
             x[-1] = min(x[-1], 0.0)
         reach = float(np.sqrt(x @ x))
         if not reach < shortest:
@@ -384,7 +384,8 @@ def nearest_point(judged: Judged, i: int, active: Ints, weight: Floats, budget: 
         query, weight, shortest = -x, goal, reach
         scores = points @ x
         scores[length == np.inf] = np.inf
-        if reach <= TAU * (1.0 - CLEAR) or scores[:count].min() > TAU * (1.0 + CLEAR) * reach:
+        upwards = not judged.biased or x[-1] <= 0.0
+        if reach <= TAU * (1.0 - CLEAR) or (upwards and scores[:count].min() > TAU * (1.0 + CLEAR) * reach):
             break
         scores[active] = np.inf
         if scores.min() >= reach * reach * (1.0 - CONVERGED):
