@@ -337,15 +337,15 @@ def finish_search(judged: Judged, space: Space, verdicts: Verdicts, budget: floa
     """Decide what the compiled search left, one key after the other; what is not proved stays undecided."""
     code, (count, dim) = verdicts.code, judged.rows.shape
     trials, start, left = np.zeros((count, dim)), np.zeros(count, np.int64), np.flatnonzero(code == UNDECIDED)
-    for i in left:
+    for i in map(int, left):
         used = verdicts.used[i]
         active, weight = verdicts.member[i, :used].copy(), verdicts.value[i, :used].copy()
         trials[i], active, weight = nearest_point(judged, i, active, weight, budget)
         used = min(len(active), dim + 2)
         verdicts.used[i], verdicts.member[i, :used], verdicts.value[i, :used] = used, active[:used], weight[:used]
     try_weights(space, judged.biased, verdicts, scratch)
-    for row in map(int, left):
-        try_queries(space, trials[row : row + 1], row, judged.biased, start, verdicts, scratch)
+    for i in map(int, left):
+        try_queries(space, trials[i : i + 1], i, judged.biased, start, verdicts, scratch)
     verdicts.repaired[left] = code[left] != UNDECIDED
 
 
@@ -403,7 +403,7 @@ def affine_weights(table: Floats, counts: Floats) -> Floats:
         table: "point dim+1", each point and a multiple of what its weight counts.
         counts: what each weight counts in the sum of the weights, which is one.
     """
-    factor = np.linalg.qr(table.T, mode="r")
+    factor = np.asarray(np.linalg.qr(table.T, mode="r"))
     if len(table) > len(factor) or not factor.diagonal().all():
         return np.full(len(table), np.nan)
     solution = np.linalg.solve(factor, np.linalg.solve(factor.T, counts))
