@@ -43,7 +43,7 @@ def test_a_notebook_shows_one_line_and_empties_it(monkeypatch: pytest.MonkeyPatc
     display = pytest.importorskip("IPython.display", reason="a notebook has it")
     shown: list[str] = []
     for name in ("display", "update"):
-        monkeypatch.setattr(display.DisplayHandle, name, lambda _, data, raw: shown.append(data["text/plain"]))
+        monkeypatch.setattr(display.DisplayHandle, name, lambda _, data, raw: shown.append(data.get("text/plain", "")))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     with ProgressLine():
         tell("second pass", 2, 64, "prompts")
