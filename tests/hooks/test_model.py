@@ -9,7 +9,7 @@ import torch
 from architectures import make_bridge, make_hooked
 
 import ln_probe
-from ln_probe.hooks.model import check_model
+from ln_probe.hooks.model import check_model, logit_factor
 
 
 def refusals(model: Any) -> str:
@@ -35,3 +35,8 @@ def test_quantized_models(dtype: torch.dtype) -> None:
     model = make_hooked()
     model.blocks[0].attn.W_Q = torch.nn.Parameter(torch.zeros(8, 4).to(dtype), requires_grad=False)
     assert "blocks.0.attn.W_Q is quantized" in refusals(model)
+
+
+@pytest.mark.parametrize(("arch", "factor"), [("gpt2", 1.0), ("cohere", 0.0625), ("granite", 0.5)])
+def test_what_the_unembeddings_logits_are_multiplied_by(arch: str, factor: float) -> None:
+    assert logit_factor(make_bridge(arch)) == factor
