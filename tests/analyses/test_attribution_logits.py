@@ -97,7 +97,6 @@ def test_what_cannot_be_attributed() -> None:
         ({"tokens": torch.tensor([0.5])}, "whole numbers"),
         ({"tokens": torch.ones(40).long()}, "context"),
         ({"tokens": "a text"}, "tokenizer"),
-        ({"tokens": TOKENS, "positions": {}}, "positions"),
         ({"tokens": []}, "tokens"),
         ({"tokens": TOKENS, "pos": -1}, "positions and pos"),
         ({"tokens": TOKENS, "target": 3, "answer_tokens": 3}, "target and answer_tokens"),

@@ -81,12 +81,6 @@ def test_what_cannot_be_attributed() -> None:
             attribute_scores(model, **(asked | change))
 
 
-def test_attention_that_reads_the_stream_itself() -> None:
-    """No norm is a norm that changes nothing: sigma 1, no gain, no bias."""
-    found = attribute_scores(lab(norm=None).double(), TOKENS, **HEAD, key=3)
-    assert (found.terms["contribution"].abs() < 1e-12).all()
-
-
 def test_alibi_is_a_pair_of_its_own() -> None:
     """−slope·distance of the third of four heads."""
     pairs = attribute_scores(make_bridge("bloom"), TOKENS, **HEAD, key=3, against=5).pairs
