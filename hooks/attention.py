@@ -213,8 +213,8 @@ def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
             cos_sin = (torch.cat([cos_sin[0]] * 2, -1), torch.cat([cos_sin[1]] * 2, -1))
         return Rotary(cos_sin[0], cos_sin[1], adjacent)
     if isinstance(getattr(attn, "rotary_cos", None), Tensor):
-        cos_sin = attn.rotary_cos.detach(), attn.rotary_sin.detach()
-        return Rotary(*map(with_float64, cos_sin), adjacent)
+        cos, sin = (with_float64(table.detach()) for table in (attn.rotary_cos, attn.rotary_sin))
+        return Rotary(cos, sin, adjacent)
     table = getattr(getattr(attn, "original_component", None), "embed_positions", None)
     if isinstance(table, Tensor) and table.ndim == 2 and table.shape[-1] % 2 == 0:  # GPT-J: sines, then cosines
         sin, cos = (half.repeat_interleave(2, dim=-1) for half in with_float64(table.detach()).chunk(2, dim=-1))

@@ -45,6 +45,8 @@ def test_notebooks_run_and_show_what_they_made(path: Path, tmp_path: Path) -> No
     outputs = [o for c in code for o in c.outputs]
     said = [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
     assert not said, "a stray warning, or worse"
+    displays = [list(o["data"]) for o in outputs if o.output_type == "display_data"]
+    assert ["text/plain"] not in displays, "a line of progress, or a widget's name"
     bare = [o["data"]["text/plain"] for o in outputs if list(o.get("data", ())) == ["text/plain"]]
     assert not [text for text in bare if text.startswith("<")], "a word for a picture, and no picture"
     assert any("text/html" in o.get("data", {}) for o in outputs)
