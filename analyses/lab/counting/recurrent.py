@@ -6,8 +6,8 @@ replaced by its norm at every step ("state"). Inside a recurrence nothing may sh
 step, so `projection_only` divides by 1, and a norm on the state has no gain or bias.
 
 Torch's kernels run layers without a norm. They have no place for one, so a layer with a norm goes step by step, in as
-few operations as possible: an update with 16 words of 64 letters takes 3 to 10 ms (a run of 10,000 updates at most two
-minutes). Cells compiled with numba and gradients by hand took 1.4 to 3.3 ms, 2.4 to 4.3 times less; they had 490 lines.
+few operations as possible: an update with 16 words of 64 letters takes 3 to 10 ms. Cells compiled with numba and
+gradients by hand, in 490 lines, took 2.2 to 3.0 times less for LSTMs and ReLU-RNNs, and 2.8 to 3.8 for GRUs.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class NormedLayer(nn.Module):
         """Return what makes h and c (an LSTM's; others leave it alone) of one more letter, given what it adds."""
         H, (_, W_hh, _, b) = self.cfg.hidden, self._tensors()
         norm, slopes = self.norm_recurrent, self._slopes()
-        W = W_hh.T * slopes
-        product, state = _normed_product(norm, W_hh), _normed_product(self.norm_state, torch.eye(H).to(W))
+        W, product = W_hh.T * slopes, _normed_product(norm, W_hh)
+        state = (lambda h: h) if self.norm_state is None else _normed_product(self.norm_state, torch.eye(H).to(W))
         on_state, activation = self.cfg.norm_site == "state", torch.tanh if self.cfg.cell == "rnn_tanh" else torch.relu
 
         def total(i: Tensor, h: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class NormedLayer(nn.Module):
         def lstm(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
             put, keep, new, show = torch.unsafe_chunk(torch.sigmoid(total(i, h)), 4, dim=-1)
             c = torch.addcmul(keep * c - put, put, new, value=2)
-            seen = c if self.norm_state is None else state(c)
+            seen = state(c)
             return show * torch.tanh(seen), seen if on_state else c
 
         def gru(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,12 +184,10 @@ class NormedLayer(nn.Module):
             i_both, i_new = torch.unsafe_split_with_sizes(i, [2 * H, H], dim=-1)
             reset, update = torch.unsafe_chunk(torch.sigmoid(i_both + both), 2, dim=-1)
             new = torch.tanh(torch.addcmul(i_new, reset, new))
-            h = torch.lerp(new, h, update)
-            return h if self.norm_state is None else state(h), c
+            return state(torch.lerp(new, h, update)), c
 
         def elman(i: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            h = activation(total(i, h))
-            return h if self.norm_state is None else state(h), c
+            return state(activation(total(i, h))), c
 
         return {"lstm": lstm, "gru": gru}.get(self.cfg.cell, elman)
 
