@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from ln_probe import __version__
 from ln_probe.analyses.probes import DEFAULT
 from ln_probe.analyses.progress import ProgressLine, follow_parent, tell, tell_left
-from ln_probe.analyses.text import read_json, read_labels, sha256_of_file, whole_number
+from ln_probe.analyses.text import FileError, read_json, read_text, sha256_of_file, whole_number
 
 MAX_WORKERS = 4  # by default: each holds a model and about 1 GB beside it, and they compete for memory bandwidth
 KILLED = "its process was killed twice; if memory was short, use fewer --workers or a smaller --max-tokens"
@@ -212,6 +212,20 @@ def report_one(target: Target, settings: Settings, out: Path) -> Path:
     return folder
 
 
+def read_labels(path: Path) -> list[str]:
+    """Return the group labels of a file, a line for each prompt.
+
+    Raises:
+        OSError: it cannot be read.
+        FileError: it is not UTF-8, or a line holds no label.
+    """
+    labels = read_text(path).splitlines()
+    for number, label in enumerate(labels or [""], start=1):
+        if not label.strip():
+            raise FileError(f"{path}: line {number} holds no label; write one label a line, a line for each prompt")
+    return labels
+
+
 def memory_shortage(model: Any, max_tokens: int) -> str:
     """Return a line if a report is expected to need more memory than is free, else ""."""
     config, tokens = model.cfg, min(max_tokens, model.cfg.n_ctx)
@@ -230,7 +244,8 @@ def free_memory() -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     with suppress(OSError, ValueError):  # "max": no limit
-        limit, current = (int((container / f"memory.{name}").read_text()) for name in ("max", "current"))
+        limit = int((container / "memory.max").read_text())
+        current = int((container / "memory.current").read_text())
         free = min(free, limit - current)
     return free
 
@@ -347,7 +362,8 @@ class _Clock:
         """Set the progress line."""
         now, names = time.time(), [str(target) for target in running]
         ends = [self.shared[self.targets.index(name)] - now for name in names]
-        whole = [left + now - self.started.setdefault(name, now) for name, left in zip(names, ends, strict=True)]
+        elapsed = [now - self.started.setdefault(name, now) for name in names]
+        whole = [sum(times) for times in zip(ends, elapsed, strict=True)]
         first = len(self.targets) - waiting - len(running) + 1
         last = f" to {first + len(running) - 1}" * (len(running) > 1)
         is_known = bool(names) and not any(map(math.isnan, ends))

@@ -39,7 +39,7 @@ def test_a_large_eps_is_read(arch: str, option: str, kind: str, eps: float) -> N
 def test_alibi_of_falcon(tmp_path: Path) -> None:
     model = folder(hugging_face("falcon-alibi"), tmp_path)
     report = ln_probe.analyze(model, TOKENS, probes=PROBES, progress=False)
-    assert not any("head space was not measured" in n for n in report.notes)
+    assert not any("head space" in n for n in report.notes)
     assert len(report.heads)
     found = ln_probe.attribute_scores(model, TOKENS, 1, 1, query=5, key=2, against=3).check()
     pattern = model.run_with_cache(TOKENS)[1]["blocks.1.attn.hook_pattern"][0, 1, 5].double()
@@ -62,15 +62,6 @@ def test_projections_around_the_stream_are_followed(tmp_path: Path) -> None:
 def test_a_head_that_transforms_the_stream_is_refused_by_name() -> None:
     with pytest.raises(SplitError, match=r"blocks\.1\.ln2"):
         ln_probe.attribute_logits(make_bridge("bert"), TOKENS)
-
-
-def test_neox_without_biases_in_memory(tmp_path: Path) -> None:
-    original = hugging_face("neox-no-bias")
-    report = ln_probe.analyze(original, TOKENS, probes=PROBES, progress=False)
-    assert original.gpt_neox.layers[0].attention.query_key_value.bias is None
-    same = ln_probe.analyze(folder(original, tmp_path), TOKENS, probes=PROBES, progress=False)
-    for column in ("attainable_median", "entropy_ratio"):
-        assert report.heads[column].to_numpy() == pytest.approx(same.heads[column].to_numpy(), rel=1e-4, nan_ok=True)
 
 
 def test_rows_of_several_lengths() -> None:

@@ -24,7 +24,6 @@ from ln_probe.exhibits import (
     load_arrays,
     save_arrays,
     to_bytes,
-    to_weights,
 )
 from ln_probe.report import Report
 
@@ -37,6 +36,11 @@ def test_weights_are_stored_to_within_what_is_promised(weights: np.ndarray) -> N
     assert np.abs(to_weights(to_bytes(weights)) - weights).max() <= STORED
     assert (to_weights(to_bytes(np.array([0.0, 1.0]))) == [0, 1]).all()
     assert len(set(to_bytes(np.array([1e-4, 2e-4, 5e-4, 1e-3, 2e-3])))) == 5
+
+
+def to_weights(stored: np.ndarray) -> np.ndarray:
+    """The weights that `to_bytes` stored."""
+    return np.square(stored / 255.0)
 
 
 def test_patterns_are_the_models_own(long_report: Report, long_model: Any, long_prompts: list[list[int]]) -> None:
@@ -69,6 +73,9 @@ def test_heads_that_were_asked_for() -> None:
     assert (part.layers, part.heads) == ((1,), (1, 3))
     assert np.array_equal(part.intact[0], whole.intact[1][[1, 3]])
     assert ln_probe.analyze(model, tokens, probes=("decomposition",), progress=False).exhibits.attention is None
+    both_ways = ln_probe.analyze(make_bridge("bert"), tokens[:, :3], **how).exhibits.attention  # and fewer tokens
+    assert both_ways is not None
+    assert (both_ways.causal, both_ways.heads, both_ways.intact.shape) == (False, (0, 1, 2, 3), (2, 4, 3, 3))
 
 
 @pytest.mark.parametrize(("layers", "heads", "length"), [(12, 12, 512), (4, 16, 128), (48, 25, 1024), (200, 64, 90)])
