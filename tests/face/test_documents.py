@@ -280,13 +280,13 @@ def test_one_command_measures_models_of_the_hub_and_prints_which_predictions_hol
     command = ["measure.py", "--out", str(tmp_path / "checked"), "--check"]
     for name, vocabulary in {"gpt2": WORDS, "other": ["?", "<s>", "</s>", "ATG", "TAG"]}.items():
         shape = GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=160, vocab_size=len(vocabulary))
-        GPT2LMHeadModel(shape).save_pretrained(tmp_path / name)
-        word_tokenizer(vocabulary).save_pretrained(tmp_path / name)
+        GPT2LMHeadModel(shape).save_pretrained(tmp_path / "models" / name)
+        word_tokenizer(vocabulary).save_pretrained(tmp_path / "models" / name)
     with reached(tmp_path / "cache", monkeypatch) as hub:
-        hub.add("gpt2", {"main": tmp_path / "gpt2"})
-        hub.add("gpt2-medium", {"main": tmp_path / "gpt2"})  # the registered commit is gone
-        hub.add(measure.CASES["pythia-1.4b"].model, {"step143000": tmp_path / "other"})
-        hub.add(measure.CASES["gpt2-small-without-norms"].model, {"main": tmp_path / "gpt2"})
+        hub.add("gpt2", {"main": tmp_path / "models" / "gpt2"})
+        hub.add("gpt2-medium", {"main": tmp_path / "models" / "gpt2"})  # the registered commit is gone
+        hub.add(measure.CASES["pythia-1.4b"].model, {"step143000": tmp_path / "models" / "other"})
+        hub.add(measure.CASES["gpt2-small-without-norms"].model, {"main": tmp_path / "models" / "gpt2"})
         served = hub.commit("gpt2", "main")
         monkeypatch.setitem(measure.CASES, "gpt2", replace(measure.CASES["gpt2"], revision=served))
         names = ["gpt2", "gpt2-small-without-norms", "gpt2-medium", "pythia-70m", "pythia-1.4b"]

@@ -210,5 +210,5 @@ def _normed_product(norm: Norm | None, W: Float[Tensor, "out in"]) -> Callable[[
         return lambda h: h @ product if bias is None else torch.addmm(bias, h, product)
     # The mean of (x, -x) is 0, so its LayerNorm, one compiled operation, scales x and projects nothing.
     mirrored = torch.cat([W.T, -W.T], dim=1)
-    gain, bias = (None if v is None else F.pad(v, (0, size)) for v in (gain, bias))
-    return lambda h: torch.unsafe_chunk(F.layer_norm(h @ mirrored, (2 * size,), gain, bias, eps), 2, dim=-1)[0]
+    w, b = (None if v is None else F.pad(v, (0, size)) for v in (gain, bias))
+    return lambda h: torch.unsafe_chunk(F.layer_norm(h @ mirrored, (2 * size,), w, b, eps), 2, dim=-1)[0]
