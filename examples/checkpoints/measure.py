@@ -160,16 +160,18 @@ SOURCES: dict[str, Callable[..., list[list[int]]]] = {
     "own, mgm": partial(own, "mgm"),
 }
 _LABS = ("lm-layernorm", "lm-scaling_only", "lm-projection_only", "lm-none")
-_HUB = {  # commits of the main branches, of Pythia that of the last step, 143,000
+# Commits of the main branches, as public repositories pin them (searched on 2026-11-28). Where no public source shows
+# one, `--check` prints and records the commit that it has measured.
+_HUB = {
     "gpt2": ("gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     "gpt2-medium": ("gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
-    "gpt2-small-without-norms": ("schaeff/gpt2-small_LNFree300", None),  # commits could not be looked up
-    "gpt2-medium-without-norms": ("schaeff/gpt2-medium_LNFree500", None),
+    "gpt2-small-without-norms": ("schaeff/gpt2-small_LNFree300", None),  # not pinned: no source
+    "gpt2-medium-without-norms": ("schaeff/gpt2-medium_LNFree500", None),  # not pinned: no source
     "pythia-70m": ("EleutherAI/pythia-70m-deduped", "e93a9faa9c77e5d09219f6c868bfc7a1bd65593c"),
     "pythia-160m": ("EleutherAI/pythia-160m-deduped", "582159a2dfe3e712a8d47ae83dec95ae3bde8e7e"),
     "pythia-410m": ("EleutherAI/pythia-410m-deduped", "c4fc8d586d62df497f1f9b69d66d3ca419992d3e"),
     "pythia-1b": ("EleutherAI/pythia-1b-deduped", "7199d8fc61a6d565cd1f3c62bf11525b563e13b2"),
-    "pythia-1.4b": ("EleutherAI/pythia-1.4b-deduped", "step143000"),  # a branch that is not written to
+    "pythia-1.4b": ("EleutherAI/pythia-1.4b-deduped", "step143000"),  # not pinned: no source; the last step's branch
 }
 FOLDERS = {
     "capp-gpt": SHARED / "checkpoints" / "capp_gpt",
@@ -274,7 +276,8 @@ def main() -> int:
         table.to_csv(out / "values.csv", index=False, float_format="%.6g")
         print(groups[groups["family"] == "primary"].to_string(index=False))
         if args.check:
-            print(f"{name}: revision {report.provenance['model']['commit']}")
+            pinned = re.fullmatch("[0-9a-f]{40}", CASES[name].revision or "")
+            print(f"{name}: revision {report.provenance['model']['commit']}{'' if pinned else ', not pinned before'}")
             failures += not all(check(name, measured, predictions()))
     return 1 if failures else 0
 

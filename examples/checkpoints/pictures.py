@@ -52,7 +52,7 @@ def without_scaling() -> Figure:
     for seed, color in zip(change, COLORS.values(), strict=False):
         left.plot(change.index, change[seed], color=color, lw=1.6, label=f"seed {seed}")
     left.plot(change.index[-1], PUBLISHED, "kX", ms=8, ls="", label="published, one run")
-    left.set(title="published shape", xlabel="step", ylabel="loss without scaling\nminus with, nats")
+    left.set(title="published shape", xlabel="step", ylabel="without minus with, nats")
     contrasts, values = (pd.read_csv(REGISTERED / f"{name}.csv").query("item == 3") for name in ("contrasts", "values"))
     seeds, row = (values["value"] - values["reference"]).sort_values(), contrasts.iloc[0]
     right.axvspan(-row["margin"], row["margin"], color=GRID, zorder=0, label="equivalence margin")
@@ -71,4 +71,4 @@ def without_scaling() -> Figure:
 
 if __name__ == "__main__":
     for draw in (keys_at_length, without_scaling):
-        draw().savefig(HERE.parent / f"{draw.__name__}.png", dpi=DPI)
+        draw().savefig(HERE.parent / f"{draw.__name__}.png", dpi=DPI, bbox_inches="tight")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import re
 import runpy
 import sys
@@ -266,24 +267,37 @@ def test_one_command_measures_models_of_the_hub_and_prints_which_predictions_hol
     assert (known["low"] <= known["high"]).all()
     assert set(known["models"]) <= {3, 4}
     paragraphs = [" ".join(random.choice(WORDS[3:], 90)) + " .\n" for _ in range(20)]
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, split: {"text": paragraphs})
+    corpus = tmp_path / "Salesforce" / "wikitext"  # which `datasets` reads in place of the hub's
+    corpus.mkdir(parents=True)
+    pd.DataFrame({"text": paragraphs}).to_parquet(corpus / "test.parquet")
+    (corpus / "README.md").write_text(
+        "---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files: [{split: test, path: test.parquet}]\n---\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr(measure, "SHARED", tmp_path)
     monkeypatch.setattr(measure, "PROMPTS", 6)
     command = ["measure.py", "--out", str(tmp_path / "checked"), "--check"]
     for name, vocabulary in {"gpt2": WORDS, "other": ["?", "<s>", "</s>", "ATG", "TAG"]}.items():
         shape = GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=160, vocab_size=len(vocabulary))
-        GPT2LMHeadModel(shape).save_pretrained(tmp_path / name)
-        word_tokenizer(vocabulary).save_pretrained(tmp_path / name)
+        GPT2LMHeadModel(shape).save_pretrained(tmp_path / "models" / name)
+        word_tokenizer(vocabulary).save_pretrained(tmp_path / "models" / name)
     with reached(tmp_path / "cache", monkeypatch) as hub:
-        hub.add("gpt2", {"main": tmp_path / "gpt2"})
-        hub.add("gpt2-medium", {"main": tmp_path / "gpt2"})  # the registered commit is gone
-        hub.add(measure.CASES["pythia-1.4b"].model, {"step143000": tmp_path / "other"})
+        hub.add("gpt2", {"main": tmp_path / "models" / "gpt2"})
+        hub.add("gpt2-medium", {"main": tmp_path / "models" / "gpt2"})  # the registered commit is gone
+        hub.add(measure.CASES["pythia-1.4b"].model, {"step143000": tmp_path / "models" / "other"})
+        hub.add(measure.CASES["gpt2-small-without-norms"].model, {"main": tmp_path / "models" / "gpt2"})
         served = hub.commit("gpt2", "main")
         monkeypatch.setitem(measure.CASES, "gpt2", replace(measure.CASES["gpt2"], revision=served))
-        monkeypatch.setattr(sys, "argv", [*command, "gpt2", "gpt2-medium", "pythia-70m", "pythia-1.4b"])
+        names = ["gpt2", "gpt2-small-without-norms", "gpt2-medium", "pythia-70m", "pythia-1.4b"]
+        monkeypatch.setattr(sys, "argv", [*command, *names])
         assert measure.main() == 1
         printed = capsys.readouterr()
-        assert f"gpt2: revision {served}" in printed.out
+        assert f"gpt2: revision {served}\n" in printed.out
+        resolved = hub.commit(measure.CASES["gpt2-small-without-norms"].model, "main")
+        assert f"gpt2-small-without-norms: revision {resolved}, not pinned" in printed.out
+        about = json.loads((tmp_path / "checked" / "gpt2-small-without-norms" / "about.json").read_text())
+        assert about["model"]["commit"] == resolved
         assert len(re.findall(r"^gpt2: (?:holds|FAILS|not measured): ", printed.out, re.M)) == len(known) == 8
         assert (tmp_path / "checked" / "gpt2" / "values.csv").exists()
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

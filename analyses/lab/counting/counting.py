@@ -183,9 +183,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     summary = summary.merge(tasks.constant_answers(tagged), on=["task", "measure"], how="left")
     more = values.groupby(list(KEYS))["seed"].transform("nunique") > CHOSEN_SEEDS
     fresh = _tested(values[more & (values["seed"] >= CHOSEN_SEEDS)])
-    return {
-        "summary": summary, "values": frame, "effects": _tested(values), "effects_fresh": fresh,
-    }  # fmt: skip
+    return {"summary": summary, "values": frame, "effects": _tested(values), "effects_fresh": fresh}
 
 
 def _tested(values: pd.DataFrame) -> pd.DataFrame:
