@@ -177,7 +177,7 @@ class _Watching(Observer):
     def _run(self, prompt: int, tokens: Int[Tensor, " _"], rows: Sequence[Contrast]) -> None:
         """Run the intact model and contrasts on a prompt, and keep the losses."""
         passes = EditedPasses(self.model, self.run.loss, tokens)
-        self.intact[prompt] = float(passes.loss)
+        self.intact[prompt] = float(passes.by_token.sum())
         constants = self.run.constants.of(prompt)
         jobs: dict[tuple[Any, str], list[NormEdit]] = {}
         places: dict[tuple[str, str, str], tuple[Any, str]] = {}

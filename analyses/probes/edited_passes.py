@@ -164,6 +164,8 @@ class EditedPasses:
             logits = output.detach()
             check_logits(logits[0])
             self._unembedding = Unembedding.of(model, final, logits)
+        if self._unembedding is not None:  # as the edited losses: a bias of 1e-6 is significant beside no effect
+            self.by_token = self._unembedding.losses(final[0], self.tokens[0, 1:])[0]
 
     def losses(self, edits: Sequence[Sequence[NormEdit]]) -> list[float]:
         """Return the summed loss under each of these edits of norms."""

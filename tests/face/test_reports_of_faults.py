@@ -98,6 +98,22 @@ def test_a_norm_that_two_blocks_share() -> None:
     assert constants == pytest.approx([float((x.var(-1, correction=0) + 1e-5).sqrt()[0, 1:].mean()) for x in inputs])
 
 
+# ------------------------------------------------- no effect is not significant (float32 sums round in one direction)
+
+
+def test_a_head_that_writes_nothing_has_no_effect() -> None:
+    original = hugging_face("gpt2", vocab_size=4000)
+    with torch.no_grad():
+        original.transformer.wte.weight.mul_(3)
+        original.transformer.h[1].attn.c_proj.weight[8:16] = 0
+    prompts = torch.randint(4000, (20, 16), generator=torch.Generator().manual_seed(0))
+    model = bridge_of(original)
+    report = ln_probe.analyze(model, prompts, probes=["head_effects"], layers=[1], heads=[1], progress=False)
+    row = report.tables["head_effects"].iloc[0]
+    assert row.p == 1.0
+    assert row.delta_loss == pytest.approx(0.0, abs=1e-8)
+
+
 # ------------------------------------------------------------------- one error, and the tables of all others are there
 
 
