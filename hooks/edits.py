@@ -144,8 +144,9 @@ def without(
 
     Warns:
         NoOpWarning: the edit changes nothing at a norm that does not have the term (projection, an RMSNorm).
-        UserWarning: dropout is on, so that every pass differs; a fit of loss-optimal constants did not converge; a pass
-            with gradient checkpointing, which runs again, without the edit, in a `backward()` after the block.
+        UserWarning: "all" leaves out norms without hook points; dropout is on, so that every pass differs; a fit of
+            loss-optimal constants did not converge; a pass with gradient checkpointing, which runs again, without the
+            edit, in a `backward()` after the block.
 
     Example:
         >>> with ln_probe.hooks.without(model, "scaling", sites="attention") as edit:
@@ -200,6 +201,8 @@ def _choice(
     every = list(structure.norms)
     readers = _readers(hooked, every, sites, only, heads)
     norms = choose(every, sites if readers is None else list(readers))
+    if sites == "all":
+        _warn_of_unhooked(structure)
     if readers is None:
         _refuse_lost(structure, [norm for norm in norms if VARIANTS[variant].effect(norm)])
     return _Choice(hooked, structure, variant, every, norms, PARTS.get(only or "", "qkv"), readers)
@@ -307,6 +310,11 @@ def _warn(what: str, choice: _Choice, no_ops: Mapping[str, str]) -> None:
     dropouts = (module for module in choice.structure.modules if isinstance(module, nn.Dropout))
     if any(module.training and module.p > 0 for module in dropouts):
         warnings.warn("dropout is on, so every pass differs: model.eval()", stacklevel=4)
+
+
+def _warn_of_unhooked(structure: Structure) -> None:
+    if structure.unhooked:
+        warnings.warn(f"norms without hook points are not edited: {some(structure.unhooked)}", stacklevel=5)
 
 
 def _readers(
@@ -444,6 +452,7 @@ def _linear_norms(model: object, sigma: Sigma) -> tuple[_Choice, dict[str, Tenso
                 raise InterventionError(f"sigma of {name} must be a tensor of positive finite numbers, one per token")
             given[name] = value.detach()
     linear = [norm for norm in every if norm.scales or norm.name in given]
+    _warn_of_unhooked(structure)
     _refuse_lost(structure, linear)
     return _Choice(hooked, structure, "", every, linear), given
 

@@ -74,11 +74,12 @@ class Positions:
         self.offset = 0  # tokens that came in earlier passes
         self.shape: tuple[int, ...] = ()  # batch and positions of the pass
         self.padding: Tensor | None = None  # in front of each row of the batch
+        self.restarts: Tensor | None = None  # where position_ids begin again in a row of several texts
 
     def begin(self, shape: tuple[int, ...] = (), *, is_known: bool = True, is_whole: bool = False) -> None:
         """Note that a pass begins, at position 0 if nothing else is said."""
         self.is_running, self.is_known, self.is_whole = True, is_known, is_whole
-        self.shape, self.offset, self.padding = shape, 0, None
+        self.shape, self.offset, self.padding, self.restarts = shape, 0, None, None
 
     def first(self, norm: Norm, x: Float[Tensor, "*batch d"]) -> Bool[Tensor, "*batch 1"]:
         """Return which vectors of a norm's input belong to position 0.
@@ -92,6 +93,8 @@ class Positions:
         batch, length = x.shape[:2] if x.ndim == 3 else self.shape
         start = 0 if self.padding is None else self.padding[:batch, None].to(x.device)
         first = (torch.arange(self.offset, self.offset + length, device=x.device)[None] == start).expand(batch, -1)
+        if self.restarts is not None:
+            first = first | self.restarts[:batch].to(x.device)
         if x.ndim == 4:
             first = first[:, None, :, None] if is_heads_first(norm, x, length) else first[:, :, None, None]
         elif x.ndim == 3:
@@ -141,6 +144,9 @@ class Positions:
         inputs = (*args[:1], *(kwargs.get(name) for name in _INPUTS))
         if (x := next((v for v in inputs if isinstance(v, Tensor) and v.ndim >= 2), None)) is not None:
             self.shape = tuple(x.shape[:2])
+        ids = kwargs.get("position_ids")
+        if isinstance(ids, Tensor) and ids.ndim == 2:
+            self.restarts = F.pad(ids[:, 1:] <= ids[:, :-1], (1, 0))
         mask, cache, entry = (kwargs.get(n) for n in ("attention_mask", "past_key_values", "past_kv_cache_entry"))
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self.padding = (mask != 0).long().argmax(-1)

@@ -108,6 +108,7 @@ class Structure:
     norms: list[Norm]
     identities: list[Norm]  # of blocks whose attention reads the stream
     lost: dict[str, str]  # norms of which a change does not reach the output, and why
+    unhooked: list[str]  # paths of norms without hook points
     constants: Any = None  # mean sigmas of the default prompts, with what they depend on
     wiring: Any = None  # of what the norms' inputs are sums, likewise
 
@@ -123,7 +124,8 @@ def structure_of(model: HookedModel) -> Structure:
     if known is None or not is_current or known.lost:  # (what is lost may be so for weights that are zero now)
         norms, identities, lost = _survey(model)
         modules = modules_of(model)[1:]  # (a bridge puts modules on itself in its first pass)
-        known = _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, identities, lost)
+        unhooked = unhooked_norms(model, norms)
+        known = _STRUCTURES[module] = Structure(modules, _settings(model, modules), norms, identities, lost, unhooked)
     for norm in known.norms:
         check_finite(norm.name, norm.gain, norm.bias)
     return known
