@@ -63,7 +63,7 @@ class ProgressLine:
 
     def __str__(self) -> str:
         seconds = int(time.monotonic() - self.started)
-        left = f", {about(self.left)} left" * (self.left >= _LEAST_LEFT_S)  # NaN: not known yet
+        left = f", {about(self.left)} left" if self.left >= _LEAST_LEFT_S else ""  # NaN: not known yet
         return f"{seconds // 60}:{seconds % 60:02d}  {self.stage}{left}" + f" ({self.inner})" * bool(self.inner)
 
     def show(self, inner: str) -> None:
@@ -143,7 +143,8 @@ def about(seconds: float) -> str:
     """Return a time as it can be estimated: "about 40 s", "about 3 min"."""
     if seconds >= 100:
         return f"about {seconds / 60:.0f} min"
-    return f"about {seconds:.0f} s" if seconds < 10 else f"about {round(seconds, -1):.0f} s"
+    step = 1 if seconds < 15 else 5 if seconds < 60 else 10
+    return f"about {step * round(seconds / step)} s"
 
 
 # ---------------------------------------------------------------------------------------------- processes and threads

@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 
 import ln_probe
+from ln_probe.analyses.attribution import Features
 from ln_probe.hooks import linearized, without
 from ln_probe.prompts import make_prompts
 
@@ -27,8 +28,8 @@ found = ln_probe.attribute_logits(model, text, -1)  # the model's own first choi
 found.check()  # itself; raises if the parts do not add up to the model's own logit
 
 # %% [markdown]
-# Every bar is `w·gain·P x_p / sigma` of a part p; the tick is what the part would give if the norm did not project.
-# The column `projection` adds up to what taking projection away from the final norm does to the logit:
+# A contribution is `w·gain·P x_p / sigma` of a part p, and `without_projection` what it would be if the norm did not
+# project. The column `projection` adds up to what taking projection away from the final norm does to the logit:
 
 # %%
 tokens = make_prompts(model, [text]).tokens[0][None]
@@ -50,10 +51,12 @@ second = int(model(tokens)[0, -1].topk(2).indices[1])
 ln_probe.attribute_logits(model, text, -1, target=target, against=second).check()
 
 # %% [markdown]
-# Neurons:
+# Neurons are features that an MLP writes, as those of a sparse autoencoder or transcoder are:
 
 # %%
-ln_probe.attribute_logits(model, text, -1, target=target, against=second, components="neurons").check().top(6)
+_, cache = model.run_with_cache(tokens)
+neurons = Features("blocks.1.hook_mlp_out", model.W_out[1], cache["blocks.1.mlp.hook_post"], bias=model.b_out[1])
+ln_probe.attribute_logits(model, tokens, -1, target=target, against=second, features=neurons).check().top(6)
 
 # %% [markdown]
 # ## Attribution patching, with and without linearized norms

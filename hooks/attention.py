@@ -24,11 +24,13 @@ from ln_probe.hooks.stream import AttentionInput, configs_of, visible_keys
 
 # Largest difference between our pattern and the model's that rounding explains: float32 scores of size 100 carry 1e-5,
 # a pattern entry a quarter of its score's error, 16-bit formats 1e-2. Parts of float64 models compute in float32.
-PATTERN_TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4}
-PATTERN_TOLERANCE_HALF = 5e-2
+PATTERN_TOLERANCE, PATTERN_TOLERANCE_HALF = 2e-4, 5e-2
 # Below this no other form is tried. (Where scores are tiny, wrong divisors too come near: then the nearest counts.)
 CLEARLY = {torch.float64: 1e-6, torch.float32: 1e-5}
 _PAIRS = 1_000_000  # query-key pairs whose scores are in memory at once: 8 MB an array in float64
+
+
+Form = tuple[float, Float[Tensor, " head"] | None]  # what q·k is divided by, and ALiBi's slopes
 
 
 class UnsupportedAttentionError(ValueError):
@@ -75,8 +77,7 @@ class Heads:
         q_norm, k_norm: norms of queries and keys inside attention, where there are any.
         causal: whether a query sees only the keys at or before it.
         window: how many keys a query sees at most, its own included; None: all (of those that `causal` leaves).
-        slopes: ALiBi's, in nats a position: added to a score is slope·(key's position), which differs from
-            −slope·distance by nothing that a softmax sees. None without ALiBi.
+        slopes: ALiBi's, in nats a position: slope·(key's position) is added to a score. None without ALiBi.
         soft_cap: what scores are squashed to before the softmax, cap·tanh(score / cap); 0: they are not.
         sinks: a score of each head that takes its share of the softmax and is of no key; None without.
         known: what was computed of these weights, by name, for prompts to share.
@@ -102,10 +103,6 @@ class Heads:
     def n_heads(self) -> int:
         return int(self.W_Q.shape[0])
 
-    @property
-    def form(self) -> Form:
-        return Form(self.divisor, self.slopes)
-
     def bias(self, keys: int) -> Float[Tensor, "head key"] | None:
         """Return what is added to the scores of each key, in nats, but for what all keys share; None: nothing."""
         if self.slopes is None:
@@ -115,15 +112,19 @@ class Heads:
     def pattern(
         self, q: Float[Tensor, "query head d_head"], k: Float[Tensor, "key head d_head"], some: slice = slice(None)
     ) -> Float[Tensor, "some query key"]:
-        """Return the attention of queries to keys in some of the heads: q·k over `divisor`, plus `bias`, then the soft
+        """Return the attention of queries to keys in some of the heads: q·k over `divisor`, plus ALiBi, then the soft
         cap, then the softmax over the keys that are seen and the sinks."""
         scores = torch.einsum("qhd,khd->hqk", q[:, some], k[:, some]) / self.divisor
         if (bias := self.bias(len(k))) is not None:
             scores = scores + bias[some, None]
         if self.soft_cap:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
-        sinks = None if self.sinks is None else self.sinks[some]
-        return visible_softmax(scores, causal=self.causal, window=self.window, sinks=sinks)
+        visible = visible_keys(*scores.shape[1:], causal=self.causal, window=self.window, device=scores.device)
+        scores = scores.masked_fill(~visible, -math.inf)
+        if self.sinks is None:
+            return scores.softmax(-1)
+        of_sinks = self.sinks[some, None, None].to(scores).expand(-1, len(q), 1)
+        return torch.cat([scores, of_sinks], -1).softmax(-1)[..., :-1]
 
     def keys(self, y: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos head d_head"]:
         """Return keys as attention sees them (after any QK-norm and rotary), from norm outputs; float64."""
@@ -132,19 +133,6 @@ class Heads:
     def queries(self, y: Float[Tensor, "pos d_model"], *, rotate: bool = True) -> Float[Tensor, "pos head d_head"]:
         """Return queries before the division by `divisor`, likewise; without rotary positions if not `rotate`."""
         return _projected(y, self.W_Q, self.b_Q, self.q_norm, self.rotary if rotate else None)
-
-
-@dataclass(frozen=True, eq=False)
-class Form:
-    """What the weights do not tell of a layer's scores: what q·k is divided by, and ALiBi's slopes, if any."""
-
-    divisor: float
-    slopes: Float[Tensor, " head"] | None
-
-    def of(self, heads: Heads) -> Heads:
-        """Return these maps with scores of this form."""
-        slopes = None if self.slopes is None else self.slopes.to(heads.W_Q.device)
-        return replace(heads, divisor=self.divisor, slopes=slopes)
 
 
 def _projected(y: Tensor, W: Tensor, b: Tensor, norm: Norm | None, rotary: Rotary | None) -> Tensor:
@@ -201,25 +189,20 @@ def _sinks(attn: Any) -> Float[Tensor, " head"] | None:
 
 def _slopes(attn: Any, n_heads: int, divisor: float) -> Iterator[Tensor | None]:
     """Yield the slopes that a layer with ALiBi may have; None alone without."""
-    power = 2 ** math.floor(math.log2(n_heads))
-    next_ones = _geometric(2 * power)[::2][: n_heads - power]
-    # BLOOM's are those of a power of two, and behind them every other one of the next power.
-    forms = [_geometric(n_heads), torch.cat([_geometric(power), next_ones])]
-    steepest = [getattr(getattr(config, "attn_config", None), "alibi_bias_max", None) for config in configs_of(attn)]
-    for most in (float(value) for value in steepest if isinstance(value, int | float)):
-        # MPT's are those of the next power of two, first every other one, then the rest.
-        slopes = _geometric(2 ** math.ceil(math.log2(n_heads)), most)
-        forms.append(slopes if len(slopes) == n_heads else torch.cat([slopes[1::2], slopes[::2]])[:n_heads])
+    lower = 2 ** math.floor(math.log2(n_heads))
+    forms = [_geometric(n_heads)]
+    if n_heads > lower:  # BLOOM's are those of the power of two below and some of the next one's; MPT's all of the next
+        some, others = _geometric(2 * lower)[::2], _geometric(2 * lower)[1::2]
+        forms += [torch.cat([_geometric(lower), some])[:n_heads], torch.cat([others, some])[:n_heads]]
     for form in forms if _has_alibi(attn) else ():
-        yield form
-        yield form / divisor  # Falcon divides the bias with the scores
-        yield 2 * form / divisor  # its eager attention in transformers 5 adds it twice: in the mask, and to the scores
+        # Falcon divides the bias with the scores; its eager attention in transformers 5 adds it twice.
+        yield from (form, form / divisor, 2 * form / divisor)
     yield None  # without ALiBi, or with a config that says so of a model that does not do it
 
 
-def _geometric(n_heads: int, most: float = 8.0) -> Tensor:
-    """Return 2^(-most·h/n), h = 1 … n (Press, Smith & Lewis 2022; theirs for powers of two)."""
-    return 2.0 ** (-most * torch.arange(1, n_heads + 1, dtype=torch.float64) / n_heads)
+def _geometric(n_heads: int) -> Float[Tensor, " head"]:
+    """Return 2^(-8h/n), h = 1 … n (Press, Smith & Lewis 2022; theirs for powers of two)."""
+    return 2.0 ** (-8.0 * torch.arange(1, n_heads + 1, dtype=torch.float64) / n_heads)
 
 
 def _rotary(attn: Any, cos_sin: tuple[Tensor, Tensor] | None) -> Rotary | None:
@@ -282,17 +265,17 @@ def read_heads(seen: AttentionInput, norms: Sequence[Norm], known: Form | None =
         sinks=sinks,
     )
     if known is not None:
-        return known.of(plain)
+        return replace(plain, divisor=known[0], slopes=known[1])
     nearest, worst = plain, math.inf
     for divisor in dict.fromkeys(_divisors(module, d_head)):
         for slopes in _slopes(module, n_heads, divisor):
-            heads = Form(divisor, slopes).of(plain)
+            heads = replace(plain, divisor=divisor, slopes=None if slopes is None else slopes.to(W_Q.device))
             difference = _disagreement(heads, seen)
             if difference < worst:
                 nearest, worst = heads, difference
         if worst <= CLEARLY.get(seen.pattern.dtype, 0.0):
             break
-    if worst <= PATTERN_TOLERANCE.get(seen.pattern.dtype, PATTERN_TOLERANCE_HALF):
+    if worst <= (PATTERN_TOLERANCE if seen.pattern.dtype in CLEARLY else PATTERN_TOLERANCE_HALF):
         return nearest
     raise UnsupportedAttentionError(
         f"layer {layer}: the attention pattern of {type(module).__name__} differs by {worst:.2g} from "
@@ -313,20 +296,3 @@ def heads_at_once(shape: Sequence[int]) -> Iterator[slice]:
     step = max(1, _PAIRS // max(1, queries * keys))
     for first in range(0, n_heads, step):
         yield slice(first, min(first + step, n_heads))
-
-
-def visible_softmax(
-    scores: Float[Tensor, "head query key"],
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    sinks: Float[Tensor, " head"] | None = None,
-) -> Float[Tensor, "head query key"]:
-    """Return the softmax over the keys that each query sees (the last queries, if fewer than keys) and the sinks."""
-    if causal or window is not None:
-        seen = visible_keys(*scores.shape[-2:], causal=causal, window=window, device=scores.device)
-        scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is None:
-        return scores.softmax(-1)
-    of_sinks = sinks.to(scores)[:, None, None].expand(-1, scores.shape[1], 1)
-    return torch.cat([scores, of_sinks], -1).softmax(-1)[..., :-1]

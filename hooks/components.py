@@ -1,29 +1,24 @@
-"""The residual stream as a sum: embeddings, positions, heads, MLPs, neurons and biases.
+"""The residual stream as a sum: embeddings, positions, heads, MLPs and biases.
 
-A *source* is what one module writes (embeddings, positions, an attention layer, an MLP), or the output of a norm inside
-the stream (post-norm blocks). A *part* is the finest piece of a source: a head, a neuron, a bias. Head h writes
-z_h W_O_h, with `z` the heads' outputs before the output map.
+A *source* is what one module writes, or the output of a norm in the stream (post-norm blocks). A *part* is the finest
+piece of a source: a head (z_h W_O_h, with `z` the heads' outputs before the output map), an MLP, a bias.
 
-`find_wiring` finds of which sources every norm's input is the sum, from one short pass and without the config, such as
-`embed + pos_embed + blocks.0.attn` (pre-norm), `embed + blocks.0.ln1_post` (a norm of attention's output) or
-`blocks.0.ln1 + blocks.0.mlp` (post-norm). At each place the stream is the one at an earlier place plus what was written
-since, perhaps times one factor (scaled embeddings, scaled residual branches); a sum that does not close is rejected.
+`find_wiring` finds the sources of every norm's input from one short pass, without the config: `embed + pos_embed +
+blocks.0.attn` (pre-norm), `blocks.0.ln1 + blocks.0.mlp` (post-norm). A sum that does not close is rejected.
 
-`Split` divides any linear reading f · x of the stream among its parts. Parts are never built as vectors: f is pulled
-back through what they passed (a norm at its own sigma, a head's W_O), which costs d_head numbers per head, not d_model.
+`Split` divides any linear reading f · x of the stream among its parts. f is pulled back through what they passed (a
+norm at its own sigma, W_O), which costs d_head numbers per head, not d_model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -55,8 +50,7 @@ END = "the end of the stream"
 TOKENS = 8  # of the short pass
 # Left over of a sum, relative to its largest summand: at most 3e-7 in float32 on tiny models of nine architectures; a
 # missing summand left 1e-2 to 3e-1. 16-bit formats round at every write; the errors of deep models partly cancel.
-CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5}
-HALF_ROUNDINGS = 4
+CLOSES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _STARTS = 8  # earlier states that a stream can be continued from
 
 
@@ -71,15 +65,12 @@ class Source:
     Attributes:
         kind: one of EMBEDDINGS, "attn", "mlp", or "norm" (what a norm in the stream puts in its place).
         layer: its block; -1 for embeddings.
-        norm: name of the norm, for "norm".
+        norm: the norm, for "norm".
     """
 
     kind: str
     layer: int = -1
-    norm: str = ""
-
-    def __str__(self) -> str:
-        return self.norm or (self.kind if self.layer < 0 else f"blocks.{self.layer}.{self.kind}")
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +78,10 @@ class Part:
     """A piece of the residual stream that has one writer.
 
     Attributes:
-        name: "embed", "L3H5", "L3 mlp", "L3N17" (a neuron), "L3 b_O", "blocks.3.ln1_post bias", …
-        kind: "embedding", "position", "head", "mlp", "neuron", "bias", "norm bias" or "unembedding bias".
+        name: "embed", "L3H5", "L3 mlp", "L3 b_O", "blocks.3.ln1_post bias", …
+        kind: "embedding", "position", "head", "mlp", "bias", "norm bias" or "unembedding bias".
         layer: its block; -1 for embeddings.
-        index: head or neuron; -1 for others.
+        index: of a head; -1 for others.
     """
 
     name: str
@@ -102,8 +93,8 @@ class Part:
 def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
     """Yield every source but norms, with the module whose output shows it (an attention layer's is `z`)."""
     for name in EMBEDDINGS:
-        # A bridge's `hook_embed` stands behind a norm of the embeddings (BLOOM), `embed.hook_out` before it; where the
-        # embeddings are scaled (Granite), 4.3 calls that for hooks of TransformerLens only: there the module is asked.
+        # `embed.hook_out` stands before a norm of the embeddings (BLOOM), `hook_embed` behind it. Where embeddings are
+        # scaled (Granite), 4.3 calls both for hooks of TransformerLens only.
         own = (child_of(model, "project_in") if name == "embed" else None) or child_of(model, name)
         scaled = getattr(own, "_output_contribution_scale", 1.0) != 1.0
         module = own if scaled else child_of(own, "hook_out") or child_of(model, f"hook_{name}")
@@ -118,15 +109,6 @@ def watched(model: HookedModel) -> Iterator[tuple[Source, nn.Module]]:
         # A bridge's MLP can hold the whole block (OPT) or add the stream itself (BLOOM): its output map does not.
         if (out := child_of(mlp, "out", "hook_out") or mlp) is not None:
             yield Source("mlp", layer), out
-
-
-def _neurons(model: HookedModel, layer: int) -> tuple[nn.Module, Float[Tensor, "d_mlp d_model"]]:
-    """Return the hook point of an MLP's neurons, and what each writes per unit; SplitError where it has none."""
-    mlp = child_of(blocks(model)[layer], "mlp")
-    point, out = child_of(mlp, "hook_post"), weight_of(mlp, "W_out")
-    if point is None or out is None or out.ndim != 2:
-        raise SplitError(f"the MLP of layer {layer} shows no neurons (hook_post and W_out): ask for whole MLPs")
-    return point, out
 
 
 def _output_maps(model: HookedModel, layer: int, z: Tensor) -> Float[Tensor, "head d_head d_model"] | None:
@@ -158,11 +140,6 @@ def _written(model: HookedModel, source: Source, shown: Tensor) -> Float[Tensor,
 # ---------------------------------------------------------------------------------------- of what the stream is a sum
 
 Expression = Mapping[Source, float]
-
-
-def closes_below(dtype: torch.dtype) -> float:
-    """Return the relative remainder of a sum that rounding in this format explains."""
-    return CLOSES.get(dtype, HALF_ROUNDINGS * torch.finfo(dtype).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,17 +174,16 @@ class Wiring:
 
     def norms_within(self, place: str) -> list[str]:
         """Return the norms in the stream (post-norms) that what is read there has passed, in the order of the pass."""
-        names = [source.norm for source in self.at(place) if source.kind == "norm"]
+        names = [source.norm.name for source in self.at(place) if source.norm is not None]
         return list(dict.fromkeys(n for name in names for n in (*self.norms_within(name), name)))
 
 
-@dataclass(frozen=True, eq=False)
-class _State:
+class _State(NamedTuple):
     """The stream at one place of the pass, or where a norm's output takes its place, after so many outputs."""
 
     expression: Expression
     value: Tensor
-    outputs: int = 0
+    outputs: int
 
 
 def _nearest_sum(
@@ -216,32 +192,32 @@ def _nearest_sum(
     """Return the sum that is nearest to the stream at a place, after its remainder relative to the largest summand.
 
     Args:
-        states: of the stream earlier in the pass.
+        states: of the stream earlier in the pass; before anything is written first.
         outputs: what was written to it so far, by norms too.
         scaled: whether what was written since an earlier state may have a factor other than 1.
     """
-    nothing = _State({}, torch.zeros_like(value))
     nearest, expression = math.inf, dict[Source, float]()
-    for start in (*states[: -_STARTS - 1 : -1], nothing):
-        since = outputs[start.outputs :]
-        writes = [output for output in since if output[0].kind != "norm"]
-        norms = [output for output in since if output[0].kind == "norm"]
-        for added in ([], writes, norms, writes[-1:], norms[-1:]):
-            total = torch.stack([v for _, v in added]).sum(0) if added else nothing.value
-            factor = 1.0
-            if scaled:
-                factor = float(((value - start.value) * total).sum()) / max(float((total * total).sum()), 1e-300)
+    for start in (*states[:-_STARTS:-1], states[0]):
+        difference, since = value - start.value, outputs[start.outputs :]
+        writes = [output for output in since if output[0].norm is None]
+        norms = [output for output in since if output[0].norm is not None]
+        # What writes zeros counts as written: its weights may be others at the next call.
+        for added in (writes, norms, writes[-1:], norms[-1:], []):
+            total = sum((v for _, v in added), torch.zeros_like(value))
+            factor = float((difference * total).sum() / total.square().sum().clamp_min(1e-300)) if scaled else 1.0
             largest = max(float(t.abs().max()) for t in (start.value, value, *(factor * v for _, v in added)))
-            left = float((value - start.value - factor * total).abs().max()) / max(largest, 1e-300)
+            left = float((difference - factor * total).abs().max()) / max(largest, 1e-300)
             if left < nearest:
-                nearest, expression = left, dict(start.expression)
-                for source, _ in added:
-                    expression[source] = expression.get(source, 0.0) + factor
+                nearest = left
+                expression = {**start.expression, **{source: factor for source, _ in added}}
     return nearest, expression
 
 
 def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
     """Return of what the input of every norm and block is a sum; the first time by a forward pass over eight tokens.
+
+    The result is cached, for these weights. Only a factor depends on them: where one is changed through `.data`, which
+    leaves no trace, `Split.check` raises an error.
 
     Args:
         model: any hooked model.
@@ -254,27 +230,27 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
         return Wiring(model, norms, *structure.wiring[1:])
     width, tokens, dtype = int(model.cfg.d_model), probe_tokens(model, TOKENS), dtype_of(model)
     with evaluating(model), unedited(model):
-        shown = record(model, tokens, range(len(tokens)), norms, block_inputs=range(n_layers(model)))
+        shown = record(model, tokens, range(len(tokens)), norms)
     # Hugging Face's RMSNorms compute in float32 in a float64 model, too.
     single = dtype == torch.float64 and any(norm.kind == "rmsnorm" for norm in norms)
-    bound = closes_below(torch.float32 if single else dtype)
+    bound = CLOSES[torch.float32 if single else dtype]
     by_name = {norm.name: norm for norm in outside_attention(norms)}
-    states, outputs, last = list[_State](), list[tuple[Source, Tensor]](), "the embeddings"
+    states = [_State({}, torch.zeros(len(tokens), width, dtype=torch.float64), 0)]
+    outputs, last = list[tuple[Source, Tensor]](), "the embeddings"
     reads, open_places = dict[str, Expression](), dict[str, str]()
-    for what in shown.order:
+    for what, activation in shown.values.items():
+        value = activation.double()
         if isinstance(what, Source):
-            written = _written(model, what, shown.seen[what].double())
+            written = _written(model, what, value)
             if written is not None and written.shape[-1] == width:
                 outputs.append((what, written))
             continue
-        value = shown.inputs[what].double()
         if value.shape[-1] != width:
             open_places[what] = f"{what} reads vectors of length {value.shape[-1]}, and the residual stream has {width}"
             continue
         left, expression = _nearest_sum(value, states, outputs, scaled=False)
         if not left <= bound:
-            scaled = _nearest_sum(value, states, outputs, scaled=True)
-            left, expression = min((left, expression), scaled, key=itemgetter(0))
+            left, expression = _nearest_sum(value, states, outputs, scaled=True)
         if left <= bound:
             last, reads[what] = what, expression
             states.append(_State(expression, value, len(outputs)))
@@ -283,9 +259,8 @@ def find_wiring(model: HookedModel, norms: Sequence[Norm]) -> Wiring:
                 f"what is read at {what} is not the sum of what known modules wrote: {left:.1e} of its size is left "
                 f"over (rounding explains {bound:.0e}), written after {last}, the last place where the sum closes"
             )
-        if what in by_name:
-            norm = by_name[what]
-            source, output = Source("norm", norm.layer, norm.name), norm.affine(norm.normalize(value))
+        if (norm := by_name.get(what)) is not None:
+            source, output = Source("norm", norm.layer, norm), norm.affine(norm.normalize(value))
             outputs.append((source, output))
             states.append(_State({source: 1.0}, output, len(outputs)))
     structure.wiring = origin, reads, open_places, bound
@@ -305,22 +280,19 @@ class Record:
     """Activations at some positions of prompts of equal length.
 
     Attributes:
-        seen: what each source's module showed (z of attention layers), a row per position.
-        inputs: of every norm outside attention, and of the unembedding (END).
-        neurons: activations of an MLP's neurons, by layer, where they were asked for.
+        values: a row per position, in the order of the pass. By source what its module showed (z of attention layers);
+            by name the input of every norm outside attention, of every block ("blocks.L") and of the unembedding
+            (END), and what other hook points showed.
         logits: of those positions; None if they are not known (a cache).
-        dtype: the format the model computes in.
-        points: what other hook points showed, by name, where they were asked for.
-        order: the keys of `seen` and `inputs`, in the order of the pass; empty of a cache.
     """
 
-    seen: Mapping[Source, Float[Tensor, "row _"]]
-    inputs: Mapping[str, Float[Tensor, "row _"]]
-    neurons: Mapping[int, Float[Tensor, "row _"]]
-    logits: Float[Tensor, "row d_vocab"] | None
-    dtype: torch.dtype
-    points: Mapping[str, Float[Tensor, "row _"]] = field(default_factory=dict)
-    order: Sequence[Source | str] = ()
+    values: Mapping[Source | str, Float[Tensor, "row _"]]
+    logits: Float[Tensor, "row d_vocab"] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format that the model computes in."""
+        return next(iter(self.values.values())).dtype
 
 
 def record(
@@ -328,10 +300,8 @@ def record(
     tokens: Int[Tensor, "*batch pos"],
     positions: Sequence[int],
     norms: Sequence[Norm],
-    *,
-    neurons: Collection[int] = (),
     points: Mapping[str, nn.Module] | None = None,
-    block_inputs: Collection[int] = (),
+    *,
     logits: bool = True,
 ) -> Record:
     """Return what one forward pass shows at some positions.
@@ -341,44 +311,28 @@ def record(
         tokens: one prompt, or several of equal length.
         positions: the rows of the record, counted through all prompts: prompt · length + position.
         norms: the model's norms.
-        neurons: layers whose neurons are recorded.
         points: other modules whose output is recorded, by name.
-        block_inputs: blocks whose input is recorded, as "blocks.L"; those of identities among the norms always are.
         logits: whether those of the positions are recorded.
-
-    Raises:
-        SplitError: a layer's MLP shows no neurons.
     """
     prompts = tokens if tokens.ndim == 2 else tokens[None]
     rows, (batch, length) = torch.tensor(positions), prompts.shape
-    shown, active, at_points = (dict[Any, Tensor]() for _ in range(3))
+    shown = dict[Source | str, Tensor]()
 
-    def store(into: dict[Any, Tensor], key: Any, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        if key not in into:
+    def store(key: Source | str, _m: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        if key not in shown:
             value = output[0] if output else tensors_in(args, kwargs)[0]
             width = None if output else value.shape[-1]  # (of the first head)
-            into[key] = flat(value, length, batch)[rows, :width].cpu()
+            shown[key] = flat(value, length, batch)[rows, :width].cpu()
 
-    after = [(module, partial(store, shown, source)) for source, module in watched(model)]
-    after += [(module, partial(store, at_points, name)) for name, module in (points or {}).items()]
-    after += [(_neurons(model, layer)[0], partial(store, active, layer)) for layer in neurons]
-    before = [(norm.module, partial(store, shown, norm.name)) for norm in outside_attention(norms)]
-    bare = {norm.layer for norm in norms if norm.is_identity}
-    before += [(blocks(model)[n], partial(store, shown, f"blocks.{n}")) for n in sorted(bare.union(block_inputs))]
+    inputs = {norm.name: norm.module for norm in outside_attention(norms)}
+    inputs |= {f"blocks.{layer}": block for layer, block in enumerate(blocks(model))}
     if (reader := unembedding(model)) is not None:
-        before.append((reader, partial(store, shown, END)))
-    with hooks_on(after, before):
+        inputs[END] = reader
+    outputs: list[tuple[Source | str, nn.Module]] = [*watched(model), *(points or {}).items()]
+    after = [(module, partial(store, key)) for key, module in outputs]
+    with hooks_on(after, [(module, partial(store, name)) for name, module in inputs.items()]):
         output = run(model, prompts, return_type="logits" if logits else None)
-    of_positions = output.flatten(0, 1)[rows].cpu() if logits else None
-    seen = {source: value for source, value in shown.items() if isinstance(source, Source)}
-    inputs = {place: value for place, value in shown.items() if isinstance(place, str)}
-    dtype = next(iter((inputs or seen).values())).dtype
-    return Record(seen, inputs, active, of_positions, dtype, at_points, tuple(shown))
-
-
-def is_cache(given: object) -> bool:
-    """Return whether something is a cache of activations by name (an ActivationCache or a dict)."""
-    return isinstance(given, Mapping) or (hasattr(given, "cache_dict") and hasattr(given, "keys"))
+    return Record(shown, output.flatten(0, 1)[rows].cpu() if logits else None)
 
 
 class CachedPrompts:
@@ -397,6 +351,7 @@ class CachedPrompts:
         self.batch, self.length = map(int, self._value("embed.hook_out", "hook_embed").shape[:2])
 
     def _value(self, *names: str) -> Float[Tensor, "batch pos *wide"]:
+        """Return the first of these activations that the cache holds."""
         if (name := next((n for n in names if n in self._values), None)) is None:
             raise SplitError(f"the cache lacks {names[0]!r}: take the cache without a names_filter, or pass tokens")
         return self._values[name]
@@ -405,26 +360,19 @@ class CachedPrompts:
         """Return the first of these activations that there is, a row per position of one prompt after the other."""
         return flat(self._value(*names), self.length, self.batch)
 
-    def record(
-        self,
-        positions: Sequence[int],
-        wiring: Wiring,
-        place: str,
-        points: Collection[str] = (),
-        block_inputs: Collection[int] = (),
-    ) -> Record:
+    def record(self, positions: Sequence[int], wiring: Wiring, place: str, points: Collection[str] = ()) -> Record:
         """Return what is needed to divide what is read at `place` among its parts, as the function `record` does."""
-        rows, passed = torch.tensor(positions), (*wiring.norms_within(place), place)
-        wanted = {source for at in passed for source in wiring.at(at)}
-        seen = {}
+        values = dict[Source | str, Tensor]()
         for source, module in watched(self.model):
-            if source in wanted:  # (an MLP without an output map is no hook point itself)
-                of_mlp = (f"blocks.{source.layer}.{name}" for name in ("mlp.hook_out", "hook_mlp_out"))
-                names = (str(module.name),) if hasattr(module, "fwd_hooks") else of_mlp
-                seen[source] = self.rows(*names)[rows].cpu()
-        inputs = {name: self._input(name)[rows].cpu() for name in (*passed, *(f"blocks.{n}" for n in block_inputs))}
-        shown = {name: self.rows(name)[rows].cpu() for name in points}
-        return Record(seen, inputs, {}, None, next(iter(inputs.values())).dtype, shown)
+            # An MLP without an output map is no hook point itself.
+            mlp = f"blocks.{source.layer}."
+            names = [module.name] if hasattr(module, "fwd_hooks") else [f"{mlp}mlp.hook_out", f"{mlp}hook_mlp_out"]
+            values[source] = self.rows(*map(str, names))
+        layers = range(n_layers(self.model))
+        inputs = (*wiring.norms_within(place), place, *(f"blocks.{layer}" for layer in layers))
+        values.update((name, self._input(name)) for name in inputs)
+        values.update((name, self.rows(name)) for name in points)
+        return Record({key: value[list(positions)].cpu() for key, value in values.items()})
 
     def attention(self, norm: Norm, layer: int, place: str) -> list[AttentionInput]:
         """Return what the attention of a layer did in each prompt; `place`: what `norm` reads."""
@@ -447,22 +395,9 @@ class CachedPrompts:
         return self.rows(f"{place}.hook_in", residual.get(leaf, f"{place}.hook_resid_pre"))  # of a HookedTransformer
 
 
-def is_shared(f: Float[Tensor, "row reading d"]) -> bool:
-    """Return whether the same is read at every row (`f` is one row, expanded): then weights are pulled back once."""
-    return len(f) > 1 and f.stride(0) == 0
-
-
-def once(f: Float[Tensor, "row reading d"]) -> Float[Tensor, "some reading d"]:
-    """Return `f` without repeated rows."""
-    return f[:1] if is_shared(f) else f
-
-
-def dot(x: Float[Tensor, "*row d"], f: Float[Tensor, "row reading d"]) -> Float[Tensor, "row reading"]:
-    """Return x · f at every row; `x` has a row for each, or is the same everywhere."""
-    if x.ndim == 1:
-        return (once(f) @ x).expand(len(f), -1)
-    product: Tensor = x @ f[0].T if is_shared(f) else einsum(x, f, "row d, row reading d -> row reading")
-    return product
+def dot(x: Float[Tensor, "row d"], f: Float[Tensor, "row reading d"]) -> Float[Tensor, "row reading"]:
+    """Return x · f at every row; either has one row where it is the same at all."""
+    return torch.einsum("rd,rnd->rn", x, f)
 
 
 @dataclass(frozen=True, eq=False)
@@ -474,24 +409,13 @@ class Split:
     _weights: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, chosen: Sequence[int]) -> Split:
-        """Return the same at some of the recorded positions."""
-        at, every = list(chosen), self.record
-        maps = {name: getattr(every, name).items() for name in ("seen", "inputs", "neurons", "points")}
-        few: dict[str, Any] = {name: {key: value[at] for key, value in items} for name, items in maps.items()}
-        logits = None if every.logits is None else every.logits[at]
-        return Split(self.wiring, replace(every, **few, logits=logits), self._weights)
-
-    def norm(self, name: str) -> Norm:
-        """Return a norm by its name."""
-        return next(n for n in self.wiring.norms if n.name == name)
+        """Return the same at some of the recorded positions, without logits."""
+        values = {key: value[list(chosen)] for key, value in self.record.values.items()}
+        return Split(self.wiring, Record(values), self._weights)
 
     def input(self, place: str) -> Float[Tensor, "row d_model"]:
         """Return the vectors that are read at a place."""
-        return self.record.inputs[place].double()
-
-    def sigma(self, place: str) -> Float[Tensor, "row 1"]:
-        """Return what the norm at a place divides by, on what it read."""
-        return self.norm(place).sigma(self.input(place))
+        return self.record.values[place].double()
 
     def check(self, place: str) -> float:
         """Return how much of what is read at a place no part explains, relative to the largest summand.
@@ -518,41 +442,39 @@ class Split:
         return worst
 
     def _written(self, source: Source) -> Float[Tensor, "row d_model"]:
-        if source.kind != "norm":
-            written = _written(self.wiring.model, source, self.record.seen[source].double())
-            assert written is not None  # (its place would be open)
-            return written
-        norm, x = self.norm(source.norm), self.input(source.norm)
-        return norm.affine(norm.project(x) / self.sigma(source.norm))
+        if (norm := source.norm) is not None:
+            return norm.affine(norm.normalize(self.input(norm.name)))
+        written = _written(self.wiring.model, source, self.record.values[source].double())
+        assert written is not None  # (its place would be open)
+        return written
 
     def read(self, place: str, f: Float[Tensor, "row reading d_model"]) -> dict[Part, Float[Tensor, "row reading"]]:
         """Return f · x_p for every part p of what is read at `place`; they add up to f · x.
 
         Args:
             place: a norm's name, or END.
-            f: what is read, at every recorded position; one row, expanded, where it is the same at all of them.
+            f: what is read, at every recorded position; one row where it is the same at all of them.
         """
-        values: dict[Part, Tensor] = {}
+        values, rows = dict[Part, Tensor](), len(self.input(place))
         for source, factor in self.wiring.at(place).items():
-            scaled = f if factor == 1.0 else (factor * once(f)).expand_as(f)
-            for part, value in self._read(source, scaled).items():
-                values[part] = values[part] + value if part in values else value
+            for part, value in self._read(source, factor * f).items():
+                values[part] = values.get(part, 0.0) + value.expand(rows, -1)
         return values
 
     def _read(self, source: Source, f: Tensor) -> dict[Part, Tensor]:
-        if source.kind == "norm":
-            norm = self.norm(source.norm)
-            values = self.read(source.norm, norm.project(f * gain_of(norm)) / self.sigma(source.norm)[:, None])
+        if (norm := source.norm) is not None:
+            sigma = norm.sigma(self.input(norm.name))[:, None]
+            values = self.read(norm.name, norm.project(f * gain_of(norm)) / sigma)
             if norm.bias is not None:
-                values[Part(f"{norm.name} bias", "norm bias", norm.layer)] = dot(bias_of(norm), f)
+                values[Part(f"{norm.name} bias", "norm bias", norm.layer)] = f @ bias_of(norm)
             return values
-        shown, layer = self.record.seen[source].double(), source.layer
+        shown, layer = self.record.values[source].double(), source.layer
         bias = _output_bias(self.wiring.model, source, shown)
-        values = {} if bias is None else {Part(f"L{layer} {_BIASES[source.kind]}", "bias", layer): dot(bias, f)}
+        values = {} if bias is None else {Part(f"L{layer} {_BIASES[source.kind]}", "bias", layer): f @ bias}
         if source.kind == "attn":
             return self._heads(layer, shown, f) | values
         if source.kind == "mlp":
-            return self._mlp(layer, shown if bias is None else shown - bias, f) | values
+            return {Part(f"L{layer} mlp", "mlp", layer): dot(shown if bias is None else shown - bias, f)} | values
         kind = "position" if source.kind == "pos_embed" else "embedding"
         return {Part(source.kind, kind): dot(shown, f)}
 
@@ -561,24 +483,7 @@ class Split:
             W_O = _output_maps(self.wiring.model, layer, z)
             assert W_O is not None  # (its place would be open)
             self._weights[layer] = W_O
-        weights = self._weights[layer]
-        pulled = einsum(once(f), weights, "row reading d, head k d -> head row reading k")
-        by_head = rearrange(z, "row (head k) -> row head k", head=len(weights))
-        if is_shared(f):
-            values = einsum(by_head, pulled[:, 0], "row head k, head reading k -> head row reading")
-        else:
-            values = einsum(by_head, pulled, "row head k, head row reading k -> head row reading")
+        pulled = torch.einsum("rnd,hkd->hrnk", f, self._weights[layer])
+        by_head = z.unflatten(-1, (len(pulled), -1))
+        values = torch.einsum("rhk,hrnk->hrn", by_head, pulled)
         return {Part(f"L{layer}H{h}", "head", layer, h): v for h, v in enumerate(values)}
-
-    def _mlp(self, layer: int, out: Tensor, f: Tensor) -> dict[Part, Tensor]:
-        whole = dot(out, f)
-        if layer not in self.record.neurons:
-            return {Part(f"L{layer} mlp", "mlp", layer): whole}
-        W_out = _neurons(self.wiring.model, layer)[1].cpu().double()
-        active = self.record.neurons[layer].double()
-        pulled = einsum(f, W_out, "row reading d, neuron d -> neuron row reading")
-        values = einsum(active, pulled, "row neuron, neuron row reading -> neuron row reading")
-        missing = float((whole - values.sum(0)).abs().max())
-        if missing > closes_below(self.record.dtype) * float(values.abs().sum(0).max().clamp_min(1e-300)):
-            raise SplitError(f"the neurons of layer {layer} do not add up to what its MLP writes: ask for whole MLPs")
-        return {Part(f"L{layer}N{n}", "neuron", layer, n): v for n, v in enumerate(values)}

@@ -38,11 +38,6 @@ def to_bytes(weights: Float[np.ndarray, "*shape"]) -> UInt8[np.ndarray, "*shape"
     return np.asarray(np.rint(255.0 * roots), np.uint8)
 
 
-def to_weights(stored: UInt8[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-    """Return the weights that `to_bytes` stored."""
-    return np.asarray(np.square(stored / 255.0))
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class PromptAttention(OneLine):
     """Attention of one prompt.

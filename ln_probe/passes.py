@@ -47,6 +47,7 @@ CENTRED = (
     "the stream has mean 0 at every norm (centred weights), so removing projection changes nothing: load the model "
     "unprocessed, with HookedTransformer.from_pretrained_no_processing or ln_probe.load_model"
 )
+FINISH_S = 1.5  # of processor time behind the second pass: statistics and the page, in the bundled models
 _STREAM = "stream"  # the kind of work that probes of norms and attention share
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -227,19 +228,20 @@ def second_pass(
 
     streamed = [w for w in every if w.probe.needs.norms or (w.probe.needs.attention and maps is not None)]
     counts = {w.probe.name: sum(map(w.takes, range(len(run.prompts)))) for w in every}
+    wall_time, processor_time = time.monotonic(), time.process_time()
     work = TimeLeft(counts | {_STREAM: max((counts[w.probe.name] for w in streamed), default=1)})
     for numbers, tokens in batches("second pass", run.prompts, start.sizes, lambda n: [w.takes(n) for w in every]):
         watching = [w for w in every if w.takes(numbers.start)]
         norms = [w for w in watching if w.probe.needs.norms]
         attention = [w for w in watching if w.probe.needs.attention and maps is not None]
         recorded = recorder is not None and any(map(recorder.takes, numbers))
-        started, before = time.monotonic(), {w.probe.name: w.seconds for w in watching}
+        started, before = time.thread_time(), {w.probe.name: w.seconds for w in watching}
         if norms or attention or recorded:
             callbacks = on_norm if norms else None, on_attention if attention or recorded else None
             with streaming(run.model, tokens, start.inputs, *callbacks, run.layers):
                 run_model(run.model, tokens)
             observing = sum(w.seconds - before[w.probe.name] for w in watching)
-            work.add(_STREAM, time.monotonic() - started - observing, len(numbers))
+            work.add(_STREAM, time.thread_time() - started - observing, len(numbers))
         for number in numbers:
             for observer in watching:
                 if observer.probe.needs.output:
@@ -248,7 +250,9 @@ def second_pass(
                 observer.call("end", number)
         for observer in watching:
             work.add(observer.probe.name, observer.seconds - before[observer.probe.name], len(numbers))
-        tell_left(work.left)
+        if numbers.start:  # the first prompt also prepares
+            share = (time.process_time() - processor_time) / (time.monotonic() - wall_time)
+            tell_left((work.left + FINISH_S) / min(1.0, max(0.1, share)))
     return {w.probe.name: w.results() for w in every}
 
 

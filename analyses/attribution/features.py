@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from ln_probe.analyses.attribution.shared import AttributionError
-from ln_probe.hooks.components import Part, Record, dot, once
+from ln_probe.hooks.components import Part, Record, dot
 from ln_probe.hooks.model import HookedModel, child_of, evaluating, n_layers
 
 TOP_FEATURES = 20  # named one by one; the rest is one row
@@ -158,16 +158,16 @@ class Features:
         if not replaced:
             raise AttributionError(f"{self.hook_name} comes later, or other features replace all of its components")
         each = torch.stack([values[part] for part in replaced])
-        whole = dot(record.points[self.hook_name].double(), f)
+        whole = dot(record.values[self.hook_name].double(), f)
         missing = float((each.sum(0) - whole).abs().max()) / max(float(each.abs().sum(0).max()), 1e-300)
         if not missing <= bound:
             raise AttributionError(
                 f"{self.hook_name} is not the sum of the components before it: {missing:.1e} of it is left over "
                 f"(rounding explains {bound:.0e})"
             )
-        active = self.activations.reshape(-1, len(self.directions))[list(rows)].double().cpu()
-        directions = self.directions.double().cpu()
-        pulled = (once(f) @ directions[list(named)].T).permute(2, 0, 1)  # [feature row reading]
+        active = self.activations.detach().reshape(-1, len(self.directions))[list(rows)].double().cpu()
+        directions = self.directions.detach().double().cpu()
+        pulled = (f @ directions[list(named)].T).permute(2, 0, 1)  # [feature row reading]
         shown = pulled * active[:, list(named)].T[:, :, None]
         written = dot(active @ directions, f)
         layer, at = self.layer, f"L{self.layer} {self._name.removeprefix('hook_')}"  # "L3 resid_pre"
@@ -177,8 +177,9 @@ class Features:
         error = each.sum(0) - written
         for kind, vectors in (("decoder bias", self.bias), ("skip", self.skip)):
             if vectors is not None:
-                of_rows = vectors if vectors.ndim == 1 else vectors.flatten(0, -2)[list(rows)]
-                new[Part(f"{at} {kind}", kind, layer)] = value = dot(of_rows.double().cpu(), f)
+                of_rows = vectors[None] if vectors.ndim == 1 else vectors.flatten(0, -2)[list(rows)]
+                value = dot(of_rows.detach().double().cpu(), f).expand_as(error)
+                new[Part(f"{at} {kind}", kind, layer)] = value
                 error = error - value
         new[Part(f"{at} reconstruction error", "error", layer)] = error
         return new | {part: value for part, value in values.items() if part not in replaced}

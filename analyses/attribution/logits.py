@@ -32,7 +32,7 @@ from ln_probe.analyses.attribution.shared import (
     one_of,
     token_name,
 )
-from ln_probe.hooks.components import END, Part, Record, Split, Wiring, closes_below, find_wiring, is_cache
+from ln_probe.hooks.components import CLOSES, END, Part, Record, Split, Wiring, find_wiring
 from ln_probe.hooks.model import (
     HookedModel,
     at_least_float32,
@@ -51,7 +51,7 @@ from ln_probe.hooks.norm_edits import NormEdit
 from ln_probe.hooks.norms import norms_of
 
 TERMS = ("without_projection", "projection", "bias")
-COMPONENTS = ("heads", "layers", "neurons")
+COMPONENTS = ("heads", "layers")
 Terms = dict[Part, Float64[Tensor, "row term"]]
 SCALES = ("own", "final")  # of the logit lens
 SHOWN = 24  # positions in the picture of a lens
@@ -102,7 +102,7 @@ class LogitAttribution(Sums):
     @cached_property
     def table(self) -> pd.DataFrame:
         """A row per component, prompt and position: `batch`, `position` (unless there is one), `part`, `kind`, `layer`,
-        `index` (head or neuron; -1), `contribution`, and the three terms that it is the sum of."""
+        `index` (of a head; -1), `contribution`, and the three terms that it is the sum of."""
         present = self.values.isfinite().all(0)
         terms = self.terms.movedim(1, -1)[:, present].transpose(0, 1).reshape(-1, len(TERMS)).numpy()
         rows = self._components() if isinstance(self.total, float) else self._rows(position=self.at)
@@ -139,8 +139,7 @@ def attribute_logits(
             or [batch]); None: the next token of the prompt, NaN at the last position. For one position of one prompt:
             a token, or several, whose logits are averaged; None: the model's most likely token.
         against: the logit to subtract: given like `target`, "mean" (the mean logit of the vocabulary), or None.
-        components: "heads" (heads, MLPs, embeddings, biases), "layers" (attention layers and MLPs with their biases) or
-            "neurons" (heads, and MLPs neuron by neuron; not from a cache).
+        components: "heads" (heads, MLPs, embeddings, biases) or "layers" (attention layers and MLPs with their biases).
         features: dictionaries whose features replace the components that they reconstruct.
         pos, pos_slice, answer_tokens, incorrect_tokens: TransformerLens's names of `positions`, `target` and `against`.
 
@@ -163,8 +162,6 @@ def attribute_logits(
     against = one_of(against=against, incorrect_tokens=incorrect_tokens)
     if components not in COMPONENTS:
         raise AttributionError(f"components must be one of {', '.join(COMPONENTS)}, got {components!r}")
-    if components == "neurons" and is_cache(tokens_or_cache):
-        raise AttributionError("neurons are not read from a cache: pass tokens")
     hooked = check_model(model)
     with evaluating(hooked):
         end = _end_of(hooked)
@@ -180,9 +177,8 @@ def attribute_logits(
         others = prompts.others(against)
         of_features = [number * max(prompts.lengths) + position for number, position in prompts.asked]
         chosen = [(one, one.chosen(of_features)) for one in wanted]
-        options = {"neurons": range(n_layers(hooked))} if components == "neurons" else {}
         terms, numbers = dict[Part, Tensor](), torch.empty(3, len(prompts.asked), dtype=torch.float64)
-        for rows, seen in prompts.records(end.wiring, end.place, points, **options):
+        for rows, seen in prompts.records(end.wiring, end.place, points):
             tokens = None if ids is None else ids[rows]
             other = others[rows] if isinstance(others, Tensor) else others
             logits, cap, factor = end.logits(seen)
@@ -241,12 +237,12 @@ class _End(NamedTuple):
     def logits(self, seen: Record) -> tuple[Float64[Tensor, "row d_vocab"], float, float]:
         """Return the model's logits before their soft cap, the cap and the factor of W_U's logits."""
         if seen.logits is None:  # of a cache: from the norm's output, not through its components
-            read = seen.inputs[self.place].double()
+            read = seen.values[self.place].double()
             if self.norm is not None:
-                read = self.norm.affine(seen.points[f"{self.norm.name}.hook_normalized"].double())
+                read = self.norm.affine(seen.values[f"{self.norm.name}.hook_normalized"].double())
             return self.project(read).double().cpu() * self.factor, self.cap, self.factor
         logits = seen.logits[:, : len(self.b_U)].double()
-        cap, factor = self.form(logits[:1], seen.inputs[END][:1])
+        cap, factor = self.form(logits[:1], seen.values[END][:1])
         return cap * (logits / cap).clamp(-1.0, 1.0).atanh() if cap else logits, cap, factor
 
 
@@ -299,7 +295,7 @@ def _terms(
     """Return what each component gives along `w`, and the norm's sigma (NaN without a norm)."""
     norm, nothing = end.norm, torch.zeros(len(w), dtype=torch.float64)
     gain = w if norm is None else w * gain_of(norm)
-    sigma = torch.ones(len(w), 1).double() if norm is None else split.sigma(end.place)
+    sigma = torch.ones(len(w), 1).double() if norm is None else norm.sigma(split.input(end.place))
     readings = [gain / sigma]
     if projects := norm is not None and norm.projects:
         readings.append(torch.full_like(gain, 1.0 / gain.shape[1]))
@@ -321,7 +317,7 @@ def _terms(
 
 
 def _in_layers(terms: Terms) -> Terms:
-    """Return heads, neurons and output biases summed by attention layer or MLP."""
+    """Return heads and output biases summed by attention layer or MLP."""
     summed: dict[Part, Tensor] = {}
     for part, value in terms.items():
         written = part.kind
@@ -330,7 +326,7 @@ def _in_layers(terms: Terms) -> Terms:
         layer, whole = part.layer, part
         if written in ("head", "b_O"):
             whole = Part(f"L{layer} attn", "attention", layer)
-        elif written in ("mlp", "neuron", "b_out"):
+        elif written in ("mlp", "b_out"):
             whole = Part(f"L{layer} mlp", "mlp", layer)
         summed[whole] = summed[whole] + value if whole in summed else value
     return summed
@@ -427,8 +423,8 @@ def logit_lens(
         end, layers = _end_of(hooked), range(n_layers(hooked))
         prompts = Prompts(hooked, tokens_or_cache, positions)
         by_row, errors = dict[int, Tensor](), list[float]()
-        for rows, seen in prompts.records(end.wiring, end.place, {}, block_inputs=layers):
-            stream = [seen.inputs[place] for place in (*(f"blocks.{i}" for i in layers), end.place)]
+        for rows, seen in prompts.records(end.wiring, end.place):
+            stream = [seen.values[place] for place in (*(f"blocks.{i}" for i in layers), end.place)]
             at = torch.tensor([prompts.asked[row][1] for row in rows])
             read = _through(end.norm, at_least_float32(torch.stack(stream)), at, scale)
             own = None if seen.logits is None else seen.logits[:, : len(end.b_U)].double()
@@ -445,7 +441,7 @@ def logit_lens(
         label = prompts.label(ids, others)
     values = prompts.by_prompt(every.movedim(1, -1)).movedim(1, -1)
     at = prompts.by_prompt(torch.tensor([position for _, position in prompts.asked]), -1)
-    bound = max(closes_below(seen.dtype), closes_below(torch.float32))
+    bound = max(CLOSES[seen.dtype], CLOSES[torch.float32])
     table = _lens_table(prompts, every, ids, others)
     return LogitLens(table, values, at, max(errors, default=math.nan), bound, label)
 

@@ -168,7 +168,7 @@ def attribute_scores(
                 tokens, looks = prompts.tokens(members), list[AttentionInput]()
                 watch = partial(_append, looks)
                 with streaming(hooked, tokens, [site], on_attention=watch, layers=[layer]):
-                    seen = record(hooked, tokens, range(tokens.numel()), norms, points=points, logits=False)
+                    seen = record(hooked, tokens, range(tokens.numel()), norms, points, logits=False)
             else:
                 seen = prompts.cache.record(range(sum(prompts.lengths)), wiring, where, points)
                 looks = prompts.cache.attention(site, layer, where)
@@ -280,11 +280,10 @@ class Head:
         visible = self.seen.x[self.mask[0].to(self.seen.x.device)]
         typical = float(site.sigma(visible.double()).median())
         readings = torch.cat([(W * gain[:, None]).T, torch.full((1, site.d), 1.0 / site.d, dtype=torch.float64)])
-        f = readings.expand(len(at), -1, -1)
-        values = split.read(self.where, f)
+        values = split.read(self.where, readings[None])
         for given, named in self.chosen:
             rows = (at + self.first).tolist()
-            values = given.split(values, f, split.record, rows, named, split.wiring.bound)
+            values = given.split(values, readings[None], split.record, rows, named, split.wiring.bound)
         read = torch.stack(list(values.values()), 1)  # [row part d_head+1]
         fixed = {Part(f"b_{name}", "bias", site.layer): b}
         if not site.is_identity:

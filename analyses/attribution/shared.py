@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float64, Int
 from torch import Tensor, nn
 
-from ln_probe.hooks.components import CachedPrompts, Part, Record, Wiring, is_cache, record
+from ln_probe.hooks.components import CachedPrompts, Part, Record, Wiring, record
 from ln_probe.hooks.model import HookedModel, outputs, whole_number
 from ln_probe.hooks.task import check_tokens, encode, tokenizer_of
 
@@ -57,7 +57,7 @@ class Prompts:
 
     def __init__(self, model: HookedModel, given: Any, positions: Any = None) -> None:
         self.model, self.rows = model, list[Int[Tensor, " _"]]()
-        self.cache = CachedPrompts(model, given) if is_cache(given) else None
+        self.cache = CachedPrompts(model, given) if hasattr(given, "items") else None
         if self.cache is None:
             self.rows = _token_rows(model, given)
         self.lengths = [self.cache.length] * self.cache.batch if self.cache else [len(row) for row in self.rows]
@@ -75,7 +75,7 @@ class Prompts:
         return torch.stack([self.rows[i] for i in members])
 
     def records(
-        self, wiring: Wiring, place: str, points: Mapping[str, nn.Module], **options: Any
+        self, wiring: Wiring, place: str, points: Mapping[str, nn.Module] | None = None
     ) -> Iterator[tuple[list[int], Record]]:
         """Yield what the model shows at rows of `asked`, with their numbers: prompts of one length at a time."""
         for members in self.of_equal_length():
@@ -83,10 +83,10 @@ class Prompts:
             rows = [row for row, (number, _) in enumerate(self.asked) if number in start]
             at = [start[number] + position for number, position in (self.asked[row] for row in rows)]
             if self.cache is not None:
-                yield rows, self.cache.record(at, wiring, place, points, **options)
+                yield rows, self.cache.record(at, wiring, place, points or ())
             else:
                 tokens = self.tokens(members)
-                yield rows, record(self.model, tokens, at, wiring.norms, points=points, **options)
+                yield rows, record(self.model, tokens, at, wiring.norms, points)
 
     def by_prompt(self, values: Tensor, fill: float = math.nan) -> Tensor:
         """Return [… row] as [… batch pos], filled up behind a prompt's last position."""

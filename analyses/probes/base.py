@@ -150,26 +150,19 @@ class Finding:
     Attributes:
         question: "loss", "heads", "keys", "sinks" or "uniform"; of a user's probe, any name.
         text: a sentence or two.
-        picture: id of the part of the page that shows it.
     """
 
     question: str
     text: str
-    picture: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page: drawn if `column` of `table` has a value; `draw` gets the report.
-
-    The first line of `draw`'s docstring is the caption.
-    """
+    """A picture of the page: `draw` gets the report, and the first line of its docstring is the caption."""
 
     id: str
     title: str
     draw: Callable[[Any], Any]
-    table: str
-    column: str
 
 
 class Probe:
@@ -243,13 +236,13 @@ class ProbeObserver:
         return results if self.failure is None else self.failure
 
     def _guard(self, work: Callable[..., Any], *given: object) -> Any:
-        started = time.monotonic()
+        started = time.thread_time()  # other threads of the process may slow this one down for a while
         try:
             return work(*given)
         except Exception as error:
             self.failure = Failure(self.probe.name, f"{type(error).__name__}: {error}")
         finally:
-            self.seconds += time.monotonic() - started
+            self.seconds += time.thread_time() - started
 
 
 def find(name: str) -> Probe:

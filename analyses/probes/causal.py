@@ -126,6 +126,12 @@ class Causal(Probe):
         return _Watching(run, self)
 
 
+def unchanging(norms: Iterable[Norm]) -> dict[str, str]:
+    """Return the variants that change nothing at any of these norms, and why."""
+    reasons = {v.name: {no_op(norm, v.name) for norm in norms} for v in EDITS}
+    return {name: "; ".join(sorted(each)) for name, each in reasons.items() if all(each)}
+
+
 class _Watching(Observer):
     """Measures the summed losses of each prompt."""
 
@@ -138,8 +144,7 @@ class _Watching(Observer):
         if probe.primary_only:
             rows = [row for row in rows if row.family == PRIMARY]
         self.rows = [row for row in rows if row.norms and not any(norm.name in self.lost for norm in row.norms)]
-        reasons = {v.name: {no_op(norm, v.name) for norm in norms} for v in EDITS}
-        self.no_op = {name: "; ".join(sorted(each)) for name, each in reasons.items() if all(each)}
+        self.no_op = unchanging(norms)
         self.singles = [row for row in self.rows if not row.is_group]
         self.is_exact = probe.every_norm or is_affordable(self.model, len(self.singles), run.prompts)
         self.choosing = set() if self.is_exact else choosing_prompts(run.constants.groups)

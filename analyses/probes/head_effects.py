@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ln_probe.analyses.probes.base import Needs, Observer, Probe, ProbeError, ProbeResults, Run
-from ln_probe.analyses.probes.causal import over_groups
+from ln_probe.analyses.probes.causal import over_groups, unchanging
 from ln_probe.analyses.probes.edited_passes import (
     ESTIMATED_PROMPTS,
     EditedPasses,
@@ -240,7 +240,7 @@ class _Watching(Observer):
                 f"head_effects: {len(self.chosen)} of {len(self.places)} heads were run exactly on the even prompts, "
                 "those with the largest estimates on the odd ones; the others are estimated"
             )
-        return ProbeResults({HEAD_EFFECTS.name: self._table()}, notes)
+        return ProbeResults({HEAD_EFFECTS.name: self._table()}, notes, {"no_op": unchanging(self.norms.values())})
 
     def _table(self) -> pd.DataFrame:
         """Return the `head_effects` table."""

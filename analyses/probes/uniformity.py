@@ -143,8 +143,8 @@ class LayerMaps:
         heads = read_heads(seen, self.norms, decided if checked else None)
         heads = replace(heads, known=self._known[seen.layer])
         if decided is not None:
-            return decided.of(heads)
-        self._forms[seen.layer] = length, heads.form
+            return replace(heads, divisor=decided[0], slopes=decided[1])
+        self._forms[seen.layer] = length, (heads.divisor, heads.slopes)
         return heads
 
     def notes(self) -> list[str]:

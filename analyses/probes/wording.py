@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from ln_probe.analyses.probes.base import Finding
-from ln_probe.analyses.probes.sinks import OUTLIER_RATIO
+from ln_probe.analyses.probes.sinks import MUCH, OUTLIER_RATIO
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
 from ln_probe.analyses.text import counted, number, percent, signed, visible, with_interval
 from ln_probe.hooks.norm import EDITS, INTACT, SCALING_FROZEN, Variant
@@ -26,13 +26,13 @@ PLACES = {"all": "every norm", "attention": "the norms that attention reads"}
 _MOST_STRATA, _COUNTS = 6, {2: "two", 3: "three"}  # books whose means a sentence lists
 _HEADS_NAMED, _OUTLIERS_NAMED = 3, 2  # in a sentence
 
-# By question: what was not measured, and the part of the page that shows it.
+# By question: what was not measured.
 QUESTIONS = {
-    "loss": ("how the loss changes without scaling or projection", "loss"),
-    "heads": ("which heads depend on scaling", "heads-map"),
-    "keys": ("which keys no query selects", "keys"),
-    "sinks": ("how much attention position 0 receives", "sinks"),
-    "uniform": ("how uniformly heads attend", "uniform"),
+    "loss": "how the loss changes without scaling or projection",
+    "heads": "which heads depend on scaling",
+    "keys": "which keys no query selects",
+    "sinks": "how much attention position 0 receives",
+    "uniform": "how uniformly heads attend",
 }
 
 CHANGE = "{edit} {moves} the loss by {size} {unit}{share} ({interval}){small}{optimal}."
@@ -41,12 +41,13 @@ UNTESTED = "{edit} changes the loss by {size} {unit}: not tested ({prompts})."
 NOTHING = "{edit} changes nothing in this model: {reason}."
 STRATA = "The CI is over windows of these {count} books ({means}), and does not say how other texts differ."
 HEADS = (
-    "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}): {which}."
+    "With scaling frozen for one head at a time, {count} of {heads} significantly raise the loss ({prompts}); "
+    "largest estimates: {which}."
 )
 NO_HEAD = "With scaling frozen for one head at a time, no head significantly raises the loss ({tests}); most: {which}."
 KEYS = "{share} of keys can be selected by no query ({frozen}{prompts}, {keys} in {d} dimensions a head{random})."
 SINKS = (
-    "Position 0 is a sink of {heads}, with {received} of attention ({uniform} if uniform; {frozen}{prompts}); "
+    "Position 0 is a sink (over {least} of attention) of {heads}; mean: {received} ({uniform} if uniform{frozen}), "
     "most: {most}."
 )
 OUTLIERS = "Tokens over {ratio:g} times as long as the median token: {which}."
@@ -54,20 +55,21 @@ UNIFORM = (
     "The median head has {entropy} of the entropy of uniform attention ({frozen}{prompts}), from {least} to {most}."
 )
 NOT_MEASURED = "Not measured: {what}."
+NO_NORM = "it has no normalization"
 
 
 def findings(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
     """Return the answers to the five questions, in their order; a question without an answer is not measured."""
     answers = {
         "loss": _loss(tables, provenance),
-        "heads": _heads(tables["head_effects"], unit_of(provenance)),
+        "heads": _heads(tables["head_effects"], provenance),
         "keys": _keys(tables["heads"], provenance.get("selectability", {})),
         "sinks": _sinks(tables["sinks"], tables["sink_heads"]),
         "uniform": _uniform(tables["heads"], provenance.get("uniformity", {}).get("prompts", 0)),
     }
     return [
-        Finding(question, text, picture)
-        for question, (what, picture) in QUESTIONS.items()
+        Finding(question, text)
+        for question, what in QUESTIONS.items()
         for text in list(answers[question]) or [NOT_MEASURED.format(what=what)]
     ]
 
@@ -134,7 +136,7 @@ def loss_change(row: Any, unit: str, edit: str) -> str:
 def _loss(tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[str]:
     """Return the effect of each term at every norm, a decrease of the loss first."""
     if provenance.get("model", {}).get("norms") == {}:
-        return [NOTHING.format(edit="Freezing scaling or removing projection", reason="it has no normalization")]
+        return [NOTHING.format(edit="Freezing scaling or removing projection", reason=NO_NORM)]
     unit, no_op = unit_of(provenance), provenance.get("causal", {}).get("no_op", {})
     texts: list[tuple[bool, str]] = []
     for variant in (variant for variant in EDITS if variant.primary):
@@ -179,7 +181,18 @@ def significant_heads(effects: pd.DataFrame, unit: str = NATS) -> pd.DataFrame:
     return rows[rows["delta_loss"] > least].sort_values("delta_loss", ascending=False)
 
 
-def _heads(effects: pd.DataFrame, unit: str) -> Iterator[str]:
+def heads_unchanged(provenance: Mapping[str, Any]) -> str:
+    """Return why freezing scaling changes no head of the model; empty if it may."""
+    if provenance.get("model", {}).get("norms") == {}:
+        return NO_NORM
+    is_no_op = SCALING_FROZEN.name in provenance.get("head_effects", {}).get("no_op", {})
+    return "the norms that attention reads do not scale" if is_no_op else ""
+
+
+def _heads(effects: pd.DataFrame, provenance: Mapping[str, Any]) -> Iterator[str]:
+    if reason := heads_unchanged(provenance):
+        yield NOTHING.format(edit="Freezing scaling for one head at a time", reason=reason)
+    unit = unit_of(provenance)
     rows = effects[(effects["variant"] == SCALING_FROZEN.name) & effects["delta_loss"].notna()]
     if not len(rows):
         return
@@ -242,12 +255,12 @@ def _sinks(sinks: pd.DataFrame, heads: pd.DataFrame) -> Iterator[str]:
     frozen, most = float(heads["first_attention_no_scaling"].mean()), known.iloc[-1]
     count, prompts = int((heads["sink_rate"] > 0.5).sum()), counted(heads["n"].max(), "prompt")
     text = SINKS.format(
+        least=percent(MUCH),
         heads=f"{count} of {counted(len(heads), 'head')}" if count else "no head",
         received=percent(float(known["first_attention"].mean())),
         uniform=percent(uniform),
-        frozen="" if math.isnan(frozen) else f"{percent(frozen)} with scaling frozen; ",
-        prompts=prompts,
-        most=f"{head_name(most)}, {one_decimal(float(most['first_attention']))}",
+        frozen="" if math.isnan(frozen) else f"; scaling frozen: {percent(frozen)}",
+        most=f"{one_decimal(float(most['first_attention']))} ({head_name(most)})",
     )
     which = _outliers(sinks[sinks["kind"].str.contains("outlier")], prompts)
     is_known = sinks["length_ratio"].notna().any()  # not in a model without norms
@@ -263,7 +276,7 @@ def _outliers(rows: pd.DataFrame, prompts: str) -> str:
         of_prompts = f"{same['prompt'].nunique()}{'' if parts else f' of {prompts}'}"
         shown = name if name == "position 0" else repr(visible(name))
         parts.append(f"{shown} ({of_prompts}, up to {same['length_ratio'].max():.0f} times)")
-    return ", ".join(parts) or "none"
+    return ", ".join(parts) or f"none in {prompts}"
 
 
 def _uniform(heads: pd.DataFrame, prompts: int) -> Iterator[str]:

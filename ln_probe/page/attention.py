@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 from ln_probe.analyses.attribution.shared import Prompts, place, token_name
 from ln_probe.analyses.geometry.key_geometry import key_geometry
 from ln_probe.analyses.probes.statistics import SIGNIFICANCE
-from ln_probe.analyses.probes.wording import NATS, unit_of
+from ln_probe.analyses.probes.wording import NATS, heads_unchanged, unit_of
 from ln_probe.analyses.text import disarmed, shortened, visible, write_text
 from ln_probe.exhibits import TOKENS_SHOWN, PromptAttention, to_bytes
 from ln_probe.hooks.attention import UnsupportedAttentionError, read_heads
@@ -38,8 +38,7 @@ from ln_probe.page.figures import interval
 if TYPE_CHECKING:
     from ln_probe.report import Report
 
-# Where a colour of the map begins, in nats per token: every map of every page has this scale. Of a loss in another unit
-# the last step begins at the largest change.
+# Where a colour of every map begins, in nats/token. Of a loss in another unit the last begins at the largest change.
 STEPS: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1)
 TOP = 6  # heads in the list beside the map
 TOKEN_LENGTH = 14  # characters of a token on an axis
@@ -103,26 +102,29 @@ class HeadMap:
         rows: of cells, the last layer first, so that layer 0 is at the bottom.
         legend: (class, text) of each colour and mark that occurs.
         unit: of the loss.
+        unchanged: why freezing scaling changes no head; empty if it may.
     """
 
     rows: tuple[tuple[HeadCell, ...], ...] = ()
     legend: tuple[tuple[str, str], ...] = ()
     unit: str = ""
+    unchanged: str = ""
 
     @property
     def cells(self) -> list[HeadCell]:
         return [cell for row in self.rows for cell in row]
 
     @property
-    def top(self) -> list[HeadCell]:
-        """The heads with the largest changes, those that are significant before others."""
+    def candidates(self) -> list[HeadCell]:
+        """The heads with a significant change, the largest first; without any, all that were measured."""
         measured = [cell for cell in self.cells if not math.isnan(cell.value)]
-        return sorted(measured, key=lambda cell: (not cell.significant, -abs(cell.value)))[:TOP]
+        significant = [cell for cell in measured if cell.significant]
+        return sorted(significant or measured, key=lambda cell: -abs(cell.value))
 
     @property
-    def listed(self) -> list[HeadCell]:
-        """The same heads by layer, because their order of size is not tested."""
-        return sorted(self.top, key=lambda cell: (cell.layer, cell.head))
+    def top(self) -> list[HeadCell]:
+        """Those of them that are listed beside the map."""
+        return self.candidates[:TOP]
 
     @property
     def first(self) -> HeadCell | None:
@@ -136,20 +138,20 @@ def head_map(report: Report) -> HeadMap:
     effects = report.tables["head_effects"]
     effects = effects[effects["variant"] == SCALING_FROZEN.name]
     shown = _shown(report.exhibits.attention)
-    pairs = {(int(la), int(h)) for la, h in effects[["layer", "head"]].to_numpy()} | shown
+    rows = {(int(row["layer"]), int(row["head"])): row for row in effects.to_dict("records")}
+    pairs = rows.keys() | shown
     layers, heads = (range(1 + max((pair[axis] for pair in pairs), default=-1)) for axis in (0, 1))
-    rows: dict[tuple[int, int], Mapping[Any, Any]] = {
-        (int(row["layer"]), int(row["head"])): row for row in effects.to_dict("records")
-    }
     unit, steps = unit_of(report.provenance), STEPS
     if unit != NATS:
         largest = max((abs(v) for row in rows.values() if math.isfinite(v := _value(row))), default=1.0)
         steps = tuple(step * largest / STEPS[-1] for step in STEPS)
+    unchanged = heads_unchanged(report.provenance)
+    unmeasured = "no change" if unchanged else "not measured"
     grid = tuple(
-        tuple(_cell((layer, head), rows.get((layer, head)), shown, steps, unit) for head in heads)
+        tuple(_cell((layer, head), rows.get((layer, head)), shown, steps, unit, unmeasured) for head in heads)
         for layer in reversed(layers)
     )
-    return HeadMap(grid, tuple(_legend(grid, steps, unit)), unit)
+    return HeadMap(grid, tuple(_legend(grid, steps, unit)), unit, unchanged)
 
 
 def _shown(attention: PromptAttention | None) -> set[tuple[int, int]]:
@@ -167,9 +169,10 @@ def _cell(
     shown: set[tuple[int, int]],
     steps: tuple[float, ...],
     unit: str,
+    unmeasured: str,
 ) -> HeadCell:
     if row is None or math.isnan(value := _value(row)):
-        return HeadCell(*pair, "not measured", shown=pair in shown)
+        return HeadCell(*pair, unmeasured, shown=pair in shown)
     estimate, tested = math.isnan(row["delta_loss"]), math.isfinite(row["p"])
     ends = (math.nan, math.nan) if estimate else (row["delta_loss_low"], row["delta_loss_high"])
     if tested:
@@ -186,7 +189,7 @@ def _legend(rows: tuple[tuple[HeadCell, ...], ...], steps: tuple[float, ...], un
     cells = [cell for row in rows for cell in row]
     known = [cell for cell in cells if not math.isnan(cell.value)]
     if not known:
-        yield "unknown", "not measured"
+        yield from {("unknown", cell.change) for cell in cells}
         return
     yield from ((f"less{i}", f"−{steps[i - 1]:.2g}") for i in range(len(steps), 0, -1))
     yield "more0", "0"

@@ -236,7 +236,7 @@ def _rows(texts: Sequence[tuple[str, str, bool]]) -> tuple[Figure, mpl.axes.Axes
     axes.set_ylim(max(1, len(texts)) - 0.5, -0.75)
     axes.set_yticks([])
     rows = np.arange(max(1, len(texts)))
-    axes.vlines(0 * rows, rows - 0.14, rows + 0.45, color=SOFT, lw=1.2)
+    axes.vlines(0 * rows, rows - 0.14, rows + 0.4, color=SOFT, lw=1.2)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure, axes
 

@@ -115,15 +115,12 @@ def flat(values: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 def report_facts(report: Report) -> Iterator[str]:
     """Yield what was measured as phrases: model, text, loss; what is unknown is left out."""
-    of, heads = report.provenance, report.tables["heads"]
+    of = report.provenance
     if title_of(report.name) != report.name:
         yield report.name
     shape, prompts = of.get("shape", {}), of.get("prompts", {})
-    layers, number_of_heads = shape.get("layers"), shape.get("heads")
-    if layers and number_of_heads:
-        yield f"{counted(layers, 'layer')} of {counted(number_of_heads, 'head')}"
-    elif len(heads):
-        yield counted(heads["layer"].nunique(), "layer")
+    if shape.get("heads"):
+        yield f"{counted(shape['layers'], 'layer')} of {counted(shape['heads'], 'head')}"
     if norms := of.get("model", {}).get("norms", {}):
         yield "norms: " + ", ".join(f"{count} {kind}" for kind, count in Counter(norms.values()).items())
     if "count" in prompts:

@@ -10,8 +10,8 @@ import torch
 from architectures import make_bridge, make_folded
 from attribution_checks import TOKENS
 from small_models import lab
-from transformer_lens import ActivationCache
 
+from ln_probe.analyses.attribution.features import Features
 from ln_probe.analyses.attribution.logits import attribute_logits
 from ln_probe.analyses.attribution.scores import attribute_scores
 from ln_probe.analyses.attribution.shared import AttributionError
@@ -38,18 +38,18 @@ def test_targets() -> None:
     assert torch.allclose(two.terms, three - four, atol=1e-9)
 
 
-def test_neurons_are_their_mlp() -> None:
+def test_neurons_are_features_of_their_mlp() -> None:
     for arch in ("gpt2", "llama"):
         model = make_bridge(arch)
+        _, cache = model.run_with_cache(TOKENS[None])
+        W_out, active = model.blocks[1].mlp.W_out.detach(), cache["blocks.1.mlp.hook_post"]
+        bias = model.blocks[1].mlp.b_out.detach() if arch == "gpt2" else None
+        neurons = Features("blocks.1.hook_mlp_out", W_out, active, bias=bias, top=len(W_out))
+        fine = attribute_logits(model, TOKENS, -1, target=3, features=neurons).check().table.set_index("kind")
         whole = attribute_logits(model, TOKENS, -1, target=3).table.set_index("part")
-        fine = attribute_logits(model, TOKENS, -1, target=3, components="neurons").check().table
-        neurons = fine[fine["kind"] == "neuron"]
-        assert set(neurons["layer"]) == {0, 1}
-        neurons = neurons[neurons["layer"] == 1]
-        assert list(neurons["index"]) == list(range(len(neurons)))
         for term in ("contribution", "without_projection", "projection"):
-            assert neurons[term].sum() == pytest.approx(whole.loc["L1 mlp", term], abs=2e-6)
-        assert not {"L0 mlp", "L1 mlp"} & set(fine["part"])
+            assert fine.loc["feature", term].sum() == pytest.approx(whole.loc["L1 mlp", term], abs=2e-6)
+            assert fine.loc["error", term] == pytest.approx(0.0, abs=2e-6)
 
 
 def test_caches() -> None:
@@ -73,8 +73,6 @@ def test_caches() -> None:
     _, cache = raw.run_with_cache(TOKENS.view(2, 5))
     with pytest.raises(AttributionError, match="target="):
         attribute_logits(raw, cache, -1)
-    with pytest.raises(AttributionError, match="neurons"):
-        attribute_logits(raw, ActivationCache({}, raw), -1, components="neurons")
 
 
 def test_what_cannot_be_attributed() -> None:

@@ -36,4 +36,4 @@ def test_the_time_left_is_that_of_each_kind_of_step() -> None:
             if kind == "heads" or prompt < 2:
                 work.add(kind, seconds)
     assert work.left == pytest.approx(6 * 2.0)  # the first step of heads took longer
-    assert [about(seconds) for seconds in (4.4, 43.0, 200.0)] == ["about 4 s", "about 40 s", "about 3 min"]
+    assert [about(seconds) for seconds in (4.4, 43.0, 200.0)] == ["about 4 s", "about 45 s", "about 3 min"]

@@ -85,7 +85,7 @@ def test_the_five_questions_in_their_order() -> None:
         ("raises", "0.0020", "significant", "below 0.01"),
         ("2 of 4 heads", "64 prompts", "L1H6 +0.0079, L1H0 +0.0073"),
         ("43.8 %", "50.0 %", "random keys: 11.4 %"),
-        ("1 of 2", "55 %", "12 %", "20 %", "20 times", "'·b'", "12 times"),
+        ("over 30 %", "1 of 2", "55 %", "12 %", "20 %", "20 times", "'·b'", "12 times"),
         ("80.0 %", "70.0 %", "90.0 % (L0H0)"),
     ]
     for text, words in zip(texts, figures, strict=True):
@@ -100,9 +100,11 @@ def test_the_five_questions_in_their_order() -> None:
 
 def test_what_was_not_measured_is_named_once_for_each_question() -> None:
     found = findings(report_tables(), {})
-    assert [finding.text for finding in found] == [f"Not measured: {what}." for what, _ in QUESTIONS.values()]
+    assert [finding.text for finding in found] == [f"Not measured: {what}." for what in QUESTIONS.values()]
     without = findings(report_tables(), {"model": {"norms": {}}})
-    assert "it has no normalization" in without[0].text
+    assert all("it has no normalization" in finding.text for finding in without[:2])
+    unscaled = findings(report_tables(), {"head_effects": {"no_op": {"no_scaling": "none: it does not scale"}}})
+    assert "changes nothing" in unscaled[1].text
 
 
 def test_a_decrease_of_the_loss_comes_first() -> None:
@@ -146,7 +148,7 @@ def test_what_else_is_said_of_the_loss(causal: list[dict[str, Any]], provenance:
     (0.4, math.nan, NATS, "head L0H0 alone, the largest of 1 head, changes the loss by +0.4 nats/token: not tested"),
     (0.4, 0.5, NATS, "no head significantly raises the loss (1 head, 6 prompts); most: L0H0, +0.4 nats/token."),
     (0.0005, 0.01, NATS, "no head significantly raises"),  # less than 0.001 nats
-    (0.0005, 0.01, "units of f", "1 of 1 head significantly raise the loss (6 prompts): L0H0 +0.0005 units of f"),
+    (0.0005, 0.01, "units of f", "1 of 1 head significantly raise the loss (6 prompts); largest estimates: L0H0"),
     (-0.4, 0.01, NATS, "no head significantly raises"),
 ])  # fmt: skip
 def test_heads_in_words(change: float, p: float, unit: str, text: str) -> None:

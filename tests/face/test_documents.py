@@ -156,35 +156,25 @@ def figures_of_findings() -> list[str]:
         "measure": "train_loss",
         "seeds": 10,
     }
-    contrasts = ("the published gap", "size 1/sqrt(d) of values alone", "no projection, at radius sqrt(d)")
+    contrasts = ("size 1/sqrt(d) of values alone", "no projection, at radius sqrt(d)")
     causal: dict[str, Any] = {"table": TABLES / "lm-layernorm-books" / "causal.csv", "sites": "all"}
     books = pd.read_csv(TABLES / "books-summary.csv")
     books = books.query("model == 'lm-layernorm' and sites == 'all' and variant == 'no_scaling'")
     removed: dict[str, Any] = {"table": PUBLISHED / "remove_norm" / "effects.csv", "difference": "removed - kept"}
     seeds, prompts = ("mean", "ci_low", "ci_high"), ("delta_loss", "delta_loss_low", "delta_loss_high")
     registered = pd.read_csv(PUBLISHED / "registered" / "contrasts.csv").set_index(["item", "contrast"])
-    shape, equal, away = (
-        with_interval(registered.loc[place], ("estimate", "low", "high"), 3)
-        for place in (
-            (4, "projection, divisor 1 minus layernorm, loss at step 3000"),
-            (3, "projection, measured divisor minus layernorm, loss at step 1500"),
-            (5, "away minus its control, loss"),
-        )
-    )
+    shape = registered.loc[(4, "projection, divisor 1 minus layernorm, loss at step 3000")]
     return [
         percents(pretrained["share"]),
         percents(paper[paper["step"] == paper["step"].max()]["mean"]),
-        percents(paper[paper["step"] == 0]["mean"]),
         percents(keys.query("model == 'lm-layernorm' and n == 256 and variant == 'intact'")["share"]),
         *(with_interval(one_row(**majority, contrast=contrast), seeds, 2) for contrast in contrasts),
-        shape,
         "+0.05",  # read off figure 4b
-        equal,
+        with_interval(shape, ("estimate", "low", "high"), 3),
         with_interval(one_row(**causal, variant="no_scaling"), prompts, 3),
         *(f"{increase:+.3f}" for increase in books["delta_loss"]),
         with_interval(one_row(**causal, variant="no_projection"), prompts, 3),
         with_interval(one_row(**removed, measure="valid_loss"), seeds, 3),
-        away,
     ]
 
 

@@ -24,7 +24,6 @@ from ln_probe.exhibits import (
     load_arrays,
     save_arrays,
     to_bytes,
-    to_weights,
 )
 from ln_probe.report import Report
 
@@ -37,6 +36,11 @@ def test_weights_are_stored_to_within_what_is_promised(weights: np.ndarray) -> N
     assert np.abs(to_weights(to_bytes(weights)) - weights).max() <= STORED
     assert (to_weights(to_bytes(np.array([0.0, 1.0]))) == [0, 1]).all()
     assert len(set(to_bytes(np.array([1e-4, 2e-4, 5e-4, 1e-3, 2e-3])))) == 5
+
+
+def to_weights(stored: np.ndarray) -> np.ndarray:
+    """The weights that `to_bytes` stored."""
+    return np.square(stored / 255.0)
 
 
 def test_patterns_are_the_models_own(long_report: Report, long_model: Any, long_prompts: list[list[int]]) -> None:

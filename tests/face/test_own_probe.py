@@ -54,10 +54,10 @@ class Lengths(Probe):
         return Watching()
 
     def findings(self, tables: Mapping[str, pd.DataFrame], provenance: Mapping[str, Any]) -> list[Finding]:
-        return [Finding("lengths", f"The longest vector has length {tables['lengths']['longest'].max():.6g}.", "drawn")]
+        return [Finding("lengths", f"The longest vector has length {tables['lengths']['longest'].max():.6g}.")]
 
     def pictures(self) -> list[Picture]:
-        return [Picture("drawn", "Longest vectors", draw, "lengths", "longest")]
+        return [Picture("drawn", "Longest vectors", draw)]
 
 
 def test_an_own_probe_beside_built_in_ones(tmp_path: Path) -> None:

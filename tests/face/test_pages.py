@@ -118,7 +118,9 @@ def test_the_map_says_how_each_head_was_measured(report: Report) -> None:
     assert "p = 0.001" in cells["L0H0"].what
     assert "p = 0.5" in cells["L0H1"].what
     assert cells["L1H2"].classes == "unknown"
-    assert [cell.name for cell in heads.top] == ["L0H0", "L1H0", "L0H1", "L1H1"]
+    assert [cell.name for cell in heads.top] == ["L0H0"]
+    untested = attention.head_map(replace(one, tables={**one.tables, "head_effects": one.head_effects.assign(p=0.5)}))
+    assert [cell.name for cell in untested.top] == ["L1H0", "L0H0", "L0H1", "L1H1"]
     legend = " ".join(text for _, text in heads.legend)
     assert all(text in legend for text in ("hatched", "not tested", "grey"))
 

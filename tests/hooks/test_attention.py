@@ -156,5 +156,5 @@ def test_among_tiny_scores_the_nearest_divisor_counts(dtype: torch.dtype) -> Non
         for name, weight in model.named_parameters():
             if "attn" in name and weight.ndim > 1:
                 weight.mul_(0.02)
-    right = [heads.form.divisor for _, heads in layers_of(model)]
+    right = [heads.divisor for _, heads in layers_of(model)]
     assert right == pytest.approx([math.sqrt(8)] * 2)

@@ -11,7 +11,7 @@ from small_models import lab
 from torch import Tensor
 
 from ln_probe.hooks import find_norms
-from ln_probe.hooks.components import END, Split, SplitError, find_wiring, outside_attention, record
+from ln_probe.hooks.components import END, Expression, Split, SplitError, find_wiring, outside_attention, record
 
 TOKENS = torch.arange(1, 11)
 ROWS = [0, 4, 9]
@@ -28,6 +28,12 @@ KINDS = {
 }
 
 
+def words(expression: Expression) -> dict[str, float]:
+    """The factor of each source, by its name."""
+    names = {s: f"blocks.{s.layer}.{s.kind}" if s.layer >= 0 else s.kind for s in expression}
+    return {s.norm.name if s.norm else names[s]: factor for s, factor in expression.items()}
+
+
 def split_of(model: Any, tokens: Tensor = TOKENS, rows: list[int] = ROWS) -> Split:
     sites = find_norms(model)
     wiring = find_wiring(model, sites)
@@ -39,7 +45,7 @@ def test_every_norm_reads_its_parts(arch: str) -> None:
     split = split_of(make_bridge(arch))
     expression = split.wiring.at("blocks.1.ln2" if "blocks.1.ln2" in split.wiring.reads else "blocks.1.ln2_post")
     assert set(expression.values()) == {1.0}
-    assert " + ".join(sorted(map(str, expression))) == " + ".join(sorted(KINDS[arch].split(" + ")))
+    assert " + ".join(sorted(words(expression))) == " + ".join(sorted(KINDS[arch].split(" + ")))
     f = torch.randn(len(ROWS), 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for site in outside_attention(split.wiring.norms):
         if arch == "bert" and site.name == "ln_final":  # behind the head's own map and activation
@@ -88,7 +94,7 @@ def test_scaled_embeddings_come_out_with_their_factor() -> None:
     model = lab()
     model.blocks[0].register_forward_pre_hook(lambda _m, args: (5.5 * args[0],))
     expression = split_of(model).wiring.at("ln_final")
-    assert {str(s): round(f, 5) for s, f in expression.items()} == {
+    assert {name: round(factor, 5) for name, factor in words(expression).items()} == {
         "embed": 5.5, "pos_embed": 5.5, "blocks.0.attn": 1.0, "blocks.0.mlp": 1.0, "blocks.1.attn": 1.0,
         "blocks.1.mlp": 1.0,
     }  # fmt: skip
